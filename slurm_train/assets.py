@@ -1,0 +1,27 @@
+"""Where the files that ship with the package lie: `conf/` and `sbatch_templates/`.
+
+They stand at the top level of a checkout and inside the package of a wheel; both are looked up here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def asset_dir(name: str) -> Path:
+    """Returns the directory of a shipped asset, e.g. "conf" or "sbatch_templates".
+
+    Raises:
+        FileNotFoundError: the installation is broken; neither place holds the directory.
+    """
+    for candidate in (_PACKAGE / name, _PACKAGE.parent / name):
+        if candidate.is_dir():
+            return candidate
+    raise FileNotFoundError(f"{name}/ is neither in {_PACKAGE} nor beside it: reinstall slurm-train")
+
+
+def read_template(name: str) -> str:
+    """Returns the text of a file in `sbatch_templates/`, e.g. "run.sh"."""
+    return (asset_dir("sbatch_templates") / name).read_text(encoding="utf-8")

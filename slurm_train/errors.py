@@ -1,0 +1,76 @@
+"""Every error this package raises on purpose, in one tree.
+
+    SlurmTrainError
+    ├── ConfigError          a word, key or value of the configuration is wrong
+    │   └── BatchError       the batch arithmetic has no solution as asked
+    ├── ClusterError         Slurm is absent, refuses, or has not what was asked
+    ├── RunError             a run directory is missing, active, finished or unusable
+    ├── DataError            a data set cannot be read or does not match
+    ├── CheckpointError      a checkpoint cannot be written, verified or loaded
+    └── RendezvousError      the ranks of a job did not find each other
+
+A message says what was asked, what was found and what to do; `hint` carries the last part.
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILURE = 1
+EXIT_WRONG_USE = 2
+# sysexits.h EX_TEMPFAIL: the run saved itself and wants to continue in another attempt.
+EXIT_REQUEUE = 75
+
+
+class SlurmTrainError(Exception):
+    """A failure that a person can act on.
+
+    Args:
+        message: what was asked and what was found, with values.
+        hint: what to do about it; printed on a line of its own.
+    """
+
+    exit_code = EXIT_FAILURE
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+
+
+class ConfigError(SlurmTrainError):
+    """A word, key or value of the configuration is wrong."""
+
+    exit_code = EXIT_WRONG_USE
+
+
+class BatchError(ConfigError):
+    """The batch arithmetic has no solution as asked."""
+
+
+class ClusterError(SlurmTrainError):
+    """Slurm is absent, refuses the request, or has not what was asked."""
+
+    exit_code = EXIT_WRONG_USE
+
+
+class RunError(SlurmTrainError):
+    """A run directory is missing, active, finished or unusable."""
+
+    exit_code = EXIT_WRONG_USE
+
+
+class DataError(SlurmTrainError):
+    """A data set cannot be read or does not match the run."""
+
+    exit_code = EXIT_WRONG_USE
+
+
+class CheckpointError(SlurmTrainError):
+    """A checkpoint cannot be written, verified or loaded."""
+
+
+class RendezvousError(SlurmTrainError):
+    """The ranks of a job did not find each other."""

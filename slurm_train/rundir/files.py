@@ -1,0 +1,99 @@
+"""Durable writes: what is on disk is either the old content or the new, never half of one.
+
+Temp file in the same directory, fsync, rename, fsync of the directory (POSIX makes only the rename atomic; the
+directory entry itself is durable after its own fsync). Nothing here knows what a run or a checkpoint is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes the entries of a directory (creations, renames, removals) durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_file(path: Path) -> None:
+    """Makes the content of a file durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durable(path: Path, text: str) -> None:
+    """Writes a new file and fsyncs it; the caller makes the directory entry durable."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomic(path: Path, text: str, *, durable: bool = True, mode: int = 0o600) -> None:
+    """Replaces a file as one step: a reader sees the old text or the new, never a part.
+
+    Args:
+        path: the file to replace or create.
+        text: its new content.
+        durable: fsync file and directory; False where a lost write costs nothing but a command typed again.
+        mode: permission bits of the new file.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        fsync_directory(path.parent)
+
+
+def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> None:
+    """Appends one JSON object as a line with a single write, so that lines of two writers never mix."""
+    line = json.dumps(value, separators=(",", ":")) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(descriptor, line.encode())
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects of a file of lines; a torn last line (a killed writer) is passed over."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Returns the JSON object of a file, or None where there is no such file or it is not whole."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
