@@ -1,0 +1,246 @@
+"""The one place that runs squeue, sacct, scontrol, scancel, sinfo and `sbatch --test-only`.
+
+Commands get argument lists, a scrubbed environment and a time limit. What they print is parsed by the pure modules
+beside this one. A command that is missing, too slow or fails is a ClusterError that quotes it. Nothing is retried and
+nothing is cached: how often to ask is the caller's business.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from slurm_train.errors import ClusterError
+from slurm_train.slurm.allocation import is_job_id
+from slurm_train.slurm.environment import command_environment
+from slurm_train.slurm.partitions import SINFO_FORMAT, Partition, parse_sinfo
+from slurm_train.slurm.records import (
+    SACCT_FORMAT,
+    SQUEUE_FORMAT,
+    JobState,
+    parse_config,
+    parse_job,
+    parse_sacct,
+    parse_squeue,
+)
+from slurm_train.slurm.verdicts import TestVerdict, read_verdict
+
+# sbatch gives up on an absent controller after 18 s (22.05); a busy one may take longer to answer.
+DEFAULT_TIMEOUT_S = 60.0
+_UNREACHABLE = "unable to contact slurm controller"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A process that has ended."""
+
+    return_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def last_line(self) -> str:
+        """The last line of stderr with something on it, else of stdout."""
+        lines = [line.strip() for text in (self.stdout, self.stderr) for line in text.splitlines() if line.strip()]
+        return lines[-1] if lines else "no output"
+
+
+class Runner(Protocol):
+    """Runs a command to its end; tests pass their own."""
+
+    def __call__(self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> Finished:
+        """Returns the ended process; raises ClusterError if it cannot start or takes too long."""
+
+
+def run_process(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> Finished:
+    """Runs a command without a shell and without input, and returns how it ended.
+
+    Raises:
+        ClusterError: no such command on this machine, or it did not end in time.
+    """
+    try:
+        done = subprocess.run(
+            list(argv),
+            env=dict(env),
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+    except FileNotFoundError as err:
+        raise ClusterError(
+            f"there is no {argv[0]} on this machine",
+            hint="run this where Slurm's commands are (a login node), or without +cluster to train on this machine",
+        ) from err
+    except subprocess.TimeoutExpired as err:
+        raise ClusterError(
+            f"`{shlex.join(argv)}` did not answer in {timeout_s:g} s",
+            hint="the Slurm controller may be busy: try later",
+        ) from err
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+class SlurmCommands:
+    """Slurm as seen through its commands.
+
+    Args:
+        env: environment to take PATH and SLURM_CONF from; job and rank variables in it are left out.
+        timeout_s: seconds after which a command counts as failed.
+        runner: what runs a command.
+    """
+
+    def __init__(
+        self, env: Mapping[str, str], *, timeout_s: float = DEFAULT_TIMEOUT_S, runner: Runner = run_process
+    ) -> None:
+        self._env = command_environment(env)
+        self._timeout_s = timeout_s
+        self._runner = runner
+
+    def is_available(self) -> bool:
+        """Returns whether sbatch and squeue are on the PATH; says nothing about the controller."""
+        path = self._env.get("PATH", "")
+        return all(shutil.which(name, path=path) for name in ("sbatch", "squeue"))
+
+    def job_states(self, job_ids: Iterable[str]) -> dict[str, JobState]:
+        """Returns what Slurm knows about jobs, by id; an array's id gives one entry per element.
+
+        One squeue call; what it does not know (ended longer ago than MinJobAge) is asked of sacct, where there is
+        accounting. Ids that neither knows are absent.
+
+        Raises:
+            ClusterError: neither command gives an answer.
+        """
+        asked = _checked(job_ids)
+        if not asked:
+            return {}
+        try:
+            queued = parse_squeue(self._squeue(asked))
+        except ClusterError as unanswered:
+            return self._sacct(asked, or_else=unanswered)
+        missing = [job_id for job_id in asked if job_id not in queued]
+        return {**self._sacct(missing), **queued} if missing else queued
+
+    def show_job(self, job_id: str) -> dict[str, str]:
+        """Returns the fields of `scontrol show job`, e.g. {"JobState": "RUNNING", "Restarts": "0", ...}.
+
+        Raises:
+            ClusterError: the controller does not know the job (any more) or does not answer.
+        """
+        return parse_job(self._run(["scontrol", "show", "job", *_checked([job_id])]))
+
+    def show_config(self) -> dict[str, str]:
+        """Returns the controller's settings, e.g. {"MaxArraySize": "1001", "KillWait": "30 sec", ...}."""
+        return parse_config(self._run(["scontrol", "show", "config"]))
+
+    def cancel(self, job_ids: Iterable[str]) -> None:
+        """Cancels jobs; those that have ended already are no error.
+
+        Raises:
+            ClusterError: Slurm refused, e.g. somebody else's job.
+        """
+        checked = _checked(job_ids)
+        if not checked:
+            return
+        argv = ["scancel", *checked]
+        done = self._call(argv)
+        if done.return_code and not _has_ended(done.stderr):
+            raise _failed(argv, done)
+
+    def requeue(self, job_id: str) -> bool:
+        """Requeues a job unless it was cancelled, and returns whether that happened.
+
+        The `incomplete` form returns success when it did nothing, and the plain form would bring back a job that its
+        user cancelled; so Restarts is read before and after. From inside the job, the call may end the caller.
+
+        Raises:
+            ClusterError: Slurm refused (e.g. a job with --no-requeue) or does not answer.
+        """
+        before = _num_restarts(self.show_job(job_id))
+        self._run(["scontrol", "requeue", "incomplete", *_checked([job_id])])
+        return _num_restarts(self.show_job(job_id)) > before
+
+    def partitions(self) -> list[Partition]:
+        """Returns the partitions that this user can see, from one sinfo call.
+
+        Raises:
+            ClusterError: sinfo failed or cannot be read.
+        """
+        return parse_sinfo(self._run(["sinfo", "-h", "-e", "-o", SINFO_FORMAT]))
+
+    def test_only(self, script: Path) -> TestVerdict:
+        """Returns whether Slurm would take a batch script and when it would start it; nothing is submitted.
+
+        Slurm does not look at a partition that is down, nor, without EnforcePartLimits, at its time limit.
+
+        Raises:
+            ClusterError: no answer from the controller; that is no verdict on the script.
+        """
+        argv = ["sbatch", "--test-only", str(script)]
+        done = self._call(argv)
+        if done.return_code and _UNREACHABLE in done.stderr.lower():
+            raise _failed(argv, done)
+        return read_verdict(done.return_code, done.stderr)
+
+    def _squeue(self, job_ids: list[str]) -> str:
+        # All states: a job stays visible for MinJobAge after its end, which spares a look at accounting.
+        argv = ["squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, "-j", ",".join(job_ids)]
+        done = self._call(argv)
+        if done.return_code and "invalid job id" in done.stderr.lower():
+            # Said only when a single job was asked for and it is gone.
+            return ""
+        if done.return_code:
+            raise _failed(argv, done)
+        return done.stdout
+
+    def _sacct(self, job_ids: list[str], or_else: ClusterError | None = None) -> dict[str, JobState]:
+        """Returns sacct's answer; without one raises `or_else`, or returns nothing (many sites keep no accounts)."""
+        argv = ["sacct", "-n", "-P", "-X", "-o", SACCT_FORMAT, "-j", ",".join(job_ids)]
+        try:
+            return parse_sacct(self._run(argv))
+        except ClusterError:
+            if or_else is not None:
+                raise or_else from None
+            return {}
+
+    def _run(self, argv: list[str]) -> str:
+        done = self._call(argv)
+        if done.return_code:
+            raise _failed(argv, done)
+        return done.stdout
+
+    def _call(self, argv: list[str]) -> Finished:
+        return self._runner(argv, env=self._env, timeout_s=self._timeout_s)
+
+
+def _checked(job_ids: Iterable[str]) -> list[str]:
+    checked = list(dict.fromkeys(job_ids))
+    for job_id in checked:
+        if not is_job_id(job_id):
+            raise ClusterError(f"{job_id!r} is not a job id", hint='write "123", or "123_4" for an array element')
+    return checked
+
+
+def _failed(argv: Sequence[str], done: Finished) -> ClusterError:
+    return ClusterError(
+        f"`{shlex.join(argv)}` ended with exit code {done.return_code}: {done.last_line}",
+        hint="run the command by hand; `scontrol ping` says whether the controller answers",
+    )
+
+
+def _has_ended(stderr: str) -> bool:
+    lines = [line.lower() for line in stderr.splitlines() if line.strip()]
+    return all("invalid job id" in line or "already completing or completed" in line for line in lines)
+
+
+def _num_restarts(fields: Mapping[str, str]) -> int:
+    text = fields.get("Restarts", "")
+    if not text.isdigit():
+        raise ClusterError(f"scontrol does not say how often the job was restarted: Restarts={text!r}")
+    return int(text)

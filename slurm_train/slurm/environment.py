@@ -1,0 +1,67 @@
+"""The environment that a new job or a Slurm command may see.
+
+Submitting from inside a job would hand that job's CPU binding, ranks and rendezvous to the new one, and options left
+in SBATCH_* or SRUN_* would change what the script says. Both go; the rest of the user's environment stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# SLURM_CONF says which cluster this is; without it a non-default installation is not found.
+_KEPT = frozenset({"SLURM_CONF"})
+# Tuning of the PMIx library, which users set themselves.
+_KEPT_PREFIX = "PMIX_MCA_"
+_PREFIXES = (
+    "SLURM_",
+    "SLURMD_",
+    "SBATCH_",
+    "SRUN_",
+    "SALLOC_",
+    "SUBMITIT_",
+    "TORCHELASTIC_",
+    "PMI",
+    "OMPI_COMM_WORLD_",
+    "MV2_COMM_WORLD_",
+    "MPI_LOCAL",
+)
+_NAMES = frozenset(
+    {
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_NAME",
+        "ROLE_WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "OMPI_UNIVERSE_SIZE",
+    }
+)
+# A user's own defaults for the commands: they filter and reformat what the commands print.
+_COMMAND_PREFIXES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
+
+
+def is_job_variable(name: str) -> bool:
+    """Returns whether a variable belongs to one job or one rank and must not travel into another."""
+    if name in _KEPT or name.startswith(_KEPT_PREFIX):
+        return False
+    return name in _NAMES or name.startswith(_PREFIXES)
+
+
+def scrubbed(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment without the variables of an enclosing job; SLURM_CONF stays."""
+    return {name: value for name, value in env.items() if not is_job_variable(name)}
+
+
+def command_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment for a Slurm command whose output is parsed.
+
+    The user's SQUEUE_FORMAT and the like are left out, and array indices are never cut off with "...".
+    """
+    clean = {name: value for name, value in scrubbed(env).items() if not name.startswith(_COMMAND_PREFIXES)}
+    return clean | {"SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}

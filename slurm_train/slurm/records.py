@@ -1,0 +1,143 @@
+"""What squeue, sacct and scontrol print about jobs, as values. Pure text in, values out; nothing is run here.
+
+Only explicit column formats are read, never `--json`, whose schema changes with every release. Free text that a user
+chose (job name, comment) comes last or on a line of its own, so that it cannot pass for another field.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from slurm_train.slurm.states import Phase, expand_array_id, phase_of
+
+SQUEUE_FORMAT = "%i|%T|%r|%N|%S|%e|%P|%j"
+SACCT_FORMAT = "JobID,State,Reason,NodeList,Start,End,Partition,ExitCode,JobName"
+
+_KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=")
+# The rest of the line is the value, whatever it holds.
+_FREE_TEXT = frozenset(
+    {"JobName", "Comment", "AdminComment", "SystemComment", "Command", "WorkDir", "StdErr", "StdIn", "StdOut"}
+)
+_NOTHING = frozenset({"", "None", "(null)", "N/A", "n/a", "Unknown", "None assigned", "NONE"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """One job, or one element of an array, as Slurm sees it now."""
+
+    job_id: str
+    """ "123", or "123_4" for an array element."""
+    word: str
+    """Slurm's own word, e.g. "CANCELLED by 1001"."""
+    source: str
+    """Who said so: "squeue" or "sacct"."""
+    reason: str = ""
+    """Why it waits or ended, in Slurm's words, e.g. "Resources"."""
+    nodelist: str = ""
+    """Nodes in compact form, e.g. "node[1-4]"."""
+    start: str = ""
+    """Start, or the expected start of a waiting job, e.g. "2026-01-31T09:41:24"; "" if not known."""
+    end: str = ""
+    """End, or the time limit of a running job."""
+    partition: str = ""
+    name: str = ""
+    exit_code: str = ""
+    """ "code:signal" of the batch script; only sacct knows it."""
+
+    @property
+    def phase(self) -> Phase:
+        """The state in this package's words."""
+        return phase_of(self.word)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the job still holds or waits for nodes, or the controller is about to requeue it."""
+        return self.phase.is_active or (self.source == "squeue" and self.phase.may_return)
+
+
+def parse_squeue(text: str) -> dict[str, JobState]:
+    """Returns the jobs in the output of `squeue -h -r -o SQUEUE_FORMAT`, by id."""
+    found: dict[str, JobState] = {}
+    for fields in _rows(text, SQUEUE_FORMAT.count("|") + 1):
+        job_ids, word, reason, nodelist, start, end, partition, name = fields
+        for job_id in _ids(job_ids):
+            found[job_id] = JobState(
+                job_id=job_id,
+                word=word,
+                source="squeue",
+                reason=_known(reason),
+                nodelist=_known(nodelist),
+                start=_known(start),
+                end=_known(end),
+                partition=partition,
+                name=name,
+            )
+    return found
+
+
+def parse_sacct(text: str) -> dict[str, JobState]:
+    """Returns the jobs in the output of `sacct -n -P -X -o SACCT_FORMAT`, by id; the last row of an id wins."""
+    found: dict[str, JobState] = {}
+    for fields in _rows(text, SACCT_FORMAT.count(",") + 1):
+        job_ids, word, reason, nodelist, start, end, partition, exit_code, name = fields
+        for job_id in _ids(job_ids):
+            found[job_id] = JobState(
+                job_id=job_id,
+                word=word,
+                source="sacct",
+                # Of an ended job sacct keeps why it once waited, which explains nothing.
+                reason=_known(reason) if phase_of(word) is Phase.QUEUED else "",
+                nodelist=_known(nodelist),
+                start=_known(start),
+                end=_known(end),
+                partition=partition,
+                name=name,
+                exit_code=exit_code,
+            )
+    return found
+
+
+def parse_job(text: str) -> dict[str, str]:
+    """Returns the fields of the first job in the output of `scontrol show job`, e.g. {"JobState": "RUNNING", ...}.
+
+    The many-line form is read, not `-o`: there a job named "x JobState=FAILED" cannot be told from a failed one.
+    """
+    fields: dict[str, str] = {}
+    for line in text.strip().split("\n\n")[0].splitlines():
+        for key, value in _pairs(line):
+            fields.setdefault(key, value)
+    return fields
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """Returns the settings in the output of `scontrol show config`, e.g. {"MaxArraySize": "1001", ...}."""
+    pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def _rows(text: str, num_fields: int) -> list[list[str]]:
+    """Splits lines into exactly so many fields; "|" in the last field, the job's name, is part of it."""
+    rows = (line.split("|", num_fields - 1) for line in text.splitlines())
+    return [row for row in rows if len(row) == num_fields]
+
+
+def _ids(text: str) -> list[str]:
+    # "12+0" leads a heterogeneous job and stands for it; "12+1" and on are its other components.
+    job_id, plus, component = text.partition("+")
+    return [] if plus and component != "0" else expand_array_id(job_id)
+
+
+def _known(text: str) -> str:
+    return "" if text in _NOTHING else text
+
+
+def _pairs(line: str) -> list[tuple[str, str]]:
+    matches = list(_KEY.finditer(line))
+    pairs: list[tuple[str, str]] = []
+    for index, match in enumerate(matches):
+        if match[1] in _FREE_TEXT:
+            return [*pairs, (match[1], line[match.end() :].rstrip())]
+        end = matches[index + 1].start() if index + 1 < len(matches) else len(line)
+        pairs.append((match[1], line[match.end() : end].strip()))
+    return pairs

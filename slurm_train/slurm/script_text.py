@@ -1,0 +1,112 @@
+"""Guards everything that ends up in a batch script.
+
+Two readers parse a script: sbatch its `#SBATCH` lines, bash the rest. A value is either refused or reaches its reader
+byte for byte. What was learned from sbatch 22.05: blanks end a value, "#" starts a comment, both kinds of quotes group
+as in a shell, nothing is expanded, a backslash vanishes even inside single quotes, and 1024 bytes are the limit.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from slurm_train.errors import ConfigError
+from slurm_train.slurm.environment import is_job_variable
+
+# Slurm's MAXIMUM for names, paths and comments of a job.
+_MAX_FLAG_BYTES = 1024
+_FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# bash refuses to assign these; under `set -e` the job would end before its first line of work.
+_READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
+
+
+def check_flag_name(name: str) -> str:
+    """Returns the long name of an sbatch or srun option unchanged, e.g. "mem-per-cpu".
+
+    Raises:
+        ConfigError: not lower-case words joined by "-".
+    """
+    if _FLAG_NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"{name!r} is not the name of a Slurm option",
+            hint='write the long name without dashes in front, e.g. "mem-per-cpu"',
+        )
+    return name
+
+
+def check_flag_value(value: str) -> str:
+    """Returns the text for the right side of `#SBATCH --name=`, quoted where sbatch needs it.
+
+    Pass the value itself, not this text, to a program that quotes by shlex on its own.
+
+    Raises:
+        ConfigError: a line break, a control or invisible character, a backslash, or more than 1024 bytes.
+    """
+    _check_printable(value, "a Slurm option")
+    if "\\" in value:
+        raise ConfigError(
+            f"the backslash in {value!r} cannot be a Slurm option's value",
+            hint="leave it out: sbatch drops backslashes even between quotes",
+        )
+    if len(value.encode()) > _MAX_FLAG_BYTES:
+        raise ConfigError(
+            f"a Slurm option's value of {len(value.encode())} bytes is too long: {value[:40]!r}...",
+            hint=f"Slurm takes at most {_MAX_FLAG_BYTES} bytes",
+        )
+    return shlex.quote(value)
+
+
+def sbatch_line(name: str, value: str | None) -> str:
+    """Returns one directive without line end: `#SBATCH --name=value`, or `#SBATCH --name` for None.
+
+    Raises:
+        ConfigError: as `check_flag_name` and `check_flag_value`.
+    """
+    flag = f"#SBATCH --{check_flag_name(name)}"
+    return flag if value is None else f"{flag}={check_flag_value(value)}"
+
+
+def check_env_name(name: str) -> str:
+    """Returns the name of an environment variable unchanged.
+
+    Raises:
+        ConfigError: not an identifier, read-only in bash, or owned by Slurm or the launcher.
+    """
+    if _ENV_NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"{name!r} is not the name of an environment variable",
+            hint="use letters, digits and _, not a digit first, e.g. NCCL_DEBUG",
+        )
+    if name in _READ_ONLY:
+        raise ConfigError(f"{name} is read-only in bash", hint=f"leave {name} out")
+    if is_job_variable(name):
+        raise ConfigError(
+            f"{name} is set by Slurm or the launcher for each job",
+            hint="set the option itself: cluster.sbatch.<flag> or cluster.srun.<flag>",
+        )
+    return name
+
+
+def check_env_value(value: str) -> str:
+    """Returns the text for the right side of `export NAME=`, quoted for bash.
+
+    Raises:
+        ConfigError: a line break, a control or invisible character.
+    """
+    _check_printable(value, "an environment variable")
+    return shlex.quote(value)
+
+
+def _check_printable(value: str, what: str) -> None:
+    for position, character in enumerate(value):
+        if not character.isprintable():
+            raise ConfigError(
+                f"{_name_of(character)} at character {position + 1} of {value[:80]!r} cannot be in {what}'s value",
+                hint="remove it: only printable characters reach the batch script",
+            )
+
+
+def _name_of(character: str) -> str:
+    names = {"\n": "a line break", "\r": "a carriage return", "\0": "a NUL", "\t": "a tab"}
+    return names.get(character, f"U+{ord(character):04X}")

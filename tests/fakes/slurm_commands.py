@@ -1,0 +1,103 @@
+"""Slurm as a table: a small real object with the methods of `SlurmCommands`, answering from dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from slurm_train.errors import ClusterError
+from slurm_train.slurm.partitions import NodeGroup, Partition
+from slurm_train.slurm.records import JobState
+from slurm_train.slurm.verdicts import TestVerdict
+
+
+def job_state(job_id: str, word: str = "RUNNING", *, source: str = "squeue", **fields: str) -> JobState:
+    """Returns a job in the given state, e.g. job_state("7", "PENDING", reason="Resources")."""
+    return JobState(job_id=job_id, word=word, source=source, **fields)
+
+
+def four_by_eight(name: str = "main") -> Partition:
+    """Returns the default partition of a cluster of 4 nodes with 8 GPUs and 64 CPUs each."""
+    nodes = NodeGroup(
+        num_nodes=4, gpus_per_node=8, gpu_type="", cpus_per_node=64, memory_per_node_mb=512000, state="idle"
+    )
+    return Partition(
+        name=name,
+        is_default=True,
+        state="up",
+        max_nodes=None,
+        max_time_min=1440,
+        default_time_min=60,
+        groups=(nodes,),
+    )
+
+
+class FakeSlurmCommands:
+    """Answers from what it is given and notes what it is told to do.
+
+    Change `jobs`, `fields`, `verdict` and so on at any time; set `error` to make every command fail with it.
+    """
+
+    def __init__(
+        self,
+        jobs: Iterable[JobState] = (),
+        *,
+        fields: dict[str, dict[str, str]] | None = None,
+        is_available: bool = True,
+    ) -> None:
+        self.jobs = {job.job_id: job for job in jobs}
+        self.fields = fields or {}
+        self.listed_partitions = [four_by_eight()]
+        self.config = {"MaxArraySize": "1001", "JobRequeue": "1"}
+        self.verdict = TestVerdict(is_accepted=True)
+        self.error: ClusterError | None = None
+        self.cancelled: list[str] = []
+        self.requeued: list[str] = []
+        self.tested: list[Path] = []
+        self._is_available = is_available
+
+    def is_available(self) -> bool:
+        return self._is_available
+
+    def job_states(self, job_ids: Iterable[str]) -> dict[str, JobState]:
+        self._fail_if_told()
+        asked = set(job_ids)
+        return {key: job for key, job in self.jobs.items() if key in asked or key.split("_")[0] in asked}
+
+    def show_job(self, job_id: str) -> dict[str, str]:
+        self._fail_if_told()
+        if job_id not in self.fields:
+            raise ClusterError(f"`scontrol show job {job_id}` ended with exit code 1: Invalid job id specified")
+        return dict(self.fields[job_id])
+
+    def show_config(self) -> dict[str, str]:
+        self._fail_if_told()
+        return dict(self.config)
+
+    def cancel(self, job_ids: Iterable[str]) -> None:
+        self._fail_if_told()
+        for job_id in job_ids:
+            self.cancelled.append(job_id)
+            self.jobs[job_id] = job_state(job_id, "CANCELLED")
+
+    def requeue(self, job_id: str) -> bool:
+        """Like Slurm: only a running job comes back, and its Restarts goes up by one."""
+        fields = self.show_job(job_id)
+        if fields["JobState"] not in ("RUNNING", "SUSPENDED"):
+            return False
+        self.requeued.append(job_id)
+        self.fields[job_id] |= {"JobState": "COMPLETING", "Restarts": str(int(fields["Restarts"]) + 1)}
+        return True
+
+    def partitions(self) -> list[Partition]:
+        self._fail_if_told()
+        return list(self.listed_partitions)
+
+    def test_only(self, script: Path) -> TestVerdict:
+        self._fail_if_told()
+        self.tested.append(script)
+        return self.verdict
+
+    def _fail_if_told(self) -> None:
+        if self.error is not None:
+            raise self.error

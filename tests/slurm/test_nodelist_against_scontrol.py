@@ -1,0 +1,141 @@
+"""The parser against `scontrol show hostnames` on ten thousand random strings."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from slurm_train.slurm.nodelist import NodeListError, parse_nodelist
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+_NUM_STRINGS = 10_000
+_BATCH = 50
+# No digits: Slurm joins neighbours that count on.
+_SENTINEL = "zz-next-zz"
+# Where the parser refuses on purpose what scontrol makes something of.
+_STRICTER = re.compile(
+    r"""
+    \[[^\]]*(?:$|\[)              # a bracket that is never closed, or opened twice
+    | \][^,\s]*\] | ^[^\[]*\]     # a bracket that was never opened
+    | [,\s][^\[,\s]*\]
+    | \[[^\]]*(?:[\s+A-Za-z_]|-[,\]])  # blanks, signs, letters and open ends in brackets
+    | [^\w\s,.\[\]-]             # characters that no host name has
+    """,
+    re.VERBOSE,
+)
+# And the one it expands on purpose where scontrol refuses: text after the last bracket.
+_WIDER = re.compile(r"\][^\[\],\s]+(?:$|[,\s])")
+
+
+@pytest.fixture(scope="module")
+def scontrol_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """scontrol wants a configuration even to take a string apart; it asks no daemon."""
+    if shutil.which("scontrol") is None:
+        pytest.skip("no scontrol on this machine")
+    conf = tmp_path_factory.mktemp("conf") / "slurm.conf"
+    conf.write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=localhost\nPartitionName=p Nodes=ALL\n")
+    return {"PATH": os.environ["PATH"], "SLURM_CONF": str(conf)}
+
+
+def _scontrol(text: str, env: dict[str, str]) -> list[str] | None:
+    """Returns the hosts that scontrol prints, None if it refuses (its exit code is 0 then as well)."""
+    # A comma in front changes nothing and keeps "-1n" from being taken for an option.
+    argv = ["scontrol", "show", "hostnames", f",{text}"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60)
+    if "Invalid hostlist" in done.stdout + done.stderr:
+        return None
+    return done.stdout.splitlines()
+
+
+def _ours(text: str) -> list[str] | None:
+    try:
+        return parse_nodelist(text)
+    except NodeListError:
+        return None
+
+
+def _number(rng: random.Random, value: int) -> str:
+    return str(value).zfill(rng.choice([0, 0, 0, 1, 2, 3, 4]))
+
+
+def _range(rng: random.Random) -> str:
+    low = rng.choice([rng.randrange(4), rng.randrange(8, 12), rng.randrange(95, 105), rng.randrange(2000)])
+    high = low + rng.choice([-1] + [0, 1, 2, 3, 5] * 4)
+    return _number(rng, low) if rng.random() < 0.4 else f"{_number(rng, low)}-{_number(rng, max(high, 0))}"
+
+
+def _member(rng: random.Random) -> str:
+    words = ["n", "gpu", "rack", "a-", "b.c", "x_", "", "h1", "r02n", "Node"]
+    parts = [rng.choice(words)]
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 3])):
+        groups = [_range(rng) for _ in range(rng.choice([1, 1, 2, 3]))]
+        parts += [f"[{','.join(groups)}]", rng.choice([*words, "", "", ""])]
+    if "[" in "".join(parts) and rng.random() < 0.95:
+        parts[-1] = ""
+    return "".join(parts) or rng.choice(["7", "n7", "n07"])
+
+
+def _string(rng: random.Random) -> str:
+    text = rng.choice([",", ",", ",", ",,", " "]).join(_member(rng) for _ in range(rng.choice([1, 1, 2, 3, 4])))
+    if rng.random() < 0.15:
+        spot = rng.randrange(len(text) + 1)
+        text = text[:spot] + rng.choice(list("[],- 0a+:;")) + text[spot + rng.randrange(2) :]
+    return text
+
+
+def _answers(texts: list[str], env: dict[str, str]) -> dict[str, list[str] | None]:
+    """Asks scontrol about many strings at once; one refused string makes it refuse all, then they are halved."""
+    both = _scontrol(f",{_SENTINEL},".join(texts), env) if len(texts) > 1 else _scontrol(texts[0], env)
+    if len(texts) == 1:
+        return {texts[0]: both}
+    blocks = "\n".join(both or []).split(_SENTINEL)
+    if both is None or len(blocks) != len(texts):
+        middle = len(texts) // 2
+        return _answers(texts[:middle], env) | _answers(texts[middle:], env)
+    return {text: block.split() for text, block in zip(texts, blocks, strict=True)}
+
+
+def test_ten_thousand_random_strings_agree_with_scontrol(scontrol_env: dict[str, str]) -> None:
+    rng = random.Random(2205)
+    texts = list(dict.fromkeys(_string(rng) for _ in range(_NUM_STRINGS * 2)))[:_NUM_STRINGS]
+    assert len(texts) == _NUM_STRINGS
+    # Sorted by what is expected, most batches need one call.
+    well_formed = [text for text in texts if _ours(text) is not None and not _WIDER.search(text)]
+    others = [[text] for text in texts if text not in set(well_formed)]
+    batches = [well_formed[start : start + _BATCH] for start in range(0, len(well_formed), _BATCH)] + others
+    with ThreadPoolExecutor(4) as pool:
+        answers: dict[str, list[str] | None] = {}
+        for found in pool.map(lambda batch: _answers(batch, scontrol_env), batches):
+            answers |= found
+    assert len(answers) == _NUM_STRINGS
+    wrong = {text: (_ours(text), found) for text, found in answers.items() if not _agree(text, found)}
+    assert wrong == {}
+    # The comparison compares: most strings are lists, many are refused, both by both.
+    assert sum(found is not None and _ours(text) == found for text, found in answers.items()) > 6000
+    assert sum(found is None and _ours(text) is None for text, found in answers.items()) > 500
+
+
+def _agree(text: str, found: list[str] | None) -> bool:
+    ours = _ours(text)
+    if ours == found:
+        return True
+    return bool(_STRICTER.search(text)) if ours is None else found is None and bool(_WIDER.search(text))
+
+
+@pytest.mark.parametrize("text", ["n[1-65536]", "n[1-65537]", "a[1-2]b[1-2]c[1-2]d[1-2]e[1-2]", "n[000-100]"])
+def test_limits_and_orders_agree_with_scontrol(text: str, scontrol_env: dict[str, str]) -> None:
+    assert _ours(text) == _scontrol(text, scontrol_env)
+
+
+def test_the_minimal_configuration_needs_no_daemon(scontrol_env: dict[str, str]) -> None:
+    assert Path(scontrol_env["SLURM_CONF"]).is_file()
+    assert _scontrol("n[1-2]", scontrol_env) == ["n1", "n2"]
+    assert _scontrol("n[2-1]", scontrol_env) is None

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import random
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from slurm_train.errors import ConfigError
+from slurm_train.slurm.script_text import (
+    check_env_name,
+    check_env_value,
+    check_flag_name,
+    check_flag_value,
+    sbatch_line,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("main", "main"),
+        ("node[1-2]", "'node[1-2]'"),
+        ("a100&nvlink|[c*2]", "'a100&nvlink|[c*2]'"),
+        ("/scratch/%u/%j.log", "/scratch/%u/%j.log"),
+        ("two words", "'two words'"),
+        ("it's", "'it'\"'\"'s'"),
+        ('say "x" #now', "'say \"x\" #now'"),
+        ("$HOME `id`", "'$HOME `id`'"),
+        ("", "''"),
+        ("gr\u00fc\u00dfe", "'gr\u00fc\u00dfe'"),
+        ("x" * 1024, "x" * 1024),
+    ],
+)
+def test_flag_values_are_quoted_where_needed(value: str, text: str) -> None:
+    assert check_flag_value(value) == text
+    assert shlex.split(text) == [value]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("a\nb", "a line break at character 2 of 'a\\nb' cannot be in a Slurm option's value"),
+        ("a\r", "a carriage return at character 2 of 'a\\r' cannot be in a Slurm option's value"),
+        ("\0", "a NUL at character 1 of '\\x00' cannot be in a Slurm option's value"),
+        ("a\tb", "a tab at character 2 of 'a\\tb' cannot be in a Slurm option's value"),
+        ("\x1b[2J", "U+001B at character 1 of '\\x1b[2J' cannot be in a Slurm option's value"),
+        ("a\u2028b", "U+2028 at character 2 of 'a\\u2028b' cannot be in a Slurm option's value"),
+        ("a\u202eb", "U+202E at character 2 of 'a\\u202eb' cannot be in a Slurm option's value"),
+        ("\udc80", "U+DC80 at character 1 of '\\udc80' cannot be in a Slurm option's value"),
+        ("a\x85b", "U+0085 at character 2 of 'a\\x85b' cannot be in a Slurm option's value"),
+        ("a\\b", "the backslash in 'a\\\\b' cannot be a Slurm option's value"),
+        ("x" * 1025, f"a Slurm option's value of 1025 bytes is too long: '{'x' * 40}'..."),
+        ("\u00fc" * 600, f"a Slurm option's value of 1200 bytes is too long: '{chr(0xFC) * 40}'..."),
+    ],
+)
+def test_flag_values_that_would_not_arrive_are_refused(value: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_flag_value(value)
+    assert caught.value.message == message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["nodes", "mem-per-cpu", "gpus-per-node", "open-mode", "c2"])
+def test_flag_names(name: str) -> None:
+    assert check_flag_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", "-n", "--nodes", "Nodes", "a b", "a=b", "a\n", "a\n#SBATCH --wrap", "a_b", "a--b", "a-", "\u00e9"]
+)
+def test_flag_names_that_are_none_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not the name of a Slurm option"):
+        check_flag_name(name)
+
+
+def test_directives() -> None:
+    assert sbatch_line("job-name", "my run") == "#SBATCH --job-name='my run'"
+    assert sbatch_line("exclusive", None) == "#SBATCH --exclusive"
+
+
+@pytest.mark.parametrize("name", ["NCCL_DEBUG", "_x", "a1", "PYTHONPATH", "SLURM_CONF", "PMIX_MCA_gds"])
+def test_environment_names(name: str) -> None:
+    assert check_env_name(name) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "'' is not the name of an environment variable"),
+        ("1A", "'1A' is not the name of an environment variable"),
+        ("A-B", "'A-B' is not the name of an environment variable"),
+        ("A\n", "'A\\n' is not the name of an environment variable"),
+        ("A=1;x", "'A=1;x' is not the name of an environment variable"),
+        ("\u00c9", "'\u00c9' is not the name of an environment variable"),
+        ("UID", "UID is read-only in bash"),
+        ("SRUN_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK is set by Slurm or the launcher for each job"),
+        ("MASTER_PORT", "MASTER_PORT is set by Slurm or the launcher for each job"),
+    ],
+)
+def test_environment_names_that_cannot_be_set_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_env_name(name)
+    assert caught.value.message == message
+
+
+def test_environment_values_keep_backslashes_and_have_no_length_limit() -> None:
+    assert shlex.split(check_env_value("C:\\x " + "y" * 5000)) == ["C:\\x " + "y" * 5000]
+
+
+def _hostile(rng: random.Random) -> str:
+    pieces = ["$(id)", "`id`", ";", "\n", "\r", "\0", "'", '"', "\\", "#", " ", "\t", "&&", "|", "%j", "\x1b", "\u2028"]
+    pieces += ["#SBATCH --output=/x", "a", "B", "7", "-", "=", "[", "]", "(", ")", "*", "~", "!", "{", "\u00e9", "\x7f"]
+    return "".join(rng.choice(pieces) for _ in range(rng.randrange(0, 7)))
+
+
+def _round_trip(check: object, value: str) -> bool:
+    """Returns whether the value was accepted; accepted ones must come back from a shell parser unchanged."""
+    try:
+        text = check(value)  # type: ignore[operator]
+    except ConfigError:
+        return False
+    assert "\n" not in text
+    assert shlex.split(f"x={text}", comments=True) == [f"x={value}"]
+    return True
+
+
+def test_ten_thousand_hostile_strings_are_refused_or_arrive_unchanged() -> None:
+    rng = random.Random(8)
+    values = [_hostile(rng) for _ in range(10_000)]
+    flags = sum(_round_trip(check_flag_value, value) for value in values)
+    variables = sum(_round_trip(check_env_value, value) for value in values)
+    assert 3000 < flags <= variables < 9000
+
+
+def test_bash_exports_hostile_values_byte_for_byte() -> None:
+    rng = random.Random(9)
+    values = [value for value in (_hostile(rng) for _ in range(600)) if _round_trip(check_env_value, value)]
+    lines = [f"export V{index}={check_env_value(value)}" for index, value in enumerate(values)]
+    show = f"{sys.executable} -c 'import os; print([os.environ[f\"V{{i}}\"] for i in range({len(values)})])'"
+    script = "\n".join(["set -eu", *lines, show])
+    env = {"PATH": "/usr/bin:/bin", "PYTHONUTF8": "1"}
+    done = subprocess.run(["bash"], input=script, env=env, capture_output=True, encoding="utf-8", check=True)
+    assert done.stdout.strip() == repr(values)

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from slurm_train.errors import ClusterError
+from slurm_train.slurm.commands import Finished, SlurmCommands, run_process
+from slurm_train.slurm.states import Phase
+from slurm_train.slurm.verdicts import Refusal
+from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
+
+RUNNING_7 = "7|RUNNING|None|node1|2026-01-01T00:00:00|2026-01-01T01:00:00|main|x\n"
+ENDED_8 = "8|COMPLETED|None|node1|2026-01-01T00:00:00|2026-01-01T01:00:00|main|0:0|y\n"
+AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+GONE = "slurm_load_jobs error: Invalid job id specified\n"
+
+
+class Script:
+    """A runner that plays back one answer per program name and notes the calls."""
+
+    def __init__(self, **answers: Finished | list[Finished]) -> None:
+        self.answers = {name: answer if isinstance(answer, list) else [answer] for name, answer in answers.items()}
+        self.calls: list[list[str]] = []
+        self.envs: list[Mapping[str, str]] = []
+
+    def __call__(self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> Finished:
+        self.calls.append(list(argv))
+        self.envs.append(env)
+        answers = self.answers[argv[0]]
+        return answers.pop(0) if len(answers) > 1 else answers[0]
+
+
+def ok(stdout: str = "") -> Finished:
+    return Finished(0, stdout, "")
+
+
+def bad(stderr: str, code: int = 1) -> Finished:
+    return Finished(code, "", stderr)
+
+
+def slurm(runner: Script) -> SlurmCommands:
+    return SlurmCommands({"PATH": "/bin", "SLURM_JOB_ID": "1", "SLURM_CONF": "/c"}, runner=runner)
+
+
+def test_one_squeue_call_answers_for_all_jobs() -> None:
+    script = Script(squeue=ok(RUNNING_7 + RUNNING_7.replace("7|", "9_1|", 1)))
+    assert list(slurm(script).job_states(["7", "9_1", "7"])) == ["7", "9_1"]
+    assert script.calls == [
+        ["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%N|%S|%e|%P|%j", "-j", "7,9_1"],
+    ]
+    assert script.envs == [{"PATH": "/bin", "SLURM_CONF": "/c", "SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}]
+
+
+def test_what_squeue_does_not_know_is_asked_of_sacct() -> None:
+    script = Script(squeue=ok(RUNNING_7), sacct=ok(ENDED_8))
+    found = slurm(script).job_states(["7", "8", "99"])
+    assert {job_id: (job.phase, job.source) for job_id, job in found.items()} == {
+        "7": (Phase.RUNNING, "squeue"),
+        "8": (Phase.COMPLETED, "sacct"),
+    }
+    assert script.calls[1] == [
+        *["sacct", "-n", "-P", "-X", "-o", "JobID,State,Reason,NodeList,Start,End,Partition,ExitCode,JobName"],
+        *["-j", "8,99"],
+    ]
+
+
+def test_squeue_wins_over_sacct() -> None:
+    script = Script(squeue=ok(RUNNING_7.replace("7|", "7_0|", 1)), sacct=ok(ENDED_8.replace("8|", "7_0|", 1)))
+    assert slurm(script).job_states(["7"])["7_0"].phase is Phase.RUNNING
+
+
+def test_a_single_job_that_is_gone_is_no_error() -> None:
+    script = Script(squeue=bad(GONE), sacct=bad("Slurm accounting storage is disabled\n"))
+    assert slurm(script).job_states(["7"]) == {}
+
+
+def test_without_a_controller_sacct_answers() -> None:
+    script = Script(squeue=bad(AWAY), sacct=ok(ENDED_8))
+    assert list(slurm(script).job_states(["8"])) == ["8"]
+
+
+def test_without_any_answer_the_error_is_that_of_squeue() -> None:
+    script = Script(squeue=bad(AWAY), sacct=bad("sacct: error: no database\n"))
+    with pytest.raises(ClusterError) as caught:
+        slurm(script).job_states(["8"])
+    assert caught.value.message == (
+        "`squeue -h -r -t all -o '%i|%T|%r|%N|%S|%e|%P|%j' -j 8` ended with exit code 1: "
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    )
+
+
+def test_no_jobs_asked_is_no_command() -> None:
+    script = Script()
+    assert slurm(script).job_states([]) == {}
+    slurm(script).cancel([])
+    assert script.calls == []
+
+
+@pytest.mark.parametrize("job_id", ["", "7;reboot", "--me", "7\n", "7,8", "7_[1-2]"])
+def test_only_job_ids_reach_a_command(job_id: str) -> None:
+    script = Script()
+    commands = slurm(script)
+    for call in (commands.job_states, commands.cancel):
+        with pytest.raises(ClusterError, match="is not a job id"):
+            call([job_id])
+    for single in (commands.show_job, commands.requeue):
+        with pytest.raises(ClusterError, match="is not a job id"):
+            single(job_id)
+    assert script.calls == []
+
+
+@pytest.mark.parametrize(
+    "stderr",
+    [
+        "",
+        "scancel: error: Kill job error on job id 7: Job/step already completing or completed\n",
+        "scancel: error: Kill job error on job id 7: Invalid job id specified\n",
+    ],
+)
+def test_cancelling_a_job_that_has_ended_is_no_error(stderr: str) -> None:
+    script = Script(scancel=bad(stderr) if stderr else ok())
+    slurm(script).cancel(["7", "9_1"])
+    assert script.calls == [["scancel", "7", "9_1"]]
+
+
+def test_cancelling_somebody_elses_job_is_an_error() -> None:
+    script = Script(scancel=bad("scancel: error: Kill job error on job id 7: Access/permission denied\n", 210))
+    with pytest.raises(ClusterError, match=r"`scancel 7` ended with exit code 210: .*Access/permission denied"):
+        slurm(script).cancel(["7"])
+
+
+@pytest.mark.parametrize(("restarts_after", "happened"), [("3", True), ("2", False)])
+def test_a_requeue_is_confirmed_by_reading_restarts_back(restarts_after: str, happened: bool) -> None:
+    record = "JobId=7 JobName=x\n   JobState=RUNNING\n   Requeue=1 Restarts={}\n"
+    script = Script(scontrol=[ok(record.format("2")), ok(), ok(record.format(restarts_after))])
+    assert slurm(script).requeue("7_1") is happened
+    assert script.calls == [
+        ["scontrol", "show", "job", "7_1"],
+        ["scontrol", "requeue", "incomplete", "7_1"],
+        ["scontrol", "show", "job", "7_1"],
+    ]
+
+
+def test_a_requeue_without_readable_restarts_does_not_happen() -> None:
+    script = Script(scontrol=ok("JobId=7 JobName=x\n"))
+    with pytest.raises(ClusterError, match="does not say how often the job was restarted: Restarts=''"):
+        slurm(script).requeue("7")
+    assert len(script.calls) == 1
+
+
+def test_a_refused_requeue_is_an_error() -> None:
+    refused = bad("Requested operation is presently disabled for job 7\n")
+    script = Script(scontrol=[ok("JobId=7 JobName=x\n   Restarts=0\n"), refused])
+    with pytest.raises(ClusterError, match=r"`scontrol requeue incomplete 7` ended .* presently disabled"):
+        slurm(script).requeue("7")
+
+
+def test_partitions_come_from_one_call() -> None:
+    script = Script(sinfo=ok("main|main*|up|4|1-infinite|infinite|n/a|gpu:8|64|512000|idle\n"))
+    assert [partition.name for partition in slurm(script).partitions()] == ["main"]
+    assert script.calls == [["sinfo", "-h", "-e", "-o", "%R|%P|%a|%D|%s|%l|%L|%G|%c|%m|%t"]]
+
+
+def test_a_refusal_is_a_verdict_and_an_absent_controller_is_not() -> None:
+    script = Script(sbatch=bad("allocation failure: Invalid qos specification\n"))
+    assert slurm(script).test_only(Path("/run/submit.sh")).refusal is Refusal.QOS
+    assert script.calls == [["sbatch", "--test-only", "/run/submit.sh"]]
+    away = Script(sbatch=bad("allocation failure: Unable to contact slurm controller (connect failure)\n"))
+    with pytest.raises(ClusterError, match="Unable to contact slurm controller"):
+        slurm(away).test_only(Path("/run/submit.sh"))
+
+
+def test_availability_is_what_the_path_has(tmp_path: Path) -> None:
+    for name in ("sbatch", "squeue"):
+        assert not SlurmCommands({"PATH": str(tmp_path)}).is_available()
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    assert SlurmCommands({"PATH": str(tmp_path)}).is_available()
+    assert not SlurmCommands({}).is_available()
+
+
+def test_a_missing_command_says_where_to_go(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError) as caught:
+        SlurmCommands({"PATH": str(tmp_path)}).partitions()
+    assert str(caught.value) == (
+        "there is no sinfo on this machine\n"
+        "hint: run this where Slurm's commands are (a login node), or without +cluster to train on this machine"
+    )
+
+
+def test_a_command_that_hangs_is_ended() -> None:
+    with pytest.raises(ClusterError, match=r"did not answer in 0\.2 s"):
+        run_process([sys.executable, "-S", "-c", "import signal; signal.pause()"], env={}, timeout_s=0.2)
+
+
+def test_a_process_gets_no_input_and_only_the_given_environment() -> None:
+    program = "import os, sys; print(repr(sys.stdin.read()), os.environ.get('A'), os.environ.get('HOME'))"
+    done = run_process([sys.executable, "-S", "-c", program], env={"A": "1"}, timeout_s=30)
+    assert (done.return_code, done.stdout, done.stderr) == (0, "'' 1 None\n", "")
+
+
+@pytest.mark.parametrize(
+    ("done", "line"),
+    [
+        (Finished(1, "out\n", "first\nlast\n\n"), "last"),
+        (Finished(1, "out\n", ""), "out"),
+        (Finished(1, "", " \n"), "no output"),
+    ],
+)
+def test_the_last_line_tells_what_went_wrong(done: Finished, line: str) -> None:
+    assert done.last_line == line
+
+
+def test_the_fake_has_the_methods_of_the_real_thing() -> None:
+    for name, method in inspect.getmembers(SlurmCommands, inspect.isfunction):
+        if not name.startswith("_"):
+            assert inspect.signature(getattr(FakeSlurmCommands, name)) == inspect.signature(method), name
+
+
+def test_the_fake_requeues_as_slurm_does() -> None:
+    fake = FakeSlurmCommands([job_state("7"), job_state("9_0")], fields={"7": {"JobState": "RUNNING", "Restarts": "0"}})
+    assert fake.requeue("7")
+    assert fake.show_job("7")["Restarts"] == "1"
+    assert not fake.requeue("7")
+    assert list(fake.job_states(["9"])) == ["9_0"]
