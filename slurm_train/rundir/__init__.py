@@ -1,0 +1,1 @@
+"""The run directory as a contract: its names, durable writes, attempts, lock and look-up. No torch."""

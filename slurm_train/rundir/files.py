@@ -65,11 +65,16 @@ def write_atomic(path: Path, text: str, *, durable: bool = True, mode: int = 0o6
 
 
 def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> None:
-    """Appends one JSON object as a line with a single write, so that lines of two writers never mix."""
+    """Appends one JSON object as a line with a single write, so that lines of two writers never mix.
+
+    After a torn last line (a killed writer) it starts on a line of its own, so that only the torn one is lost.
+    """
     line = json.dumps(value, separators=(",", ":")) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        os.write(descriptor, line.encode())
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, (f"\n{line}" if is_torn else line).encode())
         if durable:
             os.fsync(descriptor)
     finally:

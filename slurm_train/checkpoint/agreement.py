@@ -1,0 +1,109 @@
+"""Work whose outcome all ranks share: either everyone goes on, or everyone raises the same error.
+
+A rank that raises alone leaves the others waiting in their next collective, so the work is run, its outcome exchanged,
+and only then raised. Each function is one collective; without a group (one process) there is none.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from slurm_train.errors import CheckpointError, SlurmTrainError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Result = TypeVar("Result")
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong on one rank, in a form that travels.
+
+    Args:
+        rank: rank in the group.
+        kind: class to raise everywhere.
+        message: what was found there, without the rank.
+        hint: what to do about it.
+    """
+
+    rank: int
+    host: str
+    kind: type[SlurmTrainError]
+    message: str
+    hint: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}: {self.message}"
+
+
+def rank_in(group: ProcessGroup | None) -> int:
+    """Gives this process's rank in the group, 0 without one."""
+    return 0 if group is None else group.rank()
+
+
+def on_rank_zero(group: ProcessGroup | None, work: Callable[[], Result]) -> Result:
+    """Runs the work on rank 0 and gives its result on every rank. Collective.
+
+    Raises:
+        SlurmTrainError: the work raised; of the same class if it was one, else CheckpointError.
+    """
+    outcome, cause = _attempt(0, work) if rank_in(group) == 0 else (None, None)
+    if group is not None:
+        from torch import device, distributed
+
+        box = [outcome]
+        source = distributed.get_global_rank(group, 0)
+        distributed.broadcast_object_list(box, src=source, group=group, device=device("cpu"))
+        outcome = box[0]
+    _raise_failures([outcome], cause)
+    return outcome  # type: ignore[return-value]  # not a Failure: those have just been raised
+
+
+def on_every_rank(group: ProcessGroup | None, work: Callable[[], Result]) -> list[Result]:
+    """Runs the work on every rank and gives all results, in rank order, on every rank. Collective.
+
+    Raises:
+        SlurmTrainError: the work raised somewhere; the text names each rank where it did.
+    """
+    outcome, cause = _attempt(rank_in(group), work)
+    outcomes: list[Any] = [outcome]
+    if group is not None:
+        from torch import distributed
+
+        outcomes = [None] * group.size()
+        distributed.all_gather_object(outcomes, outcome, group=group)
+    _raise_failures(outcomes, cause)
+    return outcomes
+
+
+def failure_of(rank: int, err: BaseException) -> Failure:
+    """Describes an exception of a rank of this group; `host` is this process's."""
+    if isinstance(err, SlurmTrainError):
+        return Failure(rank, socket.gethostname(), type(err), err.message, err.hint)
+    hint = "free space, raise the quota, or lower checkpoint.keep" if _is_full(err) else ""
+    return Failure(rank, socket.gethostname(), CheckpointError, f"{type(err).__name__}: {err}", hint)
+
+
+def _attempt(rank: int, work: Callable[[], Result]) -> tuple[Result | Failure, BaseException | None]:
+    try:
+        return work(), None
+    except Exception as err:  # every kind: whatever it is, the other ranks must hear of it
+        return failure_of(rank, err), err
+
+
+def _raise_failures(outcomes: list[Any], cause: BaseException | None) -> None:
+    """Raises one error for all failures; this rank's own exception, if any, is its cause."""
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    if failures:
+        hint = next((failure.hint for failure in failures if failure.hint), "")
+        raise failures[0].kind("; ".join(map(str, failures)), hint=hint) from cause
+
+
+def _is_full(err: BaseException) -> bool:
+    return isinstance(err, OSError) and err.errno in _FULL

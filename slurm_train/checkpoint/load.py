@@ -1,0 +1,126 @@
+"""Loading: rank 0 chooses the newest checkpoint that verifies, everyone loads that one.
+
+Nothing is unpickled before every byte was verified and the owner was checked: torch's metadata file is a pickle, so
+whoever can write the directory can run code as the reader.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
+from slurm_train.checkpoint.directory import PassedOver, check_sizes, newest_verified, wait_until_visible
+from slurm_train.checkpoint.manifest import COMPLETE_FILE, Manifest
+from slurm_train.checkpoint.save import rank_file
+from slurm_train.checkpoint.shards import check_hash
+from slurm_train.checkpoint.tensors import read_tensors
+from slurm_train.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The checkpoint that all ranks load.
+
+    Args:
+        path: its directory.
+        manifest: what it holds.
+        passed_over: newer ones that were not trusted, newest first; worth a warning.
+    """
+
+    path: Path
+    manifest: Manifest
+    passed_over: tuple[PassedOver, ...]
+
+
+def choose_checkpoint(
+    root: Path, *, group: ProcessGroup | None, skip: Collection[str] = (), timeout_s: float = 120.0
+) -> Choice | None:
+    """Chooses the newest checkpoint that verifies; None means that nothing was ever saved completely. Collective.
+
+    Args:
+        root: the directory of checkpoints.
+        group: a gloo group of all ranks; None for one process without a group.
+        skip: directory names not to consider; rank 0's counts.
+        timeout_s: how long a rank waits until its node sees the directory that rank 0 chose.
+
+    Raises:
+        CheckpointError: all of those that were once complete are damaged (starting over would hide the loss), a rank
+            does not see the chosen one, or another user owns it.
+    """
+    choice = on_rank_zero(group, lambda: _choose(root, skip))
+    on_every_rank(group, lambda: _check_here(choice, timeout_s))
+    return choice
+
+
+def load_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None = None) -> None:
+    """Fills a nested dictionary of tensors and plain values in place; another world size or mesh is fine. Collective.
+
+    Args:
+        path: the directory that choose_checkpoint gave.
+        tensors: what to fill, with the keys and the global shapes that were saved; a key that it lacks is not loaded.
+        group: a gloo group of all ranks; None for one process without a group.
+
+    Raises:
+        CheckpointError: a key is missing there, a shape differs, or a file cannot be read; the text names the rank.
+    """
+    read_tensors(path, tensors, group=group)
+
+
+def load_rank_state(path: Path, rank: int) -> dict[str, Any] | None:
+    """Gives the state that this rank saved, or None where the checkpoint was written by fewer ranks.
+
+    Raises:
+        CheckpointError: the file is not the one that the manifest describes, as seen from this node.
+    """
+    import torch
+
+    record = check_sizes(path).files.get(rank_file(rank))
+    if record is None:
+        return None
+    check_hash(path / rank_file(rank), record)
+    state: dict[str, Any] = torch.load(path / rank_file(rank), weights_only=True, map_location="cpu")
+    return state
+
+
+def _choose(root: Path, skip: Collection[str]) -> Choice | None:
+    """Looks for the newest verified one. Rank 0."""
+    search = newest_verified(root, skip=skip)
+    if search.found is not None:
+        return Choice(*search.found, search.passed_over)
+    damaged = [item for item in search.passed_over if item.was_complete]
+    if damaged:
+        raise CheckpointError(
+            f"none of the {len(damaged)} checkpoints in {root} verifies; the newest: {damaged[0].reason}",
+            hint=f"restore one, or move them out of {root} to start from the beginning",
+        )
+    return None
+
+
+def _check_here(choice: Choice | None, timeout_s: float) -> None:
+    """Checks that this node sees the same checkpoint, and that nobody else could have written it."""
+    if choice is None:
+        return
+    wait_until_visible(choice.path / COMPLETE_FILE, timeout_s=timeout_s)
+    if check_sizes(choice.path) != choice.manifest:
+        raise CheckpointError(f"{choice.path} is another checkpoint on this node than on rank 0")
+    for path in [choice.path, *(choice.path / name for name in choice.manifest.files)]:
+        _check_owner(path)
+
+
+def _check_owner(path: Path) -> None:
+    """Refuses what another user (root excepted) owns or may write."""
+    status = path.lstat()
+    if status.st_uid not in {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CheckpointError(
+            f"{path} belongs to uid {status.st_uid} with mode {stat.filemode(status.st_mode)}; "
+            f"loading it would trust whoever can write it with your account (uid {os.geteuid()})",
+            hint="chown it to yourself and remove group and world write permission, if you trust its content",
+        )

@@ -1,0 +1,88 @@
+"""Attempts of a run: opened once each, fenced by an exclusive file, told in a ledger.
+
+`epochs/attempt_<k>` is created with O_EXCL, so two starters never share a number, and a writer that sees a higher
+one than its own knows that it is a zombie. `attempts.jsonl` has a start line and an end line per attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slurm_train.errors import RunError
+from slurm_train.rundir.files import append_line, fsync_directory, read_lines, write_durable
+from slurm_train.rundir.layout import RunDirectory, existing_attempts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptStart:
+    """Who opens an attempt, and where."""
+
+    job_id: str | None
+    """Slurm job id, array-safe ("12_3"), or None for a local run."""
+    restart_count: int
+    """How often Slurm restarted this job."""
+    nodes: tuple[str, ...]
+    """Hosts of the allocation."""
+    world_size: int
+    """Ranks."""
+
+
+def open_attempt(run: RunDirectory, start: AttemptStart) -> int:
+    """Opens the next attempt and returns its number, counted from 0.
+
+    The number is taken by creating its file exclusively, so this also works when two jobs start at once.
+    """
+    run.epochs.mkdir(mode=0o700, exist_ok=True)
+    facts = {"job_id": start.job_id, "restart_count": start.restart_count, "nodes": list(start.nodes)}
+    attempt = max(existing_attempts(run), default=-1) + 1
+    while True:
+        try:
+            write_durable(run.epochs / f"attempt_{attempt}", json.dumps(facts) + "\n")
+            break
+        except FileExistsError:
+            attempt += 1
+    fsync_directory(run.epochs)
+    run.attempt_logs(attempt).mkdir(mode=0o700, parents=True, exist_ok=True)
+    line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts, "world_size": start.world_size}
+    append_line(run.attempts, line, durable=True)
+    return attempt
+
+
+def close_attempt(run: RunDirectory, attempt: int, facts: Mapping[str, Any]) -> None:
+    """Writes the end line of an attempt.
+
+    Args:
+        run: the run.
+        attempt: its number.
+        facts: reason, exit code, first and last step, as far as known.
+    """
+    line = {"event": "end", "attempt": attempt, "time_unix_s": time.time(), **facts}
+    append_line(run.attempts, line, durable=True)
+
+
+def check_fence(run: RunDirectory, attempt: int) -> None:
+    """Does nothing while `attempt` is the newest of the run.
+
+    Raises:
+        RunError: a newer attempt exists; this one must write nothing more.
+    """
+    newest = max(existing_attempts(run), default=attempt)
+    if newest > attempt:
+        raise RunError(
+            f"attempt {attempt} of {run.path} was overtaken by attempt {newest}",
+            hint="nothing to do: the newer attempt carries on, this one ends without writing",
+        )
+
+
+def read_ledger(run: RunDirectory) -> list[dict[str, Any]]:
+    """Returns one mapping per attempt, start and end facts merged; "end_time_unix_s" is absent while it runs."""
+    merged: dict[int, dict[str, Any]] = {}
+    for line in read_lines(run.attempts):
+        entry = merged.setdefault(int(line["attempt"]), {"attempt": int(line["attempt"])})
+        prefix = "end_" if line.get("event") == "end" else ""
+        entry |= {(f"{prefix}{key}" if key == "time_unix_s" else key): value for key, value in line.items()}
+    return [merged[number] for number in sorted(merged)]

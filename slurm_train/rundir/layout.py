@@ -1,0 +1,119 @@
+"""The run directory: the names of everything a run leaves on disk, said once.
+
+The submitting half and the training half share no memory; they meet in these files. Whoever writes or reads one of
+them takes its path from here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Paths below `runs/<name>/<run_id>/`; making the value touches nothing."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name, e.g. "gpt-stdlib"."""
+        return self.path.parent.name
+
+    @property
+    def run_id(self) -> str:
+        """Short hash of what is trained, e.g. "3f9a1c07"."""
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """Frozen, resolved configuration; what every attempt reads."""
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """Batch arithmetic, world, resources."""
+        return self.path / "plan.json"
+
+    @property
+    def submit_script(self) -> Path:
+        """The sbatch script as submitted; works by hand."""
+        return self.path / "submit.sh"
+
+    @property
+    def code(self) -> Path:
+        """Snapshot of the submitting directory's source."""
+        return self.path / "code"
+
+    @property
+    def provenance(self) -> Path:
+        """Git state and versions at submission."""
+        return self.path / "provenance.json"
+
+    @property
+    def job(self) -> Path:
+        """Job ids and submit time."""
+        return self.path / "job.json"
+
+    @property
+    def attempts(self) -> Path:
+        """Ledger: one start line and one end line per attempt."""
+        return self.path / "attempts.jsonl"
+
+    @property
+    def epochs(self) -> Path:
+        """One file per attempt, created exclusively: the fence between an attempt and its zombies."""
+        return self.path / "epochs"
+
+    @property
+    def logs(self) -> Path:
+        """Log files, one folder per attempt."""
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoint directories."""
+        return self.path / "checkpoints"
+
+    @property
+    def result(self) -> Path:
+        """Final metrics; exists only when the run is finished."""
+        return self.path / "result.json"
+
+    @property
+    def stop_file(self) -> Path:
+        """`touch` it to ask the run to save and stop."""
+        return self.path / "STOP"
+
+    @property
+    def lock(self) -> Path:
+        """Who runs this directory now."""
+        return self.path / "lock.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard events."""
+        return self.path / "tensorboard"
+
+    def attempt_logs(self, attempt: int) -> Path:
+        """Folder of one attempt's logs: batch.log, rank_<r>.log."""
+        return self.logs / f"attempt_{attempt}"
+
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        """Log of one rank in one attempt."""
+        return self.attempt_logs(attempt) / f"rank_{rank}.log"
+
+
+def existing_attempts(run: RunDirectory) -> list[int]:
+    """Returns the numbers of all attempts that were ever opened, ascending."""
+    if not run.epochs.is_dir():
+        return []
+    names = (re.fullmatch(r"attempt_(\d+)", entry.name) for entry in run.epochs.iterdir())
+    return sorted(int(match.group(1)) for match in names if match)

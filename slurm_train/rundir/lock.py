@@ -1,0 +1,142 @@
+"""One writer per run directory: who holds it now, and whether that holder still lives.
+
+The lock is a file created exclusively, naming a Slurm job or a local process. A holder that is gone is overtaken; who
+can tell is the caller's business (a process by its start time, a job by asking Slurm), passed in as a function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slurm_train.errors import RunError
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.layout import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who holds a run directory: a Slurm job, or a process on a host."""
+
+    job_id: str | None
+    host: str
+    pid: int
+    started: str
+    """The process's start in kernel ticks: a recycled pid has another one."""
+
+    def __str__(self) -> str:
+        return f"Slurm job {self.job_id}" if self.job_id else f"process {self.pid} on {self.host}"
+
+
+def this_process(*, job_id: str | None = None) -> Holder:
+    """Returns the calling process as a holder."""
+    return Holder(job_id=job_id, host=socket.gethostname(), pid=os.getpid(), started=_start_ticks(os.getpid()))
+
+
+def process_lives(holder: Holder) -> bool:
+    """Returns whether a holder on this host still runs; on another host it cannot be told and counts as alive."""
+    if holder.host != socket.gethostname():
+        return True
+    return _start_ticks(holder.pid) == holder.started != ""
+
+
+def take_lock(run: RunDirectory, holder: Holder, *, is_alive: Callable[[Holder], bool]) -> None:
+    """Takes the run for `holder`; a holder that no longer lives, or the same job's earlier attempt, is overtaken.
+
+    Raises:
+        RunError: somebody else who is alive holds it.
+    """
+    for _ in range(10):
+        if _create(run.lock, holder):
+            return
+        current = read_holder(run)
+        same_job = current is not None and current.job_id is not None and current.job_id == holder.job_id
+        if current is not None and not same_job and is_alive(current):
+            raise RunError(
+                f"{run.path} is being run by {current}",
+                hint="watch it with `python -m slurm_train status`, or end it with `cancel` first; "
+                f"if you know that it is gone, remove {run.lock}",
+            )
+        _remove_if(run, current)
+    raise RunError(f"{run.lock} could not be taken: another starter is quicker each time", hint="try again")
+
+
+def release_lock(run: RunDirectory, holder: Holder) -> None:
+    """Gives the run back, if `holder` still has it."""
+    if read_holder(run) == holder:
+        run.lock.unlink(missing_ok=True)
+
+
+def clear_dead(run: RunDirectory, *, is_alive: Callable[[Holder], bool]) -> None:
+    """Removes the lock of a holder that no longer lives; called where that can still be told, before a job starts."""
+    current = read_holder(run)
+    if current is not None and not is_alive(current):
+        _remove_if(run, current)
+
+
+def read_holder(run: RunDirectory) -> Holder | None:
+    """Returns who holds the run, or None."""
+    return _parse(run.lock)
+
+
+def _create(path: Path, holder: Holder) -> bool:
+    # link() is atomic where O_EXCL over old NFS is not, and the file appears with its content in it.
+    temporary = path.with_name(f".{path.name}.{holder.host}.{holder.pid}")
+    temporary.write_text(json.dumps(asdict(holder)) + "\n", encoding="utf-8")
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def _remove_if(run: RunDirectory, stale: Holder | None) -> None:
+    # Only one starter at a time may remove, so what it has read is still what it removes. Where the file system has
+    # no locks, renaming narrows the gap: a newcomer's file that was taken by mistake is put back.
+    aside = run.lock.with_name(f".lock.stale.{socket.gethostname()}.{os.getpid()}")
+    with _removing(run):
+        if stale is not None and _parse(run.lock) != stale:
+            return
+        try:
+            run.lock.rename(aside)
+        except FileNotFoundError:
+            return
+        if _parse(aside) != stale:
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, run.lock)
+        aside.unlink()
+
+
+@contextlib.contextmanager
+def _removing(run: RunDirectory) -> Iterator[None]:
+    descriptor = os.open(run.lock.with_name(".lock.guard"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _parse(path: Path) -> Holder | None:
+    value = read_json(path)
+    try:
+        return Holder(**value) if value else None
+    except TypeError:
+        return None
+
+
+def _start_ticks(pid: int) -> str:
+    try:
+        # Field 22 of proc(5) stat; the command name before it may hold spaces, so count after the last ")".
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,86 @@
+"""Finds runs on disk by what a person types: a path, a run name, a run id (or its beginning), or a job id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_train.errors import RunError
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.layout import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """The newest job of a run."""
+
+    job_id: str
+    submit_time_unix_s: float
+
+
+def read_job(run: RunDirectory) -> JobRecord | None:
+    """Returns the newest job of a run, or None for one that never was submitted."""
+    value = read_json(run.job)
+    if not value or not value.get("job_ids"):
+        return None
+    return JobRecord(job_id=str(value["job_ids"][-1]), submit_time_unix_s=float(value["submit_time_unix_s"]))
+
+
+def list_runs(root: Path) -> list[RunDirectory]:
+    """Returns all runs below a root, newest first."""
+    found = [config.parent for config in root.resolve().glob("*/*/config.yaml")]
+    return [RunDirectory(path) for path in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)]
+
+
+def find_runs(root: Path, words: list[str]) -> list[RunDirectory]:
+    """Returns the runs that the words name; all of them for no words.
+
+    Raises:
+        RunError: a word names nothing, or is the beginning of several run ids.
+    """
+    runs = list_runs(root)
+    if not words:
+        return runs
+    found: list[RunDirectory] = []
+    for word in words:
+        matches = [run for run in runs if _matches(run, word)] or _by_path(word)
+        if not matches:
+            names = ", ".join(sorted({f"{run.name}/{run.run_id}" for run in runs})[:8]) or "none"
+            raise RunError(
+                f"no run matches {word!r} below {root}", hint=f"runs there: {names}; --root names another root"
+            )
+        _require_clear(word, matches)
+        found += [run for run in matches if run not in found]
+    return found
+
+
+def find_run(root: Path, word: str | None) -> RunDirectory:
+    """Returns the one run that a word names; the newest of that name; without a word the newest of all.
+
+    Raises:
+        RunError: nothing matches, or an abbreviated id fits several runs.
+    """
+    runs = find_runs(root, [word] if word else [])
+    if not runs:
+        raise RunError(f"there is no run below {root}", hint="start one, or name its root with --root")
+    return runs[0]
+
+
+def _require_clear(word: str, matches: list[RunDirectory]) -> None:
+    ids = sorted({run.run_id for run in matches})
+    if len(ids) > 1 and all(run.run_id.startswith(word) and run.name != word for run in matches):
+        raise RunError(f"{word!r} is the beginning of several run ids: {', '.join(ids)}", hint="type more of it")
+
+
+def _matches(run: RunDirectory, word: str) -> bool:
+    job = read_job(run) if word.replace("_", "").isdigit() else None
+    return (
+        word in (run.name, f"{run.name}/{run.run_id}")
+        or (len(word) >= 4 and run.run_id.startswith(word))
+        or (job is not None and job.job_id == word)
+    )
+
+
+def _by_path(word: str) -> list[RunDirectory]:
+    path = Path(word).resolve()
+    return [RunDirectory(path)] if (path / "config.yaml").is_file() else []

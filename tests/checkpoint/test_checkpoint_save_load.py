@@ -1,0 +1,198 @@
+"""Saving and loading in one process without a process group."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from slurm_train.checkpoint import commit as commit_module
+from slurm_train.checkpoint import save as save_module
+from slurm_train.checkpoint.digest import weights_digest
+from slurm_train.checkpoint.directory import list_checkpoints, newest_verified, verify
+from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors
+from slurm_train.checkpoint.save import Saved, save_checkpoint
+from slurm_train.checkpoint.state import restore_training_state, training_state
+from slurm_train.errors import CheckpointError
+
+REPOSITORY = Path(__file__).parents[2]
+WEIGHTS = {"weights": torch.arange(8.0)}
+
+
+def save(root, header, **changes):
+    arguments = {"tensors": WEIGHTS, "rank_state": {}, "group": None, "keep": 2} | changes
+    return save_checkpoint(root, header=header, **arguments)
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8))
+    decayed = [model[0].weight]
+    others = [parameter for parameter in model.parameters() if parameter is not model[0].weight]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+
+def train(model, optimizer, *, first, last):
+    for step in range(first, last):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        optimizer.zero_grad()
+        model(torch.full((16, 4), 0.1 * step) + torch.randn(16, 4)).square().mean().backward()
+        optimizer.step()
+
+
+def test_resume_is_bitwise_with_fused_adamw_dropout_and_buffers(root, kit):
+    model, optimizer = build(0)
+    train(model, optimizer, first=0, last=3)
+    rank_state = {"rng": torch.get_rng_state(), "cursor": [24, 0]}
+    save(root, kit.header(3), tensors=training_state(model, optimizer), rank_state=rank_state)
+    train(model, optimizer, first=3, last=6)
+
+    other, other_optimizer = build(1)
+    choice = choose_checkpoint(root, group=None)
+    assert choice is not None and choice.manifest.step == 3
+    state = training_state(other, other_optimizer)
+    load_tensors(choice.path, state)
+    restore_training_state(other, other_optimizer, state)
+    mine = load_rank_state(choice.path, 0)
+    assert mine is not None and mine["cursor"] == [24, 0]
+    torch.set_rng_state(mine["rng"])
+    assert [group["weight_decay"] for group in other_optimizer.param_groups] == [0.1, 0.0]
+    train(other, other_optimizer, first=3, last=6)
+    assert weights_digest(other.state_dict().items()) == weights_digest(model.state_dict().items())
+
+
+def test_making_the_state_of_a_fresh_optimizer_moves_no_weight(kit):
+    model, optimizer = build(0)
+    before = weights_digest(model.named_parameters())
+    training_state(model, optimizer)
+    assert weights_digest(model.named_parameters()) == before
+
+
+def test_saves_keep_the_newest_and_report_size(root, kit):
+    saved = [save(root, kit.header(step)) for step in (1, 2, 3)]
+    assert [path.name[-1] for path in list_checkpoints(root)] == ["3", "2"]
+    assert saved[2] == Saved(root / "checkpoint_0000003", verify(root / "checkpoint_0000003").num_bytes)
+
+
+def test_the_next_save_clears_what_dead_attempts_left(root, kit):
+    save(root, kit.header(1))
+    kit.stage(root, kit.header(2))
+    (root / ".trash-x").mkdir()
+    save(root, kit.header(2, attempt=2))
+    assert sorted(path.name for path in root.iterdir()) == ["checkpoint_0000001", "checkpoint_0000002"]
+
+
+def test_files_are_private_whatever_the_umask(root, kit):
+    old = os.umask(0)
+    try:
+        path = save(root, kit.header(1)).path
+    finally:
+        os.umask(old)
+    assert root.stat().st_mode & 0o777 == path.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o600}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [28, 122, 5], ids=["ENOSPC", "EDQUOT", "EIO"])
+@pytest.mark.parametrize("where", ["seal_file", "write_file", "commit", "open_staging"])
+def test_an_error_of_the_file_system_is_named_and_the_previous_one_stays(root, kit, monkeypatch, where, number):
+    save(root, kit.header(1))
+
+    def refuse(*args, **kwargs):
+        raise OSError(number, os.strerror(number), "x")
+
+    monkeypatch.setattr(save_module, where, refuse)
+    with pytest.raises(CheckpointError) as caught:
+        save(root, kit.header(2))
+    assert f"[Errno {number}] {os.strerror(number)}" in caught.value.message
+    assert caught.value.message.startswith("rank 0 on ")
+    assert ("free space" in caught.value.hint) == (number != 5)
+    assert [path.name for path in root.iterdir()] == ["checkpoint_0000001"]
+    monkeypatch.undo()
+    assert save(root, kit.header(2)).path == newest_verified(root).found[0]
+
+
+def test_a_failed_fsync_is_not_tried_again(root, kit, monkeypatch):
+    calls = []
+
+    def refuse(path):
+        calls.append(path)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(commit_module, "fsync_directory", refuse)
+    root.mkdir()
+    with pytest.raises(CheckpointError):
+        save(root, kit.header(1))
+    assert len(calls) == 1
+
+
+def test_a_saved_step_that_cannot_be_read_now_is_left_alone(root, kit, monkeypatch):
+    path = save(root, kit.header(1)).path
+    real = os.open
+
+    def refuse(name, *args, **kwargs):
+        if str(name).endswith(".distcp"):
+            raise OSError(5, "Input/output error")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(root, kit.header(1))
+    monkeypatch.undo()
+    assert verify(path).step == 1
+
+
+def test_nothing_saved_and_only_an_unfinished_save_mean_a_fresh_start(root, kit):
+    assert choose_checkpoint(root, group=None) is None
+    (kit.make(root, 1) / "COMPLETE").unlink()
+    assert choose_checkpoint(root, group=None) is None
+
+
+def test_the_files_of_another_user_are_not_loaded(root, kit):
+    path = kit.make(root, 1)
+    (path / ".metadata").chmod(0o620)
+    with pytest.raises(CheckpointError, match=r"\.metadata belongs to uid \d+ with mode -rw--w----") as caught:
+        choose_checkpoint(root, group=None)
+    assert "remove group and world write permission" in caught.value.hint
+
+
+def test_rank_state_is_verified_again_where_it_is_read(root, kit):
+    path = save(root, kit.header(1)).path
+    file = path / "rank_00000.pt"
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"rank_00000\.pt: "):
+        load_rank_state(path, 0)
+
+
+def test_the_digest_knows_name_type_shape_and_every_bit():
+    base = {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.zeros(())}
+    variants = [
+        base,
+        {"a": base["a"], "c": base["b"]},
+        {"a": base["a"].half(), "b": base["b"]},
+        {"a": base["a"].reshape(3, 2), "b": base["b"]},
+        {"a": base["a"], "b": -base["b"]},
+        {"a": base["a"]},
+    ]
+    assert len({weights_digest(variant.items()) for variant in variants}) == len(variants)
+    assert weights_digest(reversed(base.items())) == weights_digest(base.items())
+    strided = torch.arange(6.0).reshape(2, 3)
+    assert weights_digest([("a", strided.T)]) == weights_digest([("a", strided.T.contiguous())])
+
+
+def test_the_reading_half_needs_no_torch_and_saving_imports_it_late():
+    check = (
+        "import sys\n"
+        "from slurm_train.checkpoint import agreement, commit, digest, directory, load, manifest, retention, save\n"
+        "from slurm_train.checkpoint import shards, state, tensors\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True, cwd=REPOSITORY)

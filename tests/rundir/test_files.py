@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurm_train.rundir import files
+from slurm_train.rundir.files import append_line, read_json, read_lines, write_atomic, write_durable
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_an_atomic_write_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_atomic(path, "old")
+    write_atomic(path, "new", mode=0o700)
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["plan.json"]
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "plain", "x")
+    write_atomic(tmp_path / "script", "x", mode=0o700)
+    append_line(tmp_path / "lines", {})
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        "plain": 0o600,
+        "script": 0o700,
+        "lines": 0o600,
+    }
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("call", ["fsync", "fdopen"])
+def test_a_failed_write_leaves_the_old_file_whole(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "job.json"
+    write_atomic(path, "old")
+
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, call, fail)
+        with pytest.raises(OSError, match="No space left"):
+            write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["job.json"]
+
+
+@pytest.mark.faults
+def test_a_reader_never_sees_half_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    texts = {"a" * 100_000, "b" * 150_000}
+    write_atomic(path, "a" * 100_000)
+    done = threading.Event()
+    seen: set[str] = set()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.add(path.read_text())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(30):
+        for text in sorted(texts):
+            write_atomic(path, text, durable=False)
+    done.set()
+    reader.join()
+    assert seen <= texts
+
+
+def test_write_durable_refuses_to_overwrite(tmp_path: Path) -> None:
+    write_durable(tmp_path / "once", "first")
+    with pytest.raises(FileExistsError):
+        write_durable(tmp_path / "once", "second")
+    assert (tmp_path / "once").read_text() == "first"
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_lines_come_back_in_order(durable: bool, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    for step in range(3):
+        append_line(path, {"step": step, "loss": 0.1 + 0.2}, durable=durable)
+    assert list(read_lines(path)) == [{"step": step, "loss": 0.1 + 0.2} for step in range(3)]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 1', '{"step": 1, "loss": 0.', '"just a text', "\ufffd"])
+def test_a_torn_line_costs_itself_and_nothing_after_it(torn: str, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_line(path, {"step": 0})
+    with path.open("a") as file:
+        file.write(torn)
+    assert list(read_lines(path)) == [{"step": 0}]
+    append_line(path, {"step": 2})
+    append_line(path, {"step": 3})
+    assert list(read_lines(path)) == [{"step": 0}, {"step": 2}, {"step": 3}]
+
+
+def test_lines_of_many_writers_never_mix(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+
+    def write(writer: int) -> None:
+        for step in range(100):
+            append_line(path, {"writer": writer, "step": step, "pad": "x" * 200})
+
+    in_threads(write, 4)
+    lines = list(read_lines(path))
+    assert len(lines) == 400
+    assert [line["step"] for line in lines if line["writer"] == 2] == list(range(100))
+
+
+def in_threads(target: Callable[[int], None], count: int) -> None:
+    threads = [threading.Thread(target=target, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize(("text", "expected"), [('{"a": 1}', {"a": 1}), ('{"a": ', None), ("[1]", None), ("", None)])
+def test_read_json_gives_whole_objects_only(text: str, expected: object, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    assert read_json(tmp_path / "x.json") == expected
+
+
+def test_what_is_not_there_is_empty(tmp_path: Path) -> None:
+    assert read_json(tmp_path / "nothing") is None
+    assert list(read_lines(tmp_path / "nothing")) == []
+
+
+def test_a_symbolic_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    (tmp_path / f".job.json.{os.getpid()}.tmp").symlink_to(target)
+    with pytest.raises(OSError):
+        write_atomic(tmp_path / "job.json", "x")
+    assert target.read_text() == "precious"

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurm_train.rundir.layout import RunDirectory
+
+
+def test_the_names_of_the_contract() -> None:
+    run = RunDirectory(Path("/runs/gpt-stdlib/3f9a1c07"))
+    assert (run.name, run.run_id) == ("gpt-stdlib", "3f9a1c07")
+    properties = {
+        name: str(getattr(run, name).relative_to(run.path))
+        for name, value in vars(RunDirectory).items()
+        if isinstance(value, property) and isinstance(getattr(run, name), Path)
+    }
+    assert properties == {
+        "config": "config.yaml",
+        "plan": "plan.json",
+        "submit_script": "submit.sh",
+        "code": "code",
+        "provenance": "provenance.json",
+        "job": "job.json",
+        "attempts": "attempts.jsonl",
+        "epochs": "epochs",
+        "logs": "logs",
+        "metrics": "metrics.jsonl",
+        "checkpoints": "checkpoints",
+        "result": "result.json",
+        "stop_file": "STOP",
+        "lock": "lock.json",
+        "tensorboard": "tensorboard",
+    }
+    assert run.rank_log(2, 31) == run.path / "logs" / "attempt_2" / "rank_31.log"

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm_train.errors import RunError
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import (
+    Holder,
+    clear_dead,
+    process_lives,
+    read_holder,
+    release_lock,
+    take_lock,
+    this_process,
+)
+
+DEAD = Holder(job_id=None, host=socket.gethostname(), pid=4_194_300, started="1")
+JOB = Holder(job_id="12", host="node1", pid=5, started="100")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+def never(_holder: Holder) -> bool:
+    return False
+
+
+def always(_holder: Holder) -> bool:
+    return True
+
+
+def test_a_free_run_is_taken_and_given_back(run: RunDirectory) -> None:
+    me = this_process()
+    take_lock(run, me, is_alive=always)
+    assert read_holder(run) == me
+    release_lock(run, me)
+    assert read_holder(run) is None
+    assert not run.lock.exists()
+
+
+def test_a_living_holder_is_named_and_keeps_the_run(run: RunDirectory) -> None:
+    take_lock(run, JOB, is_alive=always)
+    with pytest.raises(RunError) as caught:
+        take_lock(run, this_process(), is_alive=always)
+    assert caught.value.message == f"{run.path} is being run by Slurm job 12"
+    assert f"remove {run.lock}" in caught.value.hint
+    assert read_holder(run) == JOB
+
+
+@pytest.mark.parametrize("holder", [DEAD, JOB], ids=["process", "job"])
+def test_a_dead_holder_is_overtaken(holder: Holder, run: RunDirectory) -> None:
+    take_lock(run, holder, is_alive=always)
+    me = this_process()
+    take_lock(run, me, is_alive=never)
+    assert read_holder(run) == me
+
+
+def test_the_next_attempt_of_the_same_job_overtakes_though_the_job_lives(run: RunDirectory) -> None:
+    take_lock(run, JOB, is_alive=always)
+    again = Holder(job_id="12", host="node2", pid=9, started="300")
+    take_lock(run, again, is_alive=always)
+    assert read_holder(run) == again
+    release_lock(run, JOB)
+    assert read_holder(run) == again, "the earlier attempt cannot give away what it has no more"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 1}', '{"who": "knows"}'])
+def test_a_damaged_lock_is_nobodys(text: str, run: RunDirectory) -> None:
+    run.lock.write_text(text)
+    me = this_process()
+    take_lock(run, me, is_alive=always)
+    assert read_holder(run) == me
+
+
+def test_clear_dead_removes_the_dead_only(run: RunDirectory) -> None:
+    clear_dead(run, is_alive=always)
+    take_lock(run, DEAD, is_alive=always)
+    clear_dead(run, is_alive=always)
+    assert read_holder(run) == DEAD
+    clear_dead(run, is_alive=process_lives)
+    assert read_holder(run) is None
+
+
+def test_a_process_is_known_by_its_start_not_by_its_number() -> None:
+    me = this_process()
+    assert process_lives(me)
+    recycled = Holder(job_id=None, host=me.host, pid=me.pid, started="1")
+    assert not process_lives(recycled)
+    assert not process_lives(DEAD)
+    assert process_lives(Holder(job_id=None, host="elsewhere", pid=1, started="1")), "it cannot be told from here"
+
+
+STARTER = """
+import sys
+from pathlib import Path
+from slurm_train.errors import RunError
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import process_lives, take_lock, this_process
+run = RunDirectory(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(int(sys.argv[2])):
+    folder = RunDirectory(run.path / str(number))
+    try:
+        take_lock(folder, this_process(), is_alive=process_lives)
+        print("won", number, flush=True)
+    except RunError:
+        pass
+print("end", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("stale", [False, True], ids=["free", "held by the dead"])
+def test_of_starters_that_race_exactly_one_wins(stale: bool, tmp_path: Path) -> None:
+    rounds = 40
+    for number in range(rounds):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if stale:
+            take_lock(RunDirectory(folder), DEAD, is_alive=always)
+    starters = [
+        subprocess.Popen(
+            [sys.executable, "-c", STARTER, str(tmp_path), str(rounds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    winners: list[int] = []
+    for starter in starters:
+        assert starter.stdout is not None and starter.stdout.readline() == "ready\n"
+    for starter in starters:
+        tell(starter)
+    for starter in starters:
+        # The winners stay alive until all have tried, else their locks would be stale in turn.
+        assert starter.stdout is not None
+        for line in iter(starter.stdout.readline, "end\n"):
+            winners.append(int(line.split()[1]))
+    for starter in starters:
+        tell(starter)
+        starter.communicate()
+    assert sorted(winners) == list(range(rounds))
+    for number in range(rounds):
+        left = {path.name for path in (tmp_path / str(number)).iterdir()}
+        assert left <= {"lock.json", ".lock.guard"}
+        assert json.loads((tmp_path / str(number) / "lock.json").read_text())["pid"] in [s.pid for s in starters]
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
