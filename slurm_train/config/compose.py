@@ -1,0 +1,186 @@
+"""Composes a run's configuration from words with Hydra, on the login node, once.
+
+Ranks never compose: they read the frozen result, so that editing a YAML file changes no queued or requeued run. A
+user's `--config-dir` comes before the shipped `conf/`, so its files may shadow ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.errors import ConfigCompositionException, HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from slurm_train.assets import asset_dir
+from slurm_train.config.explain import explain, no_cluster_error
+from slurm_train.config.schema import RunConfig
+from slurm_train.config.structure import build_config
+from slurm_train.config.words import Words, cluster_sizes, prepare_overrides
+from slurm_train.errors import ConfigError
+
+_SECRET_REFERENCE = re.compile(r"\$\{oc\.env:[^}]*(?:KEY|TOKEN|SECRET|PASS)[^}]*\}", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A composed configuration: the typed value and the plain mapping it was built from."""
+
+    config: RunConfig
+    mapping: dict[str, Any]
+    choices: Mapping[str, str | None]
+    """The chosen option of each config group, e.g. {"model": "gpt"}."""
+
+
+def compose(words: Words) -> Composed:
+    """Returns the configuration that the words ask for.
+
+    Raises:
+        ConfigError: an unknown key, group or value; a missing value; a reference to a secret.
+    """
+    overrides = prepare_overrides(words.overrides)
+    with _explaining(words, overrides):
+        return _read(_compose_settled(words, overrides))
+
+
+def show(words: Words) -> None:
+    """Prints a composed configuration, or facts about the composition, in Hydra's own words.
+
+    Raises:
+        ConfigError: as `compose`.
+    """
+    overrides = prepare_overrides(words.overrides)
+    with _explaining(words, overrides):
+        hydra = _open(words, overrides)
+        if words.info is not None:
+            hydra.show_info(words.info, config_name=words.config_name, overrides=overrides)
+        else:
+            assert words.show is not None
+            hydra.show_cfg(
+                config_name=words.config_name,
+                overrides=overrides,
+                cfg_type=words.show,
+                package=words.package,
+                resolve=words.resolve,
+            )
+
+
+@contextmanager
+def _explaining(words: Words, overrides: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as err:
+        raise explain(err, composed_keys=lambda: _composed_keys(words, overrides)) from err
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _composed_keys(words: Words, overrides: Sequence[str]) -> list[str]:
+    """Returns the keys that there are with the chosen groups alone; none where those fail, too."""
+    groups = [word for word in overrides if "." not in word.partition("=")[0]]
+    try:
+        full = _compose(words, groups)
+    except (HydraException, OmegaConfBaseException):
+        return []
+    plain = OmegaConf.to_container(full, resolve=False)
+    assert isinstance(plain, dict)
+    return [key for key in _flat_keys(plain) if not key.startswith("hydra")]
+
+
+def _flat_keys(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in mapping.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _flat_keys(value, f"{prefix}{key}.")
+
+
+def _compose_settled(words: Words, overrides: Sequence[str]) -> DictConfig:
+    """Composes; a group that the user's own primary file chooses already is replaced, not added a second time."""
+    try:
+        return _compose(words, overrides)
+    except ConfigCompositionException as err:
+        chosen = re.search(r"Multiple values for (\w+)\.", str(err))
+        if chosen is None:
+            raise
+        plus = f"+{chosen.group(1)}="
+        return _compose(words, [word[1:] if word.startswith(plus) else word for word in overrides])
+
+
+def _compose(words: Words, overrides: Sequence[str]) -> DictConfig:
+    return _open(words, overrides).compose_config(
+        config_name=words.config_name,
+        overrides=list(overrides),
+        run_mode=RunMode.RUN,
+        from_shell=True,
+        with_log_configuration=False,
+    )
+
+
+def _open(words: Words, overrides: Sequence[str]) -> Hydra:
+    GlobalHydra.instance().clear()
+    Plugins.instance()
+    store = ConfigStore.instance()
+    for name, nodes, gpus in cluster_sizes(overrides):
+        # Hydra takes a stored node for the schema of a file of the same name, so a user's file stands alone.
+        store.repo.get("cluster", {}).pop(f"{name}.yaml", None)
+        if words.config_dir is None or not (Path(words.config_dir) / "cluster" / f"{name}.yaml").is_file():
+            size = {"defaults": ["base", "_self_"], "nodes": nodes, "gpus_per_node": gpus}
+            store.store(group="cluster", name=name, node=size, provider="size")
+    return Hydra.create_main_hydra2(task_name="slurm_train", config_search_path=_search_path(words.config_dir))
+
+
+def _search_path(config_dir: str | None) -> ConfigSearchPathImpl:
+    path = ConfigSearchPathImpl()
+    path.append("hydra", "pkg://hydra.conf")
+    if config_dir is not None:
+        if not Path(config_dir).is_dir():
+            raise ConfigError(
+                f"--config-dir {config_dir!r} is not a directory", hint="name a folder with your YAML files"
+            )
+        path.append("command-line", f"file://{Path(config_dir).resolve()}")
+    path.append("main", f"file://{asset_dir('conf')}")
+    path.append("schema", "structured://")
+    return path
+
+
+def _read(full: DictConfig) -> Composed:
+    choices = dict(full.hydra.runtime.choices)
+    OmegaConf.set_readonly(full, False)
+    with open_dict(full):
+        full.pop("hydra")
+    raw = OmegaConf.to_container(full, resolve=False)
+    _refuse_secrets(raw)
+    mapping = OmegaConf.to_container(full, resolve=True, throw_on_missing=True)
+    assert isinstance(mapping, dict)
+    plain = {str(key): value for key, value in mapping.items()}
+    _require_chosen_cluster(plain.get("cluster"), choices)
+    return Composed(config=build_config(RunConfig, plain), mapping=plain, choices=choices)
+
+
+def _require_chosen_cluster(cluster: Any, choices: Mapping[str, str | None]) -> None:
+    # `cluster.env.X=1` makes the mapping spring up where no cluster was asked for.
+    if isinstance(cluster, dict) and choices.get("cluster") is None and "nodes" not in cluster:
+        raise no_cluster_error(f"cluster.{next(iter(cluster), '')}")
+
+
+def _refuse_secrets(raw: Any, path: str = "") -> None:
+    if isinstance(raw, dict):
+        for key, value in raw.items():
+            _refuse_secrets(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(raw, str) and _SECRET_REFERENCE.search(raw):
+        raise ConfigError(
+            f"{path} refers to a secret ({raw}), which would be written into the run directory",
+            hint="read the variable inside your own code: a job inherits the environment that it is submitted from",
+        )

@@ -1,0 +1,65 @@
+"""What makes two runs the same run: a hash over what is trained, not over where and how.
+
+The same command twice is the same run, and the same run may continue on another number of nodes. `NOT_IDENTITY` is
+the one list of what the hash leaves out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from slurm_train.config.schema import RunConfig
+from slurm_train.config.structure import to_mapping
+
+NOT_IDENTITY = (
+    "run",
+    "cluster",
+    "requeue",
+    "checkpoint",
+    "track",
+    "parallel",
+    "ddp",
+    "batch.local_size",
+    "batch.accumulation",
+    "train.eval_every_steps",
+    "train.log_every_steps",
+    "train.samples_digest",
+    "train.start_timeout_s",
+    "train.steady_timeout_s",
+    "train.threads",
+    "train.sample_tokens",
+)
+
+
+def identity(config: RunConfig, *, global_size: int) -> dict[str, Any]:
+    """Returns the part of a configuration that decides what is trained.
+
+    Args:
+        config: the run's configuration.
+        global_size: samples per optimizer step, as planned; it counts, however it is cut.
+    """
+    mapping = to_mapping(config)
+    for key in NOT_IDENTITY:
+        *parents, last = key.split(".")
+        holder = mapping
+        for parent in parents:
+            holder = holder[parent]
+        holder.pop(last)
+    if not config.trains:
+        return {key: mapping[key] for key in ("seed", "task", "script")}
+    mapping["batch"]["global_size"] = global_size
+    identity_part: dict[str, Any] = mapping
+    return identity_part
+
+
+def config_hash(config: RunConfig, *, global_size: int) -> str:
+    """Returns the hash of what is trained, 64 hex digits (sha256 of canonical JSON)."""
+    text = json.dumps(identity(config, global_size=global_size), sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def run_id(config: RunConfig, *, global_size: int) -> str:
+    """Returns the run's name on disk: the first 8 digits of its hash, e.g. "3f9a1c07"."""
+    return config_hash(config, global_size=global_size)[:8]

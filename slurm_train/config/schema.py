@@ -1,0 +1,216 @@
+"""The typed configuration of a run: every key a person may set, with its meaning, unit and default.
+
+The YAML files in `conf/` compose to a plain mapping; `structure.build_config` turns it into these frozen values and
+refuses what does not fit. Both halves read them; nothing here imports torch, Hydra or submitit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+LrRetune = Literal["none", "linear", "sqrt"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    """Where a run lives and how it is called."""
+
+    root: str = "runs"
+    """Directory that holds all runs; on a cluster it must lie on a path that every node sees."""
+    name: str | None = None
+    """Folder below `root`; default "<model>-<data>" after the chosen config groups."""
+    processes: int | None = None
+    """Local ranks when there is no cluster; default: one per GPU, else 2."""
+    snapshot_limit_mb: int = 100
+    """Largest code snapshot; more is refused, since it is data rather than code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSection:
+    """Batch arithmetic: global = local x ranks x accumulation. Give any, the rest is solved."""
+
+    local_size: int | None = None
+    """Samples per rank and micro-batch."""
+    accumulation: int | None = None
+    """Micro-batches per optimizer step (gradient accumulation)."""
+    global_size: int | None = None
+    """Samples per optimizer step over all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimSection:
+    """AdamW, its schedule, and what happens to the learning rate when the global batch changes."""
+
+    lr: float = 1e-3
+    """Peak learning rate, tuned for `lr_global_size`."""
+    lr_global_size: int | None = None
+    """Global batch that `lr` was tuned for; default: the run's own, so that nothing is retuned."""
+    lr_retune: LrRetune = "none"
+    """How `lr` follows a global batch other than `lr_global_size`: none, linear (SGD), sqrt (Adam)."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Shape after the warm-up; counted in samples, so it does not depend on how a batch is cut."""
+    warmup_samples: int | None = None
+    """Samples of linear warm-up; default 5 % of the run."""
+    min_lr_ratio: float = 0.1
+    """Last learning rate of the cosine as a fraction of the peak."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay of AdamW's two moments."""
+    eps: float = 1e-8
+    """AdamW's denominator term."""
+    weight_decay: float = 0.1
+    """Decoupled decay, on matrices only (norms, biases and embeddings of one dimension are left alone)."""
+    grad_clip_norm: float | None = 1.0
+    """Largest global gradient norm, applied once per optimizer step; null switches clipping off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSection:
+    """The loop."""
+
+    max_steps: int = 1000
+    """Optimizer steps of the whole run."""
+    eval_every_steps: int | None = None
+    """Optimizer steps between evaluations; null: only at the end."""
+    log_every_steps: int = 10
+    """Optimizer steps between lines of metrics.jsonl."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Autocast type; auto is bfloat16 on a GPU that has it, else float32."""
+    compile: bool = False
+    """Passes the model through torch.compile."""
+    deterministic: bool = False
+    """Deterministic kernels: bitwise repeatable on the same hardware, slower."""
+    samples_digest: bool = False
+    """Logs an order-free digest of the sample indices that the ranks consumed, for proofs of exactness."""
+    start_timeout_s: float = 600.0
+    """Time-out of collectives until the first step is done (rendezvous, compile)."""
+    steady_timeout_s: float = 300.0
+    """Time-out of collectives after the first step."""
+    threads: int | None = None
+    """CPU threads of torch per rank; default: cores of this rank, at least 1."""
+    sample_tokens: int = 0
+    """Length of the text generated at the end of a run by models that can; 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpSection:
+    """DistributedDataParallel."""
+
+    bucket_cap_mb: float = 25.0
+    """Size of a gradient bucket."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSection:
+    """When checkpoints are written and how many stay."""
+
+    every_steps: int | None = 200
+    """Optimizer steps between checkpoints; null: only at a stop and at the end."""
+    keep: int = 2
+    """Verified checkpoints that stay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequeueSection:
+    """Coming back after an interruption."""
+
+    enabled: bool = True
+    """Ask Slurm to run the job again after preemption, a time limit or a lost node."""
+    warn_before_limit_s: int = 120
+    """Lead of the warning signal before the time limit (Slurm may send it up to 60 s earlier)."""
+    max_fruitless_attempts: int = 3
+    """Attempts in a row that may end without a new step before the run is left alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackSection:
+    """Metrics beyond metrics.jsonl."""
+
+    tensorboard: bool = False
+    """Writes TensorBoard events into the run directory (extra: track)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSection:
+    """Degrees of parallelism; their product is the world size. One may be -1."""
+
+    dp_replicate: int = -1
+    """Data-parallel replicas (DDP)."""
+    dp_shard: int = 1
+    """Shards of the parameters (FSDP)."""
+    tp: int = 1
+    """Tensor parallel."""
+    pp: int = 1
+    """Pipeline stages."""
+    cp: int = 1
+    """Context parallel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSection:
+    """What Slurm is asked for, and what the job's environment needs."""
+
+    nodes: int = 1
+    """Number of nodes."""
+    gpus_per_node: int | list[int] = 1
+    """GPUs, and so ranks, on each node; a list for uneven nodes."""
+    cpus_per_gpu: int | None = None
+    """CPU cores for each rank; default: what Slurm gives."""
+    memory_gb_per_node: int | None = None
+    """Memory of a node in GiB; 0 asks for all of it; default: the partition's."""
+    partition: str | None = None
+    """Partition; default: Slurm's own default."""
+    account: str | None = None
+    """Account the time is charged to."""
+    qos: str | None = None
+    """Quality of service."""
+    time_limit_min: int | None = None
+    """Wall-clock limit of one attempt in minutes; default: the partition's."""
+    nodelist: str | None = None
+    """Nodes that must be part of the job, e.g. "node[1-4]"."""
+    exclude: str | None = None
+    """Nodes that must not be part of it."""
+    constraint: str | None = None
+    """Node features, e.g. "h100"."""
+    gpu_flag: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """How this site wants GPUs to be asked for; none: CPU ranks only."""
+    network_interface: str | None = None
+    """Interface of the collectives, e.g. "ib0"; sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    env: dict[str, Any] = field(default_factory=dict)
+    """Variables exported in the job, e.g. {NCCL_DEBUG: INFO}."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines before the ranks start, e.g. ["module load cuda/12.4"]."""
+    python: str | None = None
+    """Interpreter in the job; default: the one that submits."""
+    sbatch: dict[str, Any] = field(default_factory=dict)
+    """Further sbatch flags by their long names, e.g. {reservation: maint}; true: a flag without a value."""
+    srun: dict[str, Any] = field(default_factory=dict)
+    """Further srun flags, likewise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything that decides a run. `model`, `data` and `task` are `_target_` mappings, open for your own code."""
+
+    seed: int = 0
+    run: RunSection = field(default_factory=RunSection)
+    model: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
+    batch: BatchSection = field(default_factory=BatchSection)
+    optim: OptimSection = field(default_factory=OptimSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    ddp: DdpSection = field(default_factory=DdpSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    requeue: RequeueSection = field(default_factory=RequeueSection)
+    track: TrackSection = field(default_factory=TrackSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    cluster: ClusterSection | None = None
+    task: dict[str, Any] | None = None
+    script: list[str] | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the built-in trainer runs (not a user's own function or script)."""
+        return self.task is None and self.script is None

@@ -1,0 +1,180 @@
+"""Reads the words of a command line before Hydra does: flags, and a few spellings that Hydra alone would refuse.
+
+`+cluster=4x8` exists for every N and G; `cluster.env.NCCL_DEBUG=INFO` needs no `+`, because that mapping is open; a
+`model._target_=` of your own does not inherit the arguments of the model it replaces; a value that is a text, such as
+`cluster.nodelist=node[1-2],node5`, arrives as it was typed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from slurm_train.config.schema import RunConfig
+from slurm_train.config.structure import all_keys, unknown_key_error
+from slurm_train.errors import ConfigError
+
+_OPEN_MAPPINGS = ("cluster.sbatch.", "cluster.srun.", "cluster.env.", "task.")
+_CUSTOM_GROUPS = ("model", "data")
+# The shipped primary file chooses none of these, so a choice of one is an addition in Hydra's terms.
+_OPTIONAL_GROUPS = ("cluster", "experiment")
+_SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,2})")
+# A list whose items need no reading: no quotes, no brackets inside, no references.
+_PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]+)\]")
+_OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[\w./@:-]+)(?:=(?P<value>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """A command line taken apart: overrides for Hydra, and the flags that steer it."""
+
+    overrides: list[str] = field(default_factory=list)
+    config_dir: str | None = None
+    config_name: str = "config"
+    show: str | None = None
+    """Which configuration to print instead of running: job, hydra or all."""
+    info: str | None = None
+    """Which facts about the composition to print instead of running."""
+    resolve: bool = False
+    package: str | None = None
+    multirun: bool = False
+    help: bool = False
+
+
+def read_words(words: Sequence[str]) -> Words:
+    """Returns the flags and the overrides of a command line.
+
+    Raises:
+        ConfigError: an unknown flag, a flag without its value, or a word that is not `key=value`.
+    """
+    values: dict[str, str | bool] = {}
+    overrides: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("-"):
+            name, _, given = word.partition("=")
+            values.update(_read_flag(name, given, rest))
+        else:
+            overrides.append(word)
+    return Words(overrides=overrides, **values)  # type: ignore[arg-type]  # the table below gives each its type
+
+
+_FLAGS = {
+    "--config-dir": "config_dir",
+    "-cd": "config_dir",
+    "--config-name": "config_name",
+    "-cn": "config_name",
+    "--cfg": "show",
+    "-c": "show",
+    "--package": "package",
+    "-p": "package",
+}
+_SWITCHES = {"--multirun": "multirun", "-m": "multirun", "--resolve": "resolve", "--help": "help", "-h": "help"}
+_CHOICES = {
+    "show": ("job", "hydra", "all"),
+    "info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+}
+
+
+def _read_flag(name: str, given: str, rest: list[str]) -> dict[str, str | bool]:
+    if name in _SWITCHES and not given:
+        return {_SWITCHES[name]: True}
+    if name in ("--info", "-i"):
+        value = given or (rest.pop(0) if rest and rest[0] in _CHOICES["info"] else "all")
+        return _checked(name, "info", value)
+    if name not in _FLAGS:
+        known = ", ".join(sorted(flag for flag in (*_FLAGS, *_SWITCHES, "--info") if flag.startswith("--")))
+        raise ConfigError(f"there is no flag {name!r}", hint=f"the flags are {known}; settings are written key=value")
+    if not given and not rest:
+        raise ConfigError(f"the flag {name} needs a value", hint=f"write {name} VALUE")
+    return _checked(name, _FLAGS[name], given or rest.pop(0))
+
+
+def _checked(flag: str, target: str, value: str) -> dict[str, str | bool]:
+    if target in _CHOICES and value not in _CHOICES[target]:
+        raise ConfigError(f"{flag} {value!r} is not one of its values", hint=f"use {', '.join(_CHOICES[target])}")
+    return {target: value}
+
+
+def prepare_overrides(overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides as Hydra wants them.
+
+    Raises:
+        ConfigError: a word that is not an override, or a key that does not exist.
+    """
+    parsed = [_parse(word) for word in overrides]
+    custom = {
+        key.split(".")[0] for _, key, _ in parsed if key.split(".")[0] in _CUSTOM_GROUPS and key.endswith("._target_")
+    }
+    custom -= {key for _, key, _ in parsed}
+    prepared = [f"{group}=custom" for group in sorted(custom)]
+    for word, (sign, key, value) in zip(overrides, parsed, strict=True):
+        if value is None:
+            prepared.append(word)
+            continue
+        is_open = key.startswith(_OPEN_MAPPINGS) or ("." in key and key.split(".")[0] in custom)
+        if not sign and not is_open:
+            _check_key(key)
+        added = "++" if is_open else "+" if key in _OPTIONAL_GROUPS else ""
+        prepared.append(f"{sign or added}{key}={_as_typed(key, value)}")
+    return prepared
+
+
+def _as_typed(key: str, value: str) -> str:
+    """Returns a value in Hydra's spelling: quoted where the key holds a text, so that it arrives unchanged."""
+    kind = _kind_of(key)
+    if kind == "texts" and (plain := _PLAIN_LIST.fullmatch(value)):
+        return f"[{','.join(_quoted(item.strip()) for item in plain[1].split(','))}]"
+    keeps_meaning = value == "null" or (kind == "flag" and value.lower() in ("true", "false"))
+    if kind not in ("text", "flag") or keeps_meaning or value.startswith(("'", '"')):
+        return value
+    return _quoted(value)
+
+
+def _kind_of(key: str) -> Literal["text", "texts", "flag", "other"]:
+    if key.startswith("cluster.env."):
+        return "text"
+    if key.startswith(("cluster.sbatch.", "cluster.srun.")):
+        return "flag"
+    hint = all_keys(RunConfig).get(key)
+    if hint in (str, str | None):
+        return "text"
+    return "texts" if hint in (list[str], list[str] | None) else "other"
+
+
+def _quoted(text: str) -> str:
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text, Quote.single).with_quotes()
+
+
+def _parse(word: str) -> tuple[str, str, str | None]:
+    match = _OVERRIDE.fullmatch(word)
+    if match is None or (match["value"] is None and match["sign"] != "~"):
+        raise ConfigError(
+            f"{word!r} is neither a verb nor a setting",
+            hint="settings are written key=value, e.g. optim.lr=3e-4; `python -m slurm_train --help` lists the verbs",
+        )
+    return match["sign"] or "", match["key"], match["value"]
+
+
+def _check_key(key: str) -> None:
+    head = key.split(".")[0].split("@")[0]
+    if "/" in key or head in (*_CUSTOM_GROUPS, "experiment", "hydra"):
+        return
+    known = all_keys(RunConfig)
+    if key not in known:
+        raise unknown_key_error(key, known)
+
+
+def cluster_sizes(overrides: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Returns the sizes named by `cluster=NxG` words as (name, nodes, GPUs per node), e.g. ("4x8", 4, 8)."""
+    sizes = []
+    for word in overrides:
+        sign, key, value = _parse(word)
+        if key == "cluster" and value and sign != "~":
+            sizes += [(m.group(), int(m[1]), int(m[2])) for m in map(_SIZE.fullmatch, value.split(",")) if m]
+    return sizes

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import fractions
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm_train.config.target import accepts_keyword, instantiate, resolve_target
+from slurm_train.errors import ConfigError
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    root = tmp_path / "my_pkg_for_targets"
+    root.mkdir()
+    (root / "__init__.py").write_text("from .main import main\nfrom .point import Point\n")
+    (root / "main.py").write_text("def main(*, width=1):\n    return width\n")
+    (root / "point.py").write_text("class Point:\n    def __init__(self, x, y=0):\n        self.at = (x, y)\n")
+    (root / "broken.py").write_text("import a_module_that_is_not_here\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield root.name
+    for name in [name for name in sys.modules if name.startswith(root.name)]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("os.path.join", os.path.join), ("fractions.Fraction", fractions.Fraction), ("int.from_bytes", None)],
+)
+def test_dotted_path_gives_what_it_names(path: str, expected: object) -> None:
+    if expected is None:
+        with pytest.raises(ConfigError, match="there is no module 'int' here"):
+            resolve_target(path)
+    else:
+        assert resolve_target(path) is expected
+
+
+def test_attribute_of_a_class_is_found() -> None:
+    assert resolve_target("fractions.Fraction.from_float")(0.5) == fractions.Fraction(1, 2)
+
+
+def test_name_of_the_package_wins_over_a_module_of_that_name(package: str) -> None:
+    assert resolve_target(f"{package}.main")(width=4) == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("Point", "_target_='Point' is not a dotted path\nhint: write it as package.module.name"),
+        ("{p}.", "_target_='{p}.' is not a dotted path\nhint: write it as package.module.name"),
+        ("{p}.Piont", "_target_={p}.Piont: {p} has no 'Piont'\nhint: did you mean Point, point?"),
+        ("{p}.brokn.X", "_target_={p}.brokn.X: {p} has no 'brokn'\nhint: did you mean broken?"),
+        (
+            "{p}.broken.X",
+            "_target_={p}.broken.X: importing {p}.broken failed: No module named 'a_module_that_is_not_here'\n"
+            "hint: try: python -c 'import {p}.broken'",
+        ),
+        ("{p}.point", "_target_={p}.point is a module\nhint: name a class or a function in it: {p}.point.<name>"),
+        ("{p}.Point.at.x", "_target_={p}.Point.at.x: {p}.Point has no 'at'\nhint: see python -c 'help(\"{p}.Point\")'"),
+    ],
+)
+def test_message_of_a_wrong_path(package: str, path: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_target(path.format(p=package))
+    assert str(caught.value) == text.format(p=package)
+
+
+def test_nested_targets_are_built_first(package: str) -> None:
+    inner = {"_target_": f"{package}.main", "width": 3}
+    point = instantiate({"_target_": f"{package}.Point", "x": inner, "y": [inner, {"z": inner}]})
+    assert point.at == (3, [3, {"z": 3}])
+
+
+def test_extra_keywords_win(package: str) -> None:
+    assert instantiate({"_target_": f"{package}.Point", "x": 1}, x=2).at == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({"x": 1, "yy": 2}, "{p}.Point does not take 'yy'; it takes x, y\nhint: did you mean y?"),
+        ({"y": 2}, "{p}.Point needs x\nhint: set x=<value> beside its _target_"),
+    ],
+)
+def test_message_of_wrong_keywords(package: str, words: dict[str, int], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        instantiate({"_target_": f"{package}.Point", **words})
+    assert str(caught.value) == text.format(p=package)
+
+
+def test_mapping_without_target_and_target_that_is_no_callable(package: str) -> None:
+    with pytest.raises(ConfigError, match=r"a mapping with the keys \['x'\] has no _target_"):
+        instantiate({"x": 1})
+    with pytest.raises(ConfigError, match=r"_target_=sys\.path is a list and cannot be called"):
+        instantiate({"_target_": "sys.path"})
+
+
+def test_accepted_keywords() -> None:
+    assert accepts_keyword(lambda split: split, "split")
+    assert not accepts_keyword(lambda **words: words, "split")
