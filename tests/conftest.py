@@ -1,0 +1,45 @@
+"""Fixtures for the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from slurm_train.devcluster.cluster import bring_up
+from slurm_train.devcluster.health import cluster_status
+from slurm_train.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
+from slurm_train.devcluster.requirements import missing_here, require_free_place
+from slurm_train.devcluster.teardown import tear_down
+from slurm_train.errors import ClusterError
+
+_WANTED = ClusterPlan(nodes=4, gpus=8)
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster() -> Iterator[ClusterPlan]:
+    """A real Slurm with at least 4 nodes x 8 GPUs: the one that is up, or one for this session."""
+    missing = missing_here()
+    if missing:
+        pytest.skip(f"a Slurm cluster on this machine needs {missing}")
+    status = cluster_status(DEFAULT_STATE_DIR)
+    if status is None or not any(status.daemons.values()):
+        yield from _own_cluster()
+        return
+    assert status.is_healthy, f"the devcluster that is up is broken:\n{status.describe()}"
+    if status.plan.nodes < _WANTED.nodes or status.plan.gpus < _WANTED.gpus:
+        pytest.skip(f"the devcluster that is up has {status.plan.describe()}; wanted {_WANTED.describe()}")
+    yield status.plan
+
+
+def _own_cluster() -> Iterator[ClusterPlan]:
+    if cluster_status(DEFAULT_STATE_DIR) is None:
+        try:
+            require_free_place(_WANTED)
+        except ClusterError as err:
+            pytest.skip(f"no room for a Slurm cluster on this machine: {err}")
+    bring_up(_WANTED)
+    try:
+        yield _WANTED
+    finally:
+        tear_down(DEFAULT_STATE_DIR)
