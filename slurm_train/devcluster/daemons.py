@@ -34,7 +34,10 @@ def central_daemon(plan: ClusterPlan, *, name: str) -> Daemon:
 
 def node_daemon(plan: ClusterPlan, *, node: str) -> Daemon:
     """Returns the slurmd of a node, in the node's network namespace and under the node's host name."""
-    command = f"slurmd -D -N {node} -f {plan.slurm_conf}"
+    # A node has no route to a name server: every look-up beyond /etc/hosts would only wait (torch warns about each).
+    # `ip netns exec` gave the node a mount namespace of its own, so nobody else sees this.
+    names = f"[ ! -e /etc/nsswitch.conf ] || mount --bind {plan.conf_dir}/nsswitch.conf /etc/nsswitch.conf"
+    command = f"sh -c '{names}; exec slurmd -D -N {node} -f {plan.slurm_conf}'"
     words = ("ip", "netns", "exec", node, *_under_host_name(node, command))
     return Daemon(f"slurmd-{node}", words, extra=slurm_environment(plan))
 

@@ -14,6 +14,7 @@ from slurm_train.devcluster.render import (
     render_cgroup_conf,
     render_gres_conf,
     render_mariadb_conf,
+    render_nsswitch_conf,
     render_slurm_conf,
     render_slurmdbd_conf,
 )
@@ -22,6 +23,7 @@ from slurm_train.rundir.files import write_atomic
 _KEY_BYTES = 1024
 # /dev/null's numbers: a device that exists everywhere and harms nothing when a job opens its "GPU".
 _NULL_DEVICE = os.makedev(1, 3)
+_SYSTEM_NSSWITCH = Path("/etc/nsswitch.conf")
 
 
 def write_configuration(plan: ClusterPlan) -> None:
@@ -31,6 +33,7 @@ def write_configuration(plan: ClusterPlan) -> None:
         "slurm.conf": render_slurm_conf(plan),
         "gres.conf": render_gres_conf(plan),
         "cgroup.conf": render_cgroup_conf(),
+        "nsswitch.conf": render_nsswitch_conf(_SYSTEM_NSSWITCH.read_text() if _SYSTEM_NSSWITCH.exists() else ""),
         "mariadb.cnf": render_mariadb_conf(plan),
     }
     for name, text in texts.items():

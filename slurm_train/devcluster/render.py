@@ -15,6 +15,12 @@ def render_slurm_conf(plan: ClusterPlan) -> str:
     return _HEAD + "\n".join("".join(f"{line}\n" for line in section) for section in sections)
 
 
+def render_nsswitch_conf(text: str) -> str:
+    """Returns the machine's nsswitch.conf with host names from /etc/hosts alone, for the nodes."""
+    kept = [line for line in text.splitlines() if not line.startswith("hosts:")]
+    return "\n".join([*kept, "hosts: files"]) + "\n"
+
+
 def _identity(plan: ClusterPlan) -> list[str]:
     return [
         "ClusterName=devcluster",

@@ -11,6 +11,7 @@ from slurm_train.devcluster.render import (
     render_gres_conf,
     render_hosts,
     render_mariadb_conf,
+    render_nsswitch_conf,
     render_slurm_conf,
     render_slurmdbd_conf,
 )
@@ -55,3 +56,8 @@ def test_every_line_is_a_setting_of_its_own():
     keys = [line.partition("=")[0] for line in lines if not line.startswith(("NodeName", "PartitionName"))]
     assert len(keys) == len(set(keys))
     assert all("=" in line for line in lines)
+
+
+def test_nodes_look_names_up_in_the_hosts_file_alone() -> None:
+    text = render_nsswitch_conf("passwd: files systemd\nhosts: files mdns4_minimal dns\n")
+    assert text == "passwd: files systemd\nhosts: files\n"
