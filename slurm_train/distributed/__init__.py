@@ -1,0 +1,1 @@
+"""From an environment to a process group: place, handshake, rendezvous, group, seeds."""

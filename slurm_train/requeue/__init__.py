@@ -1,0 +1,1 @@
+"""Stopping politely and coming back."""

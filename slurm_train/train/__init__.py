@@ -1,0 +1,1 @@
+"""One rank's training: `trainer.train` assembles what the `build_*` functions make; `loop` runs it."""

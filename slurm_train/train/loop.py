@@ -1,0 +1,228 @@
+"""The loop over optimizer steps: what happens after each, and when it ends. It assembles nothing.
+
+A stop is acted upon only where every rank has read the same reduced value, so all ranks leave at the same boundary.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from slurm_train.data.order import DIGEST_MODULUS, samples_digest
+from slurm_train.data.stream import MicroBatch
+from slurm_train.distributed.seeds import mix
+from slurm_train.errors import SlurmTrainError
+from slurm_train.requeue.signals import StopFlag
+from slurm_train.train.evaluate import Evaluator
+from slurm_train.train.recorder import Recorder
+from slurm_train.train.saving import Checkpointer, Position
+from slurm_train.train.schedule import Schedule
+from slurm_train.train.step import StepFacts, Stepper, StepResult
+
+_COLLECT_EVERY_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopParts:
+    """What the loop drives."""
+
+    stepper: Stepper
+    batches: Iterator[MicroBatch]
+    schedule: Schedule
+    checkpointer: Checkpointer
+    evaluator: Evaluator | None
+    """None where there are no held-out samples."""
+    recorder: Recorder | None
+    """Rank 0's; None on the others."""
+    stop: StopFlag
+    stop_file: Path
+    on_first_step: Callable[[], None]
+    """Called once, after the first step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopPace:
+    """When what happens, in optimizer steps."""
+
+    max_steps: int
+    log_every: int
+    eval_every: int | None
+    save_every: int | None
+    global_size: int
+    seed: int
+    rank: int
+    digest: bool
+
+
+class Loop:
+    """Runs a training from a position to its end or to an agreed stop.
+
+    Args:
+        parts: what it drives.
+        pace: when what happens.
+        position: where it begins; kept up to date.
+    """
+
+    def __init__(self, parts: LoopParts, *, pace: LoopPace, position: Position) -> None:
+        self.position = position
+        self.measures: dict[str, float] = {}
+        """The newest evaluation."""
+        self._parts, self._pace = parts, pace
+        self._stopping = self._settled = False
+        self._digests: dict[int, int] = {}
+        self._batches: Iterator[MicroBatch] = self._digesting(parts.batches) if pace.digest else parts.batches
+        self._digest = 0
+        self._waited_s = 0.0
+
+    def run(self) -> bool:
+        """Trains; returns True when the last step is done and evaluated, False when the ranks agreed to stop.
+
+        Either way the last position is in a durable checkpoint.
+        """
+        # A run that was killed between its last checkpoint and its result has only the evaluation left.
+        if self.position.evaluation_due or self.position.step >= self._pace.max_steps:
+            self._evaluate()
+        try:
+            self.advance(self._pace.max_steps)
+        finally:
+            gc.unfreeze()
+            gc.enable()
+        self._drain()
+        self._parts.checkpointer.save(self.position)
+        return self.position.step >= self._pace.max_steps and not self.position.evaluation_due
+
+    def advance(self, to_step: int) -> None:
+        """Trains up to a step, or to an agreed stop."""
+        while self.position.step < to_step and not self._stopping:
+            self._step()
+            self._after_step()
+
+    def _step(self) -> None:
+        position, pace = self.position, self._pace
+        step, samples = position.step + 1, position.samples + pace.global_size
+        # Dropout is keyed by the step, so a resumed run draws what an uninterrupted one would have drawn.
+        _reseed(mix(pace.seed, step, pace.rank))
+        facts = StepFacts(step, samples, self._parts.schedule.lr_at(samples))
+        self._digest = 0
+        result = self._parts.stepper.step(facts, self._batches)
+        if pace.digest:
+            self._digests[step] = _sum_over_ranks(self._digest)
+        position.step, position.samples = step, samples
+        if result is not None:
+            self._take(result)
+
+    def _take(self, result: StepResult) -> None:
+        """Reads a step's reduced values; on a GPU they are the previous step's, on every rank alike."""
+        self.position.items += result.num_items
+        self.position.loss = result.loss
+        self._stopping = self._stopping or result.stop
+        digest = self._digests.pop(result.facts.step, None)
+        recorder = self._parts.recorder
+        if recorder is None:
+            return
+        recorder.count(result)
+        if result.facts.step % self._pace.log_every == 0 or result.facts.step == self._pace.max_steps:
+            waited_s = self._parts.stepper.data_wait_s
+            recorder.write(result, items=self.position.items, data_wait_s=waited_s - self._waited_s, digest=digest)
+            self._waited_s = waited_s
+        self._parts.stop.look_at(self._parts.stop_file)
+
+    def _after_step(self) -> None:
+        step, pace = self.position.step, self._pace
+        if not self._settled:
+            self._settle()
+        elif step % _COLLECT_EVERY_STEPS == 0:
+            gc.collect(1)
+        if step == pace.max_steps or (pace.eval_every and step % pace.eval_every == 0):
+            self._drain()
+            self._evaluate()
+        if pace.save_every and step % pace.save_every == 0 and step < pace.max_steps and not self._stopping:
+            self._save()
+
+    def _settle(self) -> None:
+        """After the first step everything that stays is there: take it out of the collector's sight.
+
+        From now on garbage is collected at the same step on all ranks; one rank's pause would be everyone's.
+        """
+        self._settled = True
+        self._parts.on_first_step()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+
+    def _evaluate(self) -> None:
+        evaluator = self._parts.evaluator
+        if evaluator is None:
+            return
+        start = time.monotonic()
+        measures = evaluator.evaluate()
+        if measures is None:
+            self._stopping = self.position.evaluation_due = True
+            return
+        self.position.evaluation_due = False
+        self.measures = measures
+        if (recorder := self._parts.recorder) is not None:
+            recorder.write_evaluation(self.position.step, self.position.samples, measures)
+            recorder.display.say(f"step {self.position.step}: {in_words(measures)}")
+            recorder.skip(time.monotonic() - start)
+
+    def _save(self) -> None:
+        start = time.monotonic()
+        self._drain()
+        self._parts.checkpointer.save(self.position)
+        if (recorder := self._parts.recorder) is not None:
+            recorder.skip(time.monotonic() - start)
+
+    def _drain(self) -> None:
+        """Reads the values still under way, so that nothing non-finite gets into a checkpoint or an evaluation."""
+        result = self._parts.stepper.drain()
+        if result is not None:
+            self._take(result)
+
+    def _digesting(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch in batches:
+            self._digest = (self._digest + samples_digest(batch.indices)) % DIGEST_MODULUS
+            yield batch
+
+
+def _reseed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch says no types here
+        torch.cuda.manual_seed(seed)
+
+
+def _sum_over_ranks(digest: int) -> int:
+    total = torch.tensor(digest, dtype=torch.int64)
+    dist.all_reduce(total)
+    return int(total.item()) % DIGEST_MODULUS
+
+
+def refuse_bad(result: StepResult) -> None:
+    """Raises for a step that must not be applied; the same on every rank, since it judges reduced values.
+
+    Raises:
+        SlurmTrainError: the loss or the gradients are not finite, or no item counted.
+    """
+    step = result.facts.step
+    if not result.num_items:
+        raise SlurmTrainError(
+            f"no item of step {step} counts: every target is passed over",
+            hint="check the targets of the data set; -100 marks those that do not count",
+        )
+    what = f"loss {result.loss} ({result.num_non_finite} micro-batches)" if result.num_non_finite else "loss is finite"
+    raise SlurmTrainError(
+        f"step {step} is not finite: {what}, gradient norm {result.grad_norm}, lr {result.facts.lr:.3g}",
+        hint="lower optim.lr or optim.grad_clip_norm, look at the samples of this step (train.samples_digest=true), "
+        "then resume: the newest checkpoint is from before it",
+    )
+
+
+def in_words(measures: dict[str, float]) -> str:
+    """Returns measures for people, e.g. "eval_loss 1.2345, eval_accuracy 0.9832"."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in measures.items())

@@ -1,0 +1,160 @@
+"""What rank 0 keeps of the steps: lines of metrics.jsonl, TensorBoard, and the display. Ranks but 0 have none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from slurm_train.metrics.progress import Display, Glance
+from slurm_train.metrics.writer import MetricsWriter
+from slurm_train.train.step import StepResult
+
+
+class LineWriter(Protocol):
+    """Takes lines of metrics."""
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Writes one line."""
+
+    def close(self) -> None:
+        """Makes the lines durable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What every line says about its run."""
+
+    attempt: int
+    world_size: int
+    num_samples: int
+    """Samples of one epoch."""
+    unit: str
+    """What losses are averaged over: "tokens" or "samples"."""
+    flops_per_item: float | None
+    """Floating-point operations of a training step per item; None where they are not known."""
+    peak_flops: float | None
+    """Peak of all devices together, per second; None on a CPU."""
+
+
+class Recorder:
+    """Keeps what a step gave; time spent elsewhere (evaluation, saving) is taken out of the step time.
+
+    Args:
+        facts: the run.
+        writers: where lines go.
+        display: what a person sees.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        facts: RunFacts,
+        *,
+        writers: list[LineWriter],
+        display: Display,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.facts = facts
+        self.display = display
+        self._writers = writers
+        self._clock = clock
+        self._window_start = clock()
+        self._window_steps = 0
+        self._window_items = 0
+        self._shown: tuple[float, int] | None = None
+
+    def count(self, result: StepResult) -> None:
+        """Takes note of a step; shows it when the display is due."""
+        self._window_steps += 1
+        self._window_items += result.num_items
+        now = self._clock()
+        if self._shown is None:  # the first step's time is start-up; a speed is known from the second on
+            self._shown = (now, result.facts.step)
+        elif now >= self.display.due_s:
+            self._show(result, now, *self._shown)
+
+    def write(self, result: StepResult, *, items: int, data_wait_s: float, digest: int | None) -> None:
+        """Writes the line of a step and opens the next window.
+
+        Args:
+            result: the step.
+            items: items of the whole run up to this step.
+            data_wait_s: seconds that this window's steps waited for data on this rank.
+            digest: order-free digest of the samples of the step, None where it is not asked for.
+        """
+        now = self._clock()
+        elapsed_s = max(now - self._window_start, 1e-9)
+        steps = max(self._window_steps, 1)
+        rate = self._window_items / elapsed_s
+        facts = self.facts
+        line: dict[str, Any] = {
+            "step": result.facts.step,
+            "epoch": result.facts.samples // facts.num_samples,
+            "samples": result.facts.samples,
+            "tokens": items if facts.unit == "tokens" else None,
+            "loss": result.loss,
+            "lr": result.facts.lr,
+            "grad_norm": result.grad_norm,
+            "step_time_s": elapsed_s / steps,
+            "data_time_s": data_wait_s / steps,
+            f"{facts.unit}_per_s": rate,
+            "mfu": self._mfu(rate),
+            "attempt": facts.attempt,
+            "world_size": facts.world_size,
+            "time_unix_s": time.time(),
+        }
+        if digest is not None:
+            line["samples_digest"] = digest
+        self._write(line)
+        self.restart_window()
+
+    def write_evaluation(self, step: int, samples: int, measures: Mapping[str, float]) -> None:
+        """Writes the line of an evaluation."""
+        head = {"step": step, "epoch": samples // self.facts.num_samples, "samples": samples}
+        tail = {"attempt": self.facts.attempt, "world_size": self.facts.world_size, "time_unix_s": time.time()}
+        self._write({**head, **measures, **tail})
+
+    def restart_window(self) -> None:
+        """Begins to measure step times anew."""
+        self._window_start, self._window_steps, self._window_items = self._clock(), 0, 0
+
+    def skip(self, seconds: float) -> None:
+        """Takes time that was no step's out of the current window and the display's rate."""
+        self._window_start += seconds
+        if self._shown is not None:
+            self._shown = (self._shown[0] + seconds, self._shown[1])
+
+    def close(self) -> None:
+        """Closes the display and makes the lines durable."""
+        self.display.close()
+        for writer in self._writers:
+            writer.close()
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        for writer in self._writers:
+            writer.write(line)
+
+    def _mfu(self, rate: float) -> float | None:
+        if self.facts.flops_per_item is None or self.facts.peak_flops is None:
+            return None
+        return rate * self.facts.flops_per_item / self.facts.peak_flops
+
+    def _show(self, result: StepResult, now: float, since: float, step_then: int) -> None:
+        step = result.facts.step
+        step_time_s = max(now - since, 1e-9) / max(step - step_then, 1)
+        rate = result.num_items / step_time_s
+        self.display.show(Glance(step=step, loss=result.loss, rate=rate, unit=self.facts.unit, step_time_s=step_time_s))
+        self._shown = (now, step)
+
+
+def open_writers(path: Path, *, tensorboard: Path | None, first_step: int) -> list[LineWriter]:
+    """Returns the writer of metrics.jsonl, and TensorBoard's where a directory is given."""
+    writers: list[LineWriter] = [MetricsWriter(path)]
+    if tensorboard is not None:
+        from slurm_train.metrics.tensorboard import TensorBoardWriter
+
+        writers.append(TensorBoardWriter(tensorboard, first_step=first_step))
+    return writers

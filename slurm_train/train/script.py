@@ -1,0 +1,82 @@
+"""Your own script on every rank, unmodified: it finds the variables that torchrun would set. Imports no torch.
+
+The worker is replaced by the script, so signals, exit code and log are the script's own; `script_main` runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import ConfigError
+
+_RUNNER = Path(__file__).with_name("script_main.py")
+
+
+def run_script(words: Sequence[str], *, place: RankPlace, env: Mapping[str, str], code_dir: Path) -> NoReturn:
+    """Becomes the script.
+
+    Args:
+        words: the script and its arguments, e.g. ["train.py", "--epochs", "3"]; or a program on the PATH.
+        place: this rank.
+        env: MASTER_ADDR and MASTER_PORT are in it already.
+        code_dir: directory of the code; a relative script is looked for here first, then where the process is.
+
+    Raises:
+        ConfigError: there is no such script, or nobody set MASTER_ADDR and MASTER_PORT.
+    """
+    command = script_command(words, code_dir=code_dir)
+    script_env = torchrun_env(place, env)
+    # What a user's file imports from beside it must come from the same snapshot.
+    script_env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(code_dir), env.get("PYTHONPATH", ""))))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], command, script_env)
+
+
+def script_command(words: Sequence[str], *, code_dir: Path) -> list[str]:
+    """Returns the command line: a Python file under this interpreter, anything else as it is.
+
+    Raises:
+        ConfigError: the list is empty, or names nothing that is there.
+    """
+    if not words:
+        raise ConfigError("script=[] names no script", hint="script=[train.py,--flag]")
+    name, arguments = words[0], list(words[1:])
+    if name.endswith(".py"):
+        for base in (code_dir, Path.cwd()):
+            if (base / name).is_file():
+                return [sys.executable, "-u", str(_RUNNER), str(base / name), *arguments]
+        raise ConfigError(
+            f"script={name}: no such file in {code_dir} or {Path.cwd()}", hint="give a path from where you submit"
+        )
+    program = shutil.which(name)
+    if program is None:
+        raise ConfigError(f"script={name}: no such program on PATH", hint="a Python script's name ends in .py")
+    return [program, *arguments]
+
+
+def torchrun_env(place: RankPlace, env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment with what torchrun sets for each process.
+
+    Raises:
+        ConfigError: MASTER_ADDR or MASTER_PORT is missing.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} not set for a script", hint="start it with python -m slurm_train script=[...]"
+        )
+    ranks = {
+        "RANK": place.rank,
+        "LOCAL_RANK": place.local_rank,
+        "GROUP_RANK": place.node_rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_WORLD_SIZE": place.local_world_size,
+    }
+    return {**env, **{name: str(value) for name, value in ranks.items()}}

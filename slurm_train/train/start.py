@@ -1,0 +1,58 @@
+"""What one rank is told when it starts: one value, the same for the built-in trainer and for a user's function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slurm_train.config.batch import BatchPlan
+from slurm_train.config.schema import RunConfig
+from slurm_train.distributed.handshake import MeetingPoint
+from slurm_train.distributed.place import RankPlace
+from slurm_train.distributed.rendezvous import check_gloo_address, open_store
+from slurm_train.requeue.signals import StopFlag
+from slurm_train.rundir.layout import RunDirectory
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStart:
+    """Who this rank is, which run it belongs to, and where its peers are."""
+
+    config: RunConfig
+    """The frozen configuration."""
+    plan: BatchPlan
+    """Batch arithmetic for this world size."""
+    run: RunDirectory
+    """Where everything is kept."""
+    place: RankPlace
+    """This rank."""
+    point: MeetingPoint
+    """Where the ranks of this attempt meet."""
+    attempt: int
+    """Number of the attempt, counted over the run."""
+    stop: StopFlag
+    """Set by the signal handlers, which are installed already."""
+    env: Mapping[str, str]
+    """The process's environment."""
+
+    @property
+    def job(self) -> str:
+        """Slurm's id of the job in letters, digits and "_"; "local" without Slurm."""
+        return self.env.get("SLURM_JOB_ID", "local")
+
+    def join(self, *, device: torch.device) -> None:
+        """Opens the process group. Collective over all ranks.
+
+        Raises:
+            RendezvousError: the ranks do not find each other; the message names the node that saw it.
+        """
+        from slurm_train.distributed.group import init_group
+
+        if device.type == "cpu":
+            check_gloo_address(self.place, self.env)
+        store, _ = open_store(self.place, self.point)
+        init_group(self.place, store, device=device, timeout_s=self.config.train.start_timeout_s)

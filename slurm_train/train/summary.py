@@ -1,0 +1,93 @@
+"""The end of a run on rank 0: result.json, and what a person wants to read then."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from slurm_train.data.source import SampleSource
+from slurm_train.rundir.files import write_atomic
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train.loop import Loop, in_words
+
+if TYPE_CHECKING:
+    from slurm_train.data.tokens import TokenSource
+
+# A table of all pairs of ids: for bytes, not for a vocabulary of words.
+_LARGEST_BIGRAM_VOCABULARY = 1024
+
+
+def write_result(run: RunDirectory, loop: Loop, *, model: nn.Module, attempt: int, world_size: int) -> None:
+    """Writes result.json, which says that the run is finished."""
+    from slurm_train.checkpoint.digest import weights_digest
+
+    values: dict[str, Any] = {
+        "step": loop.position.step,
+        "samples": loop.position.samples,
+        "loss": loop.position.loss,
+        **loop.measures,
+        "weights_digest": weights_digest(model.named_parameters()),
+        "attempt": attempt,
+        "world_size": world_size,
+        "time_unix_s": time.time(),
+    }
+    write_atomic(run.result, json.dumps(values, indent=1) + "\n")
+
+
+def say_finished(say: Callable[[str], None], run: RunDirectory, loop: Loop) -> None:
+    """Says the held-out numbers, where everything is, and what to do next."""
+    say(f"finished step {loop.position.step}" + (f": {in_words(loop.measures)}" if loop.measures else ""))
+    say(f"run directory: {run.path}")
+    say(f"next: python -m slurm_train status {run.run_id}")
+    say("      python -m slurm_train seed=1          (another run of the same kind)")
+
+
+def say_stopped(say: Callable[[str], None], run: RunDirectory, loop: Loop) -> None:
+    """Says where the run stopped and how it goes on."""
+    say(f"stopped at step {loop.position.step}; everything is saved in {run.path}")
+    say(f"next: python -m slurm_train resume {run.run_id}")
+
+
+def say_text(
+    say: Callable[[str], None], model: nn.Module, *, train: SampleSource, heldout: SampleSource | None, num_tokens: int
+) -> None:
+    """Says how a text model compares with counting pairs, and shows what it writes; other models say nothing."""
+    if not hasattr(train, "encoding") or not hasattr(train, "shards"):
+        return
+    train_tokens: TokenSource = train  # type: ignore[assignment]  # it has what is used here
+    vocabulary = train_tokens.encoding().vocab_size
+    if heldout is not None and vocabulary <= _LARGEST_BIGRAM_VOCABULARY:
+        heldout_tokens: TokenSource = heldout  # type: ignore[assignment]
+        say(f"a bigram model on the same held-out bytes: {_bigram(train_tokens, heldout_tokens):.4f} bits per byte")
+    if num_tokens > 0 and hasattr(model, "generate"):
+        say("the model writes:\n" + _sample(model, train_tokens, num_tokens))
+
+
+def _bigram(train: TokenSource, heldout: TokenSource) -> float:
+    from slurm_train.models.bigram import bigram_bits_per_byte
+
+    return bigram_bits_per_byte(
+        train.shards(),
+        heldout.shards(),
+        vocab_size=train.encoding().vocab_size,
+        bytes_per_target=heldout.bytes_per_target,
+    )
+
+
+def _sample(model: Any, source: TokenSource, num_tokens: int) -> str:
+    encoding = source.encoding()
+    device = next(model.parameters()).device
+    # A document begins after the end of another one.
+    start = torch.full((1, 1), encoding.vocab_size - 1, dtype=torch.int64, device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    model.eval()
+    try:
+        tokens = model.generate(start, num_tokens=num_tokens, generator=generator)
+    finally:
+        model.train()
+    return encoding.decode(tokens[0, 1:].tolist())

@@ -1,0 +1,244 @@
+"""The built-in trainer: one rank's way from a frozen configuration to an exit code.
+
+`train` is what the worker calls on every rank. It assembles: group, parts, resume, loop, last words. Every part is made
+by a `build_*` function and can be used without the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from slurm_train.config.batch import planned_lr
+from slurm_train.data.build import build_source
+from slurm_train.data.order import SampleOrder
+from slurm_train.data.source import SampleSource
+from slurm_train.data.stream import BatchSlice, BatchStream
+from slurm_train.distributed.group import choose_device, shutdown, use_steady_timeout
+from slurm_train.distributed.seeds import seed_everything
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from slurm_train.metrics.progress import Display, open_display
+from slurm_train.train.build import (
+    autocast_dtype,
+    build_ddp,
+    build_model,
+    build_objective,
+    build_optimizer,
+    set_determinism,
+    set_threads,
+)
+from slurm_train.train.evaluate import Evaluator
+from slurm_train.train.flops import flops_per_token, peak_flops
+from slurm_train.train.loop import Loop, LoopPace, LoopParts, refuse_bad
+from slurm_train.train.module import TrainingModule
+from slurm_train.train.recorder import Recorder, RunFacts, open_writers
+from slurm_train.train.saving import Checkpointer, Position
+from slurm_train.train.schedule import build_schedule
+from slurm_train.train.start import RankStart
+from slurm_train.train.step import StepParts, Stepper
+from slurm_train.train.summary import say_finished, say_stopped, say_text, write_result
+
+
+@dataclass(frozen=True, slots=True)
+class RankRun:
+    """What one rank knows of its run before anything is built."""
+
+    start: RankStart
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """The parts of a training that checkpoints and the last words need too."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    train: SampleSource
+    heldout: SampleSource | None
+
+
+def train(start: RankStart) -> int:
+    """Trains one rank to the end or to an agreed stop; returns the exit code. All ranks call it.
+
+    Returns:
+        EXIT_DONE when the run is finished, EXIT_REQUEUE when it saved itself and wants to continue.
+
+    Raises:
+        SlurmTrainError: what a person can act on; the caller must end the process without tearing the group down.
+    """
+    config = start.config
+    set_determinism(config.train)
+    set_threads(config.train, place=start.place)
+    rank_run = RankRun(start, choose_device(start.place))
+    built = build_parts(rank_run)
+    start.join(device=rank_run.device)
+    first = start.place.is_first
+    display = open_display(sys.stderr, max_steps=config.train.max_steps, env=start.env) if first else None
+    loop, recorder = build_loop(rank_run, built, display=display)
+    try:
+        finished = loop.run()
+    finally:
+        if recorder is not None:
+            recorder.close()
+    if display is not None:
+        _last_words(rank_run, built, loop, display, finished=finished)
+    shutdown()
+    return EXIT_DONE if finished else EXIT_REQUEUE
+
+
+def build_parts(rank_run: RankRun) -> Built:
+    """Returns model, optimizer and data; nothing here needs the other ranks."""
+    config = rank_run.start.config
+    if not config.data:
+        raise ConfigError(
+            "no data set is configured", hint="choose one: data=stdlib, or data._target_=my_package.MyData"
+        )
+    model = build_model(config, device=rank_run.device)
+    train_source = build_source(config.data, split="train", seed=config.seed)
+    assert train_source is not None
+    return Built(
+        model=model,
+        optimizer=build_optimizer(model, optim=config.optim),
+        train=train_source,
+        heldout=build_source(config.data, split="heldout", seed=config.seed),
+    )
+
+
+def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> tuple[Loop, Recorder | None]:
+    """Returns the loop, at the newest checkpoint's position, and rank 0's recorder. Collective over all ranks."""
+    config, place, stop = rank_run.start.config, rank_run.start.place, rank_run.start.stop
+    objective = build_objective(built.model, train=config.train)
+    checkpointer = build_checkpointer(rank_run, built)
+    position, notes = checkpointer.resume()
+    if position.step == 0:
+        seed_everything(config.seed, data_parallel_rank=place.rank)
+    recorder = build_recorder(rank_run, built, position=position, display=display) if display is not None else None
+    if display is not None:
+        for note in notes:
+            display.say(note)
+    autocast = autocast_dtype(config.train, device=rank_run.device)
+    module = TrainingModule(objective, stop=stop, device=rank_run.device, autocast=autocast)
+    parts = LoopParts(
+        stepper=build_stepper(rank_run, module, built.optimizer),
+        batches=build_stream(rank_run, built.train, start_samples=position.samples),
+        schedule=build_schedule(
+            config.optim,
+            peak_lr=planned_lr(config.optim, global_size=rank_run.start.plan.global_size),
+            total_samples=config.train.max_steps * rank_run.start.plan.global_size,
+        ),
+        checkpointer=checkpointer,
+        evaluator=None
+        if built.heldout is None
+        else Evaluator(
+            objective=objective,
+            source=built.heldout,
+            place=place,
+            device=rank_run.device,
+            batch_size=rank_run.start.plan.local_size,
+            autocast=autocast,
+            stop=stop,
+        ),
+        recorder=recorder,
+        stop=stop,
+        stop_file=rank_run.start.run.stop_file,
+        on_first_step=lambda: use_steady_timeout(config.train.steady_timeout_s),
+    )
+    return Loop(parts, pace=build_pace(rank_run), position=position), recorder
+
+
+def build_pace(rank_run: RankRun) -> LoopPace:
+    """Returns when the loop logs, evaluates and saves."""
+    config = rank_run.start.config
+    return LoopPace(
+        max_steps=config.train.max_steps,
+        log_every=config.train.log_every_steps,
+        eval_every=config.train.eval_every_steps,
+        save_every=config.checkpoint.every_steps,
+        global_size=rank_run.start.plan.global_size,
+        seed=config.seed,
+        rank=rank_run.start.place.rank,
+        digest=config.train.samples_digest,
+    )
+
+
+def build_stepper(rank_run: RankRun, module: TrainingModule, optimizer: Optimizer) -> Stepper:
+    """Returns what takes steps. Collective: DDP compares the ranks' parameters."""
+    ddp = build_ddp(module, ddp=rank_run.start.config.ddp, device=rank_run.device)
+    parts = StepParts(
+        ddp=ddp,
+        module=module,
+        optimizer=optimizer,
+        clip_norm=rank_run.start.config.optim.grad_clip_norm,
+        accumulation=rank_run.start.plan.accumulation,
+        world_size=rank_run.start.place.world_size,
+        device=rank_run.device,
+    )
+    return Stepper(parts, on_bad=refuse_bad)
+
+
+def build_stream(rank_run: RankRun, source: SampleSource, *, start_samples: int) -> BatchStream:
+    """Returns this rank's micro-batches from a position on."""
+    plan = rank_run.start.plan
+    part = BatchSlice(plan.global_size, plan.local_size, plan.accumulation, rank_run.start.place.rank)
+    order = SampleOrder(len(source), seed=rank_run.start.config.seed)
+    return BatchStream(source, order, slice=part, start_samples=start_samples)
+
+
+def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
+    """Returns what saves and restores this run."""
+    return Checkpointer(
+        run=rank_run.start.run,
+        place=rank_run.start.place,
+        plan=rank_run.start.plan,
+        attempt=rank_run.start.attempt,
+        keep=rank_run.start.config.checkpoint.keep,
+        model=built.model,
+        optimizer=built.optimizer,
+        data_fingerprint=built.train.fingerprint(),
+        num_samples=len(built.train),
+        job=rank_run.start.job,
+    )
+
+
+def build_recorder(rank_run: RankRun, built: Built, *, position: Position, display: Display) -> Recorder:
+    """Returns what keeps the metrics. Rank 0 only."""
+    config, run = rank_run.start.config, rank_run.start.run
+    unit = "tokens" if hasattr(built.train, "bytes_per_target") else "samples"
+    peak = peak_flops(rank_run.device)
+    facts = RunFacts(
+        attempt=rank_run.start.attempt,
+        world_size=rank_run.start.place.world_size,
+        num_samples=len(built.train),
+        unit=unit,
+        flops_per_item=flops_per_token(built.model) if unit == "tokens" else None,
+        peak_flops=None if peak is None else peak * rank_run.start.place.world_size,
+    )
+    writers = open_writers(
+        run.metrics, tensorboard=run.tensorboard if config.track.tensorboard else None, first_step=position.step
+    )
+    return Recorder(facts, writers=writers, display=display)
+
+
+def _last_words(rank_run: RankRun, built: Built, loop: Loop, display: Display, *, finished: bool) -> None:
+    if not finished:
+        say_stopped(display.say, rank_run.start.run, loop)
+        return
+    write_result(
+        rank_run.start.run,
+        loop,
+        model=built.model,
+        attempt=rank_run.start.attempt,
+        world_size=rank_run.start.place.world_size,
+    )
+    say_finished(display.say, rank_run.start.run, loop)
+    say_text(
+        display.say,
+        built.model,
+        train=built.train,
+        heldout=built.heldout,
+        num_tokens=rank_run.start.config.train.sample_tokens,
+    )

@@ -1,0 +1,139 @@
+"""Ranks find their own rank 0 beside foreign services, other jobs and zombies; threads play the ranks."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from slurm_train.distributed.handshake import MeetingPoint, call_rank_zero, serve_greeting
+from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import RendezvousError
+
+
+def place(rank: int, world: int) -> RankPlace:
+    return RankPlace(
+        rank=rank, local_rank=rank, node_rank=0, world_size=world, local_world_size=world, host=f"host{rank}"
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in sockets]
+    for server in sockets:
+        server.close()
+    return ports
+
+
+def point(ports: list[int], *, run: str = "run", attempt: int = 0, timeout_s: float = 20.0) -> MeetingPoint:
+    return MeetingPoint(master_addr="localhost", ports=ports, run_id=run, attempt=attempt, timeout_s=timeout_s)
+
+
+def meet(rank: int, world: int, where: MeetingPoint) -> int:
+    if rank:
+        return call_rank_zero(place(rank, world), where, addresses=["127.0.0.1"])[1]
+    listener, port = serve_greeting(place(0, world), where, family=socket.AF_INET)
+    listener.close()
+    return port
+
+
+def meet_all(world: int, where: MeetingPoint, *, without: tuple[int, ...] = ()) -> list[int | RendezvousError]:
+    def one(rank: int) -> int | RendezvousError:
+        try:
+            return meet(rank, world, where)
+        except RendezvousError as err:
+            return err
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(one, [rank for rank in range(world) if rank not in without]))
+
+
+def serve(behaviour: Callable[[socket.socket], None]) -> Iterator[int]:
+    server = socket.create_server(("127.0.0.1", 0))
+    kept = []
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            kept.append(connection)
+            try:
+                behaviour(connection)
+            except OSError:
+                continue
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    yield server.getsockname()[1]
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+    thread.join(10)
+    for connection in kept:
+        connection.close()
+
+
+BEHAVIOURS: dict[str, Callable[[socket.socket], None]] = {
+    "silent": lambda _: None,
+    "closing": lambda connection: connection.close(),
+    "talking": lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x" * 9000),
+    "endless line": lambda connection: connection.sendall(b"x" * 100_000),
+    "another job": lambda connection: connection.sendall(b"slurm_train run=other attempt=0\n"),
+    "a zombie": lambda connection: connection.sendall(b"slurm_train run=run attempt=7\n"),
+}
+
+
+@pytest.fixture(params=list(BEHAVIOURS))
+def foreign_port(request: pytest.FixtureRequest) -> Iterator[int]:
+    yield from serve(BEHAVIOURS[request.param])
+
+
+def test_all_ranks_meet_at_the_first_free_port() -> None:
+    ports = free_ports(3)
+    assert meet_all(4, point(ports)) == [ports[0]] * 4
+
+
+def test_a_foreign_service_on_the_first_port_is_passed_over(foreign_port: int) -> None:
+    second = free_ports(1)[0]
+    assert meet_all(3, point([foreign_port, second])) == [second] * 3
+
+
+def test_two_jobs_with_the_same_candidates_do_not_mix() -> None:
+    ports = free_ports(2)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda run: meet_all(3, point(ports, run=run)), ["a", "b"])
+    assert len(set(first)) == len(set(second)) == 1
+    assert {type(value) for value in (*first, *second)} == {int}
+
+
+def test_nobody_is_sent_a_word_before_the_greeting() -> None:
+    heard: list[bytes] = []
+
+    def listen(connection: socket.socket) -> None:
+        connection.settimeout(5)
+        heard.append(connection.recv(100))
+
+    server = serve(listen)
+    port = next(server)
+    with pytest.raises(RendezvousError, match="found nobody of run run, attempt 0"):
+        call_rank_zero(place(1, 2), point([port], timeout_s=0.6), addresses=["127.0.0.1"])
+    next(server, None)
+    assert set(heard) == {b""}
+
+
+def test_missing_ranks_are_named_on_every_rank_that_came() -> None:
+    found = meet_all(4, point(free_ports(1), timeout_s=0.5), without=(2,))
+    assert [str(err).splitlines()[0] for err in found] == [
+        "1 of 4 ranks did not come to localhost within 0.5 s: missing 2; there: 0 (host0), 1 (host1), 3 (host3)"
+    ] * 3
+
+
+def test_no_free_port_is_an_error_with_the_ports() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"could bind none of the ports {port}"):
+            serve_greeting(place(0, 2), point([port]), family=socket.AF_INET)

@@ -1,0 +1,52 @@
+"""The master's name must mean the same machine on every node."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from slurm_train.distributed.handshake import MeetingPoint
+from slurm_train.distributed.place import RankPlace
+from slurm_train.distributed.rendezvous import check_gloo_address, open_store, resolve_master
+from slurm_train.errors import RendezvousError
+
+
+def place(*, rank: int, node_rank: int = 0, world: int = 2, local_world: int = 2) -> RankPlace:
+    return RankPlace(
+        rank=rank, local_rank=0, node_rank=node_rank, world_size=world, local_world_size=local_world, host="n7"
+    )
+
+
+def test_a_name_that_does_not_resolve_names_node_and_address() -> None:
+    with pytest.raises(RendezvousError, match=r"node n7 .rank 1. cannot resolve the master address 'nowhere.invalid'"):
+        resolve_master(place(rank=1), "nowhere.invalid")
+
+
+def test_loopback_is_refused_on_other_nodes_only() -> None:
+    assert resolve_master(place(rank=0, local_world=1), "127.0.0.1") == ["127.0.0.1"]
+    with pytest.raises(RendezvousError, match=r"resolves the master address '127\.0\.1\.1' to itself"):
+        resolve_master(place(rank=1, node_rank=1, local_world=1), "127.0.1.1")
+
+
+def test_gloo_needs_an_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.1.1")
+    check_gloo_address(place(rank=0), {})
+    across = place(rank=0, local_world=1)
+    check_gloo_address(across, {"GLOO_SOCKET_IFNAME": "eth0"})
+    with pytest.raises(RendezvousError, match=r"cluster\.network_interface"):
+        check_gloo_address(across, {})
+
+
+def test_the_store_is_shared_on_the_port_of_the_handshake() -> None:
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    point = MeetingPoint(master_addr="127.0.0.1", ports=[port], run_id="run", attempt=0, timeout_s=20)
+    with ThreadPoolExecutor(2) as pool:
+        (first, first_port), (second, second_port) = pool.map(
+            lambda rank: open_store(place(rank=rank), point), range(2)
+        )
+    assert first_port == second_port == port
+    first.set("key", "value")
+    assert second.get("key") == b"value"

@@ -1,0 +1,62 @@
+"""The display: plain lines in a log, a bar on a terminal, no rich where it is not needed."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+from slurm_train.metrics.progress import BarDisplay, Glance, LineDisplay, open_display
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+GLANCE = Glance(step=12, loss=2.34567, rate=41210.4, unit="tokens", step_time_s=0.25)
+
+
+def test_a_log_gets_a_line_when_it_is_due() -> None:
+    now = [100.0]
+    stream = io.StringIO()
+    display = LineDisplay(stream, max_steps=40, every_s=10, clock=lambda: now[0])
+    assert display.due_s == 102.0
+    display.show(GLANCE)
+    assert display.due_s == 110.0
+    assert stream.getvalue() == "step 12/40  loss 2.3457  41,210 tokens/s  0:00:07 left\n"
+
+
+def test_a_terminal_gets_a_bar_and_lines_that_stay() -> None:
+    stream = Terminal()
+    display = open_display(stream, max_steps=40, env={})
+    assert isinstance(display, BarDisplay)
+    display.say("before")
+    display.show(GLANCE)
+    display.say("[held-out] 3.1")
+    display.close()
+    text = stream.getvalue()
+    assert text.startswith("before\n")
+    assert "12/40" in text and "41,210 tokens/s" in text and "[held-out] 3.1" in text
+
+
+def test_no_color_takes_the_colours_away() -> None:
+    stream = Terminal()
+    display = open_display(stream, max_steps=40, env={"NO_COLOR": "1"})
+    display.show(GLANCE)
+    display.close()
+    assert not any(f"\x1b[{code}" in stream.getvalue() for code in ("3", "9", "38"))
+
+
+def test_anything_else_gets_lines() -> None:
+    assert isinstance(open_display(io.StringIO(), max_steps=1, env={}), LineDisplay)
+    assert isinstance(open_display(Terminal(), max_steps=1, env={"TERM": "dumb"}), LineDisplay)
+
+
+def test_neither_rich_nor_torch_is_imported_for_lines() -> None:
+    code = (
+        "import sys, slurm_train.metrics.writer, slurm_train.metrics.progress as p;"
+        "p.open_display(sys.stderr, max_steps=1, env={'TERM': 'dumb'});"
+        "assert not {'rich', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurm_train.requeue.decision import Action, Decision, Outcome, Reason, decide
+
+RUNNING = {"JobState": "RUNNING", "PreemptTime": "None", "Reason": "None", "Restarts": "0"}
+PREEMPTED = {**RUNNING, "PreemptTime": "2026-01-31T09:41:24"}
+TIME_LIMIT = {**RUNNING, "JobState": "COMPLETING", "Reason": "TimeLimit"}
+CANCELLED = {**RUNNING, "JobState": "COMPLETING"}
+REQUEUED = {**PREEMPTED, "JobState": "COMPLETING", "Restarts": "1"}
+
+# A job whose ranks were asked to stop, saved, and said so.
+SAVED = Outcome(
+    exit_code=75,
+    is_finished=False,
+    stop_asked=False,
+    requeue_enabled=True,
+    has_slurm=True,
+    job=RUNNING,
+    restart_count=0,
+    fruitless_attempts=0,
+    max_fruitless_attempts=3,
+)
+LOCAL = replace(SAVED, has_slurm=False, job=None)
+
+TABLE = [
+    ("finished", replace(SAVED, exit_code=0, is_finished=True), "done", "finish"),
+    (
+        "finished while it was being preempted",
+        replace(SAVED, exit_code=0, is_finished=True, job=PREEMPTED),
+        "done",
+        "finish",
+    ),
+    ("finished, but a rank failed after it", replace(SAVED, exit_code=1, is_finished=True), "failed", "stop"),
+    ("preempted", replace(SAVED, job=PREEMPTED), "preempted", "requeue"),
+    ("preempted, ranks killed before they saved", replace(SAVED, job=PREEMPTED, exit_code=137), "preempted", "requeue"),
+    ("preempted, srun says 0", replace(SAVED, job=PREEMPTED, exit_code=0), "preempted", "requeue"),
+    ("warned before the limit", SAVED, "time_limit", "requeue"),
+    ("over the limit", replace(SAVED, job=TIME_LIMIT, exit_code=143), "time_limit", "requeue"),
+    ("cancelled, ranks saved", replace(SAVED, job=CANCELLED), "cancelled", "stop"),
+    ("cancelled, ranks killed", replace(SAVED, job=CANCELLED, exit_code=143), "cancelled", "stop"),
+    ("cancelled, srun says 0", replace(SAVED, job=CANCELLED, exit_code=0), "cancelled", "stop"),
+    ("cancelled and already so called", replace(SAVED, job={**RUNNING, "JobState": "CANCELLED"}), "cancelled", "stop"),
+    ("stopped by the STOP file", replace(SAVED, stop_asked=True), "stopped", "stop"),
+    ("stopped by file while preempted", replace(SAVED, stop_asked=True, job=PREEMPTED), "stopped", "stop"),
+    ("a bug", replace(SAVED, exit_code=1), "failed", "stop"),
+    ("0 without a result is no success", replace(SAVED, exit_code=0), "failed", "stop"),
+    ("Slurm does not answer", replace(SAVED, job=None), "unknown", "stop"),
+    ("Slurm does not answer and it failed", replace(SAVED, job=None, exit_code=1), "failed", "stop"),
+    ("requeue switched off", replace(SAVED, job=PREEMPTED, requeue_enabled=False), "preempted", "stop"),
+    ("Slurm was quicker", replace(SAVED, job=REQUEUED), "preempted", "leave"),
+    ("an earlier restart is not this one", replace(SAVED, job=REQUEUED, restart_count=1), "preempted", "requeue"),
+    ("local, stopped by Ctrl-C", LOCAL, "stopped", "stop"),
+    ("local, finished", replace(LOCAL, exit_code=0, is_finished=True), "done", "finish"),
+    ("local, failed", replace(LOCAL, exit_code=1), "failed", "stop"),
+    (
+        "preemptions never use up the budget",
+        replace(SAVED, job=PREEMPTED, fruitless_attempts=50),
+        "preempted",
+        "requeue",
+    ),
+]
+
+
+@pytest.mark.parametrize(("outcome", "reason", "action"), [case[1:] for case in TABLE], ids=[case[0] for case in TABLE])
+def test_what_follows_from_what_is_known(outcome: Outcome, reason: Reason, action: Action) -> None:
+    decision = decide(outcome)
+    assert (decision.reason, decision.action) == (reason, action)
+    assert decision.note and "\n" not in decision.note
+
+
+def test_time_limits_without_a_single_new_step_end_at_last() -> None:
+    assert decide(replace(SAVED, fruitless_attempts=2)).action == "requeue"
+    last = decide(replace(SAVED, fruitless_attempts=3))
+    assert last == Decision("time_limit", "stop", "3 attempts in a row ended without a new step")
+
+
+@pytest.mark.parametrize("word", ["Unknown", ""])
+def test_a_preemption_time_that_says_nothing_is_none(word: str) -> None:
+    assert decide(replace(SAVED, job={**CANCELLED, "PreemptTime": word})).reason == "cancelled"
+
+
+outcomes = st.builds(
+    Outcome,
+    exit_code=st.sampled_from([0, 1, 2, 75, 137, 143]),
+    is_finished=st.booleans(),
+    stop_asked=st.booleans(),
+    requeue_enabled=st.booleans(),
+    has_slurm=st.booleans(),
+    job=st.sampled_from([None, RUNNING, PREEMPTED, TIME_LIMIT, CANCELLED, REQUEUED, {}]),
+    restart_count=st.integers(0, 2),
+    fruitless_attempts=st.integers(0, 9),
+    max_fruitless_attempts=st.integers(1, 5),
+)
+
+
+@settings(deadline=None)
+@given(outcomes)
+def test_a_job_comes_back_only_where_slurm_said_why(outcome: Outcome) -> None:
+    decision = decide(outcome)
+    assert decision.reason in get_args(Reason) and decision.action in get_args(Action)
+    if decision.action in ("requeue", "leave"):
+        assert outcome.requeue_enabled and outcome.job is not None and not outcome.stop_asked
+        assert decision.reason in ("preempted", "time_limit")
+    if outcome.job is CANCELLED:
+        assert decision.action in ("stop", "finish"), "a cancelled job is never brought back"
+    if decision.action == "finish":
+        assert outcome.is_finished and outcome.exit_code == 0

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from slurm_train.config.schema import RequeueSection
+from slurm_train.errors import RunError
+from slurm_train.requeue import supervise as module
+from slurm_train.requeue.supervise import Site, ignore_stop_signals, last_step, supervise
+from slurm_train.rundir.attempts import AttemptStart, read_ledger
+from slurm_train.rundir.files import append_line
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import Holder, read_holder, take_lock
+
+ME = Holder(job_id="7", host="node1", pid=1, started="1")
+OTHER = Holder(job_id="8", host="node2", pid=2, started="2")
+RUNNING = {"JobState": "RUNNING", "PreemptTime": "None", "Reason": "None", "Restarts": "0"}
+PREEMPTED = {**RUNNING, "PreemptTime": "2026-01-31T09:41:24"}
+
+
+@dataclass
+class World:
+    """A run and the site around it; what happened is kept in `events`, in order."""
+
+    run: RunDirectory
+    job: dict[str, str] | None = field(default_factory=lambda: dict(RUNNING))
+    requeue_works: bool = True
+    lives: bool = True
+    restart_count: int = 0
+    events: list[str] = field(default_factory=list)
+    ledger_at_requeue: list[dict[str, object]] = field(default_factory=list)
+    holder_at_requeue: Holder | None = ME
+
+    def supervise(self, launch: Callable[[int], int], *, enabled: bool = True, is_own_code: bool = False) -> int:
+        site = Site(
+            start=AttemptStart(job_id="7", restart_count=self.restart_count, nodes=("node1",), world_size=8),
+            holder=ME,
+            is_alive=lambda _holder: self.lives,
+            show_job=lambda: self.job,
+            requeue=self._requeue,
+        )
+        return supervise(self.run, RequeueSection(enabled=enabled), site, launch, is_own_code=is_own_code)
+
+    def _requeue(self) -> bool:
+        self.events.append("requeue")
+        self.ledger_at_requeue = read_ledger(self.run)
+        self.holder_at_requeue = read_holder(self.run)
+        return self.requeue_works
+
+    def ranks(self, code: int, *, steps: int = 0, result: bool = False) -> Callable[[int], int]:
+        """Returns ranks that make steps, perhaps finish, and end with a code."""
+
+        def launch(attempt: int) -> int:
+            self.events.append(f"launch {attempt}")
+            assert read_holder(self.run) == ME
+            for step in range(steps):
+                append_line(self.run.metrics, {"step": last_step(self.run) + 1, "loss": 1.0, "n": step})
+            if result:
+                self.run.result.write_text("{}")
+            return code
+
+        return launch
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    world = World(RunDirectory(tmp_path))
+    monkeypatch.setattr(module, "_wait_for_the_end", lambda: world.events.append("wait"))
+    yield world
+    assert read_holder(world.run) in (None, OTHER), "the lock is given back, whatever happened"
+
+
+def ledger_line(world: World) -> dict[str, object]:
+    (line,) = read_ledger(world.run)
+    return {key: value for key, value in line.items() if not key.endswith("time_unix_s") and key != "event"}
+
+
+START_FACTS = {"attempt": 0, "job_id": "7", "restart_count": 0, "nodes": ["node1"], "world_size": 8}
+
+
+def test_a_run_that_finishes_is_booked_as_done(world: World) -> None:
+    assert world.supervise(world.ranks(0, steps=3, result=True)) == 0
+    assert ledger_line(world) == START_FACTS | {
+        "reason": "done",
+        "action": "finish",
+        "note": "the run is finished",
+        "exit_code": 0,
+        "first_step": 0,
+        "last_step": 3,
+    }
+    assert world.events == ["launch 0"]
+
+
+def test_a_finished_run_is_not_run_again(world: World) -> None:
+    world.run.result.write_text("{}")
+    assert world.supervise(world.ranks(1)) == 0
+    assert world.events == [] and read_ledger(world.run) == []
+
+
+def test_a_preempted_run_is_requeued_after_its_line_is_on_disk(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.job = PREEMPTED
+    assert world.supervise(world.ranks(75, steps=2)) == 75
+    assert world.events == ["launch 0", "requeue", "wait"]
+    (line,) = world.ledger_at_requeue
+    assert (line["reason"], line["action"], line["last_step"]) == ("preempted", "requeue", 2)
+    assert world.holder_at_requeue is None, "the next attempt must find the lock free"
+    assert "attempt 0: preempted; the job is requeued" in capsys.readouterr().err
+
+
+def test_a_requeue_that_slurm_does_not_confirm_is_a_failure(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.job, world.requeue_works = PREEMPTED, False
+    assert world.supervise(world.ranks(75)) == 1
+    assert world.events == ["launch 0", "requeue"]
+    assert "Slurm did not confirm the requeue" in capsys.readouterr().err
+
+
+def test_a_job_that_slurm_requeued_itself_is_left_alone(world: World) -> None:
+    world.job = {**PREEMPTED, "Restarts": "1"}
+    assert world.supervise(world.ranks(75)) == 75
+    assert world.events == ["launch 0", "wait"]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(75, 75), (143, 143), (0, 1)])
+def test_a_cancelled_job_stays_cancelled(code: int, expected: int, world: World) -> None:
+    world.job = {**RUNNING, "JobState": "COMPLETING"}
+    assert world.supervise(world.ranks(code, steps=1)) == expected
+    assert world.events == ["launch 0"]
+    assert ledger_line(world)["reason"] == "cancelled"
+
+
+@pytest.mark.parametrize(("code", "expected"), [(1, 1), (137, 137), (0, 1)])
+def test_ranks_that_fail_fail_the_job(code: int, expected: int, world: World) -> None:
+    assert world.supervise(world.ranks(code)) == expected, "0 without a result must not look like success"
+    assert ledger_line(world)["reason"] == "failed"
+
+
+def test_a_stop_file_stops(world: World) -> None:
+    world.run.stop_file.touch()
+    assert world.supervise(world.ranks(75)) == 75
+    assert (ledger_line(world)["reason"], world.events) == ("stopped", ["launch 0"])
+
+
+def test_requeue_can_be_switched_off(world: World) -> None:
+    world.job = PREEMPTED
+    assert world.supervise(world.ranks(75), enabled=False) == 75
+    assert world.events == ["launch 0"]
+
+
+def test_a_run_that_somebody_else_runs_is_not_touched(world: World) -> None:
+    take_lock(world.run, OTHER, is_alive=lambda _holder: True)
+    with pytest.raises(RunError, match="is being run by Slurm job 8"):
+        world.supervise(world.ranks(0))
+    assert world.events == [] and read_ledger(world.run) == []
+    assert read_holder(world.run) == OTHER
+
+
+def test_a_dead_holder_is_overtaken(world: World) -> None:
+    take_lock(world.run, OTHER, is_alive=lambda _holder: True)
+    world.lives = False
+    assert world.supervise(world.ranks(0, result=True)) == 0
+
+
+@pytest.mark.parametrize("error", [OSError("no srun"), KeyboardInterrupt()])
+def test_the_lock_is_given_back_when_the_launch_breaks(error: BaseException, world: World) -> None:
+    def launch(_attempt: int) -> int:
+        raise error
+
+    with pytest.raises(type(error)):
+        world.supervise(launch)
+    assert read_holder(world.run) is None
+
+
+def test_time_limits_without_progress_end_after_three(world: World) -> None:
+    codes = [world.supervise(world.ranks(75)) for _ in range(3)]
+    assert codes == [75, 75, 75]
+    assert world.events.count("requeue") == 2, "the third attempt in a row without a new step is the last"
+    assert read_ledger(world.run)[-1]["action"] == "stop"
+
+
+def test_progress_and_preemptions_do_not_use_up_the_budget(world: World) -> None:
+    for job, steps in ((RUNNING, 0), (RUNNING, 0), (PREEMPTED, 0), (RUNNING, 1), (RUNNING, 0), (PREEMPTED, 0)):
+        world.job = job
+        world.supervise(world.ranks(75, steps=steps))
+    world.job = RUNNING
+    world.supervise(world.ranks(75))
+    assert world.events.count("requeue") == 7
+
+
+DONE_OR_NOT = [
+    (0, RUNNING, 0, "done"),
+    (0, None, 0, "done"),
+    (0, {**RUNNING, "JobState": "COMPLETING"}, 1, "cancelled"),
+    (0, {**RUNNING, "JobState": "NODE_FAIL"}, 1, "failed"),
+    (3, RUNNING, 3, "failed"),
+]
+
+
+@pytest.mark.parametrize(("code", "job", "expected", "reason"), DONE_OR_NOT)
+def test_own_code_is_done_when_it_ends_well_undisturbed(
+    code: int, job: dict[str, str] | None, expected: int, reason: str, world: World
+) -> None:
+    world.job = job
+    assert world.supervise(world.ranks(code), is_own_code=True) == expected
+    assert ledger_line(world)["reason"] == reason
+    assert world.run.result.exists() == (reason == "done")
+    if reason == "done":
+        assert json.loads(world.run.result.read_text())["exit_code"] == 0
+
+
+def test_last_step_is_the_newest_on_record(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert last_step(run) == 0
+    for step in (1, 2, 3, 2):
+        append_line(run.metrics, {"step": step})
+    append_line(run.metrics, {"note": "no step"})
+    assert last_step(run) == 3
+
+
+def test_the_supervisor_outlives_the_signals_that_stop_the_ranks() -> None:
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        ignore_stop_signals()
+        for number in numbers:
+            signal.raise_signal(number)
+            assert callable(signal.getsignal(number)), "a handler: an ignored signal would be inherited by the ranks"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_waiting_for_the_end_gives_up() -> None:
+    module._wait_for_the_end(limit_s=0.01)

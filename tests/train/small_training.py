@@ -1,0 +1,69 @@
+"""A model and a data set in double precision, small and slow enough to interrupt; named by `_target_` in the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+NUM_SAMPLES = 97
+FEATURES = 6
+
+
+class Net(nn.Module):
+    """A small classifier with dropout off by default.
+
+    Args:
+        dropout: to prove that random streams are keyed by the step.
+        step_s: seconds that each forward pass of training takes at least.
+        signal_at: forward pass of training (from 1) at which `signal_rank` sends itself TERM three times; 0 never.
+        signal_rank: the rank that does.
+        only_in: file that must not exist for the signal to be sent; it is made then, so a resumed run goes on.
+        in_evaluation: the signal is sent in the first evaluation instead.
+    """
+
+    def __init__(
+        self,
+        *,
+        dropout: float = 0.0,
+        step_s: float = 0.0,
+        signal_at: int = 0,
+        signal_rank: int = 0,
+        only_in: str = "",
+        in_evaluation: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3)).double()
+        self.step_s, self.signal_at, self.signal_rank, self.only_in = step_s, signal_at, signal_rank, only_in
+        self.in_evaluation = in_evaluation
+        self.passes = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+            time.sleep(self.step_s)
+        due = not self.training if self.in_evaluation else self.training and self.passes == self.signal_at
+        if due and self.only_in and int(os.environ["RANK"]) == self.signal_rank and not Path(self.only_in).exists():
+            Path(self.only_in).touch()
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return self.layers(inputs)
+
+
+class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Random points with a rule; an odd number of them, so that no split is even."""
+
+    def __init__(self, *, split: str = "train") -> None:
+        generator = torch.Generator().manual_seed(3 if split == "train" else 4)
+        self.inputs = torch.randn(NUM_SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+        self.targets = (self.inputs.sum(dim=1) > 0).long() + (self.inputs[:, 0] > 1).long()
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]

@@ -1,0 +1,65 @@
+"""A function of one's own on every rank: what it gets and what its return value means."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slurm_train.config.batch import BatchPlan
+from slurm_train.config.schema import RunConfig, TrainSection
+from slurm_train.distributed.handshake import MeetingPoint
+from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import ConfigError
+from slurm_train.requeue.signals import StopFlag
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train.context import TaskContext, run_task
+from slurm_train.train.start import RankStart
+
+SEEN: list[tuple[TaskContext, float]] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_group() -> Iterator[None]:
+    yield
+    dist.destroy_process_group()
+
+
+def task(*, context: TaskContext, answer: Any = None) -> Any:
+    total = torch.ones(())
+    dist.all_reduce(total)
+    SEEN.append((context, total.item()))
+    return answer
+
+
+def call(tmp_path: Path, answer: Any) -> int:
+    sys.modules["context_task"] = sys.modules[__name__]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = RunConfig(
+        task={"_target_": "context_task.task", "answer": answer}, train=TrainSection(threads=torch.get_num_threads())
+    )
+    point = MeetingPoint(master_addr="127.0.0.1", ports=[port], run_id="run", attempt=2, timeout_s=20)
+    run = RunDirectory(tmp_path)
+    place, plan = RankPlace.from_env({}), BatchPlan(local_size=1, ranks=1, accumulation=1)
+    start = RankStart(config=config, plan=plan, run=run, place=place, point=point, attempt=2, stop=StopFlag(), env={})
+    return run_task(start)
+
+
+@pytest.mark.parametrize(("answer", "code"), [(None, 0), (0, 0), (75, 75)])
+def test_the_function_runs_in_an_open_group_and_gives_the_exit_code(tmp_path: Path, answer: Any, code: int) -> None:
+    SEEN.clear()
+    assert call(tmp_path, answer) == code
+    ((context, total),) = SEEN
+    assert (total, context.attempt, context.place.world_size, context.run.path) == (1.0, 2, 1, tmp_path)
+
+
+def test_another_return_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="returned 'done', which is no exit code"):
+        call(tmp_path, "done")
