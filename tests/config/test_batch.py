@@ -62,9 +62,7 @@ def check_refusal(err: BatchError, asked: BatchSection, ranks: int) -> None:
     sizes = re.search(r"batch\.global_size=(\d+)(?: or (\d+))?", err.hint)
     assert sizes is not None
     for size in filter(None, sizes.groups()):
-        changed = BatchSection(
-            local_size=asked.local_size, accumulation=asked.accumulation, global_size=int(size)
-        )
+        changed = BatchSection(local_size=asked.local_size, accumulation=asked.accumulation, global_size=int(size))
         assert solve_batch(changed, ranks=ranks).global_size == int(size)
     named = re.search(r"or use (\d+)(?: or (\d+))? ranks", err.hint)
     for count in filter(None, named.groups() if named else ()):
@@ -93,8 +91,7 @@ REFUSED = [
     (
         (4, 4, 65),
         4,
-        "batch.global_size=65 was asked, but local x ranks x accumulation is "
-        "64 = 4 local x 4 ranks x 4 accumulation",
+        "batch.global_size=65 was asked, but local x ranks x accumulation is 64 = 4 local x 4 ranks x 4 accumulation",
         "set batch.global_size=64, or leave one of the three out to have it solved",
     ),
     ((0, None, None), 4, "batch.local_size=0 is not a batch", "set batch.local_size to 1 or more"),

@@ -29,7 +29,9 @@ def test_nothing_typed_gives_the_shipped_defaults() -> None:
     assert "hydra" not in result.mapping
 
 
-@pytest.mark.parametrize(("word", "nodes", "gpus"), [("+cluster=4x8", 4, 8), ("+cluster=3x5", 3, 5), ("cluster=1x1", 1, 1)])
+@pytest.mark.parametrize(
+    ("word", "nodes", "gpus"), [("+cluster=4x8", 4, 8), ("+cluster=3x5", 3, 5), ("cluster=1x1", 1, 1)]
+)
 def test_every_cluster_size_exists(word: str, nodes: int, gpus: int) -> None:
     cluster = composed(word).config.cluster
     assert cluster is not None
@@ -82,7 +84,9 @@ def test_a_users_base_file_shadows_ours_for_every_size(tmp_path: Path) -> None:
 
 
 def test_a_users_file_of_a_size_shadows_the_computed_one(tmp_path: Path) -> None:
-    site = write_site(tmp_path, {"cluster/4x8.yaml": "defaults: [base, _self_]\nnodes: 4\ngpus_per_node: 8\nqos: big\n"})
+    site = write_site(
+        tmp_path, {"cluster/4x8.yaml": "defaults: [base, _self_]\nnodes: 4\ngpus_per_node: 8\nqos: big\n"}
+    )
     cluster = composed("--config-dir", site, "+cluster=4x8").config.cluster
     assert cluster is not None and (cluster.qos, cluster.nodes, cluster.gpu_flag) == ("big", 4, "gpus-per-node")
     other = composed("--config-dir", site, "+cluster=2x8").config.cluster
@@ -96,7 +100,10 @@ def test_a_users_own_cluster_file_is_chosen_by_its_name(tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_the_users_primary_file_chooses_can_be_replaced(tmp_path: Path) -> None:
-    files = {"mine.yaml": "defaults:\n  - config\n  - cluster: big\n", "cluster/big.yaml": "defaults: [base]\nnodes: 9\n"}
+    files = {
+        "mine.yaml": "defaults:\n  - config\n  - cluster: big\n",
+        "cluster/big.yaml": "defaults: [base]\nnodes: 9\n",
+    }
     words = ["--config-dir", write_site(tmp_path, files), "--config-name", "mine"]
     chosen, replaced = composed(*words).config.cluster, composed(*words, "+cluster=2x4").config.cluster
     assert chosen is not None and chosen.nodes == 9

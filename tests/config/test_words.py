@@ -37,7 +37,9 @@ BAD_FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), BAD_FLAGS, ids=lambda value: " ".join(value) if type(value) is list else "")
+@pytest.mark.parametrize(
+    ("words", "message"), BAD_FLAGS, ids=lambda value: " ".join(value) if type(value) is list else ""
+)
 def test_wrong_flags_are_refused_with_what_there_is(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_words(words)

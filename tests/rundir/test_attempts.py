@@ -70,7 +70,7 @@ def test_the_fence_lets_only_the_newest_through(run: RunDirectory) -> None:
     check_fence(run, first)
     second = open_attempt(run, START)
     check_fence(run, second)
-    with pytest.raises(RunError, match="attempt 0 of .* was overtaken by attempt 1"):
+    with pytest.raises(RunError, match=r"attempt 0 of .* was overtaken by attempt 1"):
         check_fence(run, first)
 
 

@@ -1,0 +1,51 @@
+# Two commands set everything up on a fresh machine: `make train` and `make test`.
+# Nothing outside this folder is touched, except that `make test` installs Slurm's packages where they are missing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Without a GPU the CPU build of torch will do; with one, pip chooses.
+CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints.txt)
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.PHONY: help train test setup setup-test slurm-packages lint bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
+
+# A stamp depends on what decides the environment, so a second call costs nothing.
+$(VENV)/.train: pyproject.toml constraints.txt
+	@echo "== setting up a virtual environment in $(VENV) (your own Python is not touched)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install $(CONSTRAINTS) torch
+	$(PIP) install $(CONSTRAINTS) --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.train
+	@echo "== adding what the tests need"
+	$(PIP) install $(CONSTRAINTS) --editable '.[test,dev,bench,track]'
+	@touch $@
+
+setup: $(VENV)/.train  ## set up .venv for training
+setup-test: $(VENV)/.test  ## set up .venv for tests
+
+train: setup  ## set up and run the main job on this machine
+	$(BIN)/python -m slurm_train
+
+slurm-packages:  ## install Slurm's Debian packages where they are missing (root)
+	@sh .ci/slurm-packages.sh
+
+lint: setup-test  ## ruff, mypy, shellcheck
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/shellcheck .ci/run .ci/*.sh
+
+test: setup-test slurm-packages lint  ## set up everything, Slurm included, and pass the tests
+	$(BIN)/python -m pytest
+
+bench: setup-test slurm-packages  ## print speed ratios, side by side in one run
+	$(BIN)/python -m tests.benchmarks
+
+clean:  ## remove the virtual environment and caches; runs stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

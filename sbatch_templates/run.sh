@@ -1,0 +1,12 @@
+#!/bin/bash
+# {title}
+# Works by hand as well: `sbatch submit.sh`, or `bash submit.sh` inside an salloc.
+{sbatch}
+
+set -e
+{exports}
+{setup}
+cd {code}
+exec {python} -m slurm_train supervise {run} -- \
+  {srun} \
+  {python} -m slurm_train worker {run}

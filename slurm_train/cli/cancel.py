@@ -1,0 +1,73 @@
+"""`cancel RUN ...`: ends runs' jobs; a run that trains on this machine is asked to save and stop."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurm_train.cli.display import note
+from slurm_train.cli.liveness import is_active
+from slurm_train.errors import RunError
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import process_lives, read_holder
+from slurm_train.rundir.lookup import find_runs, read_job
+from slurm_train.slurm.commands import SlurmCommands
+
+_EXAMPLES = """\
+examples:
+  python -m slurm_train cancel 3f9a1c07
+  python -m slurm_train cancel 1234          by job id
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Cancels the named runs and returns 0; a run that is not active is an error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m slurm_train cancel",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run name, run id, job id or path")
+    parser.add_argument("--root", default="runs", help="root of the runs (default: runs)")
+    arguments = parser.parse_args(list(words))
+    commands = SlurmCommands(os.environ)
+    for run in find_runs(Path(arguments.root), arguments.runs):
+        cancel(run, commands)
+    return 0
+
+
+def cancel(run: RunDirectory, commands: SlurmCommands) -> None:
+    """Ends one run.
+
+    Raises:
+        RunError: nothing of it is queued or running.
+        ClusterError: Slurm refused.
+    """
+    holder = read_holder(run)
+    if holder is not None and holder.job_id is None and process_lives(holder):
+        _stop_here(run, holder.host, holder.pid)
+        return
+    record = read_job(run)
+    if record is None or not commands.is_available() or not is_active(record.job_id, commands):
+        raise RunError(f"{run.name}/{run.run_id} is neither queued nor running", hint="`status` shows what is")
+    commands.cancel([record.job_id])
+    note(f"cancelled job {record.job_id} of {run.name}/{run.run_id}; `resume {run.run_id}` continues it")
+
+
+def _stop_here(run: RunDirectory, host: str, pid: int) -> None:
+    try:
+        if host == socket.gethostname():
+            os.kill(pid, signal.SIGTERM)
+        else:
+            run.stop_file.touch()
+    except PermissionError as err:
+        raise RunError(
+            f"{run.name}/{run.run_id} is run by process {pid} on {host}, which is not yours to end",
+            hint="ask its owner",
+        ) from err
+    note(f"asked {run.name}/{run.run_id} to save and stop; the same command continues it")

@@ -1,0 +1,62 @@
+"""What the login half prints for people: to stderr, plain text, so that stdout stays data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slurm_train.launch.plan import RunPlan
+
+
+def print_plan(plan: RunPlan) -> None:
+    """Prints the plan as one table: run, world, batch arithmetic, learning rate, length, requeue."""
+    rows = plan_rows(plan)
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        note(f"  {name:<{width}}  {text}")
+
+
+def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Returns the rows of the plan's table."""
+    config, world = plan.config, plan.world
+    place = "this machine" if config.cluster is None else f"{world.num_nodes} nodes x {world.ranks_per_node[0]}"
+    rows = [("run", str(plan.run.path)), ("ranks", f"{world.size} = {place}")]
+    if config.trains:
+        samples = plan.batch.global_size * config.train.max_steps
+        rows += [
+            ("global batch", plan.batch.as_sum()),
+            ("length", f"{config.train.max_steps} steps, {samples:,} samples"),
+            ("peak lr", _lr_text(plan)),
+            ("checkpoints", _checkpoint_text(plan)),
+        ]
+    if config.cluster is not None:
+        rows.append(("requeue", "after preemption, time limit, node failure" if config.requeue.enabled else "never"))
+    return rows
+
+
+def _lr_text(plan: RunPlan) -> str:
+    optim = plan.config.optim
+    if plan.lr == optim.lr:
+        return f"{plan.lr:g}"
+    return f"{plan.lr:g} ({optim.lr_retune} rule: {optim.lr:g} was tuned for a global batch of {optim.lr_global_size})"
+
+
+def _checkpoint_text(plan: RunPlan) -> str:
+    settings = plan.config.checkpoint
+    when = f"every {settings.every_steps} steps" if settings.every_steps else "at a stop and at the end only"
+    return f"{when}, {settings.keep} kept"
+
+
+def note(text: str) -> None:
+    """Prints a line to stderr."""
+    print(text, file=sys.stderr)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns rows as aligned columns under a header."""
+    cells = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+    return "\n".join(lines)

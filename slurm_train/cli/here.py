@@ -1,0 +1,89 @@
+"""Trains a run on this machine: opens an attempt, starts the ranks, passes Ctrl-C on as a polite stop."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.submit import refuse_active
+from slurm_train.config.schema import RunConfig
+from slurm_train.launch.local import LocalRanks, start_local
+from slurm_train.launch.meeting import probe_port
+from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.preparation import Source, write_run_directory
+from slurm_train.requeue.supervise import Site, supervise
+from slurm_train.rundir.attempts import AttemptStart
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import release_lock, take_lock, this_process
+from slurm_train.rundir.lookup import read_job
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.environment import scrubbed
+
+
+def train_here(plan: RunPlan, source: Source, *, words: Sequence[str], env: Mapping[str, str]) -> int:
+    """Runs the plan's ranks on this machine and returns the exit code.
+
+    Raises:
+        RunError: the run is active already.
+    """
+    holder = this_process()
+    if plan.run.path.is_dir():
+        # Nothing of a run that somebody else is training, or that is queued, may be overwritten.
+        refuse_queued(plan.run, env)
+        take_lock(plan.run, holder, is_alive=lambda other: holder_lives(other, SlurmCommands(env)))
+        release_lock(plan.run, holder)
+    write_run_directory(plan, source, script=None, words=words)
+    return supervise_here(plan.run, plan.config, world_size=plan.world.size, env=env)
+
+
+def refuse_queued(run: RunDirectory, env: Mapping[str, str]) -> None:
+    """Refuses a run whose Slurm job is queued or running; where there is no Slurm nothing is known of one.
+
+    Raises:
+        RunError: as said.
+    """
+    commands = SlurmCommands(env)
+    if read_job(run) is not None and commands.is_available():
+        refuse_active(run, commands)
+
+
+def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env: Mapping[str, str]) -> int:
+    """Runs one attempt of a run that is on disk, on this machine, and returns its exit code.
+
+    Raises:
+        RunError: the run is active already.
+    """
+    site = Site(
+        start=AttemptStart(job_id=None, restart_count=0, nodes=(socket.gethostname(),), world_size=world_size),
+        holder=this_process(),
+        is_alive=lambda holder: holder_lives(holder, SlurmCommands(env)),
+        show_job=lambda: None,
+        requeue=lambda: False,
+    )
+    is_own_code = not config.trains
+    return supervise(
+        run, config.requeue, site, lambda attempt: _launch(run, world_size, attempt, env), is_own_code=is_own_code
+    )
+
+
+def _launch(run: RunDirectory, world_size: int, attempt: int, env: Mapping[str, str]) -> int:
+    rank_env = scrubbed(env) | {"SLURM_TRAIN_ATTEMPT": str(attempt), "MASTER_ADDR": "127.0.0.1"}
+    rank_env["MASTER_PORT"] = str(probe_port(str(run.path), attempt=attempt, env=rank_env))
+    command = [sys.executable, "-m", "slurm_train", "worker", str(run.path)]
+    return _wait(start_local(command, run=run, attempt=attempt, num_ranks=world_size, env=rank_env))
+
+
+def _wait(ranks: LocalRanks) -> int:
+    def ask(_number: int, _frame: FrameType | None) -> None:
+        ranks.interrupt()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return ranks.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

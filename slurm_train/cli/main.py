@@ -1,0 +1,98 @@
+"""Picks the verb: a bare first word is one, everything else are settings of a run.
+
+Verbs are imported when they are used, so each costs only what it needs; none but the worker's imports torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from slurm_train.errors import ConfigError, SlurmTrainError
+
+VERBS = {
+    "plan": "print batch arithmetic, ranks and the exact script; submit nothing",
+    "status": "table of runs: state, step, loss, speed, attempts, reason",
+    "logs": "print a run's log; -f follows it",
+    "cancel": "end a run's job",
+    "resume": "continue an unfinished run from its newest checkpoint",
+    "checkpoint": "ls and verify the checkpoints of a run",
+    "prepare": "turn text files into token shards",
+    "devcluster": "a real Slurm on this one machine, for trying and testing",
+}
+# What the job itself calls; people do not.
+_INNER_VERBS = ("supervise", "worker")
+
+_HELP_HEAD = """\
+Slurm-native training for PyTorch: one line plans, submits, watches, checkpoints and finishes a run.
+
+  python -m slurm_train                              train here, on this machine's GPUs or cores
+  python -m slurm_train +cluster=4x8                 submit to Slurm: 4 nodes with 8 GPUs each
+  python -m slurm_train +cluster=4x8 optim.lr=3e-4   settings are key=value, as in Hydra
+  python -m slurm_train plan +cluster=4x8            look first: arithmetic, ranks, the exact script
+  python -m slurm_train +experiment=digits           another model and data set
+  python -m slurm_train model._target_=my_package.MyModel data._target_=my_package.MyData
+  python -m slurm_train +cluster=2x4 task._target_=my_package.main      your function on every rank
+  python -m slurm_train +cluster=2x4 "script=[train.py,--epochs,3]"     your script on every rank
+
+verbs (`python -m slurm_train VERB --help` tells more):
+"""
+_HELP_TAIL = """
+settings and flags:
+  key=value            any key of the configuration; --cfg job prints them all
+  --config-dir DIR     YAML files of your own; they may shadow the shipped ones
+  --config-name NAME   another primary file than config.yaml
+  --cfg job            print the composed configuration and do nothing
+  --info               facts about the composition
+"""
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs a command line; returns its exit code (0 done, 1 failure, 2 wrong use, 75 wants to be run again)."""
+    try:
+        verb, rest = _split(words)
+        if verb != "worker":
+            # A command that lives for a fifth of a second gains a tenth of it by not looking for garbage.
+            gc.disable()
+        if verb is None and any(word in ("--help", "-h") for word in rest):
+            print(help_text())
+            return 0
+        module = import_module(f"slurm_train.cli.{verb or 'run'}")
+        code = int(module.main(rest))
+        sys.stdout.flush()
+        return code
+    except SlurmTrainError as err:
+        print(f"error: {err}", file=sys.stderr, flush=True)
+        return err.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # `... | head` closed the pipe; what is still buffered must go somewhere when the interpreter flushes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def help_text() -> str:
+    """Returns the text of `--help`."""
+    table = "\n".join(f"  {name:<20} {text}" for name, text in VERBS.items())
+    return f"{_HELP_HEAD}{table}\n{_HELP_TAIL}"
+
+
+def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    if words and words[0] in (*VERBS, *_INNER_VERBS):
+        return words[0], list(words[1:])
+    if words and words[0].isidentifier():
+        raise _unknown_verb(words[0])
+    return None, list(words)
+
+
+def _unknown_verb(word: str) -> ConfigError:
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, VERBS, n=1)
+    hint = f"did you mean `{near[0]}`?" if near else f"verbs: {', '.join(VERBS)}; settings are written key=value"
+    return ConfigError(f"{word!r} is neither a verb nor a setting", hint=hint)

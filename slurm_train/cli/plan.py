@@ -1,0 +1,63 @@
+"""`plan [settings]`: prints the arithmetic, the ranks and the exact script; submits nothing, writes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slurm_train.cli.display import note, print_plan
+from slurm_train.config.compose import compose
+from slurm_train.config.words import read_words
+from slurm_train.data.presence import require_readable
+from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.launch.plan import plan_run
+
+_HELP = """\
+usage: python -m slurm_train plan [settings]
+
+Prints what the same words without `plan` would do: batch arithmetic and ranks to stderr, the batch script to stdout,
+and Slurm's own verdict (sbatch --test-only) with the estimated start. Nothing is submitted or written.
+
+  python -m slurm_train plan +cluster=4x8 batch.global_size=512
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints the plan and returns 0; what cannot be planned is an error with exit code 2."""
+    flags = read_words(words)
+    if flags.help:
+        print(_HELP, end="")
+        return 0
+    env, cwd = dict(os.environ), Path.cwd()
+    if flags.multirun:
+        raise ConfigError("--multirun is not part of this version", hint="plan one run per command line")
+    plan = plan_run(compose(flags), cwd=cwd, env=env)
+    if plan.config.trains:
+        require_readable(plan.config.data or {}, cwd=cwd)
+    print_plan(plan)
+    if plan.config.cluster is None:
+        note("  script   none: the run would train on this machine (add +cluster=NxG for Slurm)")
+        return 0
+    from slurm_train.launch.script import render_script
+
+    script = render_script(plan)
+    note(f"  Slurm    {_slurm_says(script, env)}")
+    print(script, end="")
+    return 0
+
+
+def _slurm_says(script: str, env: Mapping[str, str]) -> str:
+    from slurm_train.launch.acceptance import slurm_verdict
+    from slurm_train.slurm.commands import SlurmCommands
+
+    commands = SlurmCommands(env)
+    if not commands.is_available():
+        return "not here: no sbatch on the PATH, so the script is not checked"
+    try:
+        verdict = slurm_verdict(script, commands)
+    except ClusterError as err:
+        return f"does not answer, so the script is not checked: {err.message}"
+    if not verdict.is_accepted:
+        return f"would refuse it: {verdict.message}"
+    return f"would take it; estimated start {verdict.start or 'not told'} on {verdict.nodelist or '?'}"

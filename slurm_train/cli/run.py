@@ -1,0 +1,68 @@
+"""No verb: the words are a run. With a cluster it is submitted, without one it is trained here."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slurm_train.config.words import Words, read_words
+from slurm_train.errors import EXIT_DONE, ConfigError, RunError
+from slurm_train.launch.snapshot import GitQuestions, ask_git, drop_questions, read_answers
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.layout import RunDirectory
+
+
+def main(words: Sequence[str]) -> int:
+    """Composes, plans, and submits or trains; returns the exit code."""
+    flags = read_words(words)
+    env, cwd = dict(os.environ), Path.cwd()
+    if flags.multirun:
+        raise ConfigError("--multirun is not part of this version", hint="start one run per command line")
+    if flags.show or flags.info:
+        from slurm_train.config.compose import show
+
+        show(flags)
+        return EXIT_DONE
+    git = ask_git(cwd, env)
+    try:
+        return _run(flags, words, env=env, cwd=cwd, git=git)
+    finally:
+        drop_questions(git)
+
+
+def _run(flags: Words, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, git: GitQuestions | None) -> int:
+    from slurm_train.cli.display import print_plan
+    from slurm_train.config.compose import compose
+    from slurm_train.data.presence import require_readable
+    from slurm_train.launch.plan import plan_run
+    from slurm_train.launch.preparation import read_source, require_writable
+
+    plan = plan_run(compose(flags), cwd=cwd, env=env)
+    # os.path, since Path.exists raises where a folder above may not be entered.
+    if os.path.exists(plan.run.result):  # noqa: PTH110
+        return _show_result(plan.run)
+    require_writable(plan.run)
+    if plan.config.trains:
+        require_readable(plan.config.data or {}, cwd=cwd)
+    print_plan(plan)
+    source = read_source(plan, cwd, read_answers(git))
+    if plan.config.cluster is not None:
+        from slurm_train.cli.submit import submit
+
+        return submit(plan, source, words=words, env=env)
+    from slurm_train.cli.here import train_here
+
+    return train_here(plan, source, words=words, env=env)
+
+
+def _show_result(run: RunDirectory) -> int:
+    result = read_json(run.result)
+    if result is None:
+        raise RunError(f"{run.result} cannot be read", hint="move it away to have the run continue")
+    note = f"{run.name}/{run.run_id} is finished: {run.path}"
+    print(f"{note}\nanother run of the same: add run.name=NAME, or seed=N", file=sys.stderr)
+    print(json.dumps(result))
+    return EXIT_DONE

@@ -1,0 +1,161 @@
+"""`status [RUN ...]`: one table of runs, from squeue where it answers, else sacct, else the files alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slurm_train.cli.display import note, table
+from slurm_train.errors import ClusterError
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import process_lives, read_holder
+from slurm_train.rundir.lookup import find_runs, read_job
+from slurm_train.rundir.progress import newest_training_line
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.nodelist import parse_nodelist
+from slurm_train.slurm.records import JobState
+
+_EXAMPLES = """\
+examples:
+  python -m slurm_train status
+  python -m slurm_train status gpt-stdlib        all runs of that name
+  python -m slurm_train status 3f9a1c07 --json
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One run in the table."""
+
+    run: str
+    job: str
+    state: str
+    step: str
+    loss: str
+    speed: str
+    eta: str
+    attempts: str
+    note: str
+    path: str
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints the table to stdout and returns 0."""
+    arguments = _parser().parse_args(list(words))
+    runs = find_runs(Path(arguments.root), arguments.runs)
+    if not runs:
+        note(f"no run below {Path(arguments.root).resolve()}; `python -m slurm_train` starts one")
+        return 0
+    jobs = _ask_slurm(runs, os.environ)
+    rows = [read_row(run, jobs) for run in runs]
+    if arguments.json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        shown = [name for name in asdict(rows[0]) if name != "path"]
+        print(table([name.upper() for name in shown], [[asdict(row)[name] for name in shown] for row in rows]))
+        if len(rows) == 1:
+            print(rows[0].path)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m slurm_train status",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run name, run id, job id or path; default: all")
+    parser.add_argument("--root", default="runs", help="root of the runs (default: runs)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _ask_slurm(runs: Sequence[RunDirectory], env: Mapping[str, str]) -> dict[str, JobState]:
+    ids = [record.job_id for run in runs if not run.result.exists() and (record := read_job(run))]
+    commands = SlurmCommands(env, timeout_s=10.0)
+    if not ids or not commands.is_available():
+        return {}
+    try:
+        return commands.job_states(ids)
+    except ClusterError as err:
+        note(f"Slurm does not answer, so this is from the files alone: {err.message}")
+        return {}
+
+
+def read_row(run: RunDirectory, jobs: Mapping[str, JobState]) -> Row:
+    """Returns a run's row from its files and what Slurm said about its job."""
+    record = read_job(run)
+    job = jobs.get(record.job_id) if record else None
+    ledger = read_ledger(run)
+    line = newest_training_line(run.metrics) or {}
+    total = (read_json(run.plan) or {}).get("max_steps", 0)
+    state = _state(run, job, ledger)
+    return Row(
+        run=f"{run.name}/{run.run_id}",
+        job=record.job_id if record else "-",
+        state=state,
+        step=f"{line.get('step', 0)}/{total}" if total else str(line.get("step", 0)),
+        loss=f"{line['loss']:.4f}" if "loss" in line else "-",
+        speed=_speed(line),
+        eta=_eta(line, total) if state == "running" else "-",
+        attempts=str(len(ledger)),
+        note=_note(job, ledger, state),
+        path=str(run.path),
+    )
+
+
+def _state(run: RunDirectory, job: JobState | None, ledger: Sequence[Mapping[str, object]]) -> str:
+    if run.result.exists():
+        return "finished"
+    if job is not None and (job.is_active or not ledger):
+        return job.phase.value
+    holder = read_holder(run)
+    if holder is not None and holder.job_id is None and process_lives(holder):
+        return "running"
+    if ledger and "end_time_unix_s" in ledger[-1]:
+        return str(ledger[-1].get("reason", "ended"))
+    if job is not None:
+        return job.phase.value
+    return "interrupted" if ledger else "not started"
+
+
+def _note(job: JobState | None, ledger: Sequence[Mapping[str, object]], state: str) -> str:
+    if state == "queued" and job is not None:
+        return f"waits: {job.reason}" + (f", expected start {job.start}" if job.start else "")
+    if state == "failed" and not ledger and job is not None:
+        return never_began(job)
+    if state == "running" and job is not None:
+        return job.nodelist
+    if state in ("finished", "running", "not started"):
+        return ""
+    return str(ledger[-1].get("note", "")) if ledger else ""
+
+
+def never_began(job: JobState) -> str:
+    """Returns why a job may have failed before its first line of output: Slurm could not open the log there."""
+    host = parse_nodelist(job.nodelist)[0] if job.nodelist else "its first node"
+    return f"ended before it began: does {host} see the run directory? (run.root=/shared/path)"
+
+
+def _speed(line: Mapping[str, object]) -> str:
+    for key, unit in (("tokens_per_s", "tok/s"), ("samples_per_s", "samples/s")):
+        value = line.get(key)
+        if isinstance(value, (int, float)):
+            return f"{value:,.0f} {unit}"
+    return "-"
+
+
+def _eta(line: Mapping[str, object], total: int) -> str:
+    step, step_time = line.get("step"), line.get("step_time_s")
+    if not isinstance(step, int) or not isinstance(step_time, (int, float)):
+        return "-"
+    left_s = max(0, total - step) * step_time
+    return time.strftime("%H:%M:%S", time.gmtime(left_s)) if left_s < 86400 else f"{left_s / 86400:.1f} days"

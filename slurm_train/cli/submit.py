@@ -1,0 +1,94 @@
+"""Submits a planned run: asks Slurm first, writes the run directory, hands the script over, returns at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from slurm_train.cli.display import note
+from slurm_train.cli.liveness import holder_lives, is_active
+from slurm_train.errors import ClusterError, RunError
+from slurm_train.launch.acceptance import require_acceptable
+from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.preparation import Source, record_job, write_run_directory
+from slurm_train.launch.script import render_script
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import clear_dead, process_lives, read_holder
+from slurm_train.rundir.lookup import read_job
+from slurm_train.slurm.commands import SlurmCommands
+
+
+def submit(plan: RunPlan, source: Source, *, words: Sequence[str], env: Mapping[str, str]) -> int:
+    """Submits and prints `<job id> <run directory>`; nothing is written before Slurm would take the job.
+
+    Raises:
+        ClusterError: no Slurm here, or it refuses the request.
+        RunError: the run is active already.
+    """
+    commands = SlurmCommands(env)
+    require_slurm(commands)
+    script = render_script(plan)
+    importing = _import_early()
+    refuse_active(plan.run, commands)
+    require_acceptable(script, commands, plan)
+    write_run_directory(plan, source, script=script, words=words)
+    # A dead process on this machine can be told from here, not from the node that the job starts on.
+    clear_dead(plan.run, is_alive=lambda holder: holder_lives(holder, commands))
+    importing.join()
+    from slurm_train.launch.submission import submit_script
+
+    job_id = submit_script(script, folder=plan.run.logs / "submitted", env=env)
+    record_job(plan.run, job_id)
+    _say_what_next(plan.run)
+    print(f"{job_id} {plan.run.path}", flush=True)
+    return 0
+
+
+def require_slurm(commands: SlurmCommands) -> None:
+    """Refuses where no Slurm commands are.
+
+    Raises:
+        ClusterError: sbatch is not on the PATH.
+    """
+    if not commands.is_available():
+        raise ClusterError(
+            "a cluster was asked for, but there is no Slurm here (no sbatch on the PATH)",
+            hint="type this on a login node, or drop +cluster to train on this machine; "
+            "to try Slurm on one machine: `python -m slurm_train devcluster up`",
+        )
+
+
+def refuse_active(run: RunDirectory, commands: SlurmCommands) -> None:
+    """Refuses a run that is queued or running, on Slurm or on this machine.
+
+    Raises:
+        RunError: as said, with what to type.
+    """
+    record = read_job(run)
+    if record is not None and is_active(record.job_id, commands):
+        raise RunError(
+            f"{run.name}/{run.run_id} is active already: Slurm job {record.job_id}, {run.path}",
+            hint=f"`status {run.run_id}` and `logs -f {run.run_id}` watch it, `cancel {run.run_id}` ends it; "
+            "run.name=NAME or seed=N starts another",
+        )
+    holder = read_holder(run)
+    if holder is not None and holder.job_id is None and process_lives(holder):
+        raise RunError(
+            f"{run.path} is being run by {holder}",
+            hint=f"wait for it, or `cancel {run.run_id}`; if you know that it is gone, remove {run.lock}",
+        )
+
+
+def _import_early() -> threading.Thread:
+    # Importing submitit takes 30 ms; sbatch --test-only waits as long for the controller meanwhile.
+    def load() -> None:
+        import slurm_train.launch.submission  # noqa: F401
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    return thread
+
+
+def _say_what_next(run: RunDirectory) -> None:
+    note(f"submitted; next:\n  python -m slurm_train status {run.run_id}")
+    note(f"  python -m slurm_train logs -f {run.run_id}\n  python -m slurm_train cancel {run.run_id}")

@@ -1,0 +1,122 @@
+"""`worker RUN_DIR`: one rank. srun, a local launch or a hand-typed command starts it; it reads the run directory.
+
+The stop handlers are installed before torch is imported: importing takes seconds, and a preemption does not wait.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from slurm_train.errors import EXIT_FAILURE, RunError, SlurmTrainError
+from slurm_train.requeue.signals import StopFlag, install
+
+if TYPE_CHECKING:
+    from slurm_train.distributed.handshake import MeetingPoint
+    from slurm_train.rundir.layout import RunDirectory
+
+
+def main(words: Sequence[str]) -> NoReturn:
+    """Runs one rank and ends the process with its exit code; an unexpected error leaves its traceback."""
+    stop = StopFlag()
+    install(stop)
+    if len(words) != 1:
+        raise RunError(f"worker takes one run directory, found {list(words)}", hint="worker RUN_DIR")
+    try:
+        _leave(_work(Path(words[0]), dict(os.environ), stop))
+    except SlurmTrainError as err:
+        print(f"error: {err}", file=sys.stderr, flush=True)
+        _leave(err.exit_code)
+    except SystemExit as err:
+        _leave(err.code if isinstance(err.code, int) else 0 if err.code is None else EXIT_FAILURE)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        _leave(EXIT_FAILURE)
+
+
+def _leave(code: int) -> NoReturn:
+    # Tearing a process group down waits for peers that may never come, and its threads outlive a good end at times;
+    # that has held allocations for hours. Everything that matters is on disk by now.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
+    from slurm_train.config.frozen import load_config
+    from slurm_train.distributed.place import RankPlace
+    from slurm_train.rundir.files import read_json
+    from slurm_train.rundir.layout import RunDirectory
+
+    place = RankPlace.from_env(env)
+    run = RunDirectory(path)
+    _require_visible(run, place.host)
+    config = load_config(run.config)
+    plan = read_json(run.plan) or {}
+    attempt = int(env.get("SLURM_TRAIN_ATTEMPT", "0"))
+    code_dir = Path.cwd()
+    _enter(str(plan.get("directory", "")))
+    if config.script is not None:
+        from slurm_train.train.script import run_script
+
+        run_script(config.script, place=place, env=env, code_dir=code_dir)
+    from slurm_train.train.start import RankStart
+
+    start = RankStart(
+        config=config,
+        plan=_batch_plan(plan),
+        run=run,
+        place=place,
+        point=_meeting_point(run, env, attempt, config.train.start_timeout_s),
+        attempt=attempt,
+        stop=stop,
+        env=env,
+    )
+    if config.task is not None:
+        from slurm_train.train.context import run_task
+
+        return run_task(start)
+    from slurm_train.train.trainer import train
+
+    return train(start)
+
+
+def _require_visible(run: RunDirectory, host: str) -> None:
+    if not run.config.is_file():
+        raise RunError(
+            f"node {host} does not see {run.config}",
+            hint="put the run on a path that every node shares: run.root=/shared/path",
+        )
+    if not os.access(run.path, os.W_OK):
+        raise RunError(f"node {host} cannot write to {run.path}", hint="name another place with run.root=DIR")
+
+
+def _enter(directory: str) -> None:
+    # Relative paths in a user's code mean the directory that the run was submitted from, where the node has it.
+    if directory and Path(directory).is_dir():
+        os.chdir(directory)
+
+
+def _meeting_point(run: RunDirectory, env: Mapping[str, str], attempt: int, timeout_s: float) -> MeetingPoint:
+    from slurm_train.distributed.handshake import MeetingPoint
+    from slurm_train.launch.meeting import master_of, meeting_ports
+
+    return MeetingPoint(
+        master_addr=master_of(env),
+        ports=meeting_ports(run.run_id, attempt=attempt, env=env),
+        run_id=str(run.path),
+        attempt=attempt,
+        timeout_s=timeout_s,
+    )
+
+
+def _batch_plan(plan: Mapping[str, Any]) -> Any:
+    from slurm_train.config.batch import BatchPlan
+
+    batch, world = plan["batch"], plan["world"]
+    return BatchPlan(local_size=batch["local_size"], ranks=world["size"], accumulation=batch["accumulation"])

@@ -1,0 +1,196 @@
+"""The plan of a run: everything that is decided before anything happens, as one value.
+
+`plan` prints it, `plan.json` keeps it, the script is rendered from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slurm_train.config.batch import BatchPlan, planned_lr, solve_batch
+from slurm_train.config.identity import config_hash
+from slurm_train.config.schema import BatchSection, RunConfig
+from slurm_train.errors import ConfigError
+from slurm_train.launch.world import World, plan_world
+from slurm_train.rundir.layout import RunDirectory
+
+if TYPE_CHECKING:
+    from slurm_train.config.compose import Composed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """A run as it would be carried out."""
+
+    config: RunConfig
+    world: World
+    batch: BatchPlan
+    lr: float
+    """Peak learning rate after retuning."""
+    config_hash: str
+    """Hash of what is trained; its first 8 digits are the run id."""
+    run: RunDirectory
+    directory: str
+    """Submitting directory; relative paths in a user's code start there."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what `plan.json` holds."""
+        return {
+            "config_hash": self.config_hash,
+            "directory": self.directory,
+            "world": {"size": self.world.size, "ranks_per_node": list(self.world.ranks_per_node)},
+            "batch": {
+                "global_size": self.batch.global_size,
+                "local_size": self.batch.local_size,
+                "accumulation": self.batch.accumulation,
+            },
+            "lr": {
+                "planned": self.lr,
+                "configured": self.config.optim.lr,
+                "retune": self.config.optim.lr_retune,
+                "tuned_for_global_size": self.config.optim.lr_global_size or self.batch.global_size,
+            },
+            "max_steps": self.config.train.max_steps,
+            "samples": self.batch.global_size * self.config.train.max_steps,
+            "requeue": {"enabled": self.config.requeue.enabled, "strategy": "scontrol requeue incomplete"},
+        }
+
+
+def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPlan:
+    """Returns the plan for a composed configuration; touches nothing.
+
+    Args:
+        composed: configuration and chosen groups.
+        cwd: directory that a relative `run.root` starts from.
+        env: environment, for counting local GPUs.
+
+    Raises:
+        ConfigError: an impossible batch, world or name; a script that is not there.
+    """
+    config = composed.config
+    check_degrees(config)
+    _check_script(config, cwd)
+    world = plan_world(config, env)
+    # A user's own function or script has a batch of its own; ours would be a made-up number.
+    asked = config.batch if config.trains else BatchSection()
+    batch = solve_batch(asked, ranks=world.size)
+    full_hash = config_hash(config, global_size=batch.global_size)
+    name = default_name(composed) if config.run.name is None else config.run.name
+    check_path_part("run.name", name)
+    check_path("run.root", config.run.root)
+    root = (cwd / Path(config.run.root).expanduser()).resolve()
+    check_path("run.root", str(root))
+    return RunPlan(
+        config=config,
+        world=world,
+        batch=batch,
+        lr=planned_lr(config.optim, global_size=batch.global_size),
+        config_hash=full_hash,
+        run=RunDirectory(root / name / full_hash[:8]),
+        directory=str(cwd),
+    )
+
+
+def default_name(composed: Composed) -> str:
+    """Returns a run's name where none was given, e.g. "gpt-stdlib", "train" for script=[train.py]."""
+    config = composed.config
+    if config.script:
+        return Path(config.script[0]).stem
+    if config.task:
+        return str(config.task.get("_target_", "task")).rpartition(".")[2]
+    return "-".join(_part_name(composed, group) for group in ("model", "data"))
+
+
+def _part_name(composed: Composed, group: str) -> str:
+    choice = composed.choices.get(group)
+    if choice != "custom":
+        return str(choice)
+    return str(composed.mapping[group]["_target_"]).rpartition(".")[2].lower()
+
+
+def check_degrees(config: RunConfig) -> None:
+    """Refuses what cannot be run: several ways of running at once, counts below one, parallelism that is not there.
+
+    Raises:
+        ConfigError: as said.
+    """
+    if config.script is not None and config.task is not None:
+        raise ConfigError("script and task are both set", hint="a run has one of the two: drop the other")
+    if config.script == []:
+        raise ConfigError("script=[] names no file", hint="write script=[train.py,--flag]")
+    _check_targets(config)
+    _check_counts(config)
+    for name in ("dp_shard", "tp", "pp", "cp"):
+        degree = getattr(config.parallel, name)
+        if degree != 1:
+            raise ConfigError(
+                f"parallel.{name}={degree} was asked; this version trains with data parallelism (DDP) only",
+                hint=f"drop parallel.{name}; every rank is a data-parallel replica",
+            )
+
+
+def _check_script(config: RunConfig, cwd: Path) -> None:
+    # Anything but a Python file may be a program that only the nodes have.
+    name = config.script[0] if config.script else ""
+    if name.endswith(".py") and not (cwd / name).is_file():
+        raise ConfigError(f"script={name}: there is no such file in {cwd}", hint="give its path from where you are")
+
+
+def _check_targets(config: RunConfig) -> None:
+    needed = ("model", "data") if config.trains else ("task",) if config.task is not None else ()
+    for name in needed:
+        target = (getattr(config, name) or {}).get("_target_")
+        if not isinstance(target, str) or not target:
+            raise ConfigError(
+                f"{name} has no _target_: there is nothing to build",
+                hint=f"set {name}._target_=my_package.name" + ("" if name == "task" else f", or choose {name}=NAME"),
+            )
+
+
+_COUNTS = (
+    "train.max_steps",
+    "train.eval_every_steps",
+    "train.log_every_steps",
+    "train.threads",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+    "requeue.warn_before_limit_s",
+    "requeue.max_fruitless_attempts",
+    "optim.lr_global_size",
+    "run.snapshot_limit_mb",
+)
+
+
+def _check_counts(config: RunConfig) -> None:
+    for key in _COUNTS:
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{key}={value} is not a count", hint=f"set {key} to 1 or more")
+
+
+def check_path_part(key: str, value: str) -> None:
+    """Refuses a name that is not one plain folder.
+
+    Raises:
+        ConfigError: it has a separator, a leading dot, or characters that a script or Slurm would read as more.
+    """
+    plain = value.replace("-", "").replace("_", "").replace(".", "")
+    if not plain.isalnum() or not value.isascii() or value.startswith((".", "-")):
+        raise ConfigError(
+            f"{key}={value!r} cannot be the name of a folder and of a job",
+            hint="use ASCII letters, digits, '.', '_' and '-', not starting with '.' or '-'",
+        )
+
+
+def check_path(key: str, value: str) -> None:
+    """Refuses a path that Slurm would expand or a script could not carry.
+
+    Raises:
+        ConfigError: it has a control character, or a percent sign or backslash (both are patterns in --output).
+    """
+    if any(ord(char) < 32 or ord(char) == 127 for char in value) or "%" in value or "\\" in value:
+        raise ConfigError(f"{key}={value!r} has a character that Slurm reads as a pattern", hint="use a plain path")

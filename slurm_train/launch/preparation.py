@@ -1,0 +1,128 @@
+"""Writes a run directory: frozen configuration, plan, script, code snapshot, provenance.
+
+Called when nothing is left to refuse. Each file is replaced as one step, so a run that is submitted again at another
+size is never half old and half new to a reader.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from slurm_train.config.frozen import dump_config
+from slurm_train.errors import RunError
+from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.snapshot import SourceState, describe_source, plan_snapshot, write_snapshot
+from slurm_train.rundir.files import read_json, write_atomic
+from slurm_train.rundir.layout import RunDirectory
+
+_PACKAGES = ("torch", "numpy", "submitit", "hydra-core", "omegaconf", "xxhash", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The submitting directory and the files of it that belong to the code."""
+
+    directory: Path
+    state: SourceState
+    files: Sequence[str]
+
+
+def read_source(plan: RunPlan, directory: Path, state: SourceState) -> Source:
+    """Returns what would be copied from the submitting directory; touches nothing.
+
+    Outside git, and with none of your own code named, there is nothing that a job would need from there.
+
+    Raises:
+        ConfigError: more than a code snapshot may be.
+    """
+    if state.files is None and not uses_own_code(plan):
+        return Source(directory, state, ())
+    root = plan.run.path.parent.parent
+    # Where the runs' root holds the code as well (run.root=.), only this run's own folder is left out.
+    runs = plan.run.path.parent if directory.resolve().is_relative_to(root) else root
+    files = plan_snapshot(directory, state, limit_mb=plan.config.run.snapshot_limit_mb, exclude=runs)
+    return Source(directory, state, files)
+
+
+def uses_own_code(plan: RunPlan) -> bool:
+    """Returns whether the run names code that does not ship with this package."""
+    config = plan.config
+    targets = [str(part.get("_target_", "")) for part in (config.model, config.data, config.task) if part]
+    return config.script is not None or any(not target.startswith("slurm_train.") for target in targets)
+
+
+def require_writable(run: RunDirectory) -> None:
+    """Refuses a run directory that could not be written.
+
+    Raises:
+        RunError: the nearest existing folder above it is not writable, or is not a folder.
+    """
+    # os.path, since Path.exists raises where a folder above may not be entered.
+    existing = next(path for path in (run.path, *run.path.parents) if os.path.exists(path))  # noqa: PTH110
+    is_folder = existing.is_dir()
+    if not is_folder or not os.access(existing, os.W_OK | os.X_OK):
+        kind = "is not writable" if is_folder else "is not a directory"
+        raise RunError(f"{run.path} cannot be made: {existing} {kind}", hint="name another place with run.root=DIR")
+
+
+def write_run_directory(plan: RunPlan, source: Source, *, script: str | None, words: Sequence[str]) -> None:
+    """Writes everything that the job reads.
+
+    Args:
+        plan: the run.
+        source: the code to copy.
+        script: text of submit.sh, None for a local run.
+        words: the command line, kept in the provenance.
+    """
+    run = plan.run
+    _make_folders(run)
+    write_snapshot(source.directory, source.files, run.code)
+    write_atomic(run.config, dump_config(plan.config), durable=False)
+    write_atomic(run.plan, json.dumps(plan.as_json(), indent=2) + "\n", durable=False)
+    write_atomic(run.provenance, json.dumps(_provenance(source, words), indent=2) + "\n", durable=False)
+    if script is not None:
+        write_atomic(run.submit_script, script, durable=False, mode=0o700)
+    run.stop_file.unlink(missing_ok=True)
+
+
+def _make_folders(run: RunDirectory) -> None:
+    try:
+        for folder in (run.path, run.logs, run.checkpoints):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as err:
+        hint = "name another place with run.root=DIR"
+        raise RunError(f"{run.path} cannot be made: {err.strerror or err}", hint=hint) from err
+
+
+def record_job(run: RunDirectory, job_id: str) -> None:
+    """Adds a job id to `job.json`; the newest is last."""
+    known = read_json(run.job) or {}
+    record = {"job_ids": [*known.get("job_ids", []), job_id], "submit_time_unix_s": time.time()}
+    write_atomic(run.job, json.dumps(record) + "\n")
+
+
+def _provenance(source: Source, words: Sequence[str]) -> dict[str, object]:
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "words": list(words),
+        "directory": str(source.directory),
+        "user": getpass.getuser(),
+        "host": socket.gethostname(),
+        "python": sys.executable,
+        "time_unix_s": time.time(),
+        **describe_source(source.state, source.files, versions),
+    }

@@ -1,0 +1,101 @@
+"""Renders the batch script: a pure function of the plan, compared with a golden file in the tests.
+
+Every value that reaches the text passes one of two guards of `slurm.script_text`: one for what sbatch reads, one for
+what bash reads. The template is plain bash; decisions are taken here.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from slurm_train.assets import read_template
+from slurm_train.errors import ConfigError
+from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.resources import Flags, job_environment, sbatch_flags, srun_flags
+from slurm_train.slurm.script_text import (
+    check_env_name,
+    check_env_value,
+    check_flag_name,
+    check_flag_value,
+    sbatch_line,
+)
+
+
+def render_script(plan: RunPlan, *, default_python: str = sys.executable) -> str:
+    """Returns the text of `submit.sh`.
+
+    Args:
+        plan: the run; it must ask for a cluster.
+        default_python: interpreter in the job where `cluster.python` names none.
+
+    Raises:
+        ConfigError: a value that cannot reach the script unchanged, with the key it came from.
+    """
+    cluster = plan.config.cluster
+    assert cluster is not None
+    python = cluster.python or default_python
+    _require_absolute("cluster.python", python)
+    return read_template("run.sh").format(
+        title=f"{plan.run.name}/{plan.run.run_id}: global batch {plan.batch.as_sum()}",
+        sbatch="\n".join(_sbatch_lines(sbatch_flags(plan))),
+        exports="\n".join(_export_lines(job_environment(plan.config))),
+        setup="\n".join(_setup_line(line) for line in cluster.setup),
+        code=shlex.quote(str(plan.run.code)),
+        python=shlex.quote(python),
+        run=shlex.quote(str(plan.run.path)),
+        srun=" ".join(_srun_words(srun_flags(plan))),
+    )
+
+
+def _sbatch_lines(flags: Flags) -> list[str]:
+    lines = []
+    for name, value in flags.items():
+        with _naming(f"--{name}"):
+            lines.append(sbatch_line(name, None if value is True else str(value)))
+    return lines
+
+
+def _srun_words(flags: Flags) -> list[str]:
+    words = ["srun"]
+    for name, value in flags.items():
+        with _naming(f"srun --{name}"):
+            flag = f"--{check_flag_name(name)}"
+            words.append(flag if value is True else f"{flag}={check_flag_value(str(value))}")
+    return words
+
+
+def _export_lines(variables: Mapping[str, str]) -> list[str]:
+    lines = []
+    for name, value in variables.items():
+        with _naming(f"export {name}"):
+            lines.append(f"export {check_env_name(name)}={check_env_value(value)}")
+    return lines
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Puts the flag or variable in front of what is wrong with its value."""
+    try:
+        yield
+    except ConfigError as err:
+        shown = what if what.isprintable() else repr(what)
+        raise ConfigError(f"{shown}: {err.message}", hint=err.hint) from err
+
+
+def _setup_line(line: str) -> str:
+    # A setup line is the user's own shell and stays as it is, but it stays one line.
+    if not line.isprintable():
+        raise ConfigError(
+            f"cluster.setup has a line break or control character: {line!r}",
+            hint="give each shell line as an item of its own",
+        )
+    return line
+
+
+def _require_absolute(key: str, path: str) -> None:
+    if not Path(path).is_absolute() or not path.isprintable():
+        raise ConfigError(f"{key}={path!r} is not an absolute path", hint="name the interpreter with its full path")

@@ -1,0 +1,167 @@
+"""The code of a run as it was at submission: tracked, changed and untracked files, but not ignored ones.
+
+A queued or requeued job runs this copy, whatever is edited meanwhile. Git's work is started early and read late, so
+that it costs no waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurm_train.errors import ConfigError
+
+# Outside git there is no list of what belongs to the code, so it is told by its ending.
+_SOURCE_SUFFIXES = frozenset(
+    {".py", ".pyi", ".yaml", ".yml", ".toml", ".json", ".cfg", ".ini", ".txt", ".sh", ".so", ".cu", ".cpp"}
+)
+_MAX_ENTRIES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class GitQuestions:
+    """Git commands under way in a directory."""
+
+    files: subprocess.Popen[bytes]
+    commit: subprocess.Popen[bytes]
+    difference: subprocess.Popen[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """What git said: the files that belong to the code, the commit, and the uncommitted change."""
+
+    files: tuple[str, ...] | None
+    """Paths relative to the directory, None outside git."""
+    commit: str | None
+    difference: str
+
+
+def ask_git(directory: Path, env: Mapping[str, str]) -> GitQuestions | None:
+    """Starts asking git about a directory; None where there is no git command."""
+    if shutil.which("git", path=env.get("PATH")) is None:
+        return None
+
+    def ask(*words: str) -> subprocess.Popen[bytes]:
+        command = ["git", "-C", str(directory), *words]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+
+    return GitQuestions(
+        files=ask("ls-files", "-z", "--cached", "--others", "--exclude-standard"),
+        commit=ask("rev-parse", "HEAD"),
+        difference=ask("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff"),
+    )
+
+
+def read_answers(questions: GitQuestions | None) -> SourceState:
+    """Returns what git said, waiting for it where it is still at work."""
+    if questions is None:
+        return SourceState(None, None, "")
+    files, commit, difference = (
+        _read(process) for process in (questions.files, questions.commit, questions.difference)
+    )
+    names = (
+        None if files is None else tuple(sorted(set(filter(None, files.decode(errors="surrogateescape").split("\0")))))
+    )
+    sha = commit.decode().strip() if commit else None
+    return SourceState(names, sha or None, (difference or b"").decode(errors="replace"))
+
+
+def drop_questions(questions: GitQuestions | None) -> None:
+    """Ends what is still being asked; does nothing after `read_answers`."""
+    if questions is None:
+        return
+    for process in (questions.files, questions.commit, questions.difference):
+        if process.returncode is None:
+            process.kill()
+            process.communicate()
+
+
+def _read(process: subprocess.Popen[bytes]) -> bytes | None:
+    output, _ = process.communicate()
+    return output if process.returncode == 0 else None
+
+
+def plan_snapshot(directory: Path, state: SourceState, *, limit_mb: int, exclude: Path) -> list[str]:
+    """Returns the files to copy, relative to the directory; touches nothing.
+
+    Args:
+        directory: the submitting directory.
+        state: what git said about it.
+        limit_mb: largest total size in MiB.
+        exclude: the root of the runs, never part of a snapshot.
+
+    Raises:
+        ConfigError: the files are more than the limit.
+    """
+    names = list(state.files) if state.files is not None else _walk(directory)
+    kept, total = [], 0
+    for name in names:
+        path = directory / name
+        if path.is_file() and not path.resolve().is_relative_to(exclude):
+            total += path.stat().st_size
+            kept.append(name)
+    if total > limit_mb << 20:
+        raise _too_large(directory, kept, total, limit_mb)
+    return kept
+
+
+def _walk(directory: Path) -> list[str]:
+    found: list[str] = []
+    entries = 0
+    for folder, subfolders, files in os.walk(directory):
+        here = Path(folder)
+        subfolders[:] = sorted(
+            name
+            for name in subfolders
+            if not name.startswith((".", "__")) and not (here / name / "pyvenv.cfg").exists()
+        )
+        entries += len(files) + len(subfolders)
+        if entries > _MAX_ENTRIES:
+            raise ConfigError(
+                f"{directory} is not a git repository and holds more than {_MAX_ENTRIES} files: which are the code?",
+                hint="start from the folder of your project, or make it a git repository",
+            )
+        found += [
+            str((here / name).relative_to(directory)) for name in sorted(files) if Path(name).suffix in _SOURCE_SUFFIXES
+        ]
+    return found
+
+
+def _too_large(directory: Path, names: Sequence[str], total: int, limit_mb: int) -> ConfigError:
+    largest = sorted(names, key=lambda name: (directory / name).stat().st_size, reverse=True)[:3]
+    return ConfigError(
+        f"the code in {directory} is {total >> 20} MiB, more than run.snapshot_limit_mb={limit_mb}; "
+        f"largest: {', '.join(largest)}",
+        hint="list data in .gitignore, or raise run.snapshot_limit_mb",
+    )
+
+
+def write_snapshot(directory: Path, names: Sequence[str], target: Path) -> None:
+    """Copies the files into a fresh folder and puts it in place of an older snapshot."""
+    fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(mode=0o700)
+    folders = {os.path.dirname(name) for name in names}  # noqa: PTH120  # str in, str out: paths cost 10x here
+    for folder in sorted(folders):
+        os.makedirs(fresh / folder, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
+    for name in names:
+        shutil.copy2(directory / name, fresh / name)
+    shutil.rmtree(target, ignore_errors=True)
+    fresh.rename(target)
+
+
+def describe_source(state: SourceState, names: Sequence[str], versions: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what `provenance.json` holds about the code."""
+    return {
+        "git_commit": state.commit,
+        "git_dirty": bool(state.difference),
+        "git_diff": state.difference,
+        "num_files": len(names),
+        "versions": dict(versions),
+    }

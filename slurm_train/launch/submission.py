@@ -1,0 +1,71 @@
+"""Hands a finished script to Slurm through submitit; the one module that imports it.
+
+submitit's own script, pickles and signal handlers are not used: nothing is pickled, the script is ours, and a job is
+known by its run directory. What is used is its submission path and its Job handle.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from slurm_train.errors import ClusterError
+from slurm_train.slurm.environment import is_job_variable
+
+
+class ScriptExecutor(submitit.SlurmExecutor):
+    """A submitit executor that submits a script as it is.
+
+    Args:
+        folder: where submitit keeps its copy of what was submitted.
+        script: the script's text.
+        env: environment of the caller; variables of an enclosing job are withheld from the new one.
+    """
+
+    def __init__(self, folder: Path, *, script: str, env: Mapping[str, str]) -> None:
+        super().__init__(folder)
+        self._script = script
+        self._withheld = sorted(name for name in env if is_job_variable(name))
+
+    def submit_script(self) -> submitit.Job[Any]:
+        """Submits the script and returns submitit's handle of the job."""
+        return self._submit_command("")
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:  # noqa: ARG002  # submitit's signature
+        return self._script
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        scrub = [word for name in self._withheld for word in ("-u", name)]
+        return ["env", *scrub, "sbatch", "--parsable", str(submission_file_path)]
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        text = string.decode() if isinstance(string, bytes) else string
+        # --parsable prints "id" or "id;cluster"; a site's wrapper may print more before it.
+        match = re.search(r"^(\d+)(?:;[\w.-]+)?$", text, re.MULTILINE)
+        if match is None:
+            raise FailedSubmissionError(f"sbatch printed no job id: {text!r}")
+        return match.group(1)
+
+
+def submit_script(script: str, *, folder: Path, env: Mapping[str, str]) -> str:
+    """Submits a script and returns the job id.
+
+    Raises:
+        ClusterError: sbatch refused it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        job = ScriptExecutor(folder, script=script, env=env).submit_script()
+    except (FailedJobError, FailedSubmissionError, RuntimeError) as err:
+        lines = [line for line in str(err).splitlines() if "sbatch:" in line] or str(err).splitlines()[-1:]
+        reason = lines[-1].strip() if lines else type(err).__name__
+        raise ClusterError(
+            f"sbatch refused the job: {reason}", hint="`plan` with the same words shows the script"
+        ) from err
+    return str(job.job_id)

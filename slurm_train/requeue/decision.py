@@ -1,0 +1,100 @@
+"""What to do when the ranks of an attempt have ended: a pure function of what they left and what Slurm says.
+
+srun's exit code alone does not tell (it is 0 after a node failure), and the signals of a preemption and of a scancel
+are the same; so the marks that ranks leave and the job's own record decide. A cancelled job is never brought back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE
+
+Reason = Literal["done", "preempted", "time_limit", "cancelled", "stopped", "failed", "unknown"]
+Action = Literal["finish", "requeue", "leave", "stop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What is known when the ranks have ended."""
+
+    exit_code: int
+    """Of srun, or of the local ranks."""
+    is_finished: bool
+    """Whether `result.json` exists."""
+    stop_asked: bool
+    """Whether a person asked by the STOP file."""
+    requeue_enabled: bool
+    has_slurm: bool
+    """Whether this is a Slurm job at all."""
+    job: Mapping[str, str] | None
+    """`scontrol show job` as a mapping; None without Slurm or where Slurm does not answer."""
+    restart_count: int
+    """Restarts of the job when this attempt began."""
+    fruitless_attempts: int
+    """Attempts in a row, this one included, that ended without a new step."""
+    max_fruitless_attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happened and what follows from it."""
+
+    reason: Reason
+    action: Action
+    note: str
+    """One line for the ledger and the person."""
+
+
+def decide(outcome: Outcome) -> Decision:
+    """Returns the decision for an outcome; see the table in docs/requeue.md."""
+    if outcome.is_finished and outcome.exit_code == EXIT_DONE:
+        return Decision("done", "finish", "the run is finished")
+    reason = _reason(outcome)
+    if reason == "cancelled":
+        return Decision(reason, "stop", "the job was cancelled; `resume` continues the run")
+    if reason == "stopped":
+        return Decision(reason, "stop", "stopped as asked; the same command continues the run")
+    if reason in ("preempted", "time_limit"):
+        return _decide_return(outcome, reason)
+    if reason == "unknown":
+        return Decision(reason, "stop", "the run saved itself, but Slurm does not say why it was asked to")
+    return Decision(reason, "stop", f"the ranks ended with code {outcome.exit_code}; see the logs of this attempt")
+
+
+def _reason(outcome: Outcome) -> Reason:
+    if outcome.stop_asked:
+        return "stopped"
+    if outcome.job is not None:
+        by_slurm = _slurm_reason(outcome.job)
+        if by_slurm is not None:
+            return by_slurm
+    if outcome.exit_code != EXIT_REQUEUE:
+        return "failed"
+    if outcome.job is None:
+        return "unknown" if outcome.has_slurm else "stopped"
+    # The ranks saved because of the warning signal, and nothing else is on record: the limit is near.
+    return "time_limit"
+
+
+def _slurm_reason(job: Mapping[str, str]) -> Reason | None:
+    state = job.get("JobState", "")
+    if job.get("PreemptTime", "None") not in ("None", "Unknown", ""):
+        return "preempted"
+    if job.get("Reason") == "TimeLimit":
+        return "time_limit"
+    if state in ("COMPLETING", "CANCELLED"):
+        return "cancelled"
+    return None
+
+
+def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
+    if not outcome.requeue_enabled:
+        return Decision(reason, "stop", f"{reason}; requeue.enabled=false, so the run waits for `resume`")
+    if outcome.job is not None and int(outcome.job.get("Restarts", "0")) > outcome.restart_count:
+        return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
+    if outcome.fruitless_attempts >= outcome.max_fruitless_attempts and reason == "time_limit":
+        return Decision(reason, "stop", f"{outcome.fruitless_attempts} attempts in a row ended without a new step")
+    return Decision(reason, "requeue", f"{reason}; the job is requeued and continues from its checkpoint")

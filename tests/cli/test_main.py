@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.cli.main import VERBS, help_text
+from tests.support.command_line import REPOSITORY, Person
+
+# Prints the user time and whether heavy modules came along, after the verb has run.
+MEASURE = """
+import json, resource, sys
+from slurm_train.cli.main import run
+try:
+    code = run(sys.argv[1:])
+except SystemExit as err:
+    code = err.code
+seconds = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+heavy = sorted({"torch", "sklearn"} & set(sys.modules))
+print(json.dumps({"code": code, "user_s": seconds, "heavy": heavy}), file=sys.stderr)
+"""
+
+
+def measure(folder: Path, *words: str) -> dict[str, object]:
+    done = Person(folder).runs(sys.executable, "-c", MEASURE, *words)
+    facts: dict[str, object] = json.loads(done.err.splitlines()[-1])
+    return facts | {"out": done.out}
+
+
+@pytest.mark.parametrize("words", [["--help"], *([verb, "--help"] for verb in VERBS)], ids=lambda words: words[0])
+def test_help_is_quick_has_examples_and_imports_no_torch(words: list[str], tmp_path: Path) -> None:
+    facts = measure(tmp_path, *words)
+    assert (facts["code"], facts["heavy"]) == (0, [])
+    assert isinstance(facts["user_s"], float) and facts["user_s"] < 0.5
+    out = str(facts["out"])
+    typed = "python -m slurm_train" if words == ["--help"] else f"python -m slurm_train {words[0]}"
+    examples = [line for line in out.splitlines() if line.startswith("  ") and typed in line]
+    assert examples, out
+
+
+def test_the_help_names_every_verb() -> None:
+    lines = [line.split() for line in help_text().splitlines()]
+    assert set(VERBS) <= {words[0] for words in lines if words}
+
+
+NEAR = [("stats", "status"), ("log", "logs"), ("cancle", "cancel"), ("plann", "plan"), ("resum", "resume")]
+
+
+@pytest.mark.parametrize(("word", "verb"), NEAR)
+def test_a_mistyped_verb_is_answered_with_the_nearest(word: str, verb: str, shell: Any) -> None:
+    done = shell.types(word)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"error: {word!r} is neither a verb nor a setting\nhint: did you mean `{verb}`?\n"
+
+
+def test_a_word_like_no_verb_is_answered_with_all_of_them(shell: Any) -> None:
+    done = shell.types("xyzzy")
+    assert done.code == 2
+    assert all(verb in done.err for verb in VERBS)
+
+
+def test_a_verb_is_a_first_word_only(shell: Any) -> None:
+    assert "'status' is neither a verb nor a setting" in shell.types("seed=1", "status").err
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_a_flag_that_a_verb_does_not_have_is_wrong_use(verb: str, shell: Any) -> None:
+    done = shell.types(verb, "--no-such-flag")
+    assert (done.code, done.out) == (2, "")
+    assert "--no-such-flag" in done.err or "usage:" in done.err
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    """What `... | head` does to a command that still prints."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "slurm_train", "--help"],
+        cwd=tmp_path,
+        env=Person(tmp_path).environment(),
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_console_script_and_the_module_are_the_same_door() -> None:
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    assert 'slurm-train = "slurm_train.__main__:main"' in text

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from slurm_train.rundir.lock import Holder, take_lock, this_process
+from tests.cli.conftest import attempt
+
+STOPPED = attempt(0, reason="cancelled", action="stop")
+SCRIPT = "#!/bin/bash\n#SBATCH --nodes=1\n"
+
+
+def test_the_runs_own_script_is_submitted_again(shell: Any) -> None:
+    run = shell.has_run(job_ids=("12",), ledger=STOPPED, script=SCRIPT)
+    run.stop_file.touch()
+    done = shell.types("resume", "3f9a1c07")
+    assert (done.code, done.out) == (0, f"4711 {run.path}\n")
+    assert shell.slurm.said("submitted.sh") == SCRIPT
+    assert json.loads(run.job.read_text())["job_ids"] == ["12", "4711"]
+    assert not run.stop_file.exists(), "an old request to stop is not for the new job"
+    assert "newest verified checkpoint" in done.err
+
+
+def test_a_dead_process_of_this_machine_does_not_block_the_job(shell: Any) -> None:
+    run = shell.has_run(script=SCRIPT)
+    dead = Holder(job_id=None, host=this_process().host, pid=4_194_300, started="1")
+    take_lock(run, dead, is_alive=lambda _holder: True)
+    assert shell.types("resume", "gpt-stdlib").code == 0
+    assert not run.lock.exists()
+
+
+def test_a_finished_run_has_nothing_to_resume(shell: Any) -> None:
+    shell.has_run(result={})
+    done = shell.types("resume", "gpt-stdlib")
+    assert (done.code, done.out) == (2, "")
+    assert "gpt-stdlib/3f9a1c07 is finished; there is nothing to resume" in done.err
+    assert "run.name=NAME, or seed=N" in done.err
+
+
+@pytest.mark.parametrize("word", ["PENDING", "RUNNING"])
+def test_an_active_run_is_not_submitted_twice(word: str, shell: Any) -> None:
+    shell.has_run(job_ids=("12",), script=SCRIPT)
+    shell.slurm.queue("12", word)
+    done = shell.types("resume", "gpt-stdlib")
+    assert done.code == 2 and "is active already: Slurm job 12" in done.err
+    assert shell.slurm.said("submitted.sh") is None
+
+
+def test_what_slurm_refuses_leaves_the_run_as_it_was(shell: Any) -> None:
+    run = shell.has_run(job_ids=("12",), script=SCRIPT)
+    shell.slurm.refuse("sbatch: error: Batch job submission failed: Invalid account or account/partition combination")
+    before = shell.left()
+    done = shell.types("resume", "gpt-stdlib")
+    assert done.code == 2 and "set cluster.account" in done.err
+    assert shell.left() == before and json.loads(run.job.read_text())["job_ids"] == ["12"]
+
+
+def test_a_missing_script_says_what_to_type(shell: Any) -> None:
+    shell.has_run(script=None)
+    done = shell.types("resume", "gpt-stdlib")
+    assert done.code == 2 and "submit.sh is missing" in done.err and "first command again" in done.err
+
+
+def test_without_slurm_a_cluster_run_cannot_be_resumed(shell: Any) -> None:
+    shell.has_run(script=SCRIPT)
+    shell.leaves_slurm()
+    assert "there is no Slurm here" in shell.types("resume", "gpt-stdlib").err
+
+
+def test_a_local_run_without_its_plan_says_what_to_type(shell: Any) -> None:
+    run = shell.has_run(cluster=False)
+    run.plan.write_text("{")
+    done = shell.types("resume", "gpt-stdlib")
+    assert done.code == 2 and "plan.json cannot be read" in done.err
+
+
+def test_a_local_run_that_is_queued_on_slurm_is_not_started_here(shell: Any) -> None:
+    shell.has_run(cluster=False, job_ids=("12",))
+    shell.slurm.queue("12", "PENDING")
+    done = shell.types("resume", "gpt-stdlib")
+    assert done.code == 2 and "is active already: Slurm job 12" in done.err

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.config.compose import compose
+from slurm_train.config.frozen import load_config
+from slurm_train.config.words import read_words
+from slurm_train.launch.plan import plan_run
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import Holder, take_lock, this_process
+from slurm_train.rundir.lookup import read_job
+
+
+def run_of(folder: Path, *words: str) -> RunDirectory:
+    return plan_run(compose(read_words(words)), cwd=folder, env={}).run
+
+
+def test_a_submission_prints_job_and_run_and_nothing_else_on_stdout(shell: Any) -> None:
+    run = run_of(shell.folder, "+cluster=4x8")
+    done = shell.types("+cluster=4x8", "optim.lr_retune=none")
+    assert (done.code, done.out) == (0, f"4711 {run.path}\n")
+    assert shell.slurm.said("submitted.sh") == shell.slurm.said("tested.sh") == run.submit_script.read_text()
+    record = read_job(run)
+    assert record is not None and record.job_id == "4711"
+    assert load_config(run.config).cluster is not None
+    assert json.loads(run.provenance.read_text())["words"] == ["+cluster=4x8", "optim.lr_retune=none"]
+    for text in ("global batch  64 = 2 local x 32 ranks x 1 accumulation", f"status {run.run_id}", "logs -f", "cancel"):
+        assert text in done.err
+
+
+def test_the_same_command_while_it_runs_points_to_it(shell: Any) -> None:
+    shell.types("+cluster=4x8")
+    run = run_of(shell.folder, "+cluster=4x8")
+    for word in ("PENDING", "RUNNING", "COMPLETING"):
+        shell.slurm.queue("4711", word)
+        done = shell.types("+cluster=2x8")
+        assert (done.code, done.out) == (2, "")
+        assert f"{run.name}/{run.run_id} is active already: Slurm job 4711, {run.path}" in done.err
+        assert f"`logs -f {run.run_id}` watch it" in done.err and "run.name=NAME or seed=N" in done.err
+
+
+def test_the_same_command_after_its_job_has_ended_submits_again_at_any_size(shell: Any) -> None:
+    shell.types("+cluster=4x8")
+    shell.slurm.account("4711", "CANCELLED by 0")
+    (shell.slurm.folder / "job_id").write_text("4712;cluster\n")
+    run = run_of(shell.folder, "+cluster=4x8")
+    done = shell.types("+cluster=2x8")
+    assert done.out == f"4712 {run.path}\n"
+    assert json.loads(run.job.read_text())["job_ids"] == ["4711", "4712"]
+    assert "#SBATCH --nodes=2" in run.submit_script.read_text()
+
+
+@pytest.mark.parametrize("words", [["+cluster=4x8"], ["run.processes=4"], []])
+def test_a_finished_run_shows_its_result(words: list[str], shell: Any) -> None:
+    run = run_of(shell.folder)
+    run.path.mkdir(parents=True)
+    run.result.write_text('{"eval_loss": 1.25}')
+    done = shell.types(*words)
+    assert (done.code, json.loads(done.out)) == (0, {"eval_loss": 1.25})
+    assert f"{run.name}/{run.run_id} is finished: {run.path}" in done.err
+    assert "add run.name=NAME, or seed=N" in done.err
+    assert shell.slurm.said("submitted.sh") is None
+
+
+def test_a_result_that_cannot_be_read_is_not_thrown_away(shell: Any) -> None:
+    run = run_of(shell.folder)
+    run.path.mkdir(parents=True)
+    run.result.write_text("{")
+    done = shell.types()
+    assert done.code == 2 and "result.json cannot be read" in done.err
+
+
+@pytest.mark.parametrize("words", [["+cluster=4x8"], []])
+def test_a_run_that_a_process_here_is_training_is_refused(words: list[str], shell: Any) -> None:
+    run = run_of(shell.folder)
+    run.path.mkdir(parents=True)
+    take_lock(run, this_process(), is_alive=lambda _holder: True)
+    done = shell.types(*words)
+    assert done.code == 2 and "is being run by process" in done.err
+    assert shell.slurm.said("submitted.sh") is None
+    assert not run.config.exists(), "nothing of a run that somebody else is training is overwritten"
+
+
+def test_a_dead_process_of_this_machine_does_not_block_the_job(shell: Any) -> None:
+    run = run_of(shell.folder)
+    run.path.mkdir(parents=True)
+    dead = Holder(job_id=None, host=this_process().host, pid=4_194_300, started="1")
+    take_lock(run, dead, is_alive=lambda _holder: True)
+    assert shell.types("+cluster=4x8").code == 0
+    assert not run.lock.exists(), "the node could not tell that the holder is dead"
+
+
+def test_a_queued_run_is_not_started_here(shell: Any) -> None:
+    shell.types("+cluster=4x8")
+    shell.slurm.queue("4711", "PENDING")
+    done = shell.types()
+    assert done.code == 2 and "is active already: Slurm job 4711" in done.err
+
+
+def test_a_script_runs_here_to_its_end_once(shell: Any) -> None:
+    facts = "[os.environ['WORLD_SIZE'], *sys.argv[1:]]"
+    code = f"import os, sys; open('seen_' + os.environ['RANK'], 'w').write(' '.join({facts}))"
+    (shell.folder / "train.py").write_text(code)
+    words = ["script=[train.py,--lr,1e-3]", "run.processes=2"]
+    shell.patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    done = shell.types(*words)
+    run = run_of(shell.folder, *words)
+    assert done.code == 0, done.err
+    assert {path.name: path.read_text() for path in shell.folder.glob("seen_*")} == {
+        "seen_0": "2 --lr 1e-3",
+        "seen_1": "2 --lr 1e-3",
+    }
+    (line,) = read_ledger(run)
+    assert (line["reason"], line["exit_code"], line["job_id"]) == ("done", 0, None)
+    again = shell.types(*words)
+    assert again.code == 0 and json.loads(again.out)["exit_code"] == 0
+    assert len(read_ledger(run)) == 1
+
+
+def test_the_configuration_can_be_looked_at(shell: Any) -> None:
+    done = shell.types("--cfg", "job", "optim.lr=0.5")
+    assert done.code == 0 and "lr: 0.5" in done.out
+    assert shell.left() == []

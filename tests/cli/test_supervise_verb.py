@@ -1,0 +1,146 @@
+"""The verb that the batch script calls, with srun and scontrol as small programs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lookup import read_job
+from tests.cli.conftest import Shell
+from tests.support.command_line import Done, Person
+from tests.support.waiting import wait_for
+
+JOB = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "node[2-3]",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_NAME": "gpt",
+}
+RUNNING = "JobId=77 JobName=gpt\n   JobState=RUNNING Reason=None Restarts=0\n   PreemptTime=None\n"
+
+# Answers for every node when it is asked whether it sees the run; else it is the step of the ranks.
+SRUN = """
+case " $* " in
+  *config.yaml*) for node in node2 node3; do echo "$(cat {here}/sees) $node"; done;;
+  *) printf '%s\\n' "$@" > {here}/words; env > {here}/env; cp {run}/result.new {run}/result.json 2>/dev/null
+     exit "$(cat {here}/code)";;
+esac
+"""
+
+
+class Batch:
+    """An allocation of two nodes with a run in it."""
+
+    def __init__(self, shell: Shell) -> None:
+        self.run: RunDirectory = shell.has_run(job_ids=("76",))
+        self.run.logs.mkdir(exist_ok=True)
+        self.here = shell.slurm.folder
+        self.person = Person(shell.folder)
+        self._write("srun", SRUN.format(here=self.here, run=self.run.path))
+        self._write("scontrol", f"cat {self.here}/show_job")
+        self.says(sees="fine", code="0", show_job=RUNNING)
+
+    def _write(self, name: str, body: str) -> None:
+        (self.here / name).write_text(f"#!/bin/sh\n{body}\n")
+
+    def says(self, **files: str) -> None:
+        for name, text in files.items():
+            (self.here / name).write_text(text)
+
+    def supervises(self, **env: str) -> Done:
+        words = ["supervise", str(self.run.path), "--", "srun", f"--output={self.run.logs}/attempt_{{attempt}}/r", "x"]
+        return self.person.types(*words, env={**JOB, **env, "PATH": f"{self.here}:/usr/bin:/bin"})
+
+    def step_env(self) -> dict[str, str]:
+        return dict(line.split("=", 1) for line in (self.here / "env").read_text().splitlines() if "=" in line)
+
+
+@pytest.fixture
+def batch(shell: Shell) -> Batch:
+    return Batch(shell)
+
+
+def test_the_step_gets_its_attempt_and_where_to_meet(batch: Batch) -> None:
+    (batch.run.path / "result.new").write_text("{}")
+    left_over = {"RANK": "9", "SRUN_CPUS_PER_TASK": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node9"}
+    done = batch.supervises(**left_over)
+    assert done.code == 0, done.err
+    env = batch.step_env()
+    assert (env["MASTER_ADDR"], env["SLURM_TRAIN_ATTEMPT"]) == ("node2", "0"), "not the step of an enclosing shell"
+    assert not set(left_over) & set(env) and env["SLURM_JOB_ID"] == "77"
+    assert 1024 < int(env["MASTER_PORT"]) < 65536
+    assert (batch.here / "words").read_text().split() == [f"--output={batch.run.logs}/attempt_0/r", "x"]
+    (line,) = read_ledger(batch.run)
+    assert (line["reason"], line["nodes"], line["world_size"]) == ("done", ["node2", "node3"], 8)
+    record = read_job(batch.run)
+    assert record is not None and record.job_id == "77", "a script submitted by hand is this run's job from now on"
+
+
+def test_a_job_that_was_cancelled_stays_so(batch: Batch) -> None:
+    batch.says(code="143", show_job=RUNNING.replace("JobState=RUNNING", "JobState=COMPLETING"))
+    done = batch.supervises()
+    assert done.code == 143
+    assert read_ledger(batch.run)[0]["reason"] == "cancelled"
+
+
+def test_nodes_that_do_not_see_the_run_end_the_job_at_once_by_name(batch: Batch) -> None:
+    batch.says(sees="blind")
+    done = batch.supervises()
+    text = f"nodes node2, node3 do not see the run directory {batch.run.path}"
+    assert done.code == 2 and text in done.err
+    assert text in (batch.run.attempt_logs(0) / "batch.log").read_text()
+    assert not (batch.here / "words").exists(), "no rank was started"
+    assert read_ledger(batch.run)[0]["exit_code"] == 2
+
+
+def test_a_slurm_that_does_not_answer_does_not_lose_the_ledger(batch: Batch) -> None:
+    batch._write("scontrol", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    batch.says(code="75")
+    done = batch.supervises()
+    assert done.code == 75
+    assert "Slurm does not say how job 77 stands" in done.err
+    assert read_ledger(batch.run)[0]["reason"] == "unknown"
+
+
+def test_outside_a_job_it_says_where_it_belongs(batch: Batch) -> None:
+    done = batch.supervises(SLURM_JOB_ID="")
+    assert done.code == 2 and "SLURM_JOB_ID is not set" in done.err
+    assert read_ledger(batch.run) == []
+
+
+SLEEPER = """
+import os, signal, time
+def stop(number, frame):
+    open("stopped_" + os.environ["RANK"], "w").write(str(number))
+    os._exit(75)
+signal.signal(signal.SIGUSR2, stop)
+open("ready_" + os.environ["RANK"], "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_here_is_a_polite_stop(number: signal.Signals, shell: Any) -> None:
+    (shell.folder / "train.py").write_text(SLEEPER)
+    words = [sys.executable, "-m", "slurm_train", "script=[train.py]", "run.processes=2"]
+    env = Person(shell.folder).environment()
+    trainer = subprocess.Popen(words, cwd=shell.folder, env=env, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: len(list(shell.folder.glob("ready_*"))) == 2, within_s=60, what="both ranks", poll_s=0.05)
+    trainer.send_signal(number)
+    _, err = trainer.communicate(timeout=60)
+    assert trainer.returncode == 75, err
+    stopped = {path.name: path.read_text() for path in shell.folder.glob("stopped_*")}
+    assert stopped == {name: str(int(signal.SIGUSR2)) for name in ("stopped_0", "stopped_1")}
+    (run,) = (RunDirectory(path.parent) for path in Path(shell.folder).glob("runs/*/*/config.yaml"))
+    (line,) = read_ledger(run)
+    assert (line["reason"], line["exit_code"]) == ("stopped", 75)
+    assert not run.lock.exists() and not run.result.exists()
+    assert json.loads(run.plan.read_text())["world"]["size"] == 2

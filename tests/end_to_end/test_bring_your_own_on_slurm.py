@@ -1,0 +1,63 @@
+"""The examples on a real Slurm, two nodes with two ranks each: own model, own function, own script, peers' scripts."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import REPOSITORY, Person
+from tests.support.slurm_runs import wait_until_finished
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.fixture
+def person(slurm_cluster: object, tmp_path: Path) -> Person:
+    for example in (REPOSITORY / "examples").glob("*.py"):
+        shutil.copy(example, tmp_path)
+    return Person(tmp_path)
+
+
+def test_own_model_and_data(person: Person) -> None:
+    own = ("model._target_=own_model.Regressor", "data._target_=own_model.Waves")
+    _, run = person.types("+cluster=2x2", *own, "train.max_steps=150", "model.hidden=32").job_and_run
+    assert wait_until_finished(run)["eval_loss"] < 0.1
+
+
+def test_own_function_on_every_rank(person: Person) -> None:
+    _, run = person.types("+cluster=2x2", "task._target_=own_task.main", "task.rounds=2").job_and_run
+    wait_until_finished(run)
+    assert "round 1: the ranks add up to 6" in run.rank_log(0, 0).read_text()
+
+
+def test_torchrun_style_script(person: Person) -> None:
+    _, run = person.types("+cluster=2x2", "script=[torchrun_script.py,--steps,5]").job_and_run
+    wait_until_finished(run)
+    for rank in range(4):
+        assert f"rank {rank} of 4 (local rank {rank % 2})" in run.rank_log(0, rank).read_text()
+
+
+def test_a_script_that_fails_is_told_apart(person: Person) -> None:
+    (person.folder / "fails.py").write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
+    _, run = person.types("+cluster=1x2", "script=[fails.py]").job_and_run
+    with pytest.raises(AssertionError, match="'reason': 'failed'"):
+        wait_until_finished(run)
+
+
+@pytest.mark.parametrize(
+    ("package", "words", "line"),
+    [
+        ("lightning", "lightning_script.py,--nodes,2,--devices,2", r"rank 0 of 4: 16 steps"),
+        ("accelerate", "accelerate_script.py", r"rank 0 of 4: loss [0-9.]+"),
+    ],
+)
+def test_peers_script_unmodified(person: Person, package: str, words: str, line: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed (pip install {package})")
+    _, run = person.types("+cluster=2x2", f"script=[{words}]").job_and_run
+    wait_until_finished(run, within_s=240)
+    assert re.search(line, run.rank_log(0, 0).read_text())

@@ -1,0 +1,42 @@
+"""Several people and jobs at once: an unprivileged user, and jobs that share nodes without sharing a port."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import TINY, Person, new_project, somebody_else
+from tests.support.slurm_runs import wait_until_finished
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="slurm_train-test-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_an_unprivileged_user_submits_and_trains(slurm_cluster: object, open_folder: Path) -> None:
+    person = somebody_else(open_folder / "project")
+    if isinstance(person, str):
+        pytest.skip(person)
+    _, run = person.types("+cluster=2x2", *TINY).job_and_run
+    assert wait_until_finished(run)["world_size"] == 4
+    assert run.path.owner() == "nobody" and run.path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("pair", range(2))
+def test_two_jobs_on_the_same_nodes_do_not_meet(slurm_cluster: object, tmp_path: Path, pair: int) -> None:
+    person = Person(new_project(tmp_path / "project"))
+    seeds = (2 * pair, 2 * pair + 1)
+    runs = [
+        person.types("+cluster=2x1", *TINY, "cluster.nodelist=node[1-2]", f"seed={s}").job_and_run[1] for s in seeds
+    ]
+    assert [wait_until_finished(run)["world_size"] for run in runs] == [2, 2]

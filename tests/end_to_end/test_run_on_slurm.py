@@ -1,0 +1,114 @@
+"""The main path on a real Slurm: one line submits, ranks on two nodes train, people stop and continue it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurm_train.metrics.writer import read_metrics
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.lookup import find_run
+from tests.support.command_line import TINY, Person, new_project
+from tests.support.node_faults import hidden_from
+from tests.support.slurm_runs import job_state, losses, wait_until_finished, wait_until_step
+from tests.support.waiting import wait_for
+
+TWO_SECONDS = ("model.step_s=2.0", "checkpoint.every_steps=null")
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.fixture
+def person(slurm_cluster: object, tmp_path: Path) -> Person:
+    return Person(new_project(tmp_path / "project"))
+
+
+def test_one_line_trains_on_two_nodes_like_one_process(person: Person) -> None:
+    submitted = person.types("+cluster=2x2", *TINY)
+    job, run = submitted.job_and_run
+    assert submitted.out == f"{job} {run.path}\n"
+    result = wait_until_finished(run)
+    assert result["step"] == 12 and result["world_size"] == 4
+    assert sorted(path.name for path in run.attempt_logs(0).glob("rank_*.log")) == [f"rank_{r}.log" for r in range(4)]
+    assert {line["world_size"] for line in read_metrics(run.metrics)} == {4}
+    alone = person.types(*TINY, "run.processes=1", "run.name=alone")
+    assert alone.code == 0, alone.err
+    alone_losses = losses(find_run(person.folder / "runs", "alone"))
+    assert losses(run) == pytest.approx(alone_losses, abs=1e-4)
+    assert person.types("+cluster=2x2", *TINY).code == 0, "a finished run shows its result"
+
+
+def test_scancel_ends_a_run_and_resume_continues_it(person: Person) -> None:
+    job, run = person.types("+cluster=2x2", *TINY, "model.step_s=0.2", "train.max_steps=40").job_and_run
+    wait_until_step(run, 6)
+    again = person.types("+cluster=2x2", *TINY, "model.step_s=0.2", "train.max_steps=40")
+    assert again.code == 2 and "active already" in again.err and job in again.err
+    subprocess.run(["scancel", job], check=True)
+    wait_for(lambda: job_state(job) == "CANCELLED", within_s=40, what="CANCELLED")
+    wait_for(lambda: read_ledger(run)[-1].get("reason") == "cancelled", within_s=20, what="the ledger's end line")
+    resumed_job, same_run = person.types("resume", run.run_id).job_and_run
+    assert same_run == run and resumed_job != job
+    wait_until_finished(run)
+    assert job_state(job) == "CANCELLED", "a cancelled job is never brought back"
+    assert int(read_ledger(run)[1]["first_step"]) >= 6
+    assert sorted(losses(run)) == list(range(1, 41))
+
+
+def test_cancel_ends_a_run_and_sbatch_by_hand_continues_it(person: Person) -> None:
+    job, run = person.types("+cluster=1x2", *TINY, "model.step_s=0.2", "train.max_steps=30").job_and_run
+    wait_until_step(run, 2)
+    cancelled = person.types("cancel", run.run_id)
+    assert cancelled.code == 0 and job in cancelled.err
+    wait_for(lambda: job_state(job) == "CANCELLED", within_s=40, what="CANCELLED")
+    by_hand = person.runs("sbatch", "--parsable", str(run.submit_script))
+    assert by_hand.code == 0, by_hand.err
+    wait_until_finished(run)
+    assert person.types("cancel", run.run_id).code == 2
+
+
+def test_the_script_runs_inside_an_salloc(person: Person) -> None:
+    job, run = person.types("+cluster=2x2", *TINY, "cluster.sbatch.hold=true").job_and_run
+    subprocess.run(["scancel", job], check=True)
+    done = person.runs("salloc", "--nodes=2", "--ntasks-per-node=2", "bash", str(run.submit_script), timeout_s=180)
+    assert done.code == 0, done.out + done.err
+    assert wait_until_finished(run)["world_size"] == 4
+
+
+def test_a_polite_stop_saves_the_step_it_stops_at(person: Person) -> None:
+    words = ("+cluster=1x2", *TINY, "model.step_s=0.2", "train.max_steps=30", "checkpoint.every_steps=null")
+    _, run = person.types(*words).job_and_run
+    wait_until_step(run, 5)
+    run.stop_file.touch()
+    wait_for(lambda: read_ledger(run)[-1].get("reason") == "stopped", within_s=60, what="the ledger's end line")
+    stopped_at = max(losses(run))
+    assert [path.name for path in run.checkpoints.iterdir()] == [f"checkpoint_{stopped_at:07d}"]
+    status = person.types("status", run.run_id)
+    assert "stopped" in status.out
+    assert person.types(*words).code == 0
+    wait_until_finished(run)
+    assert sorted(losses(run)) == list(range(1, 31))
+
+
+def test_preemption_brings_the_run_back_by_itself(person: Person) -> None:
+    job, run = person.types("+cluster=4x8", *TINY, *TWO_SECONDS, "batch.global_size=32").job_and_run
+    wait_until_step(run, 3, within_s=240)
+    person.runs("sbatch", "--qos=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 1")
+    wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
+    wait_until_finished(run, within_s=300)
+    wait_for(lambda: "reason" in read_ledger(run)[-1], within_s=30, what="the ledger's end line")
+    first, second = read_ledger(run)
+    assert first["reason"] == "preempted" and first["job_id"] == second["job_id"] == job
+    assert second["first_step"] == first["last_step"], "nothing is lost by a polite preemption"
+    assert sorted(losses(run)) == list(range(1, 13))
+
+
+def test_a_node_that_does_not_see_the_run_is_named(person: Person, slurm_cluster: object) -> None:
+    job, run = person.types("+cluster=2x1", *TINY, "cluster.sbatch.hold=true").job_and_run
+    with hidden_from("node2", person.folder):
+        subprocess.run(["scontrol", "release", job], check=True)
+        log = run.logs / "batch.log"
+        wait_for(lambda: log.exists() and "error:" in log.read_text(), within_s=45, what="an error in batch.log")
+    assert f"node node2 does not see the run directory {run.path}" in log.read_text()
+    wait_for(lambda: job_state(job) == "FAILED", within_s=20, what="FAILED")

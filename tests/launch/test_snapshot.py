@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurm_train.errors import ConfigError
+from slurm_train.launch import snapshot
+from slurm_train.launch.snapshot import (
+    SourceState,
+    ask_git,
+    describe_source,
+    plan_snapshot,
+    read_answers,
+    write_snapshot,
+)
+
+IDENTITY = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
+
+
+def git(folder: Path, *words: str) -> None:
+    env = {**os.environ, **IDENTITY, "GIT_CONFIG_GLOBAL": "/dev/null"}
+    subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True, env=env)
+
+
+def write(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_py", ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository with a tracked, a modified, a deleted, an untracked and an ignored file, and runs of its own."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    write(folder, train_py="tracked", model_py="old", gone_py="x", lib__deep_py="deep")
+    (folder / ".gitignore").write_text("*.log\ndata/\n")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "one")
+    write(folder, model_py="modified", new_py="untracked", data__big_py="ignored", runs__a__b__config_py="a run")
+    (folder / "x.log").write_text("ignored")
+    (folder / "gone.py").unlink()
+    return folder
+
+
+def snapshot_of(folder: Path, **changes: object) -> list[str]:
+    state = read_answers(ask_git(folder, os.environ))
+    arguments = {"limit_mb": 1, "exclude": folder / "runs", **changes}
+    return plan_snapshot(folder, state, **arguments)  # type: ignore[arg-type]
+
+
+def test_what_git_does_not_ignore_is_the_code(project: Path) -> None:
+    assert snapshot_of(project) == [".gitignore", "lib/deep.py", "model.py", "new.py", "train.py"]
+
+
+def test_a_subfolder_has_its_own_code_only(project: Path) -> None:
+    assert snapshot_of(project / "lib") == ["deep.py"]
+
+
+def test_the_copy_is_what_was_on_disk_and_replaces_an_older_one(project: Path, tmp_path: Path) -> None:
+    target = tmp_path / "run" / "code"
+    target.mkdir(parents=True)
+    (target / "stale.py").write_text("of an earlier submission")
+    (project / "train.py").chmod(0o755)
+    write_snapshot(project, snapshot_of(project), target)
+    copied = {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
+    assert copied == {
+        ".gitignore": "*.log\ndata/\n",
+        "lib/deep.py": "deep",
+        "model.py": "modified",
+        "new.py": "untracked",
+        "train.py": "tracked",
+    }
+    assert os.access(target / "train.py", os.X_OK)
+    assert [path.name for path in target.parent.iterdir()] == ["code"]
+
+
+def test_git_says_commit_and_difference(project: Path) -> None:
+    state = read_answers(ask_git(project, os.environ))
+    assert state.commit is not None and len(state.commit) == 40
+    assert "+modified" in state.difference and "-old" in state.difference
+    facts = describe_source(state, ["a", "b"], {"python": "3.11"})
+    assert facts == {
+        "git_commit": state.commit,
+        "git_dirty": True,
+        "git_diff": state.difference,
+        "num_files": 2,
+        "versions": {"python": "3.11"},
+    }
+
+
+def test_a_repository_without_a_commit_still_tells_its_files(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    write(tmp_path, train_py="x")
+    state = read_answers(ask_git(tmp_path, os.environ))
+    assert state == SourceState(("train.py",), None, "")
+
+
+def test_names_that_are_not_text_are_carried(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    name = os.fsdecode(b"caf\xe9 \n.py")
+    (tmp_path / name).write_text("x")
+    assert snapshot_of(tmp_path) == [name]
+    write_snapshot(tmp_path, [name], tmp_path / "code")
+    assert (tmp_path / "code" / name).read_text() == "x"
+
+
+def test_outside_git_the_code_is_told_by_its_ending(tmp_path: Path) -> None:
+    write(tmp_path, train_py="x", pkg__a_py="x", venv__lib__b_py="x", dot__c_py="x", cache__d_py="x")
+    (tmp_path / "cache").rename(tmp_path / "pkg" / "__pycache__")
+    (tmp_path / "venv" / "pyvenv.cfg").write_text("")
+    (tmp_path / "dot").rename(tmp_path / ".hidden")
+    for name in ("settings.yaml", "weights.pt", "image.png"):
+        (tmp_path / name).write_text("x")
+    state = read_answers(ask_git(tmp_path, os.environ))
+    assert state == SourceState(None, None, "")
+    names = plan_snapshot(tmp_path, state, limit_mb=1, exclude=tmp_path / "runs")
+    assert sorted(names) == ["pkg/a.py", "settings.yaml", "train.py"]
+
+
+def test_without_a_git_command_nothing_is_asked(tmp_path: Path) -> None:
+    assert ask_git(tmp_path, {"PATH": str(tmp_path)}) is None
+    assert read_answers(None) == SourceState(None, None, "")
+
+
+def test_too_much_code_is_refused_naming_the_largest(project: Path) -> None:
+    (project / "big.bin").write_bytes(b"x" * (3 << 20))
+    (project / "small.bin").write_bytes(b"x" * (1 << 20))
+    with pytest.raises(ConfigError) as caught:
+        snapshot_of(project, limit_mb=2)
+    assert caught.value.message == (
+        f"the code in {project} is 4 MiB, more than run.snapshot_limit_mb=2; largest: big.bin, small.bin, .gitignore"
+    )
+    assert caught.value.hint == "list data in .gitignore, or raise run.snapshot_limit_mb"
+
+
+def test_a_home_folder_is_not_searched_for_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_MAX_ENTRIES", 5)
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text("")
+    with pytest.raises(ConfigError, match="holds more than 5 files: which are the code"):
+        plan_snapshot(tmp_path, SourceState(None, None, ""), limit_mb=1, exclude=tmp_path / "runs")

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm_train.errors import RunError
+from slurm_train.launch import visibility
+from slurm_train.launch.visibility import require_seen_by_all
+from slurm_train.rundir.layout import RunDirectory
+
+NODES = ("node1", "node2", "node3")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    run.config.write_text("seed: 0\n")
+    return run
+
+
+def fake_srun(folder: Path, body: str) -> dict[str, str]:
+    """Writes an `srun` that keeps its words in a file and then does as the body says; returns an environment."""
+    command = folder / "srun"
+    command.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {folder}/words\n{body}\n')
+    command.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+# Runs the very question that the nodes would be asked, once per node.
+ASK_ALL = 'while [ "${1#--}" != "$1" ]; do shift; done\nfor n in node1 node2 node3; do SLURMD_NODENAME=$n "$@"; done'
+
+
+def test_nodes_that_see_the_run_raise_nothing_and_leave_nothing(run: RunDirectory, tmp_path: Path) -> None:
+    env = fake_srun(tmp_path, ASK_ALL)
+    require_seen_by_all(run, NODES, env)
+    assert (tmp_path / "words").read_text().split()[:4] == [
+        "--nodes=3",
+        "--ntasks=3",
+        "--ntasks-per-node=1",
+        "--chdir=/",
+    ]
+    assert list(run.logs.iterdir()) == []
+
+
+def test_a_single_node_is_not_asked(run: RunDirectory, tmp_path: Path) -> None:
+    env = fake_srun(tmp_path, "exit 1")
+    require_seen_by_all(run, ("node1",), env)
+    assert not (tmp_path / "words").exists()
+
+
+def refusal(run: RunDirectory, env: dict[str, str]) -> RunError:
+    with pytest.raises(RunError) as caught:
+        require_seen_by_all(run, NODES, env)
+    return caught.value
+
+
+def test_nodes_that_do_not_see_the_path_are_named(run: RunDirectory, tmp_path: Path) -> None:
+    error = refusal(run, fake_srun(tmp_path, "echo fine node1; echo blind node3; echo blind node2"))
+    assert error.message == f"nodes node2, node3 do not see the run directory {run.path}"
+    assert error.hint == "put the run on a path that every node shares: run.root=/shared/path"
+
+
+def test_the_question_itself_finds_a_missing_path(run: RunDirectory, tmp_path: Path) -> None:
+    run.config.unlink()
+    assert refusal(run, fake_srun(tmp_path, ASK_ALL)).message.startswith("nodes node1, node2, node3 do not see")
+
+
+def test_the_question_itself_finds_a_path_that_cannot_be_written(run: RunDirectory, tmp_path: Path) -> None:
+    run.logs.rmdir()
+    error = refusal(run, fake_srun(tmp_path, ASK_ALL))
+    assert error.message == f"nodes node1, node2, node3 do not write to the run directory {run.path}"
+
+
+def test_one_node_that_cannot_write_is_named(run: RunDirectory, tmp_path: Path) -> None:
+    error = refusal(run, fake_srun(tmp_path, "echo fine node1; echo readonly node2; echo fine node3"))
+    assert error.message == f"node node2 does not write to the run directory {run.path}"
+
+
+def test_a_silent_node_is_named_and_other_chatter_is_not_an_answer(run: RunDirectory, tmp_path: Path) -> None:
+    error = refusal(run, fake_srun(tmp_path, "echo srun: job step created; echo fine node1; echo fine node3"))
+    assert error.message.startswith("no answer from node2 within 25 s")
+    assert "cluster.exclude=node2" in error.hint
+
+
+def test_a_node_that_hangs_ends_in_time(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visibility, "_TIMEOUT_S", 0.5)
+    env = fake_srun(tmp_path, "echo fine node1; echo fine node3; exec sleep 60")
+    assert refusal(run, env).message.startswith("no answer from node2 within")
+
+
+def test_a_step_that_slurm_refuses_is_quoted(run: RunDirectory, tmp_path: Path) -> None:
+    error = refusal(run, fake_srun(tmp_path, "echo 'srun: error: Unable to create step' >&2; exit 1"))
+    assert "srun: error: Unable to create step" in error.message

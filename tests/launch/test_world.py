@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.config.schema import RunConfig
+from slurm_train.config.structure import build_config
+from slurm_train.errors import ConfigError
+from slurm_train.launch.world import World, count_local_gpus, plan_world
+
+WORLDS = [
+    ({"cluster": {"nodes": 4, "gpus_per_node": 8}}, {}, (8, 8, 8, 8)),
+    ({"cluster": {}}, {}, (1,)),
+    ({"cluster": {"nodes": 2, "gpus_per_node": [3, 3]}}, {}, (3, 3)),
+    ({"cluster": {"nodes": 2}, "run": {"processes": 9}}, {}, (1, 1)),
+    ({}, {}, (2,)),
+    ({"run": {"processes": 5}}, {}, (5,)),
+    ({"run": {"processes": 5}}, {"CUDA_VISIBLE_DEVICES": "0,1"}, (5,)),
+    ({}, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, (3,)),
+    ({}, {"CUDA_VISIBLE_DEVICES": ""}, (2,)),
+]
+
+
+@pytest.mark.parametrize(("values", "env", "ranks"), WORLDS)
+def test_the_world_that_was_asked_for(values: dict[str, Any], env: dict[str, str], ranks: tuple[int, ...]) -> None:
+    world = plan_world(build_config(RunConfig, values), env)
+    assert world == World(ranks)
+    assert (world.num_nodes, world.size, world.is_even) == (len(ranks), sum(ranks), True)
+
+
+REFUSED = [
+    ({"cluster": {"nodes": 0}}, "cluster.nodes=0 leaves nothing to run on", "set cluster.nodes to 1 or more"),
+    ({"cluster": {"gpus_per_node": 0}}, "cluster.gpus_per_node=0 leaves nothing", "set cluster.gpus_per_node to 1"),
+    ({"cluster": {"nodes": 2, "gpus_per_node": [4, -1]}}, "cluster.gpus_per_node=-1 leaves nothing", "set cluster."),
+    ({"run": {"processes": 0}}, "run.processes=0 leaves nothing to run on", "set run.processes to 1 or more"),
+    ({"run": {"processes": -3}}, "run.processes=-3 leaves nothing to run on", "set run.processes to 1 or more"),
+    (
+        {"cluster": {"nodes": 3, "gpus_per_node": [4, 2]}},
+        "cluster.gpus_per_node=[4, 2] names 2 nodes, cluster.nodes=3",
+        "set cluster.nodes=2, or give one number for all nodes",
+    ),
+    (
+        {"cluster": {"nodes": 2, "gpus_per_node": [4, 2]}},
+        "cluster.gpus_per_node=[4, 2] asks for uneven nodes, which this version does not launch",
+        "use the same number on every node, e.g. cluster.gpus_per_node=2",
+    ),
+    ({"cluster": {"nodes": 1, "gpus_per_node": []}}, "cluster.gpus_per_node=[] names 0 nodes", "set cluster.nodes=0"),
+]
+
+
+@pytest.mark.parametrize(("values", "message", "hint"), REFUSED)
+def test_a_world_that_cannot_be_is_refused(values: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_world(build_config(RunConfig, values), {})
+    assert caught.value.message.startswith(message)
+    assert caught.value.hint.startswith(hint)
+
+
+VISIBLE = [("0", 1), ("0,1,2,3", 4), ("", 0), ("-1", 0), (" ", 0), ("GPU-aaaa,GPU-bbbb", 2)]
+
+
+@pytest.mark.parametrize(("visible", "count"), VISIBLE)
+def test_visible_devices_are_counted(visible: str, count: int) -> None:
+    assert count_local_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+@pytest.mark.parametrize(
+    ("listing", "count"),
+    [("GPU 0: NVIDIA H200 (UUID: GPU-1)\\nGPU 1: NVIDIA H200 (UUID: GPU-2)\\n", 2), ("No devices were found\\n", 0)],
+)
+def test_gpus_are_counted_without_torch(listing: str, count: int, tmp_path: Path) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\nprintf '{listing}'\n")
+    command.chmod(0o755)
+    assert count_local_gpus({"PATH": str(tmp_path)}) == count
+
+
+def test_a_machine_without_the_command_has_no_gpus(tmp_path: Path) -> None:
+    assert count_local_gpus({"PATH": str(tmp_path)}) == 0
