@@ -1,0 +1,1 @@
+"""Sample order, batches, shards and the data sets that ship."""

@@ -1,0 +1,1 @@
+"""The models that ship, and the small protocol through which any model is trained."""

@@ -24,8 +24,8 @@ def test_nothing_typed_gives_the_shipped_defaults() -> None:
     result = composed()
     assert (result.choices["model"], result.choices["data"]) == ("gpt", "stdlib")
     assert result.config.cluster is None
-    assert result.config.batch.global_size == 64
-    assert result.config.model is not None and result.config.model["context"] == 256, "references are resolved"
+    assert result.config.batch.global_size == 32
+    assert result.config.model is not None and result.config.model["context"] == 128, "references are resolved"
     assert "hydra" not in result.mapping
 
 

@@ -1,0 +1,84 @@
+"""From the `data` part of a configuration to a sample source.
+
+`data._target_` names a function of ours that gives a source, or a user's own map-style `Dataset`. Beside its keyword
+arguments a user's data set may have
+
+- `heldout`: what differs for the held-out samples, e.g. `{train: false}`; with a `_target_` it stands for itself;
+- `num_workers`: processes that read ahead (0);
+- `collate`: dotted path of a function that makes a batch of a list of items;
+- `keyed_randomness`: seed the random generators before each sample (true); false is faster where nothing is random.
+
+A callable that takes `split` gets "train" or "heldout", unless the configuration sets `split` itself. One that does
+not, and has no `heldout` beside it, has no held-out samples, and evaluation is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slurm_train.config.target import TARGET, accepts_keyword, callable_target, instantiate, resolve_target
+from slurm_train.data.mapstyle import MapStyleSource
+from slurm_train.data.shards import Split
+from slurm_train.data.source import SampleSource
+from slurm_train.errors import ConfigError
+
+_HELDOUT = "heldout"
+_READING = ("num_workers", "collate", "keyed_randomness")
+
+
+def build_source(config: Mapping[str, Any], *, split: Split, seed: int) -> SampleSource | None:
+    """Returns the samples of a split, None where a configuration has no held-out ones.
+
+    Args:
+        config: the `data` part of the configuration, with `_target_`.
+        split: "train" or "heldout".
+        seed: the run's seed; keys the randomness of a user's data set.
+
+    Raises:
+        ConfigError: the target cannot be found, or takes other keywords.
+        DataError: the data cannot be read.
+    """
+    words = _words_of(config, split)
+    if words is None:
+        return None
+    reading = {key: words.pop(key) for key in _READING if key in words}
+    takes_split = accepts_keyword(callable_target(words), "split") and "split" not in words
+    made = instantiate(words, **({"split": split} if takes_split else {}))
+    if made is None and split == "heldout":
+        return None
+    if isinstance(made, SampleSource):
+        _refuse_reading(reading, made)
+        return made
+    return _adapt(made, reading, seed=seed)
+
+
+def _words_of(config: Mapping[str, Any], split: Split) -> dict[str, Any] | None:
+    """Returns the mapping to build a split from, or None where there is none."""
+    words = {str(key): value for key, value in config.items() if key != _HELDOUT}
+    if split == "train":
+        return words
+    other = config.get(_HELDOUT)
+    if other is not None:
+        return dict(other) if TARGET in other else {**words, **other}
+    by_split = accepts_keyword(callable_target(words), "split") and "split" not in words
+    return words if by_split else None
+
+
+def _adapt(dataset: Any, reading: Mapping[str, Any], *, seed: int) -> MapStyleSource:
+    collate = reading.get("collate")
+    return MapStyleSource(
+        dataset,
+        collate=resolve_target(collate) if isinstance(collate, str) else collate,
+        num_workers=int(reading.get("num_workers", 0)),
+        seed=seed if reading.get("keyed_randomness", True) else None,
+    )
+
+
+def _refuse_reading(reading: Mapping[str, Any], source: SampleSource) -> None:
+    if reading:
+        key = next(iter(reading))
+        raise ConfigError(
+            f"data.{key} is for map-style data sets; {type(source).__name__} reads whole batches itself",
+            hint=f"leave data.{key} out",
+        )

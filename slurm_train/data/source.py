@@ -1,0 +1,57 @@
+"""What a data set must be able to do, and nothing about any one of them.
+
+A source gives whole micro-batches by sample number. It knows neither ranks nor order nor epochs: those are the
+stream's. Whatever is random about reading a sample is keyed by the draw, never by how often something was read before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from slurm_train.data.permutation import Int64Array
+
+
+class Draw(NamedTuple):
+    """The samples of one micro-batch before they are read.
+
+    Attributes:
+        indices: int64 (n,), sample numbers.
+        positions: int64 (n,), the global positions they are drawn at; a position is one (epoch, sample), so seed and
+            position key whatever is random about reading it.
+    """
+
+    indices: Int64Array
+    positions: Int64Array
+
+
+@runtime_checkable
+class SampleSource(Protocol):
+    """A data set that gives a whole micro-batch at once."""
+
+    def __len__(self) -> int:
+        """Returns the number of samples."""
+        ...
+
+    def batch(self, indices: Int64Array) -> tuple[Tensor, ...]:
+        """Returns the samples with these numbers, each tensor (n, ...) on the CPU.
+
+        Args:
+            indices: int64 (n,), each in [0, len(self)).
+        """
+        ...
+
+    def fingerprint(self) -> str:
+        """Returns 32 hex digits that change when the samples or their numbering change."""
+        ...
+
+
+@runtime_checkable
+class StreamingSource(SampleSource, Protocol):
+    """A source that wants to see the draws in advance, to read ahead or to key its randomness."""
+
+    def stream(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, ...]]:
+        """Yields one micro-batch per draw, in the same order."""
+        ...

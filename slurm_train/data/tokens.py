@@ -1,0 +1,121 @@
+"""Windows of tokens over memory-mapped shards.
+
+Shapes: B windows, T tokens of context. A window is T + 1 tokens at stride T, so every token is a target at most once.
+Training takes whole windows; evaluation also the last, shorter one of each shard, padded with targets that the loss
+passes over, so each held-out token counts exactly once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slurm_train.data.encoding import BYTES, Encoding, load_encoding
+from slurm_train.data.permutation import Int64Array
+from slurm_train.data.prepare import TOKENIZER
+from slurm_train.data.shards import ShardIndex, Split, Tokens, map_tokens
+from slurm_train.errors import DataError
+
+# What torch's cross entropy passes over by default.
+IGNORED = -100
+
+
+class TokenSource:
+    """The windows of one split.
+
+    Args:
+        directory: where the shards lie.
+        index: what `read_index(directory)` gave.
+        context: T, tokens of a window.
+        split: "train" or "heldout".
+
+    Raises:
+        DataError: no shard is as long as one window.
+    """
+
+    def __init__(self, directory: Path, *, index: ShardIndex, context: int, split: Split) -> None:
+        self.index = index
+        self.context = context
+        self.split = split
+        self._directory = directory
+        self._shards = map_tokens(directory, index, split)
+        self._whole = [_whole_windows(tokens, context) for tokens in self._shards]
+        padded = split == "heldout"
+        counts = [_num_windows(len(tokens) - 1, context, padded=padded) for tokens in self._shards]
+        self._starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        if len(self) == 0:
+            raise DataError(
+                f"{directory} has no {split} window of {context} tokens: {index.splits[split].targets} tokens in all",
+                hint="lower data.context, or prepare more text",
+            )
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def bytes_per_target(self) -> float:
+        """Bytes of text per predicted token: loss in nats / ln 2 / this = bits per byte."""
+        split = self.index.splits[self.split]
+        return split.bytes / split.targets
+
+    def encoding(self) -> Encoding:
+        """Returns the encoding the shards were made with, to decode what a model writes."""
+        return load_encoding(None if self.index.tokenizer == BYTES else self._directory / TOKENIZER)
+
+    def shards(self) -> list[Tokens]:
+        """Returns the memory-mapped shards; in each, all tokens but the first are targets."""
+        return self._shards
+
+    def fingerprint(self) -> str:
+        """Returns a hash over the shards' hashes and the window's length."""
+        hashes = " ".join(shard.xxh3_128 for shard in self.index.splits[self.split].shards)
+        return xxhash.xxh3_128_hexdigest(f"{self.context} {hashes}".encode())
+
+    def batch(self, indices: Int64Array) -> tuple[Tensor, ...]:
+        """Returns the windows with these numbers: inputs and targets, each int64 (B, T).
+
+        Targets that pad a short window are IGNORED; the inputs beside them are 0.
+        """
+        if len(self._shards) == 1:
+            return self._gather(0, indices)
+        shard_of = np.searchsorted(self._starts, indices, side="right") - 1
+        inputs_BT = torch.empty(len(indices), self.context, dtype=torch.int64)
+        targets_BT = torch.empty_like(inputs_BT)
+        for shard in np.unique(shard_of):
+            rows = np.flatnonzero(shard_of == shard)
+            inputs_BT[rows], targets_BT[rows] = self._gather(int(shard), indices[rows] - self._starts[shard])
+        return inputs_BT, targets_BT
+
+    def _gather(self, shard: int, numbers: Int64Array) -> tuple[Tensor, Tensor]:
+        whole = self._whole[shard]
+        short = numbers >= len(whole)
+        if not short.any():
+            return _as_tensors(whole[numbers].astype(np.int64))
+        windows = np.full((len(numbers), self.context + 1), IGNORED, dtype=np.int64)
+        windows[~short] = whole[numbers[~short]]
+        tail = self._shards[shard][len(whole) * self.context :]
+        windows[short, : len(tail)] = tail
+        inputs_BT, targets_BT = _as_tensors(windows)
+        return inputs_BT.clamp_(min=0), targets_BT
+
+
+def _num_windows(num_targets: int, context: int, *, padded: bool) -> int:
+    return -(-num_targets // context) if padded else num_targets // context
+
+
+def _whole_windows(tokens: Tokens, context: int) -> Tokens:
+    """Returns a view (windows, T + 1) of a shard; neighbours share one token."""
+    count = (len(tokens) - 1) // context
+    stride = tokens.strides[0]
+    return np.lib.stride_tricks.as_strided(
+        tokens, shape=(count, context + 1), strides=(context * stride, stride), writeable=False
+    )
+
+
+def _as_tensors(windows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())

@@ -1,0 +1,51 @@
+"""A small convolutional network for small grey images.
+
+Shapes: B batch, K input channels, H and W sides of the image, F features, N classes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class CNN(nn.Module):
+    """Three 3 x 3 convolutions, one halving of the image, one linear layer.
+
+    GroupNorm instead of BatchNorm: what one image gives must not depend on the others of its micro-batch, or the split
+    of a batch over ranks would change the result.
+
+    Args:
+        num_classes: classes to tell apart.
+        channels: channels of the image, 1 for grey.
+        features: width of the first layer; the others have twice as many.
+        side: height and width of the image in pixels, even.
+        dropout: probability before the last layer.
+    """
+
+    def __init__(
+        self, *, num_classes: int = 10, channels: int = 1, features: int = 32, side: int = 8, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        wide = 2 * features
+        self.layers = nn.Sequential(
+            *_convolution(channels, features),
+            *_convolution(features, wide),
+            nn.MaxPool2d(2),
+            *_convolution(wide, wide),
+            nn.Flatten(),
+            nn.Dropout(dropout),
+            nn.Linear(wide * (side // 2) ** 2, num_classes),
+        )
+
+    def forward(self, images_BKHW: Tensor) -> Tensor:
+        """Returns the logits of the classes, float32 (B, N).
+
+        Args:
+            images_BKHW: float32 (B, K, H, W) in [0, 1].
+        """
+        logits_BN: Tensor = self.layers(images_BKHW)
+        return logits_BN
+
+
+def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(8, outputs), nn.ReLU()]

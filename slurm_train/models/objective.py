@@ -1,0 +1,121 @@
+"""What a model is trained for and measured by.
+
+A loss here is always a sum and a count, never a mean: sums over micro-batches and ranks divided by the sum of counts
+give every item the same weight, however a batch was split. A model may bring its own by defining
+
+    training_loss(batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]     # float32 sum, count
+    evaluation_sums(batch: tuple[Tensor, ...]) -> dict[str, Tensor]       # "loss", "count", optionally "correct", ...
+
+either or both. Otherwise a batch is (inputs, targets) and `model(inputs)` is scored by cross entropy where targets are
+whole numbers (-100 is passed over) and by squared error where they are not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slurm_train.errors import ConfigError
+
+Batch = tuple[Tensor, ...]
+IGNORED = -100
+
+
+class Objective(nn.Module):
+    """Wraps a model so that calling it gives the training loss: what DDP and compile are put around.
+
+    Gradients are only synchronised for a call that goes through the wrapper's `forward`; a method of the model called
+    beside it would train each rank on its own.
+
+    Args:
+        model: the model; its state dict is the one to save, this wrapper has no state.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the float32 sum of the loss over the counted items, and their number (a scalar tensor)."""
+        own = getattr(self.model, "training_loss", None)
+        if own is not None:
+            return cast("tuple[Tensor, Tensor]", own(batch))
+        outputs, targets = self._score(batch)
+        return default_loss(outputs, targets)
+
+    def evaluation_sums(self, batch: Batch) -> dict[str, Tensor]:
+        """Returns sums over the items of a batch: "loss", "count", "correct" for a classifier, or the model's own.
+
+        Called without gradients, on any number of batches per rank.
+        """
+        own = getattr(self.model, "evaluation_sums", None)
+        if own is not None:
+            return cast("dict[str, Tensor]", own(batch))
+        if hasattr(self.model, "training_loss"):
+            loss, count = self.forward(*batch)
+            return {"loss": loss, "count": count}
+        outputs, targets = self._score(batch)
+        return default_sums(outputs, targets)
+
+    def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if len(batch) != 2:
+            raise ConfigError(
+                f"a batch of {len(batch)} tensors has no (inputs, targets)",
+                hint="define training_loss(batch) and evaluation_sums(batch) on the model",
+            )
+        outputs: Any = self.model(batch[0])
+        # Models of the transformers library give an object that holds the logits.
+        return getattr(outputs, "logits", outputs), batch[1]
+
+
+def default_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the loss, float32, and the number of items it is over.
+
+    Args:
+        outputs: (..., classes) or (n, classes, ...) for whole-number targets, else the shape of the targets.
+        targets: whole numbers (...), -100 where an item does not count; or float (...).
+
+    Raises:
+        ConfigError: the shapes do not fit.
+    """
+    if targets.is_floating_point():
+        _require_same_shape(outputs, targets)
+        loss = functional.mse_loss(outputs.float(), targets.float(), reduction="sum")
+        return loss, torch.full((), targets.numel(), device=loss.device)
+    logits, labels = _by_item(outputs, targets)
+    loss = functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+    return loss, (labels != IGNORED).sum()
+
+
+def default_sums(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Returns the sums of a batch: "loss", "count" and, for whole-number targets, "correct"."""
+    loss, count = default_loss(outputs, targets)
+    sums = {"loss": loss, "count": count}
+    if not targets.is_floating_point():
+        logits, labels = _by_item(outputs, targets)
+        # A label that is passed over is negative, which no class is.
+        sums["correct"] = (logits.argmax(dim=-1) == labels).sum()
+    return sums
+
+
+def _by_item(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns logits (items, classes) and labels (items,)."""
+    if outputs.shape[:-1] == targets.shape:
+        return outputs.flatten(0, -2), targets.long().flatten()
+    if outputs.dim() >= 3 and (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape):
+        return outputs.movedim(1, -1).flatten(0, -2), targets.long().flatten()
+    raise ConfigError(
+        f"the model gave {tuple(outputs.shape)} for whole-number targets of {tuple(targets.shape)}",
+        hint="give one score per class, classes last, or define training_loss(batch) on the model",
+    )
+
+
+def _require_same_shape(outputs: Tensor, targets: Tensor) -> None:
+    if outputs.shape != targets.shape:
+        raise ConfigError(
+            f"the model gave {tuple(outputs.shape)} for targets of {tuple(targets.shape)}",
+            hint="give as many numbers as there are targets, or define training_loss(batch) on the model",
+        )

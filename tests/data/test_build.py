@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from slurm_train.data.build import build_source
+from slurm_train.data.digits import DigitsSource
+from slurm_train.data.mapstyle import MapStyleSource
+from slurm_train.errors import ConfigError
+
+HERE = __name__
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "my_data", sys.modules[HERE])
+
+
+class Plain(Dataset[Any]):
+    def __init__(self, length: int = 5) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+class BySplit(Plain):
+    def __init__(self, split: str) -> None:
+        super().__init__({"train": 8, "heldout": 3, "test": 2}[split])
+
+
+def lengths(config: dict[str, Any]) -> tuple[int, int | None]:
+    train, held_out = (build_source(config, split=split, seed=0) for split in ("train", "heldout"))
+    assert train is not None
+    return len(train), None if held_out is None else len(held_out)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"_target_": "my_data.Plain"}, (5, None)),
+        ({"_target_": "my_data.Plain", "length": 7}, (7, None)),
+        ({"_target_": "my_data.Plain", "heldout": {"length": 2}}, (5, 2)),
+        ({"_target_": "my_data.Plain", "heldout": {"_target_": "my_data.BySplit", "split": "test"}}, (5, 2)),
+        ({"_target_": "my_data.BySplit"}, (8, 3)),
+        ({"_target_": "my_data.BySplit", "split": "train"}, (8, None)),
+        ({"_target_": "my_data.BySplit", "split": "train", "heldout": {"split": "test"}}, (8, 2)),
+    ],
+)
+def test_which_samples_each_split_gets(config: dict[str, Any], expected: tuple[int, int | None]) -> None:
+    assert lengths(config) == expected
+
+
+def test_own_source_is_given_as_it_is() -> None:
+    assert isinstance(
+        build_source({"_target_": "slurm_train.data.digits.build"}, split="heldout", seed=0), DigitsSource
+    )
+
+
+def test_ways_of_reading_are_for_map_style_data_sets() -> None:
+    config = {"_target_": "my_data.Plain", "collate": "torch.stack", "num_workers": 0, "keyed_randomness": False}
+    source = build_source(config, split="train", seed=0)
+    assert isinstance(source, MapStyleSource)
+    assert source.batch(np.array([2, 1]))[0].tolist() == [2, 1]
+    with pytest.raises(ConfigError, match=r"data\.num_workers is for map-style data sets"):
+        build_source({"_target_": "slurm_train.data.digits.build", "num_workers": 2}, split="train", seed=0)
+
+
+def test_unknown_keyword_names_the_accepted_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_source({"_target_": "my_data.Plain", "lenght": 3}, split="train", seed=0)
+    assert str(caught.value) == "my_data.Plain does not take 'lenght'; it takes length\nhint: did you mean length?"

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from slurm_train.data.mapstyle import MapStyleSource
+from slurm_train.data.order import SampleOrder
+from slurm_train.data.stream import BatchSlice, BatchStream
+from slurm_train.errors import DataError
+
+
+class Noisy(Dataset[Any]):
+    """A sample is its number and one draw of each random generator."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64), index
+
+
+class InBulk(Noisy):
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+        return [(torch.zeros(1), index + 100) for index in indices]
+
+
+class KillsItsWorker(Noisy):
+    """Sends its own process what Slurm sends to every process of a step."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        return torch.zeros(1), os.getpid()
+
+
+def read(source: MapStyleSource, *, local: int = 4, rank: int = 0, ranks: int = 1, count: int = 10) -> list[Any]:
+    stream = BatchStream(
+        source,
+        SampleOrder(len(source), seed=1),
+        slice=BatchSlice(local * ranks, local, 1, rank),
+        start_samples=0,
+    )
+    return list(islice(stream, count))
+
+
+def test_randomness_is_keyed_by_sample_and_epoch_not_by_workers() -> None:
+    here = read(MapStyleSource(Noisy(), seed=9), count=16)
+    there = read(MapStyleSource(Noisy(), seed=9, num_workers=2), count=16)
+    for left, right in zip(here, there, strict=True):
+        assert np.array_equal(left.indices, right.indices)
+        assert torch.equal(left.tensors[1], torch.from_numpy(left.indices))
+        assert torch.equal(left.tensors[0], right.tensors[0])
+    draws = torch.cat([batch.tensors[0] for batch in here])
+    assert len(draws.unique(dim=0)) == 64
+
+
+def test_randomness_is_the_same_for_any_split_over_ranks() -> None:
+    one = torch.cat([batch.tensors[0] for batch in read(MapStyleSource(Noisy(), seed=9), local=6, count=4)])
+    two = [read(MapStyleSource(Noisy(), seed=9), local=3, rank=rank, ranks=2, count=4) for rank in range(2)]
+    both = torch.cat([batch.tensors[0] for pair in zip(*two, strict=True) for batch in pair])
+    assert torch.equal(one, both)
+
+
+def test_reading_leaves_the_generators_of_this_process_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    read(MapStyleSource(Noisy(), seed=9))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_workers_outlive_the_signals_that_ask_a_job_to_stop() -> None:
+    signal_before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    try:
+        batches = read(MapStyleSource(KillsItsWorker(), num_workers=1), count=3)
+    finally:
+        signal.signal(signal.SIGUSR2, signal_before)
+    assert not multiprocessing.active_children()
+    workers = {worker for batch in batches for worker in batch.tensors[1].tolist()}
+    assert len(workers) == 1 and os.getpid() not in workers
+
+
+def test_process_that_ends_in_the_middle_of_reading_leaves_no_worker() -> None:
+    found = subprocess.run([sys.executable, "-c", ENDS_WHILE_READING], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr) == (3, "read\n", "")
+
+
+ENDS_WHILE_READING = """
+import sys, torch
+from torch.utils.data import Dataset
+from slurm_train.data.mapstyle import MapStyleSource
+from slurm_train.data.stream import *
+
+class Ones(Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        return torch.ones(1)
+
+source = MapStyleSource(Ones(), num_workers=2)
+stream = BatchStream(source, SampleOrder(100, seed=0), slice=BatchSlice(4, 4, 1, 0), start_samples=0)
+next(stream)
+print("read", flush=True)
+sys.exit(3)
+"""
+
+
+def test_data_set_that_reads_in_bulk_is_asked_in_bulk() -> None:
+    (batch,) = read(MapStyleSource(InBulk()), count=1)
+    assert batch.tensors[1].tolist() == (batch.indices + 100).tolist()
+
+
+def test_tensor_data_set_is_gathered_at_once() -> None:
+    source = MapStyleSource(TensorDataset(torch.arange(20), torch.arange(20) * 2), seed=0, num_workers=2)
+    numbers, doubles = source.batch(np.array([3, 1]))
+    assert (numbers.tolist(), doubles.tolist()) == ([3, 1], [6, 2])
+
+
+def test_collate_of_the_user_is_used() -> None:
+    source = MapStyleSource(Noisy(), collate=lambda items: torch.tensor([index for _, index in items]))
+    assert source.batch(np.array([7, 2]))[0].tolist() == [7, 2]
+
+
+def test_batch_that_is_not_a_tuple_of_tensors_is_refused() -> None:
+    source = MapStyleSource(Noisy(), collate=lambda items: {"x": items})
+    with pytest.raises(DataError, match="this one is a dict"):
+        source.batch(np.array([0]))
+
+
+def test_iterable_data_set_is_refused() -> None:
+    class Endless(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(int, 1)
+
+    with pytest.raises(DataError, match="Endless is not a map-style data set"):
+        MapStyleSource(Endless())
+
+
+def test_fingerprint_tells_length_and_takes_the_data_sets_own() -> None:
+    class Own(Noisy):
+        def fingerprint(self) -> str:
+            return "abc"
+
+    short, long = (TensorDataset(torch.zeros(length)) for length in (3, 4))
+    assert MapStyleSource(short).fingerprint() != MapStyleSource(long).fingerprint()
+    assert MapStyleSource(Own()).fingerprint() == "abc"

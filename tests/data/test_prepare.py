@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import multiprocessing
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slurm_train.data.corpus import find_documents, hash_name, split_documents
+from slurm_train.data.prepare import PrepareOptions, prepare
+from slurm_train.data.shards import INDEX, map_tokens, read_index, verify_hashes
+from slurm_train.errors import DataError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    (folder / "deep").mkdir(parents=True)
+    for number in range(40):
+        (folder / "deep" / f"{number}.txt").write_bytes(f"document {number}\n".encode())
+    (folder / "picture.png").write_bytes(b"\x00\xff")
+    (folder / "empty.txt").touch()
+    (folder / ".hidden.txt").write_text("no")
+    return folder
+
+
+TEXT = PrepareOptions(suffixes=(".txt",))
+
+
+def test_shards_hold_every_document_once_between_ends_of_documents(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    index = prepare([corpus], out=out, options=TEXT)
+    assert read_index(out) == index
+    verify_hashes(out, index)
+    pieces = []
+    for split in ("train", "heldout"):
+        (tokens,) = map_tokens(out, index, split)
+        assert tokens.dtype == np.dtype("<u2") and tokens[0] == tokens[-1] == 256
+        assert index.splits[split].targets == len(tokens) - 1
+        pieces += bytes(np.where(tokens == 256, 0, tokens).astype(np.uint8)).strip(b"\0").split(b"\0")
+    assert sorted(pieces) == sorted(f"document {number}\n".encode() for number in range(40))
+    assert index.splits["train"].documents + index.splits["heldout"].documents == 40
+    assert index.vocab_size == 257 and index.end_of_document == 256
+
+
+def test_split_depends_on_the_relative_path_alone(corpus: Path) -> None:
+    documents = find_documents([corpus], suffixes=[".txt"])
+    _, held_out = split_documents(documents, held_out=0.25)
+    assert {d.name for d in held_out} == {d.name for d in documents if hash_name(d.name) < 0.25}
+    _, of_fewer = split_documents(documents[:20], held_out=0.25)
+    assert set(of_fewer) == set(held_out) & set(documents[:20])
+
+
+def test_single_file_holds_out_its_end(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_bytes(bytes(range(100)))
+    index = prepare([tmp_path / "input.txt"], out=tmp_path / "out", options=PrepareOptions(held_out=0.1))
+    (train,), (held_out,) = (map_tokens(tmp_path / "out", index, split) for split in ("train", "heldout"))
+    assert train.tolist() == [256, *range(90), 256]
+    assert held_out.tolist() == [256, *range(90, 100), 256]
+
+
+@pytest.mark.parametrize("held_out", [0.000001, 0.999999])
+def test_both_halves_get_a_file(corpus: Path, held_out: float) -> None:
+    halves = split_documents(find_documents([corpus]), held_out=held_out)
+    assert min(len(half) for half in halves) == 1
+
+
+def test_nothing_is_held_out_when_asked(corpus: Path, tmp_path: Path) -> None:
+    index = prepare([corpus], out=tmp_path / "out", options=PrepareOptions(held_out=0))
+    assert index.splits["heldout"].shards == () and index.splits["heldout"].targets == 0
+
+
+def test_full_shards_repeat_one_token_of_context(corpus: Path, tmp_path: Path) -> None:
+    whole = prepare([corpus], out=tmp_path / "whole", options=TEXT)
+    cut = prepare([corpus], out=tmp_path / "cut", options=PrepareOptions(suffixes=(".txt",), max_targets=100))
+    (expected,) = map_tokens(tmp_path / "whole", whole, "train")
+    shards = map_tokens(tmp_path / "cut", cut, "train")
+    assert len(shards) == -(-(len(expected) - 1) // 100)
+    assert all(left[-1] == right[0] for left, right in pairwise(shards))
+    assert np.array_equal(np.concatenate([shards[0][:1], *(shard[1:] for shard in shards)]), expected)
+    verify_hashes(tmp_path / "cut", cut)
+
+
+def test_second_time_writes_nothing(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = prepare([corpus], out=out, options=TEXT)
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert prepare([corpus], out=out, options=TEXT) == first
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out"]
+
+
+def test_other_input_or_options_never_replace_shards(corpus: Path, tmp_path: Path) -> None:
+    prepare([corpus], out=tmp_path / "out", options=TEXT)
+    with pytest.raises(DataError, match="holds the shards of another input or other options"):
+        prepare([corpus], out=tmp_path / "out", options=PrepareOptions(held_out=0.3))
+    (corpus / "new.txt").write_text("more")
+    with pytest.raises(DataError, match="holds the shards of another input or other options"):
+        prepare([corpus], out=tmp_path / "out", options=TEXT)
+
+
+def test_directory_of_something_else_is_left_alone(corpus: Path) -> None:
+    with pytest.raises(DataError, match="is not empty and holds no token shards"):
+        prepare([corpus], out=corpus / "deep", options=TEXT)
+    assert not (corpus / "deep" / INDEX).exists()
+
+
+def _prepare_at_once(corpus: Path, out: Path, barrier: object, results: object) -> None:
+    barrier.wait()  # type: ignore[attr-defined]
+    results.put(prepare([corpus], out=out, options=TEXT).input_digest)  # type: ignore[attr-defined]
+
+
+def test_processes_that_prepare_at_once_all_get_whole_shards(corpus: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(4), context.Queue()
+    out = tmp_path / "out"
+    workers = [context.Process(target=_prepare_at_once, args=(corpus, out, barrier, results)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    assert len({results.get(timeout=60) for _ in workers}) == 1
+    for worker in workers:
+        worker.join(timeout=60)
+    verify_hashes(out, read_index(out))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out"]
+
+
+def test_input_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        prepare([tmp_path / "none"], out=tmp_path / "out", options=TEXT)
+    assert str(caught.value) == (
+        f"{tmp_path}/none cannot be read: No such file or directory\nhint: check the path and its permissions"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_input_without_text(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        prepare([corpus], out=tmp_path / "out", options=PrepareOptions(suffixes=(".md",)))
+    assert caught.value.message == f"there is no text in {corpus}: no file with the suffixes .md that is not empty"
+
+
+def test_held_out_fraction_must_leave_something() -> None:
+    with pytest.raises(DataError, match=r"the held-out fraction is 1\.0"):
+        PrepareOptions(held_out=1.0)
+
+
+def test_file_that_fails_in_the_middle_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
+    documents = find_documents([corpus])
+    (corpus / "deep" / "7.txt").write_text("")
+    from slurm_train.data.prepare import prepare_documents
+
+    with pytest.raises(DataError, match="became shorter"):
+        prepare_documents(documents, out=tmp_path / "out", options=TEXT, source="test")
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_tokenizer_file_needs_its_library_or_be_one(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"needs the tokenizers library|is not a tokenizer file"):
+        prepare([corpus], out=tmp_path / "out", options=PrepareOptions(tokenizer=tmp_path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "index"])
+def test_damaged_shards_are_refused(corpus: Path, tmp_path: Path, damage: str) -> None:
+    out = tmp_path / "out"
+    prepare([corpus], out=out, options=TEXT)
+    shard = out / "train_00000.bin"
+    if damage == "cut":
+        shard.write_bytes(shard.read_bytes()[:-2])
+    elif damage == "missing":
+        shard.unlink()
+    else:
+        (out / INDEX).write_text('{"format": 1, "splits": 3}')
+    with pytest.raises(DataError):
+        read_index(out)
+
+
+def test_changed_byte_is_found_by_its_hash(corpus: Path, tmp_path: Path) -> None:
+    index = prepare([corpus], out=tmp_path / "out", options=TEXT)
+    shard = tmp_path / "out" / "train_00000.bin"
+    data = bytearray(shard.read_bytes())
+    data[10] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match="has hash"):
+        verify_hashes(tmp_path / "out", index)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slurm_train.data import stdlib, text
+from slurm_train.data.prepare import PrepareOptions, prepare
+from slurm_train.data.shards import read_index
+from slurm_train.data.source import SampleSource
+from slurm_train.data.tokens import IGNORED, TokenSource
+from slurm_train.errors import DataError
+
+LENGTH = 1003
+
+
+@pytest.fixture(params=[10**6, 100], ids=["one shard", "many shards"])
+def shards(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    (tmp_path / "a.txt").write_bytes(rng.integers(0, 256, 2 * LENGTH, dtype=np.uint8).tobytes())
+    options = PrepareOptions(held_out=0.5, max_targets=request.param)
+    prepare([tmp_path / "a.txt"], out=tmp_path / "out", options=options)
+    return tmp_path / "out"
+
+
+def source(shards: Path, split: str, context: int = 16) -> TokenSource:
+    made = text.build(path=str(shards), context=context, split=split)  # type: ignore[arg-type]
+    assert made is not None
+    return made
+
+
+def test_targets_are_the_inputs_one_token_later(shards: Path) -> None:
+    train = source(shards, "train")
+    assert isinstance(train, SampleSource)
+    inputs, targets = train.batch(np.arange(len(train)))
+    assert inputs.shape == targets.shape == (len(train), 16)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert inputs.is_contiguous() and targets.is_contiguous()
+
+
+def test_training_takes_whole_windows_of_each_shard_in_order(shards: Path) -> None:
+    train = source(shards, "train")
+    expected = [
+        torch.from_numpy(shard[1 : 1 + (len(shard) - 1) // 16 * 16].astype(np.int64)) for shard in train.shards()
+    ]
+    _, targets = train.batch(np.arange(len(train)))
+    assert torch.equal(targets.flatten(), torch.cat(expected))
+
+
+def test_each_held_out_token_is_a_target_exactly_once(shards: Path) -> None:
+    held_out = source(shards, "heldout")
+    inputs, targets = held_out.batch(np.arange(len(held_out)))
+    real = targets[targets != IGNORED]
+    expected = torch.cat([torch.from_numpy(shard[1:].astype(np.int64)) for shard in held_out.shards()])
+    assert torch.equal(real, expected)
+    assert len(real) == held_out.index.splits["heldout"].targets == LENGTH + 1
+    assert inputs.min() >= 0
+
+
+def test_a_batch_in_any_order_equals_its_samples_one_by_one(shards: Path) -> None:
+    held_out = source(shards, "heldout")
+    numbers = np.random.default_rng(1).permutation(len(held_out)).astype(np.int64)
+    together = held_out.batch(numbers)
+    one_by_one = [held_out.batch(numbers[i : i + 1]) for i in range(len(numbers))]
+    for part in range(2):
+        assert torch.equal(together[part], torch.cat([sample[part] for sample in one_by_one]))
+
+
+def test_shards_shorter_than_a_window_are_refused(shards: Path) -> None:
+    with pytest.raises(DataError, match="no train window of 5000 tokens"):
+        source(shards, "train", context=5000)
+
+
+def test_fingerprint_tells_content_and_context(shards: Path) -> None:
+    prints = {
+        source(shards, split, context).fingerprint()
+        for split, context in [("train", 16), ("train", 8), ("heldout", 16)]
+    }
+    assert len(prints) == 3
+
+
+def test_text_without_held_out_part_has_no_held_out_source(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc" * 100)
+    prepare([tmp_path / "a.txt"], out=tmp_path / "out", options=PrepareOptions(held_out=0))
+    assert text.build(path=str(tmp_path / "out"), context=8, split="heldout") is None
+
+
+def test_missing_shards_say_how_to_make_them(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="python -m slurm_train prepare"):
+        text.build(path=str(tmp_path), context=8)
+
+
+def test_bytes_are_decoded_back(shards: Path) -> None:
+    encoding = source(shards, "train").encoding()
+    assert encoding.decode([104, 105, 256, 255, 33]) == "hi\n\n\ufffd!"
+
+
+def test_standard_library_is_real_text_and_made_once(tmp_path: Path) -> None:
+    train = stdlib.build(context=64, path=str(tmp_path / "shards"), split="train")
+    held_out = stdlib.build(context=64, path=str(tmp_path / "shards"), split="heldout")
+    assert read_index(tmp_path / "shards") == train.index == held_out.index
+    assert len(train) * 64 > 4_000_000 and len(held_out) * 64 > 100_000
+    assert 0.99 < train.bytes_per_target <= 1.0
+    assert "import" in train.encoding().decode(np.asarray(train.shards()[0][:20_000]).tolist())

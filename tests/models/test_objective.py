@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slurm_train.errors import ConfigError
+from slurm_train.models.objective import IGNORED, Objective, default_loss, default_sums
+
+
+class Given(nn.Module):
+    """A model whose output is its input."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+
+class WithOwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def training_loss(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        return self.weight * batch[0].sum(), torch.tensor(batch[0].numel())
+
+
+class WithOwnSums(WithOwnLoss):
+    def evaluation_sums(self, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return {"loss": batch[0].sum(), "count": torch.tensor(1), "blue": torch.tensor(3)}
+
+
+def test_parts_of_a_batch_add_up_to_the_whole() -> None:
+    logits, labels = torch.randn(10, 7, 5), torch.randint(0, 5, (10, 7))
+    labels[3:6, 2:] = IGNORED
+    whole = default_sums(logits, labels)
+    parts = [default_sums(logits[part], labels[part]) for part in (slice(0, 4), slice(4, 10))]
+    for key, value in whole.items():
+        torch.testing.assert_close(sum(part[key] for part in parts), value)
+    assert whole["count"] == 55
+
+
+def test_cross_entropy_counts_what_is_not_passed_over() -> None:
+    logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, IGNORED, 4], [0, 2, IGNORED]])
+    loss, count = Objective(Given())(logits, labels)
+    kept = labels != IGNORED
+    torch.testing.assert_close(loss, functional.cross_entropy(logits[kept], labels[kept], reduction="sum"))
+    assert count == 4 and loss.dtype == torch.float32
+
+
+def test_batch_with_nothing_to_count_is_zero() -> None:
+    sums = default_sums(torch.randn(2, 5), torch.full((2,), IGNORED))
+    assert {key: value.item() for key, value in sums.items()} == {"loss": 0, "count": 0, "correct": 0}
+
+
+def test_correct_counts_the_highest_scores() -> None:
+    logits = torch.eye(4)
+    assert default_sums(logits, torch.tensor([0, 1, 3, 3]))["correct"] == 3
+
+
+def test_classes_may_stand_second_as_in_torch() -> None:
+    logits, labels = torch.randn(2, 5, 3, 4), torch.randint(0, 5, (2, 3, 4))
+    loss, count = default_loss(logits, labels)
+    torch.testing.assert_close(loss, functional.cross_entropy(logits, labels, reduction="sum"))
+    assert count == 24
+
+
+def test_float_targets_give_squared_error() -> None:
+    outputs, targets = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 4.0]])
+    assert {key: value.item() for key, value in default_sums(outputs, targets).items()} == {"loss": 5.0, "count": 2}
+
+
+def test_low_precision_outputs_give_a_float32_loss() -> None:
+    loss, _ = default_loss(torch.randn(4, 3, dtype=torch.bfloat16), torch.tensor([0, 1, 2, 0]))
+    assert loss.dtype == torch.float32
+
+
+def test_model_may_bring_its_own() -> None:
+    batch = (torch.ones(3),)
+    loss, count = Objective(WithOwnLoss())(*batch)
+    assert (loss.item(), count.item()) == (6.0, 3)
+    assert {k: v.item() for k, v in Objective(WithOwnLoss()).evaluation_sums(batch).items()} == {"loss": 6, "count": 3}
+    assert set(Objective(WithOwnSums()).evaluation_sums(batch)) == {"loss", "count", "blue"}
+
+
+def test_logits_inside_an_output_object_are_found() -> None:
+    class Output:
+        def __init__(self, logits: Tensor) -> None:
+            self.logits = logits
+
+    class InObject(nn.Module):
+        def forward(self, inputs: Tensor) -> Output:
+            return Output(inputs)
+
+    loss, _ = Objective(InObject())(torch.zeros(1, 2), torch.tensor([1]))
+    torch.testing.assert_close(loss, torch.tensor(2.0).log())
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "message"),
+    [
+        ((4, 3), torch.zeros(5, dtype=torch.int64), "the model gave (4, 3) for whole-number targets of (5,)"),
+        ((4, 3), torch.zeros(4), "the model gave (4, 3) for targets of (4,)"),
+    ],
+)
+def test_message_of_shapes_that_do_not_fit(outputs: tuple[int, ...], targets: Tensor, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        default_loss(torch.zeros(outputs), targets)
+    assert caught.value.message == message
+
+
+def test_batch_without_targets_needs_an_own_loss() -> None:
+    with pytest.raises(ConfigError, match="a batch of 1 tensors has no"):
+        Objective(Given())(torch.zeros(2))
