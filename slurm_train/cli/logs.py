@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
     path = choose_log(run, attempt=attempt, rank=arguments.rank)
     if not arguments.follow:
         if path is None:
-            raise RunError(f"{run.path} has no log yet", hint="`status` says whether it waits; -f waits for the log")
+            raise RunError(f"{run.path} has no log yet", hint=_where_the_log_is(run))
         _print_from(path, 0)
         return 0
     if path is None:

@@ -22,6 +22,7 @@ from slurm_train.rundir.lookup import read_job
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import is_job_variable
+from slurm_train.slurm.step_errors import violent_end
 
 
 def main(words: Sequence[str]) -> int:
@@ -37,7 +38,7 @@ def main(words: Sequence[str]) -> int:
     def launch(attempt: int) -> int:
         return _run_step(run, command, attempt=attempt, nodes=allocation.nodes, env=env)
 
-    site = _site(allocation, SlurmCommands(env))
+    site = _site(run, allocation, SlurmCommands(env))
     return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
 
 
@@ -55,7 +56,7 @@ def _read(words: Sequence[str]) -> tuple[RunDirectory, list[str]]:
     return RunDirectory(Path(words[0])), list(words[2:])
 
 
-def _site(allocation: Allocation, commands: SlurmCommands) -> Site:
+def _site(run: RunDirectory, allocation: Allocation, commands: SlurmCommands) -> Site:
     job_id = allocation.requeue_id
     return Site(
         start=AttemptStart(
@@ -68,7 +69,14 @@ def _site(allocation: Allocation, commands: SlurmCommands) -> Site:
         is_alive=lambda holder: holder_lives(holder, commands),
         show_job=lambda: _show_job(job_id, commands),
         requeue=lambda: _requeue(job_id, commands),
+        explain=lambda attempt: _read_step_errors(run, attempt),
+        can_relaunch=True,
     )
+
+
+def _read_step_errors(run: RunDirectory, attempt: int) -> str:
+    log = run.attempt_logs(attempt) / "batch.log"
+    return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""
 
 
 def _show_job(job_id: str, commands: SlurmCommands) -> dict[str, str] | None:

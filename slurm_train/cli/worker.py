@@ -6,6 +6,7 @@ The stop handlers are installed before torch is imported: importing takes second
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,18 +26,30 @@ def main(words: Sequence[str]) -> NoReturn:
     install(stop)
     if len(words) != 1:
         raise RunError(f"worker takes one run directory, found {list(words)}", hint="worker RUN_DIR")
+    path, env = Path(words[0]), dict(os.environ)
     try:
-        _leave(_work(Path(words[0]), dict(os.environ), stop))
+        _leave(_work(path, env, stop))
     except SlurmTrainError as err:
         print(f"error: {err}", file=sys.stderr, flush=True)
-        _leave(err.exit_code)
+        _fail(path, env, err.exit_code, err.message)
     except SystemExit as err:
         _leave(err.code if isinstance(err.code, int) else 0 if err.code is None else EXIT_FAILURE)
-    except BaseException:
+    except BaseException as err:
         import traceback
 
         traceback.print_exc()
-        _leave(EXIT_FAILURE)
+        _fail(path, env, EXIT_FAILURE, f"{type(err).__name__}: {err}")
+
+
+def _fail(path: Path, env: Mapping[str, str], code: int, message: str) -> NoReturn:
+    """Leaves a mark that names the cause, for the supervisor, and ends the process."""
+    from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.marks import FailureMark, leave_mark
+
+    rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
+    mark = FailureMark(rank=rank, host=socket.gethostname(), exit_code=code, message=message.partition("\n")[0])
+    leave_mark(RunDirectory(path), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), mark)
+    _leave(code)
 
 
 def _leave(code: int) -> NoReturn:

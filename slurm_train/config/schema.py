@@ -120,8 +120,8 @@ class RequeueSection:
     """Ask Slurm to run the job again after preemption, a time limit or a lost node."""
     warn_before_limit_s: int = 120
     """Lead of the warning signal before the time limit (Slurm may send it up to 60 s earlier)."""
-    max_fruitless_attempts: int = 3
-    """Attempts in a row that may end without a new step before the run is left alone."""
+    max_fruitless_failures: int = 3
+    """Failures in a row without a new step after which the run is left alone; preemptions and limits never count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

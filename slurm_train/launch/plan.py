@@ -158,7 +158,7 @@ _COUNTS = (
     "checkpoint.every_steps",
     "checkpoint.keep",
     "requeue.warn_before_limit_s",
-    "requeue.max_fruitless_attempts",
+    "requeue.max_fruitless_failures",
     "optim.lr_global_size",
     "run.snapshot_limit_mb",
 )

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE
+from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
 
-Reason = Literal["done", "preempted", "time_limit", "cancelled", "stopped", "failed", "unknown"]
-Action = Literal["finish", "requeue", "leave", "stop"]
+Reason = Literal["done", "preempted", "time_limit", "requeued", "cancelled", "stopped", "failed", "unknown"]
+Action = Literal["finish", "requeue", "relaunch", "leave", "stop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,13 @@ class Outcome:
     """`scontrol show job` as a mapping; None without Slurm or where Slurm does not answer."""
     restart_count: int
     """Restarts of the job when this attempt began."""
-    fruitless_attempts: int
-    """Attempts in a row, this one included, that ended without a new step."""
-    max_fruitless_attempts: int
+    can_relaunch: bool
+    """Whether the ranks may be started again in this allocation: they resume by themselves."""
+    fruitless_failures: int
+    """Failures in a row, this one included, that ended without a new step."""
+    max_fruitless_failures: int
+    cause: str = ""
+    """The first failing rank in its own words, as far as known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +54,28 @@ class Decision:
 
 def decide(outcome: Outcome) -> Decision:
     """Returns the decision for an outcome; see the table in docs/requeue.md."""
-    if outcome.is_finished and outcome.exit_code == EXIT_DONE:
+    # The result is written after the last checkpoint: how the processes ended after it changes nothing.
+    if outcome.is_finished:
         return Decision("done", "finish", "the run is finished")
     reason = _reason(outcome)
     if reason == "cancelled":
         return Decision(reason, "stop", "the job was cancelled; `resume` continues the run")
     if reason == "stopped":
         return Decision(reason, "stop", "stopped as asked; the same command continues the run")
+    if reason == "requeued":
+        return Decision(reason, "leave", "Slurm has requeued the job itself")
     if reason in ("preempted", "time_limit"):
         return _decide_return(outcome, reason)
     if reason == "unknown":
         return Decision(reason, "stop", "the run saved itself, but Slurm does not say why it was asked to")
-    return Decision(reason, "stop", f"the ranks ended with code {outcome.exit_code}; see the logs of this attempt")
+    return _decide_failure(outcome)
 
 
 def _reason(outcome: Outcome) -> Reason:
     if outcome.stop_asked:
         return "stopped"
     if outcome.job is not None:
-        by_slurm = _slurm_reason(outcome.job)
+        by_slurm = _slurm_reason(outcome.job, outcome.restart_count)
         if by_slurm is not None:
             return by_slurm
     if outcome.exit_code != EXIT_REQUEUE:
@@ -79,12 +86,14 @@ def _reason(outcome: Outcome) -> Reason:
     return "time_limit"
 
 
-def _slurm_reason(job: Mapping[str, str]) -> Reason | None:
+def _slurm_reason(job: Mapping[str, str], restart_count: int) -> Reason | None:
     state = job.get("JobState", "")
     if job.get("PreemptTime", "None") not in ("None", "Unknown", ""):
         return "preempted"
     if job.get("Reason") == "TimeLimit":
         return "time_limit"
+    if int(job.get("Restarts", "0")) > restart_count:
+        return "requeued"
     if state in ("COMPLETING", "CANCELLED"):
         return "cancelled"
     return None
@@ -95,6 +104,15 @@ def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
         return Decision(reason, "stop", f"{reason}; requeue.enabled=false, so the run waits for `resume`")
     if outcome.job is not None and int(outcome.job.get("Restarts", "0")) > outcome.restart_count:
         return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
-    if outcome.fruitless_attempts >= outcome.max_fruitless_attempts and reason == "time_limit":
-        return Decision(reason, "stop", f"{outcome.fruitless_attempts} attempts in a row ended without a new step")
+    # Neither a preemption nor a limit is the run's fault, so they have no budget.
     return Decision(reason, "requeue", f"{reason}; the job is requeued and continues from its checkpoint")
+
+
+def _decide_failure(outcome: Outcome) -> Decision:
+    what = outcome.cause or f"the ranks ended with code {outcome.exit_code}; see the logs of this attempt"
+    # The same input fails the same way: wrong use is not tried again.
+    if not outcome.can_relaunch or outcome.exit_code == EXIT_WRONG_USE:
+        return Decision("failed", "stop", what)
+    if outcome.fruitless_failures >= outcome.max_fruitless_failures:
+        return Decision("failed", "stop", f"{outcome.fruitless_failures} failures in a row without a new step: {what}")
+    return Decision("failed", "relaunch", f"{what}; the ranks are started again in this allocation")

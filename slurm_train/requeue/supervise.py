@@ -11,16 +11,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.requeue.decision import Decision, Outcome, decide
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt, read_ledger
-from slurm_train.rundir.files import read_lines, write_atomic
+from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import Holder, release_lock, take_lock
+from slurm_train.rundir.marks import first_mark
+from slurm_train.rundir.progress import last_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,10 @@ class Site:
     """This job's record, None where there is none or Slurm does not answer."""
     requeue: Callable[[], bool]
     """Requeues this job; returns whether Slurm confirmed it."""
+    explain: Callable[[int], str] = lambda _: ""
+    """What is known from outside about how an attempt's ranks ended; "" if nothing."""
+    can_relaunch: bool = False
+    """Whether failed ranks are started again here, without a person."""
 
 
 Launch = Callable[[int], int]
@@ -62,33 +67,52 @@ def supervise(
         if run.result.exists():
             say(f"{run.path} is finished already; see {run.result}")
             return EXIT_DONE
-        attempt = open_attempt(run, site.start)
-        step_before = last_step(run)
-        exit_code = launch(attempt)
-        job = site.show_job()
-        if is_own_code and exit_code == EXIT_DONE and _is_undisturbed(job):
-            write_atomic(
-                run.result, json.dumps({"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}) + "\n"
-            )
-        decision = decide(_outcome(run, settings, site, job, exit_code, step_before))
-        facts: dict[str, Any] = {
-            "reason": decision.reason,
-            "action": decision.action,
-            "note": decision.note,
-            "exit_code": exit_code,
-            "first_step": step_before,
-            "last_step": last_step(run),
-        }
-        close_attempt(run, attempt, facts)
+        while True:
+            exit_code, decision = _run_attempt(run, settings, site, launch, is_own_code=is_own_code)
+            if decision.action != "relaunch":
+                break
     finally:
         release_lock(run, site.holder)
-    say(f"attempt {attempt}: {decision.note}")
     return _act(decision, site, exit_code)
+
+
+def _run_attempt(
+    run: RunDirectory, settings: RequeueSection, site: Site, launch: Launch, *, is_own_code: bool
+) -> tuple[int, Decision]:
+    """Runs the ranks once; the ledger has both lines when it returns."""
+    attempt = open_attempt(run, site.start)
+    step_before = last_step(run)
+    exit_code = launch(attempt)
+    job, step_after = site.show_job(), last_step(run)
+    if is_own_code and exit_code == EXIT_DONE and _is_undisturbed(job):
+        result = {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
+        write_atomic(run.result, json.dumps(result) + "\n")
+    failed = exit_code not in (EXIT_DONE, EXIT_REQUEUE)
+    mark = first_mark(run, attempt)
+    outcome = Outcome(
+        # srun gives one code for all ranks; the first one to fail knows better.
+        exit_code=mark.exit_code if failed and mark is not None else exit_code,
+        is_finished=run.result.exists(),
+        stop_asked=run.stop_file.exists(),
+        requeue_enabled=settings.enabled,
+        has_slurm=site.start.job_id is not None,
+        job=job,
+        restart_count=site.start.restart_count,
+        can_relaunch=settings.enabled and site.can_relaunch and not is_own_code,
+        fruitless_failures=_fruitless_before(run) + (step_after <= step_before),
+        max_fruitless_failures=settings.max_fruitless_failures,
+        cause=(site.explain(attempt) or str(mark or "")) if failed else "",
+    )
+    decision = decide(outcome)
+    facts = {"exit_code": exit_code, "first_step": step_before, "last_step": step_after, **asdict(decision)}
+    close_attempt(run, attempt, facts)
+    say(f"attempt {attempt}: {decision.note}")
+    return exit_code, decision
 
 
 def last_step(run: RunDirectory) -> int:
     """Returns the newest optimizer step on record in metrics.jsonl, 0 before the first."""
-    return max((int(line.get("step", 0)) for line in read_lines(run.metrics)), default=0)
+    return max((int(line.get("step", 0)) for line in last_lines(run.metrics)), default=0)
 
 
 def say(text: str) -> None:
@@ -108,31 +132,10 @@ def _is_undisturbed(job: dict[str, str] | None) -> bool:
     return job is None or job.get("JobState") == "RUNNING"
 
 
-def _outcome(
-    run: RunDirectory,
-    settings: RequeueSection,
-    site: Site,
-    job: dict[str, str] | None,
-    exit_code: int,
-    step_before: int,
-) -> Outcome:
-    return Outcome(
-        exit_code=exit_code,
-        is_finished=run.result.exists(),
-        stop_asked=run.stop_file.exists(),
-        requeue_enabled=settings.enabled,
-        has_slurm=site.start.job_id is not None,
-        job=job,
-        restart_count=site.start.restart_count,
-        fruitless_attempts=_fruitless_before(run) + (last_step(run) <= step_before),
-        max_fruitless_attempts=settings.max_fruitless_attempts,
-    )
-
-
 def _fruitless_before(run: RunDirectory) -> int:
     count = 0
     for entry in reversed(read_ledger(run)):
-        if "end_time_unix_s" not in entry or entry.get("reason") == "preempted":
+        if entry.get("reason") in ("preempted", "time_limit", "requeued") or "end_time_unix_s" not in entry:
             continue
         if int(entry.get("last_step", 0)) > int(entry.get("first_step", 0)):
             break

@@ -29,7 +29,7 @@ def test_a_submission_prints_job_and_run_and_nothing_else_on_stdout(shell: Any) 
     assert record is not None and record.job_id == "4711"
     assert load_config(run.config).cluster is not None
     assert json.loads(run.provenance.read_text())["words"] == ["+cluster=4x8", "optim.lr_retune=none"]
-    for text in ("global batch  64 = 2 local x 32 ranks x 1 accumulation", f"status {run.run_id}", "logs -f", "cancel"):
+    for text in ("global batch  32 = 1 local x 32 ranks x 1 accumulation", f"status {run.run_id}", "logs -f", "cancel"):
         assert text in done.err
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_train.requeue.decision import Action, Decision, Outcome, Reason, decide
+from slurm_train.requeue.decision import Action, Outcome, Reason, decide
 
 RUNNING = {"JobState": "RUNNING", "PreemptTime": "None", "Reason": "None", "Restarts": "0"}
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-01-31T09:41:24"}
@@ -24,10 +24,11 @@ SAVED = Outcome(
     has_slurm=True,
     job=RUNNING,
     restart_count=0,
-    fruitless_attempts=0,
-    max_fruitless_attempts=3,
+    can_relaunch=True,
+    fruitless_failures=0,
+    max_fruitless_failures=3,
 )
-LOCAL = replace(SAVED, has_slurm=False, job=None)
+LOCAL = replace(SAVED, has_slurm=False, job=None, can_relaunch=False)
 
 TABLE = [
     ("finished", replace(SAVED, exit_code=0, is_finished=True), "done", "finish"),
@@ -37,7 +38,7 @@ TABLE = [
         "done",
         "finish",
     ),
-    ("finished, but a rank failed after it", replace(SAVED, exit_code=1, is_finished=True), "failed", "stop"),
+    ("finished, and a rank aborted after it", replace(SAVED, exit_code=134, is_finished=True), "done", "finish"),
     ("preempted", replace(SAVED, job=PREEMPTED), "preempted", "requeue"),
     ("preempted, ranks killed before they saved", replace(SAVED, job=PREEMPTED, exit_code=137), "preempted", "requeue"),
     ("preempted, srun says 0", replace(SAVED, job=PREEMPTED, exit_code=0), "preempted", "requeue"),
@@ -49,10 +50,20 @@ TABLE = [
     ("cancelled and already so called", replace(SAVED, job={**RUNNING, "JobState": "CANCELLED"}), "cancelled", "stop"),
     ("stopped by the STOP file", replace(SAVED, stop_asked=True), "stopped", "stop"),
     ("stopped by file while preempted", replace(SAVED, stop_asked=True, job=PREEMPTED), "stopped", "stop"),
-    ("a bug", replace(SAVED, exit_code=1), "failed", "stop"),
-    ("0 without a result is no success", replace(SAVED, exit_code=0), "failed", "stop"),
+    ("a rank died", replace(SAVED, exit_code=137), "failed", "relaunch"),
+    ("it died before the first step, twice", replace(SAVED, exit_code=137, fruitless_failures=2), "failed", "relaunch"),
+    ("and once more", replace(SAVED, exit_code=137, fruitless_failures=3), "failed", "stop"),
+    ("wrong use is not tried again", replace(SAVED, exit_code=2), "failed", "stop"),
+    ("a user's own function failed", replace(SAVED, exit_code=1, can_relaunch=False), "failed", "stop"),
+    ("0 without a result is no success", replace(SAVED, exit_code=0), "failed", "relaunch"),
     ("Slurm does not answer", replace(SAVED, job=None), "unknown", "stop"),
-    ("Slurm does not answer and it failed", replace(SAVED, job=None, exit_code=1), "failed", "stop"),
+    ("Slurm does not answer and it failed", replace(SAVED, job=None, exit_code=1), "failed", "relaunch"),
+    (
+        "somebody requeued it by hand",
+        replace(SAVED, job={**CANCELLED, "Restarts": "1"}, exit_code=143),
+        "requeued",
+        "leave",
+    ),
     ("requeue switched off", replace(SAVED, job=PREEMPTED, requeue_enabled=False), "preempted", "stop"),
     ("Slurm was quicker", replace(SAVED, job=REQUEUED), "preempted", "leave"),
     ("an earlier restart is not this one", replace(SAVED, job=REQUEUED, restart_count=1), "preempted", "requeue"),
@@ -61,10 +72,11 @@ TABLE = [
     ("local, failed", replace(LOCAL, exit_code=1), "failed", "stop"),
     (
         "preemptions never use up the budget",
-        replace(SAVED, job=PREEMPTED, fruitless_attempts=50),
+        replace(SAVED, job=PREEMPTED, fruitless_failures=50),
         "preempted",
         "requeue",
     ),
+    ("nor do time limits", replace(SAVED, fruitless_failures=50), "time_limit", "requeue"),
 ]
 
 
@@ -75,10 +87,9 @@ def test_what_follows_from_what_is_known(outcome: Outcome, reason: Reason, actio
     assert decision.note and "\n" not in decision.note
 
 
-def test_time_limits_without_a_single_new_step_end_at_last() -> None:
-    assert decide(replace(SAVED, fruitless_attempts=2)).action == "requeue"
-    last = decide(replace(SAVED, fruitless_attempts=3))
-    assert last == Decision("time_limit", "stop", "3 attempts in a row ended without a new step")
+def test_the_note_of_a_failure_names_its_cause() -> None:
+    outcome = replace(SAVED, exit_code=1, fruitless_failures=3, cause="rank 3 on node2: ValueError: odd")
+    assert decide(outcome).note == "3 failures in a row without a new step: rank 3 on node2: ValueError: odd"
 
 
 @pytest.mark.parametrize("word", ["Unknown", ""])
@@ -95,8 +106,9 @@ outcomes = st.builds(
     has_slurm=st.booleans(),
     job=st.sampled_from([None, RUNNING, PREEMPTED, TIME_LIMIT, CANCELLED, REQUEUED, {}]),
     restart_count=st.integers(0, 2),
-    fruitless_attempts=st.integers(0, 9),
-    max_fruitless_attempts=st.integers(1, 5),
+    can_relaunch=st.booleans(),
+    fruitless_failures=st.integers(0, 9),
+    max_fruitless_failures=st.integers(1, 5),
 )
 
 
@@ -106,9 +118,13 @@ def test_a_job_comes_back_only_where_slurm_said_why(outcome: Outcome) -> None:
     decision = decide(outcome)
     assert decision.reason in get_args(Reason) and decision.action in get_args(Action)
     if decision.action in ("requeue", "leave"):
-        assert outcome.requeue_enabled and outcome.job is not None and not outcome.stop_asked
-        assert decision.reason in ("preempted", "time_limit")
+        assert outcome.job is not None and not outcome.stop_asked
+        assert decision.reason in ("preempted", "time_limit", "requeued")
+    if decision.action == "requeue":
+        assert outcome.requeue_enabled
+    if decision.action == "relaunch":
+        assert outcome.can_relaunch and decision.reason == "failed"
     if outcome.job is CANCELLED:
         assert decision.action in ("stop", "finish"), "a cancelled job is never brought back"
     if decision.action == "finish":
-        assert outcome.is_finished and outcome.exit_code == 0
+        assert outcome.is_finished

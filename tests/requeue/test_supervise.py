@@ -16,6 +16,7 @@ from slurm_train.rundir.attempts import AttemptStart, read_ledger
 from slurm_train.rundir.files import append_line
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import Holder, read_holder, take_lock
+from slurm_train.rundir.marks import FailureMark, leave_mark
 
 ME = Holder(job_id="7", host="node1", pid=1, started="1")
 OTHER = Holder(job_id="8", host="node2", pid=2, started="2")
@@ -31,6 +32,7 @@ class World:
     job: dict[str, str] | None = field(default_factory=lambda: dict(RUNNING))
     requeue_works: bool = True
     lives: bool = True
+    can_relaunch: bool = False
     restart_count: int = 0
     events: list[str] = field(default_factory=list)
     ledger_at_requeue: list[dict[str, object]] = field(default_factory=list)
@@ -43,6 +45,7 @@ class World:
             is_alive=lambda _holder: self.lives,
             show_job=lambda: self.job,
             requeue=self._requeue,
+            can_relaunch=self.can_relaunch,
         )
         return supervise(self.run, RequeueSection(enabled=enabled), site, launch, is_own_code=is_own_code)
 
@@ -177,20 +180,33 @@ def test_the_lock_is_given_back_when_the_launch_breaks(error: BaseException, wor
     assert read_holder(world.run) is None
 
 
-def test_time_limits_without_progress_end_after_three(world: World) -> None:
-    codes = [world.supervise(world.ranks(75)) for _ in range(3)]
-    assert codes == [75, 75, 75]
-    assert world.events.count("requeue") == 2, "the third attempt in a row without a new step is the last"
-    assert read_ledger(world.run)[-1]["action"] == "stop"
+def test_failures_are_started_again_here_until_three_bring_no_step(world: World) -> None:
+    world.can_relaunch = True
+    assert world.supervise(world.ranks(137)) == 137
+    assert world.events == ["launch 0", "launch 1", "launch 2"]
+    assert [entry["action"] for entry in read_ledger(world.run)] == ["relaunch", "relaunch", "stop"]
 
 
-def test_progress_and_preemptions_do_not_use_up_the_budget(world: World) -> None:
-    for job, steps in ((RUNNING, 0), (RUNNING, 0), (PREEMPTED, 0), (RUNNING, 1), (RUNNING, 0), (PREEMPTED, 0)):
+def test_a_new_step_and_the_ends_that_are_nobodys_fault_leave_the_budget_alone(world: World) -> None:
+    for job, code, steps in ((RUNNING, 75, 0), (PREEMPTED, 75, 0), (RUNNING, 1, 0), (RUNNING, 1, 0), (RUNNING, 1, 1)):
         world.job = job
-        world.supervise(world.ranks(75, steps=steps))
-    world.job = RUNNING
-    world.supervise(world.ranks(75))
-    assert world.events.count("requeue") == 7
+        world.supervise(world.ranks(code, steps=steps))
+    world.job, world.can_relaunch, world.events = RUNNING, True, []
+    world.supervise(world.ranks(137))
+    assert world.events == ["launch 5", "launch 6", "launch 7"]
+
+
+def test_the_first_rank_to_fail_is_named_and_its_code_counts(world: World) -> None:
+    def launch(attempt: int) -> int:
+        world.events.append(f"launch {attempt}")
+        mark = FailureMark(rank=3, host="node2", exit_code=2, message="no such layer")
+        leave_mark(world.run, attempt, mark)
+        return 143
+
+    world.can_relaunch = True
+    world.supervise(launch)
+    assert world.events == ["launch 0"], "wrong use is not tried again"
+    assert ledger_line(world)["note"] == "rank 3 on node2: no such layer"
 
 
 DONE_OR_NOT = [

@@ -1,0 +1,22 @@
+"""What srun says when tasks of a step end badly. Pure text in, words out."""
+
+from __future__ import annotations
+
+import re
+
+_TASK_ERROR = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>[\d,-]+): (?P<what>.+)$", re.MULTILINE)
+_NODE_FAILURE = re.compile(r"^srun: error: Node failure on (?P<nodes>\S+)", re.MULTILINE)
+# Terminated and a plain exit code are what the peers of the culprit show.
+_VIOLENT = ("Killed", "Segmentation fault", "Aborted", "Bus error", "Out Of Memory", "Illegal instruction", "Floating")
+
+
+def violent_end(text: str) -> str:
+    """Returns the first end by a signal or a lost node in srun's output, e.g. "rank 3 on node2: Killed"; "" if none."""
+    lost = _NODE_FAILURE.search(text)
+    if lost:
+        return f"node failure on {lost['nodes']}"
+    for match in _TASK_ERROR.finditer(text):
+        if match["what"].startswith(_VIOLENT):
+            word = "ranks" if "," in match["tasks"] or "-" in match["tasks"] else "rank"
+            return f"{word} {match['tasks']} on {match['node']}: {match['what']}"
+    return ""

@@ -1,0 +1,79 @@
+"""Slurm's commands as small shell programs in a folder, for tests of whole command lines.
+
+They print what the files beside them hold and note what they were told; nothing is parsed, nothing is decided.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# `squeue -o` and `sacct -o` as slurm_train asks for them.
+_SQUEUE = "{job_id}|{word}|{reason}|{nodes}|2026-01-31T09:41:24|N/A|main|some name"
+_SACCT = "{job_id}|{word}|None|{nodes}|Unknown|Unknown|main|0:0|some name"
+_SINFO = "main|main*|up|4|1-infinite|1-00:00:00|1:00:00|gpu:8(S:0-1)|64|512000|idle"
+
+_PROGRAMS = {
+    "sbatch": """
+if [ "$1" = --test-only ]; then
+  cp "$2" {here}/tested.sh; cat {here}/verdict >&2; exit "$(cat {here}/verdict_code)"
+fi
+cp "$2" {here}/submitted.sh; env > {here}/submitted_env; cat {here}/job_id
+""",
+    "squeue": "[ -e {here}/squeue_fails ] && {{ echo 'slurm_load_jobs error' >&2; exit 1; }}; cat {here}/squeue.out\n",
+    "sacct": "[ -e {here}/sacct_fails ] && {{ echo 'accounting is disabled' >&2; exit 1; }}; cat {here}/sacct.out\n",
+    "scancel": 'echo "$@" >> {here}/cancelled\n',
+    "sinfo": "cat {here}/sinfo.out\n",
+    "srun": "exit 1\n",
+    "scontrol": "exit 1\n",
+}
+
+
+class SlurmPrograms:
+    """A folder to put first on the PATH.
+
+    Args:
+        folder: an empty folder of the test's own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        for name, body in _PROGRAMS.items():
+            program = folder / name
+            program.write_text(f"#!/bin/sh\n{body.format(here=folder)}")
+            program.chmod(0o755)
+        for name in ("squeue.out", "sacct.out", "verdict"):
+            (folder / name).write_text("")
+        (folder / "verdict_code").write_text("0")
+        (folder / "job_id").write_text("4711\n")
+        (folder / "sinfo.out").write_text(f"{_SINFO}\n")
+
+    @property
+    def path(self) -> str:
+        """A PATH with these programs in front."""
+        return f"{self.folder}:{os.environ['PATH']}"
+
+    def queue(self, job_id: str, word: str, *, reason: str = "None", nodes: str = "") -> None:
+        """Puts a job into what squeue prints."""
+        line = _SQUEUE.format(job_id=job_id, word=word, reason=reason, nodes=nodes)
+        (self.folder / "squeue.out").write_text(f"{line}\n")
+
+    def account(self, job_id: str, word: str, *, nodes: str = "") -> None:
+        """Puts a job into what sacct prints."""
+        (self.folder / "sacct.out").write_text(f"{_SACCT.format(job_id=job_id, word=word, nodes=nodes)}\n")
+
+    def break_down(self, *names: str) -> None:
+        """Makes squeue or sacct fail."""
+        for name in names:
+            (self.folder / f"{name}_fails").touch()
+
+    def refuse(self, message: str) -> None:
+        """Makes `sbatch --test-only` refuse with this line."""
+        (self.folder / "verdict").write_text(f"{message}\n")
+        (self.folder / "verdict_code").write_text("1")
+
+    def said(self, name: str) -> str | None:
+        """Returns what a program noted: "cancelled", "submitted.sh", "submitted_env" or "tested.sh"."""
+        file = self.folder / name
+        return file.read_text() if file.exists() else None

@@ -1,0 +1,392 @@
+"""The shape of the house: layers, cycles, who talks to whom, the torch-free half, sizes, the wheel's content.
+
+Every rule is a function of a source tree, so that the last tests can hand it a small tree that breaks the rule and see
+it found. Loosening a rule needs a reason in the commit.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = "slurm_train"
+
+LAYERS = [
+    {"errors", "assets", "__init__"},
+    {"config"},
+    {"slurm", "rundir"},
+    {"launch", "distributed", "models", "data", "checkpoint", "requeue", "metrics", "devcluster"},
+    {"train", "doctor", "report"},
+    {"cli"},
+    {"__main__"},
+]
+
+# Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
+TORCH_FREE_ROOMS = ("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster")
+TORCH_FREE_MODULES = (
+    "errors",
+    "assets",
+    "__main__",
+    "data.prepare",
+    "data.presence",
+    "data.shards",
+    "checkpoint.directory",
+    "checkpoint.manifest",
+    "checkpoint.commit",
+    "checkpoint.retention",
+    "metrics.writer",
+    "train.script",
+)
+
+SUBMITIT = {"launch.submission"}
+SLURM_COMMANDS = ("squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "srun", "sacctmgr", "salloc")
+# Only these may hold a Slurm command as a word of a command line.
+COMMAND_WORDS = {
+    "slurm.commands": {"squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch"},
+    "launch.submission": {"sbatch"},
+    "launch.script": {"srun"},
+    "launch.visibility": {"srun"},
+}
+# The one-machine cluster starts, configures and asks its own daemons.
+OWN_CLUSTER = "devcluster."
+# The ranks' stop flag; those that outlive the ranks, which are the supervisor and the local launch; loader workers,
+# which are made deaf.
+SIGNAL_HANDLERS = {"requeue.signals", "requeue.supervise", "cli.here", "data.mapstyle"}
+ENVIRONMENT_READERS = ("cli.", "__main__")
+# cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.
+ENVIRONMENT_WRITERS = {"train.build"}
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+MAX_FILE_LINES, LONG_FILE_LINES = 400, 250
+MAX_FUNCTION_LINES = 40
+
+
+class Tree:
+    """A package on disk, parsed once.
+
+    Args:
+        root: the folder of the package, e.g. ".../slurm_train".
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.paths = {self._name(path): path for path in sorted(root.rglob("*.py"))}
+        self.parsed = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in self.paths.items()}
+
+    def _name(self, path: Path) -> str:
+        words = path.relative_to(self.root).with_suffix("").parts
+        return ".".join(words[:-1] if len(words) > 1 and words[-1] == "__init__" else words)
+
+    def imports(self, module: str, *, lazy: bool = True) -> Iterator[str]:
+        """Yields the modules of the package that a module imports, also inside functions and for type checkers."""
+        nodes = ast.walk(self.parsed[module]) if lazy else self._eager(self.parsed[module])
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{module}: relative import"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            yield from (own for name in names if (own := self._own(name)))
+
+    def _eager(self, tree: ast.Module) -> Iterator[ast.AST]:
+        """Yields what runs when the module is imported: no function bodies, no `if TYPE_CHECKING`."""
+        pending: list[ast.AST] = list(tree.body)
+        while pending:
+            node = pending.pop()
+            yield node
+            is_for_checkers = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+            if not is_for_checkers and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                pending += ast.iter_child_nodes(node)
+
+    def _own(self, name: str) -> str | None:
+        words = name.split(".")
+        if words[0] != PACKAGE:
+            return None
+        while len(words) > 1:
+            if ".".join(words[1:]) in self.paths:
+                return ".".join(words[1:])
+            words.pop()
+        return "__init__"
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def level_of(room: str) -> int | None:
+    return next((level for level, rooms in enumerate(LAYERS) if room in rooms), None)
+
+
+def wrong_layers(tree: Tree) -> list[str]:
+    """Imports that go up or sideways, and rooms that the plan does not know."""
+    found = [f"{room_of(module)} is in no layer" for module in tree.paths if level_of(room_of(module)) is None]
+    for module in tree.paths:
+        for other in tree.imports(module):
+            mine, theirs = level_of(room_of(module)), level_of(room_of(other))
+            if room_of(module) != room_of(other) and mine is not None and theirs is not None and theirs >= mine:
+                found.append(f"{module} imports {other}")
+    return found
+
+
+def cycles(tree: Tree) -> list[str]:
+    """Modules that import each other, directly or by way of others, when they are imported."""
+    edges = {module: set(tree.imports(module, lazy=False)) - {module} for module in tree.paths}
+    found, done = [], set[str]()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        if module in path:
+            found.append(" -> ".join((*path[path.index(module) :], module)))
+        elif module not in done:
+            for other in sorted(edges[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in edges:
+        visit(module, ())
+    return found
+
+
+def submitit_imports(tree: Tree) -> list[str]:
+    found = []
+    for module, parsed in tree.parsed.items():
+        for node in ast.walk(parsed):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{module} imports {name}" for name in names if name.split(".")[0] == "submitit"]
+    return [text for text in found if text.split()[0] not in SUBMITIT]
+
+
+def slurm_command_words(tree: Tree) -> list[str]:
+    """Command lines with a Slurm command as their first word: a list or tuple that starts with its bare name."""
+    found = []
+    for module, parsed in tree.parsed.items():
+        if module.startswith(OWN_CLUSTER):
+            continue
+        for node in ast.walk(parsed):
+            word = _first_command_word(node)
+            if word is not None and word not in COMMAND_WORDS.get(module, set()):
+                found.append(f"{module} runs {word}")
+    return found
+
+
+def _first_command_word(node: ast.AST) -> str | None:
+    """Returns the Slurm command that an argument list begins with, or holds after a wrapper like env."""
+    if not isinstance(node, (ast.List, ast.Tuple)):
+        return None
+    texts = [item.value for item in node.elts if isinstance(item, ast.Constant) and isinstance(item.value, str)]
+    return next((text for text in texts[:3] if text in SLURM_COMMANDS), None)
+
+
+def signal_handlers(tree: Tree) -> list[str]:
+    calls = _uses(tree, lambda node: isinstance(node, ast.Call) and ast.unparse(node.func) == "signal.signal")
+    return [text for text in calls if text not in SIGNAL_HANDLERS]
+
+
+def environment_readers(tree: Tree) -> list[str]:
+    words = ("os.environ", "os.getenv", "os.environb", "os.putenv")
+    uses = _uses(tree, lambda node: isinstance(node, ast.Attribute) and ast.unparse(node) in words)
+    return [
+        module for module in uses if not module.startswith(ENVIRONMENT_READERS) and module not in ENVIRONMENT_WRITERS
+    ]
+
+
+def _uses(tree: Tree, is_use: Callable[[ast.AST], bool]) -> list[str]:
+    return [module for module, parsed in tree.parsed.items() if any(is_use(node) for node in ast.walk(parsed))]
+
+
+def shells(tree: Tree) -> list[str]:
+    def is_shell(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Call):
+            return False
+        return ast.unparse(node.func) in ("os.system", "os.popen") or any(
+            word.arg == "shell" and getattr(word.value, "value", True) for word in node.keywords
+        )
+
+    return _uses(tree, is_shell)
+
+
+def vague_names(tree: Tree) -> list[str]:
+    return [module for module in tree.paths if VAGUE_NAMES & set(module.split("."))]
+
+
+def long_files(tree: Tree, *, limit: int = MAX_FILE_LINES) -> list[str]:
+    lengths = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in tree.paths.items()}
+    return [f"{module}: {length} lines" for module, length in lengths.items() if length > limit]
+
+
+def long_functions(tree: Tree) -> list[str]:
+    """Functions of more than so many lines, the docstring not counted."""
+    found = []
+    for module, parsed in tree.parsed.items():
+        for node in ast.walk(parsed):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _length(node) > MAX_FUNCTION_LINES:
+                found.append(f"{module}.{node.name}: {_length(node)} lines")
+    return found
+
+
+def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first = node.body[0]
+    documented = ast.get_docstring(node) is not None
+    docstring = (first.end_lineno or 0) - first.lineno + 1 if documented else 0
+    return (node.end_lineno or 0) - node.lineno + 1 - docstring
+
+
+RULES: dict[str, Callable[[Tree], list[str]]] = {
+    "imports go down only": wrong_layers,
+    "no import cycles": cycles,
+    "one module imports submitit": submitit_imports,
+    "one module runs Slurm's commands": slurm_command_words,
+    "one module installs the ranks' signal handlers": signal_handlers,
+    "the environment is read at the entry points": environment_readers,
+    "no command goes through a shell": shells,
+    "no vague names": vague_names,
+    "no file is too long": long_files,
+    "no function is too long": long_functions,
+}
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    return Tree(REPOSITORY / PACKAGE)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_rule_holds(rule: Callable[[Tree], list[str]], tree: Tree) -> None:
+    assert rule(tree) == []
+
+
+def test_long_files_are_on_the_list(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+    """No failure: it prints what has grown beyond the aim, for whoever looks with -s."""
+    with capsys.disabled():
+        for text in long_files(tree, limit=LONG_FILE_LINES):
+            print(f"\n  beyond {LONG_FILE_LINES} lines: {text}", end="")
+
+
+def test_the_login_half_imports_no_torch(tree: Tree) -> None:
+    rooms = [module for module in tree.paths if room_of(module) in TORCH_FREE_ROOMS]
+    missing = [module for module in TORCH_FREE_MODULES if module not in tree.paths]
+    assert missing == []
+    names = [f"{PACKAGE}.{module}" for module in (*rooms, *TORCH_FREE_MODULES)]
+    assert imported_heavy(names) == []
+
+
+def imported_heavy(names: list[str]) -> list[str]:
+    """Imports the modules one after the other in a process of their own; returns those that brought torch along."""
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules:\n"
+        "        print(name); break\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
+    return done.stdout.split()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Names of the files in the wheel that this checkout builds."""
+    builder = pytest.importorskip("hatchling.builders.wheel")
+    folder = tmp_path_factory.mktemp("wheel")
+    (path,) = builder.WheelBuilder(str(REPOSITORY)).build(directory=str(folder), versions=["standard"])
+    with zipfile.ZipFile(path) as archive:
+        return archive.namelist()
+
+
+def test_the_wheel_holds_the_package_its_configurations_and_templates(wheel: list[str], tree: Tree) -> None:
+    assert {f"{PACKAGE}/{path.relative_to(tree.root)}" for path in tree.paths.values()} <= set(wheel)
+    for folder in ("conf", "sbatch_templates"):
+        files = [path for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
+        assert files
+        assert {f"{PACKAGE}/{path.relative_to(REPOSITORY)}" for path in files} <= set(wheel)
+
+
+def test_the_wheel_holds_nothing_else(wheel: list[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel}
+    assert tops - {PACKAGE} == {name for name in tops if name.endswith(".dist-info")}
+    endings = {Path(name).suffix for name in wheel if name.startswith(f"{PACKAGE}/")}
+    assert endings <= {".py", ".yaml", ".sh", ".typed"}
+    assert not [name for name in wheel if "test" in name.lower() or "__pycache__" in name]
+
+
+# What each rule must find in a tree that breaks it: file, text, and the finding.
+BREACHES = [
+    ("imports go down only", "launch/a.py", "from slurm_train.train import loop\n", "launch.a imports train"),
+    ("imports go down only", "launch/a.py", "import slurm_train.models.gpt\n", "launch.a imports models"),
+    ("imports go down only", "config/a.py", "def f():\n    from slurm_train import cli\n", "config.a imports cli"),
+    ("imports go down only", "rundir/a.py", "from slurm_train.slurm import states\n", "rundir.a imports slurm"),
+    (
+        "imports go down only",
+        "errors.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from slurm_train.config import x\n",
+        "errors imports config",
+    ),
+    ("imports go down only", "novelty/a.py", "", "novelty is in no layer"),
+    ("no import cycles", "config/x.py", "from slurm_train.config import y\n", "config.x -> config.y -> config.x"),
+    ("one module imports submitit", "cli/a.py", "def f():\n    import submitit\n", "cli.a imports submitit"),
+    (
+        "one module imports submitit",
+        "launch/a.py",
+        "from submitit.core import utils\n",
+        "launch.a imports submitit.core",
+    ),
+    ("one module runs Slurm's commands", "cli/a.py", "run(['squeue', '-j', x])\n", "cli.a runs squeue"),
+    ("one module runs Slurm's commands", "requeue/a.py", "run(('scontrol', 'requeue'))\n", "requeue.a runs scontrol"),
+    (
+        "one module runs Slurm's commands",
+        "launch/visibility.py",
+        "c = ['env', 'sbatch']\n",
+        "launch.visibility runs sbatch",
+    ),
+    ("one module installs the ranks' signal handlers", "train/a.py", "import signal\nsignal.signal(1, f)\n", "train.a"),
+    ("the environment is read at the entry points", "launch/a.py", "import os\nx = os.environ['A']\n", "launch.a"),
+    ("the environment is read at the entry points", "train/a.py", "import os\nx = os.getenv('A')\n", "train.a"),
+    ("no command goes through a shell", "slurm/a.py", "run('x', shell=True)\n", "slurm.a"),
+    ("no command goes through a shell", "slurm/a.py", "import os\nos.system('x')\n", "slurm.a"),
+    ("no vague names", "train/utils.py", "", "train.utils"),
+    ("no vague names", "config/common/a.py", "", "config.common.a"),
+    ("no file is too long", "train/a.py", "x = 1\n" * 401, "train.a: 401 lines"),
+    ("no function is too long", "train/a.py", "def f():\n" + "    x = 1\n" * 40, "train.a.f: 41 lines"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "file", "text", "finding"), BREACHES, ids=[f"{rule}: {file}" for rule, file, _, _ in BREACHES]
+)
+def test_a_breach_is_found(rule: str, file: str, text: str, finding: str, tmp_path: Path) -> None:
+    root = tmp_path / PACKAGE
+    for folder in ("cli", "train", "models", "config", "slurm", "rundir", "launch", "requeue"):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "__init__.py").write_text("")
+    (root / "__init__.py").write_text("")
+    (root / "config" / "y.py").write_text("def f(): pass\nfrom slurm_train.config import x\n")
+    path = root / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    found = RULES[rule](Tree(root))
+    assert any(one.startswith(finding) for one in found), found
+
+
+def test_a_clean_small_tree_has_no_breach(tmp_path: Path) -> None:
+    root = tmp_path / PACKAGE
+    (root / "slurm").mkdir(parents=True)
+    (root / "cli").mkdir()
+    (root / "errors.py").write_text("class E(Exception):\n    pass\n")
+    (root / "slurm" / "commands.py").write_text("from slurm_train.errors import E\nargv = ['squeue', '-h']\n")
+    (root / "cli" / "a.py").write_text("import os\nfrom slurm_train.slurm import commands\nx = os.environ\n")
+    assert {name: rule(Tree(root)) for name, rule in RULES.items()} == {name: [] for name in RULES}
+
+
+def test_a_module_that_brings_torch_along_is_found() -> None:
+    names = [f"{PACKAGE}.errors", f"{PACKAGE}.models.gpt", f"{PACKAGE}.assets"]
+    assert imported_heavy(names) == [f"{PACKAGE}.models.gpt"]
