@@ -15,6 +15,7 @@ from slurm_train.launch.local import LocalRanks, start_local
 from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preparation import Source, write_run_directory
+from slurm_train.launch.provenance import write_provenance
 from slurm_train.requeue.supervise import Site, supervise
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.layout import RunDirectory
@@ -36,7 +37,8 @@ def train_here(plan: RunPlan, source: Source, *, words: Sequence[str], env: Mapp
         refuse_queued(plan.run, env)
         take_lock(plan.run, holder, is_alive=lambda other: holder_lives(other, SlurmCommands(env)))
         release_lock(plan.run, holder)
-    write_run_directory(plan, source, script=None, words=words)
+    write_run_directory(plan, source, script=None)
+    write_provenance(plan.run, source, words=words)
     return supervise_here(plan.run, plan.config, world_size=plan.world.size, env=env)
 
 

@@ -19,6 +19,8 @@ _CHUNK_BYTES = 1 << 16
 _POLL_S = 0.3
 # A waiting job is asked about rarely: the controller is everybody's.
 _ASK_S = 5.0
+# A supervisor that was killed closes nothing; then this is long enough.
+_LAST_WORDS_S = 60.0
 
 _EXAMPLES = """\
 examples:
@@ -43,6 +45,12 @@ def main(words: Sequence[str]) -> int:
         wait_for_log(run, SlurmCommands(os.environ), lambda: choose_log(run, attempt=attempt, rank=arguments.rank))
     follow(lambda: choose_log(run, attempt=attempt, rank=arguments.rank), until=lambda: has_ended(run))
     return 0
+
+
+def _where_the_log_is(run: RunDirectory) -> str:
+    if read_job(run) is None and existing_attempts(run):
+        return "rank 0 of a run on this machine writes to its terminal; --rank 1 shows another rank"
+    return "`status` says whether it waits; -f waits for the log"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,9 +106,11 @@ def has_ended(run: RunDirectory) -> bool:
     """Returns whether nothing more will be written: the run is finished, or its last attempt has stopped for good."""
     from slurm_train.rundir.attempts import read_ledger
 
-    if run.result.exists():
-        return True
     ledger = read_ledger(run)
+    if run.result.exists():
+        # Rank 0 says its last words after the result; the supervisor closes the attempt after those.
+        is_closed = bool(ledger) and "action" in ledger[-1]
+        return is_closed or time.time() - run.result.stat().st_mtime > _LAST_WORDS_S
     if not ledger or ledger[-1].get("action") != "stop":
         return False
     record = read_job(run)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurm_train.cli.display import note, print_plan
+from slurm_train.cli.inputs import refuse_missing_inputs
 from slurm_train.config.compose import compose
 from slurm_train.config.words import read_words
-from slurm_train.data.presence import require_readable
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.launch.plan import plan_run
 
@@ -33,16 +33,15 @@ def main(words: Sequence[str]) -> int:
     if flags.multirun:
         raise ConfigError("--multirun is not part of this version", hint="plan one run per command line")
     plan = plan_run(compose(flags), cwd=cwd, env=env)
-    if plan.config.trains:
-        require_readable(plan.config.data or {}, cwd=cwd)
+    refuse_missing_inputs(plan, cwd=cwd)
     print_plan(plan)
     if plan.config.cluster is None:
-        note("  script   none: the run would train on this machine (add +cluster=NxG for Slurm)")
+        note("  script        none: the run would train on this machine (add +cluster=NxG for Slurm)")
         return 0
     from slurm_train.launch.script import render_script
 
     script = render_script(plan)
-    note(f"  Slurm    {_slurm_says(script, env)}")
+    note(f"  Slurm         {_slurm_says(script, env)}")
     print(script, end="")
     return 0
 

@@ -35,8 +35,8 @@ def main(words: Sequence[str]) -> int:
 
 def _run(flags: Words, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, git: GitQuestions | None) -> int:
     from slurm_train.cli.display import print_plan
+    from slurm_train.cli.inputs import refuse_missing_inputs
     from slurm_train.config.compose import compose
-    from slurm_train.data.presence import require_readable
     from slurm_train.launch.plan import plan_run
     from slurm_train.launch.preparation import read_source, require_writable
 
@@ -45,8 +45,7 @@ def _run(flags: Words, words: Sequence[str], *, env: Mapping[str, str], cwd: Pat
     if os.path.exists(plan.run.result):  # noqa: PTH110
         return _show_result(plan.run)
     require_writable(plan.run)
-    if plan.config.trains:
-        require_readable(plan.config.data or {}, cwd=cwd)
+    refuse_missing_inputs(plan, cwd=cwd)
     print_plan(plan)
     source = read_source(plan, cwd, read_answers(git))
     if plan.config.cluster is not None:
@@ -63,6 +62,9 @@ def _show_result(run: RunDirectory) -> int:
     if result is None:
         raise RunError(f"{run.result} cannot be read", hint="move it away to have the run continue")
     note = f"{run.name}/{run.run_id} is finished: {run.path}"
-    print(f"{note}\nanother run of the same: add run.name=NAME, or seed=N", file=sys.stderr)
+    print(
+        f"{note}\na change of your code does not make it another run; for another: add run.name=NAME, or seed=N",
+        file=sys.stderr,
+    )
     print(json.dumps(result))
     return EXIT_DONE

@@ -96,13 +96,14 @@ def read_row(run: RunDirectory, jobs: Mapping[str, JobState]) -> Row:
     job = jobs.get(record.job_id) if record else None
     ledger = read_ledger(run)
     line = newest_training_line(run.metrics) or {}
-    total = (read_json(run.plan) or {}).get("max_steps", 0)
+    total = (read_json(run.plan) or {}).get("max_steps") or 0
+    step = max(line.get("step", 0), newest_checkpoint_step(run))
     state = _state(run, job, ledger)
     return Row(
         run=f"{run.name}/{run.run_id}",
         job=record.job_id if record else "-",
         state=state,
-        step=f"{line.get('step', 0)}/{total}" if total else str(line.get("step", 0)),
+        step=f"{step}/{total}" if total else "-",
         loss=f"{line['loss']:.4f}" if "loss" in line else "-",
         speed=_speed(line),
         eta=_eta(line, total) if state == "running" else "-",
@@ -110,6 +111,12 @@ def read_row(run: RunDirectory, jobs: Mapping[str, JobState]) -> Row:
         note=_note(job, ledger, state),
         path=str(run.path),
     )
+
+
+def newest_checkpoint_step(run: RunDirectory) -> int:
+    """Returns the step of the newest checkpoint by name, 0 where there is none; whether it verifies is not asked."""
+    names = (path.name for path in run.checkpoints.glob("checkpoint_*")) if run.checkpoints.is_dir() else ()
+    return max((int(name[11:]) for name in names if name[11:].isdigit()), default=0)
 
 
 def _state(run: RunDirectory, job: JobState | None, ledger: Sequence[Mapping[str, object]]) -> str:

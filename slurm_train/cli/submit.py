@@ -31,7 +31,7 @@ def submit(plan: RunPlan, source: Source, *, words: Sequence[str], env: Mapping[
     importing = _import_early()
     refuse_active(plan.run, commands)
     require_acceptable(script, commands, plan)
-    write_run_directory(plan, source, script=script, words=words)
+    write_run_directory(plan, source, script=script)
     # A dead process on this machine can be told from here, not from the node that the job starts on.
     clear_dead(plan.run, is_alive=lambda holder: holder_lives(holder, commands))
     importing.join()
@@ -41,6 +41,9 @@ def submit(plan: RunPlan, source: Source, *, words: Sequence[str], env: Mapping[
     record_job(plan.run, job_id)
     _say_what_next(plan.run)
     print(f"{job_id} {plan.run.path}", flush=True)
+    from slurm_train.launch.provenance import write_provenance
+
+    write_provenance(plan.run, source, words=words)
     return 0
 
 

@@ -37,15 +37,18 @@ class BatchPlan:
 def solve_batch(asked: BatchSection, *, ranks: int) -> BatchPlan:
     """Returns the plan for what was asked on so many data-parallel ranks.
 
-    With only the global size given there is one micro-batch per step; with nothing given, one sample per rank.
+    With only the global size given there is one micro-batch per step; with nothing given, the default global size is
+    rounded to what the ranks can share.
 
     Raises:
         BatchError: a value below one, or numbers that do not multiply up.
     """
-    for name in ("local_size", "accumulation", "global_size"):
+    for name in ("local_size", "accumulation", "global_size", "default_global_size"):
         value = getattr(asked, name)
         if value is not None and value < 1:
             raise BatchError(f"batch.{name}={value} is not a batch", hint=f"set batch.{name} to 1 or more")
+    if asked.local_size is asked.accumulation is asked.global_size is None:
+        return BatchPlan(local_size=max(1, round(asked.default_global_size / ranks)), ranks=ranks, accumulation=1)
     if asked.global_size is None:
         return BatchPlan(local_size=asked.local_size or 1, ranks=ranks, accumulation=asked.accumulation or 1)
     if asked.local_size is not None and asked.accumulation is not None:

@@ -26,12 +26,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from slurm_train.assets import asset_dir
 from slurm_train.config.explain import explain, no_cluster_error
+from slurm_train.config.lean import compose_lean, is_enough
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.structure import build_config
 from slurm_train.config.words import Words, cluster_sizes, prepare_overrides
 from slurm_train.errors import ConfigError
 
 _SECRET_REFERENCE = re.compile(r"\$\{oc\.env:[^}]*(?:KEY|TOKEN|SECRET|PASS)[^}]*\}", re.IGNORECASE)
+
+
+# What Hydra composed, and the chosen option of each group.
+_Full = tuple[DictConfig, dict[str, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ def _composed_keys(words: Words, overrides: Sequence[str]) -> list[str]:
     """Returns the keys that there are with the chosen groups alone; none where those fail, too."""
     groups = [word for word in overrides if "." not in word.partition("=")[0]]
     try:
-        full = _compose(words, groups)
+        full, _ = _compose(words, groups)
     except (HydraException, OmegaConfBaseException):
         return []
     plain = OmegaConf.to_container(full, resolve=False)
@@ -106,7 +111,7 @@ def _flat_keys(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
             yield from _flat_keys(value, f"{prefix}{key}.")
 
 
-def _compose_settled(words: Words, overrides: Sequence[str]) -> DictConfig:
+def _compose_settled(words: Words, overrides: Sequence[str]) -> _Full:
     """Composes; a group that the user's own primary file chooses already is replaced, not added a second time."""
     try:
         return _compose(words, overrides)
@@ -118,19 +123,29 @@ def _compose_settled(words: Words, overrides: Sequence[str]) -> DictConfig:
         return _compose(words, [word[1:] if word.startswith(plus) else word for word in overrides])
 
 
-def _compose(words: Words, overrides: Sequence[str]) -> DictConfig:
-    return _open(words, overrides).compose_config(
+def _compose(words: Words, overrides: Sequence[str]) -> _Full:
+    if is_enough(words):
+        _store_sizes(words, overrides)
+        return compose_lean(_search_path(words.config_dir), words.config_name, overrides)
+    full = _open(words, overrides).compose_config(
         config_name=words.config_name,
         overrides=list(overrides),
         run_mode=RunMode.RUN,
         from_shell=True,
         with_log_configuration=False,
     )
+    return full, dict(full.hydra.runtime.choices)
 
 
 def _open(words: Words, overrides: Sequence[str]) -> Hydra:
     GlobalHydra.instance().clear()
     Plugins.instance()
+    _store_sizes(words, overrides)
+    return Hydra.create_main_hydra2(task_name="slurm_train", config_search_path=_search_path(words.config_dir))
+
+
+def _store_sizes(words: Words, overrides: Sequence[str]) -> None:
+    """Makes a configuration for each NxG that the words name and no file of the user's own gives."""
     store = ConfigStore.instance()
     for name, nodes, gpus in cluster_sizes(overrides):
         # Hydra takes a stored node for the schema of a file of the same name, so a user's file stands alone.
@@ -138,7 +153,6 @@ def _open(words: Words, overrides: Sequence[str]) -> Hydra:
         if words.config_dir is None or not (Path(words.config_dir) / "cluster" / f"{name}.yaml").is_file():
             size = {"defaults": ["base", "_self_"], "nodes": nodes, "gpus_per_node": gpus}
             store.store(group="cluster", name=name, node=size, provider="size")
-    return Hydra.create_main_hydra2(task_name="slurm_train", config_search_path=_search_path(words.config_dir))
 
 
 def _search_path(config_dir: str | None) -> ConfigSearchPathImpl:
@@ -155,11 +169,11 @@ def _search_path(config_dir: str | None) -> ConfigSearchPathImpl:
     return path
 
 
-def _read(full: DictConfig) -> Composed:
-    choices = dict(full.hydra.runtime.choices)
+def _read(composed: _Full) -> Composed:
+    full, choices = composed
     OmegaConf.set_readonly(full, False)
     with open_dict(full):
-        full.pop("hydra")
+        full.pop("hydra", None)
     raw = OmegaConf.to_container(full, resolve=False)
     _refuse_secrets(raw)
     mapping = OmegaConf.to_container(full, resolve=True, throw_on_missing=True)

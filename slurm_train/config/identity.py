@@ -23,6 +23,7 @@ NOT_IDENTITY = (
     "ddp",
     "batch.local_size",
     "batch.accumulation",
+    "batch.default_global_size",
     "train.eval_every_steps",
     "train.log_every_steps",
     "train.samples_digest",

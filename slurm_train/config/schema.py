@@ -36,6 +36,8 @@ class BatchSection:
     """Micro-batches per optimizer step (gradient accumulation)."""
     global_size: int | None = None
     """Samples per optimizer step over all ranks."""
+    default_global_size: int = 32
+    """Global batch where none of the three is given, rounded to the nearest that the ranks can share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING
 
 from slurm_train.errors import ClusterError
 from slurm_train.launch.plan import RunPlan
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.partitions import Partition
 from slurm_train.slurm.verdicts import Refusal, TestVerdict
+
+if TYPE_CHECKING:
+    from slurm_train.slurm.partitions import Partition
 
 
 def slurm_verdict(script: str, commands: SlurmCommands) -> TestVerdict:

@@ -53,8 +53,8 @@ class RunPlan:
                 "retune": self.config.optim.lr_retune,
                 "tuned_for_global_size": self.config.optim.lr_global_size or self.batch.global_size,
             },
-            "max_steps": self.config.train.max_steps,
-            "samples": self.batch.global_size * self.config.train.max_steps,
+            "max_steps": self.config.train.max_steps if self.config.trains else None,
+            "samples": self.batch.global_size * self.config.train.max_steps if self.config.trains else None,
             "requeue": {"enabled": self.config.requeue.enabled, "strategy": "scontrol requeue incomplete"},
         }
 

@@ -1,4 +1,4 @@
-"""Writes a run directory: frozen configuration, plan, script, code snapshot, provenance.
+"""Writes a run directory: frozen configuration, plan, script, code snapshot.
 
 Called when nothing is left to refuse. Each file is replaced as one step, so a run that is submitted again at another
 size is never half old and half new to a reader.
@@ -6,25 +6,19 @@ size is never half old and half new to a reader.
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
-import socket
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from slurm_train.config.frozen import dump_config
 from slurm_train.errors import RunError
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.snapshot import SourceState, describe_source, plan_snapshot, write_snapshot
+from slurm_train.launch.snapshot import SourceState, plan_snapshot, write_snapshot
 from slurm_train.rundir.files import read_json, write_atomic
 from slurm_train.rundir.layout import RunDirectory
-
-_PACKAGES = ("torch", "numpy", "submitit", "hydra-core", "omegaconf", "xxhash", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +68,19 @@ def require_writable(run: RunDirectory) -> None:
         raise RunError(f"{run.path} cannot be made: {existing} {kind}", hint="name another place with run.root=DIR")
 
 
-def write_run_directory(plan: RunPlan, source: Source, *, script: str | None, words: Sequence[str]) -> None:
+def write_run_directory(plan: RunPlan, source: Source, *, script: str | None) -> None:
     """Writes everything that the job reads.
 
     Args:
         plan: the run.
         source: the code to copy.
         script: text of submit.sh, None for a local run.
-        words: the command line, kept in the provenance.
     """
     run = plan.run
     _make_folders(run)
     write_snapshot(source.directory, source.files, run.code)
     write_atomic(run.config, dump_config(plan.config), durable=False)
     write_atomic(run.plan, json.dumps(plan.as_json(), indent=2) + "\n", durable=False)
-    write_atomic(run.provenance, json.dumps(_provenance(source, words), indent=2) + "\n", durable=False)
     if script is not None:
         write_atomic(run.submit_script, script, durable=False, mode=0o700)
     run.stop_file.unlink(missing_ok=True)
@@ -108,21 +100,3 @@ def record_job(run: RunDirectory, job_id: str) -> None:
     known = read_json(run.job) or {}
     record = {"job_ids": [*known.get("job_ids", []), job_id], "submit_time_unix_s": time.time()}
     write_atomic(run.job, json.dumps(record) + "\n")
-
-
-def _provenance(source: Source, words: Sequence[str]) -> dict[str, object]:
-    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return {
-        "words": list(words),
-        "directory": str(source.directory),
-        "user": getpass.getuser(),
-        "host": socket.gethostname(),
-        "python": sys.executable,
-        "time_unix_s": time.time(),
-        **describe_source(source.state, source.files, versions),
-    }

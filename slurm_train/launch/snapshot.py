@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slurm_train.errors import ConfigError
 
@@ -99,7 +98,7 @@ def plan_snapshot(directory: Path, state: SourceState, *, limit_mb: int, exclude
     Raises:
         ConfigError: the files are more than the limit.
     """
-    names = list(state.files) if state.files is not None else _walk(directory)
+    names = list(state.files) if state.files is not None else _walk(directory, exclude)
     kept, total = [], 0
     for name in names:
         path = directory / name
@@ -111,7 +110,7 @@ def plan_snapshot(directory: Path, state: SourceState, *, limit_mb: int, exclude
     return kept
 
 
-def _walk(directory: Path) -> list[str]:
+def _walk(directory: Path, exclude: Path) -> list[str]:
     found: list[str] = []
     entries = 0
     for folder, subfolders, files in os.walk(directory):
@@ -119,7 +118,7 @@ def _walk(directory: Path) -> list[str]:
         subfolders[:] = sorted(
             name
             for name in subfolders
-            if not name.startswith((".", "__")) and not (here / name / "pyvenv.cfg").exists()
+            if not name.startswith((".", "__")) and here / name != exclude and not (here / name / "pyvenv.cfg").exists()
         )
         entries += len(files) + len(subfolders)
         if entries > _MAX_ENTRIES:
@@ -154,14 +153,3 @@ def write_snapshot(directory: Path, names: Sequence[str], target: Path) -> None:
         shutil.copy2(directory / name, fresh / name)
     shutil.rmtree(target, ignore_errors=True)
     fresh.rename(target)
-
-
-def describe_source(state: SourceState, names: Sequence[str], versions: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what `provenance.json` holds about the code."""
-    return {
-        "git_commit": state.commit,
-        "git_dirty": bool(state.difference),
-        "git_diff": state.difference,
-        "num_files": len(names),
-        "versions": dict(versions),
-    }

@@ -53,7 +53,7 @@ class Decision:
 
 
 def decide(outcome: Outcome) -> Decision:
-    """Returns the decision for an outcome; see the table in docs/requeue.md."""
+    """Returns the decision for an outcome; see the table in docs/slurm.md."""
     # The result is written after the last checkpoint: how the processes ended after it changes nothing.
     if outcome.is_finished:
         return Decision("done", "finish", "the run is finished")

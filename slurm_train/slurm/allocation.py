@@ -8,7 +8,6 @@ component (22.05), so there the lists of the components are put together instead
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,16 +16,10 @@ from slurm_train.errors import ClusterError
 from slurm_train.slurm.nodelist import NodeListError, parse_nodelist, parse_tasks_per_node
 
 _Item = TypeVar("_Item", int, str)
-_JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _IN_A_JOB = "run this inside a Slurm job: sbatch run_dir/submit.sh, or salloc first"
 _UNDER_SRUN = "start the process with srun inside the job; a batch script or a login shell has no rank"
-
-
-def is_job_id(text: str) -> bool:
-    """Returns whether the text is one job or one array element: "123" or "123_4"."""
-    return _JOB_ID.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """The one place that runs squeue, sacct, scontrol, scancel, sinfo and `sbatch --test-only`.
 
 Commands get argument lists, a scrubbed environment and a time limit. What they print is parsed by the pure modules
-beside this one. A command that is missing, too slow or fails is a ClusterError that quotes it. Nothing is retried and
-nothing is cached: how often to ask is the caller's business.
+beside this one, each imported by the method that needs it: a submission pays for one of them. A command that is
+missing, too slow or fails is a ClusterError that quotes it. Nothing is retried and nothing is cached: how often to ask
+is the caller's business.
 """
 
 from __future__ import annotations
@@ -13,22 +14,16 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.allocation import is_job_id
 from slurm_train.slurm.environment import command_environment
-from slurm_train.slurm.partitions import SINFO_FORMAT, Partition, parse_sinfo
-from slurm_train.slurm.records import (
-    SACCT_FORMAT,
-    SQUEUE_FORMAT,
-    JobState,
-    parse_config,
-    parse_job,
-    parse_sacct,
-    parse_squeue,
-)
-from slurm_train.slurm.verdicts import TestVerdict, read_verdict
+from slurm_train.slurm.job_id import is_job_id
+
+if TYPE_CHECKING:
+    from slurm_train.slurm.partitions import Partition
+    from slurm_train.slurm.records import JobState
+    from slurm_train.slurm.verdicts import TestVerdict
 
 # sbatch gives up on an absent controller after 18 s (22.05); a busy one may take longer to answer.
 DEFAULT_TIMEOUT_S = 60.0
@@ -117,6 +112,8 @@ class SlurmCommands:
         Raises:
             ClusterError: neither command gives an answer.
         """
+        from slurm_train.slurm.records import parse_squeue
+
         asked = _checked(job_ids)
         if not asked:
             return {}
@@ -133,10 +130,14 @@ class SlurmCommands:
         Raises:
             ClusterError: the controller does not know the job (any more) or does not answer.
         """
+        from slurm_train.slurm.records import parse_job
+
         return parse_job(self._run(["scontrol", "show", "job", *_checked([job_id])]))
 
     def show_config(self) -> dict[str, str]:
         """Returns the controller's settings, e.g. {"MaxArraySize": "1001", "KillWait": "30 sec", ...}."""
+        from slurm_train.slurm.records import parse_config
+
         return parse_config(self._run(["scontrol", "show", "config"]))
 
     def cancel(self, job_ids: Iterable[str]) -> None:
@@ -172,6 +173,8 @@ class SlurmCommands:
         Raises:
             ClusterError: sinfo failed or cannot be read.
         """
+        from slurm_train.slurm.partitions import SINFO_FORMAT, parse_sinfo
+
         return parse_sinfo(self._run(["sinfo", "-h", "-e", "-o", SINFO_FORMAT]))
 
     def test_only(self, script: Path) -> TestVerdict:
@@ -182,6 +185,8 @@ class SlurmCommands:
         Raises:
             ClusterError: no answer from the controller; that is no verdict on the script.
         """
+        from slurm_train.slurm.verdicts import read_verdict
+
         argv = ["sbatch", "--test-only", str(script)]
         done = self._call(argv)
         if done.return_code and _UNREACHABLE in done.stderr.lower():
@@ -189,6 +194,8 @@ class SlurmCommands:
         return read_verdict(done.return_code, done.stderr)
 
     def _squeue(self, job_ids: list[str]) -> str:
+        from slurm_train.slurm.records import SQUEUE_FORMAT
+
         # All states: a job stays visible for MinJobAge after its end, which spares a look at accounting.
         argv = ["squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, "-j", ",".join(job_ids)]
         done = self._call(argv)
@@ -201,6 +208,8 @@ class SlurmCommands:
 
     def _sacct(self, job_ids: list[str], or_else: ClusterError | None = None) -> dict[str, JobState]:
         """Returns sacct's answer; without one raises `or_else`, or returns nothing (many sites keep no accounts)."""
+        from slurm_train.slurm.records import SACCT_FORMAT, parse_sacct
+
         argv = ["sacct", "-n", "-P", "-X", "-o", SACCT_FORMAT, "-j", ",".join(job_ids)]
         try:
             return parse_sacct(self._run(argv))

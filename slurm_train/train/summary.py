@@ -44,7 +44,7 @@ def say_finished(say: Callable[[str], None], run: RunDirectory, loop: Loop) -> N
     say(f"finished step {loop.position.step}" + (f": {in_words(loop.measures)}" if loop.measures else ""))
     say(f"run directory: {run.path}")
     say(f"next: python -m slurm_train status {run.run_id}")
-    say("      python -m slurm_train seed=1          (another run of the same kind)")
+    say("      another run of the same: the same words with seed=N or run.name=NAME")
 
 
 def say_stopped(say: Callable[[str], None], run: RunDirectory, loop: Loop) -> None:

@@ -1,17 +1,18 @@
-"""Time from process start to the first optimizer step: this toolkit's rank beside a bare DDP script. Local gloo ranks.
+"""Time from srun to the first optimizer step, at 8 and 32 ranks, against a bare DDP script under the same srun.
 
-Both train the same model on the same kind of batches; the bare script does nothing but import torch, open the group,
-wrap, and step. They run in turns, so noise of the machine hits both alike.
+    python -m tests.benchmarks.bench_start_time [--rounds 3] [--sizes 1x8 4x8]
 
-    python tests/benchmarks/bench_start_time.py [--ranks 2] [--rounds 7] [--out result.json]
+Both train the same small model on the same kind of batches, in turns inside one allocation. The bare script does
+nothing but import torch, open the group, wrap the model and step; the toolkit's rank reads its run directory, meets the
+others by handshake, looks for checkpoints, builds everything, logs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import socket
+import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -19,91 +20,107 @@ import tempfile
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-RANK_PROGRAM = REPOSITORY / "tests" / "train" / "training_rank.py"
+from slurm_train.rundir.files import read_lines
+from slurm_train.rundir.layout import RunDirectory
+from tests.support.command_line import TINY, Person, new_project
 
 BARE = """
 import os, sys, time
 import torch, torch.distributed as dist
 from torch import nn
+from tiny import Numbers, Tiny
+rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
-model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.0), nn.Linear(16, 3)).double()
-model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+dist.init_process_group("gloo", rank=rank, world_size=world)
+model = nn.parallel.DistributedDataParallel(Tiny(), gradient_as_bucket_view=True)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-inputs, targets = torch.randn(6, 6, dtype=torch.float64), torch.randint(0, 3, (6,))
-nn.functional.cross_entropy(model(inputs), targets).backward()
+inputs, targets = Numbers()[slice(rank * 2, rank * 2 + 2)]
+nn.functional.mse_loss(model(inputs), targets).backward()
 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 optimizer.step()
-optimizer.zero_grad()
-if dist.get_rank() == 0:
-    open(sys.argv[1], "w").write(str(time.time()))
+if rank == 0:
+    open(sys.argv[1], "w").write(repr(time.time()))
 dist.barrier()
 os._exit(0)
 """
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path)
+    """Takes an allocation per size and prints a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sizes", nargs="*", default=["1x8", "4x8"])
+    parser.add_argument("--inside", metavar="SIZE", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    times: dict[str, list[float]] = {"bare": [], "ours": []}
-    for _ in range(options.rounds):
-        for name, seconds in times.items():
-            with tempfile.TemporaryDirectory() as scratch:
-                seconds.append((bare if name == "bare" else ours)(Path(scratch), options.ranks))
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    ratio = statistics.median(a / b for a, b in zip(times["ours"], times["bare"], strict=True))
-    print(f"{'start to first step':<22}{'median s':>10}   {options.ranks} ranks, {options.rounds} rounds")
-    for name, seconds in medians.items():
-        print(f"{name:<22}{seconds:>10.2f}")
-    print(f"{'ours / bare':<22}{ratio:>10.2f}")
-    if options.out:
-        options.out.write_text(json.dumps({**medians, "ratio": ratio}) + "\n")
+    if shutil.which("salloc") is None:
+        print("start time: not measured, there is no Slurm here")
+        return
+    if options.inside:
+        measure(options.inside, options.rounds)
+        return
+    for size in options.sizes:
+        nodes, gpus = size.split("x")
+        again = [sys.executable, "-m", __spec__.name, "--inside", size, "--rounds", str(options.rounds)]
+        salloc = ["salloc", "--quiet", f"--nodes={nodes}", f"--ntasks-per-node={gpus}", f"--gpus-per-node={gpus}"]
+        subprocess.run([*salloc, *again], check=True)
 
 
-def bare(scratch: Path, ranks: int) -> float:
-    """Returns the seconds of the bare script."""
-    start = start_ranks([sys.executable, "-c", BARE, str(scratch / "time")], ranks)
-    return float((scratch / "time").read_text()) - start
+def measure(size: str, rounds: int) -> None:
+    """Runs both in turns inside the allocation that this process is in, and prints medians and the ratio."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm_train-bench-"))
+    person = Person(new_project(folder))
+    (folder / "bare.py").write_text(BARE)
+    try:
+        pairs = [(bare(person, number), ours(person, size, number)) for number in range(rounds + 1)][1:]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    bare_s, ours_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratio = statistics.median(mine / other for other, mine in pairs)
+    print(
+        f"start time {size}: bare script {bare_s:.1f} s, toolkit {ours_s:.1f} s = {ratio:.2f} x (promise: 1.2)",
+        flush=True,
+    )
 
 
-def ours(scratch: Path, ranks: int) -> float:
-    """Returns the seconds of the trainer, by the time stamp in the line of its first step."""
-    config = {
-        "model": {"_target_": "small_training.Net"},
-        "data": {"_target_": "small_training.Data"},
-        "batch": {"local_size": 6},
-        "train": {"max_steps": 1, "log_every_steps": 1, "threads": 1},
-        "checkpoint": {"every_steps": None},
-    }
-    orders = {"run": str(scratch), "config": config, "port": free_port(), "attempt": 0}
-    start = start_ranks([sys.executable, str(RANK_PROGRAM), json.dumps(orders)], ranks)
-    first = json.loads((scratch / "metrics.jsonl").read_text().splitlines()[0])
-    return float(first["time_unix_s"]) - start
+def bare(person: Person, number: int) -> float:
+    """Returns the seconds from srun to the bare script's first step."""
+    out = person.folder / f"bare{number}.txt"
+    env = person.environment() | {"MASTER_ADDR": master(), "MASTER_PORT": str(15000 + number)}
+    started = time.time()
+    subprocess.run(
+        ["srun", "--kill-on-bad-exit=1", sys.executable, "bare.py", str(out)], cwd=person.folder, env=env, check=True
+    )
+    return float(out.read_text()) - started
 
 
-def start_ranks(command: list[str], ranks: int) -> float:
-    """Runs a command on all ranks to its end; returns the time at which the first was started."""
-    env = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    env["MASTER_PORT"] = str(free_port())
-    start = time.time()
-    processes = [
-        subprocess.Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE)
-        for rank in range(ranks)
-    ]
-    texts = [process.communicate()[1] for process in processes]
-    if any(process.returncode for process in processes):
-        raise SystemExit(b"\n".join(texts).decode())
-    return start
+def ours(person: Person, size: str, number: int) -> float:
+    """Returns the seconds from srun to the toolkit's first step, from its own srun line."""
+    words = (f"+cluster={size}", *TINY, "batch.global_size=64", f"run.name=start{number}", "cluster.sbatch.hold=true")
+    plain = {name: value for name, value in person.environment().items() if not name.startswith("SLURM_")}
+    submitted = subprocess.run(
+        [sys.executable, "-m", "slurm_train", *words],
+        cwd=person.folder, env=plain, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    job, path = submitted.stdout.split()
+    subprocess.run(["scancel", job], check=True)
+    run = RunDirectory(Path(path))
+    run.attempt_logs(0).mkdir(parents=True)
+    script = run.submit_script.read_text().replace("\\\n", " ")
+    line = next(line for line in script.splitlines() if "supervise" in line)
+    command = [word.replace("{attempt}", "0") for word in shlex.split(line.partition(" -- ")[2])]
+    env = person.environment() | {"SLURM_TRAIN_ATTEMPT": "0", "MASTER_ADDR": master(), "PYTHONUNBUFFERED": "1"}
+    started = time.time()
+    subprocess.run(command, cwd=run.code, env=env, check=True)
+    first = next(line for line in read_lines(run.metrics) if line.get("step") == 1)
+    return float(first["time_unix_s"]) - started
 
 
-def free_port() -> int:
-    """Returns a port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def master() -> str:
+    """Returns the allocation's first node."""
+    text = subprocess.run(
+        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
+    ).stdout
+    return text.split()[0]
 
 
 if __name__ == "__main__":

@@ -172,4 +172,4 @@ def test_a_torn_run_directory_still_has_a_row(shell: Any) -> None:
     for path in (run.plan, run.job, run.metrics):
         path.write_text("{")
     row = read_row(run, {})
-    assert (row.job, row.step, row.loss) == ("-", "0", "-")
+    assert (row.job, row.step, row.loss) == ("-", "-", "-")

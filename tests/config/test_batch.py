@@ -12,7 +12,10 @@ from slurm_train.errors import BatchError
 
 # (local, accumulation, global) as asked, ranks, (local, accumulation, global) as planned
 SOLVED = [
-    ((None, None, None), 4, (1, 1, 4)),
+    ((None, None, None), 4, (8, 1, 32)),
+    ((None, None, None), 24, (1, 1, 24)),
+    ((None, None, None), 3, (11, 1, 33)),
+    ((None, None, None), 100, (1, 1, 100)),
     ((8, None, None), 4, (8, 1, 32)),
     ((None, 3, None), 4, (1, 3, 12)),
     ((8, 3, None), 4, (8, 3, 96)),

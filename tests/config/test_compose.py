@@ -24,7 +24,7 @@ def test_nothing_typed_gives_the_shipped_defaults() -> None:
     result = composed()
     assert (result.choices["model"], result.choices["data"]) == ("gpt", "stdlib")
     assert result.config.cluster is None
-    assert result.config.batch.global_size == 32
+    assert result.config.batch.default_global_size == 32
     assert result.config.model is not None and result.config.model["context"] == 128, "references are resolved"
     assert "hydra" not in result.mapping
 
@@ -159,3 +159,21 @@ def test_broken_yaml_of_a_user_is_an_error_with_its_place(tmp_path: Path) -> Non
 def test_show_prints_the_composed_configuration_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     show(read_words(["--cfg", "job", "--package", "optim", "optim.lr=0.5"]))
     assert "lr: 0.5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["+cluster=4x8", "optim.lr=3e-4"],
+        ["+experiment=digits", "seed=3"],
+        ["cluster=2x4", "cluster.env.NCCL_DEBUG=INFO", "data=stdlib", "data.context=64"],
+        ["model._target_=my.Net", "model.hidden=64"],
+    ],
+)
+def test_the_lean_way_gives_what_hydra_gives(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    lean = compose(read_words(words))
+    monkeypatch.setattr("slurm_train.config.compose.is_enough", lambda _words: False)
+    full = compose(read_words(words))
+    assert lean.mapping == full.mapping and lean.config == full.config
+    assert lean.choices.items() <= full.choices.items()

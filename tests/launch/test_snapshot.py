@@ -11,7 +11,6 @@ from slurm_train.launch import snapshot
 from slurm_train.launch.snapshot import (
     SourceState,
     ask_git,
-    describe_source,
     plan_snapshot,
     read_answers,
     write_snapshot,
@@ -84,14 +83,6 @@ def test_git_says_commit_and_difference(project: Path) -> None:
     state = read_answers(ask_git(project, os.environ))
     assert state.commit is not None and len(state.commit) == 40
     assert "+modified" in state.difference and "-old" in state.difference
-    facts = describe_source(state, ["a", "b"], {"python": "3.11"})
-    assert facts == {
-        "git_commit": state.commit,
-        "git_dirty": True,
-        "git_diff": state.difference,
-        "num_files": 2,
-        "versions": {"python": "3.11"},
-    }
 
 
 def test_a_repository_without_a_commit_still_tells_its_files(tmp_path: Path) -> None:

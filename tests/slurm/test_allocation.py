@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.allocation import Allocation, TaskPlace, is_job_id
+from slurm_train.slurm.allocation import Allocation, TaskPlace
+from slurm_train.slurm.job_id import is_job_id
 
 Recorded = Callable[[str], dict[str, str]]
 

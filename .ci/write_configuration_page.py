@@ -1,0 +1,261 @@
+"""Writes docs/configuration.md from the schema's docstrings and the shipped YAML files.
+
+    python .ci/write_configuration_page.py            # writes the page
+    python .ci/write_configuration_page.py --check    # says whether it is up to date
+
+Meanings and types come from slurm_train/config/schema.py, defaults from conf/: what a person gets who sets nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = REPOSITORY / "docs" / "configuration.md"
+CONF = REPOSITORY / "conf"
+SCHEMA = REPOSITORY / "slurm_train" / "config" / "schema.py"
+IDENTITY = REPOSITORY / "slurm_train" / "config" / "identity.py"
+
+# Keys of the whole that stand outside the sections; they have no docstring of their own in the schema.
+ROOT_MEANINGS = {
+    "seed": "Seed of everything random: weights, order of the samples, augmentation, dropout",
+    "model": "The model: a group (`model=gpt`) or `model._target_=my_package.MyModel`; see below",
+    "data": "The data: a group (`data=stdlib`) or `data._target_=my_package.MyData`; see below",
+    "task": "`task._target_=my_package.main`: your function on every rank instead of the trainer",
+    "script": "`script=[train.py,--flag]`: your script on every rank instead of the trainer",
+}
+
+HEAD = """\
+# Configuration
+
+Written by `.ci/write_configuration_page.py` from `slurm_train/config/schema.py` and `conf/`; do not edit it by hand.
+
+Settings are words of the command line, `key=value`. Units are in the names: `_s` seconds, `_min` minutes, `_mb` and
+`_gb` MiB and GiB; steps are optimizer steps, samples are counted over all ranks.
+
+    python -m slurm_train +cluster=4x8 optim.lr=3e-4 train.max_steps=1000
+    python -m slurm_train --cfg job                    # print every key with its value and do nothing
+
+| spelling | what it does |
+|---|---|
+| `key=value` | sets a key that there is; an unknown one is refused, with the nearest names |
+| `model=NAME`, `data=NAME` | chooses a file of `conf/model/` or `conf/data/` |
+| `+experiment=NAME` | a file of `conf/experiment/`: several settings under one name |
+| `+cluster=NxG` | Slurm, N nodes with G GPUs each; works for every N and G; `cluster.*` settings go with it |
+| `+model.KEY=value`, `+data.KEY=value` | adds a keyword that the chosen file does not have |
+| `model._target_=...`, `data._target_=...` | your own class; the chosen file's keywords are not passed to it |
+| `key=null` | no value: the default in words below |
+| `"key=[a,b]"` | a list; quoted, since the shell reads brackets |
+| `cluster.env.NAME=value`, `cluster.sbatch.FLAG=value`, `cluster.srun.FLAG=value` | one entry of an open mapping |
+| `--config-dir DIR` | YAML files of your own; one of the same name as a shipped one takes its place |
+| `--config-name NAME` | another primary file than `config.yaml` |
+
+A site's own values belong into a file, not into every command. `my_conf/cluster/base.yaml`:
+
+```yaml
+nodes: 1
+gpus_per_node: 1
+partition: gpu
+account: my_project
+time_limit_min: 720
+network_interface: ib0
+env: {NCCL_DEBUG: WARN}
+setup: ["module load cuda/12.4"]
+```
+
+    mkdir -p my_conf/cluster
+    python -m slurm_train --config-dir my_conf +cluster=4x8
+
+A file shadows the shipped one as a whole: keys that it leaves out take the default of the schema, which for the
+cluster is the same. `my_conf/cluster/big.yaml` with `defaults: [base, _self_]` is chosen by `+cluster=big`.
+
+## What makes a run another run
+
+The run id is a hash of what is trained. The same command twice is the same run: it is shown, continued or refused as
+active. These keys are left out of the hash, so that a run may continue at another size or with other bookkeeping:
+{not_identity}.
+
+The global batch counts however it is cut. Of a `script=` or `task` run, only `seed`, `task` and `script` count.
+"""
+
+GROUPS = """\
+## The shipped models, data sets and experiments
+
+Their keys are the keyword arguments of what `_target_` names; a key that it does not take is refused.
+"""
+
+
+class Key(NamedTuple):
+    """One row of the page."""
+
+    name: str
+    kind: str
+    meaning: str
+
+
+class Section(NamedTuple):
+    """One dataclass of the schema."""
+
+    name: str
+    meaning: str
+    keys: list[Key]
+
+
+def read_sections() -> list[Section]:
+    """Returns the root's own keys as the first section, then the sections in the order of the schema."""
+    tree = ast.parse(SCHEMA.read_text(encoding="utf-8"))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    aliases = {
+        node.targets[0].id: ast.unparse(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    root: list[Key] = []
+    sections: list[Section] = []
+    for field, meaning in _fields(classes["RunConfig"]):
+        name, kind = _name_of(field), ast.unparse(field.annotation)
+        section = classes.get(kind.removesuffix(" | None"))
+        if section is None:
+            root.append(Key(name, _kind_in_words(kind), meaning or ROOT_MEANINGS[name]))
+        else:
+            keys = [_key(name, inner, text, aliases) for inner, text in _fields(section)]
+            sections.append(Section(name, (ast.get_docstring(section) or "").replace("\n", " "), keys))
+    return [Section("", "", root), *sections]
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[ast.AnnAssign, str]]:
+    for index, statement in enumerate(node.body):
+        if isinstance(statement, ast.AnnAssign):
+            following = node.body[index + 1] if index + 1 < len(node.body) else None
+            yield statement, _text_of(following)
+
+
+def _text_of(node: ast.stmt | None) -> str:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return " ".join(node.value.value.split())
+    return ""
+
+
+def _key(section: str, field: ast.AnnAssign, meaning: str, aliases: dict[str, str]) -> Key:
+    name, kind = f"{section}.{_name_of(field)}", ast.unparse(field.annotation)
+    assert meaning, f"{name} has no docstring in {SCHEMA}"
+    return Key(name, _kind_in_words(aliases.get(kind, kind)), meaning)
+
+
+def _name_of(field: ast.AnnAssign) -> str:
+    assert isinstance(field.target, ast.Name)
+    return field.target.id
+
+
+_WORDS = {
+    "int": "whole number",
+    "float": "number",
+    "str": "text",
+    "bool": "true, false",
+    "list[int]": "list of whole numbers",
+    "list[float]": "list of numbers",
+    "list[str]": "list of texts",
+    "dict[str, Any]": "mapping",
+}
+
+
+def _kind_in_words(annotation: str) -> str:
+    options = [option.strip() for option in annotation.split("|")]
+    words = [_one_kind(option) for option in options if option != "None"]
+    return " or ".join(words) + (", null" if "None" in options else "")
+
+
+def _one_kind(option: str) -> str:
+    if option.startswith("Literal["):
+        return ", ".join(ast.literal_eval(f"[{option[len('Literal[') : -1]}]"))
+    return _WORDS[option]
+
+
+def read_defaults() -> dict[str, Any]:
+    """Returns every key's default as shipped, by its dotted name."""
+    shipped = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
+    groups = {key: value for item in shipped["defaults"] if isinstance(item, dict) for key, value in item.items()}
+    flat = {**groups, "cluster": None}
+    for section, values in shipped.items():
+        if isinstance(values, dict):
+            flat |= {f"{section}.{key}": value for key, value in values.items()}
+        elif section not in ("defaults", "cluster"):
+            flat[section] = values
+    base = yaml.safe_load((CONF / "cluster" / "base.yaml").read_text(encoding="utf-8"))
+    return flat | {f"cluster.{key}": value for key, value in base.items()}
+
+
+def render() -> str:
+    """Returns the text of the page."""
+    defaults = read_defaults()
+    parts = [HEAD.replace("{not_identity}", _not_identity())]
+    for section in read_sections():
+        title = f"`{section.name}`: {section.meaning.rstrip('.')}" if section.name else "The whole"
+        header = ["| key | default | values | meaning |", "|---|---|---|---|"]
+        rows = [_row(key, defaults) for key in section.keys]
+        parts.append("\n".join([f"## {title}\n", *header, *rows, ""]))
+    parts.append(GROUPS)
+    parts += [_group(path) for folder in ("model", "data", "experiment") for path in sorted((CONF / folder).iterdir())]
+    return "\n".join(parts)
+
+
+def _row(key: Key, defaults: dict[str, Any]) -> str:
+    cells = [f"`{key.name}`", f"`{_value(defaults[key.name])}`", key.kind, key.meaning.rstrip(".")]
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "\\<") for cell in cells) + " |"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _not_identity() -> str:
+    tree = ast.parse(IDENTITY.read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NOT_IDENTITY":
+            names: tuple[str, ...] = ast.literal_eval(node.value)
+            return _wrap([f"`{name}`" + ("" if "." in name else " (all of it)") for name in names])
+    raise AssertionError(f"no NOT_IDENTITY in {IDENTITY}")
+
+
+def _wrap(items: list[str], width: int = 110) -> str:
+    lines = [""]
+    for item in items[:-1]:
+        if len(lines[-1]) + len(item) > width:
+            lines.append("")
+        lines[-1] += f"{item}, "
+    lines[-1] += f"and {items[-1]}"
+    return "\n".join(line.strip() for line in lines)
+
+
+def _group(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    about = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and "@package" not in line)
+    body = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    sign = "+" if path.parent.name == "experiment" else ""
+    return f"### `{sign}{path.parent.name}={path.stem}`\n\n{textwrap.fill(about, 118)}\n\n```yaml\n{body}\n```\n"
+
+
+def main() -> int:
+    """Writes the page, or checks it; returns the exit code."""
+    text = render()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{PAGE} is out of date: run python .ci/write_configuration_page.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

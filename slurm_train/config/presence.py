@@ -1,0 +1,81 @@
+"""Looks for a `_target_` without importing it: on a login node there may be no time for torch, and no GPU.
+
+Modules are found as Python would find them, but not run; whether one defines the name is read from its source. What
+cannot be told that way (a star import, a compiled module, a name made at run time) counts as there: the rank will tell.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from slurm_train.errors import ConfigError
+
+
+def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Sequence[str]) -> None:
+    """Does nothing where the mapping's `_target_` exists, as far as can be told without importing it.
+
+    Args:
+        key: where the mapping stands, e.g. "model".
+        mapping: has `_target_`, or is None.
+        search: directories in which Python would look, e.g. sys.path.
+
+    Raises:
+        ConfigError: there is no such module, or it has no such name.
+    """
+    if not mapping or "_target_" not in mapping or str(mapping["_target_"]).startswith("slurm_train."):
+        return
+    target = str(mapping["_target_"])
+    words = target.split(".")
+    if len(words) < 2 or not all(word.isidentifier() for word in words):
+        raise ConfigError(f"{key}._target_={target!r} is not a dotted path", hint="write it as package.module.name")
+    spec, rest = _find_longest(words, search)
+    if spec is None:
+        raise ConfigError(
+            f"{key}._target_={target}: there is no module {words[0]!r}",
+            hint="start from the folder that holds it, or install it",
+        )
+    names = _names_in(spec)
+    if rest and names is not None and rest[0] not in names:
+        near = difflib.get_close_matches(rest[0], names, n=1)
+        raise ConfigError(
+            f"{key}._target_={target}: {spec.name} has no {rest[0]!r}",
+            hint=f"did you mean {spec.name}.{near[0]}?" if near else f"it is looked for in {spec.origin}",
+        )
+
+
+def _find_longest(words: Sequence[str], search: Sequence[str]) -> tuple[ModuleSpec | None, list[str]]:
+    """Returns the spec of the longest part of the path that is a module, and what remains of the path."""
+    found: ModuleSpec | None = None
+    places: Sequence[str] | None = search
+    for index in range(len(words)):
+        spec = PathFinder.find_spec(".".join(words[: index + 1]), places)
+        if spec is None:
+            return found, list(words[index:])
+        found, places = spec, spec.submodule_search_locations
+        if places is None:
+            return found, list(words[index + 1 :])
+    return found, []
+
+
+def _names_in(spec: ModuleSpec) -> set[str] | None:
+    """Returns the names that a module's source binds at its top, None where that cannot be told."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return None if "*" in names or "__getattr__" in names else names

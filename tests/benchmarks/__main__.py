@@ -1,0 +1,37 @@
+"""All benchmarks, one after the other: `python -m tests.benchmarks`, or `make bench`.
+
+Each prints ratios between things measured side by side in the same run. They want the machine for themselves.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from slurm_train.devcluster.cluster import bring_up
+from slurm_train.devcluster.health import cluster_status
+from slurm_train.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
+from slurm_train.devcluster.requirements import missing_here
+from slurm_train.devcluster.teardown import tear_down
+
+_BENCHMARKS = ("bench_step_time", "bench_submit_time", "bench_start_time")
+
+
+def main() -> None:
+    """Runs every benchmark, on a cluster of its own where none is up."""
+    missing = missing_here()
+    own_cluster = not missing and cluster_status(DEFAULT_STATE_DIR) is None
+    if missing:
+        print(f"no Slurm on this machine ({missing}): only the step time is measured")
+    if own_cluster:
+        bring_up(ClusterPlan(nodes=4, gpus=8), say=print)
+    try:
+        for name in _BENCHMARKS if not missing else _BENCHMARKS[:1]:
+            subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"], check=True)
+    finally:
+        if own_cluster:
+            tear_down(DEFAULT_STATE_DIR)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm_train.config.presence import require_target
+from slurm_train.errors import ConfigError
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> list[str]:
+    source = "raise RuntimeError\nfrom os import path as p\nclass Net: ...\nX = 1\n"
+    (tmp_path / "mine.py").write_text(source)
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .inner import *\n")
+    (package / "inner.py").write_text("def build(): ...\n")
+    return [str(tmp_path)]
+
+
+@pytest.mark.parametrize("target", ["mine.Net", "mine.p", "mine.X", "pack.inner.build", "pack.anything", "json.loads"])
+def test_what_is_there_is_found_without_running_it(target: str, search: list[str]) -> None:
+    require_target("model", {"_target_": target}, search=[*search, *sys.path])
+
+
+@pytest.mark.parametrize(
+    ("target", "text", "hint"),
+    [
+        ("nowhere.Net", "there is no module 'nowhere'", "start from the folder"),
+        ("mine.Nett", "mine has no 'Nett'", "did you mean mine.Net?"),
+        ("pack.inner.zzz", "pack.inner has no 'zzz'", "it is looked for in"),
+        ("Net", "is not a dotted path", "package.module.name"),
+    ],
+)
+def test_what_is_not_there_is_said(target: str, text: str, hint: str, search: list[str]) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        require_target("model", {"_target_": target}, search=search)
+    assert hint in caught.value.hint
+
+
+def test_our_own_and_none_are_not_looked_for() -> None:
+    require_target("model", {"_target_": "slurm_train.models.gpt.GPT"}, search=[])
+    require_target("task", None, search=[])

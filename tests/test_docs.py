@@ -1,0 +1,210 @@
+"""The documentation tells the truth: commands parse, links lead somewhere, quoted messages exist, tables are whole."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+from slurm_train.cli.main import VERBS
+from slurm_train.config.compose import compose
+from slurm_train.config.words import read_words
+from slurm_train.errors import SlurmTrainError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+    + list((REPOSITORY / "docs").glob("*.md"))
+    + list((REPOSITORY / "examples").glob("*.md"))
+)
+EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
+COMMAND = "python -m slurm_train"
+# Composed by Hydra, not read by argparse.
+SETTINGS = (None, "plan")
+LONGEST_LINE = 120
+
+
+class Command(NamedTuple):
+    """A command line in the documentation."""
+
+    source: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.source}: {shlex.join(self.words)}"
+
+
+def commands_in(text: str, *, source: str) -> Iterator[Command]:
+    """Yields the command lines of code blocks and of docstrings: whole lines, a prompt or a remark aside."""
+    for line in text.replace("\\\n", " ").splitlines():
+        bare = line.strip().removeprefix("$ ").partition("  (")[0]
+        if bare.startswith(COMMAND):
+            yield Command(source, tuple(shlex.split(bare.removeprefix(COMMAND), comments=True)))
+
+
+def all_commands() -> list[Command]:
+    """Returns every command line once."""
+    found: dict[tuple[str, ...], Command] = {}
+    for path in (*PAGES, *EXAMPLES):
+        source = path.name
+        for command in commands_in(path.read_text(encoding="utf-8"), source=source):
+            found.setdefault(command.words, command)
+    return list(found.values())
+
+
+def verb_of(words: tuple[str, ...]) -> str | None:
+    return words[0] if words and words[0] in VERBS else None
+
+
+class _Parsed(Exception):
+    """The words were accepted; what would have followed is not wanted."""
+
+
+def check(command: Command, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Raises what the words would have raised before anything happened."""
+    verb = verb_of(command.words)
+    rest = list(command.words[1:] if verb else command.words)
+    if verb in SETTINGS:
+        flags = read_words(rest)
+        if flags.config_dir is not None:
+            (folder / flags.config_dir).mkdir(exist_ok=True)
+        compose(flags)
+        return
+    read = argparse.ArgumentParser.parse_args
+
+    def only_read(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> argparse.Namespace:
+        read(self, args, namespace)
+        raise _Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_read)
+    with pytest.raises(_Parsed):
+        import_module(f"slurm_train.cli.{verb}").main(rest)
+
+
+@pytest.mark.parametrize("command", all_commands(), ids=str)
+def test_a_command_line_in_the_documentation_is_accepted(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check(command, monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"    {COMMAND} +cluster=4x8 optim.lrr=1",
+        f"$ {COMMAND} stats",
+        f"{COMMAND} model=gtp  # no such model",
+        f"    {COMMAND} logs --attempt x",
+        f"    {COMMAND} devcluster sideways",
+    ],
+)
+def test_a_wrong_command_line_is_found(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (command,) = commands_in(line, source="a page")
+    with pytest.raises((SlurmTrainError, SystemExit)):
+        check(command, monkeypatch, tmp_path)
+
+
+def test_the_pages_hold_command_lines() -> None:
+    verbs = {verb_of(command.words) for command in all_commands()}
+    assert verbs >= {None, *VERBS}
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """Returns the relative links of a page that lead nowhere, headings included."""
+    found = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        other = (path.parent / name).resolve() if name else path
+        if not other.exists() or (anchor and anchor not in _anchors(other)):
+            found.append(target)
+    return found
+
+
+def _anchors(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    assert broken_links(path, path.read_text(encoding="utf-8")) == []
+
+
+def test_a_broken_link_is_found() -> None:
+    page = REPOSITORY / "docs" / "slurm.md"
+    text = "[a](design.md) [b](nowhere.md) [c](design.md#layers) [d](https://example.org/x) [e](#the-environment)"
+    assert broken_links(page, text) == ["nowhere.md", "design.md#layers"]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_lines_of_prose_are_short(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in text.splitlines() if not line.startswith(("|", "    ", "#"))]
+    assert [line for line in lines if len(line) > LONGEST_LINE] == []
+
+
+def load_writer() -> ModuleType:
+    """Returns the module that writes docs/configuration.md."""
+    spec = importlib.util.spec_from_file_location("write_page", REPOSITORY / ".ci" / "write_configuration_page.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    writer = load_writer()
+    message = "run: python .ci/write_configuration_page.py"
+    assert writer.PAGE.read_text(encoding="utf-8") == writer.render(), message
+
+
+def test_the_readme_lists_every_verb() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([a-z]+)\b[^|]*\|", text, re.MULTILINE)
+    assert set(VERBS) <= set(listed), set(VERBS) - set(listed)
+
+
+def message_templates() -> list[str]:
+    """Returns the texts in the package, values replaced by NUL."""
+    found = []
+    for path in (REPOSITORY / "slurm_train").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def is_said(message: str, templates: list[str]) -> bool:
+    """Returns whether some text of the package has the message's words in their order; "..." stands for values."""
+    words = [re.escape(part.strip()) for part in message.split("...") if part.strip()]
+    pattern = re.compile(".*".join(words), re.DOTALL)
+    return any(pattern.search(template) for template in templates)
+
+
+def test_the_messages_in_troubleshooting_are_those_of_the_package() -> None:
+    text = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^### `(.+)`$", text, re.MULTILINE)
+    templates = message_templates()
+    assert len(quoted) > 20
+    assert [message for message in quoted if not is_said(message, templates)] == []
+
+
+def test_a_message_that_nobody_says_is_found() -> None:
+    templates = message_templates()
+    assert is_said("batch.global_size=... cannot be split over ...", templates)
+    assert not is_said("batch.global_size=... cannot be cut over ...", templates)
