@@ -34,7 +34,7 @@ NUM_SAMPLES = 8192
 INPUTS = 64
 CLASSES = 10
 # name: (hidden width, hidden layers, samples per rank, steps per turn)
-CASES = {"1 ms": (64, 1, 16, 100), "50 ms": (1024, 4, 256, 4)}
+CASES = {"1 ms": (64, 1, 16, 100), "50 ms": (1024, 4, 128, 6)}
 LR = 1e-3
 CLIP = 1.0
 
@@ -182,11 +182,13 @@ def our_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int],
 
     from slurm_train.config.batch import BatchPlan
     from slurm_train.config.schema import CheckpointSection, OptimSection, RunConfig, TrainSection
+    from slurm_train.distributed.handshake import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.metrics.progress import LineDisplay
     from slurm_train.requeue.signals import StopFlag
     from slurm_train.rundir.layout import RunDirectory
     from slurm_train.train.build import build_optimizer
+    from slurm_train.train.start import RankStart
     from slurm_train.train.trainer import Built, RankRun, build_loop
 
     config = RunConfig(
@@ -194,15 +196,17 @@ def our_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int],
         train=TrainSection(max_steps=10**6),
         checkpoint=CheckpointSection(every_steps=None),
     )
-    rank_run = RankRun(
+    start = RankStart(
         config=config,
         plan=BatchPlan(local_size=batch, ranks=RANKS, accumulation=1),
         run=RunDirectory(Path(os.environ["BENCH_SCRATCH"])),
         place=RankPlace.from_env(os.environ),
+        point=MeetingPoint(master_addr="127.0.0.1", ports=[], run_id="bench", attempt=0, timeout_s=60),
         attempt=0,
         stop=StopFlag(),
-        device=torch.device("cpu"),
+        env={},
     )
+    rank_run = RankRun(start, torch.device("cpu"))
     model = make_model(hidden, layers)
     built = Built(model=model, optimizer=build_optimizer(model, optim=config.optim), train=TensorSource(), heldout=None)
     display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if rank == 0 else None
