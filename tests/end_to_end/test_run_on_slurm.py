@@ -97,7 +97,6 @@ def test_preemption_brings_the_run_back_by_itself(person: Person) -> None:
     person.runs("sbatch", "--qos=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 1")
     wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
     wait_until_finished(run, within_s=300)
-    wait_for(lambda: "reason" in read_ledger(run)[-1], within_s=30, what="the ledger's end line")
     first, second = read_ledger(run)
     assert first["reason"] == "preempted" and first["job_id"] == second["job_id"] == job
     assert second["first_step"] == first["last_step"], "nothing is lost by a polite preemption"
