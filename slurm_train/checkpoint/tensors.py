@@ -31,7 +31,7 @@ def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | 
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with _agreed_errors(f"cannot write {path}"):
+    with _agreed_errors(f"cannot write {path}", is_alone=group is None):
         save(tensors, storage_writer=_build_writer(path), process_group=group, no_dist=group is None)
 
 
@@ -44,8 +44,15 @@ def read_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | N
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    with _agreed_errors(f"cannot load {path}"):
+    with _agreed_errors(f"cannot load {path}", is_alone=group is None):
         load(tensors, storage_reader=FileSystemReader(path), process_group=group, no_dist=group is None)
+
+
+def load_writer() -> None:
+    """Imports what a save needs; 0.1 s or more, so better before the first save than in it."""
+    import torch.distributed.checkpoint.filesystem
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.checkpoint.state_dict_saver  # noqa: F401
 
 
 def tensor_files(path: Path, *, rank: int) -> list[Path]:
@@ -85,17 +92,26 @@ def _first_system_error(err: Exception) -> Exception:
 
 
 @contextlib.contextmanager
-def _agreed_errors(task: str) -> Iterator[None]:
+def _agreed_errors(task: str, *, is_alone: bool) -> Iterator[None]:
     """Turns torch's error, which all ranks get, into one line per failed rank without the stack traces."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        with warnings.catch_warnings():
-            # Saying "one process" on purpose (no_dist) warns as if it were a mistake.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        with _quiet() if is_alone else contextlib.nullcontext():
             yield
     except CheckpointException as err:  # derives from BaseException
         failures = [failure_of(rank, wrapped[0]) for rank, wrapped in sorted(err.failures.items())]
         text = "; ".join(f"rank {failure.rank}: {failure.message}" for failure in failures)
         hint = next((failure.hint for failure in failures if failure.hint), "")
         raise CheckpointError(f"{task}: {text}", hint=hint) from err
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences torch where it takes "one process" (no_dist), said on purpose, for a mistake.
+
+    Not around a background save: the filters belong to the process, not to the thread.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield

@@ -112,6 +112,10 @@ class CheckpointSection:
     """Optimizer steps between checkpoints; null: only at a stop and at the end."""
     keep: int = 2
     """Verified checkpoints that stay."""
+    background: bool = True
+    """Writes while training goes on, from a copy in host memory; false: training waits until all is on disk."""
+    save_timeout_s: float = 1800.0
+    """Time-out of the ranks' exchanges in a background save; the slowest rank's disk has to be quicker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

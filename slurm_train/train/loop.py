@@ -95,6 +95,7 @@ class Loop:
             gc.enable()
         self._drain()
         self._parts.checkpointer.save(self.position)
+        self._hear()
         return self.position.step >= self._pace.max_steps and not self.position.evaluation_due
 
     def advance(self, to_step: int) -> None:
@@ -102,6 +103,7 @@ class Loop:
         while self.position.step < to_step and not self._stopping:
             self._step()
             self._after_step()
+            self._hear()
 
     def _step(self) -> None:
         position, pace = self.position, self._pace
@@ -172,10 +174,19 @@ class Loop:
             recorder.display.say(f"step {self.position.step}: {in_words(measures)}")
             recorder.skip(time.monotonic() - start)
 
+    def _hear(self) -> None:
+        """Passes on what became of background saves; one that ends the run asks for a stop, which all agree on."""
+        checkpointer, recorder = self._parts.checkpointer, self._parts.recorder
+        for line in checkpointer.news():
+            if recorder is not None:
+                recorder.display.say(line)
+        if checkpointer.fatal is not None:
+            self._parts.stop.request()
+
     def _save(self) -> None:
         start = time.monotonic()
         self._drain()
-        self._parts.checkpointer.save(self.position)
+        self._parts.checkpointer.save_soon(self.position)
         if (recorder := self._parts.recorder) is not None:
             recorder.skip(time.monotonic() - start)
 

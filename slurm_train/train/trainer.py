@@ -7,6 +7,7 @@ by a `build_*` function and can be used without the rest.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ from slurm_train.train.flops import flops_per_token, peak_flops
 from slurm_train.train.loop import Loop, LoopPace, LoopParts, refuse_bad
 from slurm_train.train.module import TrainingModule
 from slurm_train.train.recorder import Recorder, RunFacts, open_writers
-from slurm_train.train.saving import Checkpointer, Position
+from slurm_train.train.saving import Checkpointer, Position, build_background
 from slurm_train.train.schedule import build_schedule
 from slurm_train.train.start import RankStart
 from slurm_train.train.step import StepParts, Stepper
@@ -123,7 +124,7 @@ def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> t
     autocast = autocast_dtype(config.train, device=rank_run.device)
     module = TrainingModule(objective, stop=stop, device=rank_run.device, autocast=autocast)
     parts = LoopParts(
-        stepper=build_stepper(rank_run, module, built.optimizer),
+        stepper=build_stepper(rank_run, module, built.optimizer, before_update=checkpointer.hold_changes),
         batches=build_stream(rank_run, built.train, start_samples=position.samples),
         schedule=build_schedule(
             config.optim,
@@ -145,7 +146,7 @@ def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> t
         recorder=recorder,
         stop=stop,
         stop_file=rank_run.start.run.stop_file,
-        on_first_step=lambda: use_steady_timeout(config.train.steady_timeout_s),
+        on_first_step=lambda: _after_first_step(rank_run, checkpointer),
     )
     return Loop(parts, pace=build_pace(rank_run), position=position), recorder
 
@@ -165,7 +166,13 @@ def build_pace(rank_run: RankRun) -> LoopPace:
     )
 
 
-def build_stepper(rank_run: RankRun, module: TrainingModule, optimizer: Optimizer) -> Stepper:
+def build_stepper(
+    rank_run: RankRun,
+    module: TrainingModule,
+    optimizer: Optimizer,
+    *,
+    before_update: Callable[[], None] | None = None,
+) -> Stepper:
     """Returns what takes steps. Collective: DDP compares the ranks' parameters."""
     ddp = build_ddp(module, ddp=rank_run.start.config.ddp, device=rank_run.device)
     parts = StepParts(
@@ -176,6 +183,7 @@ def build_stepper(rank_run: RankRun, module: TrainingModule, optimizer: Optimize
         accumulation=rank_run.start.plan.accumulation,
         world_size=rank_run.start.place.world_size,
         device=rank_run.device,
+        before_update=before_update,
     )
     return Stepper(parts, on_bad=refuse_bad)
 
@@ -189,18 +197,22 @@ def build_stream(rank_run: RankRun, source: SampleSource, *, start_samples: int)
 
 
 def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
-    """Returns what saves and restores this run."""
+    """Returns what saves and restores this run. Collective over all ranks."""
+    settings = rank_run.start.config.checkpoint
     return Checkpointer(
         run=rank_run.start.run,
         place=rank_run.start.place,
         plan=rank_run.start.plan,
         attempt=rank_run.start.attempt,
-        keep=rank_run.start.config.checkpoint.keep,
+        keep=settings.keep,
         model=built.model,
         optimizer=built.optimizer,
         data_fingerprint=built.train.fingerprint(),
         num_samples=len(built.train),
         job=rank_run.start.job,
+        background=build_background(rank_run.device, timeout_s=settings.save_timeout_s)
+        if settings.background
+        else None,
     )
 
 
@@ -221,6 +233,13 @@ def build_recorder(rank_run: RankRun, built: Built, *, position: Position, displ
         run.metrics, tensorboard=run.tensorboard if config.track.tensorboard else None, first_step=position.step
     )
     return Recorder(facts, writers=writers, display=display)
+
+
+def _after_first_step(rank_run: RankRun, checkpointer: Checkpointer) -> None:
+    config = rank_run.start.config
+    use_steady_timeout(config.train.steady_timeout_s)
+    if config.checkpoint.every_steps is not None:
+        checkpointer.prepare()
 
 
 def _last_words(rank_run: RankRun, built: Built, loop: Loop, display: Display, *, finished: bool) -> None:
