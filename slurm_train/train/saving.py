@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,20 +18,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from slurm_train.config.batch import BatchPlan
-from slurm_train.distributed.group import open_side_group
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.seeds import rng_state, set_rng_state
-from slurm_train.errors import CheckpointError, DataError, SlurmTrainError
+from slurm_train.errors import DataError
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train.beside import SavingBeside
 from slurm_train.train.evaluate import broadcast_buffers
 
 if TYPE_CHECKING:
-    from slurm_train.checkpoint.background import BackgroundSaver, Outcome
     from slurm_train.checkpoint.load import Choice
     from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
     from slurm_train.checkpoint.save import Saved
-    from slurm_train.checkpoint.staging import StagingBuffers
 
 
 @dataclass(slots=True)
@@ -50,16 +48,6 @@ class Position:
     """The evaluation of this step was broken off by a stop."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Background:
-    """What saving beside the training needs."""
-
-    saver: BackgroundSaver
-    buffers: StagingBuffers
-    group: dist.ProcessGroup
-    """Of all ranks, used by the saver's thread alone."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Checkpointer:
     """Saves and restores one run's training state. All ranks call the same methods in the same order."""
@@ -75,13 +63,10 @@ class Checkpointer:
     num_samples: int
     """Samples of one epoch."""
     job: str = "local"
-    background: Background | None = None
-    """None: every save is waited for."""
+    beside: SavingBeside | None = None
+    """Saves while training goes on; None: every save is waited for."""
     blocked_s: float = 0.0
     """Seconds that saves have kept the training waiting."""
-    fatal: Exception | None = field(default=None, init=False)
-    """Why the run has to end; set by `news`, raised by the next save."""
-    _news: list[str] = field(default_factory=list, init=False)
 
     def resume(self) -> tuple[Position, list[str]]:
         """Restores the newest verified checkpoint; returns where it stands and what a person should know.
@@ -92,7 +77,8 @@ class Checkpointer:
         """
         from slurm_train.checkpoint.load import choose_checkpoint
 
-        self._finish()
+        if self.beside is not None:
+            self.beside.finish()
         choice = choose_checkpoint(self.run.checkpoints, group=dist.group.WORLD)
         if choice is None:
             return Position(), []
@@ -118,15 +104,11 @@ class Checkpointer:
             RunError: a newer attempt has taken over.
         """
         start = time.monotonic()
-        self._finish()
-        work = self._work(self._own_state(), position)
-        if self.background is None:
-            work()
+        if self.beside is None:
+            self._work(self._own_state(), position)()
         else:
-            self.background.saver.start(work, step=position.step)
-            outcome = self.background.saver.wait()
-            if outcome is not None and isinstance(outcome.result, Exception):
-                raise _raised(outcome) from outcome.result
+            self.beside.finish()
+            self.beside.run(self._work(self._own_state(), position), step=position.step)
         self.blocked_s += time.monotonic() - start
 
     def save_soon(self, position: Position) -> None:
@@ -135,79 +117,45 @@ class Checkpointer:
         Raises:
             SlurmTrainError: the save before it failed in a way that ends the run.
         """
-        if self.background is None:
+        if self.beside is None:
             self.save(position)
             return
         start = time.monotonic()
-        self._finish()
-        buffers = self.background.buffers
-        work = self._work(buffers.stage(self._own_state()), position)
-        if any(True for _ in self.model.buffers()):
-            buffers.hold_changes()  # the next forward pass changes running statistics already
-
-        def when_copied() -> Saved:
-            buffers.wait_for_copy()
-            return work()
-
-        self.background.saver.start(when_copied, step=position.step)
+        self.beside.finish()
+        # The next forward pass changes running statistics already.
+        has_statistics = any(True for _ in self.model.buffers())
+        copied = self.beside.copy(self._own_state(), changes_at_once=has_statistics)
+        self.beside.start(self._work(copied, position), step=position.step)
         self.blocked_s += time.monotonic() - start
 
     def prepare(self) -> None:
-        """Makes the first save as cheap as the later ones: buffers and imports, beside the training.
+        """Makes the first save as cheap as the later ones, beside the training; not collective.
 
-        Call it when the optimizer's state is there. Not collective.
+        Call it when the optimizer's state is there.
         """
-        if self.background is None:
-            return
         from slurm_train.checkpoint.state import own_tensors
-        from slurm_train.checkpoint.tensors import load_writer
 
-        buffers, place = self.background.buffers, self.place
-        tensors = own_tensors(self.model, self.optimizer, rank=place.rank, num_ranks=place.world_size)
-
-        def work() -> None:
-            load_writer()
-            buffers.prepare(tensors)
-
-        self.background.saver.prepare(work)
+        if self.beside is not None:
+            place = self.place
+            self.beside.prepare(own_tensors(self.model, self.optimizer, rank=place.rank, num_ranks=place.world_size))
 
     def hold_changes(self) -> None:
         """Makes the next change of the tensors wait until they are copied; costs the host nothing."""
-        if self.background is not None:
-            self.background.buffers.hold_changes()
+        if self.beside is not None:
+            self.beside.hold_changes()
 
     def news(self) -> list[str]:
-        """Returns what a person should know of background saves, each line once. Costs next to nothing.
+        """Returns what a person should know of background saves, each line once; costs next to nothing.
 
         A failure that ends the run is kept in `fatal`: the caller asks for a stop, so that all ranks end at the same
         step, and the save of that stop raises it.
         """
-        if self.background is not None and (outcome := self.background.saver.poll()) is not None:
-            self._take(outcome)
-        news, self._news = self._news, []
-        return news
+        return [] if self.beside is None else self.beside.news()
 
-    def _finish(self) -> None:
-        """Waits for a save under way.
-
-        Raises:
-            SlurmTrainError: it, or one before it, failed in a way that ends the run.
-        """
-        if self.background is not None and (outcome := self.background.saver.wait()) is not None:
-            self._take(outcome)
-        if self.fatal is not None:
-            raise self.fatal
-
-    def _take(self, outcome: Outcome) -> None:
-        result = outcome.result
-        if not isinstance(result, Exception):
-            self._news += result.problems
-        elif outcome.is_fatal:
-            self.fatal = _raised(outcome)
-        else:
-            self._news.append(
-                f"the checkpoint of step {outcome.step} failed, training goes on; the one before is untouched: {result}"
-            )
+    @property
+    def fatal(self) -> Exception | None:
+        """Why the run has to end; None while it may go on."""
+        return None if self.beside is None else self.beside.fatal
 
     def _own_state(self) -> dict[str, Any]:
         from slurm_train.checkpoint.state import own_part, training_state
@@ -221,7 +169,7 @@ class Checkpointer:
         from slurm_train.checkpoint.save import save_checkpoint
 
         rank_state, header, fence = {"rng": rng_state()}, self._header(position), self._fence
-        group = dist.group.WORLD if self.background is None else self.background.group
+        group = dist.group.WORLD if self.beside is None else self.beside.group
         return lambda: save_checkpoint(
             self.run.checkpoints,
             tensors=tensors,
@@ -274,27 +222,3 @@ class Checkpointer:
             written_by=f"{self.place.host} pid {os.getpid()}" if self.place.is_first else "",
             extra={"items": position.items, "loss": position.loss, "evaluation_due": position.evaluation_due},
         )
-
-
-def build_background(device: torch.device, *, timeout_s: float) -> Background:
-    """Returns what background saves need. Collective over all ranks.
-
-    Args:
-        device: where the training's tensors live.
-        timeout_s: seconds that the ranks wait for each other in a save.
-    """
-    from slurm_train.checkpoint.background import BackgroundSaver
-    from slurm_train.checkpoint.staging import StagingBuffers
-
-    return Background(saver=BackgroundSaver(), buffers=StagingBuffers(device), group=open_side_group(timeout_s))
-
-
-def _raised(outcome: Outcome) -> Exception:
-    """Returns the error to raise in the training thread for a save that failed."""
-    assert isinstance(outcome.result, Exception)
-    if isinstance(outcome.result, SlurmTrainError):
-        return outcome.result
-    return CheckpointError(
-        f"the ranks lost each other while saving step {outcome.step}: {outcome.result}",
-        hint="another rank died or hangs; if its disk is that slow, raise checkpoint.save_timeout_s",
-    )

@@ -23,6 +23,7 @@ from slurm_train.distributed.group import choose_device, shutdown, use_steady_ti
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics.progress import Display, open_display
+from slurm_train.train.beside import build_saving_beside
 from slurm_train.train.build import (
     autocast_dtype,
     build_ddp,
@@ -37,7 +38,7 @@ from slurm_train.train.flops import flops_per_token, peak_flops
 from slurm_train.train.loop import Loop, LoopPace, LoopParts, refuse_bad
 from slurm_train.train.module import TrainingModule
 from slurm_train.train.recorder import Recorder, RunFacts, open_writers
-from slurm_train.train.saving import Checkpointer, Position, build_background
+from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.schedule import build_schedule
 from slurm_train.train.start import RankStart
 from slurm_train.train.step import StepParts, Stepper
@@ -210,9 +211,7 @@ def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
         data_fingerprint=built.train.fingerprint(),
         num_samples=len(built.train),
         job=rank_run.start.job,
-        background=build_background(rank_run.device, timeout_s=settings.save_timeout_s)
-        if settings.background
-        else None,
+        beside=build_saving_beside(rank_run.device, timeout_s=settings.save_timeout_s) if settings.background else None,
     )
 
 

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from slurm_train.config.batch import BatchPlan
 from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.train.saving import Checkpointer, Position, build_background
+from slurm_train.train.beside import build_saving_beside
+from slurm_train.train.saving import Checkpointer, Position
 
 NUM_MATRICES, NUM_VECTORS = 50, 50
 NUM_PARAMETERS = 124_000_000
@@ -95,10 +96,9 @@ class Bench:
         if self.future is not None:
             self.future.result()
             self.future = None
-        assert self.checkpointer.background is not None
-        outcome = self.checkpointer.background.saver.wait()
-        if outcome is not None and isinstance(outcome.result, Exception):
-            raise outcome.result
+        assert self.checkpointer.beside is not None
+        self.checkpointer.beside.finish()
+        assert not self.checkpointer.news(), "a save failed"
 
     def _state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -125,7 +125,7 @@ class Bench:
             optimizer=self.optimizer,
             data_fingerprint="none",
             num_samples=1000,
-            background=build_background(torch.device("cpu"), timeout_s=600),
+            beside=build_saving_beside(torch.device("cpu"), timeout_s=600),
         )
 
 
