@@ -16,6 +16,7 @@ from slurm_train.checkpoint.directory import wait_until_visible
 from slurm_train.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -53,6 +54,20 @@ def load_writer() -> None:
     import torch.distributed.checkpoint.filesystem
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.checkpoint.state_dict_saver  # noqa: F401
+
+
+def tensor_shapes(path: Path) -> dict[str, Tensor]:
+    """Gives an empty tensor for each that was written, by its flat name, e.g. "model.head.weight".
+
+    The metadata is a pickle: verify the checkpoint and check its owner before.
+    """
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+    return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
 
 
 def tensor_files(path: Path, *, rank: int) -> list[Path]:
