@@ -153,6 +153,11 @@ class Checkpointer:
         return [] if self.beside is None else self.beside.news()
 
     @property
+    def last_save_s(self) -> float | None:
+        """Seconds until the newest background save was on disk; None before it is, and without background saves."""
+        return None if self.beside is None else self.beside.last_save_s
+
+    @property
     def fatal(self) -> Exception | None:
         """Why the run has to end; None while it may go on."""
         return None if self.beside is None else self.beside.fatal

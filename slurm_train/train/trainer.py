@@ -38,6 +38,7 @@ from slurm_train.train.flops import flops_per_token, peak_flops
 from slurm_train.train.loop import Loop, LoopPace, LoopParts, refuse_bad
 from slurm_train.train.module import TrainingModule
 from slurm_train.train.recorder import Recorder, RunFacts, open_writers
+from slurm_train.train.save_pace import build_save_pace
 from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.schedule import build_schedule
 from slurm_train.train.start import RankStart
@@ -133,6 +134,7 @@ def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> t
             total_samples=config.train.max_steps * rank_run.start.plan.global_size,
         ),
         checkpointer=checkpointer,
+        save_pace=build_save_pace(config.checkpoint, run=rank_run.start.run, start_step=position.step),
         evaluator=None
         if built.heldout is None
         else Evaluator(
@@ -153,13 +155,12 @@ def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> t
 
 
 def build_pace(rank_run: RankRun) -> LoopPace:
-    """Returns when the loop logs, evaluates and saves."""
+    """Returns when the loop logs and evaluates."""
     config = rank_run.start.config
     return LoopPace(
         max_steps=config.train.max_steps,
         log_every=config.train.log_every_steps,
         eval_every=config.train.eval_every_steps,
-        save_every=config.checkpoint.every_steps,
         global_size=rank_run.start.plan.global_size,
         seed=config.seed,
         rank=rank_run.start.place.rank,

@@ -124,3 +124,12 @@ def test_a_slow_save_is_waited_for_by_the_next_and_never_overtaken(plain: Path, 
     steps = [verify(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
     assert steps == list(range(STEPS, 0, -3))
     assert digest_of(tmp_path / "run") == digest_of(plain)
+
+
+def test_auto_saves_at_the_same_steps_on_all_ranks_and_changes_no_bit(plain: Path, tmp_path: Path) -> None:
+    codes, text = train(tmp_path / "run", config_of(every_steps="auto", failure_every_h=1e-9))
+    assert codes == [0, 0], text
+    assert "the next checkpoint is due in " in text
+    steps = [verify(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert {10, STEPS} <= set(steps)
+    assert digest_of(tmp_path / "run") == digest_of(plain)
