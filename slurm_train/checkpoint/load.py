@@ -111,8 +111,17 @@ def _check_here(choice: Choice | None, timeout_s: float) -> None:
     wait_until_visible(choice.path / COMPLETE_FILE, timeout_s=timeout_s)
     if check_sizes(choice.path) != choice.manifest:
         raise CheckpointError(f"{choice.path} is another checkpoint on this node than on rank 0")
-    for path in [choice.path, *(choice.path / name for name in choice.manifest.files)]:
-        _check_owner(path)
+    check_owners(choice.path, choice.manifest)
+
+
+def check_owners(path: Path, manifest: Manifest) -> None:
+    """Refuses a checkpoint that another user (root excepted) owns or may write, in whole or in part.
+
+    Raises:
+        CheckpointError: naming the file and its owner.
+    """
+    for member in [path, *(path / name for name in manifest.files)]:
+        _check_owner(member)
 
 
 def _check_owner(path: Path) -> None:

@@ -6,10 +6,11 @@ state can be loaded at another world size or mesh.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
 
@@ -30,3 +31,64 @@ def restore_training_state(model: nn.Module, optimizer: Optimizer, state: dict[s
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def share_of(sizes: dict[str, int], *, rank: int, num_ranks: int) -> set[str]:
+    """Gives the names that one rank writes of what all ranks hold alike; the shares' bytes are about equal.
+
+    Args:
+        sizes: bytes by name, the same on all ranks.
+        rank: the rank whose share it is.
+        num_ranks: ranks that share the work.
+    """
+    loads = [0] * num_ranks
+    own: set[str] = set()
+    for name, num_bytes in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        lightest = loads.index(min(loads))
+        loads[lightest] += num_bytes
+        if lightest == rank:
+            own.add(name)
+    return own
+
+
+def own_part(state: dict[str, Any], *, rank: int, num_ranks: int) -> dict[str, Any]:
+    """Gives the part of a training state that this rank has to save, so that it copies no more than it writes.
+
+    Replicated tensors are shared out; shards, values and what lies in lists stay on every rank.
+    """
+    sizes = {name: value.nbytes for name, value in _replicated(state, "")}
+    return _without(state, "", sizes.keys() - share_of(sizes, rank=rank, num_ranks=num_ranks))
+
+
+def own_tensors(model: nn.Module, optimizer: Optimizer, *, rank: int, num_ranks: int) -> list[Tensor]:
+    """Gives the tensors that `own_part` of the training state will hold, without importing torch's checkpoint room."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = {names.get(id(parameter), str(id(parameter))): entry for parameter, entry in optimizer.state.items()}
+    part = own_part({"model": model.state_dict(), "optimizer": {"state": state}}, rank=rank, num_ranks=num_ranks)
+    return list(_tensors(part))
+
+
+def _tensors(state: dict[str, Any]) -> Iterator[Tensor]:
+    for value in state.values():
+        if isinstance(value, dict):
+            yield from _tensors(value)
+        elif hasattr(value, "nbytes"):
+            yield value
+
+
+def _replicated(state: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        name = f"{prefix}/{key}"
+        if isinstance(value, dict):
+            yield from _replicated(value, name)
+        elif hasattr(value, "nbytes") and not hasattr(value, "placements"):
+            yield name, value
+
+
+def _without(state: dict[str, Any], prefix: str, left_out: set[str]) -> dict[str, Any]:
+    named = {key: (f"{prefix}/{key}", value) for key, value in state.items()}
+    return {
+        key: _without(value, name, left_out) if isinstance(value, dict) else value
+        for key, (name, value) in named.items()
+        if name not in left_out
+    }

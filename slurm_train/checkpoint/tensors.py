@@ -16,6 +16,7 @@ from slurm_train.checkpoint.directory import wait_until_visible
 from slurm_train.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -31,7 +32,7 @@ def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | 
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with _agreed_errors(f"cannot write {path}"):
+    with _agreed_errors(f"cannot write {path}", is_alone=group is None):
         save(tensors, storage_writer=_build_writer(path), process_group=group, no_dist=group is None)
 
 
@@ -44,8 +45,29 @@ def read_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | N
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    with _agreed_errors(f"cannot load {path}"):
+    with _agreed_errors(f"cannot load {path}", is_alone=group is None):
         load(tensors, storage_reader=FileSystemReader(path), process_group=group, no_dist=group is None)
+
+
+def load_writer() -> None:
+    """Imports what a save needs; 0.1 s or more, so better before the first save than in it."""
+    import torch.distributed.checkpoint.filesystem
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.checkpoint.state_dict_saver  # noqa: F401
+
+
+def tensor_shapes(path: Path) -> dict[str, Tensor]:
+    """Gives an empty tensor for each that was written, by its flat name, e.g. "model.head.weight".
+
+    The metadata is a pickle: verify the checkpoint and check its owner before.
+    """
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+    return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
 
 
 def tensor_files(path: Path, *, rank: int) -> list[Path]:
@@ -85,17 +107,26 @@ def _first_system_error(err: Exception) -> Exception:
 
 
 @contextlib.contextmanager
-def _agreed_errors(task: str) -> Iterator[None]:
+def _agreed_errors(task: str, *, is_alone: bool) -> Iterator[None]:
     """Turns torch's error, which all ranks get, into one line per failed rank without the stack traces."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        with warnings.catch_warnings():
-            # Saying "one process" on purpose (no_dist) warns as if it were a mistake.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        with _quiet() if is_alone else contextlib.nullcontext():
             yield
     except CheckpointException as err:  # derives from BaseException
         failures = [failure_of(rank, wrapped[0]) for rank, wrapped in sorted(err.failures.items())]
         text = "; ".join(f"rank {failure.rank}: {failure.message}" for failure in failures)
         hint = next((failure.hint for failure in failures if failure.hint), "")
         raise CheckpointError(f"{task}: {text}", hint=hint) from err
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences torch where it takes "one process" (no_dist), said on purpose, for a mistake.
+
+    Not around a background save: the filters belong to the process, not to the thread.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield

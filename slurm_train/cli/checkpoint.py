@@ -1,43 +1,90 @@
-"""`checkpoint ls RUN` and `checkpoint verify RUN`: what checkpoints a run has, and whether every byte is as written."""
+"""`checkpoint ls | verify | diff | gc | export`: what checkpoints a run has, whether they hold, and what is in them.
+
+`diff` and `export` read tensors and import torch; the others do not.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from slurm_train.checkpoint.directory import list_checkpoints, read_manifest, verify
+from slurm_train.checkpoint.directory import (
+    checkpoint_name,
+    list_checkpoints,
+    newest_verified,
+    read_manifest,
+    verify,
+)
+from slurm_train.checkpoint.manifest import MANIFEST_FILE, Manifest
+from slurm_train.checkpoint.retention import prune
 from slurm_train.cli.display import note, table
+from slurm_train.cli.liveness import holder_lives
+from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, CheckpointError
+from slurm_train.rundir.layout import existing_attempts
+from slurm_train.rundir.lock import release_lock, take_lock, this_process
 from slurm_train.rundir.lookup import find_run
+from slurm_train.slurm.commands import SlurmCommands
 
 _EXAMPLES = """\
 examples:
   python -m slurm_train checkpoint ls gpt-stdlib
   python -m slurm_train checkpoint verify 3f9a1c07
+  python -m slurm_train checkpoint export gpt-stdlib model.safetensors     the newest that verifies
+  python -m slurm_train checkpoint export gpt-stdlib@200 model.safetensors
+  python -m slurm_train checkpoint diff gpt-stdlib@100 gpt-stdlib@200      exit code 1 if weights differ
+  python -m slurm_train checkpoint gc gpt-stdlib --keep 1
 """
+_RUN_HELP = "run name, run id, job id or path; default: the newest"
+_ONE_HELP = "RUN (its newest that verifies), RUN@STEP, or the path of a checkpoint"
 
 
 def main(words: Sequence[str]) -> int:
-    """Prints the table to stdout; `verify` returns 1 if any checkpoint cannot be trusted."""
+    """Prints tables to stdout; 1 if a checkpoint cannot be trusted (verify) or weights differ (diff)."""
+    arguments = _build_parser().parse_args(list(words))
+    action: Callable[[argparse.Namespace], int] = _ACTIONS[arguments.action]
+    return action(arguments)
+
+
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m slurm_train checkpoint",
         description=__doc__,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("action", choices=("ls", "verify"))
-    parser.add_argument("run", nargs="?", metavar="RUN", help="run name, run id, job id or path; default: the newest")
-    parser.add_argument("--root", default="runs", help="root of the runs (default: runs)")
-    arguments = parser.parse_args(list(words))
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--root", default="runs", help="root of the runs (default: runs)")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{ls,verify,diff,gc,export}")
+    for name, text in (("ls", "reads the manifests"), ("verify", "reads every byte")):
+        actions.add_parser(name, parents=[common], help=text).add_argument(
+            "run", nargs="?", metavar="RUN", help=_RUN_HELP
+        )
+    gc = actions.add_parser("gc", parents=[common], help="removes old checkpoints and what dead attempts left")
+    gc.add_argument("run", metavar="RUN", help=_RUN_HELP.partition(";")[0])
+    gc.add_argument("--keep", type=int, metavar="N", help="how many stay (default: the run's checkpoint.keep)")
+    diff = actions.add_parser("diff", parents=[common], help="compares facts and weights, bit for bit")
+    diff.add_argument("first", metavar="A", help=_ONE_HELP)
+    diff.add_argument("second", metavar="B", help="likewise")
+    export = actions.add_parser("export", parents=[common], help="writes the model as one safetensors file")
+    export.add_argument("checkpoint", metavar="RUN", help=_ONE_HELP)
+    export.add_argument("target", metavar="OUT", help="the file to write, e.g. model.safetensors")
+    return parser
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    check_bytes = arguments.action == "verify"
     root = find_run(Path(arguments.root), arguments.run).checkpoints
     checkpoints = list_checkpoints(root)
     if not checkpoints:
         note(f"no checkpoint in {root}")
         return EXIT_DONE
-    rows = [describe(path, check_bytes=arguments.action == "verify") for path in checkpoints]
+    rows = [describe(path, check_bytes=check_bytes) for path in checkpoints]
     print(table(("CHECKPOINT", "STEP", "SAMPLES", "RANKS", "SIZE", "STATE"), rows))
-    return EXIT_FAILURE if arguments.action == "verify" and any(row[-1] != "verified" for row in rows) else EXIT_DONE
+    return EXIT_FAILURE if check_bytes and any(row[-1] != "verified" for row in rows) else EXIT_DONE
 
 
 def describe(path: Path, *, check_bytes: bool) -> tuple[str, ...]:
@@ -51,7 +98,87 @@ def describe(path: Path, *, check_bytes: bool) -> tuple[str, ...]:
         manifest = verify(path) if check_bytes else read_manifest(path)
     except CheckpointError as err:
         return (path.name, "-", "-", "-", "-", err.message)
-    size = sum(record.bytes for record in manifest.files.values())
     state = "verified" if check_bytes else "complete"
     counts = (str(manifest.step), str(manifest.samples), str(manifest.world_size))
-    return (path.name, *counts, f"{size / 2**20:.1f} MiB", state)
+    return (path.name, *counts, f"{manifest.num_bytes / 2**20:.1f} MiB", state)
+
+
+def find_checkpoint(word: str, *, root: Path) -> Path:
+    """Returns the checkpoint that a word names: a path, RUN@STEP, or RUN for its newest that verifies.
+
+    Raises:
+        CheckpointError: the run has none, or none of that step.
+        RunError: there is no such run.
+    """
+    if (Path(word) / MANIFEST_FILE).is_file():
+        return Path(word)
+    name, _, step = word.partition("@")
+    checkpoints = find_run(root, name or None).checkpoints
+    if step:
+        path = checkpoints / checkpoint_name(int(step) if step.isdigit() else -1)
+        if path.is_dir():
+            return path
+        there = ", ".join(str(int(other.name.partition("_")[2])) for other in list_checkpoints(checkpoints)) or "none"
+        raise CheckpointError(f"{checkpoints} has no checkpoint of step {step}", hint=f"steps there: {there}")
+    search = newest_verified(checkpoints)
+    if search.found is None:
+        raise CheckpointError(f"no checkpoint in {checkpoints} verifies", hint="look with `checkpoint verify`")
+    return search.found[0]
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from slurm_train.checkpoint.export import differences, read_model
+
+    paths = [find_checkpoint(word, root=Path(arguments.root)) for word in (arguments.first, arguments.second)]
+    (one, tensors), (other, other_tensors) = (read_model(path) for path in paths)
+    if facts := _facts_apart(one, other):
+        print(table(("FACT", "FIRST", "SECOND"), facts))
+    found = differences(tensors, other_tensors)
+    if found:
+        print(table(("TENSOR", "DIFFERENCE"), found))
+    else:
+        note(f"all {len(tensors)} tensors of the model are equal, bit for bit")
+    return EXIT_FAILURE if found else EXIT_DONE
+
+
+def _facts_apart(one: Manifest, other: Manifest) -> list[tuple[str, str, str]]:
+    mine, theirs = asdict(one), asdict(other)
+    return [(key, str(mine[key]), str(theirs[key])) for key in mine if key != "files" and mine[key] != theirs[key]]
+
+
+def _collect(arguments: argparse.Namespace) -> int:
+    run = find_run(Path(arguments.root), arguments.run)
+    keep = load_config(run.config).checkpoint.keep if arguments.keep is None else arguments.keep
+    commands, holder = SlurmCommands(os.environ), this_process()
+    take_lock(run, holder, is_alive=lambda current: holder_lives(current, commands))
+    try:
+        newest = max(existing_attempts(run), default=-1)
+        # All attempts are over, so their staging directories are nobody's.
+        pruned = prune(run.checkpoints, keep=keep, attempt=newest + 1, epoch_fence=max(newest, 0))
+    finally:
+        release_lock(run, holder)
+    for path in pruned.removed:
+        print(path)
+    for line in (*pruned.problems, *(f"{path} cannot be trusted; look at it" for path in pruned.untrusted)):
+        note(line)
+    note(f"{len(pruned.removed)} removed, {len(pruned.kept)} kept")
+    return EXIT_FAILURE if pruned.problems else EXIT_DONE
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from slurm_train.checkpoint.export import export_model
+
+    path = find_checkpoint(arguments.checkpoint, root=Path(arguments.root))
+    num_tensors = export_model(path, Path(arguments.target))
+    note(f"{num_tensors} tensors of {path}")
+    print(arguments.target)
+    return EXIT_DONE
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "ls": _show,
+    "verify": _show,
+    "diff": _diff,
+    "gc": _collect,
+    "export": _export,
+}

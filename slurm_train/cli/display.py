@@ -45,6 +45,8 @@ def _lr_text(plan: RunPlan) -> str:
 
 def _checkpoint_text(plan: RunPlan) -> str:
     settings = plan.config.checkpoint
+    if settings.every_steps == "auto":
+        return f"as often as pays off with an interruption every {settings.failure_every_h:g} h, {settings.keep} kept"
     when = f"every {settings.every_steps} steps" if settings.every_steps else "at a stop and at the end only"
     return f"{when}, {settings.keep} kept"
 

@@ -108,10 +108,16 @@ class DdpSection:
 class CheckpointSection:
     """When checkpoints are written and how many stay."""
 
-    every_steps: int | None = 200
-    """Optimizer steps between checkpoints; null: only at a stop and at the end."""
+    every_steps: int | Literal["auto"] | None = 200
+    """Optimizer steps between checkpoints; auto: what loses least time; null: only at a stop and at the end."""
+    failure_every_h: float = 24.0
+    """Hours between interruptions that `every_steps=auto` expects; the run's own ledger corrects it."""
     keep: int = 2
     """Verified checkpoints that stay."""
+    background: bool = True
+    """Writes while training goes on, from a copy in host memory; false: training waits until all is on disk."""
+    save_timeout_s: float = 1800.0
+    """Time-out of the ranks' exchanges in a background save; the slowest rank's disk has to be quicker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,6 +140,8 @@ def _convert_scalar(hint: type[Any], value: Any, path: str) -> Any:
 
 
 def _word_of(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
     return "a list" if get_origin(hint) is list else _WORDS.get(hint, str(hint))
 
 

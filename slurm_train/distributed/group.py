@@ -57,6 +57,16 @@ def init_group(place: RankPlace, store: Store, *, device: torch.device, timeout_
     )
 
 
+def open_side_group(timeout_s: float) -> dist.ProcessGroup:
+    """Returns a gloo group of all ranks for exchanges beside the training. Collective over all ranks.
+
+    Args:
+        timeout_s: seconds that one of its collectives may take.
+    """
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return group
+
+
 def use_steady_timeout(timeout_s: float) -> None:
     """Sets the time-out of later collectives of the default group; compile and rendezvous are over by now."""
     # Private in torch up to 2.13, and the only way to change it without a second group.

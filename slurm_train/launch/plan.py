@@ -168,8 +168,11 @@ def _check_counts(config: RunConfig) -> None:
     for key in _COUNTS:
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
-        if value is not None and value < 1:
+        if value not in (None, "auto") and value < 1:
             raise ConfigError(f"{key}={value} is not a count", hint=f"set {key} to 1 or more")
+    for name in ("failure_every_h", "save_timeout_s"):
+        if (value := getattr(config.checkpoint, name)) <= 0:
+            raise ConfigError(f"checkpoint.{name}={value:g} is not a time", hint=f"set checkpoint.{name} above 0")
 
 
 def check_path_part(key: str, value: str) -> None:

@@ -21,6 +21,7 @@ from slurm_train.errors import SlurmTrainError
 from slurm_train.requeue.signals import StopFlag
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.recorder import Recorder
+from slurm_train.train.save_pace import SavePace
 from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.schedule import Schedule
 from slurm_train.train.step import StepFacts, Stepper, StepResult
@@ -36,6 +37,7 @@ class LoopParts:
     batches: Iterator[MicroBatch]
     schedule: Schedule
     checkpointer: Checkpointer
+    save_pace: SavePace
     evaluator: Evaluator | None
     """None where there are no held-out samples."""
     recorder: Recorder | None
@@ -53,7 +55,6 @@ class LoopPace:
     max_steps: int
     log_every: int
     eval_every: int | None
-    save_every: int | None
     global_size: int
     seed: int
     rank: int
@@ -95,6 +96,7 @@ class Loop:
             gc.enable()
         self._drain()
         self._parts.checkpointer.save(self.position)
+        self._hear()
         return self.position.step >= self._pace.max_steps and not self.position.evaluation_due
 
     def advance(self, to_step: int) -> None:
@@ -102,6 +104,7 @@ class Loop:
         while self.position.step < to_step and not self._stopping:
             self._step()
             self._after_step()
+            self._hear()
 
     def _step(self) -> None:
         position, pace = self.position, self._pace
@@ -142,7 +145,7 @@ class Loop:
         if step == pace.max_steps or (pace.eval_every and step % pace.eval_every == 0):
             self._drain()
             self._evaluate()
-        if pace.save_every and step % pace.save_every == 0 and step < pace.max_steps and not self._stopping:
+        if self._parts.save_pace.is_due(step) and step < pace.max_steps and not self._stopping:
             self._save()
 
     def _settle(self) -> None:
@@ -172,11 +175,23 @@ class Loop:
             recorder.display.say(f"step {self.position.step}: {in_words(measures)}")
             recorder.skip(time.monotonic() - start)
 
+    def _hear(self) -> None:
+        """Passes on what became of background saves; one that ends the run asks for a stop, which all agree on."""
+        checkpointer, recorder = self._parts.checkpointer, self._parts.recorder
+        for line in checkpointer.news():
+            if recorder is not None:
+                recorder.display.say(line)
+        if checkpointer.fatal is not None:
+            self._parts.stop.request()
+
     def _save(self) -> None:
         start = time.monotonic()
         self._drain()
-        self._parts.checkpointer.save(self.position)
+        self._parts.checkpointer.save_soon(self.position)
+        news = self._parts.save_pace.saved(self.position.step, self._parts.checkpointer)
         if (recorder := self._parts.recorder) is not None:
+            if news is not None:
+                recorder.display.say(news)
             recorder.skip(time.monotonic() - start)
 
     def _drain(self) -> None:

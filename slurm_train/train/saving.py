@@ -1,11 +1,16 @@
-"""Where a run stands, and how that gets into a checkpoint and out of it."""
+"""Where a run stands, and how that gets into a checkpoint and out of it.
+
+A periodic save costs the training a copy in memory; a thread writes it while training goes on. The save at a stop or
+at the end is the same, waited for. The loop asks `news` after each step.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +23,13 @@ from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import DataError
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train.beside import SavingBeside
 from slurm_train.train.evaluate import broadcast_buffers
 
 if TYPE_CHECKING:
     from slurm_train.checkpoint.load import Choice
     from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
+    from slurm_train.checkpoint.save import Saved
 
 
 @dataclass(slots=True)
@@ -41,9 +48,9 @@ class Position:
     """The evaluation of this step was broken off by a stop."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Checkpointer:
-    """Saves and restores one run's training state. Every method is collective."""
+    """Saves and restores one run's training state. All ranks call the same methods in the same order."""
 
     run: RunDirectory
     place: RankPlace
@@ -56,6 +63,10 @@ class Checkpointer:
     num_samples: int
     """Samples of one epoch."""
     job: str = "local"
+    beside: SavingBeside | None = None
+    """Saves while training goes on; None: every save is waited for."""
+    blocked_s: float = 0.0
+    """Seconds that saves have kept the training waiting."""
 
     def resume(self) -> tuple[Position, list[str]]:
         """Restores the newest verified checkpoint; returns where it stands and what a person should know.
@@ -66,6 +77,8 @@ class Checkpointer:
         """
         from slurm_train.checkpoint.load import choose_checkpoint
 
+        if self.beside is not None:
+            self.beside.finish()
         choice = choose_checkpoint(self.run.checkpoints, group=dist.group.WORLD)
         if choice is None:
             return Position(), []
@@ -84,24 +97,92 @@ class Checkpointer:
         return position, [*notes, f"resuming from {choice.path.name} (step {position.step})"]
 
     def save(self, position: Position) -> None:
-        """Writes a checkpoint of this moment; returns when it is durable.
+        """Writes a checkpoint of this moment; returns when it is durable. A save under way is waited for.
 
         Raises:
             CheckpointError: it could not be written; the previous one is untouched.
             RunError: a newer attempt has taken over.
         """
-        from slurm_train.checkpoint.save import save_checkpoint
-        from slurm_train.checkpoint.state import training_state
+        start = time.monotonic()
+        if self.beside is None:
+            self._work(self._own_state(), position)()
+        else:
+            self.beside.finish()
+            self.beside.run(self._work(self._own_state(), position), step=position.step)
+        self.blocked_s += time.monotonic() - start
+
+    def save_soon(self, position: Position) -> None:
+        """Saves this moment while training goes on; returns when it is copied. `news` tells if it failed.
+
+        Raises:
+            SlurmTrainError: the save before it failed in a way that ends the run.
+        """
+        if self.beside is None:
+            self.save(position)
+            return
+        start = time.monotonic()
+        self.beside.finish()
+        # The next forward pass changes running statistics already.
+        has_statistics = any(True for _ in self.model.buffers())
+        copied = self.beside.copy(self._own_state(), changes_at_once=has_statistics)
+        self.beside.start(self._work(copied, position), step=position.step)
+        self.blocked_s += time.monotonic() - start
+
+    def prepare(self) -> None:
+        """Makes the first save as cheap as the later ones, beside the training; not collective.
+
+        Call it when the optimizer's state is there.
+        """
+        from slurm_train.checkpoint.state import own_tensors
+
+        if self.beside is not None:
+            place = self.place
+            self.beside.prepare(own_tensors(self.model, self.optimizer, rank=place.rank, num_ranks=place.world_size))
+
+    def hold_changes(self) -> None:
+        """Makes the next change of the tensors wait until they are copied; costs the host nothing."""
+        if self.beside is not None:
+            self.beside.hold_changes()
+
+    def news(self) -> list[str]:
+        """Returns what a person should know of background saves, each line once; costs next to nothing.
+
+        A failure that ends the run is kept in `fatal`: the caller asks for a stop, so that all ranks end at the same
+        step, and the save of that stop raises it.
+        """
+        return [] if self.beside is None else self.beside.news()
+
+    @property
+    def last_save_s(self) -> float | None:
+        """Seconds until the newest background save was on disk; None before it is, and without background saves."""
+        return None if self.beside is None else self.beside.last_save_s
+
+    @property
+    def fatal(self) -> Exception | None:
+        """Why the run has to end; None while it may go on."""
+        return None if self.beside is None else self.beside.fatal
+
+    def _own_state(self) -> dict[str, Any]:
+        from slurm_train.checkpoint.state import own_part, training_state
 
         broadcast_buffers(self.model)
-        save_checkpoint(
+        state = training_state(self.model, self.optimizer)
+        return own_part(state, rank=self.place.rank, num_ranks=self.place.world_size)
+
+    def _work(self, tensors: dict[str, Any], position: Position) -> Callable[[], Saved]:
+        """Returns the save of these tensors with everything else as it is now."""
+        from slurm_train.checkpoint.save import save_checkpoint
+
+        rank_state, header, fence = {"rng": rng_state()}, self._header(position), self._fence
+        group = dist.group.WORLD if self.beside is None else self.beside.group
+        return lambda: save_checkpoint(
             self.run.checkpoints,
-            tensors=training_state(self.model, self.optimizer),
-            rank_state={"rng": rng_state()},
-            header=self._header(position),
-            group=dist.group.WORLD,
+            tensors=tensors,
+            rank_state=rank_state,
+            header=header,
+            group=group,
             keep=self.keep,
-            fence=self._fence,
+            fence=fence,
         )
 
     @property

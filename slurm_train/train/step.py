@@ -69,6 +69,8 @@ class StepParts:
     accumulation: int
     world_size: int
     device: torch.device
+    before_update: Callable[[], None] | None = None
+    """On a GPU, called before the parameters change: a copy of them may be under way."""
 
 
 class Stepper:
@@ -145,6 +147,8 @@ class Stepper:
         rider = self._rider.grad
         norm = global_norm(gradients) / rider[COUNT]
         divisor = rider[COUNT] * ((norm + _EPSILON) / self._limit).clamp(min=1.0)
+        if self._parts.before_update is not None:
+            self._parts.before_update()
         self._update.apply(gradients, divisor.float())
         previous = self._late.take()
         self._late.put(facts, torch.cat((rider, norm.to(rider.dtype).reshape(1))))

@@ -7,6 +7,7 @@ by a `build_*` function and can be used without the rest.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from slurm_train.distributed.group import choose_device, shutdown, use_steady_ti
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics.progress import Display, open_display
+from slurm_train.train.beside import build_saving_beside
 from slurm_train.train.build import (
     autocast_dtype,
     build_ddp,
@@ -36,6 +38,7 @@ from slurm_train.train.flops import flops_per_token, peak_flops
 from slurm_train.train.loop import Loop, LoopPace, LoopParts, refuse_bad
 from slurm_train.train.module import TrainingModule
 from slurm_train.train.recorder import Recorder, RunFacts, open_writers
+from slurm_train.train.save_pace import build_save_pace
 from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.schedule import build_schedule
 from slurm_train.train.start import RankStart
@@ -123,7 +126,7 @@ def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> t
     autocast = autocast_dtype(config.train, device=rank_run.device)
     module = TrainingModule(objective, stop=stop, device=rank_run.device, autocast=autocast)
     parts = LoopParts(
-        stepper=build_stepper(rank_run, module, built.optimizer),
+        stepper=build_stepper(rank_run, module, built.optimizer, before_update=checkpointer.hold_changes),
         batches=build_stream(rank_run, built.train, start_samples=position.samples),
         schedule=build_schedule(
             config.optim,
@@ -131,6 +134,7 @@ def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> t
             total_samples=config.train.max_steps * rank_run.start.plan.global_size,
         ),
         checkpointer=checkpointer,
+        save_pace=build_save_pace(config.checkpoint, run=rank_run.start.run, start_step=position.step),
         evaluator=None
         if built.heldout is None
         else Evaluator(
@@ -145,19 +149,18 @@ def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> t
         recorder=recorder,
         stop=stop,
         stop_file=rank_run.start.run.stop_file,
-        on_first_step=lambda: use_steady_timeout(config.train.steady_timeout_s),
+        on_first_step=lambda: _after_first_step(rank_run, checkpointer),
     )
     return Loop(parts, pace=build_pace(rank_run), position=position), recorder
 
 
 def build_pace(rank_run: RankRun) -> LoopPace:
-    """Returns when the loop logs, evaluates and saves."""
+    """Returns when the loop logs and evaluates."""
     config = rank_run.start.config
     return LoopPace(
         max_steps=config.train.max_steps,
         log_every=config.train.log_every_steps,
         eval_every=config.train.eval_every_steps,
-        save_every=config.checkpoint.every_steps,
         global_size=rank_run.start.plan.global_size,
         seed=config.seed,
         rank=rank_run.start.place.rank,
@@ -165,7 +168,13 @@ def build_pace(rank_run: RankRun) -> LoopPace:
     )
 
 
-def build_stepper(rank_run: RankRun, module: TrainingModule, optimizer: Optimizer) -> Stepper:
+def build_stepper(
+    rank_run: RankRun,
+    module: TrainingModule,
+    optimizer: Optimizer,
+    *,
+    before_update: Callable[[], None] | None = None,
+) -> Stepper:
     """Returns what takes steps. Collective: DDP compares the ranks' parameters."""
     ddp = build_ddp(module, ddp=rank_run.start.config.ddp, device=rank_run.device)
     parts = StepParts(
@@ -176,6 +185,7 @@ def build_stepper(rank_run: RankRun, module: TrainingModule, optimizer: Optimize
         accumulation=rank_run.start.plan.accumulation,
         world_size=rank_run.start.place.world_size,
         device=rank_run.device,
+        before_update=before_update,
     )
     return Stepper(parts, on_bad=refuse_bad)
 
@@ -189,18 +199,20 @@ def build_stream(rank_run: RankRun, source: SampleSource, *, start_samples: int)
 
 
 def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
-    """Returns what saves and restores this run."""
+    """Returns what saves and restores this run. Collective over all ranks."""
+    settings = rank_run.start.config.checkpoint
     return Checkpointer(
         run=rank_run.start.run,
         place=rank_run.start.place,
         plan=rank_run.start.plan,
         attempt=rank_run.start.attempt,
-        keep=rank_run.start.config.checkpoint.keep,
+        keep=settings.keep,
         model=built.model,
         optimizer=built.optimizer,
         data_fingerprint=built.train.fingerprint(),
         num_samples=len(built.train),
         job=rank_run.start.job,
+        beside=build_saving_beside(rank_run.device, timeout_s=settings.save_timeout_s) if settings.background else None,
     )
 
 
@@ -221,6 +233,13 @@ def build_recorder(rank_run: RankRun, built: Built, *, position: Position, displ
         run.metrics, tensorboard=run.tensorboard if config.track.tensorboard else None, first_step=position.step
     )
     return Recorder(facts, writers=writers, display=display)
+
+
+def _after_first_step(rank_run: RankRun, checkpointer: Checkpointer) -> None:
+    config = rank_run.start.config
+    use_steady_timeout(config.train.steady_timeout_s)
+    if config.checkpoint.every_steps is not None:
+        checkpointer.prepare()
 
 
 def _last_words(rank_run: RankRun, built: Built, loop: Loop, display: Display, *, finished: bool) -> None:

@@ -79,6 +79,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"train": {"threads": 0}}, "train.threads=0 is not a count"),
     ({"checkpoint": {"keep": 0}}, "checkpoint.keep=0 is not a count"),
     ({"checkpoint": {"every_steps": 0}}, "checkpoint.every_steps=0 is not a count"),
+    ({"checkpoint": {"save_timeout_s": 0}}, "checkpoint.save_timeout_s=0 is not a time"),
+    ({"checkpoint": {"every_steps": "sometimes"}}, "checkpoint.every_steps asks for a whole number or auto"),
     ({"requeue": {"warn_before_limit_s": -5}}, "requeue.warn_before_limit_s=-5 is not a count"),
     ({"optim": {"lr_global_size": 0}}, "optim.lr_global_size=0 is not a count"),
     ({"parallel": {"tp": 2}}, "parallel.tp=2 was asked; this version trains with data parallelism (DDP) only"),

@@ -46,6 +46,10 @@ def main() -> int:
         stop=stop,
         env=dict(os.environ),
     )
+    if orders.get("fault"):
+        import rank_faults
+
+        rank_faults.install(orders["fault"], run=start.run, rank=place.rank)
     return train(start)
 
 

@@ -1,0 +1,197 @@
+"""Time that a save keeps the training thread waiting, against torch's own ways and against the bare copy in memory.
+
+    python -m tests.benchmarks.bench_checkpoint_stall --rounds 5
+
+The state is that of a model with 124 M float32 parameters and AdamW's two moments: 1.5 GB in 300 tensors and 100 step
+counts, in one process. Rounds are interleaved, and each way first waits until the one before is on disk. "first" is a
+way's first call in a process that has trained a step; "warm" is the median of the later ones. The copy is `clone` when
+first and a copy into existing memory when warm. Wants about 8 GB of memory and 5 GB of disk below --folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slurm_train.config.batch import BatchPlan
+from slurm_train.distributed.place import RankPlace
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train.beside import build_saving_beside
+from slurm_train.train.saving import Checkpointer, Position
+
+NUM_MATRICES, NUM_VECTORS = 50, 50
+NUM_PARAMETERS = 124_000_000
+PROMISE = 1.3
+
+
+class Bench:
+    """The ways to save, on one state."""
+
+    def __init__(self, folder: Path, *, num_parameters: int) -> None:
+        self.folder = folder
+        self.model = build_model(num_parameters)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.copies: list[Tensor] = []
+        self.future: Any = None
+        self.number = 0
+        self.checkpointer = self._build_checkpointer()
+        self.total_s: dict[str, list[float]] = {}
+
+    def tensors(self) -> list[Tensor]:
+        """Returns all tensors of the state."""
+        moments = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        return [parameter.detach() for parameter in self.model.parameters()] + moments
+
+    def copy(self) -> None:
+        """The floor: the bytes, once, in memory."""
+        if not self.copies:
+            self.copies = [tensor.clone() for tensor in self.tensors()]
+            return
+        for target, source in zip(self.copies, self.tensors(), strict=True):
+            target.copy_(source)
+
+    def ours(self) -> None:
+        """A periodic save."""
+        self.number += 1
+        self.checkpointer.save_soon(Position(step=self.number))
+
+    def torch_save(self) -> None:
+        """torch.save of both state dicts and fsync."""
+        path = self._fresh("torch_save")
+        with (path / "state.pt").open("wb") as file:
+            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def dcp_save(self) -> None:
+        """torch.distributed.checkpoint.save, which fsyncs."""
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self._state(), checkpoint_id=self._fresh("dcp_save"))
+
+    def dcp_async_save(self) -> None:
+        """torch.distributed.checkpoint.async_save."""
+        import torch.distributed.checkpoint as dcp
+
+        self.future = dcp.async_save(self._state(), checkpoint_id=self._fresh("dcp_async"))
+
+    def settle(self) -> None:
+        """Waits until nothing is being written."""
+        if self.future is not None:
+            self.future.result()
+            self.future = None
+        assert self.checkpointer.beside is not None
+        self.checkpointer.beside.finish()
+        assert not self.checkpointer.news(), "a save failed"
+
+    def _state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def _fresh(self, name: str) -> Path:
+        path = self.folder / name
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        return path
+
+    def _build_checkpointer(self) -> Checkpointer:
+        run = RunDirectory(self.folder / "run")
+        run.path.mkdir()
+        return Checkpointer(
+            run=run,
+            place=RankPlace.from_env({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}),
+            plan=BatchPlan(local_size=8, ranks=1, accumulation=1),
+            attempt=0,
+            keep=1,
+            model=self.model,
+            optimizer=self.optimizer,
+            data_fingerprint="none",
+            num_samples=1000,
+            beside=build_saving_beside(torch.device("cpu"), timeout_s=600),
+        )
+
+
+def build_model(num_parameters: int) -> nn.Module:
+    """Returns parameters of a transformer's sizes: matrices and as many vectors."""
+    rows = num_parameters // NUM_MATRICES // 768
+    matrices = [nn.Parameter(torch.randn(rows, 768)) for _ in range(NUM_MATRICES)]
+    vectors = [nn.Parameter(torch.randn(768)) for _ in range(NUM_VECTORS)]
+    model = nn.Module()
+    model.parts = nn.ParameterList(matrices + vectors)
+    return model
+
+
+def measure(bench: Bench, ways: dict[str, Callable[[], None]], *, rounds: int) -> dict[str, list[float]]:
+    """Returns the seconds that each way blocked, round after round; the first round is each way's first call."""
+    blocked: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            blocked[name].append(time.perf_counter() - start)
+            bench.settle()
+            bench.total_s.setdefault(name, []).append(time.perf_counter() - start)
+    return blocked
+
+
+def report(blocked: dict[str, list[float]], total_s: dict[str, list[float]]) -> None:
+    """Prints one line per way, and the ratio that is promised."""
+    copies = blocked["copy in memory"]
+    print(f"{'':28}{'first s':>9}{'warm s':>9}{'x copy':>8}{'on disk s':>11}")
+    for name, times in blocked.items():
+        ratio = statistics.median(own / copy for own, copy in zip(times[1:], copies[1:], strict=True))
+        ended = "" if name == "copy in memory" else f"{statistics.median(total_s[name][1:]):11.3f}"
+        print(f"{name:28}{times[0]:9.3f}{statistics.median(times[1:]):9.3f}{ratio:8.2f}{ended}")
+    print(f"promise: slurm_train blocks at most {PROMISE} x the copy once warm")
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parameters", type=int, default=NUM_PARAMETERS)
+    parser.add_argument("--folder", default=None, help="where to write; default: a folder in /tmp")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    folder = Path(tempfile.mkdtemp(prefix="slurm_train-bench-", dir=arguments.folder))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        bench = Bench(folder, num_parameters=arguments.parameters)
+        size_gb = sum(tensor.nbytes for tensor in bench.tensors()) / 1e9
+        print(
+            f"checkpoint stall: {size_gb:.2f} GB in {len(bench.tensors())} tensors, {torch.get_num_threads()} threads"
+        )
+        bench.checkpointer.prepare()  # as the trainer does after its first step
+        bench.settle()
+        ways = {
+            "copy in memory": bench.copy,
+            "slurm_train, background": bench.ours,
+            "dcp.async_save": bench.dcp_async_save,
+            "torch.save + fsync": bench.torch_save,
+            "dcp.save": bench.dcp_save,
+        }
+        report(measure(bench, ways, rounds=arguments.rounds), bench.total_s)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""`checkpoint`: what a person asks of the checkpoints of a run, on real ones of a small model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, safe_open
+
+from slurm_train.checkpoint.manifest import CheckpointHeader
+from slurm_train.checkpoint.save import save_checkpoint
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import process_lives, take_lock, this_process
+
+
+def has_checkpoints(run: RunDirectory, *values: float, **changes: Any) -> None:
+    """Saves steps 1, 2, ... with a weight of these values."""
+    for step, value in enumerate(values, start=1):
+        weights = {"head.weight": torch.full((3, 2), value), "step": torch.tensor(7), "half": torch.ones(4).bfloat16()}
+        header = CheckpointHeader(
+            step=step, samples=8 * step, epoch=0, world_size=1, mesh={}, batch_plan={}, config_hash="3f9a1c07",
+            data_fingerprint="d", torch_version="2", attempt=0, epoch_fence=0,
+        )  # fmt: skip
+        tensors = {"model": weights, "optimizer": {"state": {"head.weight": {"exp_avg": torch.zeros(3, 2)}}}}
+        save_checkpoint(run.checkpoints, tensors=tensors, rank_state={}, header=header, group=None, keep=9)
+
+
+@pytest.fixture
+def run(shell) -> RunDirectory:
+    run = shell.has_run(cluster=False)
+    run.epochs.mkdir()
+    (run.epochs / "attempt_0").touch()
+    has_checkpoints(run, 1.0, 2.0)
+    return run
+
+
+def damage(run: RunDirectory, step: int) -> None:
+    path = run.checkpoints / f"checkpoint_{step:07d}" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_ls_and_verify_tell_the_whole_from_the_damaged(shell, run):
+    damage(run, 2)
+    listed, verified = shell.types("checkpoint", "ls", "gpt-stdlib"), shell.types("checkpoint", "verify")
+    assert (listed.code, listed.out.count("complete")) == (0, 2)
+    assert verified.code == 1
+    assert "__0_0.distcp" in verified.out and verified.out.count("verified") == 1
+
+
+def test_export_writes_the_newest_that_verifies(shell, run):
+    has_checkpoints(run, 1.0, 2.0, 3.0)
+    damage(run, 3)
+    done = shell.types("checkpoint", "export", "gpt-stdlib", "model.safetensors")
+    assert (done.code, done.out) == (0, "model.safetensors\n"), done.err
+    tensors = load_file("model.safetensors")
+    assert sorted(tensors) == ["half", "head.weight", "step"]
+    assert tensors["head.weight"].equal(torch.full((3, 2), 2.0)) and tensors["half"].dtype == torch.bfloat16
+    with safe_open("model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "2", "samples": "16", "run": "3f9a1c07"}
+
+
+def test_export_takes_a_step_and_overwrites_nothing(shell, run):
+    assert shell.types("checkpoint", "export", "gpt-stdlib@1", "one.safetensors").code == 0
+    assert load_file("one.safetensors")["head.weight"][0, 0] == 1.0
+    again = shell.types("checkpoint", "export", "gpt-stdlib@2", "one.safetensors")
+    assert again.code == 1 and "exists already" in again.err
+    assert shell.left().count("one.safetensors") == 1 and not [name for name in shell.left() if "partial" in name]
+
+
+def test_export_refuses_a_damaged_step_and_an_absent_one(shell, run):
+    damage(run, 2)
+    done = shell.types("checkpoint", "export", "gpt-stdlib@2", "two.safetensors")
+    assert done.code == 1 and "cannot be trusted" in done.err
+    done = shell.types("checkpoint", "export", "gpt-stdlib@5", "five.safetensors")
+    assert done.code == 1 and "no checkpoint of step 5" in done.err and "steps there: 2, 1" in done.err
+
+
+def test_export_refuses_what_others_may_write(shell, run):
+    (run.checkpoints / "checkpoint_0000002" / ".metadata").chmod(0o666)
+    done = shell.types("checkpoint", "export", "gpt-stdlib@2", "two.safetensors")
+    assert done.code == 1 and "belongs to uid" in done.err
+
+
+def test_diff_names_tensors_and_facts_and_equal_is_equal(shell, run):
+    done = shell.types("checkpoint", "diff", "gpt-stdlib@1", "gpt-stdlib@2")
+    assert done.code == 1
+    assert "6 of 6 values, at most 1 apart" in done.out and "half" not in done.out
+    assert "samples" in done.out
+    path = str(run.checkpoints / "checkpoint_0000002")
+    done = shell.types("checkpoint", "diff", "gpt-stdlib", path)
+    assert (done.code, done.out) == (0, "")
+    assert "all 3 tensors of the model are equal" in done.err
+
+
+def test_gc_keeps_the_newest_and_removes_what_dead_attempts_left(shell, run):
+    (run.checkpoints / "checkpoint_0000003.tmp-local-0").mkdir()
+    done = shell.types("checkpoint", "gc", "gpt-stdlib", "--keep", "1")
+    assert done.code == 0, done.err
+    assert [line.rpartition("/")[2] for line in done.out.splitlines()] == [
+        "checkpoint_0000001",
+        "checkpoint_0000003.tmp-local-0",
+    ]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["checkpoint_0000002"]
+    assert not run.lock.exists()
+
+
+def test_gc_of_a_run_that_is_going_is_refused(shell, run):
+    take_lock(run, this_process(), is_alive=process_lives)
+    held = json.loads(run.lock.read_text())
+    done = shell.types("checkpoint", "gc", "gpt-stdlib")
+    assert done.code != 0 and "is being run by" in done.err
+    assert json.loads(run.lock.read_text()) == held
+
+
+def test_gc_never_removes_the_last(shell, run):
+    done = shell.types("checkpoint", "gc", "gpt-stdlib", "--keep", "0")
+    assert done.code != 0 and "would remove the newest" in done.err
+    assert len(list(run.checkpoints.iterdir())) == 2

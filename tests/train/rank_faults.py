@@ -1,0 +1,52 @@
+"""Faults of one rank of a small training, by rank and step; training_rank.py installs what its orders name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from slurm_train.checkpoint import save
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train.step import StepFacts, Stepper
+
+
+def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
+    """Installs a fault.
+
+    Args:
+        fault: {"full_rank", "full_step"}: the disk is full in that save; {"slow_s"}: rank 1's disk takes longer;
+            {"overtake_step"}: a newer attempt appears in that save; {"kill_rank", "kill_step"}: SIGKILL in that step.
+        run: the run.
+        rank: this rank.
+    """
+    if fault.get("kill_rank") == rank:
+        _kill_in(fault["kill_step"])
+    write_file = save.write_file
+
+    def write(path: Path, data: bytes) -> Any:
+        step = int(path.parent.name.partition("_")[2].partition(".")[0])
+        if (rank, step) == (fault.get("full_rank"), fault.get("full_step")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if step == fault.get("overtake_step") and rank == 0:
+            run.epochs.mkdir(exist_ok=True)
+            (run.epochs / "attempt_1").touch()
+        if rank == 1:
+            time.sleep(fault.get("slow_s", 0.0))
+        return write_file(path, data)
+
+    save.write_file = write
+
+
+def _kill_in(step: int) -> None:
+    take_step = Stepper.step
+
+    def take(self: Stepper, facts: StepFacts, batches: Any) -> Any:
+        if facts.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take_step(self, facts, batches)
+
+    Stepper.step = take  # type: ignore[method-assign]
