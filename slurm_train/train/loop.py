@@ -93,8 +93,7 @@ class Loop:
         finally:
             gc.unfreeze()
             gc.enable()
-        self._drain()
-        self._parts.checkpointer.save(self.position)
+        self._save()
         return self.position.step >= self._pace.max_steps and not self.position.evaluation_due
 
     def advance(self, to_step: int) -> None:
@@ -170,14 +169,14 @@ class Loop:
         if (recorder := self._parts.recorder) is not None:
             recorder.write_evaluation(self.position.step, self.position.samples, measures)
             recorder.display.say(f"step {self.position.step}: {in_words(measures)}")
-            recorder.skip(time.monotonic() - start)
+            recorder.skip(time.monotonic() - start, "evaluate_s")
 
     def _save(self) -> None:
         start = time.monotonic()
         self._drain()
         self._parts.checkpointer.save(self.position)
         if (recorder := self._parts.recorder) is not None:
-            recorder.skip(time.monotonic() - start)
+            recorder.skip(time.monotonic() - start, "checkpoint_stall_s")
 
     def _drain(self) -> None:
         """Reads the values still under way, so that nothing non-finite gets into a checkpoint or an evaluation."""
