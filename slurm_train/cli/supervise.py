@@ -10,7 +10,8 @@ from pathlib import Path
 
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.config.frozen import load_config
-from slurm_train.errors import EXIT_ORPHANED, EXIT_WRONG_USE, ClusterError, ConfigError, RunError
+from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, EXIT_WRONG_USE, ClusterError, ConfigError, RunError
+from slurm_train.launch.continuation import cancelled_before, submit_continuation
 from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.preparation import record_job
 from slurm_train.launch.resources import STEP_NAME
@@ -38,13 +39,16 @@ def main(words: Sequence[str]) -> int:
     ignore_stop_signals()
     allocation = Allocation.from_env(env)
     config = load_config(run.config)
+    if (cancelled := _cancelled_before(run, allocation, env)) is not None:
+        say(f"job {cancelled}, which this one was to continue, was cancelled; `resume` continues the run")
+        return EXIT_FAILURE
     if (record := read_job(run)) is None or record.job_id != allocation.requeue_id:
         record_job(run, allocation.requeue_id)
 
     def launch(attempt: int) -> int:
         return _run_step(run, command, attempt=attempt, nodes=allocation.nodes, env=env)
 
-    site = _site(run, allocation, env)
+    site = _site(run, allocation, env, patience_s=config.requeue.controller_patience_s)
     return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
 
 
@@ -62,7 +66,7 @@ def _read(words: Sequence[str]) -> tuple[RunDirectory, list[str]]:
     return RunDirectory(Path(words[0])), list(words[2:])
 
 
-def _site(run: RunDirectory, allocation: Allocation, env: Mapping[str, str]) -> Site:
+def _site(run: RunDirectory, allocation: Allocation, env: Mapping[str, str], *, patience_s: float) -> Site:
     job_id, commands = allocation.requeue_id, SlurmCommands(env)
     return Site(
         start=AttemptStart(
@@ -73,8 +77,9 @@ def _site(run: RunDirectory, allocation: Allocation, env: Mapping[str, str]) -> 
         ),
         holder=this_process(job_id=job_id),
         is_alive=lambda holder: holder_lives(holder, commands),
-        show_job=lambda: _show_job(job_id, commands),
-        requeue=lambda decision: _requeue(allocation, commands, decision),
+        show_job=lambda: _show_job(job_id, commands, patience_s),
+        requeue=lambda decision: _requeue(allocation, commands, decision, patience_s),
+        resubmit=lambda decision: _resubmit(run, job_id, decision, env),
         explain=lambda attempt: _read_step_errors(run, attempt),
         clear=lambda attempt: _clear(run, attempt, job_id=job_id, commands=commands),
         past_ends=lambda old_job: _past_ends(old_job, commands),
@@ -124,24 +129,40 @@ def _past_ends(job_id: str, commands: SlurmCommands) -> list[str]:
         return []
 
 
-def _show_job(job_id: str, commands: SlurmCommands) -> dict[str, str] | None:
+def _show_job(job_id: str, commands: SlurmCommands, patience_s: float) -> dict[str, str] | None:
     try:
-        return with_patience(lambda: commands.show_job(job_id), sleep=time.sleep)
+        return with_patience(lambda: commands.show_job(job_id), limit_s=patience_s, sleep=time.sleep)
     except ClusterError as err:
         say(f"Slurm does not say how job {job_id} stands: {err.message}")
         return None
 
 
-def _requeue(allocation: Allocation, commands: SlurmCommands, decision: Decision) -> bool:
-    job_id = allocation.requeue_id
+def _requeue(allocation: Allocation, commands: SlurmCommands, decision: Decision, patience_s: float) -> bool:
+    job_id, count = allocation.requeue_id, allocation.restart_count
     try:
-        done = bring_back(job_id, commands, restart_count=allocation.restart_count, is_over=decision.is_over)
+        done = bring_back(job_id, commands, restart_count=count, is_over=decision.is_over, limit_s=patience_s)
         if done and decision.exclude:
             _keep_off(decision.exclude, job_id, commands)
     except ClusterError as err:
         say(f"job {job_id} could not be requeued: {err.message}")
         return False
     return done
+
+
+def _resubmit(run: RunDirectory, job_id: str, decision: Decision, env: Mapping[str, str]) -> str:
+    try:
+        return submit_continuation(run, job_id, exclude=decision.exclude, env=env)
+    except ClusterError as err:
+        say(f"no other job could be submitted: {err.message}")
+        return ""
+
+
+def _cancelled_before(run: RunDirectory, allocation: Allocation, env: Mapping[str, str]) -> str | None:
+    commands = SlurmCommands(env)
+    try:
+        return with_patience(lambda: cancelled_before(run, allocation.requeue_id, commands), sleep=time.sleep)
+    except ClusterError:
+        return None
 
 
 def _keep_off(node: str, job_id: str, commands: SlurmCommands) -> None:

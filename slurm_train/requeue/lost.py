@@ -58,6 +58,15 @@ def lost_because(entry: Mapping[str, Any], now: AttemptStart, ends: Sequence[str
     return "lost", f"the batch script was killed{said}"
 
 
+def why_restarted(start: AttemptStart, ends: Sequence[str]) -> str:
+    """Returns "preempted" or "node_failure" for a start that Slurm ended itself, "" where accounting does not say yet.
+
+    After a preemption without grace the job's own record says no more than that it was restarted.
+    """
+    word = ends[start.restart_count] if start.restart_count < len(ends) else ""
+    return _REASONS[word] if word in ("PREEMPTED", "NODE_FAIL") else ""
+
+
 def _last_sign_of_life(run: RunDirectory, entry: Mapping[str, Any]) -> float:
     folder = run.attempt_logs(int(entry["attempt"]))
     times = [path.stat().st_mtime for path in folder.iterdir()] if folder.is_dir() else []

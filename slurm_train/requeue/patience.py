@@ -11,12 +11,12 @@ from slurm_train.slurm.commands import ControllerAway, SlurmCommands
 
 T = TypeVar("T")
 
-PATIENCE_S = 120.0
+_PATIENCE_S = 120.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
 _CONFIRM_LOOKS = 5
 
 
-def with_patience(ask: Callable[[], T], *, limit_s: float = PATIENCE_S, sleep: Callable[[float], None]) -> T:
+def with_patience(ask: Callable[[], T], *, limit_s: float = _PATIENCE_S, sleep: Callable[[float], None]) -> T:
     """Returns the first answer; waits longer from one try to the next while nobody answers.
 
     Args:
@@ -44,7 +44,7 @@ def bring_back(
     *,
     restart_count: int,
     is_over: bool = False,
-    limit_s: float = PATIENCE_S,
+    limit_s: float = _PATIENCE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
     """Requeues a job and returns whether Slurm says that it was restarted; asks again while nobody answers.

@@ -17,7 +17,7 @@ from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.requeue.bad_nodes import last_bad_node, node_of
 from slurm_train.requeue.decision import Decision, Outcome, decide
-from slurm_train.requeue.lost import close_lost
+from slurm_train.requeue.lost import close_lost, why_restarted
 from slurm_train.rundir.attempts import AttemptStart, check_fence, close_attempt, open_attempt, read_ledger
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
@@ -39,6 +39,8 @@ class Site:
     """This job's record, None where there is none or Slurm does not answer."""
     requeue: Callable[[Decision], bool]
     """Requeues this job; returns whether Slurm confirmed it."""
+    resubmit: Callable[[Decision], str] = lambda _: ""
+    """Submits another job that takes over when this one has ended; returns its id, "" where that failed."""
     explain: Callable[[int], str] = lambda _: ""
     """What is known from outside about how an attempt's ranks ended; "" if nothing."""
     clear: Callable[[int], bool] = lambda _: True
@@ -154,6 +156,12 @@ def _decide(run: RunDirectory, settings: RequeueSection, site: Site, attempt: in
     if decision.action == "relaunch" and not site.clear(attempt):
         note = f"{cause}; what is left of the ranks does not end, so the job is requeued"
         return replace(decision, action="requeue", note=note)
+    if decision.reason == "requeued" and (job_id := site.start.job_id) is not None:
+        why = why_restarted(site.start, site.past_ends(job_id))
+        if why == "preempted":
+            return replace(decision, reason="preempted", note=f"preempted; {decision.note}")
+        if why == "node_failure":
+            return replace(decision, reason="node_failure", note=f"a node was lost; {decision.note}")
     return decision
 
 
@@ -210,12 +218,20 @@ def _act(decision: Decision, site: Site, exit_code: int) -> int:
     if decision.action == "finish":
         return EXIT_DONE
     if decision.action == "requeue" and not site.requeue(decision):
-        say("Slurm did not confirm the requeue; `resume` continues the run")
-        return EXIT_FAILURE
+        return _hand_over(decision, site)
     if decision.action in ("requeue", "leave"):
         _wait_for_the_end()
         return EXIT_REQUEUE
     return exit_code or EXIT_FAILURE
+
+
+def _hand_over(decision: Decision, site: Site) -> int:
+    new_id = site.resubmit(decision)
+    if not new_id:
+        say("Slurm did not confirm the requeue; `resume` continues the run")
+        return EXIT_FAILURE
+    say(f"this job cannot be requeued; job {new_id} takes over when it has ended")
+    return EXIT_REQUEUE
 
 
 def _wait_for_the_end(limit_s: float = 60.0) -> None:

@@ -315,7 +315,8 @@ def _checked(job_ids: Iterable[str]) -> list[str]:
 
 
 def _failed(argv: Sequence[str], done: Finished) -> ClusterError:
-    kind = ControllerAway if _is_away(done.stderr) else ClusterError
+    # A job that ends takes the commands that its script runs along (22.05 with linuxproc signals every descendant).
+    kind = ControllerAway if done.return_code < 0 or _is_away(done.stderr) else ClusterError
     return kind(
         f"`{shlex.join(argv)}` ended with exit code {done.return_code}: {done.last_line}",
         hint="run the command by hand; `scontrol ping` says whether the controller answers",

@@ -180,10 +180,10 @@ def test_preemption_without_grace_and_by_cancelling(person: Person, slurm_cluste
 
 
 def test_time_limits_with_a_warning_and_without(person: Person) -> None:
-    words = ("cluster.time_limit_min=1", "checkpoint.every_steps=20")
-    warned_job, warned = submits(person, "warned", *words, "requeue.warn_before_limit_s=10", steps=150, step_s=1.0)
+    words = ("cluster.time_limit_min=1", "checkpoint.every_steps=20", "cluster.nodelist=node3")
+    warned_job, warned = submits(person, "warned", *words, "requeue.warn_before_limit_s=10", steps=90, step_s=1.0)
     # A warning that comes after the end is none.
-    job, plain = submits(person, "plain", *words, "cluster.sbatch.hold=true", steps=150, step_s=1.0)
+    job, plain = submits(person, "plain", *words, "cluster.sbatch.hold=true", steps=90, step_s=1.0)
     person.runs("scancel", job)
     script = plain.submit_script.read_text()
     plain.submit_script.write_text(

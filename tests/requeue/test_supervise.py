@@ -37,6 +37,7 @@ class World:
     lives: bool = True
     can_relaunch: bool = False
     clears: bool = True
+    new_job: str = ""
     past_ends: tuple[str, ...] = ()
     restart_count: int = 0
     events: list[str] = field(default_factory=list)
@@ -50,6 +51,7 @@ class World:
             is_alive=lambda _holder: self.lives,
             show_job=lambda: self.job,
             requeue=self._requeue,
+            resubmit=self._resubmit,
             can_avoid=lambda _node: True,
             clear=lambda _attempt: self.clears,
             past_ends=lambda _job: self.past_ends,
@@ -62,6 +64,10 @@ class World:
         self.ledger_at_requeue = read_ledger(self.run)
         self.holder_at_requeue = read_holder(self.run)
         return self.requeue_works
+
+    def _resubmit(self, _decision: Decision) -> str:
+        self.events.append("resubmit")
+        return self.new_job
 
     def ranks(self, code: int, *, steps: int = 0, result: bool = False) -> Callable[[int], int]:
         """Returns ranks that make steps, perhaps finish, and end with a code."""
@@ -128,7 +134,7 @@ def test_a_preempted_run_is_requeued_after_its_line_is_on_disk(
 def test_a_requeue_that_slurm_does_not_confirm_is_a_failure(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.job, world.requeue_works = PREEMPTED, False
     assert world.supervise(world.ranks(75)) == 1
-    assert world.events == ["launch 0", "requeue"]
+    assert world.events == ["launch 0", "requeue", "resubmit"]
     assert "Slurm did not confirm the requeue" in capsys.readouterr().err
 
 
@@ -266,6 +272,22 @@ def test_an_overtaken_supervisor_writes_nothing_more(world: World) -> None:
     with pytest.raises(RunError, match="overtaken by attempt 1"):
         world.supervise(launch)
     assert "reason" not in ledger_line(world) and world.events == []
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason"), [(("PREEMPTED",), "preempted"), (("NODE_FAIL",), "node_failure"), ((), "requeued")]
+)
+def test_accounting_tells_why_slurm_restarted_a_job(ends: tuple[str, ...], reason: str, world: World) -> None:
+    world.job, world.past_ends = {**RUNNING, "JobState": "COMPLETING", "Restarts": "1"}, ends
+    assert world.supervise(world.ranks(75)) == 75
+    assert ledger_line(world)["reason"] == reason and world.events == ["launch 0", "wait"]
+
+
+@pytest.mark.parametrize(("new_job", "code"), [("8", 75), ("", 1)])
+def test_where_a_job_cannot_be_requeued_another_takes_over(new_job: str, code: int, world: World) -> None:
+    world.job, world.requeue_works, world.new_job = PREEMPTED, False, new_job
+    assert world.supervise(world.ranks(75)) == code
+    assert world.events == ["launch 0", "requeue", "resubmit"]
 
 
 def test_attempts_that_nobody_closed_are_closed_by_the_next(world: World) -> None:

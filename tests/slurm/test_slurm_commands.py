@@ -156,6 +156,11 @@ def test_a_refused_requeue_is_an_error_and_an_absent_controller_is_another() -> 
             slurm(Script(scontrol=bad(f"slurm_load_jobs error: {words}\n"))).requeue("7")
 
 
+def test_a_command_that_was_killed_has_given_no_answer() -> None:
+    with pytest.raises(ControllerAway, match=r"ended with exit code -15"):
+        slurm(Script(scontrol=bad("", -15))).show_job("7")
+
+
 def test_requeue_is_allowed_and_nodes_are_excluded_by_update() -> None:
     script = Script(scontrol=ok())
     slurm(script).allow_requeue("7_1")
