@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help train test setup setup-test slurm-packages lint bench clean
+.PHONY: help train test setup setup-test slurm-packages lint bench demo-preemption clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -46,6 +46,10 @@ test: setup-test slurm-packages lint  ## set up everything, Slurm included, and 
 
 bench: setup-test slurm-packages  ## print speed ratios, side by side in one run
 	$(BIN)/python -m tests.benchmarks
+
+demo-preemption: setup-test slurm-packages  ## a run loses nodes and ranks and ends with the bits of one that did not
+	$(BIN)/python -m slurm_train devcluster up --nodes 4 --gpus 8
+	$(BIN)/python -m tests.campaigns.preemption_demo
 
 clean:  ## remove the virtual environment and caches; runs stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

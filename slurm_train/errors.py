@@ -19,6 +19,8 @@ EXIT_FAILURE = 1
 EXIT_WRONG_USE = 2
 # sysexits.h EX_TEMPFAIL: the run saved itself and wants to continue in another attempt.
 EXIT_REQUEUE = 75
+# sysexits.h EX_OSERR: whoever started the rank is gone (slurmstepd was killed).
+EXIT_ORPHANED = 71
 
 
 class SlurmTrainError(Exception):

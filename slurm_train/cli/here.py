@@ -64,7 +64,7 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         holder=this_process(),
         is_alive=lambda holder: holder_lives(holder, SlurmCommands(env)),
         show_job=lambda: None,
-        requeue=lambda: False,
+        requeue=lambda _decision: False,
     )
     is_own_code = not config.trains
     return supervise(

@@ -42,6 +42,7 @@ def main(words: Sequence[str]) -> int:
 
     script = render_script(plan)
     note(f"  Slurm         {_slurm_says(script, env)}")
+    note(f"  comes back    {_comes_back(plan.config.requeue.enabled, env)}")
     print(script, end="")
     return 0
 
@@ -60,3 +61,13 @@ def _slurm_says(script: str, env: Mapping[str, str]) -> str:
     if not verdict.is_accepted:
         return f"would refuse it: {verdict.message}"
     return f"would take it; estimated start {verdict.start or 'not told'} on {verdict.nodelist or '?'}"
+
+
+def _comes_back(requeue_enabled: bool, env: Mapping[str, str]) -> str:
+    from slurm_train.launch.continuation import how_it_returns
+    from slurm_train.slurm.commands import SlurmCommands
+
+    try:
+        return how_it_returns(SlurmCommands(env).show_config(), requeue_enabled=requeue_enabled)
+    except ClusterError as err:
+        return f"not known: {err.message}"

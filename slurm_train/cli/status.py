@@ -18,6 +18,7 @@ from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import process_lives, read_holder
 from slurm_train.rundir.lookup import find_runs, read_job
 from slurm_train.rundir.progress import newest_training_line
+from slurm_train.rundir.timing import goodput
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.nodelist import parse_nodelist
 from slurm_train.slurm.records import JobState
@@ -62,7 +63,17 @@ def main(words: Sequence[str]) -> int:
         print(table([name.upper() for name in shown], [[asdict(row)[name] for name in shown] for row in rows]))
         if len(rows) == 1:
             print(rows[0].path)
+            _print_goodput(runs[0])
     return 0
+
+
+def _print_goodput(run: RunDirectory) -> None:
+    measured = goodput(read_ledger(run))
+    if measured.productive_s > 0:
+        print(
+            f"goodput {measured.share:.0%}: {measured.productive_s:,.0f} s of steps that count "
+            f"in {measured.allocated_s:,.0f} s of allocation (attempts that have ended)"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,7 +119,7 @@ def read_row(run: RunDirectory, jobs: Mapping[str, JobState]) -> Row:
         speed=_speed(line),
         eta=_eta(line, total) if state == "running" else "-",
         attempts=str(len(ledger)),
-        note=_note(job, ledger, state),
+        note=_note(run, job, ledger, state),
         path=str(run.path),
     )
 
@@ -134,7 +145,7 @@ def _state(run: RunDirectory, job: JobState | None, ledger: Sequence[Mapping[str
     return "interrupted" if ledger else "not started"
 
 
-def _note(job: JobState | None, ledger: Sequence[Mapping[str, object]], state: str) -> str:
+def _note(run: RunDirectory, job: JobState | None, ledger: Sequence[Mapping[str, object]], state: str) -> str:
     if state == "queued" and job is not None:
         return f"waits: {job.reason}" + (f", expected start {job.start}" if job.start else "")
     if state == "failed" and not ledger and job is not None:
@@ -143,7 +154,17 @@ def _note(job: JobState | None, ledger: Sequence[Mapping[str, object]], state: s
         return job.nodelist
     if state in ("finished", "running", "not started"):
         return ""
+    if ledger and "end_time_unix_s" not in ledger[-1]:
+        return without_end(run, job)
     return str(ledger[-1].get("note", "")) if ledger else ""
+
+
+def without_end(run: RunDirectory, job: JobState | None) -> str:
+    """Returns what is known of a run whose supervisor did not live to write how it ended."""
+    if job is not None and job.phase.may_return:
+        return ""
+    slurm_says = f" (Slurm: {job.word})" if job is not None else ""
+    return f"the batch script was killed{slurm_says}; `resume {run.run_id}` continues"
 
 
 def never_began(job: JobState) -> str:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.config.frozen import load_config
-from slurm_train.errors import EXIT_WRONG_USE, ClusterError, ConfigError, RunError
+from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, EXIT_WRONG_USE, ClusterError, ConfigError, RunError
+from slurm_train.launch.continuation import cancelled_before, submit_continuation
 from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.preparation import record_job
+from slurm_train.launch.resources import STEP_NAME
+from slurm_train.launch.step import LINGER_S, ORPHAN_LINGER_S, end_step, run_step
 from slurm_train.launch.visibility import require_seen_by_all
+from slurm_train.requeue.decision import Decision
+from slurm_train.requeue.patience import bring_back, with_patience
 from slurm_train.requeue.supervise import Site, ignore_stop_signals, say, supervise
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import this_process
 from slurm_train.rundir.lookup import read_job
+from slurm_train.rundir.marks import first_mark
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import is_job_variable
+from slurm_train.slurm.records import queue_seconds
 from slurm_train.slurm.step_errors import violent_end
 
 
@@ -32,13 +39,16 @@ def main(words: Sequence[str]) -> int:
     ignore_stop_signals()
     allocation = Allocation.from_env(env)
     config = load_config(run.config)
+    if (cancelled := _cancelled_before(run, allocation, env)) is not None:
+        say(f"job {cancelled}, which this one was to continue, was cancelled; `resume` continues the run")
+        return EXIT_FAILURE
     if (record := read_job(run)) is None or record.job_id != allocation.requeue_id:
         record_job(run, allocation.requeue_id)
 
     def launch(attempt: int) -> int:
         return _run_step(run, command, attempt=attempt, nodes=allocation.nodes, env=env)
 
-    site = _site(run, allocation, SlurmCommands(env))
+    site = _site(run, allocation, env, patience_s=config.requeue.controller_patience_s)
     return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
 
 
@@ -56,8 +66,8 @@ def _read(words: Sequence[str]) -> tuple[RunDirectory, list[str]]:
     return RunDirectory(Path(words[0])), list(words[2:])
 
 
-def _site(run: RunDirectory, allocation: Allocation, commands: SlurmCommands) -> Site:
-    job_id = allocation.requeue_id
+def _site(run: RunDirectory, allocation: Allocation, env: Mapping[str, str], *, patience_s: float) -> Site:
+    job_id, commands = allocation.requeue_id, SlurmCommands(env)
     return Site(
         start=AttemptStart(
             job_id=job_id,
@@ -67,9 +77,14 @@ def _site(run: RunDirectory, allocation: Allocation, commands: SlurmCommands) ->
         ),
         holder=this_process(job_id=job_id),
         is_alive=lambda holder: holder_lives(holder, commands),
-        show_job=lambda: _show_job(job_id, commands),
-        requeue=lambda: _requeue(job_id, commands),
+        show_job=lambda: _show_job(job_id, commands, patience_s),
+        requeue=lambda decision: _requeue(allocation, commands, decision, patience_s),
+        resubmit=lambda decision: _resubmit(run, job_id, decision, env),
         explain=lambda attempt: _read_step_errors(run, attempt),
+        clear=lambda attempt: _clear(run, attempt, job_id=job_id, commands=commands),
+        past_ends=lambda old_job: _past_ends(old_job, commands),
+        can_avoid=lambda node: _can_avoid(node, allocation, commands),
+        queue_s=_queue_s(job_id, env),
         can_relaunch=True,
     )
 
@@ -79,20 +94,84 @@ def _read_step_errors(run: RunDirectory, attempt: int) -> str:
     return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""
 
 
-def _show_job(job_id: str, commands: SlurmCommands) -> dict[str, str] | None:
+def _can_avoid(node: str, allocation: Allocation, commands: SlurmCommands) -> bool:
+    """Whether the job's partition has working nodes enough without one of them."""
     try:
-        return commands.show_job(job_id)
+        job = commands.show_job(allocation.requeue_id)
+        nodes = sum(part.num_usable_nodes for part in commands.partitions() if part.name == job.get("Partition"))
+    except ClusterError:
+        return False
+    # What is kept from the job already counts, and a job that names its nodes cannot go elsewhere.
+    kept_away = [name for name in (job.get("ExcNodeList") or "").split(",") if name and name != "(null)"]
+    is_bound = job.get("ReqNodeList", "(null)") not in ("(null)", "")
+    return not is_bound and nodes - len({*kept_away, node}) >= allocation.num_nodes
+
+
+def _queue_s(job_id: str, env: Mapping[str, str]) -> float | None:
+    # Only a figure for the ledger: a controller that is busy now does not hold the start up.
+    try:
+        return queue_seconds(SlurmCommands(env, timeout_s=10.0).show_job(job_id))
+    except ClusterError:
+        return None
+
+
+def _clear(run: RunDirectory, attempt: int, *, job_id: str, commands: SlurmCommands) -> bool:
+    mark = first_mark(run, attempt)
+    # Slurm has nobody left who could end the step of a killed slurmstepd (22.05: it stays until the job ends).
+    within_s = 10.0 if mark is not None and mark.exit_code == EXIT_ORPHANED else 60.0
+    return end_step(job_id, STEP_NAME.format(attempt=attempt), commands, within_s=within_s)
+
+
+def _past_ends(job_id: str, commands: SlurmCommands) -> list[str]:
+    try:
+        return commands.ended_states(job_id)
+    except ClusterError:
+        return []
+
+
+def _show_job(job_id: str, commands: SlurmCommands, patience_s: float) -> dict[str, str] | None:
+    try:
+        return with_patience(lambda: commands.show_job(job_id), limit_s=patience_s, sleep=time.sleep)
     except ClusterError as err:
         say(f"Slurm does not say how job {job_id} stands: {err.message}")
         return None
 
 
-def _requeue(job_id: str, commands: SlurmCommands) -> bool:
+def _requeue(allocation: Allocation, commands: SlurmCommands, decision: Decision, patience_s: float) -> bool:
+    job_id, count = allocation.requeue_id, allocation.restart_count
     try:
-        return commands.requeue(job_id)
+        done = bring_back(job_id, commands, restart_count=count, is_over=decision.is_over, limit_s=patience_s)
+        if done and decision.exclude:
+            _keep_off(decision.exclude, job_id, commands)
     except ClusterError as err:
         say(f"job {job_id} could not be requeued: {err.message}")
         return False
+    return done
+
+
+def _resubmit(run: RunDirectory, job_id: str, decision: Decision, env: Mapping[str, str]) -> str:
+    try:
+        return submit_continuation(run, job_id, exclude=decision.exclude, env=env)
+    except ClusterError as err:
+        say(f"no other job could be submitted: {err.message}")
+        return ""
+
+
+def _cancelled_before(run: RunDirectory, allocation: Allocation, env: Mapping[str, str]) -> str | None:
+    commands = SlurmCommands(env)
+    try:
+        return with_patience(lambda: cancelled_before(run, allocation.requeue_id, commands), sleep=time.sleep)
+    except ClusterError:
+        return None
+
+
+def _keep_off(node: str, job_id: str, commands: SlurmCommands) -> None:
+    # Slurm takes this for a waiting job only, and it may end this process any moment: a wish, not a promise.
+    try:
+        known = commands.show_job(job_id).get("ExcNodeList", "(null)")
+        commands.exclude_nodes(job_id, node if known in ("(null)", "") else f"{known},{node}")
+    except ClusterError as err:
+        say(f"job {job_id} may get {node} again: {err.message}")
 
 
 def _run_step(
@@ -114,6 +193,12 @@ def _run_step(
             print(text, file=sys.stderr, flush=True)
             log.write(f"{text}\n".encode())
             return EXIT_WRONG_USE
-        return subprocess.run(
-            argv, env=step_env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
-        ).returncode
+        return run_step(argv, env=step_env, log=log, is_overdue=lambda: _is_overdue(run, attempt))
+
+
+def _is_overdue(run: RunDirectory, attempt: int) -> bool:
+    mark = first_mark(run, attempt)
+    if mark is None:
+        return False
+    linger_s = ORPHAN_LINGER_S if mark.exit_code == EXIT_ORPHANED else LINGER_S
+    return time.time() - mark.time_unix_s > linger_s

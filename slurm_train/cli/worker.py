@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slurm_train.errors import EXIT_FAILURE, RunError, SlurmTrainError
+from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
+from slurm_train.requeue.orphan import Ties, watch
 from slurm_train.requeue.signals import StopFlag, install
 
 if TYPE_CHECKING:
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
 
 def main(words: Sequence[str]) -> NoReturn:
     """Runs one rank and ends the process with its exit code; an unexpected error leaves its traceback."""
+    parent = os.getppid()
     stop = StopFlag()
     install(stop)
     if len(words) != 1:
         raise RunError(f"worker takes one run directory, found {list(words)}", hint="worker RUN_DIR")
     path, env = Path(words[0]), dict(os.environ)
+    if "SLURM_TRAIN_ATTEMPT" in env:
+        _watch_ties(path, env, parent)
     try:
         _leave(_work(path, env, stop))
     except SlurmTrainError as err:
@@ -50,6 +54,36 @@ def _fail(path: Path, env: Mapping[str, str], code: int, message: str) -> NoRetu
     mark = FailureMark(rank=rank, host=socket.gethostname(), exit_code=code, message=message.partition("\n")[0])
     leave_mark(RunDirectory(path), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), mark)
     _leave(code)
+
+
+def _watch_ties(path: Path, env: Mapping[str, str], parent: int) -> None:
+    """Makes this rank end by itself when nobody holds it any more; a rank started by hand belongs to the hand."""
+    from slurm_train.rundir.attempts import check_fence
+    from slurm_train.rundir.layout import RunDirectory
+
+    run, attempt = RunDirectory(path), int(env["SLURM_TRAIN_ATTEMPT"])
+
+    def is_overtaken() -> bool:
+        try:
+            check_fence(run, attempt)
+        except RunError:
+            return True
+        except OSError:
+            pass  # A file system that does not answer says nothing about attempts.
+        return False
+
+    def on_overtaken() -> None:
+        print(f"error: attempt {attempt} was overtaken by a newer one", file=sys.stderr, flush=True)
+        os._exit(EXIT_FAILURE)
+
+    def on_orphaned() -> None:
+        _fail(path, env, EXIT_ORPHANED, f"the process that started it is gone ({_names_of_parents(env)} was killed?)")
+
+    watch(Ties(parent=parent, is_overtaken=is_overtaken, on_orphaned=on_orphaned, on_overtaken=on_overtaken))
+
+
+def _names_of_parents(env: Mapping[str, str]) -> str:
+    return "slurmstepd" if "SLURM_STEP_ID" in env else "the launcher"
 
 
 def _leave(code: int) -> NoReturn:

@@ -130,6 +130,8 @@ class RequeueSection:
     """Lead of the warning signal before the time limit (Slurm may send it up to 60 s earlier)."""
     max_fruitless_failures: int = 3
     """Failures in a row without a new step after which the run is left alone; preemptions and limits never count."""
+    controller_patience_s: int = 120
+    """How long to go on asking while Slurm's controller does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,6 +159,7 @@ _COUNTS = (
     "checkpoint.keep",
     "requeue.warn_before_limit_s",
     "requeue.max_fruitless_failures",
+    "requeue.controller_patience_s",
     "optim.lr_global_size",
     "run.snapshot_limit_mb",
 )

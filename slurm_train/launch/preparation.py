@@ -95,8 +95,21 @@ def _make_folders(run: RunDirectory) -> None:
         raise RunError(f"{run.path} cannot be made: {err.strerror or err}", hint=hint) from err
 
 
-def record_job(run: RunDirectory, job_id: str) -> None:
-    """Adds a job id to `job.json`; the newest is last."""
+def record_job(run: RunDirectory, job_id: str, *, continues: str | None = None) -> None:
+    """Adds a job id to `job.json`; the newest is last.
+
+    Args:
+        run: the run.
+        job_id: the job.
+        continues: the job that it takes over from; such a job does not start if that one was cancelled.
+    """
     known = read_json(run.job) or {}
+    followers = {**known.get("continues", {}), **({job_id: continues} if continues else {})}
     record = {"job_ids": [*known.get("job_ids", []), job_id], "submit_time_unix_s": time.time()}
-    write_atomic(run.job, json.dumps(record) + "\n")
+    write_atomic(run.job, json.dumps({**record, "continues": followers} if followers else record) + "\n")
+
+
+def continued_job(run: RunDirectory, job_id: str) -> str | None:
+    """Returns the job that `job_id` takes over from, None where it stands for itself."""
+    found = (read_json(run.job) or {}).get("continues", {}).get(job_id)
+    return None if found is None else str(found)

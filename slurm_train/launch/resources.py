@@ -13,6 +13,7 @@ from slurm_train.errors import ConfigError
 from slurm_train.launch.plan import RunPlan
 
 Flags = dict[str, str | bool]
+STEP_NAME = "attempt_{attempt}"
 
 # What the launch decides itself, and the key to use instead.
 _PROTECTED_SBATCH = {
@@ -49,6 +50,7 @@ _PROTECTED_SRUN = {
     "cpus-per-task": "cluster.cpus_per_gpu",
     "gpus-per-task": "cluster.gpus_per_node",
     "kill-on-bad-exit": "",
+    "job-name": "",
     "multi-prog": "script",
 }
 
@@ -90,6 +92,8 @@ def srun_flags(plan: RunPlan) -> Flags:
         "ntasks": str(plan.world.size),
         "ntasks-per-node": str(plan.world.ranks_per_node[0]),
         "distribution": "block",
+        # The supervisor ends what is left of a step by this name; other steps of an allocation are not ours.
+        "job-name": STEP_NAME,
         # By default a dead rank leaves the others waiting for ever; --wait alone would kill them without SIGTERM.
         "kill-on-bad-exit": "1",
         "wait": "60",

@@ -7,7 +7,7 @@ known by its run directory. What is used is its submission path and its Job hand
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ class ScriptExecutor(submitit.SlurmExecutor):
         folder: where submitit keeps its copy of what was submitted.
         script: the script's text.
         env: environment of the caller; variables of an enclosing job are withheld from the new one.
+        flags: further words for sbatch, which win over the script's own.
     """
 
-    def __init__(self, folder: Path, *, script: str, env: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, *, script: str, env: Mapping[str, str], flags: Sequence[str] = ()) -> None:
         super().__init__(folder)
         self._script = script
+        self._flags = list(flags)
         self._withheld = sorted(name for name in env if is_job_variable(name))
 
     def submit_script(self) -> submitit.Job[Any]:
@@ -41,7 +43,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         scrub = [word for name in self._withheld for word in ("-u", name)]
-        return ["env", *scrub, "sbatch", "--parsable", str(submission_file_path)]
+        return ["env", *scrub, "sbatch", "--parsable", *self._flags, str(submission_file_path)]
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
@@ -53,7 +55,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         return match.group(1)
 
 
-def submit_script(script: str, *, folder: Path, env: Mapping[str, str]) -> str:
+def submit_script(script: str, *, folder: Path, env: Mapping[str, str], flags: Sequence[str] = ()) -> str:
     """Submits a script and returns the job id.
 
     Raises:
@@ -61,7 +63,7 @@ def submit_script(script: str, *, folder: Path, env: Mapping[str, str]) -> str:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        job = ScriptExecutor(folder, script=script, env=env).submit_script()
+        job = ScriptExecutor(folder, script=script, env=env, flags=flags).submit_script()
     except (FailedJobError, FailedSubmissionError, RuntimeError) as err:
         lines = [line for line in str(err).splitlines() if "sbatch:" in line] or str(err).splitlines()[-1:]
         reason = lines[-1].strip() if lines else type(err).__name__

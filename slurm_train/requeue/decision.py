@@ -12,7 +12,11 @@ from typing import Literal
 
 from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
 
-Reason = Literal["done", "preempted", "time_limit", "requeued", "cancelled", "stopped", "failed", "unknown"]
+Reason = Literal[
+    "done", "preempted", "time_limit", "requeued", "node_failure", "cancelled", "stopped", "failed", "unknown"
+]
+NODE_FAILURE = "node failure"
+"""How the cause of a lost node begins."""
 Action = Literal["finish", "requeue", "relaunch", "leave", "stop"]
 
 
@@ -38,6 +42,8 @@ class Outcome:
     fruitless_failures: int
     """Failures in a row, this one included, that ended without a new step."""
     max_fruitless_failures: int
+    bad_node: str = ""
+    """The node that the last failures have in common, where the job could do without it; "" if none."""
     cause: str = ""
     """The first failing rank in its own words, as far as known."""
 
@@ -50,6 +56,10 @@ class Decision:
     action: Action
     note: str
     """One line for the ledger and the person."""
+    exclude: str = ""
+    """A node that the job must not get again."""
+    is_over: bool = False
+    """The job has run into its limit: only the plain form of requeue brings it back."""
 
 
 def decide(outcome: Outcome) -> Decision:
@@ -64,6 +74,8 @@ def decide(outcome: Outcome) -> Decision:
         return Decision(reason, "stop", "stopped as asked; the same command continues the run")
     if reason == "requeued":
         return Decision(reason, "leave", "Slurm has requeued the job itself")
+    if reason == "node_failure":
+        return Decision(reason, "leave", f"{outcome.cause}; Slurm has requeued the job on other nodes")
     if reason in ("preempted", "time_limit"):
         return _decide_return(outcome, reason)
     if reason == "unknown":
@@ -76,6 +88,8 @@ def _reason(outcome: Outcome) -> Reason:
         return "stopped"
     if outcome.job is not None:
         by_slurm = _slurm_reason(outcome.job, outcome.restart_count)
+        if by_slurm == "requeued" and outcome.cause.startswith(NODE_FAILURE):
+            return "node_failure"
         if by_slurm is not None:
             return by_slurm
     if outcome.exit_code != EXIT_REQUEUE:
@@ -102,10 +116,16 @@ def _slurm_reason(job: Mapping[str, str], restart_count: int) -> Reason | None:
 def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
     if not outcome.requeue_enabled:
         return Decision(reason, "stop", f"{reason}; requeue.enabled=false, so the run waits for `resume`")
-    if outcome.job is not None and int(outcome.job.get("Restarts", "0")) > outcome.restart_count:
+    if outcome.job is not None and _num_restarts(outcome.job) > outcome.restart_count:
         return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
     # Neither a preemption nor a limit is the run's fault, so they have no budget.
-    return Decision(reason, "requeue", f"{reason}; the job is requeued and continues from its checkpoint")
+    is_over = outcome.job is not None and outcome.job.get("Reason") == "TimeLimit"
+    note = f"{reason}; the job is requeued and continues from its checkpoint"
+    return Decision(reason, "requeue", note, is_over=is_over)
+
+
+def _num_restarts(job: Mapping[str, str]) -> int:
+    return int(job.get("Restarts", "0"))
 
 
 def _decide_failure(outcome: Outcome) -> Decision:
@@ -115,4 +135,7 @@ def _decide_failure(outcome: Outcome) -> Decision:
         return Decision("failed", "stop", what)
     if outcome.fruitless_failures >= outcome.max_fruitless_failures:
         return Decision("failed", "stop", f"{outcome.fruitless_failures} failures in a row without a new step: {what}")
+    if outcome.bad_node:
+        note = f"{what}; the second time in a row on {outcome.bad_node}, so the job is requeued without that node"
+        return Decision("failed", "requeue", note, exclude=outcome.bad_node)
     return Decision("failed", "relaunch", f"{what}; the ranks are started again in this allocation")

@@ -10,18 +10,21 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
+from slurm_train.requeue.bad_nodes import last_bad_node, node_of
 from slurm_train.requeue.decision import Decision, Outcome, decide
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt, read_ledger
+from slurm_train.requeue.lost import close_lost, why_restarted
+from slurm_train.rundir.attempts import AttemptStart, check_fence, close_attempt, open_attempt, read_ledger
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import Holder, release_lock, take_lock
 from slurm_train.rundir.marks import first_mark
 from slurm_train.rundir.progress import last_lines
+from slurm_train.rundir.timing import read_account
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +37,26 @@ class Site:
     """Whether another holder of the run's lock still lives."""
     show_job: Callable[[], dict[str, str] | None]
     """This job's record, None where there is none or Slurm does not answer."""
-    requeue: Callable[[], bool]
+    requeue: Callable[[Decision], bool]
     """Requeues this job; returns whether Slurm confirmed it."""
+    resubmit: Callable[[Decision], str] = lambda _: ""
+    """Submits another job that takes over when this one has ended; returns its id, "" where that failed."""
     explain: Callable[[int], str] = lambda _: ""
     """What is known from outside about how an attempt's ranks ended; "" if nothing."""
+    clear: Callable[[int], bool] = lambda _: True
+    """Ends what is left of an attempt's ranks; returns whether its nodes are free again."""
+    past_ends: Callable[[str], Sequence[str]] = lambda _: ()
+    """How the earlier starts of a job ended in Slurm's words, oldest first."""
+    can_avoid: Callable[[str], bool] = lambda _: False
+    """Whether there are nodes enough for this job without one of them."""
+    queue_s: float | None = None
+    """Seconds that the job waited, from when it could have started; None where nobody knows."""
     can_relaunch: bool = False
     """Whether failed ranks are started again here, without a person."""
 
+
+_NO_FAULT = ("preempted", "time_limit", "requeued", "node_failure", "lost")
+"""Ends that are not the run's own fault and have no budget."""
 
 Launch = Callable[[int], int]
 """Runs the ranks of the attempt with this number and returns their exit code."""
@@ -60,10 +76,11 @@ def supervise(
             on a job that Slurm still calls running is its mark of being done.
 
     Raises:
-        RunError: somebody else runs this directory.
+        RunError: somebody else runs this directory, or a newer attempt has taken over meanwhile.
     """
     take_lock(run, site.holder, is_alive=site.is_alive)
     try:
+        close_lost(run, site.start, past_ends=site.past_ends, last_step=last_step(run))
         if run.result.exists():
             say(f"{run.path} is finished already; see {run.result}")
             return EXIT_DONE
@@ -80,34 +97,88 @@ def _run_attempt(
     run: RunDirectory, settings: RequeueSection, site: Site, launch: Launch, *, is_own_code: bool
 ) -> tuple[int, Decision]:
     """Runs the ranks once; the ledger has both lines when it returns."""
+    start_unix_s, is_first_here = time.time(), not _has_attempt_of(run, site.start)
     attempt = open_attempt(run, site.start)
     step_before = last_step(run)
     exit_code = launch(attempt)
     job, step_after = site.show_job(), last_step(run)
+    # After a node loss this process may live on beside its successor; then nothing more is its business.
+    check_fence(run, attempt)
     if is_own_code and exit_code == EXIT_DONE and _is_undisturbed(job):
         result = {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
         write_atomic(run.result, json.dumps(result) + "\n")
-    failed = exit_code not in (EXIT_DONE, EXIT_REQUEUE)
+    decision = _decide(run, settings, site, attempt, _End(exit_code, job, step_after > step_before, is_own_code))
+    facts = {"exit_code": exit_code, "first_step": step_before, "last_step": step_after}
+    words = {"reason": decision.reason, "action": decision.action, "note": decision.note}
+    if decision.reason == "failed":
+        words["failed_on"] = _failed_on(run, site, attempt)
+    seconds = read_account(run, attempt, start_unix_s=start_unix_s, step_before=step_before)
+    if site.queue_s is not None:
+        # Ranks that are started again in the same allocation have waited for nothing.
+        seconds["queue_s"] = site.queue_s if is_first_here else 0.0
+    close_attempt(run, attempt, {**facts, **words, **seconds})
+    say(f"attempt {attempt}: {decision.note}")
+    return exit_code, decision
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How the ranks of an attempt ended."""
+
+    exit_code: int
+    job: dict[str, str] | None
+    is_fruitful: bool
+    is_own_code: bool
+
+
+def _decide(run: RunDirectory, settings: RequeueSection, site: Site, attempt: int, end: _End) -> Decision:
+    """Returns what follows; ranks that are to be started again have room for it when it returns."""
+    failed = end.exit_code not in (EXIT_DONE, EXIT_REQUEUE)
     mark = first_mark(run, attempt)
+    # srun ends with 0 after a node failure, so its words count whatever its code.
+    cause = site.explain(attempt) or (str(mark or "") if failed else "")
     outcome = Outcome(
         # srun gives one code for all ranks; the first one to fail knows better.
-        exit_code=mark.exit_code if failed and mark is not None else exit_code,
+        exit_code=mark.exit_code if failed and mark is not None else end.exit_code,
         is_finished=run.result.exists(),
         stop_asked=run.stop_file.exists(),
         requeue_enabled=settings.enabled,
         has_slurm=site.start.job_id is not None,
-        job=job,
+        job=end.job,
         restart_count=site.start.restart_count,
-        can_relaunch=settings.enabled and site.can_relaunch and not is_own_code,
-        fruitless_failures=_fruitless_before(run) + (step_after <= step_before),
+        can_relaunch=settings.enabled and site.can_relaunch and not end.is_own_code,
+        fruitless_failures=_fruitless_before(run) + (not end.is_fruitful),
         max_fruitless_failures=settings.max_fruitless_failures,
-        cause=(site.explain(attempt) or str(mark or "")) if failed else "",
+        bad_node="" if end.is_fruitful else _bad_node(run, site, attempt),
+        cause=cause,
     )
     decision = decide(outcome)
-    facts = {"exit_code": exit_code, "first_step": step_before, "last_step": step_after, **asdict(decision)}
-    close_attempt(run, attempt, facts)
-    say(f"attempt {attempt}: {decision.note}")
-    return exit_code, decision
+    if decision.action == "relaunch" and not site.clear(attempt):
+        note = f"{cause}; what is left of the ranks does not end, so the job is requeued"
+        return replace(decision, action="requeue", note=note)
+    if decision.reason == "requeued" and (job_id := site.start.job_id) is not None:
+        why = why_restarted(site.start, site.past_ends(job_id))
+        if why == "preempted":
+            return replace(decision, reason="preempted", note=f"preempted; {decision.note}")
+        if why == "node_failure":
+            return replace(decision, reason="node_failure", note=f"a node was lost; {decision.note}")
+    return decision
+
+
+def _failed_on(run: RunDirectory, site: Site, attempt: int) -> str:
+    """Returns the node that an attempt failed on, "" where that is not known."""
+    mark = first_mark(run, attempt)
+    return node_of(site.explain(attempt)) or (mark.host if mark is not None else "")
+
+
+def _bad_node(run: RunDirectory, site: Site, attempt: int) -> str:
+    node = _failed_on(run, site, attempt)
+    return node if node and node == last_bad_node(read_ledger(run)[:-1]) and site.can_avoid(node) else ""
+
+
+def _has_attempt_of(run: RunDirectory, start: AttemptStart) -> bool:
+    same = (start.job_id, start.restart_count)
+    return any((entry.get("job_id"), entry.get("restart_count")) == same for entry in read_ledger(run))
 
 
 def last_step(run: RunDirectory) -> int:
@@ -135,7 +206,7 @@ def _is_undisturbed(job: dict[str, str] | None) -> bool:
 def _fruitless_before(run: RunDirectory) -> int:
     count = 0
     for entry in reversed(read_ledger(run)):
-        if entry.get("reason") in ("preempted", "time_limit", "requeued") or "end_time_unix_s" not in entry:
+        if entry.get("reason") in _NO_FAULT or "end_time_unix_s" not in entry:
             continue
         if int(entry.get("last_step", 0)) > int(entry.get("first_step", 0)):
             break
@@ -146,13 +217,21 @@ def _fruitless_before(run: RunDirectory) -> int:
 def _act(decision: Decision, site: Site, exit_code: int) -> int:
     if decision.action == "finish":
         return EXIT_DONE
-    if decision.action == "requeue" and not site.requeue():
-        say("Slurm did not confirm the requeue; `resume` continues the run")
-        return EXIT_FAILURE
+    if decision.action == "requeue" and not site.requeue(decision):
+        return _hand_over(decision, site)
     if decision.action in ("requeue", "leave"):
         _wait_for_the_end()
         return EXIT_REQUEUE
     return exit_code or EXIT_FAILURE
+
+
+def _hand_over(decision: Decision, site: Site) -> int:
+    new_id = site.resubmit(decision)
+    if not new_id:
+        say("Slurm did not confirm the requeue; `resume` continues the run")
+        return EXIT_FAILURE
+    say(f"this job cannot be requeued; job {new_id} takes over when it has ended")
+    return EXIT_REQUEUE
 
 
 def _wait_for_the_end(limit_s: float = 60.0) -> None:

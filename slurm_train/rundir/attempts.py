@@ -58,7 +58,7 @@ def close_attempt(run: RunDirectory, attempt: int, facts: Mapping[str, Any]) -> 
     Args:
         run: the run.
         attempt: its number.
-        facts: reason, exit code, first and last step, as far as known.
+        facts: reason, exit code, first and last step, as far as known; `time_unix_s` where it did not end just now.
     """
     line = {"event": "end", "attempt": attempt, "time_unix_s": time.time(), **facts}
     append_line(run.attempts, line, durable=True)

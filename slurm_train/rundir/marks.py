@@ -6,7 +6,7 @@ srun keeps one exit code for all ranks, and it is that of the last one to be kil
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from slurm_train.rundir.files import append_line, read_lines
 from slurm_train.rundir.layout import RunDirectory
@@ -23,6 +23,8 @@ class FailureMark:
     exit_code: int
     message: str
     """The exception's last line, e.g. "ValueError: no such layer"."""
+    time_unix_s: float = field(default=0.0, compare=False)
+    """When it was left."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}: {self.message}"
@@ -43,4 +45,10 @@ def first_mark(run: RunDirectory, attempt: int) -> FailureMark | None:
     if not lines:
         return None
     line = lines[0]
-    return FailureMark(rank=line["rank"], host=line["host"], exit_code=line["exit_code"], message=line["message"])
+    return FailureMark(
+        rank=line["rank"],
+        host=line["host"],
+        exit_code=line["exit_code"],
+        message=line["message"],
+        time_unix_s=line["time_unix_s"],
+    )

@@ -27,7 +27,20 @@ if TYPE_CHECKING:
 
 # sbatch gives up on an absent controller after 18 s (22.05); a busy one may take longer to answer.
 DEFAULT_TIMEOUT_S = 60.0
-_UNREACHABLE = "unable to contact slurm controller"
+# What the commands say when nobody answers; an answer that was lost on the way may have been acted upon.
+_UNREACHABLE = (
+    "unable to contact slurm controller",
+    "unexpected message received",
+    "socket timed out",
+    "connection refused",
+    "zero bytes were transmitted",
+    "communication connection failure",
+    "backup controller in standby",
+)
+
+
+class ControllerAway(ClusterError):
+    """Slurm's controller does not answer; asking again later may help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +88,7 @@ def run_process(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float
             hint="run this where Slurm's commands are (a login node), or without +cluster to train on this machine",
         ) from err
     except subprocess.TimeoutExpired as err:
-        raise ClusterError(
+        raise ControllerAway(
             f"`{shlex.join(argv)}` did not answer in {timeout_s:g} s",
             hint="the Slurm controller may be busy: try later",
         ) from err
@@ -154,18 +167,83 @@ class SlurmCommands:
         if done.return_code and not _has_ended(done.stderr):
             raise _failed(argv, done)
 
-    def requeue(self, job_id: str) -> bool:
-        """Requeues a job unless it was cancelled, and returns whether that happened.
+    def restarts(self, job_id: str) -> int:
+        """Returns how often Slurm has restarted a job.
+
+        Raises:
+            ClusterError: it does not say.
+        """
+        return _num_restarts(self.show_job(job_id))
+
+    def requeue(self, job_id: str, *, is_over: bool = False) -> None:
+        """Asks Slurm to requeue a job unless it was cancelled; read `restarts` back to see whether that happened.
 
         The `incomplete` form returns success when it did nothing, and the plain form would bring back a job that its
-        user cancelled; so Restarts is read before and after. From inside the job, the call may end the caller.
+        user cancelled. From inside the job, the call may end the caller.
+
+        Args:
+            job_id: array-safe id.
+            is_over: the job has run into its time limit, where only the plain form works; such a job cannot be
+                cancelled any more.
 
         Raises:
             ClusterError: Slurm refused (e.g. a job with --no-requeue) or does not answer.
         """
-        before = _num_restarts(self.show_job(job_id))
-        self._run(["scontrol", "requeue", "incomplete", *_checked([job_id])])
-        return _num_restarts(self.show_job(job_id)) > before
+        form = [] if is_over else ["incomplete"]
+        self._run(["scontrol", "requeue", *form, *_checked([job_id])])
+
+    def allow_requeue(self, job_id: str) -> None:
+        """Lets a job be requeued that was submitted with --no-requeue, or where that is the site's default.
+
+        Raises:
+            ClusterError: Slurm refused or does not answer.
+        """
+        self._run(["scontrol", "update", f"JobId={_checked([job_id])[0]}", "Requeue=1"])
+
+    def exclude_nodes(self, job_id: str, nodes: str) -> None:
+        """Keeps a waiting job off nodes; Slurm refuses it for a running one.
+
+        Raises:
+            ClusterError: Slurm refused or does not answer.
+        """
+        self._run(["scontrol", "update", f"JobId={_checked([job_id])[0]}", f"ExcNodeList={nodes}"])
+
+    def steps(self, job_id: str) -> dict[str, str]:
+        """Returns the running steps of a job as id -> name, e.g. {"77.1": "attempt_0", "77.batch": "batch"}.
+
+        Raises:
+            ClusterError: no answer.
+        """
+        argv = ["squeue", "-h", "-s", "-o", "%i|%j", "-j", *_checked([job_id])]
+        done = self._call(argv)
+        if done.return_code and "invalid job id" not in done.stderr.lower():
+            raise _failed(argv, done)
+        rows = (line.strip().partition("|") for line in done.stdout.splitlines())
+        return {step: name for step, bar, name in rows if bar}
+
+    def cancel_step(self, step_id: str) -> None:
+        """Ends one step of a job; the job goes on. One that has ended already is no error.
+
+        Raises:
+            ClusterError: Slurm refused or does not answer.
+        """
+        job, dot, step = step_id.partition(".")
+        if not dot or not step.isdigit():
+            raise ClusterError(f"{step_id!r} is not a step id", hint='write "123.0"')
+        argv = ["scancel", f"{_checked([job])[0]}.{step}"]
+        done = self._call(argv)
+        if done.return_code and not _has_ended(done.stderr):
+            raise _failed(argv, done)
+
+    def ended_states(self, job_id: str) -> list[str]:
+        """Returns how the earlier starts of a job ended, oldest first, e.g. ["NODE_FAIL", "PREEMPTED"].
+
+        Empty where there is no accounting.
+        """
+        argv = ["sacct", "-n", "-P", "-X", "-D", "-o", "State", "-j", *_checked([job_id])]
+        done = self._call(argv)
+        words = [line.split()[0].rstrip("+") for line in done.stdout.splitlines() if line.strip()]
+        return [] if done.return_code else [word for word in words if word not in ("PENDING", "RUNNING")]
 
     def partitions(self) -> list[Partition]:
         """Returns the partitions that this user can see, from one sinfo call.
@@ -189,7 +267,7 @@ class SlurmCommands:
 
         argv = ["sbatch", "--test-only", str(script)]
         done = self._call(argv)
-        if done.return_code and _UNREACHABLE in done.stderr.lower():
+        if done.return_code and _is_away(done.stderr):
             raise _failed(argv, done)
         return read_verdict(done.return_code, done.stderr)
 
@@ -237,10 +315,16 @@ def _checked(job_ids: Iterable[str]) -> list[str]:
 
 
 def _failed(argv: Sequence[str], done: Finished) -> ClusterError:
-    return ClusterError(
+    # A job that ends takes the commands that its script runs along (22.05 with linuxproc signals every descendant).
+    kind = ControllerAway if done.return_code < 0 or _is_away(done.stderr) else ClusterError
+    return kind(
         f"`{shlex.join(argv)}` ended with exit code {done.return_code}: {done.last_line}",
         hint="run the command by hand; `scontrol ping` says whether the controller answers",
     )
+
+
+def _is_away(stderr: str) -> bool:
+    return any(text in stderr.lower() for text in _UNREACHABLE)
 
 
 def _has_ended(stderr: str) -> bool:

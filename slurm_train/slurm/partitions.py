@@ -15,6 +15,9 @@ _GRES = re.compile(
 _TIME = re.compile(r"(?:(?P<days>[0-9]+)-)?(?P<fields>[0-9]+(?::[0-9]+){0,2})")
 
 
+_USABLE = frozenset({"idle", "mix", "alloc", "comp", "resv", "plnd"})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
     """Nodes of one partition that have the same parts and are in the same state."""
@@ -49,6 +52,11 @@ class Partition:
     def num_nodes(self) -> int:
         """Nodes of any kind and state."""
         return sum(group.num_nodes for group in self.groups)
+
+    @property
+    def num_usable_nodes(self) -> int:
+        """Nodes that run jobs or could: neither down nor being drained."""
+        return sum(group.num_nodes for group in self.groups if group.state.rstrip("-") in _USABLE)
 
     @property
     def gpus_per_node(self) -> int:

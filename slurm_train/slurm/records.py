@@ -7,7 +7,9 @@ chose (job name, comment) comes last or on a line of its own, so that it cannot 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from slurm_train.slurm.states import Phase, expand_array_id, phase_of
 
@@ -114,6 +116,15 @@ def parse_config(text: str) -> dict[str, str]:
     """Returns the settings in the output of `scontrol show config`, e.g. {"MaxArraySize": "1001", ...}."""
     pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
     return {key.strip(): value.strip() for key, value in pairs}
+
+
+def queue_seconds(job: Mapping[str, str]) -> float | None:
+    """Returns how long a started job had waited since it could have started, None where its record does not say."""
+    try:
+        start, eligible = (datetime.fromisoformat(job[key]) for key in ("StartTime", "EligibleTime"))
+    except (KeyError, ValueError):
+        return None
+    return max(0.0, (start - eligible).total_seconds())
 
 
 def _rows(text: str, num_fields: int) -> list[list[str]]:

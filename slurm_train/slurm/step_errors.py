@@ -6,6 +6,7 @@ import re
 
 _TASK_ERROR = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>[\d,-]+): (?P<what>.+)$", re.MULTILINE)
 _NODE_FAILURE = re.compile(r"^srun: error: Node failure on (?P<nodes>\S+)", re.MULTILINE)
+_SRUN_KILLED = re.compile(r"^srun: error: (?P<what>srun itself was killed by signal \d+)$", re.MULTILINE)
 # Terminated and a plain exit code are what the peers of the culprit show.
 _VIOLENT = ("Killed", "Segmentation fault", "Aborted", "Bus error", "Out Of Memory", "Illegal instruction", "Floating")
 
@@ -15,6 +16,9 @@ def violent_end(text: str) -> str:
     lost = _NODE_FAILURE.search(text)
     if lost:
         return f"node failure on {lost['nodes']}"
+    killed = _SRUN_KILLED.search(text)
+    if killed:
+        return killed["what"]
     for match in _TASK_ERROR.finditer(text):
         if match["what"].startswith(_VIOLENT):
             word = "ranks" if "," in match["tasks"] or "-" in match["tasks"] else "rank"

@@ -94,9 +94,7 @@ class Loop:
         finally:
             gc.unfreeze()
             gc.enable()
-        self._drain()
-        self._parts.checkpointer.save(self.position)
-        self._hear()
+        self._save_last()
         return self.position.step >= self._pace.max_steps and not self.position.evaluation_due
 
     def advance(self, to_step: int) -> None:
@@ -173,7 +171,7 @@ class Loop:
         if (recorder := self._parts.recorder) is not None:
             recorder.write_evaluation(self.position.step, self.position.samples, measures)
             recorder.display.say(f"step {self.position.step}: {in_words(measures)}")
-            recorder.skip(time.monotonic() - start)
+            recorder.skip(time.monotonic() - start, "evaluate_s")
 
     def _hear(self) -> None:
         """Passes on what became of background saves; one that ends the run asks for a stop, which all agree on."""
@@ -192,7 +190,16 @@ class Loop:
         if (recorder := self._parts.recorder) is not None:
             if news is not None:
                 recorder.display.say(news)
-            recorder.skip(time.monotonic() - start)
+            recorder.skip(time.monotonic() - start, "checkpoint_stall_s")
+
+    def _save_last(self) -> None:
+        """Saves where the loop ends, and waits until that is durable."""
+        start = time.monotonic()
+        self._drain()
+        self._parts.checkpointer.save(self.position)
+        self._hear()
+        if (recorder := self._parts.recorder) is not None:
+            recorder.skip(time.monotonic() - start, "checkpoint_stall_s")
 
     def _drain(self) -> None:
         """Reads the values still under way, so that nothing non-finite gets into a checkpoint or an evaluation."""

@@ -10,7 +10,10 @@ from typing import Any, Protocol
 
 from slurm_train.metrics.progress import Display, Glance
 from slurm_train.metrics.writer import MetricsWriter
+from slurm_train.rundir.timing import Spent
 from slurm_train.train.step import StepResult
+
+ACCOUNT_EVERY_S = 10.0
 
 
 class LineWriter(Protocol):
@@ -47,6 +50,7 @@ class Recorder:
         writers: where lines go.
         display: what a person sees.
         clock: seconds that never run backwards.
+        account: file that keeps what this attempt's time was spent on; None: nothing is kept.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Recorder:
         *,
         writers: list[LineWriter],
         display: Display,
+        account: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts = facts
@@ -66,6 +71,9 @@ class Recorder:
         self._window_items = 0
         self._shown: tuple[float, int] | None = None
         self._newest: StepResult | None = None
+        self._account = account
+        self._account_due_s = 0.0
+        self.spent = Spent(begin_unix_s=time.time())
 
     def count(self, result: StepResult) -> None:
         """Takes note of a step; shows it when the display is due."""
@@ -89,6 +97,7 @@ class Recorder:
         """
         now = self._clock()
         elapsed_s = max(now - self._window_start, 1e-9)
+        self.spent.add_steps(self._window_steps, seconds=elapsed_s, data_wait_s=data_wait_s)
         steps = max(self._window_steps, 1)
         rate = self._window_items / elapsed_s
         facts = self.facts
@@ -112,6 +121,9 @@ class Recorder:
             line["samples_digest"] = digest
         self._write(line)
         self.restart_window()
+        if now >= self._account_due_s:
+            self._account_due_s = now + ACCOUNT_EVERY_S
+            self._keep_account()
 
     def write_evaluation(self, step: int, samples: int, measures: Mapping[str, float]) -> None:
         """Writes the line of an evaluation."""
@@ -123,9 +135,15 @@ class Recorder:
         """Begins to measure step times anew."""
         self._window_start, self._window_steps, self._window_items = self._clock(), 0, 0
 
-    def skip(self, seconds: float) -> None:
-        """Takes time that was no step's out of the current window and the display's rate."""
+    def skip(self, seconds: float, cause: str = "") -> None:
+        """Takes time that was no step's out of the current window and the display's rate.
+
+        Args:
+            seconds: how long it was.
+            cause: the account that it belongs to, e.g. "evaluate_s"; see `rundir.timing`.
+        """
         self._window_start += seconds
+        self.spent.add(cause, seconds)
         if self._shown is not None:
             self._shown = (self._shown[0] + seconds, self._shown[1])
 
@@ -136,10 +154,15 @@ class Recorder:
         self.display.close()
         for writer in self._writers:
             writer.close()
+        self._keep_account()
 
     def _write(self, line: Mapping[str, Any]) -> None:
         for writer in self._writers:
             writer.write(line)
+
+    def _keep_account(self) -> None:
+        if self._account is not None:
+            self.spent.write(self._account)
 
     def _mfu(self, rate: float) -> float | None:
         if self.facts.flops_per_item is None or self.facts.peak_flops is None:

@@ -23,6 +23,7 @@ from slurm_train.distributed.group import choose_device, shutdown, use_steady_ti
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics.progress import Display, open_display
+from slurm_train.rundir.timing import account_path
 from slurm_train.train.beside import build_saving_beside
 from slurm_train.train.build import (
     autocast_dtype,
@@ -232,7 +233,9 @@ def build_recorder(rank_run: RankRun, built: Built, *, position: Position, displ
     writers = open_writers(
         run.metrics, tensorboard=run.tensorboard if config.track.tensorboard else None, first_step=position.step
     )
-    return Recorder(facts, writers=writers, display=display)
+    recorder = Recorder(facts, writers=writers, display=display, account=account_path(run, rank_run.start.attempt))
+    recorder.spent.first_step = position.step
+    return recorder
 
 
 def _after_first_step(rank_run: RankRun, checkpointer: Checkpointer) -> None:

@@ -70,7 +70,20 @@ STATES = [
     ),
     ("killed with its node", job_state("12", "NODE_FAIL", source="sacct"), {"ledger": attempt(0)}, "node failure", ""),
     ("files alone, ended", None, {"ledger": attempt(0, reason="time_limit", note="n")}, "time_limit", "n"),
-    ("files alone, no end", None, {"job_ids": ("12",), "ledger": attempt(0)}, "interrupted", ""),
+    (
+        "files alone, no end",
+        None,
+        {"job_ids": ("12",), "ledger": attempt(0)},
+        "interrupted",
+        "the batch script was killed; `resume 3f9a1c07` continues",
+    ),
+    (
+        "its batch script was killed",
+        job_state("12", "FAILED"),
+        {"ledger": attempt(0)},
+        "failed",
+        "the batch script was killed (Slurm: FAILED); `resume 3f9a1c07` continues",
+    ),
 ]
 
 

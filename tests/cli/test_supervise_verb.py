@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from slurm_train.config.frozen import dump_config
+from slurm_train.config.schema import ClusterSection, RequeueSection, RunConfig
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import read_job
@@ -104,6 +106,8 @@ def test_nodes_that_do_not_see_the_run_end_the_job_at_once_by_name(batch: Batch)
 def test_a_slurm_that_does_not_answer_does_not_lose_the_ledger(batch: Batch) -> None:
     batch._write("scontrol", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     batch.says(code="75")
+    config = RunConfig(cluster=ClusterSection(), requeue=RequeueSection(controller_patience_s=1))
+    batch.run.config.write_text(dump_config(config))
     done = batch.supervises()
     assert done.code == 75
     assert "Slurm does not say how job 77 stands" in done.err

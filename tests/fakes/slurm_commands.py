@@ -54,6 +54,9 @@ class FakeSlurmCommands:
         self.cancelled: list[str] = []
         self.requeued: list[str] = []
         self.tested: list[Path] = []
+        self.running_steps: dict[str, str] = {}
+        self.stuck_steps: set[str] = set()
+        self.past: dict[str, list[str]] = {}
         self._is_available = is_available
 
     def is_available(self) -> bool:
@@ -80,14 +83,40 @@ class FakeSlurmCommands:
             self.cancelled.append(job_id)
             self.jobs[job_id] = job_state(job_id, "CANCELLED")
 
-    def requeue(self, job_id: str) -> bool:
-        """Like Slurm: only a running job comes back, and its Restarts goes up by one."""
+    def restarts(self, job_id: str) -> int:
+        return int(self.show_job(job_id)["Restarts"])
+
+    def requeue(self, job_id: str, *, is_over: bool = False) -> None:
+        """Like Slurm: a running job comes back, one over its limit with the plain form; its Restarts goes up by one."""
         fields = self.show_job(job_id)
-        if fields["JobState"] not in ("RUNNING", "SUSPENDED"):
-            return False
+        if fields.get("Requeue") == "0":
+            raise ClusterError("Requested operation is presently disabled")
+        if fields["JobState"] not in ("RUNNING", "SUSPENDED") and not is_over:
+            return
         self.requeued.append(job_id)
         self.fields[job_id] |= {"JobState": "COMPLETING", "Restarts": str(int(fields["Restarts"]) + 1)}
-        return True
+
+    def allow_requeue(self, job_id: str) -> None:
+        self.show_job(job_id)
+        self.fields[job_id]["Requeue"] = "1"
+
+    def exclude_nodes(self, job_id: str, nodes: str) -> None:
+        self.show_job(job_id)
+        self.fields[job_id]["ExcNodeList"] = nodes
+
+    def steps(self, job_id: str) -> dict[str, str]:
+        self._fail_if_told()
+        return {step: name for step, name in self.running_steps.items() if step.partition(".")[0] == job_id}
+
+    def cancel_step(self, step_id: str) -> None:
+        self._fail_if_told()
+        self.cancelled.append(step_id)
+        if step_id not in self.stuck_steps:
+            self.running_steps.pop(step_id, None)
+
+    def ended_states(self, job_id: str) -> list[str]:
+        self._fail_if_told()
+        return list(self.past.get(job_id, []))
 
     def partitions(self) -> list[Partition]:
         self._fail_if_told()

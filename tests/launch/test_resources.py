@@ -33,6 +33,7 @@ def test_flags_of_a_plain_cluster_are_these_and_no_others() -> None:
         "ntasks": "32",
         "ntasks-per-node": "8",
         "distribution": "block",
+        "job-name": "attempt_{attempt}",
         "kill-on-bad-exit": "1",
         "wait": "60",
         "open-mode": "append",

@@ -52,6 +52,18 @@ TABLE = [
     ("stopped by file while preempted", replace(SAVED, stop_asked=True, job=PREEMPTED), "stopped", "stop"),
     ("a rank died", replace(SAVED, exit_code=137), "failed", "relaunch"),
     ("it died before the first step, twice", replace(SAVED, exit_code=137, fruitless_failures=2), "failed", "relaunch"),
+    (
+        "twice in a row on the same node",
+        replace(SAVED, exit_code=137, fruitless_failures=2, bad_node="node2"),
+        "failed",
+        "requeue",
+    ),
+    (
+        "a bad node does not add to the budget",
+        replace(SAVED, exit_code=137, fruitless_failures=3, bad_node="node2"),
+        "failed",
+        "stop",
+    ),
     ("and once more", replace(SAVED, exit_code=137, fruitless_failures=3), "failed", "stop"),
     ("wrong use is not tried again", replace(SAVED, exit_code=2), "failed", "stop"),
     ("a user's own function failed", replace(SAVED, exit_code=1, can_relaunch=False), "failed", "stop"),
@@ -62,6 +74,12 @@ TABLE = [
         "somebody requeued it by hand",
         replace(SAVED, job={**CANCELLED, "Restarts": "1"}, exit_code=143),
         "requeued",
+        "leave",
+    ),
+    (
+        "a node was lost and Slurm brought the job back",
+        replace(SAVED, job={**CANCELLED, "Restarts": "1"}, exit_code=0, cause="node failure on node2"),
+        "node_failure",
         "leave",
     ),
     ("requeue switched off", replace(SAVED, job=PREEMPTED, requeue_enabled=False), "preempted", "stop"),
@@ -97,6 +115,11 @@ def test_a_preemption_time_that_says_nothing_is_none(word: str) -> None:
     assert decide(replace(SAVED, job={**CANCELLED, "PreemptTime": word})).reason == "cancelled"
 
 
+@pytest.mark.parametrize(("job", "is_over"), [(TIME_LIMIT, True), (RUNNING, False), (PREEMPTED, False)])
+def test_only_a_job_over_its_limit_needs_the_plain_form_of_requeue(job: dict[str, str], is_over: bool) -> None:
+    assert decide(replace(SAVED, job=job)).is_over is is_over
+
+
 outcomes = st.builds(
     Outcome,
     exit_code=st.sampled_from([0, 1, 2, 75, 137, 143]),
@@ -107,6 +130,7 @@ outcomes = st.builds(
     job=st.sampled_from([None, RUNNING, PREEMPTED, TIME_LIMIT, CANCELLED, REQUEUED, {}]),
     restart_count=st.integers(0, 2),
     can_relaunch=st.booleans(),
+    bad_node=st.sampled_from(["", "node2"]),
     fruitless_failures=st.integers(0, 9),
     max_fruitless_failures=st.integers(1, 5),
 )
@@ -117,9 +141,10 @@ outcomes = st.builds(
 def test_a_job_comes_back_only_where_slurm_said_why(outcome: Outcome) -> None:
     decision = decide(outcome)
     assert decision.reason in get_args(Reason) and decision.action in get_args(Action)
-    if decision.action in ("requeue", "leave"):
+    assert bool(decision.exclude) <= (decision.action == "requeue" and bool(outcome.bad_node))
+    if decision.action in ("requeue", "leave") and not decision.exclude:
         assert outcome.job is not None and not outcome.stop_asked
-        assert decision.reason in ("preempted", "time_limit", "requeued")
+        assert decision.reason in ("preempted", "time_limit", "requeued", "node_failure")
     if decision.action == "requeue":
         assert outcome.requeue_enabled
     if decision.action == "relaunch":

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import RunError
 from slurm_train.requeue import supervise as module
+from slurm_train.requeue.decision import Decision
 from slurm_train.requeue.supervise import Site, ignore_stop_signals, last_step, supervise
 from slurm_train.rundir.attempts import AttemptStart, read_ledger
 from slurm_train.rundir.files import append_line
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import Holder, read_holder, take_lock
 from slurm_train.rundir.marks import FailureMark, leave_mark
+from slurm_train.rundir.timing import Spent, account_path
 
 ME = Holder(job_id="7", host="node1", pid=1, started="1")
 OTHER = Holder(job_id="8", host="node2", pid=2, started="2")
@@ -33,6 +36,9 @@ class World:
     requeue_works: bool = True
     lives: bool = True
     can_relaunch: bool = False
+    clears: bool = True
+    new_job: str = ""
+    past_ends: tuple[str, ...] = ()
     restart_count: int = 0
     events: list[str] = field(default_factory=list)
     ledger_at_requeue: list[dict[str, object]] = field(default_factory=list)
@@ -45,15 +51,23 @@ class World:
             is_alive=lambda _holder: self.lives,
             show_job=lambda: self.job,
             requeue=self._requeue,
+            resubmit=self._resubmit,
+            can_avoid=lambda _node: True,
+            clear=lambda _attempt: self.clears,
+            past_ends=lambda _job: self.past_ends,
             can_relaunch=self.can_relaunch,
         )
         return supervise(self.run, RequeueSection(enabled=enabled), site, launch, is_own_code=is_own_code)
 
-    def _requeue(self) -> bool:
-        self.events.append("requeue")
+    def _requeue(self, decision: Decision) -> bool:
+        self.events.append(f"requeue without {decision.exclude}" if decision.exclude else "requeue")
         self.ledger_at_requeue = read_ledger(self.run)
         self.holder_at_requeue = read_holder(self.run)
         return self.requeue_works
+
+    def _resubmit(self, _decision: Decision) -> str:
+        self.events.append("resubmit")
+        return self.new_job
 
     def ranks(self, code: int, *, steps: int = 0, result: bool = False) -> Callable[[int], int]:
         """Returns ranks that make steps, perhaps finish, and end with a code."""
@@ -120,7 +134,7 @@ def test_a_preempted_run_is_requeued_after_its_line_is_on_disk(
 def test_a_requeue_that_slurm_does_not_confirm_is_a_failure(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.job, world.requeue_works = PREEMPTED, False
     assert world.supervise(world.ranks(75)) == 1
-    assert world.events == ["launch 0", "requeue"]
+    assert world.events == ["launch 0", "requeue", "resubmit"]
     assert "Slurm did not confirm the requeue" in capsys.readouterr().err
 
 
@@ -228,6 +242,78 @@ def test_own_code_is_done_when_it_ends_well_undisturbed(
     assert world.run.result.exists() == (reason == "done")
     if reason == "done":
         assert json.loads(world.run.result.read_text())["exit_code"] == 0
+
+
+def test_ranks_that_do_not_end_are_left_to_a_requeue(world: World) -> None:
+    world.can_relaunch, world.clears = True, False
+    assert world.supervise(world.ranks(137)) == 75
+    assert world.events == ["launch 0", "requeue", "wait"]
+    assert "what is left of the ranks does not end" in str(ledger_line(world)["note"])
+
+
+def test_a_node_that_fails_twice_in_a_row_is_left_out(world: World) -> None:
+    def launch(attempt: int) -> int:
+        world.events.append(f"launch {attempt}")
+        leave_mark(world.run, attempt, FailureMark(rank=3, host="node2", exit_code=1, message="ECC error"))
+        return 1
+
+    world.can_relaunch = True
+    assert world.supervise(launch) == 75
+    assert world.events == ["launch 0", "launch 1", "requeue without node2", "wait"]
+    assert [entry["failed_on"] for entry in read_ledger(world.run)] == ["node2", "node2"]
+
+
+def test_an_overtaken_supervisor_writes_nothing_more(world: World) -> None:
+    def launch(_attempt: int) -> int:
+        (world.run.epochs / "attempt_1").touch()
+        return 75
+
+    world.job = PREEMPTED
+    with pytest.raises(RunError, match="overtaken by attempt 1"):
+        world.supervise(launch)
+    assert "reason" not in ledger_line(world) and world.events == []
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason"), [(("PREEMPTED",), "preempted"), (("NODE_FAIL",), "node_failure"), ((), "requeued")]
+)
+def test_accounting_tells_why_slurm_restarted_a_job(ends: tuple[str, ...], reason: str, world: World) -> None:
+    world.job, world.past_ends = {**RUNNING, "JobState": "COMPLETING", "Restarts": "1"}, ends
+    assert world.supervise(world.ranks(75)) == 75
+    assert ledger_line(world)["reason"] == reason and world.events == ["launch 0", "wait"]
+
+
+@pytest.mark.parametrize(("new_job", "code"), [("8", 75), ("", 1)])
+def test_where_a_job_cannot_be_requeued_another_takes_over(new_job: str, code: int, world: World) -> None:
+    world.job, world.requeue_works, world.new_job = PREEMPTED, False, new_job
+    assert world.supervise(world.ranks(75)) == code
+    assert world.events == ["launch 0", "requeue", "resubmit"]
+
+
+def test_attempts_that_nobody_closed_are_closed_by_the_next(world: World) -> None:
+    with pytest.raises(OSError, match="lost"):
+        world.supervise(_breaks)
+    world.restart_count, world.past_ends = 1, ("NODE_FAIL",)
+    assert world.supervise(world.ranks(0, result=True)) == 0
+    first, second = read_ledger(world.run)
+    assert (first["reason"], first["action"], second["reason"]) == ("node_failure", "lost", "done")
+
+
+def _breaks(_attempt: int) -> int:
+    raise OSError("lost")
+
+
+def test_what_rank_0_measured_gets_into_the_ledger(world: World) -> None:
+    def launch(attempt: int) -> int:
+        spent = Spent(begin_unix_s=time.time() + 5, first_step=0, steps=4, step_s=8.0, data_wait_s=1.0)
+        spent.write(account_path(world.run, attempt))
+        return world.ranks(0, result=True)(attempt)
+
+    append_line(world.run.metrics, {"step": 2})
+    world.supervise(launch)
+    line = ledger_line(world)
+    assert line["start_s"] == pytest.approx(5, abs=0.5)
+    assert (line["step_s"], line["data_wait_s"], line["lost_work_s"]) == (8.0, 1.0, 4.0)
 
 
 def test_last_step_is_the_newest_on_record(tmp_path: Path) -> None:

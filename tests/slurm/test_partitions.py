@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -108,3 +109,18 @@ def test_time_limits(text: str, minutes: int | None) -> None:
 def test_other_time_limits_are_refused(text: str) -> None:
     with pytest.raises(ClusterError, match="is not a time limit"):
         parse_time_limit_min(text)
+
+
+def test_nodes_that_are_down_or_drained_are_not_usable() -> None:
+    two = group(2, 0, "", 1, 1, "idle")
+    states = ("idle", "mix", "alloc", "down*", "drain", "drng", "idle*", "alloc-")
+    partition = Partition(
+        name="main",
+        is_default=True,
+        state="up",
+        max_nodes=None,
+        max_time_min=None,
+        default_time_min=None,
+        groups=tuple(replace(two, state=state) for state in states),
+    )
+    assert partition.num_usable_nodes == 8

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.commands import Finished, SlurmCommands, run_process
+from slurm_train.slurm.commands import ControllerAway, Finished, SlurmCommands, run_process
 from slurm_train.slurm.states import Phase
 from slurm_train.slurm.verdicts import Refusal
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
@@ -133,30 +133,58 @@ def test_cancelling_somebody_elses_job_is_an_error() -> None:
         slurm(script).cancel(["7"])
 
 
-@pytest.mark.parametrize(("restarts_after", "happened"), [("3", True), ("2", False)])
-def test_a_requeue_is_confirmed_by_reading_restarts_back(restarts_after: str, happened: bool) -> None:
-    record = "JobId=7 JobName=x\n   JobState=RUNNING\n   Requeue=1 Restarts={}\n"
-    script = Script(scontrol=[ok(record.format("2")), ok(), ok(record.format(restarts_after))])
-    assert slurm(script).requeue("7_1") is happened
+@pytest.mark.parametrize(("is_over", "form"), [(False, ["incomplete"]), (True, [])])
+def test_a_requeue_uses_the_form_that_spares_cancelled_jobs(is_over: bool, form: list[str]) -> None:
+    script = Script(scontrol=ok())
+    slurm(script).requeue("7_1", is_over=is_over)
+    assert script.calls == [["scontrol", "requeue", *form, "7_1"]]
+
+
+def test_restarts_are_read_from_the_record() -> None:
+    assert slurm(Script(scontrol=ok("JobId=7 JobName=x\n   Requeue=1 Restarts=3\n"))).restarts("7") == 3
+    with pytest.raises(ClusterError, match="does not say how often the job was restarted: Restarts=''"):
+        slurm(Script(scontrol=ok("JobId=7 JobName=x\n"))).restarts("7")
+
+
+def test_a_refused_requeue_is_an_error_and_an_absent_controller_is_another() -> None:
+    refused = bad("Requested operation is presently disabled for job 7\n")
+    with pytest.raises(ClusterError, match=r"`scontrol requeue incomplete 7` ended .* presently disabled") as caught:
+        slurm(Script(scontrol=refused)).requeue("7")
+    assert not isinstance(caught.value, ControllerAway)
+    for words in ("Unable to contact slurm controller (connect failure)", "Unexpected message received"):
+        with pytest.raises(ControllerAway, match=r"connect failure|Unexpected message"):
+            slurm(Script(scontrol=bad(f"slurm_load_jobs error: {words}\n"))).requeue("7")
+
+
+def test_a_command_that_was_killed_has_given_no_answer() -> None:
+    with pytest.raises(ControllerAway, match=r"ended with exit code -15"):
+        slurm(Script(scontrol=bad("", -15))).show_job("7")
+
+
+def test_requeue_is_allowed_and_nodes_are_excluded_by_update() -> None:
+    script = Script(scontrol=ok())
+    slurm(script).allow_requeue("7_1")
+    slurm(script).exclude_nodes("7", "node2")
     assert script.calls == [
-        ["scontrol", "show", "job", "7_1"],
-        ["scontrol", "requeue", "incomplete", "7_1"],
-        ["scontrol", "show", "job", "7_1"],
+        ["scontrol", "update", "JobId=7_1", "Requeue=1"],
+        ["scontrol", "update", "JobId=7", "ExcNodeList=node2"],
     ]
 
 
-def test_a_requeue_without_readable_restarts_does_not_happen() -> None:
-    script = Script(scontrol=ok("JobId=7 JobName=x\n"))
-    with pytest.raises(ClusterError, match="does not say how often the job was restarted: Restarts=''"):
-        slurm(script).requeue("7")
-    assert len(script.calls) == 1
+def test_steps_are_listed_and_ended_one_by_one() -> None:
+    script = Script(squeue=ok("7.0|attempt_0\n7.batch|batch\n"), scancel=ok())
+    assert slurm(script).steps("7") == {"7.0": "attempt_0", "7.batch": "batch"}
+    slurm(script).cancel_step("7.0")
+    assert script.calls[1] == ["scancel", "7.0"]
+    for not_a_step in ("7", "7.batch", "x.0"):
+        with pytest.raises(ClusterError, match="is not a"):
+            slurm(script).cancel_step(not_a_step)
 
 
-def test_a_refused_requeue_is_an_error() -> None:
-    refused = bad("Requested operation is presently disabled for job 7\n")
-    script = Script(scontrol=[ok("JobId=7 JobName=x\n   Restarts=0\n"), refused])
-    with pytest.raises(ClusterError, match=r"`scontrol requeue incomplete 7` ended .* presently disabled"):
-        slurm(script).requeue("7")
+def test_the_ends_of_earlier_starts_come_from_accounting() -> None:
+    script = Script(sacct=ok("NODE_FAIL\nCANCELLED by 0\nRUNNING\n"))
+    assert slurm(script).ended_states("7") == ["NODE_FAIL", "CANCELLED"]
+    assert slurm(Script(sacct=bad("no accounting\n"))).ended_states("7") == []
 
 
 def test_partitions_come_from_one_call() -> None:
@@ -223,7 +251,8 @@ def test_the_fake_has_the_methods_of_the_real_thing() -> None:
 
 def test_the_fake_requeues_as_slurm_does() -> None:
     fake = FakeSlurmCommands([job_state("7"), job_state("9_0")], fields={"7": {"JobState": "RUNNING", "Restarts": "0"}})
-    assert fake.requeue("7")
+    fake.requeue("7")
     assert fake.show_job("7")["Restarts"] == "1"
-    assert not fake.requeue("7")
+    fake.requeue("7")
+    assert fake.restarts("7") == 1
     assert list(fake.job_states(["9"])) == ["9_0"]

@@ -16,5 +16,5 @@ export PYTHONUNBUFFERED=1
 
 cd /home/user/project/runs/gpt-stdlib/62606c9a/code
 exec /usr/bin/python3 -m slurm_train supervise /home/user/project/runs/gpt-stdlib/62606c9a -- \
-  srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --distribution=block --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/home/user/project/runs/gpt-stdlib/62606c9a/logs/attempt_{attempt}/rank_%t.log' \
+  srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/home/user/project/runs/gpt-stdlib/62606c9a/logs/attempt_{attempt}/rank_%t.log' \
   /usr/bin/python3 -m slurm_train worker /home/user/project/runs/gpt-stdlib/62606c9a

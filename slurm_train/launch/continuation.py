@@ -1,0 +1,67 @@
+"""Another job for the same run, where Slurm will not run this one again; and how a run comes back at a site.
+
+A cancelled job cannot be told from a preempted one while both are ending. So the other job waits for this one's end,
+and asks then: if this one was cancelled, it does not begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slurm_train.errors import ClusterError
+from slurm_train.launch.preparation import continued_job, record_job
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.states import Phase
+
+
+def submit_continuation(run: RunDirectory, job_id: str, *, exclude: str, env: Mapping[str, str]) -> str:
+    """Submits the run's script once more, to start after this job has ended, and returns the new job's id.
+
+    Raises:
+        ClusterError: sbatch refused it, or there is no script.
+    """
+    from slurm_train.launch.submission import submit_script
+
+    if not run.submit_script.is_file():
+        raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
+    flags = [f"--dependency=afterany:{job_id}", *([f"--exclude={exclude}"] if exclude else [])]
+    script = run.submit_script.read_text(encoding="utf-8")
+    new_id = submit_script(script, folder=run.logs / "submitted", env=env, flags=flags)
+    record_job(run, new_id, continues=job_id)
+    return new_id
+
+
+def cancelled_before(run: RunDirectory, job_id: str, commands: SlurmCommands) -> str | None:
+    """Returns the cancelled job that this one was to continue, None where it may begin.
+
+    Raises:
+        ClusterError: nobody answers.
+    """
+    before = continued_job(run, job_id)
+    if before is None:
+        return None
+    state = commands.job_states([before]).get(before)
+    return before if state is not None and state.phase is Phase.CANCELLED else None
+
+
+def how_it_returns(settings: Mapping[str, str], *, requeue_enabled: bool) -> str:
+    """Returns in one line how a run comes back at a site, from `scontrol show config`.
+
+    Args:
+        settings: the controller's settings.
+        requeue_enabled: the run's `requeue.enabled`.
+    """
+    if not requeue_enabled:
+        return "not by itself (requeue.enabled=false); `resume` continues it"
+    mode = settings.get("PreemptMode", "").upper()
+    if settings.get("PreemptType", "").endswith("/none") or mode in ("", "OFF"):
+        preemption = "this site does not preempt"
+    elif "CANCEL" in mode:
+        preemption = "preemption cancels here: requeue within the grace time, else another job after it"
+    elif "REQUEUE" in mode:
+        preemption = "preemption requeues here"
+    else:
+        preemption = f"preemption is {mode} here"
+    wait = settings.get("KillWait", "")
+    return f"requeue, same job id; {preemption}" + (f"; {wait} to end in" if wait else "")

@@ -1,0 +1,83 @@
+"""Asks Slurm again while its controller is away: a restart of slurmctld must not cost a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from slurm_train.errors import ClusterError
+from slurm_train.slurm.commands import ControllerAway, SlurmCommands
+
+T = TypeVar("T")
+
+_PATIENCE_S = 120.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
+_CONFIRM_LOOKS = 5
+
+
+def with_patience(ask: Callable[[], T], *, limit_s: float = _PATIENCE_S, sleep: Callable[[float], None]) -> T:
+    """Returns the first answer; waits longer from one try to the next while nobody answers.
+
+    Args:
+        ask: raises ControllerAway while nobody answers; anything else it raises is final.
+        limit_s: seconds after which the last ControllerAway is let through; tries themselves take time as well.
+        sleep: waits so many seconds.
+
+    Raises:
+        ControllerAway: nobody answered in time.
+    """
+    deadline, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
+    while True:
+        try:
+            return ask()
+        except ControllerAway:
+            if time.monotonic() + pause_s > deadline:
+                raise
+        sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def bring_back(
+    job_id: str,
+    commands: SlurmCommands,
+    *,
+    restart_count: int,
+    is_over: bool = False,
+    limit_s: float = _PATIENCE_S,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Requeues a job and returns whether Slurm says that it was restarted; asks again while nobody answers.
+
+    An answer may be lost although the requeue happened, so Restarts is read before every try.
+
+    Args:
+        job_id: array-safe id.
+        commands: Slurm.
+        restart_count: how often the job had been restarted when this attempt began.
+        is_over: the job is over its time limit, where the careful form of the call does nothing.
+        limit_s: seconds to go on for.
+        sleep: waits so many seconds.
+
+    Raises:
+        ClusterError: Slurm refused, or did not answer in time.
+    """
+
+    def ask() -> bool:
+        if commands.restarts(job_id) > restart_count:
+            return True
+        try:
+            commands.requeue(job_id, is_over=is_over)
+        except ControllerAway:
+            raise
+        except ClusterError:
+            # --no-requeue, or the site's default: the owner may allow it afterwards.
+            commands.allow_requeue(job_id)
+            commands.requeue(job_id, is_over=is_over)
+        for _ in range(_CONFIRM_LOOKS):
+            if commands.restarts(job_id) > restart_count:
+                return True
+            sleep(0.5)
+        return False
+
+    return with_patience(ask, limit_s=limit_s, sleep=sleep)

@@ -1,0 +1,218 @@
+"""Every way to lose ranks, nodes and daemons, on a real Slurm: the run ends, and the ledger says what happened.
+
+The runs of one test share the cluster, so that its timers (30 s for a time limit, 20 s for a lost node) run at once.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.devcluster.cluster import start_node, stop_node
+from slurm_train.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.layout import RunDirectory
+from tests.support.command_line import TINY, Person, new_project
+from tests.support.controller_faults import controller_away, extra_qos
+from tests.support.process_faults import (
+    kill,
+    rank_pid,
+    srun_pid,
+    stepd_pid,
+    supervisor_pid,
+    wait_until_gone,
+)
+from tests.support.slurm_runs import job_state, losses, wait_until_finished, wait_until_step
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.faults]
+
+LONG_S = 300.0
+
+
+@pytest.fixture
+def person(slurm_cluster: ClusterPlan, tmp_path: Path) -> Iterator[Person]:
+    person = Person(new_project(tmp_path / "project"))
+    yield person
+    for job_file in person.folder.glob("runs/*/*/job.json"):
+        person.runs("scancel", "--quiet", *RunJobs(job_file).ids)
+
+
+class RunJobs:
+    """The jobs of a run, from its file."""
+
+    def __init__(self, job_file: Path) -> None:
+        import json
+
+        self.ids: list[str] = json.loads(job_file.read_text())["job_ids"]
+
+
+def submits(person: Person, name: str, *words: str, steps: int = 40, step_s: float = 0.3) -> tuple[str, RunDirectory]:
+    pace = (f"train.max_steps={steps}", f"model.step_s={step_s}")
+    return person.types("+cluster=1x2", *TINY, *pace, f"run.name={name}", *words).job_and_run
+
+
+def ended(run: RunDirectory) -> list[dict[str, Any]]:
+    """Returns the ledger once its last attempt is closed."""
+    wait_for(lambda: "reason" in read_ledger(run)[-1], within_s=60, what="the ledger's end line")
+    return read_ledger(run)
+
+
+def story(run: RunDirectory) -> list[tuple[str, str]]:
+    return [(entry["reason"], entry["action"]) for entry in ended(run)]
+
+
+KILLED: dict[str, tuple[Callable[[RunDirectory], int], str, str]] = {
+    "rank1": (lambda run: rank_pid(run, 1), "rank 1 on ", "relaunch"),
+    "rank0": (lambda run: rank_pid(run, 0), "rank 0 on ", "relaunch"),
+    "srun": (srun_pid, "srun itself was killed by signal 9", "relaunch"),
+    "stepd": (stepd_pid, "the process that started it is gone (slurmstepd was killed?)", "requeue"),
+}
+
+
+def test_killed_processes_of_a_job_cost_no_run(person: Person) -> None:
+    runs = {name: submits(person, name) for name in KILLED}
+    for name, (_, run) in runs.items():
+        wait_until_step(run, 6, within_s=LONG_S)
+        kill(KILLED[name][0](run))
+    for name, (job, run) in runs.items():
+        wait_until_finished(run, within_s=LONG_S)
+        first, last = ended(run)
+        assert (first["reason"], first["action"], last["reason"]) == ("failed", KILLED[name][2], "done"), name
+        assert KILLED[name][1] in first["note"]
+        assert first["job_id"] == last["job_id"] == job
+        assert sorted(losses(run)) == list(range(1, 41))
+        assert last["step_s"] > 0 and last["lost_work_s"] <= last["step_s"]
+
+
+def test_ranks_without_a_slurmstepd_end_by_themselves(person: Person) -> None:
+    _, run = submits(person, "orphans", step_s=1.0)
+    wait_until_step(run, 2)
+    pids = [rank_pid(run, rank) for rank in (0, 1)]
+    kill(stepd_pid(run))
+    for pid in pids:
+        wait_until_gone(pid, within_s=10)
+
+
+def test_a_killed_batch_script_is_told_and_resume_continues(person: Person) -> None:
+    job, run = submits(person, "batch")
+    wait_until_step(run, 6)
+    kill(supervisor_pid(run))
+    wait_for(lambda: job_state(job) == "FAILED", within_s=90, what="FAILED")
+    status = person.types("status", run.name)
+    assert (
+        "failed" in status.out and f"the batch script was killed (Slurm: FAILED); `resume {run.run_id}`" in status.out
+    )
+    resumed, _ = person.types("resume", run.name).job_and_run
+    wait_until_finished(run, within_s=LONG_S)
+    first, last = ended(run)
+    assert (first["reason"], first["action"]) == ("lost", "lost") and last["job_id"] == resumed
+    assert sorted(losses(run)) == list(range(1, 41))
+
+
+def test_a_controller_that_is_away_costs_nothing(person: Person, slurm_cluster: ClusterPlan) -> None:
+    """It is killed while one run trains, and while another has just failed and must ask it what next."""
+    _, calm = submits(person, "calm")
+    _, failing = submits(person, "failing")
+    _, warned = submits(person, "warned", steps=60)
+    for run in (calm, failing, warned):
+        wait_until_step(run, 6, within_s=LONG_S)
+    with controller_away(slurm_cluster):
+        before = max(losses(calm))
+        kill(rank_pid(failing, 1))
+        for rank in (0, 1):
+            # What the warning before the time limit does to the ranks.
+            subprocess.run(["kill", "-USR2", str(rank_pid(warned, rank))], check=True)
+        wait_until_step(calm, before + 5)
+        wait_for(lambda: _asks_in_vain(warned), within_s=60, what="a supervisor that asks in vain")
+    for run in (calm, failing, warned):
+        wait_until_finished(run, within_s=LONG_S)
+    assert story(calm) == [("done", "finish")]
+    assert story(failing) == [("failed", "relaunch"), ("done", "finish")]
+    assert story(warned) == [("time_limit", "requeue"), ("done", "finish")]
+    first, second = read_ledger(warned)
+    assert second["first_step"] == first["last_step"]
+
+
+def _asks_in_vain(run: RunDirectory) -> bool:
+    try:
+        rank_pid(run, 0)
+    except AssertionError:
+        return "reason" not in read_ledger(run)[-1]
+    return False
+
+
+def test_preemption_without_grace_and_by_cancelling(person: Person, slurm_cluster: ClusterPlan) -> None:
+    with extra_qos(
+        slurm_cluster, nograce="gracetime=0 preemptmode=requeue", cancelled="gracetime=15 preemptmode=cancel"
+    ):
+        runs = {
+            name: submits(
+                person, name, f"cluster.qos={name}", f"cluster.nodelist=node{node}", "cluster.sbatch.exclusive=true"
+            )
+            for node, name in enumerate(("nograce", "cancelled"), start=1)
+        }
+        for _, run in runs.values():
+            wait_until_step(run, 6, within_s=LONG_S)
+        urgent = person.runs(
+            "sbatch",
+            "--qos=urgent",
+            "--nodes=2",
+            "--nodelist=node[1-2]",
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap=sleep 1",
+        )
+        assert urgent.code == 0, urgent.err
+        for job, run in runs.values():
+            wait_until_finished(run, within_s=LONG_S)
+            first, last = ended(run)
+            assert first["reason"] == "preempted" and last["reason"] == "done", first
+            assert first["job_id"] == last["job_id"] == job
+            assert sorted(losses(run)) == list(range(1, 41))
+        # With grace the ranks save where they stop; without, the newest checkpoint counts at worst.
+        first, last = read_ledger(runs["cancelled"][1])
+        assert last["lost_work_s"] == 0.0
+
+
+def test_time_limits_with_a_warning_and_without(person: Person) -> None:
+    words = ("cluster.time_limit_min=1", "checkpoint.every_steps=20", "cluster.nodelist=node3")
+    warned_job, warned = submits(person, "warned", *words, "requeue.warn_before_limit_s=10", steps=90, step_s=1.0)
+    # A warning that comes after the end is none.
+    job, plain = submits(person, "plain", *words, "cluster.sbatch.hold=true", steps=90, step_s=1.0)
+    person.runs("scancel", job)
+    script = plain.submit_script.read_text()
+    plain.submit_script.write_text(
+        "\n".join(line for line in script.splitlines() if "--signal" not in line and "hold" not in line)
+    )
+    resumed, _ = person.types("resume", "plain").job_and_run
+    for job, run in ((warned_job, warned), (resumed, plain)):
+        wait_until_finished(run, within_s=600)
+        entries = ended(run)
+        assert {entry["reason"] for entry in entries[:-1]} == {"time_limit"} and len(entries) >= 2
+        assert {entry["job_id"] for entry in entries} == {job}
+    assert all(entry["lost_work_s"] == 0 for entry in read_ledger(warned))
+
+
+def test_a_lost_node_costs_what_came_after_the_last_checkpoint(person: Person) -> None:
+    """The node's daemon dies and its ranks live on: Slurm starts the job elsewhere, and the old ranks leave."""
+    job, run = submits(person, "lost", "cluster.nodelist=null", steps=120, step_s=0.5)
+    wait_until_step(run, 6)
+    node = read_ledger(run)[0]["nodes"][0]
+    zombies = [rank_pid(run, rank) for rank in (0, 1)]
+    stop_node(DEFAULT_STATE_DIR, node=node)
+    try:
+        wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
+        for pid in zombies:
+            wait_until_gone(pid, within_s=10)
+        wait_until_finished(run, within_s=LONG_S)
+    finally:
+        start_node(DEFAULT_STATE_DIR, node=node)
+    first, last = ended(run)
+    assert first["reason"] == "node_failure" and last["job_id"] == job
+    assert node not in last["nodes"]
+    assert sorted(losses(run)) == list(range(1, 121))

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm_train.errors import ClusterError
+from slurm_train.launch import submission
+from slurm_train.launch.continuation import cancelled_before, how_it_returns, submit_continuation
+from slurm_train.launch.preparation import record_job
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lookup import read_job
+from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
+
+
+def test_another_job_takes_over_after_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path)
+    with pytest.raises(ClusterError, match=r"submit\.sh is missing"):
+        submit_continuation(run, "77", exclude="", env={})
+    run.submit_script.write_text("#!/bin/bash\n")
+    seen: list[list[str]] = []
+    monkeypatch.setattr(submission, "submit_script", lambda _script, **words: seen.append(words["flags"]) or "78")
+    record_job(run, "77")
+    assert submit_continuation(run, "77", exclude="node2", env={}) == "78"
+    assert seen == [["--dependency=afterany:77", "--exclude=node2"]]
+    record = read_job(run)
+    assert record is not None and record.job_id == "78"
+
+
+@pytest.mark.parametrize(("word", "expected"), [("CANCELLED", "77"), ("PREEMPTED", None), ("TIMEOUT", None)])
+def test_it_does_not_begin_if_the_one_before_was_cancelled(word: str, expected: str | None, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    record_job(run, "78", continues="77")
+    commands = FakeSlurmCommands([job_state("77", word)])
+    assert cancelled_before(run, "78", commands) == expected
+    assert cancelled_before(run, "79", commands) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"PreemptType": "preempt/none", "PreemptMode": "OFF"}, "this site does not preempt"),
+        ({"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE", "KillWait": "30 sec"}, "requeues here; 30 sec"),
+        ({"PreemptType": "preempt/qos", "PreemptMode": "CANCEL"}, "else another job after it"),
+        ({"PreemptType": "preempt/qos", "PreemptMode": "GANG,SUSPEND"}, "preemption is GANG,SUSPEND here"),
+    ],
+)
+def test_how_a_run_comes_back_is_read_from_the_site(settings: dict[str, str], said: str) -> None:
+    assert said in how_it_returns(settings, requeue_enabled=True)
+    assert "not by itself" in how_it_returns(settings, requeue_enabled=False)

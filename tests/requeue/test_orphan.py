@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurm_train.requeue.orphan import Ties, watch
+from tests.support.command_line import REPOSITORY
+from tests.support.process_faults import wait_until_gone
+from tests.support.waiting import wait_for
+
+
+def told(overtaken_at: int | None, orphaned_at: int | None) -> list[str]:
+    events: list[str] = []
+    looks, parents = itertools.count(), itertools.count()
+
+    def is_overtaken() -> bool:
+        return overtaken_at is not None and next(looks) >= overtaken_at
+
+    def parent_now() -> int:
+        return 1 if orphaned_at is not None and next(parents) >= orphaned_at else 7
+
+    def note(word: str) -> Callable[[], None]:
+        return lambda: events.append(word)
+
+    ties = Ties(parent=7, is_overtaken=is_overtaken, on_orphaned=note("orphaned"), on_overtaken=note("overtaken"))
+    watch(ties, every_s=0.001, parent_now=parent_now).join(timeout=10)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("overtaken_at", "orphaned_at", "event"), [(None, 3, "orphaned"), (2, None, "overtaken"), (0, 0, "orphaned")]
+)
+def test_a_lost_tie_is_told_once(overtaken_at: int | None, orphaned_at: int | None, event: str) -> None:
+    assert told(overtaken_at, orphaned_at) == [event]
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from slurm_train.requeue.orphan import Ties, watch
+def leave():
+    os._exit(71)
+watch(Ties(parent=os.getppid(), is_overtaken=lambda: False, on_orphaned=leave, on_overtaken=leave), every_s=0.05)
+Path(sys.argv[1]).write_text(str(os.getpid()))
+signal.pause()
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+def test_a_process_whose_parent_is_killed_ends(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, str(file)], env=env)
+    wait_for(lambda: file.exists() and file.read_text(), within_s=30, what="the child", poll_s=0.02)
+    parent.kill()
+    parent.wait()
+    wait_until_gone(int(file.read_text()), within_s=10)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.timing import Goodput, Spent, account_path, goodput, read_account
+
+
+def test_sums_become_the_ledgers_seconds(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(1).mkdir(parents=True)
+    spent = Spent(begin_unix_s=1010.0, first_step=4)
+    spent.add_steps(6, seconds=13.0, data_wait_s=1.0)
+    spent.add("evaluate_s", 2.0)
+    spent.add("checkpoint_stall_s", 3.0)
+    spent.add("", 100.0)
+    spent.write(account_path(run, 1))
+    assert read_account(run, 1, start_unix_s=1000.0, step_before=7) == {
+        "start_s": 10.0,
+        "step_s": 12.0,
+        "data_wait_s": 1.0,
+        "checkpoint_stall_s": 3.0,
+        "evaluate_s": 2.0,
+        "lost_work_s": 6.0,
+    }
+
+
+@pytest.mark.parametrize(("step_before", "lost_s"), [(0, 0.0), (4, 0.0), (5, 2.0), (99, 12.0)])
+def test_lost_work_is_what_was_done_again(step_before: int, lost_s: float, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(0).mkdir(parents=True)
+    Spent(begin_unix_s=0.0, first_step=4, steps=6, step_s=12.0).write(account_path(run, 0))
+    assert read_account(run, 0, start_unix_s=0.0, step_before=step_before)["lost_work_s"] == lost_s
+
+
+def test_an_attempt_that_never_trained_has_no_account(tmp_path: Path) -> None:
+    assert read_account(RunDirectory(tmp_path), 0, start_unix_s=0.0, step_before=0) == {}
+
+
+def test_goodput_is_productive_over_allocated_time() -> None:
+    ledger = [
+        {"time_unix_s": 0.0, "end_time_unix_s": 10.0, "step_s": 6.0},
+        {"time_unix_s": 20.0, "end_time_unix_s": 30.0, "step_s": 8.0, "lost_work_s": 1.0},
+        {"time_unix_s": 40.0},
+    ]
+    assert goodput(ledger) == Goodput(13.0, 20.0)
+    assert goodput(ledger).share == 0.65
+    assert goodput([]).share == 0.0

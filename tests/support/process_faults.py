@@ -1,0 +1,77 @@
+"""Finds the processes of a job by what they are, and kills them for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from slurm_train.rundir.layout import RunDirectory
+from tests.support.waiting import wait_for
+
+
+def rank_pid(run: RunDirectory, rank: int, *, attempt: int = 0) -> int:
+    """Returns the process of one rank of a run."""
+
+    def is_rank(words: list[str], env: dict[str, str]) -> bool:
+        place = {"SLURM_PROCID": str(rank), "SLURM_TRAIN_ATTEMPT": str(attempt)}
+        return words[-2:] == ["worker", str(run.path)] and "SLURM_STEP_ID" in env and place.items() <= env.items()
+
+    return _only(_find(is_rank), f"rank {rank} of {run.path}")
+
+
+def srun_pid(run: RunDirectory) -> int:
+    """Returns the srun that holds the ranks."""
+    # srun forks a child that cleans up after it; killing the parent is what a person or the kernel would do.
+    return min(_find(lambda words, _env: Path(words[0]).name == "srun" and words[-1] == str(run.path)))
+
+
+def supervisor_pid(run: RunDirectory) -> int:
+    """Returns the batch script, which has become the supervisor."""
+    return _only(_find(lambda words, _env: words[3:5] == ["supervise", str(run.path)]), f"supervisor of {run.path}")
+
+
+def stepd_pid(run: RunDirectory, rank: int = 0) -> int:
+    """Returns the slurmstepd that holds a rank."""
+    return _parent(rank_pid(run, rank))
+
+
+def kill(pid: int) -> None:
+    """Kills a process as the kernel would."""
+    os.kill(pid, signal.SIGKILL)
+
+
+def wait_until_gone(pid: int, *, within_s: float) -> None:
+    """Returns when the process has ended."""
+    wait_for(lambda: not _is_alive(pid), within_s=within_s, what=f"the end of process {pid}", poll_s=0.1)
+
+
+def _is_alive(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _only(pids: list[int], what: str) -> int:
+    assert len(pids) == 1, f"{what}: {len(pids)} processes"
+    return pids[0]
+
+
+def _find(matches: Callable[[list[str], dict[str, str]], bool]) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if not entry.name.isdecimal():
+                continue
+            words = [word.decode(errors="replace") for word in (entry / "cmdline").read_bytes().split(b"\0")[:-1]]
+            pairs = (entry / "environ").read_bytes().split(b"\0")
+            env = dict(pair.decode(errors="replace").split("=", 1) for pair in pairs if b"=" in pair)
+            if words and matches(words, env):
+                found.append(int(entry.name))
+    return found
