@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -162,7 +163,9 @@ class Recorder:
 
     def _keep_account(self) -> None:
         if self._account is not None:
-            self.spent.write(self._account)
+            # Where the time went is not worth a run: a full disk must not end it here.
+            with contextlib.suppress(OSError):
+                self.spent.write(self._account)
 
     def _mfu(self, rate: float) -> float | None:
         if self.facts.flops_per_item is None or self.facts.peak_flops is None:
