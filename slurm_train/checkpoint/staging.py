@@ -32,7 +32,10 @@ class StagingBuffers:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._can_pin = device.type == "cuda" and can_pin()
+        self.is_remote = device.type == "cuda"
+        """The tensors are on a GPU, so a save reads copies in any case."""
+        self._device = device
+        self._can_pin = self.is_remote and can_pin()
         self._buffers: defaultdict[_Kind, list[Tensor]] = defaultdict(list)
         self._stream = torch.cuda.Stream(device) if self._can_pin else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
@@ -44,6 +47,7 @@ class StagingBuffers:
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
         """Makes and touches the buffers that such tensors will need; not while a copy is in use."""
+        self._enter_device()
         for tensor in tensors:
             kind = self._kind_of(_local(tensor))
             self._buffers[kind].append(self._new_buffer(kind).zero_())
@@ -66,6 +70,7 @@ class StagingBuffers:
 
     def wait_for_copy(self) -> None:
         """Returns when the bytes are there; for the thread that reads them."""
+        self._enter_device()
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -73,6 +78,11 @@ class StagingBuffers:
         """Makes the GPU's later work wait for the copy; the host goes on. Nothing to do on a CPU."""
         if self._stream is not None and self._copied is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+
+    def _enter_device(self) -> None:
+        # A thread begins on GPU 0, and whatever touches CUDA there takes half a GB of it, for every rank of a node.
+        if self.is_remote:
+            torch.cuda.set_device(self._device)
 
     def _copy(self, value: Any, unused: dict[_Kind, Any]) -> Any:
         if isinstance(value, Tensor):

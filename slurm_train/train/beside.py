@@ -50,6 +50,11 @@ class SavingBeside:
 
         self._saver.prepare(work)
 
+    @property
+    def must_copy(self) -> bool:
+        """The thread cannot read the tensors themselves, not even while training waits: they are on a GPU."""
+        return self._buffers.is_remote
+
     def copy(self, state: dict[str, Any], *, changes_at_once: bool) -> dict[str, Any]:
         """Returns a copy of a state, in the memory of the copy before; `finish` must have been called.
 
@@ -64,12 +69,7 @@ class SavingBeside:
 
     def start(self, work: Callable[[], Saved], *, step: int) -> None:
         """Begins to save a copy."""
-
-        def when_copied() -> Saved:
-            self._buffers.wait_for_copy()
-            return work()
-
-        self._saver.start(when_copied, step=step)
+        self._saver.start(lambda: self._when_copied(work), step=step)
 
     def run(self, work: Callable[[], Saved], *, step: int) -> None:
         """Saves and waits for it.
@@ -77,7 +77,7 @@ class SavingBeside:
         Raises:
             SlurmTrainError: it failed.
         """
-        self._saver.start(work, step=step)
+        self.start(work, step=step)
         outcome = self._saver.wait()
         assert outcome is not None
         if isinstance(outcome.result, Exception):
@@ -105,6 +105,10 @@ class SavingBeside:
     def hold_changes(self) -> None:
         """Makes the next change of the tensors wait until they are copied; costs the host nothing."""
         self._buffers.hold_changes()
+
+    def _when_copied(self, work: Callable[[], Saved]) -> Saved:
+        self._buffers.wait_for_copy()
+        return work()
 
     def _take(self, outcome: Outcome) -> None:
         result = outcome.result

@@ -108,7 +108,10 @@ class Checkpointer:
             self._work(self._own_state(), position)()
         else:
             self.beside.finish()
-            self.beside.run(self._work(self._own_state(), position), step=position.step)
+            state = self._own_state()
+            if self.beside.must_copy:
+                state = self.beside.copy(state, changes_at_once=False)
+            self.beside.run(self._work(state, position), step=position.step)
         self.blocked_s += time.monotonic() - start
 
     def save_soon(self, position: Position) -> None:

@@ -96,3 +96,24 @@ def test_the_parts_of_the_ranks_make_the_whole_and_values_are_on_each():
     for part in parts:
         assert part["optimizer"]["param_groups"] is state["optimizer"]["param_groups"]
         assert part["optimizer"]["none"] is None
+
+
+@pytest.mark.gpu
+def test_a_copy_from_a_gpu_is_of_the_moment_although_training_goes_on():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    device = torch.device("cuda", torch.cuda.current_device())
+    buffers = StagingBuffers(device)
+    weights = torch.zeros(64 << 20, device=device)
+    steps = torch.zeros(3)
+    for number in range(1, 6):
+        weights.fill_(number)
+        steps.fill_(number)
+        staged = buffers.stage({"weights": weights, "steps": steps})
+        buffers.hold_changes()
+        weights.fill_(-1)
+        steps.fill_(-1)
+        buffers.wait_for_copy()
+        assert staged["weights"].is_pinned() == can_pin() and not staged["weights"].is_cuda
+        assert staged["weights"].eq(number).all() and staged["steps"].eq(number).all()
+    assert buffers.num_bytes == weights.nbytes + steps.nbytes

@@ -16,7 +16,7 @@ from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).with_name("two_ranks.py")
-SCENES = ("resume", "failure", "choose", "shard")
+SCENES = ("resume", "failure", "choose", "shard", "staged")
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -144,3 +144,8 @@ def test_a_wrong_shape_and_a_missing_key_are_named(results):
         assert of_rank["wrong"]["kind"] == of_rank["missing"]["kind"] == "CheckpointError"
         assert "ize mismatch" in of_rank["wrong"]["message"]
         assert "x" in of_rank["missing"]["message"]
+
+
+def test_each_rank_copies_its_own_part_and_the_checkpoint_is_whole(results):
+    assert [of_rank["own"] for of_rank in results("staged")] == [["sharded", "two"], ["one", "sharded"]]
+    assert [of_rank["equal"] for of_rank in results("staged")] == [True, True]

@@ -21,7 +21,8 @@ from slurm_train.checkpoint.digest import weights_digest
 from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors
 from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.save import save_checkpoint
-from slurm_train.checkpoint.state import restore_training_state, training_state
+from slurm_train.checkpoint.staging import StagingBuffers
+from slurm_train.checkpoint.state import own_part, restore_training_state, training_state
 from slurm_train.errors import RunError, SlurmTrainError
 
 
@@ -172,7 +173,33 @@ def shard_scene(root: Path) -> dict[str, Any]:
     }
 
 
-SCENES = {"resume": resume_scene, "failure": failure_scene, "choose": choose_scene, "shard": shard_scene}
+def staged_scene(root: Path) -> dict[str, Any]:
+    """Saves a copy of each rank's own part, shards and values among it, on a group of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    whole = torch.arange(24.0).reshape(6, 4)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    state = {"model": {"sharded": sharded, "one": torch.ones(5), "two": torch.ones(7)}, "step": 5}
+    part = own_part(state, rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
+    staged = StagingBuffers(torch.device("cpu")).stage(part)
+    for tensor in (sharded.to_local(), state["model"]["one"], state["model"]["two"]):
+        tensor.zero_()
+    save(root, 1, staged, group=distributed.new_group(backend="gloo"))
+    loaded = {name: torch.zeros(shape) for name, shape in (("sharded", (6, 4)), ("one", 5), ("two", 7))}
+    load_tensors(root / "checkpoint_0000001", {"model": loaded, "step": 0}, group=distributed.group.WORLD)
+    expected = {"sharded": whole, "one": torch.ones(5), "two": torch.ones(7)}
+    return {"own": sorted(part["model"]), "equal": all(loaded[name].equal(expected[name]) for name in expected)}
+
+
+SCENES = {
+    "staged": staged_scene,
+    "resume": resume_scene,
+    "failure": failure_scene,
+    "choose": choose_scene,
+    "shard": shard_scene,
+}
 
 
 def main() -> None:
