@@ -157,7 +157,8 @@ class Recorder:
             writer.write(line)
 
     def _keep_account(self) -> None:
-        if self._account is not None:
+        # Ranks that are started by hand have no attempt that somebody opened.
+        if self._account is not None and self._account.parent.is_dir():
             self.spent.write(self._account)
 
     def _mfu(self, rate: float) -> float | None:
