@@ -7,6 +7,7 @@ from typing import Any
 
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, read_ledger
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.timing import read_account
 
 _REASONS = {
     "NODE_FAIL": "node_failure",
@@ -35,7 +36,12 @@ def close_lost(
         job_id = entry.get("job_id")
         reason, note = lost_because(entry, now, past_ends(str(job_id)) if job_id else ())
         facts = {"reason": reason, "action": "lost", "note": note, "last_step": last_step}
-        close_attempt(run, int(entry["attempt"]), facts | {"time_unix_s": _last_sign_of_life(run, entry)})
+        # What it did again of an earlier attempt's steps is not known any more.
+        seconds = read_account(
+            run, int(entry["attempt"]), start_unix_s=float(entry.get("time_unix_s", 0.0)), step_before=0
+        )
+        last_sign = {"time_unix_s": _last_sign_of_life(run, entry)}
+        close_attempt(run, int(entry["attempt"]), {**facts, **seconds, **last_sign})
 
 
 def lost_because(entry: Mapping[str, Any], now: AttemptStart, ends: Sequence[str]) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -89,6 +90,8 @@ class Loop:
         # A run that was killed between its last checkpoint and its result has only the evaluation left.
         if self.position.evaluation_due or self.position.step >= self._pace.max_steps:
             self._evaluate()
+        if self.position.step < self._pace.max_steps:
+            self._arrange()
         try:
             self.advance(self._pace.max_steps)
         finally:
@@ -96,6 +99,13 @@ class Loop:
             gc.enable()
         self._save_last()
         return self.position.step >= self._pace.max_steps and not self.position.evaluation_due
+
+    def _arrange(self) -> None:
+        # The first micro-batch is looked at, not consumed: it is the first step's as well.
+        first = next(self._parts.batches)
+        self._parts.stepper.arrange(first.tensors)
+        batches = chain((first,), self._parts.batches)
+        self._batches = self._digesting(batches) if self._pace.digest else batches
 
     def advance(self, to_step: int) -> None:
         """Trains up to a step, or to an agreed stop."""

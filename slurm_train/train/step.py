@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.train.module import COUNT, LOSS, NON_FINITE, STOP, TrainingModule
 from slurm_train.train.update import Update
 
@@ -97,6 +98,26 @@ class Stepper:
         self._on_cpu = parts.device.type == "cpu"
         self._late = _LateValues(parts.device) if not self._on_cpu else None
 
+    def arrange(self, tensors: tuple[Tensor, ...]) -> None:
+        """Lets DDP see one backward pass, whose gradients are dropped, before the first step. Collective.
+
+        DDP orders its buckets anew after its first pass, and the order in which three or more ranks add depends on
+        where in a bucket a value lies. Without this the first step after a start would round unlike the same step of
+        a run that was not interrupted. Random streams and buffers are as before afterwards.
+
+        Args:
+            tensors: a micro-batch of this rank.
+        """
+        streams = rng_state()
+        buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
+        self._module.backward(self._ddp(*(tensors if self._on_cpu else to_device(tensors, self._parts.device))))
+        self._may_accumulate = True
+        self._drop_gradients()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        set_rng_state(streams)
+
     def step(self, facts: StepFacts, batches: Iterator[HasTensors]) -> StepResult | None:
         """Takes one step; returns its result, or on a GPU the previous one's (None after the first).
 
@@ -113,9 +134,7 @@ class Stepper:
             group["lr"] = facts.lr
         gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
         result = self._update_on_cpu(facts, gradients) if self._on_cpu else self._update_on_device(facts, gradients)
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._rider.grad = None
+        self._drop_gradients()
         return result
 
     def drain(self) -> StepResult | None:
@@ -123,6 +142,11 @@ class Stepper:
         if self._late is None or (pending := self._late.take()) is None:
             return None
         return self._judge(*pending)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._rider.grad = None
 
     def _forward_backward(self, batches: Iterator[HasTensors]) -> None:
         start = time.perf_counter()

@@ -60,8 +60,10 @@ def main() -> int:
     wait_for(lambda: "reason" in read_ledger(disturbed)[-1], within_s=60, what="the ledger's last line")
     print_ledger(disturbed)
     differences = compare(golden, disturbed)
-    for difference in differences:
+    for difference in differences[:5]:
         say(f"DIFFERENT: {difference}")
+    if len(differences) > 5:
+        say(f"and {len(differences) - 5} more differences")
     if not differences:
         digest = read_result(golden)["weights_digest"]
         say(f"equal bit for bit: {steps} steps of {', '.join(_COMPARED)}, and the weights ({digest})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from slurm_train.devcluster.daemons import central_daemon, record_path, start_daemon
@@ -28,8 +28,8 @@ def controller_away(plan: ClusterPlan) -> Iterator[None]:
 
 
 @contextmanager
-def extra_qos(_plan: ClusterPlan, **settings: str) -> Iterator[None]:
-    """Adds QOS that `urgent` preempts and everybody may use, e.g. nograce="gracetime=0 preemptmode=requeue"."""
+def extra_qos(settings: Mapping[str, str]) -> Iterator[None]:
+    """Adds QOS that `urgent` preempts and everybody may use, e.g. {"nograce": "gracetime=0 preemptmode=requeue"}."""
     names = ",".join(settings)
     try:
         for name, words in settings.items():

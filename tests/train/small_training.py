@@ -40,7 +40,7 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3)).double()
         self.step_s, self.signal_at, self.signal_rank, self.only_in = step_s, signal_at, signal_rank, only_in
         self.in_evaluation = in_evaluation
-        self.passes = 0
+        self.passes = -1  # The pass before the first step arranges DDP's buckets.
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:

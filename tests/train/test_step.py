@@ -136,3 +136,15 @@ def test_a_bad_step_is_refused_before_the_weights_change(spoil: Any, text: str) 
         step_of(make_stepper(model), batch)
     for mine, other in zip(model.parameters(), make_model().parameters(), strict=True):
         assert torch.equal(mine, other)
+
+
+def test_the_pass_before_the_first_step_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    stepper = make_stepper(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    stream = torch.get_rng_state()
+    stepper.arrange(make_batch().tensors)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), stream)

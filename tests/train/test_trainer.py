@@ -110,16 +110,17 @@ def test_lines_say_world_attempt_and_speed(split_runs: dict[str, Path]) -> None:
     assert line["samples_per_s"] > 0 and line["step_time_s"] > 0 and line["data_time_s"] >= 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_term_on_one_rank_stops_both_and_resuming_is_bitwise_exact(tmp_path: Path, rank: int) -> None:
+# With three ranks or more the order of additions depends on where a value lies in DDP's buckets.
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (1, 2), (2, 4)])
+def test_term_on_one_rank_stops_all_and_resuming_is_bitwise_exact(tmp_path: Path, rank: int, ranks: int) -> None:
     plain = config_of(model={"dropout": 0.2}, eval_every_steps=5)
-    run_to_end(tmp_path / "whole", plain, ranks=2)
+    run_to_end(tmp_path / "whole", plain, ranks=ranks)
     once = {"dropout": 0.2, "signal_at": 7, "signal_rank": rank, "only_in": str(tmp_path / "sent")}
     cut = config_of(model=once, eval_every_steps=5)
-    text = run_to_end(tmp_path / "cut", cut, ranks=2, code=75)
+    text = run_to_end(tmp_path / "cut", cut, ranks=ranks, code=75)
     assert "stopped at step 7" in text
     assert not (tmp_path / "cut" / "result.json").exists()
-    text = run_to_end(tmp_path / "cut", cut, ranks=2, attempt=1)
+    text = run_to_end(tmp_path / "cut", cut, ranks=ranks, attempt=1)
     assert "resuming from checkpoint_0000007 (step 7)" in text
     whole, resumed = result_of(tmp_path / "whole"), result_of(tmp_path / "cut")
     assert resumed["weights_digest"] == whole["weights_digest"]
