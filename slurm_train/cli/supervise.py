@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from slurm_train.cli.liveness import holder_lives
@@ -15,7 +16,9 @@ from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.preparation import record_job
 from slurm_train.launch.visibility import require_seen_by_all
 from slurm_train.requeue.supervise import Site, ignore_stop_signals, say, supervise
+from slurm_train.requeue.watch import hang_of, limits_of, watching
 from slurm_train.rundir.attempts import AttemptStart
+from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import this_process
 from slurm_train.rundir.lookup import read_job
@@ -35,10 +38,14 @@ def main(words: Sequence[str]) -> int:
     if (record := read_job(run)) is None or record.job_id != allocation.requeue_id:
         record_job(run, allocation.requeue_id)
 
-    def launch(attempt: int) -> int:
-        return _run_step(run, command, attempt=attempt, nodes=allocation.nodes, env=env)
+    commands, limits = SlurmCommands(env), limits_of(config)
 
-    site = _site(run, allocation, SlurmCommands(env))
+    def launch(attempt: int) -> int:
+        end = partial(_kill_steps, commands)
+        with watching(run, attempt, limits=limits, world_size=allocation.num_tasks, end_ranks=end):
+            return _run_step(run, command, attempt=attempt, nodes=allocation.nodes, env=env)
+
+    site = _site(run, allocation, commands)
     return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
 
 
@@ -74,7 +81,15 @@ def _site(run: RunDirectory, allocation: Allocation, commands: SlurmCommands) ->
     )
 
 
+def _kill_steps(commands: SlurmCommands, beats: Mapping[int, Beat]) -> None:
+    for step_id in {beat.source.step_id for beat in beats.values()} - {""}:
+        commands.kill_step(step_id)
+
+
 def _read_step_errors(run: RunDirectory, attempt: int) -> str:
+    # Ranks that were ended as hung were killed, and srun would name whoever died first.
+    if sentence := hang_of(run, attempt):
+        return sentence
     log = run.attempt_logs(attempt) / "batch.log"
     return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +39,8 @@ class Position:
     """Loss of the newest step that was read."""
     evaluation_due: bool = False
     """The evaluation of this step was broken off by a stop."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Newest losses, oldest first; only kept where spikes are looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,7 @@ class Checkpointer:
             items=int(extra.get("items", 0)),
             loss=extra.get("loss"),
             evaluation_due=bool(extra.get("evaluation_due", False)),
+            recent_losses=[float(loss) for loss in extra.get("recent_losses", [])],
         )
         notes = [f"passed over {passed.path.name}: {passed.reason}" for passed in choice.passed_over]
         return position, [*notes, f"resuming from {choice.path.name} (step {position.step})"]
@@ -144,5 +147,10 @@ class Checkpointer:
             epoch_fence=self.attempt,
             job=self.job,
             written_by=f"{self.place.host} pid {os.getpid()}" if self.place.is_first else "",
-            extra={"items": position.items, "loss": position.loss, "evaluation_due": position.evaluation_due},
+            extra={
+                "items": position.items,
+                "loss": position.loss,
+                "evaluation_due": position.evaluation_due,
+                "recent_losses": position.recent_losses,
+            },
         )

@@ -80,6 +80,10 @@ class FakeSlurmCommands:
             self.cancelled.append(job_id)
             self.jobs[job_id] = job_state(job_id, "CANCELLED")
 
+    def kill_step(self, step_id: str) -> None:
+        self._fail_if_told()
+        self.cancelled.append(step_id)
+
     def requeue(self, job_id: str) -> bool:
         """Like Slurm: only a running job comes back, and its Restarts goes up by one."""
         fields = self.show_job(job_id)
