@@ -16,6 +16,7 @@ from slurm_train.checkpoint.directory import (
     check_sizes,
     list_checkpoints,
     staging_attempt,
+    step_of,
 )
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest
 from slurm_train.errors import CheckpointError
@@ -132,3 +133,17 @@ def _never_finished(path: Path, epoch_fence: int) -> bool:
         return Manifest.from_json((path / MANIFEST_FILE).read_text(encoding="utf-8")).epoch_fence <= epoch_fence
     except (OSError, ValueError, CheckpointError):
         return False
+
+
+def discard_from(root: Path, step: int) -> list[Path]:
+    """Removes all checkpoints of a step and later ones, trusted or not: a run goes back to before it. Rank 0.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    doomed = [path for path in list_checkpoints(root) if (step_of(path.name) or 0) >= step]
+    for path in doomed:
+        (path / COMPLETE_FILE).unlink(missing_ok=True)
+        fsync_directory(path)
+        discard(path)
+    return doomed

@@ -17,7 +17,9 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preparation import Source, write_run_directory
 from slurm_train.launch.provenance import write_provenance
 from slurm_train.requeue.supervise import Site, supervise
+from slurm_train.requeue.watch import hang_of, limits_of, watching
 from slurm_train.rundir.attempts import AttemptStart
+from slurm_train.rundir.heartbeat import Limits
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import release_lock, take_lock, this_process
 from slurm_train.rundir.lookup import read_job
@@ -65,18 +67,25 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         is_alive=lambda holder: holder_lives(holder, SlurmCommands(env)),
         show_job=lambda: None,
         requeue=lambda _decision: False,
+        explain=lambda attempt: hang_of(run, attempt),
     )
     is_own_code = not config.trains
     return supervise(
-        run, config.requeue, site, lambda attempt: _launch(run, world_size, attempt, env), is_own_code=is_own_code
+        run,
+        config.requeue,
+        site,
+        lambda attempt: _launch(run, world_size, attempt, limits=limits_of(config), env=env),
+        is_own_code=is_own_code,
     )
 
 
-def _launch(run: RunDirectory, world_size: int, attempt: int, env: Mapping[str, str]) -> int:
+def _launch(run: RunDirectory, world_size: int, attempt: int, *, limits: Limits | None, env: Mapping[str, str]) -> int:
     rank_env = scrubbed(env) | {"SLURM_TRAIN_ATTEMPT": str(attempt), "MASTER_ADDR": "127.0.0.1"}
     rank_env["MASTER_PORT"] = str(probe_port(str(run.path), attempt=attempt, env=rank_env))
     command = [sys.executable, "-m", "slurm_train", "worker", str(run.path)]
-    return _wait(start_local(command, run=run, attempt=attempt, num_ranks=world_size, env=rank_env))
+    ranks = start_local(command, run=run, attempt=attempt, num_ranks=world_size, env=rank_env)
+    with watching(run, attempt, limits=limits, world_size=world_size, end_ranks=lambda _: ranks.kill()):
+        return _wait(ranks)
 
 
 def _wait(ranks: LocalRanks) -> int:

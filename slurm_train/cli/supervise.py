@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from slurm_train.cli.liveness import holder_lives
@@ -20,7 +21,9 @@ from slurm_train.launch.visibility import require_seen_by_all
 from slurm_train.requeue.decision import Decision
 from slurm_train.requeue.patience import bring_back, with_patience
 from slurm_train.requeue.supervise import Site, ignore_stop_signals, say, supervise
+from slurm_train.requeue.watch import hang_of, limits_of, watching
 from slurm_train.rundir.attempts import AttemptStart
+from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import this_process
 from slurm_train.rundir.lookup import read_job
@@ -45,8 +48,12 @@ def main(words: Sequence[str]) -> int:
     if (record := read_job(run)) is None or record.job_id != allocation.requeue_id:
         record_job(run, allocation.requeue_id)
 
+    commands, limits = SlurmCommands(env), limits_of(config)
+
     def launch(attempt: int) -> int:
-        return _run_step(run, command, attempt=attempt, nodes=allocation.nodes, env=env)
+        end = partial(_kill_steps, commands)
+        with watching(run, attempt, limits=limits, world_size=allocation.num_tasks, end_ranks=end):
+            return _run_step(run, command, attempt=attempt, nodes=allocation.nodes, env=env)
 
     site = _site(run, allocation, env, patience_s=config.requeue.controller_patience_s)
     return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
@@ -89,7 +96,15 @@ def _site(run: RunDirectory, allocation: Allocation, env: Mapping[str, str], *, 
     )
 
 
+def _kill_steps(commands: SlurmCommands, beats: Mapping[int, Beat]) -> None:
+    for step_id in {beat.source.step_id for beat in beats.values()} - {""}:
+        commands.kill_step(step_id)
+
+
 def _read_step_errors(run: RunDirectory, attempt: int) -> str:
+    # Ranks that were ended as hung were killed, and srun would name whoever died first.
+    if sentence := hang_of(run, attempt):
+        return sentence
     log = run.attempt_logs(attempt) / "batch.log"
     return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""
 

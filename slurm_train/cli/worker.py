@@ -17,7 +17,10 @@ from slurm_train.requeue.orphan import Ties, watch
 from slurm_train.requeue.signals import StopFlag, install
 
 if TYPE_CHECKING:
+    from slurm_train.config.schema import RunConfig
     from slurm_train.distributed.handshake import MeetingPoint
+    from slurm_train.distributed.place import RankPlace
+    from slurm_train.rundir.heartbeat import Heartbeat
     from slurm_train.rundir.layout import RunDirectory
 
 
@@ -106,6 +109,7 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
     config = load_config(run.config)
     plan = read_json(run.plan) or {}
     attempt = int(env.get("SLURM_TRAIN_ATTEMPT", "0"))
+    heartbeat = _start_heartbeat(run, attempt, config, place, env)
     code_dir = Path.cwd()
     _enter(str(plan.get("directory", "")))
     if config.script is not None:
@@ -123,6 +127,7 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
         attempt=attempt,
         stop=stop,
         env=env,
+        heartbeat=heartbeat,
     )
     if config.task is not None:
         from slurm_train.train.context import run_task
@@ -131,6 +136,21 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
     from slurm_train.train.trainer import train
 
     return train(start)
+
+
+def _start_heartbeat(
+    run: RunDirectory, attempt: int, config: RunConfig, place: RankPlace, env: Mapping[str, str]
+) -> Heartbeat:
+    from slurm_train.requeue.watch import limits_of
+    from slurm_train.rundir.heartbeat import BeatSource, Heartbeat
+
+    heartbeat = Heartbeat()
+    if config.trains:
+        job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
+        step_id = f"{job}.{step}" if job and step else ""
+        source = BeatSource(rank=place.rank, host=place.host, pid=os.getpid(), step_id=step_id)
+        heartbeat.start(run, attempt, source, limits=limits_of(config))
+    return heartbeat
 
 
 def _require_visible(run: RunDirectory, host: str) -> None:

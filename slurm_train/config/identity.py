@@ -17,6 +17,7 @@ NOT_IDENTITY = (
     "run",
     "cluster",
     "requeue",
+    "health",
     "checkpoint",
     "track",
     "parallel",

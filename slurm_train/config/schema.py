@@ -121,6 +121,28 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HealthSection:
+    """Steps that go wrong, ranks that hang, replicas that drift apart."""
+
+    on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
+    """What follows a NaN or infinite loss or gradient. Such a step is never applied; skip: the run goes on with the
+    next batch; rollback: it goes back to the newest checkpoint and passes over the samples taken since."""
+    spike_factor: float | None = None
+    """A loss above so many times the median of the last `spike_window` losses is a spike; null: not looked at."""
+    spike_window: int = 100
+    """Losses that the median is taken over; before there are so many, nothing is a spike."""
+    on_spike: Literal["log", "skip", "rollback", "stop"] = "log"
+    """What follows a spike; only log lets the step be applied."""
+    max_rollbacks: int = 3
+    """Rollbacks of the whole run; the next one stops it."""
+    hang_timeout_s: float | None = 300.0
+    """Seconds without progress of any rank after which the ranks are ended as hung; before the first step
+    `train.start_timeout_s` where it is longer. null: nobody watches."""
+    check_replicas_every_steps: int | None = None
+    """Optimizer steps between comparisons of the ranks' parameters, also made before each save; null: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequeueSection:
     """Coming back after an interruption."""
 
@@ -213,6 +235,7 @@ class RunConfig:
     train: TrainSection = field(default_factory=TrainSection)
     ddp: DdpSection = field(default_factory=DdpSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    health: HealthSection = field(default_factory=HealthSection)
     requeue: RequeueSection = field(default_factory=RequeueSection)
     track: TrackSection = field(default_factory=TrackSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)

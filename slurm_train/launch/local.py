@@ -29,6 +29,10 @@ class LocalRanks:
         """Asks every rank to save and stop, as Slurm does before a time limit."""
         self._signal(signal.SIGUSR2)
 
+    def kill(self) -> None:
+        """Ends every rank at once, also one that is stopped."""
+        self._signal(signal.SIGKILL)
+
     def wait(self) -> int:
         """Waits for all ranks; after a failure the others get a moment to end by themselves.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_train.config.batch import BatchPlan, planned_lr, solve_batch
 from slurm_train.config.identity import config_hash
-from slurm_train.config.schema import BatchSection, RunConfig
+from slurm_train.config.schema import BatchSection, HealthSection, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.launch.world import World, plan_world
 from slurm_train.rundir.layout import RunDirectory
@@ -157,6 +157,9 @@ _COUNTS = (
     "train.threads",
     "checkpoint.every_steps",
     "checkpoint.keep",
+    "health.spike_window",
+    "health.max_rollbacks",
+    "health.check_replicas_every_steps",
     "requeue.warn_before_limit_s",
     "requeue.max_fruitless_failures",
     "requeue.controller_patience_s",
@@ -174,6 +177,19 @@ def _check_counts(config: RunConfig) -> None:
     for name in ("failure_every_h", "save_timeout_s"):
         if (value := getattr(config.checkpoint, name)) <= 0:
             raise ConfigError(f"checkpoint.{name}={value:g} is not a time", hint=f"set checkpoint.{name} above 0")
+    _check_health(config.health)
+
+
+def _check_health(health: HealthSection) -> None:
+    if health.spike_factor is not None and not health.spike_factor > 1:
+        raise ConfigError(
+            f"health.spike_factor={health.spike_factor} would call every second step a spike",
+            hint="set it above 1, e.g. 3; null looks at none",
+        )
+    if health.hang_timeout_s is not None and not health.hang_timeout_s > 0:
+        raise ConfigError(
+            f"health.hang_timeout_s={health.hang_timeout_s} is no time", hint="give seconds; null: nobody watches"
+        )
 
 
 def check_path_part(key: str, value: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -86,7 +86,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     first_step = first_evaluation = float("inf")
     for attempt in sorted({line["attempt"] for line in lines}, reverse=True):
-        of_attempt = [line for line in lines if line["attempt"] == attempt]
+        of_attempt = _newest_of(line for line in lines if line["attempt"] == attempt)
         steps = [line for line in of_attempt if "loss" in line]
         evaluations = [line for line in of_attempt if "loss" not in line]
         # An attempt may begin by repeating the evaluation of the very step it resumed from; that step itself stays.
@@ -101,4 +101,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         )
         first_step = min([first_step, *(line["step"] for line in steps)])
         first_evaluation = min([first_evaluation, *(line["step"] for line in evaluations)])
+    return kept
+
+
+def _newest_of(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns an attempt's lines without those of steps that it went back behind (a rollback)."""
+    kept: list[dict[str, Any]] = []
+    for line in lines:
+        if "loss" in line:
+            while kept and kept[-1]["step"] >= line["step"]:
+                kept.pop()
+        kept.append(line)
     return kept

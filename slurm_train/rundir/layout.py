@@ -98,6 +98,11 @@ class RunDirectory:
         return self.path / "lock.json"
 
     @property
+    def events(self) -> Path:
+        """What went wrong or was treated on the way: one JSON object per non-finite step, spike, rollback, hang."""
+        return self.path / "events.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard events."""
         return self.path / "tensorboard"
@@ -109,6 +114,14 @@ class RunDirectory:
     def rank_log(self, attempt: int, rank: int) -> Path:
         """Log of one rank in one attempt."""
         return self.attempt_logs(attempt) / f"rank_{rank}.log"
+
+    def heartbeat(self, attempt: int, rank: int) -> Path:
+        """What one rank is doing right now."""
+        return self.attempt_logs(attempt) / f"heartbeat_{rank}"
+
+    def stacks(self, attempt: int, rank: int) -> Path:
+        """Where one rank's threads stood when it had made no progress for long."""
+        return self.attempt_logs(attempt) / f"stacks_{rank}.txt"
 
 
 def existing_attempts(run: RunDirectory) -> list[int]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.environment import command_environment
-from slurm_train.slurm.job_id import is_job_id
+from slurm_train.slurm.job_id import is_job_id, is_step_id
 
 if TYPE_CHECKING:
     from slurm_train.slurm.partitions import Partition
@@ -163,6 +163,19 @@ class SlurmCommands:
         if not checked:
             return
         argv = ["scancel", *checked]
+        done = self._call(argv)
+        if done.return_code and not _has_ended(done.stderr):
+            raise _failed(argv, done)
+
+    def kill_step(self, step_id: str) -> None:
+        """Kills all tasks of a step ("123.0") with a signal that also ends stopped ones; an ended step is no error.
+
+        Raises:
+            ClusterError: it is no step id, or Slurm refused or does not answer.
+        """
+        if not is_step_id(step_id):
+            raise ClusterError(f"{step_id!r} is not the id of a step", hint='write "123.0"')
+        argv = ["scancel", "--signal=KILL", step_id]
         done = self._call(argv)
         if done.return_code and not _has_ended(done.stderr):
             raise _failed(argv, done)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from slurm_train.data.stream import evaluation_batches
 from slurm_train.distributed.place import RankPlace
 from slurm_train.models.objective import Objective
 from slurm_train.requeue.signals import StopFlag
+from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.train.step import to_device
 
 
@@ -34,6 +35,7 @@ class Evaluator:
     batch_size: int
     autocast: torch.dtype | None
     stop: StopFlag
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     def evaluate(self) -> dict[str, float] | None:
         """Returns "eval_loss" and what else the objective counts, the same on every rank. Collective.
@@ -50,6 +52,7 @@ class Evaluator:
             )
         finally:
             self.objective.train()
+        self.heartbeat.mark("gather")
         of_ranks: list[Any] = [None] * self.place.world_size
         dist.all_gather_object(of_ranks, sums)
         if any(of_rank is None for of_rank in of_ranks):
@@ -61,6 +64,7 @@ class Evaluator:
         """Returns this rank's sums, {} without batches, None when asked to stop."""
         totals: dict[str, Tensor] = {}
         for batch in batches:
+            self.heartbeat.mark("evaluate")
             if self.stop.requested:
                 return None
             if self.device.type != "cpu":

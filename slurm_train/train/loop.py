@@ -18,9 +18,10 @@ import torch.distributed as dist
 from slurm_train.data.order import DIGEST_MODULUS, samples_digest
 from slurm_train.data.stream import MicroBatch
 from slurm_train.distributed.seeds import mix
-from slurm_train.errors import SlurmTrainError
 from slurm_train.requeue.signals import StopFlag
+from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.train.evaluate import Evaluator
+from slurm_train.train.health import Finding, Health
 from slurm_train.train.recorder import Recorder
 from slurm_train.train.save_pace import SavePace
 from slurm_train.train.saving import Checkpointer, Position
@@ -47,6 +48,10 @@ class LoopParts:
     stop_file: Path
     on_first_step: Callable[[], None]
     """Called once, after the first step."""
+    health: Health
+    heartbeat: Heartbeat
+    check_replicas: Callable[[int], None]
+    """Raises on every rank if the ranks' parameters differ; given the step. Collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,7 @@ class LoopPace:
     seed: int
     rank: int
     digest: bool
+    check_every: int | None
 
 
 class Loop:
@@ -81,6 +87,8 @@ class Loop:
         self._batches: Iterator[MicroBatch] = self._digesting(parts.batches) if pace.digest else parts.batches
         self._digest = 0
         self._waited_s = 0.0
+        self._went_wrong: Finding | None = None
+        self._checked_step = 0
 
     def run(self) -> bool:
         """Trains; returns True when the last step is done and evaluated, False when the ranks agreed to stop.
@@ -97,6 +105,7 @@ class Loop:
         finally:
             gc.unfreeze()
             gc.enable()
+        self._settle_account()
         self._save_last()
         return self.position.step >= self._pace.max_steps and not self.position.evaluation_due
 
@@ -111,7 +120,8 @@ class Loop:
         """Trains up to a step, or to an agreed stop."""
         while self.position.step < to_step and not self._stopping:
             self._step()
-            self._after_step()
+            if not self._rolled_back():
+                self._after_step()
             self._hear()
 
     def _step(self) -> None:
@@ -119,7 +129,9 @@ class Loop:
         step, samples = position.step + 1, position.samples + pace.global_size
         # Dropout is keyed by the step, so a resumed run draws what an uninterrupted one would have drawn.
         _reseed(mix(pace.seed, step, pace.rank))
-        facts = StepFacts(step, samples, self._parts.schedule.lr_at(samples))
+        limit = self._parts.health.loss_limit(position)
+        facts = StepFacts(step, samples, self._parts.schedule.lr_at(samples), limit)
+        self._parts.heartbeat.step = step
         self._digest = 0
         result = self._parts.stepper.step(facts, self._batches)
         if pace.digest:
@@ -130,8 +142,12 @@ class Loop:
 
     def _take(self, result: StepResult) -> None:
         """Reads a step's reduced values; on a GPU they are the previous step's, on every rank alike."""
-        self.position.items += result.num_items
-        self.position.loss = result.loss
+        finding = self._parts.health.take(result, self.position)
+        if finding is not None and finding.action == "rollback":
+            self._went_wrong = finding
+        if result.applied:
+            self.position.items += result.num_items
+            self.position.loss = result.loss
         self._stopping = self._stopping or result.stop
         digest = self._digests.pop(result.facts.step, None)
         recorder = self._parts.recorder
@@ -150,18 +166,40 @@ class Loop:
             self._settle()
         elif step % _COLLECT_EVERY_STEPS == 0:
             gc.collect(1)
-        if step == pace.max_steps or (pace.eval_every and step % pace.eval_every == 0):
-            self._drain()
+        evaluates = step == pace.max_steps or bool(pace.eval_every and step % pace.eval_every == 0)
+        saves = self._parts.save_pace.is_due(step) and step < pace.max_steps
+        # What is evaluated or saved has been read before, so nothing that went wrong gets into it.
+        if (evaluates or saves) and self._settle_account():
+            return
+        if pace.check_every and step % pace.check_every == 0:
+            self._check_replicas()
+        if evaluates:
             self._evaluate()
-        if self._parts.save_pace.is_due(step) and step < pace.max_steps and not self._stopping:
+        if saves and not self._stopping:
             self._save()
+
+    def _check_replicas(self) -> None:
+        if self._checked_step != self.position.step:
+            self._checked_step = self.position.step
+            self._parts.check_replicas(self.position.step)
+
+    def _rolled_back(self) -> bool:
+        """Goes back to a checkpoint if a step asks for it; the samples consumed so far are not seen again."""
+        finding, self._went_wrong = self._went_wrong, None
+        if finding is None:
+            return False
+        self._parts.stepper.forget()
+        self._digests.clear()
+        self._parts.heartbeat.mark("start")
+        self.position = self._parts.health.roll_back(finding, samples=self.position.samples)
+        return True
 
     def _settle(self) -> None:
         """After the first step everything that stays is there: take it out of the collector's sight.
 
         From now on garbage is collected at the same step on all ranks; one rank's pause would be everyone's.
         """
-        self._settled = True
+        self._settled = self._parts.heartbeat.settled = True
         self._parts.on_first_step()
         gc.collect()
         gc.freeze()
@@ -194,7 +232,7 @@ class Loop:
 
     def _save(self) -> None:
         start = time.monotonic()
-        self._drain()
+        self._before_save()
         self._parts.checkpointer.save_soon(self.position)
         news = self._parts.save_pace.saved(self.position.step, self._parts.checkpointer)
         if (recorder := self._parts.recorder) is not None:
@@ -205,17 +243,23 @@ class Loop:
     def _save_last(self) -> None:
         """Saves where the loop ends, and waits until that is durable."""
         start = time.monotonic()
-        self._drain()
+        self._before_save()
         self._parts.checkpointer.save(self.position)
         self._hear()
         if (recorder := self._parts.recorder) is not None:
             recorder.skip(time.monotonic() - start, "checkpoint_stall_s")
 
-    def _drain(self) -> None:
-        """Reads the values still under way, so that nothing non-finite gets into a checkpoint or an evaluation."""
+    def _before_save(self) -> None:
+        if self._pace.check_every:
+            self._check_replicas()
+        self._parts.heartbeat.mark("save")
+
+    def _settle_account(self) -> bool:
+        """Reads the values still under way; returns whether one of them took the run back."""
         result = self._parts.stepper.drain()
         if result is not None:
             self._take(result)
+        return self._rolled_back()
 
     def _digesting(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for batch in batches:
@@ -233,26 +277,6 @@ def _sum_over_ranks(digest: int) -> int:
     total = torch.tensor(digest, dtype=torch.int64)
     dist.all_reduce(total)
     return int(total.item()) % DIGEST_MODULUS
-
-
-def refuse_bad(result: StepResult) -> None:
-    """Raises for a step that must not be applied; the same on every rank, since it judges reduced values.
-
-    Raises:
-        SlurmTrainError: the loss or the gradients are not finite, or no item counted.
-    """
-    step = result.facts.step
-    if not result.num_items:
-        raise SlurmTrainError(
-            f"no item of step {step} counts: every target is passed over",
-            hint="check the targets of the data set; -100 marks those that do not count",
-        )
-    what = f"loss {result.loss} ({result.num_non_finite} micro-batches)" if result.num_non_finite else "loss is finite"
-    raise SlurmTrainError(
-        f"step {step} is not finite: {what}, gradient norm {result.grad_norm}, lr {result.facts.lr:.3g}",
-        hint="lower optim.lr or optim.grad_clip_norm, look at the samples of this step (train.samples_digest=true), "
-        "then resume: the newest checkpoint is from before it",
-    )
 
 
 def in_words(measures: dict[str, float]) -> str:

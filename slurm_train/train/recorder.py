@@ -107,9 +107,10 @@ class Recorder:
             "epoch": result.facts.samples // facts.num_samples,
             "samples": result.facts.samples,
             "tokens": items if facts.unit == "tokens" else None,
-            "loss": result.loss,
+            # JSON has no NaN; a step that was not applied has no loss that counts.
+            "loss": result.loss if result.applied else None,
             "lr": result.facts.lr,
-            "grad_norm": result.grad_norm,
+            "grad_norm": result.grad_norm if result.applied else None,
             "step_time_s": elapsed_s / steps,
             "data_time_s": data_wait_s / steps,
             f"{facts.unit}_per_s": rate,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +46,8 @@ class Position:
     """Loss of the newest step that was read."""
     evaluation_due: bool = False
     """The evaluation of this step was broken off by a stop."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Newest losses, oldest first; only kept where spikes are looked for."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,8 +79,7 @@ class Checkpointer:
         """
         from slurm_train.checkpoint.load import choose_checkpoint
 
-        if self.beside is not None:
-            self.beside.finish()
+        self.finish()
         choice = choose_checkpoint(self.run.checkpoints, group=dist.group.WORLD)
         if choice is None:
             return Position(), []
@@ -92,9 +93,15 @@ class Checkpointer:
             items=int(extra.get("items", 0)),
             loss=extra.get("loss"),
             evaluation_due=bool(extra.get("evaluation_due", False)),
+            recent_losses=[float(loss) for loss in extra.get("recent_losses", [])],
         )
         notes = [f"passed over {passed.path.name}: {passed.reason}" for passed in choice.passed_over]
         return position, [*notes, f"resuming from {choice.path.name} (step {position.step})"]
+
+    def finish(self) -> None:
+        """Waits for a save under way; what became of it is among the `news`."""
+        if self.beside is not None:
+            self.beside.finish()
 
     def save(self, position: Position) -> None:
         """Writes a checkpoint of this moment; returns when it is durable. A save under way is waited for.
@@ -228,5 +235,10 @@ class Checkpointer:
             epoch_fence=self.attempt,
             job=self.job,
             written_by=f"{self.place.host} pid {os.getpid()}" if self.place.is_first else "",
-            extra={"items": position.items, "loss": position.loss, "evaluation_due": position.evaluation_due},
+            extra={
+                "items": position.items,
+                "loss": position.loss,
+                "evaluation_due": position.evaluation_due,
+                "recent_losses": position.recent_losses,
+            },
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slurm_train.config.batch import BatchPlan
@@ -12,6 +12,7 @@ from slurm_train.distributed.handshake import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import check_gloo_address, open_store
 from slurm_train.requeue.signals import StopFlag
+from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.layout import RunDirectory
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class RankStart:
     """Set by the signal handlers, which are installed already."""
     env: Mapping[str, str]
     """The process's environment."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    """What this rank says about its progress."""
 
     @property
     def job(self) -> str:

@@ -2,7 +2,8 @@
 
 Each rank back-propagates sums. After the reduce, one divisor turns the gradients into those of the mean over all items
 of all ranks and clips them, and the update applies it, so they are touched once. Nothing waits for a GPU: its reduced
-values are copied beside the next step's work and read one step late, by every rank alike.
+values are copied beside the next step's work and read one step late, by every rank alike. A step that is not finite is
+never applied: on the CPU the host sees it first, on a GPU the update itself is masked.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,10 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from slurm_train.distributed.seeds import rng_state, set_rng_state
+from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.train.module import COUNT, LOSS, NON_FINITE, STOP, TrainingModule
 from slurm_train.train.update import Update
 
 _EPSILON = 1e-6
+_NORM, _SKIPPED = 4, 5
 
 
 class StepFacts(NamedTuple):
@@ -33,6 +36,8 @@ class StepFacts(NamedTuple):
     samples: int
     """Global samples consumed, this step included."""
     lr: float
+    loss_limit: float = float("inf")
+    """A loss above it is a spike."""
 
 
 class StepResult(NamedTuple):
@@ -49,6 +54,19 @@ class StepResult(NamedTuple):
     """Micro-batches whose loss was not finite."""
     grad_norm: float
     """Norm of the gradient of the mean loss, before clipping."""
+    applied: bool = True
+    """Whether the update was made: it is not where a value is not finite."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are numbers."""
+        # A NaN fails every comparison, so this is false for it too.
+        return self.grad_norm < float("inf") and abs(self.loss) < float("inf")
+
+    @property
+    def is_spike(self) -> bool:
+        """Whether the loss is above its limit."""
+        return self.loss > self.facts.loss_limit
 
 
 class HasTensors(Protocol):
@@ -72,6 +90,9 @@ class StepParts:
     device: torch.device
     before_update: Callable[[], None] | None = None
     """On a GPU, called before the parameters change: a copy of them may be under way."""
+    applies_spikes: bool = True
+    """Whether a step whose loss is above its limit is applied all the same."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
 
 class Stepper:
@@ -79,13 +100,12 @@ class Stepper:
 
     Args:
         parts: what to work with.
-        on_bad: raises for a result that must not be applied (non-finite, no items); on a GPU it comes one step late.
     """
 
-    def __init__(self, parts: StepParts, *, on_bad: Callable[[StepResult], None]) -> None:
+    def __init__(self, parts: StepParts) -> None:
         self.data_wait_s = 0.0
         self._parts = parts
-        self._on_bad = on_bad
+        self._mark = parts.heartbeat.mark
         self._ddp, self._module, self._optimizer = parts.ddp, parts.module, parts.optimizer
         self._update = Update(parts.optimizer)
         self._parameters = self._update.parameters
@@ -141,7 +161,12 @@ class Stepper:
         """Returns the result that is still on its way, if there is one; waits for the device."""
         if self._late is None or (pending := self._late.take()) is None:
             return None
-        return self._judge(*pending)
+        return self._read(*pending)
+
+    def forget(self) -> None:
+        """Drops the result that is still on its way: the run goes back to before it."""
+        if self._late is not None:
+            self._late.take()
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
@@ -149,9 +174,11 @@ class Stepper:
         self._rider.grad = None
 
     def _forward_backward(self, batches: Iterator[HasTensors]) -> None:
+        self._mark("data")
         start = time.perf_counter()
         tensors = next(batches).tensors
         self.data_wait_s += time.perf_counter() - start
+        self._mark("step")
         if not self._on_cpu:
             tensors = to_device(tensors, self._parts.device)
         self._module.backward(self._ddp(*tensors))
@@ -160,7 +187,9 @@ class Stepper:
         assert self._rider.grad is not None
         values = self._rider.grad.tolist()
         norm_of_sum = global_norm(gradients).item()
-        result = self._judge(facts, [*values, norm_of_sum / values[COUNT] if values[COUNT] else float("nan")])
+        result = self._read(facts, [*values, norm_of_sum / values[COUNT] if values[COUNT] else float("nan")])
+        if not result.applied:
+            return result
         # DDP gives averages over ranks of sums over items; the rider's count is averaged alike.
         self._divisor.fill_(values[COUNT] * max(1.0, (result.grad_norm + _EPSILON) / self._limit))
         self._update.apply(gradients, self._divisor)
@@ -173,13 +202,19 @@ class Stepper:
         divisor = rider[COUNT] * ((norm + _EPSILON) / self._limit).clamp(min=1.0)
         if self._parts.before_update is not None:
             self._parts.before_update()
-        self._update.apply(gradients, divisor.float())
+        values = torch.cat((rider, norm.to(rider.dtype).reshape(1)))
+        # The host will know the values one step late, so the device decides for itself whether to apply them. All
+        # ranks have the same reduced values and decide alike; the verdict travels with them and is not taken again.
+        skip = values.isfinite().all().logical_not()
+        if not self._parts.applies_spikes and facts.loss_limit < float("inf"):
+            skip = skip | (rider[LOSS] > facts.loss_limit * rider[COUNT])
+        self._update.apply(gradients, divisor.float(), skip=skip.float())
         previous = self._late.take()
-        self._late.put(facts, torch.cat((rider, norm.to(rider.dtype).reshape(1))))
-        return None if previous is None else self._judge(*previous)
+        self._late.put(facts, torch.cat((values, skip.to(rider.dtype).reshape(1))))
+        return None if previous is None else self._read(*previous)
 
-    def _judge(self, facts: StepFacts, values: list[float]) -> StepResult:
-        """Turns averages over ranks into the result of the step."""
+    def _read(self, facts: StepFacts, values: list[float]) -> StepResult:
+        """Turns averages over ranks, the gradient's norm, and on a GPU its verdict, into the result of the step."""
         count = round(values[COUNT] * self._parts.world_size)
         result = StepResult(
             facts,
@@ -187,16 +222,16 @@ class Stepper:
             num_items=count,
             loss=values[LOSS] / values[COUNT] if count else float("nan"),
             num_non_finite=round(values[NON_FINITE] * self._parts.world_size),
-            grad_norm=values[-1],
+            grad_norm=values[_NORM],
         )
-        # A NaN fails every comparison, so this is false for it too.
-        if not (result.grad_norm < float("inf") and abs(result.loss) < float("inf")):
-            self._on_bad(result)
-        return result
+        applied = result.is_finite and (self._parts.applies_spikes or not result.is_spike)
+        if len(values) > _SKIPPED:
+            applied = not values[_SKIPPED]
+        return result if applied else result._replace(applied=False)
 
 
 class _LateValues:
-    """Five numbers on their way from a GPU to the host."""
+    """Six numbers on their way from a GPU to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from slurm_train.config.batch import planned_lr
+from slurm_train.config.schema import RunConfig
 from slurm_train.data.build import build_source
 from slurm_train.data.order import SampleOrder
 from slurm_train.data.source import SampleSource
@@ -23,6 +25,7 @@ from slurm_train.distributed.group import choose_device, shutdown, use_steady_ti
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics.progress import Display, open_display
+from slurm_train.models.objective import Objective
 from slurm_train.rundir.timing import account_path
 from slurm_train.train.beside import build_saving_beside
 from slurm_train.train.build import (
@@ -36,9 +39,11 @@ from slurm_train.train.build import (
 )
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.flops import flops_per_token, peak_flops
-from slurm_train.train.loop import Loop, LoopPace, LoopParts, refuse_bad
+from slurm_train.train.health import Health, HealthParts, position_after_rollbacks
+from slurm_train.train.loop import Loop, LoopPace, LoopParts
 from slurm_train.train.module import TrainingModule
 from slurm_train.train.recorder import Recorder, RunFacts, open_writers
+from slurm_train.train.replicas import check_replicas
 from slurm_train.train.save_pace import build_save_pace
 from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.schedule import build_schedule
@@ -85,6 +90,7 @@ def train(start: RankStart) -> int:
     loop, recorder = build_loop(rank_run, built, display=display)
     try:
         finished = loop.run()
+        start.heartbeat.mark("end")
     finally:
         if recorder is not None:
             recorder.close()
@@ -118,6 +124,7 @@ def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> t
     objective = build_objective(built.model, train=config.train)
     checkpointer = build_checkpointer(rank_run, built)
     position, notes = checkpointer.resume()
+    health = build_health(rank_run, built, checkpointer=checkpointer, position=position, display=display)
     if position.step == 0:
         seed_everything(config.seed, data_parallel_rank=place.rank)
     recorder = build_recorder(rank_run, built, position=position, display=display) if display is not None else None
@@ -136,23 +143,64 @@ def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> t
         ),
         checkpointer=checkpointer,
         save_pace=build_save_pace(config.checkpoint, run=rank_run.start.run, start_step=position.step),
-        evaluator=None
-        if built.heldout is None
-        else Evaluator(
-            objective=objective,
-            source=built.heldout,
-            place=place,
-            device=rank_run.device,
-            batch_size=rank_run.start.plan.local_size,
-            autocast=autocast,
-            stop=stop,
-        ),
+        evaluator=build_evaluator(rank_run, built, objective=objective, autocast=autocast),
         recorder=recorder,
         stop=stop,
         stop_file=rank_run.start.run.stop_file,
         on_first_step=lambda: _after_first_step(rank_run, checkpointer),
+        health=health,
+        heartbeat=rank_run.start.heartbeat,
+        check_replicas=lambda step: check_replicas(
+            built.model.parameters(), step=step, device=rank_run.device, host=place.host
+        ),
     )
     return Loop(parts, pace=build_pace(rank_run), position=position), recorder
+
+
+def _collective_timeout_s(config: RunConfig) -> float:
+    # A rank that hangs is to be named by the watchdog, not by whoever gives up waiting for it first.
+    patience_s = 0.0 if config.health.hang_timeout_s is None else config.health.hang_timeout_s + 60.0
+    return max(config.train.steady_timeout_s, patience_s)
+
+
+def build_health(
+    rank_run: RankRun, built: Built, *, checkpointer: Checkpointer, position: Position, display: Display | None
+) -> Health:
+    """Returns what judges the steps; moves the position past what a rollback has passed over. Collective."""
+    start, group = rank_run.start, dist.group.WORLD
+    order = SampleOrder(len(built.train), seed=start.config.seed)
+    position.samples, num_rollbacks = position_after_rollbacks(start.run, position, group=group)
+    parts = HealthParts(
+        settings=start.config.health,
+        run=start.run,
+        attempt=start.attempt,
+        is_first=start.place.is_first,
+        global_size=start.plan.global_size,
+        sample_ids=lambda first, count: [int(sample) for sample in order.indices(first, count)],
+        say=print if display is None else display.say,
+        checkpointer=checkpointer,
+        group=group,
+    )
+    return Health(parts, num_rollbacks=num_rollbacks)
+
+
+def build_evaluator(
+    rank_run: RankRun, built: Built, *, objective: Objective, autocast: torch.dtype | None
+) -> Evaluator | None:
+    """Returns what measures the held-out samples, None where there are none."""
+    if built.heldout is None:
+        return None
+    start = rank_run.start
+    return Evaluator(
+        objective=objective,
+        source=built.heldout,
+        place=start.place,
+        device=rank_run.device,
+        batch_size=start.plan.local_size,
+        autocast=autocast,
+        stop=start.stop,
+        heartbeat=start.heartbeat,
+    )
 
 
 def build_pace(rank_run: RankRun) -> LoopPace:
@@ -166,6 +214,7 @@ def build_pace(rank_run: RankRun) -> LoopPace:
         seed=config.seed,
         rank=rank_run.start.place.rank,
         digest=config.train.samples_digest,
+        check_every=config.health.check_replicas_every_steps,
     )
 
 
@@ -187,8 +236,10 @@ def build_stepper(
         world_size=rank_run.start.place.world_size,
         device=rank_run.device,
         before_update=before_update,
+        applies_spikes=rank_run.start.config.health.on_spike == "log",
+        heartbeat=rank_run.start.heartbeat,
     )
-    return Stepper(parts, on_bad=refuse_bad)
+    return Stepper(parts)
 
 
 def build_stream(rank_run: RankRun, source: SampleSource, *, start_samples: int) -> BatchStream:
@@ -240,7 +291,7 @@ def build_recorder(rank_run: RankRun, built: Built, *, position: Position, displ
 
 def _after_first_step(rank_run: RankRun, checkpointer: Checkpointer) -> None:
     config = rank_run.start.config
-    use_steady_timeout(config.train.steady_timeout_s)
+    use_steady_timeout(_collective_timeout_s(config))
     if config.checkpoint.every_steps is not None:
         checkpointer.prepare()
 

@@ -40,23 +40,27 @@ class Update:
         self._groups: list[_GroupTensors] = []
         self._steps: list[Tensor] = []
 
-    def apply(self, gradients: list[Tensor], divisor: Tensor) -> None:
-        """Takes one step.
+    def apply(self, gradients: list[Tensor], divisor: Tensor, *, skip: Tensor | None = None) -> None:
+        """Takes one step, or none.
 
         Args:
             gradients: of `parameters`; they may be scaled in place. Shorter if some parameters have none.
             divisor: a float32 scalar on their device.
+            skip: a float32 scalar there; where it is 1, parameters and state stay as they are, moments and step
+                count too. The short way masks on the device; the other waits for the value.
         """
         if not (self._short_way and len(gradients) == len(self.parameters) and self._find_state()):
+            if skip is not None and skip.item():
+                return
             torch._foreach_div_(gradients, divisor)
             self._optimizer.step()
             return
         with torch.no_grad():
-            torch._foreach_add_(self._steps, 1)
+            torch._foreach_add_(self._steps, 1 if skip is None else 1 - skip)
             start = 0
             for group in self._groups:
                 end = start + len(group.params)
-                _fused_adamw(group, gradients[start:end], divisor)
+                _fused_adamw(group, gradients[start:end], divisor, skip)
                 start = end
 
     def _find_state(self) -> bool:
@@ -96,7 +100,7 @@ def _tensors_of(group: dict[str, Any], state: Any) -> _GroupTensors:
     )
 
 
-def _fused_adamw(group: _GroupTensors, gradients: list[Tensor], divisor: Tensor) -> None:
+def _fused_adamw(group: _GroupTensors, gradients: list[Tensor], divisor: Tensor, skip: Tensor | None) -> None:
     settings = group.settings
     beta1, beta2 = settings["betas"]
     torch._fused_adamw_(
@@ -114,4 +118,5 @@ def _fused_adamw(group: _GroupTensors, gradients: list[Tensor], divisor: Tensor)
         amsgrad=False,
         maximize=False,
         grad_scale=divisor,
+        found_inf=skip,
     )

@@ -2,8 +2,8 @@
 
 All four train the same model on the same in-memory batches with the same optimizer flags in one process group, in
 turns (A B C D A B C D ...), so noise of the machine hits all alike. "Everything on" is: rider, clipping, schedule,
-metrics.jsonl every 10 steps, display, stop flag and STOP file, garbage collector control. Peers get what they offer for
-the same: clipping and a schedule; Lightning a CSV log every 10 steps too. No peer pays for a DataLoader.
+metrics.jsonl every 10 steps, display, stop flag and STOP file, heartbeat, garbage collector control. Peers get what
+they offer for the same: clipping and a schedule; Lightning a CSV log every 10 steps too. No peer pays for a DataLoader.
 
     python tests/benchmarks/bench_step_time.py [--rounds 20] [--out result.json]
 """
@@ -186,6 +186,7 @@ def our_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int],
     from slurm_train.distributed.place import RankPlace
     from slurm_train.metrics.progress import LineDisplay
     from slurm_train.requeue.signals import StopFlag
+    from slurm_train.rundir.heartbeat import BeatSource, Limits
     from slurm_train.rundir.layout import RunDirectory
     from slurm_train.train.build import build_optimizer
     from slurm_train.train.start import RankStart
@@ -206,6 +207,8 @@ def our_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int],
         stop=StopFlag(),
         env={},
     )
+    source = BeatSource(rank=rank, host="here", pid=os.getpid())
+    start.heartbeat.start(start.run, 0, source, limits=Limits(600, 300))
     rank_run = RankRun(start, torch.device("cpu"))
     model = make_model(hidden, layers)
     built = Built(model=model, optimizer=build_optimizer(model, optim=config.optim), train=TensorSource(), heldout=None)

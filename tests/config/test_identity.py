@@ -27,6 +27,8 @@ OTHERS: dict[str, Any] = {
     "optim.betas": [0.8, 0.9],
     "train.precision": "float32",
     "cluster.gpu_flag": "gres",
+    "health.on_non_finite": "skip",
+    "health.on_spike": "stop",
 }
 
 

@@ -83,6 +83,10 @@ class FakeSlurmCommands:
             self.cancelled.append(job_id)
             self.jobs[job_id] = job_state(job_id, "CANCELLED")
 
+    def kill_step(self, step_id: str) -> None:
+        self._fail_if_told()
+        self.cancelled.append(step_id)
+
     def restarts(self, job_id: str) -> int:
         return int(self.show_job(job_id)["Restarts"])
 

@@ -28,6 +28,7 @@ def test_the_names_of_the_contract() -> None:
         "result": "result.json",
         "stop_file": "STOP",
         "lock": "lock.json",
+        "events": "events.jsonl",
         "tensorboard": "tensorboard",
     }
     assert run.rank_log(2, 31) == run.path / "logs" / "attempt_2" / "rank_31.log"

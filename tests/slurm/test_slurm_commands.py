@@ -220,6 +220,21 @@ def test_a_missing_command_says_where_to_go(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("stderr", ["", "scancel: error: Kill job error on job id 7.0: Invalid job id specified\n"])
+def test_a_step_is_killed_and_one_that_ended_is_no_error(stderr: str) -> None:
+    script = Script(scancel=bad(stderr) if stderr else ok())
+    slurm(script).kill_step("7.0")
+    assert script.calls == [["scancel", "--signal=KILL", "7.0"]]
+
+
+@pytest.mark.parametrize("step_id", ["7", "7.batch", "", "7.0 8"])
+def test_only_a_numbered_step_is_killed(step_id: str) -> None:
+    script = Script(scancel=ok())
+    with pytest.raises(ClusterError, match="is not the id of a step"):
+        slurm(script).kill_step(step_id)
+    assert script.calls == []
+
+
 def test_a_command_that_hangs_is_ended() -> None:
     with pytest.raises(ClusterError, match=r"did not answer in 0\.2 s"):
         run_process([sys.executable, "-S", "-c", "import signal; signal.pause()"], env={}, timeout_s=0.2)

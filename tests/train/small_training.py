@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ class Net(nn.Module):
         signal_rank: the rank that does.
         only_in: file that must not exist for the signal to be sent; it is made then, so a resumed run goes on.
         in_evaluation: the signal is sent in the first evaluation instead.
+        flip_at: forward pass of training (from 1) before which rank 1 flips one bit of one weight; 0 never.
     """
 
     def __init__(
@@ -35,32 +37,45 @@ class Net(nn.Module):
         signal_rank: int = 0,
         only_in: str = "",
         in_evaluation: bool = False,
+        flip_at: int = 0,
     ) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3)).double()
         self.step_s, self.signal_at, self.signal_rank, self.only_in = step_s, signal_at, signal_rank, only_in
         self.in_evaluation = in_evaluation
+        self.flip_at = flip_at
         self.passes = -1  # The pass before the first step arranges DDP's buckets.
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
             self.passes += 1
             time.sleep(self.step_s)
+            if self.passes == self.flip_at and os.environ["RANK"] == "1":
+                self.layers[0].weight.data.view(torch.int64)[3, 2] ^= 1
         due = not self.training if self.in_evaluation else self.training and self.passes == self.signal_at
         if due and self.only_in and int(os.environ["RANK"]) == self.signal_rank and not Path(self.only_in).exists():
             Path(self.only_in).touch()
             for _ in range(3):
                 os.kill(os.getpid(), signal.SIGTERM)
-        return self.layers(inputs)
+        # A sample far out makes its whole batch a spike.
+        return self.layers(inputs) * (100.0 if inputs.abs().max() > 1e3 else 1.0)
 
 
 class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Random points with a rule; an odd number of them, so that no split is even."""
+    """Random points with a rule; an odd number of them, so that no split is even.
 
-    def __init__(self, *, split: str = "train") -> None:
+    Args:
+        split: "train" or "heldout".
+        bad: training samples whose inputs are multiplied.
+        factor: what by, "nan" for instance.
+    """
+
+    def __init__(self, *, split: str = "train", bad: Sequence[int] = (), factor: str = "nan") -> None:
         generator = torch.Generator().manual_seed(3 if split == "train" else 4)
         self.inputs = torch.randn(NUM_SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
         self.targets = (self.inputs.sum(dim=1) > 0).long() + (self.inputs[:, 0] > 1).long()
+        if split == "train":
+            self.inputs[list(bad)] *= float(factor)
 
     def __len__(self) -> int:
         return NUM_SAMPLES

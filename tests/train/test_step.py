@@ -16,7 +16,7 @@ from slurm_train.errors import SlurmTrainError
 from slurm_train.models.objective import Objective
 from slurm_train.requeue.signals import StopFlag
 from slurm_train.train.build import build_ddp, build_optimizer
-from slurm_train.train.loop import refuse_bad
+from slurm_train.train.health import refuse
 from slurm_train.train.module import TrainingModule
 from slurm_train.train.step import StepFacts, StepParts, Stepper, StepResult
 
@@ -52,7 +52,7 @@ def make_stepper(
         world_size=1,
         device=CPU,
     )
-    return Stepper(parts, on_bad=refuse_bad)
+    return Stepper(parts)
 
 
 def step_of(stepper: Stepper, *batches: Batch) -> StepResult:
@@ -129,11 +129,13 @@ def test_rider_is_neither_trained_nor_saved() -> None:
         (lambda _, targets: targets.fill_(-100), "no item of step 1 counts"),
     ],
 )
-def test_a_bad_step_is_refused_before_the_weights_change(spoil: Any, text: str) -> None:
+def test_a_bad_step_is_not_applied(spoil: Any, text: str) -> None:
     model, batch = make_model(), make_batch()
     spoil(*batch.tensors)
+    result = step_of(make_stepper(model), batch)
+    assert not result.applied
     with pytest.raises(SlurmTrainError, match=text):
-        step_of(make_stepper(model), batch)
+        refuse(result)
     for mine, other in zip(model.parameters(), make_model().parameters(), strict=True):
         assert torch.equal(mine, other)
 

@@ -72,3 +72,25 @@ def test_what_is_not_plain_fused_adamw_goes_torchs_way() -> None:
 def test_only_matrices_decay() -> None:
     groups = build_optimizer(make(), optim=OPTIM).param_groups
     assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(2, 0.3), (4, 0.0)]
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_masked_step_leaves_parameters_moments_and_step_count_alone(is_short: bool) -> None:
+    """What a GPU does with a step that is not finite: the verdict is a tensor, and NaNs are in the gradients."""
+    masked, plain = make(), make()
+    optimizer, other = (build_optimizer(model, optim=OPTIM) for model in (masked, plain))
+    take_steps(masked, optimizer, divisor=2.0, steps=range(3))
+    take_steps(plain, other, divisor=2.0, steps=range(3))
+    update = Update(optimizer)
+    update._short_way = is_short
+    bad = gradients(update, 3, float("nan"))
+    update.apply(bad, torch.tensor(float("nan")), skip=torch.tensor(1.0))
+    good = gradients(update, 4, 2.0)
+    for parameter, gradient in zip(update.parameters, good, strict=True):
+        parameter.grad = gradient
+    update.apply(good, torch.tensor(2.0), skip=torch.tensor(0.0))
+    take_steps(plain, other, divisor=2.0, steps=range(4, 5))
+    for mine, theirs in zip(masked.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    for mine_state, their_state in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert all(torch.equal(mine_state[name], their_state[name]) for name in their_state)

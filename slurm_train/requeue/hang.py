@@ -1,0 +1,158 @@
+"""Who hangs: heartbeats over time, reduced to one sentence. Pure; the clock and the readings come from the caller.
+
+In synchronous training one rank that stands still stops all others at their next exchange, so a hang is when nobody
+makes progress, and the question is who is behind: first a process that does not run at all, then the rank that is at
+the earliest point of the program, then the one whose stack is not in an exchange.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slurm_train.rundir.heartbeat import Beat, Limits
+
+_STAGES = {"start": 0, "data": 1, "step": 1, "evaluate": 2, "gather": 3, "save": 4}
+# Functions of the innermost frames that mean waiting for others; autograd's engine waits for the gradients' reduction.
+_EXCHANGES = {
+    "_engine_run_backward": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_gather_object": "all_gather",
+    "all_gather": "all_gather",
+    "broadcast_object_list": "broadcast",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "synchronize": "the device",
+    "open_store": "the rendezvous",
+    "init_process_group": "the rendezvous",
+}
+_INNERMOST = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """Nobody makes progress."""
+
+    ranks: tuple[int, ...]
+    """Who is behind; all of them where nobody stands out."""
+    host: str
+    """Node of the first of them."""
+    step: int
+    phase: str
+    what: str
+    """What they do, e.g. "is in data at step 1204 since 310 s; 7 ranks wait for it in all_reduce"."""
+
+    def __str__(self) -> str:
+        names = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"rank{'s' * (len(self.ranks) > 1)} {names} on {self.host} {self.what}"
+
+
+@dataclass(slots=True)
+class _Seen:
+    beat: Beat
+    moved_s: float
+    """When its marks were last seen to change."""
+    ran_s: float
+    """When it was last seen to beat."""
+
+
+class Observer:
+    """Follows the heartbeats of an attempt.
+
+    Args:
+        limits: how long everybody may stand still.
+        world_size: ranks; while some have no heartbeat yet, the rendezvous has a time-out of its own.
+    """
+
+    def __init__(self, limits: Limits, *, world_size: int) -> None:
+        self._limits, self._world_size = limits, world_size
+        self._seen: dict[int, _Seen] = {}
+        self._looked_s: float | None = None
+
+    def look(self, beats: Mapping[int, Beat], now_s: float, *, pause_s: float) -> None:
+        """Takes a reading.
+
+        Args:
+            beats: by rank.
+            now_s: seconds that never run backwards.
+            pause_s: how long the caller meant to wait since the reading before.
+        """
+        # Where this process was itself stopped (a suspended job), so were the ranks: all begin anew.
+        away = self._looked_s is not None and now_s - self._looked_s > 5 * pause_s + 5.0
+        self._looked_s = now_s
+        for rank, beat in beats.items():
+            old = self._seen.get(rank)
+            if old is None or away:
+                self._seen[rank] = _Seen(beat, now_s, now_s)
+                continue
+            moved = (beat.marks, beat.step) != (old.beat.marks, old.beat.step)
+            ran = beat.beats != old.beat.beats
+            self._seen[rank] = _Seen(beat, now_s if moved else old.moved_s, now_s if ran else old.ran_s)
+
+    def is_hung(self, now_s: float) -> bool:
+        """Returns whether all ranks that are not done have stood still for longer than they may."""
+        working = self._working()
+        if not working or len(self._seen) < self._world_size:
+            return False
+        return all(now_s - seen.moved_s > self._limit(seen.beat) for seen in working.values())
+
+    def explain(self, now_s: float, stacks: Mapping[int, str]) -> Hang:
+        """Returns who is behind and where.
+
+        Args:
+            now_s: as in `look`.
+            stacks: what ranks have written down, by rank; those that do not run have none.
+        """
+        working = self._working()
+        frozen = [rank for rank, seen in working.items() if now_s - seen.ran_s > 0.5 * self._limit(seen.beat)]
+        behind = frozen or _behind(working, stacks)
+        first = working[behind[0]]
+        others = [rank for rank in working if rank not in behind]
+        several = len(behind) > 1
+        state = f"{'do' if several else 'does'} not run (stopped or lost), " if frozen else "are " if several else "is "
+        where = f"in {first.beat.phase} at step {first.beat.step} since {now_s - first.moved_s:.0f} s"
+        return Hang(
+            ranks=tuple(behind),
+            host=first.beat.source.host,
+            step=first.beat.step,
+            phase=first.beat.phase,
+            what=f"{state}{where}{_waiting(others, stacks, len(behind))}",
+        )
+
+    def _working(self) -> dict[int, _Seen]:
+        return {rank: seen for rank, seen in self._seen.items() if seen.beat.phase != "end"}
+
+    def _limit(self, beat: Beat) -> float:
+        return self._limits.of(settled=beat.settled)
+
+
+def _behind(working: Mapping[int, _Seen], stacks: Mapping[int, str]) -> list[int]:
+    """Returns the ranks at the earliest point; of several, those that are not in an exchange."""
+    points = {rank: (seen.beat.step, _STAGES[seen.beat.phase], seen.beat.marks) for rank, seen in working.items()}
+    earliest = [rank for rank, point in points.items() if point == min(points.values())]
+    busy = [rank for rank in earliest if rank in stacks and exchange_in(stacks[rank]) is None]
+    return busy or earliest
+
+
+def _waiting(others: list[int], stacks: Mapping[int, str], num_behind: int) -> str:
+    if not others:
+        return "; no rank stands out" if num_behind > 1 else ""
+    found = [name for rank in others if rank in stacks and (name := exchange_in(stacks[rank]))]
+    name = max(set(found), key=found.count) if found else None
+    verb = "rank waits" if len(others) == 1 else "ranks wait"
+    return f"; {len(others)} {verb} for {'them' if num_behind > 1 else 'it'}" + (f" in {name}" if name else "")
+
+
+def exchange_in(stack: str) -> str | None:
+    """Returns the exchange that a rank's main thread waits in, None where its innermost frames are in none.
+
+    Args:
+        stack: what the rank wrote: "main thread 0x...", then faulthandler's dump.
+    """
+    main = re.match(r"main thread (0x[0-9a-f]+)", stack)
+    if main is None:
+        return None
+    part = re.search(rf"hread {main[1]}[^\n]*\n((?:  [^\n]*\n?)+)", stack)
+    names = re.findall(r"^  File .* in (\S+)$", part[1], re.MULTILINE)[:_INNERMOST] if part else []
+    return next((_EXCHANGES[name] for name in names if name in _EXCHANGES), None)

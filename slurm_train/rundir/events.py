@@ -1,0 +1,35 @@
+"""events.jsonl: what went wrong in a run and what was done about it, one line each.
+
+Written by rank 0 and by the supervisor; every line is durable when the writer goes on, since a rollback counts on it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from slurm_train.rundir.files import append_line, read_lines
+from slurm_train.rundir.layout import RunDirectory
+
+
+def append_event(run: RunDirectory, event: str, *, attempt: int, **facts: Any) -> None:
+    """Adds a line; numbers that JSON does not have are written as text ("nan", "inf").
+
+    Args:
+        run: the run.
+        event: its kind, e.g. "non_finite", "spike", "rollback", "hang".
+        attempt: number of the attempt.
+        facts: what is known of it.
+    """
+    line = {"event": event, "attempt": attempt, "time_unix_s": time.time()}
+    append_line(run.events, line | {name: _plain(value) for name, value in facts.items()}, durable=True)
+
+
+def read_events(run: RunDirectory, event: str | None = None) -> list[dict[str, Any]]:
+    """Returns the lines in the order in which they were written; only those of one kind where it is named."""
+    return [line for line in read_lines(run.events) if event is None or line.get("event") == event]
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,203 @@
+"""Heartbeats: what each rank is doing, in a small file that anybody can read while the rank hangs.
+
+The loop only sets three fields (0.1 us); a thread writes them twice a second. So a rank that waits in a collective
+still beats, and one that was stopped, or whose interpreter is blocked, does not: the two look different from outside.
+A rank that has stood still for long writes down by itself where its threads are. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurm_train.rundir.layout import RunDirectory
+
+PHASES = ("start", "data", "step", "evaluate", "gather", "save", "end")
+"""What a rank can be at; "gather" is the exchange after an evaluation, "end" everything after the last save."""
+EVERY_S = 0.5
+_FLUSH_EVERY_S = 10.0
+# Version, step, marks, phase, settled, beats, and the time of the writer for people with a hex editor.
+_RECORD = struct.Struct("<8sqqiiqd16x")
+_VERSION = b"beat-1\0\0"
+_FILE_SIZE = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeatSource:
+    """Whose heartbeat it is."""
+
+    rank: int
+    host: str
+    pid: int
+    step_id: str = ""
+    """Slurm's id of the step, e.g. "123.0"; "" without Slurm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """One reading of a rank's heartbeat file."""
+
+    source: BeatSource
+    step: int
+    """The optimizer step that the rank is at."""
+    marks: int
+    """Counts every change of phase: while it stands still, so does the rank."""
+    phase: str
+    settled: bool
+    """Whether the rank has done its first step."""
+    beats: int
+    """Counts the writings: while it stands still, the process does not run at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a rank may stand still, in seconds."""
+
+    start_s: float
+    """Until the first step is done (rendezvous, compile)."""
+    steady_s: float
+    """From then on; a save is no exception, since the others wait for it in a collective with a time-out."""
+
+    def of(self, *, settled: bool) -> float:
+        """Returns the limit before or after the first step."""
+        return self.steady_s if settled else max(self.start_s, self.steady_s)
+
+
+class Heartbeat:
+    """This rank's heartbeat; until `start` it only takes marks."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.phase = "start"
+        self.marks = 0
+        self.settled = False
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def mark(self, phase: str) -> None:
+        """Says what this rank is doing from now on; saying the same again is progress, too."""
+        self.phase = phase
+        self.marks += 1
+
+    def start(self, run: RunDirectory, attempt: int, source: BeatSource, *, limits: Limits | None) -> None:
+        """Begins to write; called before anything slow.
+
+        Args:
+            run: the run.
+            attempt: number of the attempt.
+            source: who this is.
+            limits: after nine tenths of them the stacks are written down; None: never.
+        """
+        writer = _Writer(self, run, attempt, source, limits)
+        self._thread = threading.Thread(target=writer.run, args=(self._done,), name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the writing."""
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+class _Writer:
+    """The thread's part."""
+
+    def __init__(
+        self, heart: Heartbeat, run: RunDirectory, attempt: int, source: BeatSource, limits: Limits | None
+    ) -> None:
+        self._heart, self._limits = heart, limits
+        self._stacks = run.stacks(attempt, source.rank)
+        self._main = threading.main_thread().ident or 0
+        path = run.heartbeat(attempt, source.rank)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        facts = {"rank": source.rank, "host": source.host, "pid": source.pid, "step_id": source.step_id}
+        self._beats = 0
+        self._marks, self._since, self._dumped = -1, time.monotonic(), False
+        self._last = self._flushed = time.monotonic()
+        os.pwrite(self._file, self._record() + json.dumps(facts).encode().ljust(_FILE_SIZE - _RECORD.size), 0)
+
+    def run(self, done: threading.Event) -> None:
+        """Writes until told to end; a file system that refuses costs the heartbeat, never the training."""
+        while not done.wait(EVERY_S):
+            with contextlib.suppress(OSError):
+                self._beat()
+        with contextlib.suppress(OSError):
+            self._beat()
+        os.close(self._file)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        self._beats += 1
+        os.pwrite(self._file, self._record(), 0)
+        # A network file system keeps a file that stays open to itself for half a minute.
+        if now - self._flushed > _FLUSH_EVERY_S:
+            self._flushed = now
+            os.fdatasync(self._file)
+        self._look_at_own_progress(now)
+
+    def _record(self) -> bytes:
+        heart = self._heart
+        phase = PHASES.index(heart.phase)
+        return _RECORD.pack(_VERSION, heart.step, heart.marks, phase, heart.settled, self._beats, time.time())
+
+    def _look_at_own_progress(self, now: float) -> None:
+        # The process itself may have been stopped (a suspended job): that time does not count.
+        was_away, self._last = now - self._last > 10 * EVERY_S, now
+        if was_away or self._heart.marks != self._marks:
+            if self._dumped:  # it went on after all: what was written is not where it is
+                self._stacks.unlink(missing_ok=True)
+            self._marks, self._since, self._dumped = self._heart.marks, now, False
+            return
+        if self._limits is None or self._dumped or self._heart.phase == "end":
+            return
+        if now - self._since > 0.9 * self._limits.of(settled=self._heart.settled) - EVERY_S:
+            self._dumped = True
+            with self._stacks.open("w") as file:
+                file.write(f"main thread {self._main:#018x}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+
+
+def read_beats(run: RunDirectory, attempt: int) -> dict[int, Beat]:
+    """Returns the newest heartbeat of every rank that has one, by rank."""
+    folder = run.attempt_logs(attempt)
+    names = (re.fullmatch(r"heartbeat_(\d+)", name) for name in _names(folder))
+    beats = {int(match[1]): _read(folder / match[0]) for match in names if match}
+    return {rank: beat for rank, beat in sorted(beats.items()) if beat is not None}
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208  # names are enough
+    except OSError:
+        return []
+
+
+def _read(path: Path) -> Beat | None:
+    try:
+        content = path.read_bytes()
+        version, step, marks, phase, settled, beats, _ = _RECORD.unpack_from(content)
+        facts: dict[str, Any] = json.loads(content[_RECORD.size :])
+        if version != _VERSION:
+            return None
+        return Beat(
+            source=BeatSource(**facts),
+            step=step,
+            marks=marks,
+            phase=PHASES[phase],
+            settled=bool(settled),
+            beats=beats,
+        )
+    except (OSError, ValueError, TypeError, IndexError, struct.error):
+        # Half written, or gone meanwhile: the next look will see it.
+        return None

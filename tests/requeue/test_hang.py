@@ -1,0 +1,117 @@
+"""Who hangs: readings of heartbeats over time, and what is said about them."""
+
+from __future__ import annotations
+
+import faulthandler
+import tempfile
+import threading
+
+import pytest
+
+from slurm_train.requeue.hang import Observer, exchange_in
+from slurm_train.rundir.heartbeat import Beat, BeatSource, Limits
+
+LIMITS = Limits(600.0, 300.0)
+BACKWARD = """main thread 0x0000000000000002
+Thread 0x0000000000000001 (most recent call first):
+  File "/x/threading.py", line 1 in wait
+
+Thread 0x0000000000000002 (most recent call first):
+  File "/x/torch/autograd/graph.py", line 1 in _engine_run_backward
+  File "/x/train/step.py", line 2 in step
+"""
+BUSY = BACKWARD.replace("_engine_run_backward", "decode")
+
+
+def beat(
+    rank: int, *, step: int = 7, phase: str = "step", marks: int = 20, beats: int = 1, settled: bool = True
+) -> Beat:
+    source = BeatSource(rank=rank, host=f"node{rank // 2 + 1}", pid=1)
+    return Beat(source=source, step=step, marks=marks, phase=phase, settled=settled, beats=beats)
+
+
+def observed(*beats: Beat, for_s: float, frozen: tuple[int, ...] = ()) -> Observer:
+    """Returns an observer that has seen the same marks for so long, every 10 s."""
+    observer = Observer(LIMITS, world_size=len(beats))
+    for number in range(int(for_s // 10) + 1):
+        readings = {}
+        for one in beats:
+            count = 1 if one.source.rank in frozen else number
+            readings[one.source.rank] = Beat(**{f: getattr(one, f) for f in one.__slots__} | {"beats": count})
+        observer.look(readings, 10.0 * number, pause_s=10.0)
+    return observer
+
+
+def test_nobody_hangs_while_anybody_makes_progress() -> None:
+    observer = observed(beat(0), beat(1), for_s=400)
+    assert observer.is_hung(400)
+    observer.look({0: beat(0, marks=21), 1: beat(1)}, 410, pause_s=10)
+    assert not observer.is_hung(410)
+
+
+@pytest.mark.parametrize(
+    ("phase", "settled", "limit"),
+    [("step", True, 300), ("step", False, 600), ("start", False, 600), ("save", True, 300)],
+)
+def test_the_limit_is_longer_before_the_first_step(phase: str, settled: bool, limit: int) -> None:
+    one = beat(0, phase=phase, settled=settled)
+    assert not observed(one, for_s=limit - 20).is_hung(limit - 20)
+    assert observed(one, for_s=limit + 20).is_hung(limit + 20)
+
+
+def test_a_rank_that_is_done_or_not_there_yet_is_no_hang() -> None:
+    assert not observed(beat(0, phase="end"), for_s=900).is_hung(900)
+    observer = Observer(LIMITS, world_size=2)
+    for now in range(0, 1000, 10):
+        observer.look({0: beat(0)}, float(now), pause_s=10)
+    assert not observer.is_hung(1000)
+
+
+def test_time_in_which_the_observer_was_stopped_does_not_count() -> None:
+    observer = observed(beat(0), beat(1), for_s=200)
+    observer.look({0: beat(0), 1: beat(1)}, 4000, pause_s=10)
+    assert not observer.is_hung(4010)
+
+
+def test_a_process_that_does_not_run_is_named_first() -> None:
+    beats = [beat(rank, phase="data" if rank == 5 else "step") for rank in range(8)]
+    hang = observed(*beats, for_s=310, frozen=(2,)).explain(310, dict.fromkeys(range(8), BACKWARD))
+    assert str(hang) == (
+        "rank 2 on node2 does not run (stopped or lost), in step at step 7 since 310 s; "
+        "7 ranks wait for it in all_reduce"
+    )
+
+
+def test_the_rank_at_the_earliest_point_is_named() -> None:
+    beats = [beat(rank, phase="data", marks=19) if rank == 5 else beat(rank) for rank in range(8)]
+    hang = observed(*beats, for_s=310).explain(310, dict.fromkeys(range(8), BACKWARD))
+    assert str(hang) == "rank 5 on node3 is in data at step 7 since 310 s; 7 ranks wait for it in all_reduce"
+    assert (hang.ranks, hang.host) == ((5,), "node3")
+
+
+def test_of_ranks_at_one_point_the_one_outside_an_exchange_is_named() -> None:
+    hang = observed(beat(0), beat(1), for_s=310).explain(310, {0: BACKWARD, 1: BUSY})
+    assert str(hang) == "rank 1 on node1 is in step at step 7 since 310 s; 1 rank waits for it in all_reduce"
+
+
+def test_without_a_difference_it_says_so() -> None:
+    hang = observed(beat(0), beat(1), for_s=310).explain(310, {0: BACKWARD, 1: BACKWARD})
+    assert str(hang) == "ranks 0, 1 on node1 are in step at step 7 since 310 s; no rank stands out"
+
+
+def test_the_main_thread_is_found_in_a_real_dump() -> None:
+    def barrier(done: threading.Event) -> None:
+        done.wait()
+
+    with tempfile.TemporaryFile("w+") as file:
+        done = threading.Event()
+        thread = threading.Thread(target=barrier, args=(done,))
+        thread.start()
+        file.write(f"main thread {thread.ident:#018x}\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+        done.set()
+        thread.join()
+        file.seek(0)
+        assert exchange_in(file.read()) == "barrier"
+    assert exchange_in(BUSY) is None and exchange_in("") is None

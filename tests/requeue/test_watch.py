@@ -1,0 +1,87 @@
+"""The watchdog on real ranks: one is stopped as by SIGSTOP, and is found, named and ended; a slow one is not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import read_events
+from slurm_train.rundir.heartbeat import Beat, read_beats
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.marks import first_mark
+from tests.support.command_line import TINY, Person, new_project
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.distributed, pytest.mark.faults]
+TIMEOUT_S = 4.0
+
+
+def trains(person: Person, *words: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "slurm_train", *TINY, *words, "run.processes=2"]
+    return subprocess.Popen(
+        argv, cwd=person.folder, env=person.environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def the_run(person: Person) -> RunDirectory:
+    paths = wait_for(lambda: list(person.folder.glob("runs/*/*/config.yaml")), within_s=60, what="a run directory")
+    return RunDirectory(paths[0].parent)
+
+
+def settled_beats(run: RunDirectory) -> dict[int, Beat]:
+    beats = {rank: beat for rank, beat in read_beats(run, 0).items() if beat.step > 3 and beat.settled}
+    return beats if len(beats) == 2 else {}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named_and_the_ranks_are_ended(tmp_path: Path, rank: int) -> None:
+    person = Person(new_project(tmp_path / "project"))
+    trainer = trains(
+        person,
+        "model.step_s=0.1",
+        "train.max_steps=2000",
+        "checkpoint.every_steps=null",
+        f"health.hang_timeout_s={TIMEOUT_S}",
+    )
+    run = the_run(person)
+    try:
+        beats = wait_for(lambda: settled_beats(run), within_s=90, what="steps")
+        stopped_s = time.monotonic()
+        os.kill(beats[rank].source.pid, signal.SIGSTOP)
+        _, err = trainer.communicate(timeout=TIMEOUT_S + 30)
+        assert time.monotonic() - stopped_s < TIMEOUT_S + 10, err
+    finally:
+        for beat in read_beats(run, 0).values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(beat.source.pid, signal.SIGKILL)
+        trainer.kill()
+        trainer.communicate(timeout=20)
+    assert trainer.returncode not in (0, 75)
+    (event,) = read_events(run, "hang")
+    assert event["ranks"] == [rank]
+    where = r"in (step|data|save) at step \d+ since \d+ s; 1 rank waits"
+    pattern = rf"rank {rank} on \S+ does not run \(stopped or lost\), {where}"
+    assert re.match(pattern, event["sentence"]), event["sentence"]
+    assert event["sentence"] in err
+    mark = first_mark(run, 0)
+    assert mark is not None and mark.rank == rank
+    assert event["sentence"] in read_ledger(run)[0]["note"]
+    assert "_engine_run_backward" in run.stacks(0, 1 - rank).read_text(), "the other one says where it waits"
+
+
+def test_a_slow_run_that_makes_progress_is_left_alone(tmp_path: Path) -> None:
+    person = Person(new_project(tmp_path / "project"))
+    # Each step takes most of the time-out, all steps together several times as long.
+    trainer = trains(person, "model.step_s=1.2", "train.max_steps=6", "health.hang_timeout_s=2")
+    _, err = trainer.communicate(timeout=120)
+    assert trainer.returncode == 0, err
+    assert read_events(the_run(person), "hang") == []

@@ -1,0 +1,153 @@
+"""What follows a step that went wrong, on two real gloo ranks; the bad sample is always in rank 1's half of a batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.data.order import SampleOrder, samples_digest
+from slurm_train.rundir.events import append_event, read_events
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train.health import position_after_rollbacks
+from slurm_train.train.saving import Position
+from tests.train.test_trainer import config_of, finish, result_of, run_to_end, start, steps_of
+
+pytestmark = pytest.mark.distributed
+GLOBAL = 12
+ORDER = SampleOrder(97, seed=5)
+BAD_STEP = 5
+
+
+def sample_of(step: int) -> int:
+    """Returns a sample that rank 1 reads in a step (of a run that skipped nothing)."""
+    return int(ORDER.indices((step - 1) * GLOBAL + 8, 1)[0])
+
+
+def config_with(
+    *, bad: list[int], factor: str = "nan", max_steps: int = 8, every: int | None = None, **health: Any
+) -> dict[str, Any]:
+    config = config_of(max_steps=max_steps)
+    config["data"] |= {"bad": bad, "factor": factor}
+    config["optim"] = {"lr": 0.01, "schedule": "constant", "warmup_samples": 0}
+    config["checkpoint"] = {"every_steps": every, "keep": 3}
+    return {**config, "health": health}
+
+
+def facts_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    return read_events(RunDirectory(run), kind)
+
+
+def assert_reads_in_order(run: Path) -> None:
+    """Each line's batch is that of its position in the run's order: none is read twice, none out of turn."""
+    for line in steps_of(run):
+        ids = ORDER.indices(line["samples"] - GLOBAL, GLOBAL)
+        assert line["samples_digest"] == samples_digest(ids), line
+
+
+def test_skip_and_rollback_apply_the_same_batches_bit_for_bit(tmp_path: Path) -> None:
+    bad = [sample_of(BAD_STEP)]
+    run_to_end(tmp_path / "clean", config_with(bad=[]), ranks=2)
+    run_to_end(tmp_path / "skip", config_with(bad=bad, on_non_finite="skip"), ranks=2)
+    # One step less: the step that went wrong is taken again with the next batch.
+    config = config_with(bad=bad, max_steps=7, every=1, on_non_finite="rollback")
+    run_to_end(tmp_path / "back", config, ranks=2)
+    skip, back, clean = (result_of(tmp_path / name) for name in ("skip", "back", "clean"))
+    assert skip["weights_digest"] == back["weights_digest"] != clean["weights_digest"]
+    assert (skip["step"], skip["samples"], back["step"], back["samples"]) == (8, 96, 7, 96)
+
+    losses = [line["loss"] for line in steps_of(tmp_path / "skip")]
+    assert losses[: BAD_STEP - 1] == [line["loss"] for line in steps_of(tmp_path / "clean")][: BAD_STEP - 1]
+    assert losses[BAD_STEP - 1] is None
+    assert losses[: BAD_STEP - 1] + losses[BAD_STEP:] == [line["loss"] for line in steps_of(tmp_path / "back")]
+    for name in ("skip", "back"):
+        assert_reads_in_order(tmp_path / name)
+
+    (event,) = facts_of(tmp_path / "skip", "non_finite")
+    assert (event["step"], event["samples"], event["action"], event["value"]) == (5, [48, 60], "skip", "nan")
+    assert bad[0] in event["sample_ids"] and len(event["sample_ids"]) == GLOBAL
+    (event,) = facts_of(tmp_path / "back", "rollback")
+    assert (event["step"], event["to_step"], event["checkpoint_samples"], event["resume_samples"]) == (5, 4, 48, 60)
+
+
+def test_rollback_passes_over_all_samples_since_the_checkpoint(tmp_path: Path) -> None:
+    config = config_with(bad=[sample_of(BAD_STEP)], every=3, on_non_finite="rollback")
+    text = run_to_end(tmp_path / "run", config, ranks=2)
+    assert "step 5: back to step 3; samples 36 to 60 are passed over" in text
+    lines = steps_of(tmp_path / "run")
+    assert [(line["step"], line["samples"]) for line in lines] == [
+        (step, 12 * step if step <= 3 else 12 * step + 24) for step in range(1, 9)
+    ]
+    assert_reads_in_order(tmp_path / "run")
+
+
+def test_the_run_stops_after_so_many_rollbacks(tmp_path: Path) -> None:
+    config = config_with(bad=[sample_of(s) for s in (4, 5, 6)], every=3, on_non_finite="rollback", max_rollbacks=2)
+    codes, text = finish(start(tmp_path / "run", config, ranks=2))
+    assert codes == [1, 1]
+    assert text.count("step 4 went wrong after 2 rollbacks of this run") == 2
+    assert [event["resume_samples"] for event in facts_of(tmp_path / "run", "rollback")] == [48, 60]
+    # The budget is the run's, not the attempt's; and what was passed over stays so.
+    codes, text = finish(start(tmp_path / "run", config, ranks=2, attempt=1))
+    assert codes == [1, 1] and "after 2 rollbacks" in text
+    assert facts_of(tmp_path / "run", "non_finite")[-1]["samples"] == [60, 72]
+
+
+def test_a_rollback_without_a_checkpoint_stops(tmp_path: Path) -> None:
+    config = config_with(bad=[sample_of(2)], on_non_finite="rollback")
+    codes, text = finish(start(tmp_path / "run", config, ranks=2))
+    assert codes == [1, 1]
+    assert text.count("step 2 went wrong and there is no checkpoint to go back to") == 2
+
+
+def test_stop_is_the_default_and_names_the_step(tmp_path: Path) -> None:
+    codes, text = finish(start(tmp_path / "run", config_with(bad=[sample_of(BAD_STEP)]), ranks=2))
+    assert codes == [1, 1]
+    assert text.count("step 5 is not finite") == 2
+    assert facts_of(tmp_path / "run", "non_finite")[0]["action"] == "stop"
+
+
+@pytest.mark.parametrize("action", ["log", "skip", "stop"])
+def test_a_spike_is_treated_as_asked(tmp_path: Path, action: str) -> None:
+    config = config_with(
+        bad=[sample_of(BAD_STEP)], factor="1e4", spike_factor=3.0, spike_window=4, on_spike=action, max_rollbacks=1
+    )
+    codes, text = finish(start(tmp_path / "run", config, ranks=2))
+    assert codes == ([1, 1] if action == "stop" else [0, 0]), text
+    (event,) = facts_of(tmp_path / "run", "spike")
+    assert (event["step"], event["action"]) == (BAD_STEP, action) and event["value"] > event["limit"]
+    if action != "stop":
+        lines = steps_of(tmp_path / "run")
+        assert (lines[BAD_STEP - 1]["loss"] is None) == (action == "skip")
+        assert [line["step"] for line in lines] == list(range(1, 9))
+
+
+def test_replicas_that_drift_apart_are_found_and_named(tmp_path: Path) -> None:
+    config = config_of(model={"flip_at": 4}, max_steps=8)
+    config["health"] = {"check_replicas_every_steps": 2}
+    codes, text = finish(start(tmp_path / "run", config, ranks=2))
+    assert codes == [1, 1]
+    assert text.count("the replicas differ at step 4: rank 1 on ") == 2
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"), [(36, 72), (48, 48), (0, 0)], ids=["went back here twice", "saved later", "new"]
+)
+def test_samples_passed_over_stay_so_after_a_resume(tmp_path: Path, samples: int, expected: int) -> None:
+    run = RunDirectory(tmp_path)
+    for resume in (60, 72):
+        append_event(run, "rollback", attempt=0, step=5, to_step=3, checkpoint_samples=36, resume_samples=resume)
+    position = Position(step=samples // GLOBAL, samples=samples)
+    assert position_after_rollbacks(run, position, group=None) == (expected, 2)
+
+
+def test_events_are_strict_json(tmp_path: Path) -> None:
+    append_event(RunDirectory(tmp_path), "spike", attempt=0, value=float("nan"), limit=float("inf"))
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    json.loads(RunDirectory(tmp_path).events.read_text(), parse_constant=refuse)
