@@ -50,7 +50,7 @@ class Net(nn.Module):
         if self.training:
             self.passes += 1
             time.sleep(self.step_s)
-            if self.passes == self.flip_at and os.environ["RANK"] == "1":
+            if self.flip_at and self.passes == self.flip_at and os.environ["RANK"] == "1":
                 self.layers[0].weight.data.view(torch.int64)[3, 2] ^= 1
         due = not self.training if self.in_evaluation else self.training and self.passes == self.signal_at
         if due and self.only_in and int(os.environ["RANK"]) == self.signal_rank and not Path(self.only_in).exists():
