@@ -28,10 +28,13 @@ def digest_of_parameters(parameters: Iterable[Tensor], device: torch.device) -> 
     The sum of every element's bits times an odd number of its own, modulo 2**64: a change of any single element always
     changes it, since an odd factor loses no bit.
     """
-    weights = torch.arange(1, 4 * _CHUNK, 2, dtype=torch.int64, device=device) * -7046029254386353131
+    tensors = [parameter.detach().reshape(-1) for parameter in parameters]
+    # Elements of 8 bytes count as two of 4.
+    longest = 2 * min(_CHUNK, max((tensor.numel() for tensor in tensors), default=0))
+    weights = torch.arange(1, 2 * longest, 2, dtype=torch.int64, device=device) * -7046029254386353131
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for parameter in parameters:
-        for chunk in torch.split(parameter.detach().reshape(-1), _CHUNK):
+    for tensor in tensors:
+        for chunk in torch.split(tensor, _CHUNK):
             bits = chunk.view(_INTEGERS[chunk.element_size()]).long()
             # Multiplied on, so that equal chunks in another order do not give the same.
             total = total * 3 + (bits * weights[: bits.numel()]).sum()
