@@ -57,11 +57,8 @@ def run(words: Sequence[str]) -> int:
         if verb != "worker":
             # A command that lives for a fifth of a second gains a tenth of it by not looking for garbage.
             gc.disable()
-        if verb is None and any(word in ("--help", "-h") for word in rest):
-            print(help_text())
-            return 0
-        module = import_module(f"slurm_train.cli.{verb or 'run'}")
-        code = int(module.main(rest))
+        code = _dispatch(verb, rest)
+        # A closed pipe is met here rather than when the interpreter ends.
         sys.stdout.flush()
         return code
     except SlurmTrainError as err:
@@ -74,6 +71,13 @@ def run(words: Sequence[str]) -> int:
         # `... | head` closed the pipe; what is still buffered must go somewhere when the interpreter flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _dispatch(verb: str | None, rest: list[str]) -> int:
+    if verb is None and any(word in ("--help", "-h") for word in rest):
+        print(help_text())
+        return 0
+    return int(import_module(f"slurm_train.cli.{verb or 'run'}").main(rest))
 
 
 def help_text() -> str:

@@ -115,7 +115,8 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
         if value is None:
             prepared.append(word)
             continue
-        is_open = key.startswith(_OPEN_MAPPINGS) or ("." in key and key.split(".")[0] in custom)
+        # With the dot, the mapping as a whole is one as well: cluster.env={A: 1}.
+        is_open = f"{key}.".startswith(_OPEN_MAPPINGS) or ("." in key and key.split(".")[0] in custom)
         if not sign and not is_open:
             _check_key(key)
         added = "++" if is_open else "+" if key in _OPTIONAL_GROUPS else ""

@@ -73,11 +73,13 @@ class Recorder:
         self._account = account
         self._account_due_s = 0.0
         self.spent = Spent(begin_unix_s=time.time())
+        self._newest: StepResult | None = None
 
     def count(self, result: StepResult) -> None:
         """Takes note of a step; shows it when the display is due."""
         self._window_steps += 1
         self._window_items += result.num_items
+        self._newest = result
         now = self._clock()
         if self._shown is None:  # the first step's time is start-up; a speed is known from the second on
             self._shown = (now, result.facts.step)
@@ -146,7 +148,9 @@ class Recorder:
             self._shown = (self._shown[0] + seconds, self._shown[1])
 
     def close(self) -> None:
-        """Closes the display and makes the lines durable."""
+        """Closes the display at the newest step and makes the lines durable."""
+        if self._newest is not None and self._shown is not None and self._newest.facts.step > self._shown[1]:
+            self._show(self._newest, self._clock(), *self._shown)
         self.display.close()
         for writer in self._writers:
             writer.close()

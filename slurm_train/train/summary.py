@@ -90,4 +90,9 @@ def _sample(model: Any, source: TokenSource, num_tokens: int) -> str:
         tokens = model.generate(start, num_tokens=num_tokens, generator=generator)
     finally:
         model.train()
-    return encoding.decode(tokens[0, 1:].tolist())
+    return _printable(encoding.decode(tokens[0, 1:].tolist()))
+
+
+def _printable(text: str) -> str:
+    # A model may write any byte; a terminal obeys some of them.
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

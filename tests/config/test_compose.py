@@ -177,3 +177,10 @@ def test_the_lean_way_gives_what_hydra_gives(words: list[str], monkeypatch: pyte
     full = compose(read_words(words))
     assert lean.mapping == full.mapping and lean.config == full.config
     assert lean.choices.items() <= full.choices.items()
+
+
+def test_an_open_mapping_may_be_given_as_a_whole() -> None:
+    cluster = compose(read_words(["+cluster=2x4", "cluster.env={A: 1, B: x}"])).config.cluster
+    assert cluster is not None and cluster.env == {"A": 1, "B": "x"} and cluster.nodes == 2
+    with pytest.raises(ConfigError, match="no cluster"):
+        compose(read_words(["cluster.env={A: 1}"]))

@@ -22,7 +22,9 @@ def wait_until_finished(run: RunDirectory, *, within_s: float = PATIENCE_S) -> d
     def finished() -> bool:
         ended = [entry for entry in read_ledger(run) if entry.get("action") == "stop"]
         assert {entry["attempt"] for entry in ended} <= ended_before, f"stopped: {ended[-1]}"
-        return run.result.exists()
+        # The result comes before the ledger's end line; a reader of both waits for both.
+        ledger = read_ledger(run)
+        return run.result.exists() and bool(ledger) and "action" in ledger[-1]
 
     try:
         wait_for(finished, within_s=within_s, what=f"{run.result}")
