@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help train test setup setup-test slurm-packages lint bench demo-preemption clean
+.PHONY: help train test test-returns setup setup-test slurm-packages lint bench demo-preemption clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -43,6 +43,9 @@ lint: setup-test  ## ruff, mypy, shellcheck
 
 test: setup-test slurm-packages lint  ## set up everything, Slurm included, and pass the tests
 	$(BIN)/python -m pytest
+
+test-returns: setup-test slurm-packages  ## kill, preempt and crash runs on a real cluster (about ten minutes)
+	$(BIN)/python -m pytest tests/end_to_end/test_returns_on_slurm.py -m campaign
 
 bench: setup-test slurm-packages  ## print speed ratios, side by side in one run
 	$(BIN)/python -m tests.benchmarks

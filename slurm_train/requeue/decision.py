@@ -135,7 +135,7 @@ def _decide_failure(outcome: Outcome) -> Decision:
         return Decision("failed", "stop", what)
     if outcome.fruitless_failures >= outcome.max_fruitless_failures:
         return Decision("failed", "stop", f"{outcome.fruitless_failures} failures in a row without a new step: {what}")
-    if outcome.bad_node:
+    if outcome.bad_node and outcome.requeue_enabled:
         note = f"{what}; the second time in a row on {outcome.bad_node}, so the job is requeued without that node"
         return Decision("failed", "requeue", note, exclude=outcome.bad_node)
     return Decision("failed", "relaunch", f"{what}; the ranks are started again in this allocation")

@@ -29,7 +29,7 @@ from tests.support.process_faults import (
 from tests.support.slurm_runs import job_state, losses, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.faults]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign]
 
 LONG_S = 300.0
 

@@ -65,6 +65,7 @@ def test_cancel_ends_a_run_and_sbatch_by_hand_continues_it(person: Person) -> No
     by_hand = person.runs("sbatch", "--parsable", str(run.submit_script))
     assert by_hand.code == 0, by_hand.err
     wait_until_finished(run)
+    wait_for(lambda: job_state(by_hand.out.strip()) == "COMPLETED", within_s=20, what="COMPLETED")
     assert person.types("cancel", run.run_id).code == 2
 
 
