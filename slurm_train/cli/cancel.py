@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from slurm_train.cli.arguments import RUN_HELP, build_run_parser
 from slurm_train.cli.display import note
 from slurm_train.cli.liveness import is_active
 from slurm_train.errors import RunError
@@ -26,14 +26,8 @@ examples:
 
 def main(words: Sequence[str]) -> int:
     """Cancels the named runs and returns 0; a run that is not active is an error."""
-    parser = argparse.ArgumentParser(
-        prog="python -m slurm_train cancel",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run name, run id, job id or path")
-    parser.add_argument("--root", default="runs", help="root of the runs (default: runs)")
+    parser = build_run_parser("cancel", description=__doc__, examples=_EXAMPLES)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
     arguments = parser.parse_args(list(words))
     commands = SlurmCommands(os.environ)
     for run in find_runs(Path(arguments.root), arguments.runs):

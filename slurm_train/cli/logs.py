@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from slurm_train.cli.arguments import RUN_HELP, build_run_parser
 from slurm_train.cli.status import never_began
 from slurm_train.errors import RunError
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
@@ -54,17 +55,11 @@ def _where_the_log_is(run: RunDirectory) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m slurm_train logs",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", nargs="?", metavar="RUN", help="run name, run id, job id or path; default: the newest")
+    parser = build_run_parser("logs", description=__doc__, examples=_EXAMPLES)
+    parser.add_argument("run", nargs="?", metavar="RUN", help=f"{RUN_HELP}; default: the newest")
     parser.add_argument("-f", "--follow", action="store_true", help="go on printing as the log grows")
     parser.add_argument("--rank", type=int, default=0, help="which rank (default: 0); -1: the batch script")
     parser.add_argument("--attempt", type=int, default=None, help="which attempt (default: the newest)")
-    parser.add_argument("--root", default="runs", help="root of the runs (default: runs)")
     return parser
 
 

@@ -5,11 +5,11 @@ To continue at another size, type the run's first command again with another +cl
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from slurm_train.cli.arguments import RUN_HELP, build_run_parser
 from slurm_train.cli.display import note
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.submit import refuse_active, require_slurm
@@ -32,14 +32,8 @@ examples:
 
 def main(words: Sequence[str]) -> int:
     """Submits the run's own script again, or trains on here; prints `<job id> <run directory>`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m slurm_train resume",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", metavar="RUN", help="run name, run id, job id or path")
-    parser.add_argument("--root", default="runs", help="root of the runs (default: runs)")
+    parser = build_run_parser("resume", description=__doc__, examples=_EXAMPLES)
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     arguments = parser.parse_args(list(words))
     run = find_run(Path(arguments.root), arguments.run)
     if run.result.exists():

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from slurm_train.cli.arguments import RUN_HELP, build_run_parser
 from slurm_train.cli.display import note, table
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.attempts import read_ledger
@@ -77,14 +78,8 @@ def _print_goodput(run: RunDirectory) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m slurm_train status",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run name, run id, job id or path; default: all")
-    parser.add_argument("--root", default="runs", help="root of the runs (default: runs)")
+    parser = build_run_parser("status", description=__doc__, examples=_EXAMPLES)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=f"{RUN_HELP}; default: all")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
