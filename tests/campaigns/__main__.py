@@ -1,0 +1,72 @@
+"""Runs campaigns: `python -m tests.campaigns [NAME ...] [--seed 1] [--trials N] [--keep]`; all of them without a name.
+
+Ends with 1 if any promise was broken. `--keep` puts the result into results.json here and rewrites
+docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.campaigns.catalogue import CAMPAIGNS
+from tests.campaigns.page import write_page
+from tests.campaigns.result import Record, keep_record, read_records
+
+
+def main() -> int:
+    """Runs what was asked for and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*CAMPAIGNS, []], help=", ".join(CAMPAIGNS))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--trials", type=int, help="instead of the campaign's full number")
+    parser.add_argument("--keep", action="store_true", help="keep the results and rewrite docs/reliability.md")
+    asked = parser.parse_args()
+    broken = [name for name in asked.names or CAMPAIGNS if not try_one(name, asked)]
+    print(f"broken: {', '.join(broken)}" if broken else "every promise was kept")
+    return int(bool(broken))
+
+
+def try_one(name: str, asked: argparse.Namespace) -> bool:
+    """Runs one campaign, prints what it found and returns whether the promise held."""
+    campaign = CAMPAIGNS[name]
+    folder = Path(tempfile.mkdtemp(prefix=f"slurm_train-{name}-"))
+    print(f"== {name}: {campaign.promise} ({folder})", flush=True)
+    began_s = time.monotonic()
+    result = campaign.run(seed=asked.seed, trials=asked.trials or campaign.trials, folder=folder)
+    wall_s = time.monotonic() - began_s
+    print(f"{name}: {result.held} of {result.trials} held in {wall_s:.0f} s", flush=True)
+    for line in (*(f"  {what}: {value}" for what, value in result.figures.items()), *result.problems):
+        print(line, flush=True)
+    if asked.keep:
+        keep(Record(name=name, date=today(), seed=asked.seed, wall_s=wall_s, revision=revision(), result=result))
+    if result.is_kept:
+        shutil.rmtree(folder, ignore_errors=True)
+    return result.is_kept
+
+
+def keep(record: Record) -> None:
+    """Keeps a record and rewrites the page."""
+    keep_record(record)
+    write_page(read_records())
+
+
+def today() -> str:
+    """Returns today's date."""
+    return datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+
+
+def revision() -> str:
+    """Returns the short hash of the commit that is checked out."""
+    argv = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

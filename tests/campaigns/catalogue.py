@@ -1,0 +1,125 @@
+"""The campaigns by name: what each promises, and the module that puts it to the test."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.campaigns.result import Result
+
+Run = Callable[..., Result]
+"""run(*, seed: int, trials: int, folder: Path) -> Result"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """One promise and its trial.
+
+    Args:
+        promise: in one sentence, for the page.
+        module: under tests.campaigns; has `run(*, seed, trials, folder) -> Result`.
+        trials: of the full campaign.
+        needs_cluster: whether it runs on the one-machine Slurm cluster.
+    """
+
+    promise: str
+    module: str
+    trials: int
+    needs_cluster: bool = True
+
+    def run(self, *, seed: int, trials: int, folder: Path) -> Result:
+        """Runs it and returns what was found."""
+        run: Run = importlib.import_module(f"tests.campaigns.{self.module}").run
+        return run(seed=seed, trials=trials, folder=folder)
+
+
+CAMPAIGNS: dict[str, Campaign] = {
+    "kills-local": Campaign(
+        promise="any rank killed at any moment: the run resumes, and no committed step is lost",
+        module="kills_local",
+        trials=1000,
+        needs_cluster=False,
+    ),
+    "kills": Campaign(
+        promise="any rank killed at any moment on a real Slurm: the run resumes, and no committed step is lost",
+        module="kills",
+        trials=100,
+    ),
+    "crash-points": Campaign(
+        promise="killed, full, failing or powered off before and after every file-system call of save, commit and "
+        "prune: some verified checkpoint resumes",
+        module="crash_points",
+        trials=1,
+        needs_cluster=False,
+    ),
+    "corruption": Campaign(
+        promise="every truncation, every flipped bit, every 512-byte hole of a small checkpoint is detected",
+        module="corruption",
+        trials=1,
+        needs_cluster=False,
+    ),
+    "exactness": Campaign(
+        promise="2 nodes x 2 ranks, 20 mixed interruptions: every loss and the weights have the bits of the undisturbed "
+        "run, and each sample is used exactly once per epoch",
+        module="exactness",
+        trials=20,
+    ),
+    "lost-work": Campaign(
+        promise="a preemption with grace loses no step, a hard kill at most those since the last checkpoint",
+        module="lost_work",
+        trials=20,
+    ),
+    "latency": Campaign(
+        promise="signal to durable checkpoint within one step and the save; job start to first new step within 1.2x "
+        "of a bare torch script",
+        module="latency",
+        trials=10,
+    ),
+    "cancel": Campaign(
+        promise="a run cancelled at any moment ends cancelled and never comes back",
+        module="cancel",
+        trials=200,
+    ),
+    "split-brain": Campaign(
+        promise="ranks that outlive their job commit nothing that anybody sees and are gone within 10 s",
+        module="split_brain",
+        trials=50,
+    ),
+    "storm": Campaign(
+        promise="50 preemptions cost no budget; 3 ends without progress stop the run with a reason",
+        module="storm",
+        trials=51,
+    ),
+    "arrays": Campaign(
+        promise="16 elements, some preempted: the others' Restarts stay 0 and all end",
+        module="arrays",
+        trials=16,
+    ),
+    "goodput": Campaign(
+        promise="one failure a minute: at least 0.90 of the allocated time are productive steps",
+        module="goodput",
+        trials=10,
+    ),
+    "hang": Campaign(
+        promise="a stopped rank is named in one sentence with its stacks, and the step ends within time-out + 10 s",
+        module="hang",
+        trials=20,
+    ),
+    "controller": Campaign(
+        promise="slurmctld killed while runs train, save and requeue: no run is lost",
+        module="controller",
+        trials=20,
+    ),
+    "hostile-words": Campaign(
+        promise="10,000 hostile strings in every field: refused, or byte for byte what Slurm shows; no shell runs them",
+        module="hostile_words",
+        trials=10_000,
+    ),
+    "secrets": Campaign(
+        promise="a canary in environment, words and configuration is nowhere in run directory, script, logs, manifests",
+        module="secrets",
+        trials=1,
+    ),
+}
