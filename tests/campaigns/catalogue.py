@@ -61,8 +61,8 @@ CAMPAIGNS: dict[str, Campaign] = {
         needs_cluster=False,
     ),
     "exactness": Campaign(
-        promise="2 nodes x 2 ranks, 20 mixed interruptions: every loss and the weights have the bits of the undisturbed "
-        "run, and each sample is used exactly once per epoch",
+        promise="2 nodes x 2 ranks, 20 mixed interruptions: every loss and the weights have the bits of the "
+        "undisturbed run, and each sample is used exactly once per epoch",
         module="exactness",
         trials=20,
     ),
