@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help train test test-returns setup setup-test slurm-packages lint bench demo-preemption clean
+.PHONY: help train test test-returns setup setup-test slurm-packages lint bench campaign demo-preemption clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -49,6 +49,10 @@ test-returns: setup-test slurm-packages  ## kill, preempt and crash runs on a re
 
 bench: setup-test slurm-packages  ## print speed ratios, side by side in one run
 	$(BIN)/python -m tests.benchmarks
+
+campaign: setup-test slurm-packages  ## put every promise to the test, thousands of kills; rewrites docs/reliability.md
+	$(BIN)/python -m slurm_train devcluster up --nodes 4 --gpus 8
+	$(BIN)/python -m tests.campaigns --keep
 
 demo-preemption: setup-test slurm-packages  ## a run loses nodes and ranks and ends with the bits of one that did not
 	$(BIN)/python -m slurm_train devcluster up --nodes 4 --gpus 8

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.campaigns.catalogue import CAMPAIGNS
-from tests.campaigns.result import Record
+from tests.campaigns.result import Record, read_records
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 
@@ -45,3 +45,7 @@ def _row(name: str, record: Record | None) -> str:
 def _problems(record: Record) -> str:
     shown = "\n".join(f"- {problem}" for problem in record.result.problems)
     return f"\n## `{record.name}`: what did not hold\n\n{shown}"
+
+
+if __name__ == "__main__":
+    write_page(read_records())
