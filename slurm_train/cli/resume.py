@@ -62,7 +62,9 @@ def resubmit(run: RunDirectory, env: Mapping[str, str]) -> int:
     clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
     from slurm_train.launch.submission import submit_script
 
-    job_id = submit_script(script, folder=run.logs / "submitted", env=env)
+    cluster = load_config(run.config).cluster
+    export = cluster.export if cluster else ()
+    job_id = submit_script(script, folder=run.logs / "submitted", env=env, export=export)
     record_job(run, job_id)
     note(f"submitted again; it continues from the newest verified checkpoint in {run.checkpoints}")
     print(f"{job_id} {run.path}", flush=True)
