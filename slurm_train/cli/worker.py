@@ -146,6 +146,8 @@ def _start_heartbeat(
 
     heartbeat = Heartbeat()
     if config.trains:
+        # All that the trainer writes is private; a user's own code keeps the umask of its user.
+        os.umask(0o077)
         job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
         step_id = f"{job}.{step}" if job and step else ""
         source = BeatSource(rank=place.rank, host=place.host, pid=os.getpid(), step_id=step_id)

@@ -171,5 +171,8 @@ def write_snapshot(directory: Path, names: Sequence[str], target: Path) -> None:
         os.makedirs(fresh / folder, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
     for name in names:
         shutil.copy2(directory / name, fresh / name)
+        mode = os.stat(fresh / name).st_mode  # noqa: PTH116  # as above
+        if mode & 0o077:
+            os.chmod(fresh / name, mode & 0o700)  # noqa: PTH101  # as above
     shutil.rmtree(target, ignore_errors=True)
     fresh.rename(target)

@@ -15,6 +15,7 @@ import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from slurm_train.errors import ClusterError
+from slurm_train.rundir.private import make_private
 from slurm_train.slurm.exports import exported
 
 
@@ -73,7 +74,7 @@ def submit_script(
     Raises:
         ClusterError: sbatch refused it.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(folder)
     try:
         job = ScriptExecutor(folder, script=script, env=env, flags=flags, export=export).submit_script()
     except (FailedJobError, FailedSubmissionError, RuntimeError) as err:
@@ -82,4 +83,6 @@ def submit_script(
         raise ClusterError(
             f"sbatch refused the job: {reason}", hint="`plan` with the same words shows the script"
         ) from err
+    for copy in folder.glob(f"{job.job_id}*"):
+        copy.chmod(0o600)
     return str(job.job_id)

@@ -15,6 +15,7 @@ from typing import Any
 from slurm_train.errors import RunError
 from slurm_train.rundir.files import append_line, fsync_directory, read_lines, write_durable
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.private import make_private
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ def open_attempt(run: RunDirectory, start: AttemptStart) -> int:
         except FileExistsError:
             attempt += 1
     fsync_directory(run.epochs)
-    run.attempt_logs(attempt).mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(run.attempt_logs(attempt))
     line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts, "world_size": start.world_size}
     append_line(run.attempts, line, durable=True)
     return attempt

@@ -9,39 +9,19 @@ import pytest
 from slurm_train.config.secrets import is_secret_name, is_secret_value, redact, refuse_secrets
 from slurm_train.errors import ConfigError
 
+# fmt: off
 SECRET_NAMES = [
-    "WANDB_API_KEY",
-    "HF_TOKEN",
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "GH_PAT",
-    "PGPASSWORD",
-    "DB_PASS",
-    "OPENAI_API_KEY",
-    "my_secret",
-    "GITLAB_TOKEN",
-    "GOOGLE_CREDENTIALS",
-    "SLURM_JWT",
-    "MYTOKEN",
-    "NEPTUNE_API_TOKEN",
-    "COMET_APIKEY",
+    "WANDB_API_KEY", "HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "GH_PAT", "PGPASSWORD", "DB_PASS",
+    "OPENAI_API_KEY", "my_secret", "GITLAB_TOKEN", "GOOGLE_CREDENTIALS", "SLURM_JWT", "MYTOKEN",
+    "NEPTUNE_API_TOKEN", "COMET_APIKEY",
 ]
+# fmt: on
+# fmt: off
 PLAIN_NAMES = [
-    "TOKENIZERS_PARALLELISM",
-    "PATH",
-    "HOME",
-    "PWD",
-    "OLDPWD",
-    "NCCL_DEBUG",
-    "SSH_AUTH_SOCK",
-    "BYPASS",
-    "KEYBOARD",
-    "PASSES",
-    "MASTER_ADDR",
-    "SSH_KEY_PATH",
-    "HF_TOKEN_PATH",
-    "COMPASS",
+    "TOKENIZERS_PARALLELISM", "PATH", "HOME", "PWD", "OLDPWD", "NCCL_DEBUG", "SSH_AUTH_SOCK", "BYPASS", "KEYBOARD",
+    "PASSES", "MASTER_ADDR", "SSH_KEY_PATH", "HF_TOKEN_PATH", "COMPASS",
 ]
+# fmt: on
 # Made up; split so that no scanner of this repository takes them for real.
 TOKENS = (
     "sk-" + "a1B2" * 6,
