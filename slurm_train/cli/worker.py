@@ -174,6 +174,7 @@ def _enter(directory: str) -> None:
 def _meeting_point(run: RunDirectory, env: Mapping[str, str], attempt: int, timeout_s: float) -> MeetingPoint:
     from slurm_train.distributed.handshake import MeetingPoint
     from slurm_train.launch.meeting import master_of, meeting_ports
+    from slurm_train.rundir.attempts import attempt_secret
 
     return MeetingPoint(
         master_addr=master_of(env),
@@ -181,6 +182,7 @@ def _meeting_point(run: RunDirectory, env: Mapping[str, str], attempt: int, time
         run_id=str(run.path),
         attempt=attempt,
         timeout_s=timeout_s,
+        secret=attempt_secret(run, attempt, wait_s=60.0 if "SLURM_TRAIN_ATTEMPT" in env else 0.0),
     )
 
 
