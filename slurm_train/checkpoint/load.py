@@ -1,7 +1,7 @@
 """Loading: rank 0 chooses the newest checkpoint that verifies, everyone loads that one.
 
-Nothing is unpickled before every byte was verified and the owner was checked: torch's metadata file is a pickle, so
-whoever can write the directory can run code as the reader.
+Every byte is verified and the owner is checked before anything is parsed, and nothing in a file can name code to run
+(`metadata`): hashes detect damage, not malice, since who forges a file forges its hash as well.
 """
 
 from __future__ import annotations

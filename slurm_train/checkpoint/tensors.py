@@ -6,6 +6,7 @@ It is imported inside the functions: about 0.7 s on its own, 0.1 s once an optim
 from __future__ import annotations
 
 import contextlib
+import io
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_train.checkpoint.agreement import failure_of
 from slurm_train.checkpoint.directory import wait_until_visible
+from slurm_train.checkpoint.metadata import METADATA_FILE, read_metadata
 from slurm_train.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-_METADATA_FILE = ".metadata"
 _VISIBLE_TIMEOUT_S = 120.0
 
 
@@ -33,20 +35,31 @@ def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | 
     from torch.distributed.checkpoint.state_dict_saver import save
 
     with _agreed_errors(f"cannot write {path}", is_alone=group is None):
-        save(tensors, storage_writer=_build_writer(path), process_group=group, no_dist=group is None)
+        save(
+            tensors,
+            storage_writer=_build_writer(path),
+            planner=_build_save_planner(),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 def read_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None) -> None:
-    """Fills a nested dictionary in place; its metadata file is a pickle, so verify before. Collective.
+    """Fills a nested dictionary in place; nothing in the files can name code to run. Collective.
 
     Raises:
         CheckpointError: on every rank, naming the ranks that failed and why.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     with _agreed_errors(f"cannot load {path}", is_alone=group is None):
-        load(tensors, storage_reader=FileSystemReader(path), process_group=group, no_dist=group is None)
+        load(
+            tensors,
+            storage_reader=_build_reader(path),
+            planner=_build_load_planner(),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 def load_writer() -> None:
@@ -57,22 +70,18 @@ def load_writer() -> None:
 
 
 def tensor_shapes(path: Path) -> dict[str, Tensor]:
-    """Gives an empty tensor for each that was written, by its flat name, e.g. "model.head.weight".
-
-    The metadata is a pickle: verify the checkpoint and check its owner before.
-    """
+    """Gives an empty tensor for each that was written, by its flat name, e.g. "model.head.weight"."""
     import torch
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    found = read_metadata(path).state_dict_metadata
     tensors = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
     return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
 
 
 def tensor_files(path: Path, *, rank: int) -> list[Path]:
     """Lists the files that write_tensors wrote on this rank."""
-    metadata = [path / _METADATA_FILE] if rank == 0 else []
+    metadata = [path / METADATA_FILE] if rank == 0 else []
     return sorted(path.glob(f"__{rank}_*.distcp")) + metadata
 
 
@@ -96,6 +105,56 @@ def _build_writer(path: Path) -> FileSystemWriter:
                 raise _first_system_error(err) from err
 
     return Writer(path, overwrite=False)
+
+
+def _build_reader(path: Path) -> FileSystemReader:
+    """Builds a reader that takes the metadata for data; torch's own would unpickle it."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *_args: Any, **_kwargs: Any) -> Any:
+            metadata = read_metadata(path)
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return Reader(path)
+
+
+def _build_load_planner() -> DefaultLoadPlanner:
+    """Builds a planner that reads plain values as data; torch's own would unpickle them."""
+    import torch
+    from torch.distributed.checkpoint._traverse import set_element
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    class LoadPlanner(DefaultLoadPlanner):
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            name = read_item.dest_index.fqn
+            set_element(self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True))
+
+    return LoadPlanner()
+
+
+def _build_save_planner() -> DefaultSavePlanner:
+    """Builds a planner that refuses at the save what the load would refuse, when it would be too late."""
+    import torch
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    class SavePlanner(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            data = super().resolve_data(write_item)
+            if isinstance(data, io.BytesIO):
+                try:
+                    torch.load(io.BytesIO(data.getbuffer()), weights_only=True)
+                except Exception as err:
+                    raise CheckpointError(
+                        f"{write_item.index.fqn} could not be loaded again with weights_only=True",
+                        hint="keep tensors, numbers, strings, lists and dicts only in the optimizer's options",
+                    ) from err
+            return data
+
+    return SavePlanner()
 
 
 def _first_system_error(err: Exception) -> Exception:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from slurm_train.data.presence import require_readable
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.preparation import uses_own_code
 
 
 def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
@@ -20,8 +19,6 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
     config = plan.config
     if config.trains:
         require_readable(config.data or {}, cwd=cwd)
-    if not uses_own_code(plan):
-        return
     from slurm_train.config.presence import require_target
 
     # A rank's Python starts in this directory, or in the snapshot of it.

@@ -42,6 +42,7 @@ def main(words: Sequence[str]) -> int:
 
     script = render_script(plan)
     note(f"  Slurm         {_slurm_says(script, env)}")
+    note(f"  environment   {_environment(plan.config.cluster.export, env)}")
     note(f"  comes back    {_comes_back(plan.config.requeue.enabled, env)}")
     print(script, end="")
     return 0
@@ -61,6 +62,16 @@ def _slurm_says(script: str, env: Mapping[str, str]) -> str:
     if not verdict.is_accepted:
         return f"would refuse it: {verdict.message}"
     return f"would take it; estimated start {verdict.start or 'not told'} on {verdict.nodelist or '?'}"
+
+
+def _environment(patterns: Sequence[str], env: Mapping[str, str]) -> str:
+    from slurm_train.slurm.environment import is_job_variable
+    from slurm_train.slurm.exports import exported
+
+    goes = exported(env, patterns)
+    stays = sorted(name for name in env if name not in goes and not is_job_variable(name))
+    shown = ", ".join(stays[:12]) + (", ..." if len(stays) > 12 else "")
+    return f"{len(goes)} variables travel" + (f"; these do not (cluster.export=[NAME]): {shown}" if stays else "")
 
 
 def _comes_back(requeue_enabled: bool, env: Mapping[str, str]) -> str:

@@ -21,6 +21,7 @@ from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import clear_dead
 from slurm_train.rundir.lookup import find_run
+from slurm_train.rundir.private import require_private
 from slurm_train.slurm.commands import SlurmCommands
 
 _EXAMPLES = """\
@@ -41,6 +42,8 @@ def main(words: Sequence[str]) -> int:
             f"{run.name}/{run.run_id} is finished; there is nothing to resume",
             hint="another run of the same: the first command again with run.name=NAME, or seed=N",
         )
+    # What is resumed runs in the name of whoever types it.
+    require_private(run)
     return resume_here(run, os.environ) if load_config(run.config).cluster is None else resubmit(run, os.environ)
 
 
@@ -62,7 +65,9 @@ def resubmit(run: RunDirectory, env: Mapping[str, str]) -> int:
     clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
     from slurm_train.launch.submission import submit_script
 
-    job_id = submit_script(script, folder=run.logs / "submitted", env=env)
+    cluster = load_config(run.config).cluster
+    export = cluster.export if cluster else ()
+    job_id = submit_script(script, folder=run.logs / "submitted", env=env, export=export)
     record_job(run, job_id)
     note(f"submitted again; it continues from the newest verified checkpoint in {run.checkpoints}")
     print(f"{job_id} {run.path}", flush=True)

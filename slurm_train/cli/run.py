@@ -7,12 +7,16 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError
-from slurm_train.launch.snapshot import GitQuestions, ask_git, drop_questions, read_answers
+from slurm_train.launch.snapshot import GitQuestions, ask_git, drop_questions, is_secret_file, read_answers
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
+
+if TYPE_CHECKING:
+    from slurm_train.launch.preparation import Source
 
 
 def main(words: Sequence[str]) -> int:
@@ -48,6 +52,7 @@ def _run(flags: Words, words: Sequence[str], *, env: Mapping[str, str], cwd: Pat
     refuse_missing_inputs(plan, cwd=cwd)
     print_plan(plan)
     source = read_source(plan, cwd, read_answers(git))
+    _say_left_out(source)
     if plan.config.cluster is not None:
         from slurm_train.cli.submit import submit
 
@@ -55,6 +60,14 @@ def _run(flags: Words, words: Sequence[str], *, env: Mapping[str, str], cwd: Pat
     from slurm_train.cli.here import train_here
 
     return train_here(plan, source, words=words, env=env)
+
+
+def _say_left_out(source: Source) -> None:
+    from slurm_train.cli.display import note
+
+    left_out = [name for name in source.state.files or () if is_secret_file(name)]
+    if left_out:
+        note(f"not copied into the run, since such files hold secrets: {', '.join(left_out[:5])}")
 
 
 def _show_result(run: RunDirectory) -> int:

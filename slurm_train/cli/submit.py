@@ -37,7 +37,8 @@ def submit(plan: RunPlan, source: Source, *, words: Sequence[str], env: Mapping[
     importing.join()
     from slurm_train.launch.submission import submit_script
 
-    job_id = submit_script(script, folder=plan.run.logs / "submitted", env=env)
+    assert plan.config.cluster is not None
+    job_id = submit_script(script, folder=plan.run.logs / "submitted", env=env, export=plan.config.cluster.export)
     record_job(plan.run, job_id)
     _say_what_next(plan.run)
     print(f"{job_id} {plan.run.path}", flush=True)

@@ -28,6 +28,7 @@ from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import this_process
 from slurm_train.rundir.lookup import read_job
 from slurm_train.rundir.marks import first_mark
+from slurm_train.rundir.private import create_private, require_private
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import is_job_variable
@@ -41,6 +42,7 @@ def main(words: Sequence[str]) -> int:
     env = _job_environment(os.environ)
     ignore_stop_signals()
     allocation = Allocation.from_env(env)
+    require_private(run)
     config = load_config(run.config)
     if (cancelled := _cancelled_before(run, allocation, env)) is not None:
         say(f"job {cancelled}, which this one was to continue, was cancelled; `resume` continues the run")
@@ -53,7 +55,8 @@ def main(words: Sequence[str]) -> int:
     def launch(attempt: int) -> int:
         end = partial(_kill_steps, commands)
         with watching(run, attempt, limits=limits, world_size=allocation.num_tasks, end_ranks=end):
-            return _run_step(run, command, attempt=attempt, nodes=allocation.nodes, env=env)
+            size, nodes = allocation.num_tasks, allocation.nodes
+            return _run_step(run, command, attempt=attempt, nodes=nodes, world_size=size, env=env)
 
     site = _site(run, allocation, env, patience_s=config.requeue.controller_patience_s)
     return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
@@ -190,7 +193,13 @@ def _keep_off(node: str, job_id: str, commands: SlurmCommands) -> None:
 
 
 def _run_step(
-    run: RunDirectory, command: Sequence[str], *, attempt: int, nodes: Sequence[str], env: Mapping[str, str]
+    run: RunDirectory,
+    command: Sequence[str],
+    *,
+    attempt: int,
+    nodes: Sequence[str],
+    world_size: int,
+    env: Mapping[str, str],
 ) -> int:
     step_env = {
         **env,
@@ -200,6 +209,10 @@ def _run_step(
     }
     say(f"attempt {attempt} of {run.name}/{run.run_id} on {', '.join(nodes)}; rank logs in {run.attempt_logs(attempt)}")
     argv = [word.replace("{attempt}", str(attempt)) for word in command]
+    # Slurm would make them by the umask of the login shell.
+    for rank in range(world_size):
+        create_private(run.rank_log(attempt, rank))
+    create_private(run.attempt_logs(attempt) / "batch.log")
     with (run.attempt_logs(attempt) / "batch.log").open("ab") as log:
         try:
             require_seen_by_all(run, nodes, env)

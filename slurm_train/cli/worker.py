@@ -146,6 +146,8 @@ def _start_heartbeat(
 
     heartbeat = Heartbeat()
     if config.trains:
+        # All that the trainer writes is private; a user's own code keeps the umask of its user.
+        os.umask(0o077)
         job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
         step_id = f"{job}.{step}" if job and step else ""
         source = BeatSource(rank=place.rank, host=place.host, pid=os.getpid(), step_id=step_id)
@@ -172,6 +174,7 @@ def _enter(directory: str) -> None:
 def _meeting_point(run: RunDirectory, env: Mapping[str, str], attempt: int, timeout_s: float) -> MeetingPoint:
     from slurm_train.distributed.handshake import MeetingPoint
     from slurm_train.launch.meeting import master_of, meeting_ports
+    from slurm_train.rundir.attempts import attempt_secret
 
     return MeetingPoint(
         master_addr=master_of(env),
@@ -179,6 +182,7 @@ def _meeting_point(run: RunDirectory, env: Mapping[str, str], attempt: int, time
         run_id=str(run.path),
         attempt=attempt,
         timeout_s=timeout_s,
+        secret=attempt_secret(run, attempt, wait_s=60.0 if "SLURM_TRAIN_ATTEMPT" in env else 0.0),
     )
 
 

@@ -23,17 +23,16 @@ from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers.oc import env as read_variable
 
 from slurm_train.assets import asset_dir
 from slurm_train.config.explain import explain, no_cluster_error
 from slurm_train.config.lean import compose_lean, is_enough
 from slurm_train.config.schema import RunConfig
+from slurm_train.config.secrets import is_secret_name, refuse_secrets
 from slurm_train.config.structure import build_config
 from slurm_train.config.words import Words, cluster_sizes, prepare_overrides
 from slurm_train.errors import ConfigError
-
-_SECRET_REFERENCE = re.compile(r"\$\{oc\.env:[^}]*(?:KEY|TOKEN|SECRET|PASS)[^}]*\}", re.IGNORECASE)
-
 
 # What Hydra composed, and the chosen option of each group.
 _Full = tuple[DictConfig, dict[str, str | None]]
@@ -84,10 +83,12 @@ def show(words: Words) -> None:
 
 @contextmanager
 def _explaining(words: Words, overrides: Sequence[str]) -> Iterator[None]:
+    # Whatever way a configuration spells it, the variable is asked for by name here.
+    OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as err:
-        raise explain(err, composed_keys=lambda: _composed_keys(words, overrides)) from err
+        raise _own_error(err) or explain(err, composed_keys=lambda: _composed_keys(words, overrides)) from err
     finally:
         GlobalHydra.instance().clear()
 
@@ -174,11 +175,10 @@ def _read(composed: _Full) -> Composed:
     OmegaConf.set_readonly(full, False)
     with open_dict(full):
         full.pop("hydra", None)
-    raw = OmegaConf.to_container(full, resolve=False)
-    _refuse_secrets(raw)
     mapping = OmegaConf.to_container(full, resolve=True, throw_on_missing=True)
     assert isinstance(mapping, dict)
     plain = {str(key): value for key, value in mapping.items()}
+    refuse_secrets(plain)
     _require_chosen_cluster(plain.get("cluster"), choices)
     return Composed(config=build_config(RunConfig, plain), mapping=plain, choices=choices)
 
@@ -189,12 +189,17 @@ def _require_chosen_cluster(cluster: Any, choices: Mapping[str, str | None]) -> 
         raise no_cluster_error(f"cluster.{next(iter(cluster), '')}")
 
 
-def _refuse_secrets(raw: Any, path: str = "") -> None:
-    if isinstance(raw, dict):
-        for key, value in raw.items():
-            _refuse_secrets(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(raw, str) and _SECRET_REFERENCE.search(raw):
+def _own_error(err: BaseException | None) -> ConfigError | None:
+    """Returns our own error that OmegaConf has wrapped, where a resolver of ours raised it."""
+    while err is not None and not isinstance(err, ConfigError):
+        err = err.__cause__ or err.__context__
+    return err
+
+
+def _read_variable(name: str, *default: Any) -> Any:
+    if is_secret_name(name):
         raise ConfigError(
-            f"{path} refers to a secret ({raw}), which would be written into the run directory",
-            hint="read the variable inside your own code: a job inherits the environment that it is submitted from",
+            f"${{oc.env:{name}}} refers to a secret, which would be written into the run directory",
+            hint=f"read {name} inside your own code, and let it travel by name: cluster.export=[{name}]",
         )
+    return read_variable(name, *default)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+from slurm_train.config.target_policy import refuse_path
 from slurm_train.errors import ConfigError
 
 
@@ -27,6 +28,8 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
     Raises:
         ConfigError: there is no such module, or it has no such name.
     """
+    for nested in targets_in(mapping or {}):
+        refuse_path(nested)
     if not mapping or "_target_" not in mapping or str(mapping["_target_"]).startswith("slurm_train."):
         return
     target = str(mapping["_target_"])
@@ -46,6 +49,18 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
             f"{key}._target_={target}: {spec.name} has no {rest[0]!r}",
             hint=f"did you mean {spec.name}.{near[0]}?" if near else f"it is looked for in {spec.origin}",
         )
+
+
+def targets_in(value: Any) -> Iterator[str]:
+    """Yields every `_target_` of a mapping, also inside lists and other mappings."""
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            yield str(value["_target_"])
+        for inner in value.values():
+            yield from targets_in(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from targets_in(inner)
 
 
 def _find_longest(words: Sequence[str], search: Sequence[str]) -> tuple[ModuleSpec | None, list[str]]:

@@ -212,6 +212,9 @@ class ClusterSection:
     """Interface of the collectives, e.g. "ib0"; sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
     env: dict[str, Any] = field(default_factory=dict)
     """Variables exported in the job, e.g. {NCCL_DEBUG: INFO}."""
+    export: list[str] = field(default_factory=list)
+    """Further variables of the submitting shell that travel into the job, by name or pattern, e.g. ["WANDB_API_KEY",
+    "MY_*"]. PATH, HOME, proxies and what tunes known libraries go anyway; a secret only by its full name."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before the ranks start, e.g. ["module load cuda/12.4"]."""
     python: str | None = None

@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from slurm_train.config.target_policy import refuse_found, refuse_path
 from slurm_train.errors import ConfigError
 
 TARGET = "_target_"
@@ -28,6 +29,7 @@ def resolve_target(path: str) -> Any:
     words = path.split(".")
     if len(words) < 2 or not all(word.isidentifier() for word in words):
         raise ConfigError(f"{TARGET}={path!r} is not a dotted path", hint="write it as package.module.name")
+    refuse_path(path)
     module, rest = _import_longest(path, words)
     found: Any = module
     for index, word in enumerate(rest):
@@ -37,6 +39,7 @@ def resolve_target(path: str) -> Any:
                 f"{TARGET}={path}: {owner} has no {word!r}", hint=_nearest(word, _names_in(found), owner=owner)
             )
         found = getattr(found, word)
+    refuse_found(path, found)
     return found
 
 

@@ -49,6 +49,7 @@ def read_words(words: Sequence[str]) -> Words:
     Raises:
         ConfigError: an unknown flag, a flag without its value, or a word that is not `key=value`.
     """
+    _check_text(words)
     values: dict[str, str | bool] = {}
     overrides: list[str] = []
     rest = list(words)
@@ -60,6 +61,12 @@ def read_words(words: Sequence[str]) -> Words:
         else:
             overrides.append(word)
     return Words(overrides=overrides, **values)  # type: ignore[arg-type]  # the table below gives each its type
+
+
+def _check_text(words: Sequence[str]) -> None:
+    for word in words:
+        if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
+            raise ConfigError(f"{word!r} is not UTF-8", hint="check the encoding of your terminal or of the file name")
 
 
 _FLAGS = {
@@ -128,7 +135,9 @@ def _as_typed(key: str, value: str) -> str:
     """Returns a value in Hydra's spelling: quoted where the key holds a text, so that it arrives unchanged."""
     kind = _kind_of(key)
     if kind == "texts" and (plain := _PLAIN_LIST.fullmatch(value)):
-        return f"[{','.join(_quoted(item.strip()) for item in plain[1].split(','))}]"
+        # Blanks around an item are no part of it, to Hydra; other white space is.
+        items = [item.strip(" \t") for item in plain[1].split(",")]
+        return f"[{','.join(_quoted(item) for item in items)}]"
     keeps_meaning = value == "null" or (kind == "flag" and value.lower() in ("true", "false"))
     if kind not in ("text", "flag") or keeps_meaning or value.startswith(("'", '"')):
         return value

@@ -164,6 +164,7 @@ def _readable_by_all() -> Iterator[None]:
 def _build(plan: ClusterPlan, *, users: Sequence[str], say: Callable[[str], None]) -> None:
     had_mount = network.is_namespace_mount()
     plan.state_dir.mkdir(parents=True, exist_ok=True)
+    files.require_own(plan.state_dir)
     if had_mount:
         (plan.state_dir / NETNS_KEPT).touch()
     # Before anything outside the directory is touched: `down` works from the plan.

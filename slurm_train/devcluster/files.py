@@ -18,6 +18,7 @@ from slurm_train.devcluster.render import (
     render_slurm_conf,
     render_slurmdbd_conf,
 )
+from slurm_train.errors import ClusterError
 from slurm_train.rundir.files import write_atomic
 
 _KEY_BYTES = 1024
@@ -42,6 +43,22 @@ def write_configuration(plan: ClusterPlan) -> None:
     write_atomic(plan.conf_dir / "slurmdbd.conf", secret, durable=False, mode=0o600)
     _write_key(plan.conf_dir / "munge.key")
     _make_devices(plan)
+
+
+def require_own(directory: Path) -> None:
+    """Refuses a directory that others prepared or may write: root's daemons would read what they put there.
+
+    Raises:
+        ClusterError: as said.
+    """
+    status = directory.lstat()
+    is_open = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or is_open:
+        raise ClusterError(
+            f"{directory} belongs to uid {status.st_uid} with mode {stat.filemode(status.st_mode)}: others could write "
+            "what the daemons obey",
+            hint="remove it, or name another place",
+        )
 
 
 def create_database(plan: ClusterPlan) -> None:

@@ -2,20 +2,25 @@
 
 Rank 0 listens on the first candidate port that it can bind and greets every caller with the name of its run and
 attempt; a caller that hears its own name gives its rank, and all are let go together when all are there. Two jobs on
-one node, a zombie of an earlier attempt and a foreign service on the port are told apart by the greeting. The server
-speaks first, so a foreign service (which may be another job's store) sees a connection that closes without a word:
-torch's own client hangs at a silent port and fills the log at a talking one (seen with 2.13). Imports no torch.
+one node, a zombie of an earlier attempt and a foreign service on the port are told apart by the greeting; a stranger
+who knows these names is told by a proof that either side gives of the attempt's secret, which lies in the run directory
+where only its user reads it. The server speaks first, so a foreign service (which may be another job's store) sees a
+connection that closes without a word: torch's own client hangs at a silent port and fills the log at a talking one
+(seen with 2.13). Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
+import secrets
 import selectors
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import RendezvousError
@@ -37,33 +42,63 @@ class MeetingPoint:
     attempt: int
     timeout_s: float
     """Seconds until the ranks that are there give up on the others."""
+    secret: str = ""
+    """Known to the ranks of this attempt alone; "" where there is none, and anybody may join."""
 
     @property
     def greeting(self) -> str:
         """What rank 0 says first; a caller of another run or attempt hangs up."""
         return f"slurm_train run={self.run_id} attempt={self.attempt}"
 
+    def proof(self, *words: object) -> str:
+        """Returns what only somebody who knows the secret can say about these words, 64 hex digits."""
+        text = "\0".join(map(str, (self.greeting, *words)))
+        return hmac.new(self.secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
-def serve_greeting(place: RankPlace, point: MeetingPoint, *, family: socket.AddressFamily) -> tuple[socket.socket, int]:
+
+@dataclass(slots=True)
+class _Callers:
+    """Who has called and proved to belong here.
+
+    Args:
+        point: where they called.
+        world: number of ranks.
+    """
+
+    point: MeetingPoint
+    world: int
+    hosts: dict[int, str] = field(default_factory=dict)
+    connections: dict[int, socket.socket] = field(default_factory=dict)
+    challenges: dict[socket.socket, str] = field(default_factory=dict)
+
+
+def serve_greeting(
+    place: RankPlace, point: MeetingPoint, *, family: socket.AddressFamily, address: str = ""
+) -> tuple[socket.socket, int]:
     """Returns the listening socket and its port after every other rank has called. Rank 0 only.
 
     The socket stays open: torch's store takes it over, so nobody else can get the port in between.
 
+    Args:
+        place: this rank.
+        point: where to meet.
+        family: of the addresses at which the others call.
+        address: to listen at; "": at all of this machine.
+
     Raises:
         RendezvousError: no candidate port is free, or ranks are missing when the time is over.
     """
-    listener = _listen(point, family)
-    joined = {place.rank: place.host}
-    connections: dict[int, socket.socket] = {}
+    listener = _listen(point, family, address)
+    callers = _Callers(point, place.world_size, hosts={place.rank: place.host})
     deadline = time.monotonic() + point.timeout_s
     try:
-        _gather(listener, point, joined=joined, connections=connections, world=place.world_size, deadline=deadline)
-        verdict = _verdict(place, point, joined)
-        for connection in connections.values():
+        _gather(listener, callers, deadline=deadline)
+        verdict = _verdict(place, point, callers.hosts)
+        for connection in callers.connections.values():
             with contextlib.suppress(OSError):  # a caller that died now is missed by the process group
                 connection.sendall(json.dumps(verdict).encode() + b"\n")
     finally:
-        for connection in connections.values():
+        for connection in callers.connections.values():
             connection.close()
     if verdict is not None:
         listener.close()
@@ -71,69 +106,59 @@ def serve_greeting(place: RankPlace, point: MeetingPoint, *, family: socket.Addr
     return listener, listener.getsockname()[1]
 
 
-def _listen(point: MeetingPoint, family: socket.AddressFamily) -> socket.socket:
+def _listen(point: MeetingPoint, family: socket.AddressFamily, address: str) -> socket.socket:
     for port in point.ports:
         with contextlib.suppress(OSError):
-            return socket.create_server(("", port), family=family, backlog=4096)
+            return socket.create_server((address, port), family=family, backlog=4096)
     raise RendezvousError(
         f"rank 0 could bind none of the ports {', '.join(map(str, point.ports))} on {socket.gethostname()}",
         hint="start the job again: another attempt tries other ports",
     )
 
 
-def _gather(
-    listener: socket.socket,
-    point: MeetingPoint,
-    *,
-    joined: dict[int, str],
-    connections: dict[int, socket.socket],
-    world: int,
-    deadline: float,
-) -> None:
-    """Fills `joined` and `connections` until all ranks called or the deadline passed."""
+def _gather(listener: socket.socket, callers: _Callers, *, deadline: float) -> None:
+    """Fills `callers` until all ranks called or the deadline passed."""
     listener.setblocking(False)
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
-        while len(joined) < world and (left_s := deadline - time.monotonic()) > 0:
+        while len(callers.hosts) < callers.world and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):
                 if key.fileobj is listener:
-                    _greet_caller(listener, selector, point)
+                    _greet_caller(listener, selector, callers)
                 else:
-                    _hear_caller(key, selector, joined=joined, connections=connections)
+                    assert isinstance(key.fileobj, socket.socket)
+                    selector.unregister(key.fileobj)
+                    _hear_caller(key.fileobj, callers)
         for key in list(selector.get_map().values()):  # callers that never said who they are
             if key.fileobj is not listener and isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
     listener.setblocking(True)
 
 
-def _greet_caller(listener: socket.socket, selector: selectors.BaseSelector, point: MeetingPoint) -> None:
+def _greet_caller(listener: socket.socket, selector: selectors.BaseSelector, callers: _Callers) -> None:
     with contextlib.suppress(OSError):
         connection, _ = listener.accept()
         connection.setblocking(True)
         connection.settimeout(1.0)
-        connection.sendall(point.greeting.encode() + b"\n")
+        callers.challenges[connection] = secrets.token_hex(16)
+        connection.sendall(f"{callers.point.greeting} challenge={callers.challenges[connection]}\n".encode())
         selector.register(connection, selectors.EVENT_READ)
 
 
-def _hear_caller(
-    key: selectors.SelectorKey,
-    selector: selectors.BaseSelector,
-    *,
-    joined: dict[int, str],
-    connections: dict[int, socket.socket],
-) -> None:
-    connection = key.fileobj
-    assert isinstance(connection, socket.socket)
-    selector.unregister(connection)
+def _hear_caller(connection: socket.socket, callers: _Callers) -> None:
+    challenge = callers.challenges.pop(connection)
     try:
-        rank_text, _, host = _read_line(connection).partition(" ")
-        rank = int(rank_text)
-    except (OSError, ValueError):
-        connection.close()  # a port scanner, or a caller that hung up
+        rank_text, own_challenge, proof, host = _read_line(connection).split(" ", 3)
+        rank, point = int(rank_text), callers.point
+        if not 0 < rank < callers.world or not hmac.compare_digest(proof, point.proof(challenge, rank, host)):
+            raise ValueError("a stranger")
+        connection.sendall(point.proof(own_challenge, "rank 0").encode() + b"\n")
+    except (OSError, ValueError, TypeError):
+        connection.close()  # a port scanner, a caller that hung up, or somebody who does not belong here
         return
-    if rank in connections:
-        connections[rank].close()
-    connections[rank], joined[rank] = connection, host
+    if rank in callers.connections:
+        callers.connections[rank].close()
+    callers.connections[rank], callers.hosts[rank] = connection, host
 
 
 def _verdict(place: RankPlace, point: MeetingPoint, joined: dict[int, str]) -> dict[str, str] | None:
@@ -167,7 +192,7 @@ def call_rank_zero(place: RankPlace, point: MeetingPoint, *, addresses: Sequence
     while time.monotonic() < deadline:
         for address in addresses:
             for port in point.ports:
-                connection, answers[port] = _call(address, port, point, patience_s=patience_s)
+                connection, answers[port] = _call(address, port, place, point, patience_s=patience_s)
                 if connection is not None:
                     _wait_for_all(connection, place, deadline=deadline)
                     return address, port
@@ -182,7 +207,9 @@ def call_rank_zero(place: RankPlace, point: MeetingPoint, *, addresses: Sequence
     )
 
 
-def _call(address: str, port: int, point: MeetingPoint, *, patience_s: float) -> tuple[socket.socket | None, str]:
+def _call(
+    address: str, port: int, place: RankPlace, point: MeetingPoint, *, patience_s: float
+) -> tuple[socket.socket | None, str]:
     """Returns a connection to this attempt's rank 0, or None and what was found instead."""
     try:
         connection = socket.create_connection((address, port), timeout=patience_s)
@@ -190,19 +217,32 @@ def _call(address: str, port: int, point: MeetingPoint, *, patience_s: float) ->
         return None, str(err)
     try:
         line = _read_line(connection)
+        greeting, _, challenge = line.partition(" challenge=")
+        if greeting == point.greeting:
+            if _introduce(connection, place, point, challenge):
+                return connection, "found"
+            line = "somebody who does not know this attempt's secret"
     except OSError as err:
         connection.close()
         return None, f"no greeting ({err})"
-    if line == point.greeting:
-        return connection, "found"
     connection.close()
     return None, f"somebody else: {line[:80]!r}"
+
+
+def _introduce(connection: socket.socket, place: RankPlace, point: MeetingPoint, challenge: str) -> bool:
+    """Says who this rank is, and returns whether the other side proves to be rank 0."""
+    own_challenge = secrets.token_hex(16)
+    proof = point.proof(challenge, place.rank, place.host)
+    connection.sendall(f"{place.rank} {own_challenge} {proof} {place.host}\n".encode())
+    # It has greeted, so it is awake; at the head of a large job others are heard before this one.
+    connection.settimeout(_LONGEST_GREETING_TIMEOUT_S)
+    answer = _read_line(connection)
+    return answer.isascii() and hmac.compare_digest(answer, point.proof(own_challenge, "rank 0"))
 
 
 def _wait_for_all(connection: socket.socket, place: RankPlace, *, deadline: float) -> None:
     with connection:
         try:
-            connection.sendall(f"{place.rank} {place.host}\n".encode())
             # Rank 0 began to wait after this rank at most; its verdict comes a little after this rank's deadline.
             connection.settimeout(max(deadline - time.monotonic(), 0.0) + 10.0)
             verdict = json.loads(_read_line(connection))
@@ -218,8 +258,9 @@ def _wait_for_all(connection: socket.socket, place: RankPlace, *, deadline: floa
 def _read_line(connection: socket.socket) -> str:
     """Returns one line without its end; "" at a closed connection."""
     received = bytearray()
+    # Byte by byte: the line after this one may be there already, and is for the next reader.
     while not received.endswith(b"\n") and len(received) < _LONGEST_LINE:
-        chunk = connection.recv(4096)
+        chunk = connection.recv(1)
         if not chunk:
             break
         received += chunk

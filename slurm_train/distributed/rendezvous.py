@@ -17,23 +17,35 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import RendezvousError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import Store, TCPStore
+
+_HERE = "127.0.0.1"
 
 
-def open_store(place: RankPlace, point: MeetingPoint) -> tuple[TCPStore, int]:
+def open_store(place: RankPlace, point: MeetingPoint) -> tuple[Store, int]:
     """Returns the store that all ranks of this attempt share, and its port. Collective over all ranks.
 
     Raises:
         RendezvousError: the master's name does not resolve here, no port is free, or ranks are missing; each
             message names the node that saw it.
     """
-    addresses = resolve_master(place, point.master_addr)
+    # The store knows no passwords. On one node nobody outside needs to reach it.
+    addresses = resolve_master(place, point.master_addr) if place.spans_nodes else [_HERE]
     if place.is_first:
         family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
-        listener, port = serve_greeting(place, point, family=family)
-        return _serve_store(listener, addresses[0], port, timeout_s=point.timeout_s), port
+        own_address = "" if place.spans_nodes else _HERE
+        listener, port = serve_greeting(place, point, family=family, address=own_address)
+        return _hidden(_serve_store(listener, addresses[0], port, timeout_s=point.timeout_s), point), port
     address, port = call_rank_zero(place, point, addresses=addresses)
-    return _join_store(address, port, timeout_s=point.timeout_s), port
+    return _hidden(_join_store(address, port, timeout_s=point.timeout_s), point), port
+
+
+def _hidden(store: TCPStore, point: MeetingPoint) -> Store:
+    """Puts a word that strangers do not know in front of every key."""
+    import torch.distributed as dist
+
+    hidden: Store = dist.PrefixStore(point.proof("store"), store)  # type: ignore[attr-defined]  # as below
+    return hidden
 
 
 def _serve_store(listener: socket.socket, address: str, port: int, *, timeout_s: float) -> TCPStore:

@@ -27,7 +27,8 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: str, env: Ma
         raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
     flags = [f"--dependency=afterany:{job_id}", *([f"--exclude={exclude}"] if exclude else [])]
     script = run.submit_script.read_text(encoding="utf-8")
-    new_id = submit_script(script, folder=run.logs / "submitted", env=env, flags=flags)
+    # What travelled into this job was chosen when it was submitted, and travels on.
+    new_id = submit_script(script, folder=run.logs / "submitted", env=env, flags=flags, export=tuple(env))
     record_job(run, new_id, continues=job_id)
     return new_id
 

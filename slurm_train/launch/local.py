@@ -86,7 +86,7 @@ def start_local(
     for rank in range(num_ranks):
         rank_env = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
         rank_env |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-        log = os.open(run.rank_log(attempt, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(run.rank_log(attempt, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         # A session of its own keeps Ctrl-C on the terminal from reaching the ranks: the parent asks them to stop.
         ranks.processes.append(
             subprocess.Popen(

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,10 @@ def check_degrees(config: RunConfig) -> None:
         raise ConfigError("script and task are both set", hint="a run has one of the two: drop the other")
     if config.script == []:
         raise ConfigError("script=[] names no file", hint="write script=[train.py,--flag]")
+    if any("\0" in word for word in config.script or ()):
+        raise ConfigError(f"script={config.script!r} has a NUL, which no command line can hold", hint="remove it")
+    if config.cluster is not None:
+        _check_exports(config.cluster.export)
     _check_targets(config)
     _check_counts(config)
     for name in ("dp_shard", "tp", "pp", "cp"):
@@ -129,6 +134,15 @@ def check_degrees(config: RunConfig) -> None:
             raise ConfigError(
                 f"parallel.{name}={degree} was asked; this version trains with data parallelism (DDP) only",
                 hint=f"drop parallel.{name}; every rank is a data-parallel replica",
+            )
+
+
+def _check_exports(patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        if re.fullmatch(r"[A-Za-z_*?][A-Za-z0-9_*?]*", pattern) is None:
+            raise ConfigError(
+                f"cluster.export has {pattern.partition('=')[0]!r}, which is no name or pattern of variables",
+                hint="names alone, without values: cluster.export=[WANDB_API_KEY,MY_*]",
             )
 
 
@@ -212,5 +226,6 @@ def check_path(key: str, value: str) -> None:
     Raises:
         ConfigError: it has a control character, or a percent sign or backslash (both are patterns in --output).
     """
-    if any(ord(char) < 32 or ord(char) == 127 for char in value) or "%" in value or "\\" in value:
+    # "{attempt}" is filled in when an attempt starts, in the names of its logs.
+    if not value.isprintable() or "%" in value or "\\" in value or "{attempt}" in value:
         raise ConfigError(f"{key}={value!r} has a character that Slurm reads as a pattern", hint="use a plain path")

@@ -19,6 +19,7 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import SourceState, plan_snapshot, write_snapshot
 from slurm_train.rundir.files import read_json, write_atomic
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.private import create_private, make_private, require_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,10 @@ def uses_own_code(plan: RunPlan) -> bool:
 
 
 def require_writable(run: RunDirectory) -> None:
-    """Refuses a run directory that could not be written.
+    """Refuses a run directory that could not be written, or that others could change.
 
     Raises:
-        RunError: the nearest existing folder above it is not writable, or is not a folder.
+        RunError: the nearest existing folder above it is not writable, or is not a folder; see also `require_private`.
     """
     # os.path, since Path.exists raises where a folder above may not be entered.
     existing = next(path for path in (run.path, *run.path.parents) if os.path.exists(path))  # noqa: PTH110
@@ -66,6 +67,7 @@ def require_writable(run: RunDirectory) -> None:
     if not is_folder or not os.access(existing, os.W_OK | os.X_OK):
         kind = "is not writable" if is_folder else "is not a directory"
         raise RunError(f"{run.path} cannot be made: {existing} {kind}", hint="name another place with run.root=DIR")
+    require_private(run)
 
 
 def write_run_directory(plan: RunPlan, source: Source, *, script: str | None) -> None:
@@ -89,7 +91,9 @@ def write_run_directory(plan: RunPlan, source: Source, *, script: str | None) ->
 def _make_folders(run: RunDirectory) -> None:
     try:
         for folder in (run.path, run.logs, run.checkpoints):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
+        # Slurm would make it by the umask of the login shell.
+        create_private(run.logs / "batch.log")
     except OSError as err:
         hint = "name another place with run.root=DIR"
         raise RunError(f"{run.path} cannot be made: {err.strerror or err}", hint=hint) from err

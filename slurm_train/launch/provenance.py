@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from slurm_train.config.secrets import redact
 from slurm_train.launch.preparation import Source
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
@@ -29,7 +30,7 @@ def write_provenance(run: RunDirectory, source: Source, *, words: Sequence[str])
         words: the command line.
     """
     facts = {
-        "words": list(words),
+        "words": [redact(word) for word in words],
         "directory": str(source.directory),
         "user": getpass.getuser(),
         "host": socket.gethostname(),
@@ -37,7 +38,7 @@ def write_provenance(run: RunDirectory, source: Source, *, words: Sequence[str])
         "time_unix_s": time.time(),
         "git_commit": source.state.commit,
         "git_dirty": bool(source.state.difference),
-        "git_diff": source.state.difference,
+        "git_diff": redact(source.state.difference),
         "num_files": len(source.files),
         "versions": {
             "python": ".".join(map(str, sys.version_info[:3])),

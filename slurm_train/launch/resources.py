@@ -156,6 +156,8 @@ def _own_flags(values: dict[str, Any], key: str, protected: dict[str, str]) -> F
             instead = protected[flag]
             hint = f"use {instead} instead" if instead else f"drop {key}.{name}"
             raise ConfigError(f"{key}.{name} would break the launch, which sets it itself", hint=hint)
+        if "{attempt}" in str(value):
+            raise ConfigError(f"{key}.{name}={value}: {{attempt}} is a word of the launch", hint="write another text")
         if value is not None and value is not False:
             flags[flag] = value if value is True else _text(f"{key}.{name}", value)
     return flags

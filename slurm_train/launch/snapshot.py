@@ -6,6 +6,7 @@ that it costs no waiting.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
 import subprocess
@@ -20,6 +21,14 @@ _SOURCE_SUFFIXES = frozenset(
     {".py", ".pyi", ".yaml", ".yml", ".toml", ".json", ".cfg", ".ini", ".txt", ".sh", ".so", ".cu", ".cpp"}
 )
 _MAX_ENTRIES = 20_000
+# Files that hold secrets by custom; a run keeps its copies for ever, and others may be shown them.
+_SECRET_FILES = (
+    *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".pypirc", ".npmrc", ".git-credentials"),
+    *("*.pem", "*.p12", "*.pfx", "*.key", "*.keytab", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "kaggle.json"),
+    *("credentials", "credentials.json", "client_secret*.json", "service_account*.json", "service-account*.json"),
+    *("secrets.yaml", "secrets.yml", "secrets.toml", "secrets.json", ".htpasswd"),
+)
+_EXAMPLES = (".env.example", ".env.sample", ".env.template", "example.env")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +62,12 @@ def ask_git(directory: Path, env: Mapping[str, str]) -> GitQuestions | None:
     return GitQuestions(
         files=ask("ls-files", "-z", "--cached", "--others", "--exclude-standard"),
         commit=ask("rev-parse", "HEAD"),
-        difference=ask("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff"),
+        difference=ask("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--", ":/", *_outside_secrets()),
     )
+
+
+def _outside_secrets() -> Sequence[str]:
+    return [f":(top,exclude,icase,glob)**/{pattern}" for pattern in _SECRET_FILES]
 
 
 def read_answers(questions: GitQuestions | None) -> SourceState:
@@ -69,6 +82,12 @@ def read_answers(questions: GitQuestions | None) -> SourceState:
     )
     sha = commit.decode().strip() if commit else None
     return SourceState(names, sha or None, (difference or b"").decode(errors="replace"))
+
+
+def is_secret_file(name: str) -> bool:
+    """Returns whether a path's last part is the name of a file that holds secrets by custom, e.g. ".env"."""
+    last = name.rpartition("/")[2].lower()
+    return last not in _EXAMPLES and any(fnmatch.fnmatchcase(last, pattern) for pattern in _SECRET_FILES)
 
 
 def drop_questions(questions: GitQuestions | None) -> None:
@@ -98,7 +117,8 @@ def plan_snapshot(directory: Path, state: SourceState, *, limit_mb: int, exclude
     Raises:
         ConfigError: the files are more than the limit.
     """
-    names = list(state.files) if state.files is not None else _walk(directory, exclude)
+    found = list(state.files) if state.files is not None else _walk(directory, exclude)
+    names = [name for name in found if not is_secret_file(name)]
     kept, total = [], 0
     for name in names:
         path = directory / name
@@ -151,5 +171,8 @@ def write_snapshot(directory: Path, names: Sequence[str], target: Path) -> None:
         os.makedirs(fresh / folder, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
     for name in names:
         shutil.copy2(directory / name, fresh / name)
+        mode = os.stat(fresh / name).st_mode  # noqa: PTH116  # as above
+        if mode & 0o077:
+            os.chmod(fresh / name, mode & 0o700)  # noqa: PTH101  # as above
     shutil.rmtree(target, ignore_errors=True)
     fresh.rename(target)

@@ -15,7 +15,8 @@ import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.environment import is_job_variable
+from slurm_train.rundir.private import make_private
+from slurm_train.slurm.exports import exported
 
 
 class ScriptExecutor(submitit.SlurmExecutor):
@@ -24,15 +25,24 @@ class ScriptExecutor(submitit.SlurmExecutor):
     Args:
         folder: where submitit keeps its copy of what was submitted.
         script: the script's text.
-        env: environment of the caller; variables of an enclosing job are withheld from the new one.
+        env: environment of the caller; what does not travel is withheld from sbatch, which would pass on all it has.
         flags: further words for sbatch, which win over the script's own.
+        export: further variables that travel, see `exports.exported`.
     """
 
-    def __init__(self, folder: Path, *, script: str, env: Mapping[str, str], flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        script: str,
+        env: Mapping[str, str],
+        flags: Sequence[str] = (),
+        export: Sequence[str] = (),
+    ) -> None:
         super().__init__(folder)
         self._script = script
         self._flags = list(flags)
-        self._withheld = sorted(name for name in env if is_job_variable(name))
+        self._withheld = sorted(env.keys() - exported(env, export))
 
     def submit_script(self) -> submitit.Job[Any]:
         """Submits the script and returns submitit's handle of the job."""
@@ -42,6 +52,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         return self._script
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        # By name: values on a command line would be seen in every process list.
         scrub = [word for name in self._withheld for word in ("-u", name)]
         return ["env", *scrub, "sbatch", "--parsable", *self._flags, str(submission_file_path)]
 
@@ -55,19 +66,23 @@ class ScriptExecutor(submitit.SlurmExecutor):
         return match.group(1)
 
 
-def submit_script(script: str, *, folder: Path, env: Mapping[str, str], flags: Sequence[str] = ()) -> str:
-    """Submits a script and returns the job id.
+def submit_script(
+    script: str, *, folder: Path, env: Mapping[str, str], flags: Sequence[str] = (), export: Sequence[str] = ()
+) -> str:
+    """Submits a script and returns the job id; see `ScriptExecutor` for the arguments.
 
     Raises:
         ClusterError: sbatch refused it.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(folder)
     try:
-        job = ScriptExecutor(folder, script=script, env=env, flags=flags).submit_script()
+        job = ScriptExecutor(folder, script=script, env=env, flags=flags, export=export).submit_script()
     except (FailedJobError, FailedSubmissionError, RuntimeError) as err:
         lines = [line for line in str(err).splitlines() if "sbatch:" in line] or str(err).splitlines()[-1:]
         reason = lines[-1].strip() if lines else type(err).__name__
         raise ClusterError(
             f"sbatch refused the job: {reason}", hint="`plan` with the same words shows the script"
         ) from err
+    for copy in folder.glob(f"{job.job_id}*"):
+        copy.chmod(0o600)
     return str(job.job_id)

@@ -44,7 +44,7 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         end_torn_line(self._descriptor, path)
 
     def write(self, values: Mapping[str, Any]) -> None:

@@ -7,14 +7,16 @@ one than its own knows that it is a zombie. `attempts.jsonl` has a start line an
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.files import append_line, fsync_directory, read_lines, write_durable
+from slurm_train.rundir.files import append_line, fsync_directory, read_json, read_lines, write_durable
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.private import make_private
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +43,32 @@ def open_attempt(run: RunDirectory, start: AttemptStart) -> int:
     attempt = max(existing_attempts(run), default=-1) + 1
     while True:
         try:
-            write_durable(run.epochs / f"attempt_{attempt}", json.dumps(facts) + "\n")
+            secret = {"secret": secrets.token_hex(16)}
+            write_durable(run.epochs / f"attempt_{attempt}", json.dumps({**facts, **secret}) + "\n")
             break
         except FileExistsError:
             attempt += 1
     fsync_directory(run.epochs)
-    run.attempt_logs(attempt).mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(run.attempt_logs(attempt))
     line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts, "world_size": start.world_size}
     append_line(run.attempts, line, durable=True)
     return attempt
+
+
+def attempt_secret(run: RunDirectory, attempt: int, *, wait_s: float = 0.0) -> str:
+    """Returns what only the ranks of one attempt know, "" for an attempt that nobody has opened.
+
+    Args:
+        run: the run.
+        attempt: its number.
+        wait_s: how long this node may take to see the file that another one has made.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        facts = read_json(run.epochs / f"attempt_{attempt}")
+        if facts is not None or time.monotonic() > deadline:
+            return str((facts or {}).get("secret", ""))
+        time.sleep(0.1)
 
 
 def close_attempt(run: RunDirectory, attempt: int, facts: Mapping[str, Any]) -> None:

@@ -33,7 +33,8 @@ def fsync_file(path: Path) -> None:
 
 def write_durable(path: Path, text: str) -> None:
     """Writes a new file and fsyncs it; the caller makes the directory entry durable."""
-    with path.open("x", encoding="utf-8") as file:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -70,7 +71,7 @@ def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> 
     After a torn last line (a killed writer) it starts on a line of its own, so that only the torn one is lost.
     """
     line = json.dumps(value, separators=(",", ":")) + "\n"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     try:
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

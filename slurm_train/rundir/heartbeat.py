@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.private import create_private, make_private
 
 PHASES = ("start", "data", "step", "evaluate", "gather", "save", "end")
 """What a rank can be at; "gather" is the exchange after an evaluation, "end" everything after the last save."""
@@ -118,8 +119,8 @@ class _Writer:
         self._stacks = run.stacks(attempt, source.rank)
         self._main = threading.main_thread().ident or 0
         path = run.heartbeat(attempt, source.rank)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        make_private(path.parent)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         facts = {"rank": source.rank, "host": source.host, "pid": source.pid, "step_id": source.step_id}
         self._beats = 0
         self._marks, self._since, self._dumped = -1, time.monotonic(), False
@@ -162,6 +163,7 @@ class _Writer:
             return
         if now - self._since > 0.9 * self._limits.of(settled=self._heart.settled) - EVERY_S:
             self._dumped = True
+            create_private(self._stacks)
             with self._stacks.open("w") as file:
                 file.write(f"main thread {self._main:#018x}\n")
                 file.flush()

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.files import read_json, write_durable
 from slurm_train.rundir.layout import RunDirectory
 
 
@@ -88,7 +88,8 @@ def read_holder(run: RunDirectory) -> Holder | None:
 def _create(path: Path, holder: Holder) -> bool:
     # link() is atomic where O_EXCL over old NFS is not, and the file appears with its content in it.
     temporary = path.with_name(f".{path.name}.{holder.host}.{holder.pid}")
-    temporary.write_text(json.dumps(asdict(holder)) + "\n", encoding="utf-8")
+    temporary.unlink(missing_ok=True)
+    write_durable(temporary, json.dumps(asdict(holder)) + "\n")
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -117,7 +118,7 @@ def _remove_if(run: RunDirectory, stale: Holder | None) -> None:
 
 @contextlib.contextmanager
 def _removing(run: RunDirectory) -> Iterator[None]:
-    descriptor = os.open(run.lock.with_name(".lock.guard"), os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(run.lock.with_name(".lock.guard"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass, field
 
+from slurm_train.config.secrets import redact
 from slurm_train.rundir.files import append_line, read_lines
 from slurm_train.rundir.layout import RunDirectory
 
@@ -32,7 +33,7 @@ class FailureMark:
 
 def leave_mark(run: RunDirectory, attempt: int, mark: FailureMark) -> None:
     """Adds a rank's mark to its attempt; a run directory that is gone is no second failure."""
-    line = {**asdict(mark), "message": mark.message[:_LONGEST_MESSAGE], "time_unix_s": time.time()}
+    line = {**asdict(mark), "message": redact(mark.message)[:_LONGEST_MESSAGE], "time_unix_s": time.time()}
     if run.attempt_logs(attempt).is_dir():
         append_line(run.attempt_logs(attempt) / "failures.jsonl", line)
 

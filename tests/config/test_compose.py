@@ -144,10 +144,16 @@ def test_an_uneven_size_that_is_neither_number_nor_list_names_both() -> None:
 
 
 @pytest.mark.parametrize("name", ["WANDB_API_KEY", "HF_TOKEN", "my_secret", "DB_PASSWORD"])
-def test_a_reference_to_a_secret_is_refused_before_it_is_resolved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "form", ["${{oc.env:{}}}", "${{ oc.env : {} }}", "a${{oc.env:{},b}}", "${{oc.env:${{oc.env:W}}}}"]
+)
+def test_a_reference_to_a_secret_is_refused_before_it_is_resolved(
+    name: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, "canary")
-    error = refusal("+cluster=1x1", f"cluster.env.X=${{oc.env:{name}}}")
-    assert error.message.startswith(f"cluster.env.X refers to a secret (${{oc.env:{name}}})")
+    monkeypatch.setenv("W", name)
+    error = refusal("+cluster=1x1", f"cluster.env.X={form.format(name)}")
+    assert error.message.startswith(f"${{oc.env:{name}}} refers to a secret")
     assert "canary" not in str(error)
 
 

@@ -20,6 +20,7 @@ OTHERS: dict[str, Any] = {
     "run.name": "other",
     "cluster.env": {"A": "1"},
     "cluster.setup": ["x"],
+    "cluster.export": ["X"],
     "cluster.sbatch": {"a": "1"},
     "cluster.srun": {"a": "1"},
     "optim.lr_retune": "sqrt",

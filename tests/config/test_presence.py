@@ -20,7 +20,9 @@ def search(tmp_path: Path) -> list[str]:
     return [str(tmp_path)]
 
 
-@pytest.mark.parametrize("target", ["mine.Net", "mine.p", "mine.X", "pack.inner.build", "pack.anything", "json.loads"])
+@pytest.mark.parametrize(
+    "target", ["mine.Net", "mine.p", "mine.X", "pack.inner.build", "pack.anything", "fractions.Fraction"]
+)
 def test_what_is_there_is_found_without_running_it(target: str, search: list[str]) -> None:
     require_target("model", {"_target_": target}, search=[*search, *sys.path])
 

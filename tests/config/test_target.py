@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import fractions
-import os
+import math
 import sys
 from pathlib import Path
 
 import pytest
 
+from slurm_train.config.presence import require_target
 from slurm_train.config.target import accepts_keyword, instantiate, resolve_target
 from slurm_train.errors import ConfigError
 
@@ -27,7 +28,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(
     ("path", "expected"),
-    [("os.path.join", os.path.join), ("fractions.Fraction", fractions.Fraction), ("int.from_bytes", None)],
+    [("math.hypot", math.hypot), ("fractions.Fraction", fractions.Fraction), ("int.from_bytes", None)],
 )
 def test_dotted_path_gives_what_it_names(path: str, expected: object) -> None:
     if expected is None:
@@ -93,10 +94,39 @@ def test_message_of_wrong_keywords(package: str, words: dict[str, int], text: st
 def test_mapping_without_target_and_target_that_is_no_callable(package: str) -> None:
     with pytest.raises(ConfigError, match=r"a mapping with the keys \['x'\] has no _target_"):
         instantiate({"x": 1})
-    with pytest.raises(ConfigError, match=r"_target_=sys\.path is a list and cannot be called"):
-        instantiate({"_target_": "sys.path"})
+    with pytest.raises(ConfigError, match=r"_target_=math\.pi is a float and cannot be called"):
+        instantiate({"_target_": "math.pi"})
 
 
 def test_accepted_keywords() -> None:
     assert accepts_keyword(lambda split: split, "split")
     assert not accepts_keyword(lambda **words: words, "split")
+
+
+ACTING = (
+    *("os.system", "os.path.join", "posix.system", "subprocess.run", "builtins.eval", "builtins.exec", "builtins.open"),
+    *("builtins.__import__", "importlib.import_module", "runpy.run_path", "pickle.loads", "ctypes.CDLL", "sys.exit"),
+    *("shutil.rmtree", "socket.create_connection", "timeit.timeit", "pty.spawn", "operator.methodcaller"),
+    *("torch.load", "torch.hub.load", "torch.serialization.load", "torch.utils.cpp_extension.load_inline"),
+    *("hydra.utils.call", "slurm_train.devcluster.commands.run_command", "slurm_train.slurm.commands.run_process"),
+)
+
+
+@pytest.mark.parametrize("path", ACTING)
+def test_what_acts_on_the_machine_is_no_target(path: str) -> None:
+    for mapping in ({"_target_": path}, {"_target_": "fractions.Fraction", "a": [{"_target_": path}]}):
+        with pytest.raises(ConfigError, match=r"part of a run|machinery of this package"):
+            instantiate(mapping)
+        with pytest.raises(ConfigError, match=r"part of a run|machinery of this package"):
+            require_target("model", mapping, search=sys.path)
+
+
+@pytest.mark.parametrize("way", ["os.system", "run", "helper.subprocess.run", "evaluate", "loader"])
+def test_a_way_around_through_a_users_own_module_ends_at_the_same_place(package: str, way: str) -> None:
+    root = Path(sys.path[0]) / package
+    (root / "__init__.py").write_text("import os\nfrom subprocess import run\nfrom . import helper\nevaluate = eval\n")
+    (root / "helper.py").write_text("import subprocess\n")
+    with (root / "__init__.py").open("a") as file:
+        file.write("from pickle import loads as loader\n")
+    with pytest.raises(ConfigError, match="part of a run"):
+        resolve_target(f"{package}.{way}")

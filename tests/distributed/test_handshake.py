@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -137,3 +139,73 @@ def test_no_free_port_is_an_error_with_the_ports() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(RendezvousError, match=f"could bind none of the ports {port}"):
             serve_greeting(place(0, 2), point([port]), family=socket.AF_INET)
+
+
+SECRET = "5" * 32
+
+
+def test_ranks_that_know_the_secret_meet() -> None:
+    ports = free_ports(1)
+    assert meet_all(4, replace(point(ports), secret=SECRET)) == [ports[0]] * 4
+
+
+def say(port: int, text: str) -> str:
+    """Plays a stranger who knows run, attempt and protocol, and returns what rank 0 answers."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    with connection, connection.makefile("rb") as file:
+        file.readline()
+        connection.sendall(f"{text}\n".encode())
+        return file.readline().decode()
+
+
+@pytest.mark.parametrize("rank", ["1", "0", "-1", "99", "x"])
+@pytest.mark.parametrize("proof", ["", "0" * 64, "\u00e9"])
+def test_a_stranger_takes_no_rank_and_no_rank_is_lost_by_it(rank: str, proof: str) -> None:
+    where = replace(point(free_ports(1)), secret=SECRET)
+    with ThreadPoolExecutor(4) as pool:
+        zero = pool.submit(meet, 0, 3, where)
+        guessed = proof or where.proof("", rank, "stranger")
+        assert [say(where.ports[0], f"{rank} c {guessed} stranger") for _ in range(3)] == ["", "", ""]
+        others = [pool.submit(meet, number, 3, where) for number in (1, 2)]
+        assert {task.result(timeout=20) for task in (zero, *others)} == {where.ports[0]}
+
+
+def test_a_recorded_introduction_is_worth_nothing_a_second_time() -> None:
+    where = replace(point(free_ports(1), timeout_s=2.0), secret=SECRET)
+    recorded = f"1 c {where.proof('of another connection', 1, 'host1')} host1"
+    with ThreadPoolExecutor(1) as pool:
+        zero = pool.submit(meet, 0, 2, where)
+        assert say(where.ports[0], recorded) == ""
+        with pytest.raises(RendezvousError, match="missing 1"):
+            zero.result(timeout=20)
+
+
+@pytest.mark.parametrize("answer", [b"", b"0" * 64 + b"\n", "\u00e9\n".encode(), b"null\n"])
+def test_an_impostor_of_rank_zero_is_passed_over(answer: bytes) -> None:
+    where = replace(point(free_ports(1)), secret=SECRET)
+
+    def pose(connection: socket.socket) -> None:
+        connection.sendall(f"{where.greeting} challenge=abc\n".encode())
+        connection.recv(4096)
+        connection.sendall(answer)
+        connection.close()
+
+    for port in serve(pose):
+        assert meet_all(2, replace(where, ports=[port, *where.ports])) == [where.ports[0]] * 2
+
+
+def test_without_the_secret_nobody_joins() -> None:
+    where = replace(point(free_ports(1), timeout_s=2.0), secret=SECRET)
+    with ThreadPoolExecutor(2) as pool:
+        zero = pool.submit(meet, 0, 2, where)
+        stranger = pool.submit(meet, 1, 2, replace(where, secret="6" * 32))
+        for task in (zero, stranger):
+            with pytest.raises(RendezvousError):
+                task.result(timeout=30)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch.distributed
 
 from slurm_train.distributed.handshake import MeetingPoint
 from slurm_train.distributed.place import RankPlace
@@ -50,3 +53,19 @@ def test_the_store_is_shared_on_the_port_of_the_handshake() -> None:
     assert first_port == second_port == port
     first.set("key", "value")
     assert second.get("key") == b"value"
+
+
+def test_on_one_node_the_store_listens_to_nobody_outside_and_hides_its_keys() -> None:
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    point = MeetingPoint(master_addr="127.0.0.1", ports=[port], run_id="run", attempt=0, timeout_s=20, secret="5" * 32)
+    with ThreadPoolExecutor(2) as pool:
+        (store, _), _ = pool.map(lambda rank: open_store(place(rank=rank), point), range(2))
+    store.set("key", "value")
+    listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    addresses = {line.split()[1] for line in listening.splitlines() if f":{port:04X} " in f"{line.split()[1]} "}
+    assert f"0100007F:{port:04X}" in addresses
+    assert f"00000000:{port:04X}" not in addresses
+    stranger = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
+    assert not stranger.check(["key"])
+    assert stranger.check([f"{point.proof('store')}/key"]), "else the line before proves nothing"

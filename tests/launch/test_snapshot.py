@@ -57,6 +57,24 @@ def test_what_git_does_not_ignore_is_the_code(project: Path) -> None:
     assert snapshot_of(project) == [".gitignore", "lib/deep.py", "model.py", "new.py", "train.py"]
 
 
+SECRET_FILES = [".env", ".env.local", "prod.env", "deploy.pem", "id_rsa", ".netrc", "secrets.yaml", "Secrets.YAML"]
+
+
+@pytest.mark.parametrize("name", SECRET_FILES)
+def test_a_file_that_holds_secrets_by_custom_is_neither_copied_nor_quoted(project: Path, name: str) -> None:
+    write(project, **{f"lib__{name}": "KEY=old\n"})
+    git(project, "add", "-f", "-A")
+    git(project, "commit", "-q", "-m", "two")
+    (project / "lib" / name).write_text("KEY=canary\n")
+    (project / name).write_text("KEY=canary\n")
+    (project / ".env.example").write_text("KEY=\n")
+    state = read_answers(ask_git(project / "lib", os.environ))
+    assert not [path for path in snapshot_of(project) if path.endswith(name)]
+    assert ".env.example" in snapshot_of(project)
+    assert "canary" not in state.difference
+    assert "canary" not in read_answers(ask_git(project, os.environ)).difference
+
+
 def test_a_subfolder_has_its_own_code_only(project: Path) -> None:
     assert snapshot_of(project / "lib") == ["deep.py"]
 

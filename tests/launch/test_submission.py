@@ -74,10 +74,11 @@ def test_variables_of_an_enclosing_job_do_not_reach_sbatch(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     withheld = ["SLURM_JOB_ID", "SLURM_CPU_BIND", "SBATCH_PARTITION", "SRUN_CPUS_PER_TASK", "RANK", "MASTER_ADDR"]
-    kept = ["SLURM_CONF", "NCCL_DEBUG", "MY_OWN"]
+    withheld += ["WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "LD_PRELOAD", "NOT_NAMED", "MY_TOKEN"]
+    kept = ["SLURM_CONF", "NCCL_DEBUG", "MY_OWN", "HF_TOKEN", "BASH_FUNC_module%%", "TOKENIZERS_PARALLELISM"]
     for name in (*withheld, *kept):
         monkeypatch.setenv(name, "value")
-    submit_script(SCRIPT, folder=tmp_path / "submitted", env=os.environ)
+    submit_script(SCRIPT, folder=tmp_path / "submitted", env=os.environ, export=["MY_*", "HF_TOKEN"])
     seen = json.loads(slurm.told.read_text())["env"]
     assert {name for name in (*withheld, *kept) if name in seen} == set(kept)
 

@@ -1,0 +1,126 @@
+"""What looks like a secret: by its name, by its form. Such a value is refused before it is written anywhere.
+
+A configuration, a script and a command line are kept, copied and shown to others; a secret belongs into the
+environment of the job or into a file that only its user reads. Names and forms are a net, not a proof: a password that
+looks like a word under a harmless name passes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from slurm_train.errors import ConfigError
+
+REDACTED = "[redacted]"
+# Of environment variables: WANDB_API_KEY, HF_TOKEN, AWS_ACCESS_KEY_ID, PGPASSWORD; not TOKENIZERS_PARALLELISM.
+_ENV_NAME = re.compile(
+    r"(?:^|_)(?:KEY|KEYS|PAT|PASS|PWD|AUTH|JWT|COOKIE)(?:_|$)|(?:KEY|TOKEN|PASSWD|PWD)$|(?:^|_)TOKEN(?:_|$)"
+    r"|SECRET|PASSWORD|PASSPHRASE|CREDENTIAL|PRIVATE_KEY",
+    re.IGNORECASE,
+)
+# They name a place, not the secret itself.
+_PLACE_NAME = re.compile(r"_(?:FILE|PATH|DIR|HOME|NAME|URL|SOCK)$|^(?:OLD)?PWD$", re.IGNORECASE)
+# Of keys and of flags in a user's own words, where `text_key` and `pad_token` are harmless.
+_KEY_NAME = re.compile(
+    r"(?:^|_)(?:api|access|secret|private|auth|encryption|wandb|openai)_?key$"
+    r"|(?:^|_)(?:api|access|auth|bearer|session|refresh|hf|github|gitlab)_?token$|^token$"
+    r"|(?:^|_)(?:password|passwd|passphrase|secret)$",
+    re.IGNORECASE,
+)
+_VALUE = re.compile(
+    r"\bsk-[A-Za-z0-9_-]{16,}|\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
+    r"|\bglpat-[\w-]{16,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bxox[abprs]-[\w-]{10,}|\bAIza[\w-]{30,}|\bnpm_[A-Za-z0-9]{30,}"
+    r"|\bpypi-[\w-]{30,}|\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+_CREDENTIAL_IN_URL = re.compile(
+    r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]*:[^\s/@'\"]+@|(\bhttps?://)(?!\[redacted\])[^\s/@:'\"]+@", re.IGNORECASE
+)
+_ASSIGNMENT = re.compile(r"""(["']?[\w-]+["']?\s*(?:=|:)\s*)(["']?)([^\s"',;]{6,})\2""")
+_HARMLESS = frozenset({"", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null"})
+_OPEN = ("model", "data", "task", "track")
+
+
+def is_secret_name(name: str) -> bool:
+    """Returns whether an environment variable is called like a secret, e.g. "WANDB_API_KEY"."""
+    return _ENV_NAME.search(name) is not None and _PLACE_NAME.search(name) is None
+
+
+def is_secret_value(text: str) -> bool:
+    """Returns whether a text has the form of a known kind of token, or is a URL with a password in it."""
+    return _VALUE.search(text) is not None or _CREDENTIAL_IN_URL.search(text) is not None
+
+
+def redact(text: str) -> str:
+    """Returns a text of any kind with everything that looks like a secret replaced by "[redacted]"."""
+    text = _CREDENTIAL_IN_URL.sub(lambda match: f"{match[1] or match[2]}{REDACTED}@", _VALUE.sub(REDACTED, text))
+    return _ASSIGNMENT.sub(_redact_assignment, text)
+
+
+def _redact_assignment(match: re.Match[str]) -> str:
+    name = match[1].rstrip("=: \t").strip("\"'").lstrip("-").replace("-", "_")
+    is_secret = _KEY_NAME.search(name) or (name.isupper() and is_secret_name(name))
+    return f"{match[1]}{match[2]}{REDACTED}{match[2]}" if is_secret and match[3] != REDACTED else match[0]
+
+
+def refuse_secrets(mapping: Mapping[str, Any]) -> None:
+    """Refuses a configuration that holds a secret in plain text.
+
+    Raises:
+        ConfigError: naming the key, never the value.
+    """
+    for key, name, value in _leaves(mapping):
+        if isinstance(value, str) and _is_secret(key, name, value):
+            raise ConfigError(
+                f"{key} holds what looks like a secret; it would be written into the run directory and shown by Slurm",
+                hint=_advice(key, name),
+            )
+    _refuse_secret_flags(mapping.get("script"))
+
+
+def _is_secret(key: str, name: str, value: str) -> bool:
+    if value.lower() in _HARMLESS:
+        return False
+    if is_secret_value(value):
+        return True
+    if key.startswith("cluster.env."):
+        return is_secret_name(name)
+    if key.startswith(("cluster.sbatch.", "cluster.srun.")):
+        return any(is_secret_name(variable) for variable in re.findall(r"(\w+)=", value))
+    # An unbroken text of some length: "token: word" in a data set's options is none.
+    return key.startswith(_OPEN) and _KEY_NAME.search(name) is not None and re.fullmatch(r"\S{8,}", value) is not None
+
+
+def _refuse_secret_flags(script: object) -> None:
+    words = [str(word) for word in script] if isinstance(script, list) else []
+    for index, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        value = value or (words[index + 1] if index + 1 < len(words) else "")
+        name = flag.lstrip("-").replace("-", "_")
+        is_given = len(value) >= 8 and not value.startswith("-") and value.lower() not in _HARMLESS
+        if flag.startswith("-") and _KEY_NAME.search(name) and is_given:
+            raise ConfigError(
+                f"script: the flag {flag} is given what looks like a secret; every process list would show it",
+                hint=_advice("script", name),
+            )
+
+
+def _advice(key: str, name: str) -> str:
+    if key.startswith("cluster.env."):
+        return f"set {name} in the shell that you submit from, and name it: cluster.export=[{name}]"
+    return "read it in your own code, from a file in your home or from a variable named by cluster.export=[NAME]"
+
+
+def _leaves(value: Any, key: str = "", name: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yields dotted key, nearest name and value of everything in a configuration, names themselves included."""
+    if isinstance(value, Mapping):
+        for child, inner in value.items():
+            inner_key = f"{key}.{child}" if key else str(child)
+            yield f"{key or 'the configuration'} (a name in it)", "", str(child)
+            yield from _leaves(inner, inner_key, str(child))
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{key}[{index}]", name)
+    else:
+        yield key, name, value

@@ -1,0 +1,146 @@
+"""Checkpoints that somebody made to run code as their reader, with hashes that fit: nothing in them may act."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from slurm_train.checkpoint.directory import verify
+from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, FileRecord, Manifest, digest_of
+from slurm_train.checkpoint.metadata import METADATA_FILE, read_metadata
+from slurm_train.checkpoint.shards import read_record
+from slurm_train.checkpoint.tensors import read_tensors, tensor_shapes, write_tensors
+from slurm_train.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Trap:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.canary,)
+
+
+def forge(path: Path, header: Any) -> None:
+    """Writes manifest and marker that fit whatever lies in the directory."""
+    files = {entry.name: read_record(entry) for entry in path.iterdir() if entry.name != MANIFEST_FILE}
+    text = Manifest.of(header, {name: FileRecord(**asdict(record)) for name, record in files.items()}).to_json()
+    (path / MANIFEST_FILE).write_text(text)
+    (path / COMPLETE_FILE).write_text(digest_of(text.encode()))
+
+
+@pytest.fixture
+def honest(tmp_path: Path) -> Path:
+    """A directory as write_tensors leaves it."""
+    path = tmp_path / "checkpoint_0000004"
+    path.mkdir(mode=0o700)
+    values = {"lr": 0.1, "betas": (0.9, 0.95), "names": ["a"], "none": None, "kind": torch.bfloat16}
+    tensors = {"a": torch.arange(3), "b": torch.ones(2, 2, dtype=torch.bfloat16), "values": values}
+    write_tensors(path, tensors, group=None)
+    return path
+
+
+def test_what_we_write_is_read_back_without_pickle(honest: Path) -> None:
+    wanted = {"a": torch.zeros(3, dtype=torch.int64), "values": {"lr": 0, "betas": None, "names": [], "none": 1}}
+    read_tensors(honest, wanted, group=None)
+    assert wanted["a"].tolist() == [0, 1, 2]
+    assert wanted["values"] == {"lr": 0.1, "betas": (0.9, 0.95), "names": ["a"], "none": None}
+    assert set(tensor_shapes(honest)) == {"a", "b"}
+
+
+def test_metadata_that_is_code_is_refused_although_every_hash_fits(honest: Path, kit: Any, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    (honest / METADATA_FILE).write_bytes(pickle.dumps(Trap(canary)))
+    forge(honest, kit.header(4))
+    verify(honest)
+    for read in (tensor_shapes, lambda path: read_tensors(path, {"a": torch.zeros(3)}, group=None)):
+        with pytest.raises(CheckpointError, match="which no checkpoint needs"):
+            read(honest)
+    assert not canary.exists()
+    with pytest.raises(CheckpointException):  # it stumbles, after it has run it
+        load({"a": torch.zeros(3)}, storage_reader=FileSystemReader(honest), no_dist=True)
+    assert canary.exists(), "torch's own reader should have fallen into the trap; else this test proves nothing"
+
+
+def test_a_plain_value_that_is_code_is_not_run(kit: Any, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    path = tmp_path / "checkpoint_0000004"
+    save({"lr": Trap(canary)}, storage_writer=FileSystemWriter(path), no_dist=True)
+    forge(path, kit.header(4))
+    verify(path)
+    with pytest.raises(CheckpointError):
+        read_tensors(path, {"lr": 0.0}, group=None)
+    assert not canary.exists()
+    load({"lr": 0.0}, storage_reader=FileSystemReader(path), no_dist=True)
+    assert canary.exists(), "torch's own planner should have fallen into the trap"
+
+
+def test_a_value_that_could_not_be_read_back_is_refused_at_the_save(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="lr could not be loaded again"):
+        write_tensors(tmp_path, {"a": torch.zeros(1), "lr": Path("x")}, group=None)
+
+
+@pytest.mark.parametrize("name", ["os.system", "builtins.eval", "builtins.getattr", "torch.load", "torch.hub.load"])
+def test_no_callable_is_found_by_name(name: str, tmp_path: Path) -> None:
+    module, _, attribute = name.rpartition(".")
+    # STACK_GLOBAL and GLOBAL, with and without a dotted attribute, which newer protocols walk.
+    texts = [
+        f"c{module}\n{attribute}\n.".encode(),
+        b"\x80\x04" + _text(module) + _text(attribute) + b"\x93.",
+        b"\x80\x04" + _text("torch") + _text("Size.__reduce__") + b"\x93.",
+        b"\x80\x04" + _text("torch") + _text(f"serialization.{attribute}") + b"\x93.",
+    ]
+    for data in texts:
+        (tmp_path / METADATA_FILE).write_bytes(data)
+        with pytest.raises(CheckpointError, match="which no checkpoint needs"):
+            read_metadata(tmp_path)
+
+
+def _text(word: str) -> bytes:
+    return b"\x8c" + bytes([len(word)]) + word.encode()
+
+
+@pytest.mark.parametrize("target", ["../../secret", "/etc/passwd", "..", "a/b", "x\ny"])
+def test_metadata_that_leads_out_of_the_directory_is_refused(honest: Path, target: str) -> None:
+    metadata = read_metadata(honest)
+    metadata.storage_data[MetadataIndex("a")] = _StorageInfo(target, 0, 1)
+    (honest / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="not a plain file name"):
+        read_metadata(honest)
+
+
+def test_every_cut_of_the_metadata_is_an_error_and_not_a_crash(honest: Path) -> None:
+    data = (honest / METADATA_FILE).read_bytes()
+    for length in range(len(data)):
+        (honest / METADATA_FILE).write_bytes(data[:length])
+        with pytest.raises(CheckpointError):
+            read_metadata(honest)
+
+
+def test_a_link_in_place_of_the_metadata_is_not_followed(honest: Path, tmp_path: Path) -> None:
+    (honest / METADATA_FILE).rename(tmp_path / "elsewhere")
+    (honest / METADATA_FILE).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="symbolic links"):
+        read_metadata(honest)
+
+
+def test_rank_state_that_is_code_is_not_run(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(Trap(tmp_path / "canary"), buffer)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    assert not (tmp_path / "canary").exists()
