@@ -195,7 +195,7 @@ def write_sweep(
     sweep.stop_file.unlink(missing_ok=True)
     if not scripts:
         return
-    code = _next_code(sweep)
+    code = next_code(sweep)
     write_snapshot(source.directory, source.files, code)
     for one in plan.plans:
         if one.run in scripts:
@@ -213,12 +213,13 @@ def _merged(element: Element, known: Element | None) -> Element:
     )
 
 
-def _next_code(sweep: SweepDirectory) -> Path:
+def next_code(sweep: SweepDirectory) -> Path:
+    """Returns the folder for the next snapshot of a sweep."""
     sweep.code.mkdir(mode=0o700, exist_ok=True)
     taken = [int(path.name) for path in sweep.code.iterdir() if path.name.isdigit()]
     return sweep.code / f"{max(taken, default=-1) + 1:03d}"
 
 
 def _say_what_next(sweep: SweepDirectory) -> None:
-    verbs = ("status", "cancel")
+    verbs = ("status", "cancel", "collate")
     note("next:\n" + "\n".join(f"  python -m slurm_train {verb} {sweep.sweep_id}" for verb in verbs))

@@ -40,11 +40,19 @@ def read_source(plan: RunPlan, directory: Path, state: SourceState) -> Source:
     """
     if state.files is None and not uses_own_code(plan):
         return Source(directory, state, ())
-    root = plan.run.path.parent.parent
+    return plan_source(plan.run, directory, state, limit_mb=plan.config.run.snapshot_limit_mb)
+
+
+def plan_source(run: RunDirectory, directory: Path, state: SourceState, *, limit_mb: int) -> Source:
+    """Returns what would be copied for a run from a directory that holds its code; touches nothing.
+
+    Raises:
+        ConfigError: more than `limit_mb` MiB.
+    """
+    root = run.path.parent.parent
     # Where the runs' root holds the code as well (run.root=.), only this run's own folder is left out.
-    runs = plan.run.path.parent if directory.resolve().is_relative_to(root) else root
-    files = plan_snapshot(directory, state, limit_mb=plan.config.run.snapshot_limit_mb, exclude=runs)
-    return Source(directory, state, files)
+    runs = run.path.parent if directory.resolve().is_relative_to(root) else root
+    return Source(directory, state, plan_snapshot(directory, state, limit_mb=limit_mb, exclude=runs))
 
 
 def uses_own_code(plan: RunPlan) -> bool:
