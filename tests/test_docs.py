@@ -8,6 +8,7 @@ import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ import pytest
 
 from slurm_train.cli.main import VERBS
 from slurm_train.config.compose import compose
+from slurm_train.config.points import Point, read_points
 from slurm_train.config.words import read_words
 from slurm_train.errors import SlurmTrainError
 
@@ -77,7 +79,8 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch, folder: Path) -> No
         flags = read_words(rest)
         if flags.config_dir is not None:
             (folder / flags.config_dir).mkdir(exist_ok=True)
-        compose(flags)
+        for point in read_points(flags) if flags.multirun else [Point(tuple(flags.overrides), {})]:
+            compose(replace(flags, overrides=list(point.overrides)))
         return
     read = argparse.ArgumentParser.parse_args
 

@@ -1,4 +1,4 @@
-"""`cancel RUN ...`: ends runs' jobs; a run that trains on this machine is asked to save and stop."""
+"""`cancel RUN ... | SWEEP`: ends runs' jobs; a run that trains on this machine is asked to save and stop."""
 
 from __future__ import annotations
 
@@ -15,20 +15,30 @@ from slurm_train.errors import RunError
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import process_lives, read_holder
 from slurm_train.rundir.lookup import find_runs, read_job
+from slurm_train.rundir.sweep import find_sweep
 from slurm_train.slurm.commands import SlurmCommands
 
 _EXAMPLES = """\
 examples:
   python -m slurm_train cancel 3f9a1c07
   python -m slurm_train cancel 1234          by job id
+  python -m slurm_train cancel 9b1c44e0 --where optim.lr=1e-3     those runs of a sweep
 """
 
 
 def main(words: Sequence[str]) -> int:
     """Cancels the named runs and returns 0; a run that is not active is an error."""
     parser = build_run_parser("cancel", description=__doc__, examples=_EXAMPLES)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=f"{RUN_HELP}, or a sweep")
+    parser.add_argument("--where", metavar="KEY=VALUE", action="append", default=[], help="of a sweep: with this value")
     arguments = parser.parse_args(list(words))
+    if len(arguments.runs) == 1 and (sweep := find_sweep(Path(arguments.root), arguments.runs[0])) is not None:
+        from slurm_train.cli.sweep_cancel import cancel_sweep
+
+        cancel_sweep(sweep, os.environ, where=arguments.where)
+        return 0
+    if arguments.where:
+        raise RunError(f"{arguments.runs[0]} is no sweep", hint="--where chooses runs of a sweep")
     commands = SlurmCommands(os.environ)
     for run in find_runs(Path(arguments.root), arguments.runs):
         cancel(run, commands)

@@ -40,7 +40,7 @@ def train_here(plan: RunPlan, source: Source, *, words: Sequence[str], env: Mapp
         take_lock(plan.run, holder, is_alive=lambda other: holder_lives(other, SlurmCommands(env)))
         release_lock(plan.run, holder)
     write_run_directory(plan, source, script=None)
-    write_provenance(plan.run, source, words=words)
+    write_provenance(plan.run.provenance, source, words=words)
     return supervise_here(plan.run, plan.config, world_size=plan.world.size, env=env)
 
 

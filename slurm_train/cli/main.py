@@ -19,6 +19,7 @@ VERBS = {
     "logs": "print a run's log; -f follows it",
     "cancel": "end a run's job",
     "resume": "continue an unfinished run from its newest checkpoint",
+    "collate": "table of a sweep: values, best and last metrics, attempts, GPU-hours",
     "checkpoint": "ls and verify the checkpoints of a run",
     "prepare": "turn text files into token shards",
     "devcluster": "a real Slurm on this one machine, for trying and testing",
@@ -32,6 +33,7 @@ Slurm-native training for PyTorch: one line plans, submits, watches, checkpoints
   python -m slurm_train                              train here, on this machine's GPUs or cores
   python -m slurm_train +cluster=4x8                 submit to Slurm: 4 nodes with 8 GPUs each
   python -m slurm_train +cluster=4x8 optim.lr=3e-4   settings are key=value, as in Hydra
+  python -m slurm_train -m +cluster=1x8 optim.lr=1e-3,3e-4 "seed=range(8)"      16 runs as one job array
   python -m slurm_train plan +cluster=4x8            look first: arithmetic, ranks, the exact script
   python -m slurm_train +experiment=digits           another model and data set
   python -m slurm_train model._target_=my_package.MyModel data._target_=my_package.MyData
@@ -45,6 +47,8 @@ settings and flags:
   key=value            any key of the configuration; --cfg job prints them all
   --config-dir DIR     YAML files of your own; they may shadow the shipped ones
   --config-name NAME   another primary file than config.yaml
+  -m, --multirun       several values make several runs: key=1,2,3, "key=range(8)", key=choice(a,b)
+  --wait               with -m: return when all runs have ended
   --cfg job            print the composed configuration and do nothing
   --info               facts about the composition
 """

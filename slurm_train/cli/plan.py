@@ -9,8 +9,8 @@ from pathlib import Path
 from slurm_train.cli.display import note, print_plan
 from slurm_train.cli.inputs import refuse_missing_inputs
 from slurm_train.config.compose import compose
-from slurm_train.config.words import read_words
-from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.config.words import Words, read_words
+from slurm_train.errors import ClusterError
 from slurm_train.launch.plan import plan_run
 
 _HELP = """\
@@ -20,6 +20,7 @@ Prints what the same words without `plan` would do: batch arithmetic and ranks t
 and Slurm's own verdict (sbatch --test-only) with the estimated start. Nothing is submitted or written.
 
   python -m slurm_train plan +cluster=4x8 batch.global_size=512
+  python -m slurm_train plan -m +cluster=1x8 optim.lr=1e-3,3e-4 "seed=range(8)"
 """
 
 
@@ -31,7 +32,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     env, cwd = dict(os.environ), Path.cwd()
     if flags.multirun:
-        raise ConfigError("--multirun is not part of this version", hint="plan one run per command line")
+        return _plan_sweep(flags, env=env, cwd=cwd)
     plan = plan_run(compose(flags), cwd=cwd, env=env)
     refuse_missing_inputs(plan, cwd=cwd)
     print_plan(plan)
@@ -45,6 +46,29 @@ def main(words: Sequence[str]) -> int:
     note(f"  environment   {_environment(plan.config.cluster.export, env)}")
     note(f"  comes back    {_comes_back(plan.config.requeue.enabled, env)}")
     print(script, end="")
+    return 0
+
+
+def _plan_sweep(flags: Words, *, env: Mapping[str, str], cwd: Path) -> int:
+    """Prints the sweep's table, and the script of each array to stdout."""
+    from slurm_train.cli.multirun import plan_words
+    from slurm_train.launch.array import cut_arrays, max_array_size, render_array
+    from slurm_train.launch.array_submission import job_name
+    from slurm_train.launch.script import render_script
+    from slurm_train.slurm.commands import SlurmCommands
+
+    plan = plan_words(flags, env=env, cwd=cwd)
+    if not plan.uses_cluster:
+        return 0
+    commands = SlurmCommands(env)
+    settings = commands.show_config() if commands.is_available() else {}
+    scripts = [(one.run, render_script(one)) for one in plan.plans]
+    arrays = cut_arrays(scripts, max_size=max_array_size(settings), max_parallel=plan.max_parallel)
+    for number, array in enumerate(arrays):
+        folder = plan.sweep.array(number)
+        script = render_array(array, folder, name=job_name(plan.sweep, folder))
+        note(f"  array {number}       {len(array.runs)} runs; Slurm {_slurm_says(script, env)}")
+        print(script, end="")
     return 0
 
 

@@ -1,10 +1,11 @@
-"""`resume RUN`: continues an unfinished run from its newest verified checkpoint, with its frozen configuration.
+"""`resume RUN | SWEEP`: continues from the newest verified checkpoint, with the frozen configuration.
 
 To continue at another size, type the run's first command again with another +cluster=NxG: it is the same run.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from slurm_train.cli.arguments import RUN_HELP, build_run_parser
 from slurm_train.cli.display import note
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.submit import refuse_active, require_slurm
+from slurm_train.cli.sweep_table import KINDS, read_kinds
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import ClusterError, RunError
 from slurm_train.launch.acceptance import require_acceptable
@@ -22,20 +24,30 @@ from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import clear_dead
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.private import require_private
+from slurm_train.rundir.sweep import SweepDirectory, find_sweep
 from slurm_train.slurm.commands import SlurmCommands
 
 _EXAMPLES = """\
 examples:
   python -m slurm_train resume gpt-stdlib     the newest run of that name
   python -m slurm_train resume 3f9a1c07
+  python -m slurm_train resume 9b1c44e0 --only failed,missing,timeout     those runs of a sweep
+  python -m slurm_train resume 9b1c44e0 --only failed --new-code          with the code as it is now
 """
 
 
 def main(words: Sequence[str]) -> int:
     """Submits the run's own script again, or trains on here; prints `<job id> <run directory>`."""
     parser = build_run_parser("resume", description=__doc__, examples=_EXAMPLES)
-    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("run", metavar="RUN", help=f"{RUN_HELP}, or a sweep")
+    parser.add_argument("--only", metavar="STATE,...", help=f"of a sweep: {', '.join(KINDS)}; default: all unfinished")
+    parser.add_argument("--where", metavar="KEY=VALUE", action="append", default=[], help="of a sweep: with this value")
+    parser.add_argument("--new-code", action="store_true", help="of a sweep: run the code of this folder as it is now")
     arguments = parser.parse_args(list(words))
+    if (sweep := find_sweep(Path(arguments.root), arguments.run)) is not None:
+        return _resume_sweep(sweep, arguments, words)
+    if arguments.only or arguments.where or arguments.new_code:
+        raise RunError(f"{arguments.run} is no sweep", hint="--only, --where and --new-code choose runs of a sweep")
     run = find_run(Path(arguments.root), arguments.run)
     if run.result.exists():
         raise RunError(
@@ -45,6 +57,19 @@ def main(words: Sequence[str]) -> int:
     # What is resumed runs in the name of whoever types it.
     require_private(run)
     return resume_here(run, os.environ) if load_config(run.config).cluster is None else resubmit(run, os.environ)
+
+
+def _resume_sweep(sweep: SweepDirectory, arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    from slurm_train.cli.sweep_resume import resume_sweep
+
+    return resume_sweep(
+        sweep,
+        os.environ,
+        only=read_kinds(arguments.only) if arguments.only else None,
+        where=arguments.where,
+        with_new_code=arguments.new_code,
+        words=["resume", *words],
+    )
 
 
 def resubmit(run: RunDirectory, env: Mapping[str, str]) -> int:

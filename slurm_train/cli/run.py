@@ -23,8 +23,8 @@ def main(words: Sequence[str]) -> int:
     """Composes, plans, and submits or trains; returns the exit code."""
     flags = read_words(words)
     env, cwd = dict(os.environ), Path.cwd()
-    if flags.multirun:
-        raise ConfigError("--multirun is not part of this version", hint="start one run per command line")
+    if flags.wait and not flags.multirun:
+        raise ConfigError("--wait waits for the runs of a sweep", hint="add --multirun, or follow one: `logs -f RUN`")
     if flags.show or flags.info:
         from slurm_train.config.compose import show
 
@@ -32,6 +32,10 @@ def main(words: Sequence[str]) -> int:
         return EXIT_DONE
     git = ask_git(cwd, env)
     try:
+        if flags.multirun:
+            from slurm_train.cli.multirun import multirun
+
+            return multirun(flags, words, env=env, cwd=cwd, git=git)
         return _run(flags, words, env=env, cwd=cwd, git=git)
     finally:
         drop_questions(git)

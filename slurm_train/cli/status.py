@@ -1,4 +1,4 @@
-"""`status [RUN ...]`: one table of runs, from squeue where it answers, else sacct, else the files alone."""
+"""`status [RUN ... | SWEEP]`: one table of runs, from squeue where it answers, else sacct, else the files alone."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import process_lives, read_holder
 from slurm_train.rundir.lookup import find_runs, read_job
 from slurm_train.rundir.progress import newest_training_line
+from slurm_train.rundir.sweep import find_sweep
 from slurm_train.rundir.timing import goodput
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.nodelist import parse_nodelist
@@ -29,6 +30,7 @@ examples:
   python -m slurm_train status
   python -m slurm_train status gpt-stdlib        all runs of that name
   python -m slurm_train status 3f9a1c07 --json
+  python -m slurm_train status 9b1c44e0          a sweep: its runs with the values that differ
 """
 
 
@@ -51,11 +53,15 @@ class Row:
 def main(words: Sequence[str]) -> int:
     """Prints the table to stdout and returns 0."""
     arguments = _parser().parse_args(list(words))
+    if len(arguments.runs) == 1 and (sweep := find_sweep(Path(arguments.root), arguments.runs[0])) is not None:
+        from slurm_train.cli.sweep_status import print_sweep
+
+        return print_sweep(sweep, os.environ, as_json=arguments.json)
     runs = find_runs(Path(arguments.root), arguments.runs)
     if not runs:
         note(f"no run below {Path(arguments.root).resolve()}; `python -m slurm_train` starts one")
         return 0
-    jobs = _ask_slurm(runs, os.environ)
+    jobs = ask_slurm(runs, os.environ)
     rows = [read_row(run, jobs) for run in runs]
     if arguments.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
@@ -84,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _ask_slurm(runs: Sequence[RunDirectory], env: Mapping[str, str]) -> dict[str, JobState]:
+def ask_slurm(runs: Sequence[RunDirectory], env: Mapping[str, str]) -> dict[str, JobState]:
+    """Returns what Slurm says about the jobs of unfinished runs, from one squeue; nothing where it does not answer."""
     ids = [record.job_id for run in runs if not run.result.exists() and (record := read_job(run))]
     commands = SlurmCommands(env, timeout_s=10.0)
     if not ids or not commands.is_available():

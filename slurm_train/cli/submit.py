@@ -44,7 +44,7 @@ def submit(plan: RunPlan, source: Source, *, words: Sequence[str], env: Mapping[
     print(f"{job_id} {plan.run.path}", flush=True)
     from slurm_train.launch.provenance import write_provenance
 
-    write_provenance(plan.run, source, words=words)
+    write_provenance(plan.run.provenance, source, words=words)
     return 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from omegaconf.resolvers.oc import env as read_variable
 
 from slurm_train.assets import asset_dir
 from slurm_train.config.explain import explain, no_cluster_error
-from slurm_train.config.lean import compose_lean, is_enough
+from slurm_train.config.lean import LeanComposer, is_enough
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.secrets import is_secret_name, refuse_secrets
 from slurm_train.config.structure import build_config
@@ -57,6 +57,28 @@ def compose(words: Words) -> Composed:
     overrides = prepare_overrides(words.overrides)
     with _explaining(words, overrides):
         return _read(_compose_settled(words, overrides))
+
+
+def compose_points(words: Words, points: Sequence[Sequence[str]]) -> Iterator[Composed]:
+    """Yields the configuration of each point of a sweep; what they have in common is read once.
+
+    Args:
+        words: the flags of the command line.
+        points: the words of each point.
+
+    Raises:
+        ConfigError: as `compose`.
+    """
+    if not is_enough(words):
+        yield from (compose(replace(words, overrides=list(point))) for point in points)
+        return
+    # The composer keeps what is stored now, for all points.
+    _store_sizes(words, sorted({word for point in points for word in prepare_overrides(point)}))
+    composer = LeanComposer(search_path(words.config_dir), words.config_name)
+    for point in points:
+        overrides = prepare_overrides(point)
+        with _explaining(words, overrides):
+            yield _read(composer.compose(overrides))
 
 
 def show(words: Words) -> None:
@@ -127,7 +149,7 @@ def _compose_settled(words: Words, overrides: Sequence[str]) -> _Full:
 def _compose(words: Words, overrides: Sequence[str]) -> _Full:
     if is_enough(words):
         _store_sizes(words, overrides)
-        return compose_lean(_search_path(words.config_dir), words.config_name, overrides)
+        return LeanComposer(search_path(words.config_dir), words.config_name).compose(overrides)
     full = _open(words, overrides).compose_config(
         config_name=words.config_name,
         overrides=list(overrides),
@@ -142,7 +164,7 @@ def _open(words: Words, overrides: Sequence[str]) -> Hydra:
     GlobalHydra.instance().clear()
     Plugins.instance()
     _store_sizes(words, overrides)
-    return Hydra.create_main_hydra2(task_name="slurm_train", config_search_path=_search_path(words.config_dir))
+    return Hydra.create_main_hydra2(task_name="slurm_train", config_search_path=search_path(words.config_dir))
 
 
 def _store_sizes(words: Words, overrides: Sequence[str]) -> None:
@@ -156,7 +178,12 @@ def _store_sizes(words: Words, overrides: Sequence[str]) -> None:
             store.store(group="cluster", name=name, node=size, provider="size")
 
 
-def _search_path(config_dir: str | None) -> ConfigSearchPathImpl:
+def search_path(config_dir: str | None) -> ConfigSearchPathImpl:
+    """Returns where configurations are looked for: a user's own folder first, then the shipped ones.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
     path = ConfigSearchPathImpl()
     path.append("hydra", "pkg://hydra.conf")
     if config_dir is not None:

@@ -19,6 +19,7 @@ NOT_IDENTITY = (
     "requeue",
     "health",
     "checkpoint",
+    "sweep",
     "track",
     "parallel",
     "ddp",

@@ -7,6 +7,7 @@ against 65 ms of CPU time, and a test compares the results.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -18,6 +19,7 @@ from hydra._internal.core_plugins.structured_config_source import StructuredConf
 from hydra._internal.defaults_list import create_defaults_list
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -32,25 +34,62 @@ def is_enough(words: Words) -> bool:
     return not own_files and not any("hydra" in word.partition("=")[0] for word in words.overrides)
 
 
-def compose_lean(
-    path: ConfigSearchPathImpl, config_name: str, overrides: Sequence[str]
-) -> tuple[DictConfig, dict[str, str | None]]:
-    """Returns the configuration without a `hydra` node, and the chosen groups.
-
-    Raises:
-        HydraException: what Hydra itself would say.
-    """
+def open_loader(path: ConfigSearchPathImpl) -> ConfigLoaderImpl:
+    """Returns Hydra's loader for files, packages and stored nodes, without looking for plugins."""
     for source in _SOURCES:
         SourcesRegistry.instance().register(source)
-    loader = ConfigLoaderImpl(config_search_path=path)
-    parsed = OverridesParser.create().parse_overrides(overrides=list(overrides))
-    loader.validate_sweep_overrides_legal(overrides=parsed, run_mode=RunMode.RUN, from_shell=True)
-    repository = CachingConfigRepository(loader.repository)
-    defaults = create_defaults_list(
-        repo=repository, config_name=config_name, overrides_list=parsed, prepend_hydra=False, skip_missing=False
-    )
-    config = loader._compose_config_from_defaults_list(defaults=defaults.defaults, repo=repository)
-    # From here on a key that does not exist is an error.
-    OmegaConf.set_struct(config, True)
-    ConfigLoaderImpl._apply_overrides_to_config(defaults.config_overrides, config)
-    return config, dict(defaults.overrides.known_choices)
+    return ConfigLoaderImpl(config_search_path=path)
+
+
+class LeanComposer:
+    """Composes one primary file with any number of sets of overrides; files are read once.
+
+    What the chosen groups give is kept, too: sets that differ in values only cost the merge of these values.
+
+    Args:
+        path: where configurations are looked for.
+        config_name: the primary file.
+    """
+
+    def __init__(self, path: ConfigSearchPathImpl, config_name: str) -> None:
+        self._loader = open_loader(path)
+        self._repository = CachingConfigRepository(self._loader.repository)
+        self._config_name = config_name
+        self._bases: dict[tuple[str, ...], tuple[DictConfig, dict[str, str | None]]] = {}
+
+    def compose(self, overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str | None]]:
+        """Returns the configuration without a `hydra` node, and the chosen groups.
+
+        Raises:
+            HydraException: what Hydra itself would say.
+        """
+        parsed = OverridesParser.create().parse_overrides(overrides=list(overrides))
+        self._loader.validate_sweep_overrides_legal(overrides=parsed, run_mode=RunMode.RUN, from_shell=True)
+        groups: list[Override] = []
+        values: list[Override] = []
+        for override in parsed:
+            (groups if self._chooses_a_group(override) else values).append(override)
+        key = tuple(str(override.input_line) for override in groups)
+        if key not in self._bases:
+            self._bases[key] = self._compose_groups(groups)
+        base, choices = self._bases[key]
+        config = copy.deepcopy(base)
+        ConfigLoaderImpl._apply_overrides_to_config(values, config)
+        return config, dict(choices)
+
+    def _chooses_a_group(self, override: Override) -> bool:
+        # Hydra's own rule: a group may also be a key, to which a mapping can be given.
+        return self._repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
+
+    def _compose_groups(self, groups: list[Override]) -> tuple[DictConfig, dict[str, str | None]]:
+        defaults = create_defaults_list(
+            repo=self._repository,
+            config_name=self._config_name,
+            overrides_list=groups,
+            prepend_hydra=False,
+            skip_missing=False,
+        )
+        config = self._loader._compose_config_from_defaults_list(defaults=defaults.defaults, repo=self._repository)
+        # From here on a key that does not exist is an error.
+        OmegaConf.set_struct(config, True)
+        return config, dict(defaults.overrides.known_choices)

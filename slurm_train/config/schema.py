@@ -157,6 +157,14 @@ class RequeueSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSection:
+    """Many runs from one command line (`--multirun`)."""
+
+    max_parallel: int | None = None
+    """Runs of the sweep that may run at once; default: as many as Slurm has room for, one on this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrackSection:
     """Metrics beyond metrics.jsonl."""
 
@@ -240,6 +248,7 @@ class RunConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     health: HealthSection = field(default_factory=HealthSection)
     requeue: RequeueSection = field(default_factory=RequeueSection)
+    sweep: SweepSection = field(default_factory=SweepSection)
     track: TrackSection = field(default_factory=TrackSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     cluster: ClusterSection | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -54,7 +55,8 @@ def unknown_key_error(key: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"there is no configuration key {key!r}", hint=hint)
 
 
-def all_keys(cls: type[Any], *, prefix: str = "") -> dict[str, Any]:
+@functools.cache
+def all_keys(cls: type[Any], *, prefix: str = "") -> Mapping[str, Any]:
     """Returns the dotted names of all keys of a schema dataclass with their types, e.g. {"optim.lr": float}."""
     keys: dict[str, Any] = {}
     for name, hint in _hints(cls).items():

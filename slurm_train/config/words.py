@@ -23,6 +23,8 @@ _OPTIONAL_GROUPS = ("cluster", "experiment")
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,2})")
 # A list whose items need no reading: no quotes, no brackets inside, no references.
 _PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]+)\]")
+# How Hydra's functions that give several values begin.
+_SWEEP_CALL = re.compile(r"(?:choice|range|glob|interval|shuffle|sort|tag|str|int|float|bool)\s*\(")
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[\w./@:-]+)(?:=(?P<value>.*))?", re.DOTALL)
 
 
@@ -40,6 +42,7 @@ class Words:
     resolve: bool = False
     package: str | None = None
     multirun: bool = False
+    wait: bool = False
     help: bool = False
 
 
@@ -79,7 +82,14 @@ _FLAGS = {
     "--package": "package",
     "-p": "package",
 }
-_SWITCHES = {"--multirun": "multirun", "-m": "multirun", "--resolve": "resolve", "--help": "help", "-h": "help"}
+_SWITCHES = {
+    "--multirun": "multirun",
+    "-m": "multirun",
+    "--wait": "wait",
+    "--resolve": "resolve",
+    "--help": "help",
+    "-h": "help",
+}
 _CHOICES = {
     "show": ("job", "hydra", "all"),
     "info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
@@ -112,7 +122,7 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a word that is not an override, or a key that does not exist.
     """
-    parsed = [_parse(word) for word in overrides]
+    parsed = [split_word(word) for word in overrides]
     custom = {
         key.split(".")[0] for _, key, _ in parsed if key.split(".")[0] in _CUSTOM_GROUPS and key.endswith("._target_")
     }
@@ -155,13 +165,32 @@ def _kind_of(key: str) -> Literal["text", "texts", "flag", "other"]:
     return "texts" if hint in (list[str], list[str] | None) else "other"
 
 
+def is_one_value(key: str, value: str) -> bool:
+    """Returns whether a value stands for itself also in a sweep, whatever Hydra's grammar would make of it.
+
+    A text has no need of a grammar where it has no comma. A text for Slurm keeps its commas (cluster.exclude=a,b), and
+    so does a plain list of texts; choice(...) sweeps them.
+    """
+    kind = _kind_of(key)
+    if kind == "texts":
+        return _PLAIN_LIST.fullmatch(value) is not None
+    if kind == "other" or _SWEEP_CALL.match(value):
+        return False
+    return "," not in value or key.startswith("cluster.")
+
+
 def _quoted(text: str) -> str:
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(text, Quote.single).with_quotes()
 
 
-def _parse(word: str) -> tuple[str, str, str | None]:
+def split_word(word: str) -> tuple[str, str, str | None]:
+    """Returns sign, key and value of `[+]key=value`; the value is None for `~key`.
+
+    Raises:
+        ConfigError: the word is no override.
+    """
     match = _OVERRIDE.fullmatch(word)
     if match is None or (match["value"] is None and match["sign"] != "~"):
         raise ConfigError(
@@ -184,7 +213,7 @@ def cluster_sizes(overrides: Sequence[str]) -> list[tuple[str, int, int]]:
     """Returns the sizes named by `cluster=NxG` words as (name, nodes, GPUs per node), e.g. ("4x8", 4, 8)."""
     sizes = []
     for word in overrides:
-        sign, key, value = _parse(word)
+        sign, key, value = split_word(word)
         if key == "cluster" and value and sign != "~":
             sizes += [(m.group(), int(m[1]), int(m[2])) for m in map(_SIZE.fullmatch, value.split(",")) if m]
     return sizes

@@ -179,6 +179,7 @@ _COUNTS = (
     "requeue.controller_patience_s",
     "optim.lr_global_size",
     "run.snapshot_limit_mb",
+    "sweep.max_parallel",
 )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from slurm_train.config.frozen import dump_config
 from slurm_train.errors import RunError
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.snapshot import SourceState, plan_snapshot, write_snapshot
+from slurm_train.launch.snapshot import SourceState, link_snapshot, plan_snapshot, write_snapshot
 from slurm_train.rundir.files import read_json, write_atomic
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.private import create_private, make_private, require_private
@@ -41,11 +41,19 @@ def read_source(plan: RunPlan, directory: Path, state: SourceState) -> Source:
     """
     if state.files is None and not uses_own_code(plan):
         return Source(directory, state, ())
-    root = plan.run.path.parent.parent
+    return plan_source(plan.run, directory, state, limit_mb=plan.config.run.snapshot_limit_mb)
+
+
+def plan_source(run: RunDirectory, directory: Path, state: SourceState, *, limit_mb: int) -> Source:
+    """Returns what would be copied for a run from a directory that holds its code; touches nothing.
+
+    Raises:
+        ConfigError: more than `limit_mb` MiB.
+    """
+    root = run.path.parent.parent
     # Where the runs' root holds the code as well (run.root=.), only this run's own folder is left out.
-    runs = plan.run.path.parent if directory.resolve().is_relative_to(root) else root
-    files = plan_snapshot(directory, state, limit_mb=plan.config.run.snapshot_limit_mb, exclude=runs)
-    return Source(directory, state, files)
+    runs = run.path.parent if directory.resolve().is_relative_to(root) else root
+    return Source(directory, state, plan_snapshot(directory, state, limit_mb=limit_mb, exclude=runs))
 
 
 def uses_own_code(plan: RunPlan) -> bool:
@@ -78,9 +86,28 @@ def write_run_directory(plan: RunPlan, source: Source, *, script: str | None) ->
         source: the code to copy.
         script: text of submit.sh, None for a local run.
     """
+    _make_folders(plan.run)
+    write_snapshot(source.directory, source.files, plan.run.code)
+    _write_files(plan, script)
+
+
+def write_sweep_run(plan: RunPlan, *, code: Path, provenance: Path, script: str | None) -> None:
+    """Writes everything that the job of one run of a sweep reads; the code is shared by the runs of a submission.
+
+    Args:
+        plan: the run.
+        code: the snapshot, below the same root.
+        provenance: where that snapshot's provenance is, or will be.
+        script: text of submit.sh, None for a local run.
+    """
+    _make_folders(plan.run)
+    link_snapshot(plan.run.code, code)
+    link_snapshot(plan.run.provenance, provenance)
+    _write_files(plan, script)
+
+
+def _write_files(plan: RunPlan, script: str | None) -> None:
     run = plan.run
-    _make_folders(run)
-    write_snapshot(source.directory, source.files, run.code)
     write_atomic(run.config, dump_config(plan.config), durable=False)
     write_atomic(run.plan, json.dumps(plan.as_json(), indent=2) + "\n", durable=False)
     if script is not None:
@@ -99,18 +126,20 @@ def _make_folders(run: RunDirectory) -> None:
         raise RunError(f"{run.path} cannot be made: {err.strerror or err}", hint=hint) from err
 
 
-def record_job(run: RunDirectory, job_id: str, *, continues: str | None = None) -> None:
+def record_job(run: RunDirectory, job_id: str, *, continues: str | None = None, durable: bool = True) -> None:
     """Adds a job id to `job.json`; the newest is last.
 
     Args:
         run: the run.
         job_id: the job.
         continues: the job that it takes over from; such a job does not start if that one was cancelled.
+        durable: fsync it; False where it stands elsewhere as well.
     """
     known = read_json(run.job) or {}
     followers = {**known.get("continues", {}), **({job_id: continues} if continues else {})}
     record = {"job_ids": [*known.get("job_ids", []), job_id], "submit_time_unix_s": time.time()}
-    write_atomic(run.job, json.dumps({**record, "continues": followers} if followers else record) + "\n")
+    text = json.dumps({**record, "continues": followers} if followers else record) + "\n"
+    write_atomic(run.job, text, durable=durable)
 
 
 def continued_job(run: RunDirectory, job_id: str) -> str | None:

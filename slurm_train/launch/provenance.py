@@ -12,20 +12,20 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from slurm_train.config.secrets import redact
 from slurm_train.launch.preparation import Source
 from slurm_train.rundir.files import write_atomic
-from slurm_train.rundir.layout import RunDirectory
 
 _PACKAGES = ("torch", "numpy", "submitit", "hydra-core", "omegaconf", "xxhash", "safetensors")
 
 
-def write_provenance(run: RunDirectory, source: Source, *, words: Sequence[str]) -> None:
+def write_provenance(path: Path, source: Source, *, words: Sequence[str]) -> None:
     """Writes `provenance.json`.
 
     Args:
-        run: the run.
+        path: the file.
         source: the code that was copied, and what git said about it.
         words: the command line.
     """
@@ -45,7 +45,7 @@ def write_provenance(run: RunDirectory, source: Source, *, words: Sequence[str])
             **{name: _version(name) for name in _PACKAGES},
         },
     }
-    write_atomic(run.provenance, json.dumps(facts, indent=2) + "\n", durable=False)
+    write_atomic(path, json.dumps(facts, indent=2) + "\n", durable=False)
 
 
 def _version(package: str) -> str:

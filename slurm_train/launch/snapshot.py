@@ -174,5 +174,23 @@ def write_snapshot(directory: Path, names: Sequence[str], target: Path) -> None:
         mode = os.stat(fresh / name).st_mode  # noqa: PTH116  # as above
         if mode & 0o077:
             os.chmod(fresh / name, mode & 0o700)  # noqa: PTH101  # as above
-    shutil.rmtree(target, ignore_errors=True)
+    _remove(target)
     fresh.rename(target)
+
+
+def link_snapshot(target: Path, snapshot: Path) -> None:
+    """Puts a link to a shared snapshot in place of an older one; relative, so that the root may be moved."""
+    link = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    link.unlink(missing_ok=True)
+    link.symlink_to(os.path.relpath(snapshot, target.parent))
+    if not target.is_symlink():
+        _remove(target)
+    link.replace(target)
+
+
+def _remove(target: Path) -> None:
+    # The snapshot that a link leads to belongs to other runs as well.
+    if target.is_symlink() or target.is_file():
+        target.unlink()
+    else:
+        shutil.rmtree(target, ignore_errors=True)

@@ -90,9 +90,14 @@ class Goodput:
         return self.productive_s / self.allocated_s if self.allocated_s > 0 else 0.0
 
 
+def held_s(entry: Mapping[str, Any]) -> float:
+    """Returns how long an attempt held its nodes; one that runs, until now."""
+    return max(0.0, float(entry.get("end_time_unix_s", time.time())) - float(entry["time_unix_s"]))
+
+
 def goodput(ledger: Sequence[Mapping[str, Any]]) -> Goodput:
     """Returns the goodput of a run from its attempts that have ended."""
     ended = [entry for entry in ledger if "end_time_unix_s" in entry]
     productive_s = sum(float(entry.get("step_s", 0)) - float(entry.get("lost_work_s", 0)) for entry in ended)
-    allocated_s = sum(float(entry["end_time_unix_s"]) - float(entry["time_unix_s"]) for entry in ended)
+    allocated_s = sum(map(held_s, ended))
     return Goodput(productive_s, allocated_s)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +121,7 @@ class SlurmCommands:
         """Returns what Slurm knows about jobs, by id; an array's id gives one entry per element.
 
         One squeue call; what it does not know (ended longer ago than MinJobAge) is asked of sacct, where there is
-        accounting. Ids that neither knows are absent.
+        accounting. Ids that neither knows are absent. Many elements of one array are asked for by the array's id.
 
         Raises:
             ClusterError: neither command gives an answer.
@@ -131,11 +132,22 @@ class SlurmCommands:
         if not asked:
             return {}
         try:
-            queued = parse_squeue(self._squeue(asked))
+            queued = _only(asked, parse_squeue(self._squeue(asked)))
         except ClusterError as unanswered:
             return self._sacct(asked, or_else=unanswered)
         missing = [job_id for job_id in asked if job_id not in queued]
         return {**self._sacct(missing), **queued} if missing else queued
+
+    def named_jobs(self, names: Iterable[str]) -> dict[tuple[str, str], str]:
+        """Returns this user's jobs with these names that the controller still knows: (name, script's path) -> id.
+
+        Raises:
+            ClusterError: no answer.
+        """
+        from slurm_train.slurm.records import NAMED_FORMAT, parse_named
+
+        argv = ["squeue", "-h", "--me", "-t", "all", "-o", NAMED_FORMAT, "-n", ",".join(names)]
+        return parse_named(self._run(argv))
 
     def show_job(self, job_id: str) -> dict[str, str]:
         """Returns the fields of `scontrol show job`, e.g. {"JobState": "RUNNING", "Restarts": "0", ...}.
@@ -288,7 +300,7 @@ class SlurmCommands:
         from slurm_train.slurm.records import SQUEUE_FORMAT
 
         # All states: a job stays visible for MinJobAge after its end, which spares a look at accounting.
-        argv = ["squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, "-j", ",".join(job_ids)]
+        argv = ["squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, "-j", ",".join(_by_array(job_ids))]
         done = self._call(argv)
         if done.return_code and "invalid job id" in done.stderr.lower():
             # Said only when a single job was asked for and it is gone.
@@ -301,9 +313,9 @@ class SlurmCommands:
         """Returns sacct's answer; without one raises `or_else`, or returns nothing (many sites keep no accounts)."""
         from slurm_train.slurm.records import SACCT_FORMAT, parse_sacct
 
-        argv = ["sacct", "-n", "-P", "-X", "-o", SACCT_FORMAT, "-j", ",".join(job_ids)]
+        argv = ["sacct", "-n", "-P", "-X", "-o", SACCT_FORMAT, "-j", ",".join(_by_array(job_ids))]
         try:
-            return parse_sacct(self._run(argv))
+            return _only(job_ids, parse_sacct(self._run(argv)))
         except ClusterError:
             if or_else is not None:
                 raise or_else from None
@@ -325,6 +337,18 @@ def _checked(job_ids: Iterable[str]) -> list[str]:
         if not is_job_id(job_id):
             raise ClusterError(f"{job_id!r} is not a job id", hint='write "123", or "123_4" for an array element')
     return checked
+
+
+def _by_array(job_ids: Sequence[str]) -> list[str]:
+    """Returns what to ask for: the id of an array where several of its elements are meant, else the ids as they are."""
+    num_asked = Counter(job_id.partition("_")[0] for job_id in job_ids if "_" in job_id)
+    short = (job_id.partition("_")[0] if num_asked[job_id.partition("_")[0]] > 1 else job_id for job_id in job_ids)
+    return list(dict.fromkeys(short))
+
+
+def _only(asked: Sequence[str], found: Mapping[str, JobState]) -> dict[str, JobState]:
+    wanted = set(asked)
+    return {key: job for key, job in found.items() if key in wanted or key.partition("_")[0] in wanted}
 
 
 def _failed(argv: Sequence[str], done: Finished) -> ClusterError:

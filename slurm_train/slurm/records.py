@@ -16,6 +16,8 @@ from slurm_train.slurm.states import Phase, expand_array_id, phase_of
 SQUEUE_FORMAT = "%i|%T|%r|%N|%S|%e|%P|%j"
 SACCT_FORMAT = "JobID,State,Reason,NodeList,Start,End,Partition,ExitCode,JobName"
 
+NAMED_FORMAT = "%F|%j|%o"
+
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=")
 # The rest of the line is the value, whatever it holds.
 _FREE_TEXT = frozenset(
@@ -98,6 +100,15 @@ def parse_sacct(text: str) -> dict[str, JobState]:
                 exit_code=exit_code,
             )
     return found
+
+
+def parse_named(text: str) -> dict[tuple[str, str], str]:
+    """Returns the jobs in the output of `squeue -h -o NAMED_FORMAT`: (name, script) -> id, an array's id for an array.
+
+    A name with "|" in it is none of ours and cannot be told from its script.
+    """
+    rows = _rows(text, NAMED_FORMAT.count("|") + 1)
+    return {(name, command): job_id for job_id, name, command in rows if job_id.isdigit()}
 
 
 def parse_job(text: str) -> dict[str, str]:

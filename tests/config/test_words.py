@@ -18,6 +18,7 @@ FLAGS = [
     (["--info", "searchpath"], Words(info="searchpath")),
     (["--info", "seed=1"], Words(info="all", overrides=["seed=1"])),
     (["-m"], Words(multirun=True)),
+    (["--multirun", "--wait"], Words(multirun=True, wait=True)),
     (["seed=1", "-h", "optim.lr=2"], Words(help=True, overrides=["seed=1", "optim.lr=2"])),
 ]
 

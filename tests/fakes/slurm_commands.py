@@ -56,6 +56,7 @@ class FakeSlurmCommands:
         self.tested: list[Path] = []
         self.running_steps: dict[str, str] = {}
         self.stuck_steps: set[str] = set()
+        self.named: dict[tuple[str, str], str] = {}
         self.past: dict[str, list[str]] = {}
         self._is_available = is_available
 
@@ -66,6 +67,11 @@ class FakeSlurmCommands:
         self._fail_if_told()
         asked = set(job_ids)
         return {key: job for key, job in self.jobs.items() if key in asked or key.split("_")[0] in asked}
+
+    def named_jobs(self, names: Iterable[str]) -> dict[tuple[str, str], str]:
+        self._fail_if_told()
+        wanted = set(names)
+        return {key: job_id for key, job_id in self.named.items() if key[0] in wanted}
 
     def show_job(self, job_id: str) -> dict[str, str]:
         self._fail_if_told()

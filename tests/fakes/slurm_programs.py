@@ -6,6 +6,7 @@ They print what the files beside them hold and note what they were told; nothing
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 # `squeue -o` and `sacct -o` as slurm_train asks for them.
@@ -18,14 +19,17 @@ _PROGRAMS = {
 if [ "$1" = --test-only ]; then
   cp "$2" {here}/tested.sh; cat {here}/verdict >&2; exit "$(cat {here}/verdict_code)"
 fi
-cp "$2" {here}/submitted.sh; env > {here}/submitted_env; cat {here}/job_id
+for script; do :; done
+echo "$@" >> {here}/sbatch_words
+[ -e {here}/sbatch_fails ] && {{ echo 'sbatch: error: no' >&2; exit 1; }}
+cp "$script" {here}/submitted.sh; env > {here}/submitted_env; cat {here}/job_id
 """,
     "squeue": "[ -e {here}/squeue_fails ] && {{ echo 'slurm_load_jobs error' >&2; exit 1; }}; cat {here}/squeue.out\n",
     "sacct": "[ -e {here}/sacct_fails ] && {{ echo 'accounting is disabled' >&2; exit 1; }}; cat {here}/sacct.out\n",
     "scancel": 'echo "$@" >> {here}/cancelled\n',
     "sinfo": "cat {here}/sinfo.out\n",
     "srun": "exit 1\n",
-    "scontrol": "exit 1\n",
+    "scontrol": 'case "$*" in "show config") cat {here}/config.out;; *) exit 1;; esac\n',
 }
 
 
@@ -47,6 +51,7 @@ class SlurmPrograms:
             (folder / name).write_text("")
         (folder / "verdict_code").write_text("0")
         (folder / "job_id").write_text("4711\n")
+        (folder / "config.out").write_text("MaxArraySize            = 1001\n")
         (folder / "sinfo.out").write_text(f"{_SINFO}\n")
 
     @property
@@ -58,6 +63,11 @@ class SlurmPrograms:
         """Puts a job into what squeue prints."""
         line = _SQUEUE.format(job_id=job_id, word=word, reason=reason, nodes=nodes)
         (self.folder / "squeue.out").write_text(f"{line}\n")
+
+    def queue_many(self, job_ids: Iterable[str], word: str) -> None:
+        """Makes several jobs what squeue prints."""
+        lines = (_SQUEUE.format(job_id=job_id, word=word, reason="None", nodes="") for job_id in job_ids)
+        (self.folder / "squeue.out").write_text("".join(f"{line}\n" for line in lines))
 
     def account(self, job_id: str, word: str, *, nodes: str = "") -> None:
         """Puts a job into what sacct prints."""

@@ -6,12 +6,11 @@ from pathlib import Path
 from slurm_train.launch.preparation import Source
 from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.snapshot import SourceState
-from slurm_train.rundir.layout import RunDirectory
 
 
 def test_words_code_and_versions_are_kept(tmp_path: Path) -> None:
     source = Source(tmp_path, SourceState(("train.py",), "abc", "diff"), ["train.py"])
-    write_provenance(RunDirectory(tmp_path), source, words=["+cluster=2x1"])
+    write_provenance(tmp_path / "provenance.json", source, words=["+cluster=2x1"])
     facts = json.loads((tmp_path / "provenance.json").read_text())
     assert facts["words"] == ["+cluster=2x1"] and facts["directory"] == str(tmp_path)
     assert (facts["git_commit"], facts["git_dirty"], facts["git_diff"], facts["num_files"]) == ("abc", True, "diff", 1)

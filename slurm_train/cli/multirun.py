@@ -1,0 +1,225 @@
+"""`--multirun`: the words are a sweep. With a cluster its runs become job arrays, without one they are trained here.
+
+Everything is composed, planned and looked at before anything is written. A run that is finished or active is left
+alone, so the same words again submit only what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from slurm_train.cli.display import note, plan_rows
+from slurm_train.cli.inputs import refuse_missing_inputs
+from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.selection import active_runs
+from slurm_train.cli.submit import require_slurm
+from slurm_train.config.compose import compose_points
+from slurm_train.config.points import read_points
+from slurm_train.config.words import Words
+from slurm_train.errors import RunError
+from slurm_train.launch.acceptance import require_acceptable
+from slurm_train.launch.array import ArrayPlan, cut_arrays, max_array_size, render_array
+from slurm_train.launch.array_submission import find_lost_arrays, job_name, next_number, submit_arrays
+from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.preparation import Source, read_source, require_writable, uses_own_code, write_sweep_run
+from slurm_train.launch.provenance import write_provenance
+from slurm_train.launch.script import render_script
+from slurm_train.launch.snapshot import GitQuestions, read_answers, write_snapshot
+from slurm_train.launch.sweep import SweepPlan, plan_sweep
+from slurm_train.rundir.files import write_atomic
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import clear_dead
+from slurm_train.rundir.lookup import read_job
+from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, submitting, write_table
+from slurm_train.slurm.commands import SlurmCommands
+
+_SHOWN_VALUES = 3
+
+
+def multirun(flags: Words, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, git: GitQuestions | None) -> int:
+    """Submits or trains the runs of a sweep; prints `<array job id> <sweep directory>` per array.
+
+    Raises:
+        SlurmTrainError: something is wrong with the words, the site, or one of the runs; nothing was written then.
+    """
+    plan = plan_words(flags, env=env, cwd=cwd)
+    source = read_source(_whose_code(plan), cwd, read_answers(git))
+    if plan.uses_cluster:
+        return _submit(plan, source, words=words, env=env, wait=flags.wait)
+    from slurm_train.cli.sweep_here import run_here
+
+    return run_here(plan, source, words=words, env=env)
+
+
+def plan_words(flags: Words, *, env: Mapping[str, str], cwd: Path) -> SweepPlan:
+    """Returns the plan of the sweep that the words ask for, and prints it; touches nothing.
+
+    Raises:
+        ConfigError: as `plan_sweep`.
+        DataError: data that a run asks for are not there.
+    """
+    points = read_points(flags)
+    composed = compose_points(flags, [point.overrides for point in points])
+    plan = plan_sweep(points, composed, cwd=cwd, env=env)
+    _refuse_missing_inputs(plan.plans, cwd=cwd)
+    require_writable(RunDirectory(plan.sweep.path))
+    for name, text in sweep_rows(plan):
+        note(f"  {name:<12}  {text}")
+    return plan
+
+
+def sweep_rows(plan: SweepPlan) -> list[tuple[str, str]]:
+    """Returns the rows of the sweep's table: those of its runs, with the values that differ side by side."""
+    axes = " x ".join(f"{key} ({len({element.overrides[key] for element in plan.elements})})" for key in plan.keys)
+    rows = [("sweep", f"{len(plan.plans)} runs" + (f": {axes}" if axes else "")), ("directory", str(plan.sweep.path))]
+    seen: dict[str, dict[str, None]] = {}
+    for name, text in (row for one in plan.plans for row in plan_rows(one)):
+        seen.setdefault(name, {})[text] = None
+    del seen["run"]
+    for name, texts in seen.items():
+        more = f", and {len(texts) - _SHOWN_VALUES} more" if len(texts) > _SHOWN_VALUES else ""
+        rows.append((name, " | ".join(list(texts)[:_SHOWN_VALUES]) + more))
+    return rows
+
+
+def _whose_code(plan: SweepPlan) -> RunPlan:
+    """Returns a run that needs the code of the submitting directory, if there is one."""
+    return next((one for one in plan.plans if uses_own_code(one)), plan.plans[0])
+
+
+def _refuse_missing_inputs(plans: Sequence[RunPlan], *, cwd: Path) -> None:
+    looked_at = set()
+    for plan in plans:
+        config = plan.config
+        inputs = json.dumps([config.model, config.data, config.task, config.script], default=str)
+        if inputs not in looked_at:
+            looked_at.add(inputs)
+            refuse_missing_inputs(plan, cwd=cwd)
+
+
+def _submit(plan: SweepPlan, source: Source, *, words: Sequence[str], env: Mapping[str, str], wait: bool) -> int:
+    commands, sweep = SlurmCommands(env), plan.sweep
+    require_slurm(commands)
+    scripts = [(one.run, render_script(one)) for one in plan.plans]
+    with contextlib.ExitStack() as held:
+        was_known = sweep.table.exists()
+        if was_known:
+            held.enter_context(submitting(sweep))
+            find_lost_arrays(sweep, commands)
+        missing = missing_runs([one.run for one in plan.plans], commands)
+        todo = [(run, script) for run, script in scripts if run in missing]
+        arrays = plan_arrays(plan.sweep, todo, commands, max_parallel=plan.max_parallel, example=plan.plans[0])
+        if not was_known:
+            held.enter_context(submitting(sweep))
+            _refuse_overtaken(sweep)
+        write_sweep(plan, source, dict(todo), words=words)
+        for run, _ in todo:
+            # A dead process on this machine can be told from here, not from the node that the job starts on.
+            clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
+        for _, job_id in submit_arrays(sweep, arrays, env=env):
+            print(f"{job_id} {sweep.path}", flush=True)
+    _say_what_next(sweep)
+    if wait:
+        from slurm_train.cli.waiting import wait_for_sweep
+
+        return wait_for_sweep(sweep, commands)
+    return 0
+
+
+def missing_runs(runs: Sequence[RunDirectory], commands: SlurmCommands) -> set[RunDirectory]:
+    """Returns the runs that are neither finished nor active, and says how many of each there are."""
+    finished = {run for run in runs if run.result.exists()}
+    active = active_runs([run for run in runs if run not in finished], commands)
+    missing = set(runs) - finished - active
+    if len(missing) < len(runs):
+        note(f"{len(finished)} runs are finished, {len(active)} active; {len(missing)} to submit")
+    return missing
+
+
+def plan_arrays(
+    sweep: SweepDirectory,
+    scripts: Sequence[tuple[RunDirectory, str]],
+    commands: SlurmCommands,
+    *,
+    max_parallel: int | None,
+    example: RunPlan | None = None,
+) -> list[ArrayPlan]:
+    """Returns the arrays for the runs; Slurm has said that it would take each shape.
+
+    Raises:
+        ClusterError: it would not, or there are no arrays at this site.
+    """
+    if not scripts:
+        return []
+    arrays = cut_arrays(scripts, max_size=max_array_size(commands.show_config()), max_parallel=max_parallel)
+    looked_at = set()
+    for array in arrays:
+        if array.directives not in looked_at:
+            looked_at.add(array.directives)
+            folder = sweep.array(next_number(sweep))
+            script = render_array(array, folder, name=job_name(sweep, folder))
+            require_acceptable(script, commands, example if array is arrays[0] else None)
+    return arrays
+
+
+def _refuse_overtaken(sweep: SweepDirectory) -> None:
+    if sweep.table.exists():
+        raise RunError(
+            f"sweep {sweep.sweep_id} was submitted by another command just now",
+            hint=f"`status {sweep.sweep_id}` shows it; the same command again submits what is missing",
+        )
+
+
+def write_sweep(
+    plan: SweepPlan, source: Source, scripts: Mapping[RunDirectory, str | None], *, words: Sequence[str]
+) -> None:
+    """Writes the table, one snapshot of the code, and the directories of the runs that are to be carried out.
+
+    Args:
+        plan: the sweep.
+        source: the code to copy.
+        scripts: those runs with the text of their submit.sh, None on this machine.
+        words: the command line.
+    """
+    sweep = plan.sweep
+    known = {element.run: element for element in read_table(sweep)}
+    elements = [_merged(element, known.get(element.run)) for element in plan.elements]
+    write_table(sweep, sorted(elements, key=lambda element: element.index))
+    facts = {"words": list(words), "keys": plan.keys, "time_unix_s": time.time()}
+    write_atomic(sweep.facts, json.dumps(facts, indent=2) + "\n")
+    sweep.stop_file.unlink(missing_ok=True)
+    if not scripts:
+        return
+    code = next_code(sweep)
+    write_snapshot(source.directory, source.files, code)
+    for one in plan.plans:
+        if one.run in scripts:
+            write_sweep_run(one, code=code, provenance=code.with_suffix(".json"), script=scripts[one.run])
+    write_provenance(code.with_suffix(".json"), source, words=words)
+
+
+def _merged(element: Element, known: Element | None) -> Element:
+    """Returns an element with the index that an older table gives to its run, and the newest job that the run had."""
+    record = read_job(element.run)
+    return replace(
+        element,
+        index=element.index if known is None else known.index,
+        job=None if record is None else record.job_id,
+    )
+
+
+def next_code(sweep: SweepDirectory) -> Path:
+    """Returns the folder for the next snapshot of a sweep."""
+    sweep.code.mkdir(mode=0o700, exist_ok=True)
+    taken = [int(path.name) for path in sweep.code.iterdir() if path.name.isdigit()]
+    return sweep.code / f"{max(taken, default=-1) + 1:03d}"
+
+
+def _say_what_next(sweep: SweepDirectory) -> None:
+    verbs = ("status", "cancel", "collate")
+    note("next:\n" + "\n".join(f"  python -m slurm_train {verb} {sweep.sweep_id}" for verb in verbs))

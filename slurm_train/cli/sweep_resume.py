@@ -1,0 +1,122 @@
+"""`resume SWEEP`: continues the runs of a sweep that ended early, as they stand on disk; one array per shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slurm_train.cli.display import note
+from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.multirun import next_code, plan_arrays
+from slurm_train.cli.selection import jobs_of
+from slurm_train.cli.submit import require_slurm
+from slurm_train.cli.sweep_table import SweepRow, chosen, read_rows, summary
+from slurm_train.config.frozen import load_config
+from slurm_train.errors import EXIT_DONE, RunError
+from slurm_train.launch.array_submission import find_lost_arrays, submit_arrays
+from slurm_train.launch.preparation import Source, plan_source
+from slurm_train.launch.provenance import write_provenance
+from slurm_train.launch.snapshot import ask_git, link_snapshot, read_answers, write_snapshot
+from slurm_train.rundir.lock import clear_dead
+from slurm_train.rundir.sweep import SweepDirectory, read_table, submitting
+from slurm_train.slurm.commands import SlurmCommands
+
+
+def resume_sweep(
+    sweep: SweepDirectory,
+    env: Mapping[str, str],
+    *,
+    only: set[str] | None,
+    where: Sequence[str],
+    with_new_code: bool,
+    words: Sequence[str],
+) -> int:
+    """Continues the chosen runs and returns 0; prints `<array job id> <sweep directory>` per array.
+
+    Args:
+        sweep: the sweep.
+        env: environment of the caller.
+        only: kinds of runs that are meant; None: all that are neither finished nor active.
+        where: conditions on their values.
+        with_new_code: the runs take the code of the current directory, for the runs of a mended script.
+        words: the command line, for the new code's provenance.
+
+    Raises:
+        RunError: nothing is to be continued, or a run was never written.
+        ClusterError: Slurm refuses.
+    """
+    commands = SlurmCommands(env)
+    with submitting(sweep):
+        if commands.is_available():
+            find_lost_arrays(sweep, commands)
+        elements = read_table(sweep)
+        rows = read_rows(elements, jobs_of([element.run for element in elements], commands))
+        meant = [one for one in chosen(rows, where) if only is None or one.kind in only]
+        todo = [one for one in meant if not one.is_finished and not one.is_active]
+        if not todo:
+            raise RunError(f"no run of sweep {sweep.sweep_id} is to be continued: {summary(rows)}", hint="see `status`")
+        _require_written(sweep, todo)
+        source = _new_source(todo, cwd=Path.cwd(), env=env) if with_new_code else None
+        config = load_config(todo[0].element.run.config)
+        if config.cluster is None:
+            return _here(sweep, todo, source, words=words, num_parallel=config.sweep.max_parallel or 1, env=env)
+        require_slurm(commands)
+        scripts = [(one.element.run, one.element.run.submit_script.read_text(encoding="utf-8")) for one in todo]
+        arrays = plan_arrays(sweep, scripts, commands, max_parallel=config.sweep.max_parallel)
+        _prepare(sweep, todo, source, commands, words=words)
+        for _, job_id in submit_arrays(sweep, arrays, env=env):
+            print(f"{job_id} {sweep.path}", flush=True)
+    note(f"submitted {len(todo)} runs again; each continues from its newest verified checkpoint")
+    return EXIT_DONE
+
+
+def _require_written(sweep: SweepDirectory, rows: Sequence[SweepRow]) -> None:
+    unwritten = [one.element.index for one in rows if not one.element.run.config.is_file()]
+    if unwritten:
+        raise RunError(
+            f"{len(unwritten)} runs of sweep {sweep.sweep_id} were never written, the first is {unwritten[0]}",
+            hint="type the words of the sweep again: they submit what is missing",
+        )
+
+
+def _new_source(rows: Sequence[SweepRow], *, cwd: Path, env: Mapping[str, str]) -> Source:
+    run = rows[0].element.run
+    limit_mb = load_config(run.config).run.snapshot_limit_mb
+    return plan_source(run, cwd, read_answers(ask_git(cwd, env)), limit_mb=limit_mb)
+
+
+def _prepare(
+    sweep: SweepDirectory,
+    rows: Sequence[SweepRow],
+    source: Source | None,
+    commands: SlurmCommands,
+    *,
+    words: Sequence[str],
+) -> None:
+    code = next_code(sweep)
+    if source is not None:
+        write_snapshot(source.directory, source.files, code)
+        write_provenance(code.with_suffix(".json"), source, words=words)
+    for one in rows:
+        run = one.element.run
+        run.stop_file.unlink(missing_ok=True)
+        clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
+        if source is not None:
+            link_snapshot(run.code, code)
+            link_snapshot(run.provenance, code.with_suffix(".json"))
+
+
+def _here(
+    sweep: SweepDirectory,
+    rows: Sequence[SweepRow],
+    source: Source | None,
+    *,
+    words: Sequence[str],
+    num_parallel: int,
+    env: Mapping[str, str],
+) -> int:
+    from slurm_train.cli.sweep_here import train_each
+
+    sweep.stop_file.unlink(missing_ok=True)
+    _prepare(sweep, rows, source, SlurmCommands(env), words=words)
+    return train_each(sweep, [one.element for one in rows], num_parallel=num_parallel, env=env)

@@ -1,0 +1,220 @@
+"""The sweep directory: which runs a sweep has, what each was given, and which element of which job array it is.
+
+`<root>/sweeps/<id>/` lies beside the runs, which stay where they would be if they were typed one by one:
+
+    sweep.jsonl        one line per run: index, run, overrides, job ("12_3"); replaced as a whole, never half written
+    sweep.json         the words, the swept keys, when
+    code/<n>/          the code of the n-th submission, shared by its runs
+    arrays/<n>/        one job array: submit.sh, runs.txt (line i + 1 is element i), job.json, logs/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from slurm_train.errors import RunError
+from slurm_train.rundir.files import read_json, read_lines, write_atomic
+from slurm_train.rundir.layout import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Element:
+    """One run of a sweep."""
+
+    index: int
+    run: RunDirectory
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    """What the sweep gave to it, e.g. {"optim.lr": "0.001"}."""
+    job: str | None = None
+    """Its newest job when the table was written, e.g. "12_3"; None on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayDirectory:
+    """Paths of one job array."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        """Counted from 0 over all submissions of the sweep."""
+        return int(self.path.name)
+
+    @property
+    def script(self) -> Path:
+        """The sbatch script; works by hand."""
+        return self.path / "submit.sh"
+
+    @property
+    def runs(self) -> Path:
+        """One run directory per line, in the order of the elements."""
+        return self.path / "runs.txt"
+
+    @property
+    def job(self) -> Path:
+        """The array's job id; missing while, or if, sbatch did not give one."""
+        return self.path / "job.json"
+
+    @property
+    def logs(self) -> Path:
+        """What an element says before it has found its run; empty otherwise."""
+        return self.path / "logs"
+
+
+@dataclass(frozen=True, slots=True)
+class SweepDirectory:
+    """Paths below `<root>/sweeps/<id>/`; making the value touches nothing."""
+
+    path: Path
+
+    @property
+    def sweep_id(self) -> str:
+        """Short hash of its runs, e.g. "9b1c44e0"."""
+        return self.path.name
+
+    @property
+    def root(self) -> Path:
+        """Root of the runs."""
+        return self.path.parent.parent
+
+    @property
+    def table(self) -> Path:
+        """One line per run."""
+        return self.path / "sweep.jsonl"
+
+    @property
+    def facts(self) -> Path:
+        """The words and the swept keys."""
+        return self.path / "sweep.json"
+
+    @property
+    def code(self) -> Path:
+        """Snapshots of the source, one per submission."""
+        return self.path / "code"
+
+    @property
+    def arrays(self) -> Path:
+        """Job arrays."""
+        return self.path / "arrays"
+
+    @property
+    def stop_file(self) -> Path:
+        """Asks a sweep on this machine to start no further run."""
+        return self.path / "STOP"
+
+    def array(self, number: int) -> ArrayDirectory:
+        """Returns one of its job arrays."""
+        return ArrayDirectory(self.arrays / f"{number:03d}")
+
+
+def existing_arrays(sweep: SweepDirectory) -> list[ArrayDirectory]:
+    """Returns the arrays on disk, oldest first."""
+    if not sweep.arrays.is_dir():
+        return []
+    found = [ArrayDirectory(path) for path in sweep.arrays.iterdir() if re.fullmatch(r"\d{3,}", path.name)]
+    return sorted(found, key=lambda array: array.number)
+
+
+def array_job_id(array: ArrayDirectory) -> str | None:
+    """Returns the job id of an array, None where none is on record."""
+    found = (read_json(array.job) or {}).get("job_id")
+    return None if found is None else str(found)
+
+
+def read_runs(array: ArrayDirectory) -> list[RunDirectory]:
+    """Returns the runs of an array in the order of its elements."""
+    return [RunDirectory(Path(line)) for line in array.runs.read_text(encoding="utf-8").splitlines()]
+
+
+def write_table(sweep: SweepDirectory, elements: Iterable[Element]) -> None:
+    """Replaces the table."""
+    lines = [
+        {
+            "index": element.index,
+            "run": str(element.run.path.relative_to(sweep.root)),
+            "overrides": dict(element.overrides),
+            "job": element.job,
+        }
+        for element in elements
+    ]
+    write_atomic(sweep.table, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_table(sweep: SweepDirectory) -> list[Element]:
+    """Returns the runs of a sweep by index; empty where there is no table."""
+    return [
+        Element(
+            index=int(line["index"]),
+            run=RunDirectory(sweep.root / str(line["run"])),
+            overrides={str(key): str(value) for key, value in line["overrides"].items()},
+            job=None if line["job"] is None else str(line["job"]),
+        )
+        for line in read_lines(sweep.table)
+    ]
+
+
+def record_array(elements: Iterable[Element], array: ArrayDirectory, job_id: str) -> list[Element]:
+    """Returns the elements with the jobs that an array has given to those that are in it."""
+    jobs = {run.path: f"{job_id}_{task}" for task, run in enumerate(read_runs(array))}
+    return [replace(element, job=jobs.get(element.run.path, element.job)) for element in elements]
+
+
+@contextlib.contextmanager
+def submitting(sweep: SweepDirectory) -> Iterator[None]:
+    """Holds the sweep for one submitter at a time; makes its directory.
+
+    Raises:
+        RunError: another one is at it, or the directory cannot be made.
+    """
+    try:
+        sweep.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(sweep.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as err:
+        hint = "name another place with run.root=DIR"
+        raise RunError(f"{sweep.path} cannot be made: {err.strerror or err}", hint=hint) from err
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"sweep {sweep.sweep_id} is being submitted or run by another command here",
+                hint=f"wait for it; `status {sweep.sweep_id}` shows how far it is",
+            ) from None
+        except OSError:
+            # A file system without locks: two submitters at once are unlikely, a sweep that cannot start is worse.
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def list_sweeps(root: Path) -> list[SweepDirectory]:
+    """Returns all sweeps below a root, newest first."""
+    tables = root.resolve().glob("sweeps/*/sweep.jsonl")
+    return [SweepDirectory(path.parent) for path in sorted(tables, key=lambda p: p.stat().st_mtime, reverse=True)]
+
+
+def find_sweep(root: Path, word: str) -> SweepDirectory | None:
+    """Returns the sweep that a word names: its id or the beginning of it, a path, or the job id of one of its arrays.
+
+    Raises:
+        RunError: the word is the beginning of several ids.
+    """
+    if (Path(word) / "sweep.jsonl").is_file():
+        return SweepDirectory(Path(word).resolve())
+    sweeps = list_sweeps(root)
+    short = word.removeprefix("sweeps/")
+    found = [sweep for sweep in sweeps if len(short) >= 4 and sweep.sweep_id.startswith(short)]
+    if len(found) > 1:
+        ids = ", ".join(sorted(sweep.sweep_id for sweep in found))
+        raise RunError(f"{word!r} is the beginning of several sweeps: {ids}", hint="type more of it")
+    if not found and word.isdigit():
+        found = [sweep for sweep in sweeps if any(array_job_id(one) == word for one in existing_arrays(sweep))]
+    return found[0] if found else None

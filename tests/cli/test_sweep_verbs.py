@@ -1,0 +1,208 @@
+"""status, resume, cancel and collate of a sweep, with Slurm's commands as small programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.cli.collate import as_columns, as_csv, as_markdown
+from slurm_train.rundir.sweep import Element, SweepDirectory, read_runs, read_table
+from tests.cli.conftest import attempt
+
+SWEEP = ("-m", "+cluster=1x8", "optim.lr=1e-3,3e-4", "seed=range(3)")
+
+
+@pytest.fixture
+def sweep(shell: Any) -> SweepDirectory:
+    """Six runs: finished, running, failed, never begun, out of time, cancelled."""
+    path = shell.types(*SWEEP).out.split()[1]
+    found = SweepDirectory(Path(path))
+    runs = [element.run for element in read_table(found)]
+    ends: list[dict[str, Any]] = [
+        {"reason": "done", "action": "finish", "world_size": 8},
+        {},
+        {"reason": "failed", "action": "stop", "note": "rank 3 on node2: ZeroDivisionError: 1 / 0"},
+        {},
+        {"reason": "time_limit", "action": "stop", "note": "time limit"},
+        {"reason": "cancelled", "action": "stop", "note": "the job was cancelled"},
+    ]
+    for index, (run, end) in enumerate(zip(runs, ends, strict=True)):
+        if index != 3:
+            lines = attempt(0, job_id=f"4711_{index}", **end)
+            run.attempts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs[0].result.write_text(json.dumps({"step": 300}))
+    metrics = [{"step": 10, "attempt": 0, "loss": 2.0}, {"step": 20, "attempt": 0, "loss": 3.0}]
+    metrics += [{"step": 20, "attempt": 0, "eval_accuracy": 0.5}, {"step": 30, "attempt": 0, "eval_accuracy": 0.4}]
+    runs[0].metrics.write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    shell.slurm.queue_many(["4711_1"], "RUNNING")
+    (shell.slurm.folder / "sbatch_words").unlink()
+    (shell.slurm.folder / "job_id").write_text("4720\n")
+    return found
+
+
+def elements(sweep: SweepDirectory) -> list[Element]:
+    return read_table(sweep)
+
+
+def test_status_shows_what_each_run_was_given_and_how_it_stands(sweep: SweepDirectory, shell: Any) -> None:
+    done = shell.types("status", sweep.sweep_id)
+    lines = done.out.splitlines()
+    assert done.code == 0 and lines[0].split()[:6] == ["#", "optim.lr", "seed", "RUN", "JOB", "STATE"]
+    assert lines[3].split()[:6] == ["2", "0.001", "2", elements(sweep)[2].run.run_id, "4711_2", "failed"]
+    assert lines[3].endswith("rank 3 on node2: ZeroDivisionError: 1 / 0"), "the crash is named in the table"
+    summary = "6 runs: 1 finished, 1 running, 1 failed, 1 not started, 1 time_limit, 1 cancelled"
+    assert lines[7:] == [summary, str(sweep.path)]
+
+
+def test_status_asks_slurm_once(sweep: SweepDirectory, shell: Any) -> None:
+    program = shell.slurm.folder / "squeue"
+    program.write_text(program.read_text().replace("\n", f'\necho "$@" >> {shell.slurm.folder}/asked\n', 1))
+    shell.types("status", sweep.sweep_id)
+    asked = shell.slurm.said("asked").splitlines()
+    assert len(asked) == 1 and asked[0].endswith("-j 4711")
+
+
+def test_status_as_json(sweep: SweepDirectory, shell: Any) -> None:
+    facts = json.loads(shell.types("status", "4711", "--json").out)
+    assert [one["index"] for one in facts] == list(range(6))
+    assert facts[1]["overrides"] == {"optim.lr": "0.001", "seed": "1"} and facts[1]["state"] == "running"
+
+
+RESUMED = [
+    (["--only", "failed,missing,timeout"], [2, 3, 4]),
+    (["--only", "failed"], [2]),
+    ([], [2, 3, 4, 5]),
+    (["--where", "optim.lr=3e-4"], [3, 4, 5]),
+    (["--only", "cancelled,timeout", "--where", "seed=1"], [4]),
+    (["--where", "train.max_steps=300", "--where", "seed=2.0"], [2, 5]),
+]
+
+
+@pytest.mark.parametrize(("words", "indices"), RESUMED, ids=lambda value: " ".join(map(str, value)))
+def test_resume_submits_the_chosen_runs_as_one_array(
+    words: list[str], indices: list[int], sweep: SweepDirectory, shell: Any
+) -> None:
+    before = {element.run: element.run.config.read_text() for element in elements(sweep)}
+    done = shell.types("resume", sweep.sweep_id, *words)
+    assert (done.code, done.out) == (0, f"4720 {sweep.path}\n")
+    assert len(shell.slurm.said("sbatch_words").splitlines()) == 1
+    assert read_runs(sweep.array(1)) == [elements(sweep)[index].run for index in indices]
+    jobs = [element.job for element in elements(sweep)]
+    assert [jobs[index] for index in indices] == [f"4720_{task}" for task in range(len(indices))]
+    assert {run: run.config.read_text() for run in before} == before
+    assert [path.name for path in sweep.code.iterdir() if path.is_dir()] == ["000"], "the code is the old one"
+
+
+def test_resume_with_new_code_gives_it_to_the_chosen_runs_only(sweep: SweepDirectory, shell: Any) -> None:
+    (shell.folder / "train.py").write_text("mended = True\n")
+    assert shell.types("resume", sweep.sweep_id, "--only", "failed", "--new-code").code == 0
+    codes = [element.run.code.resolve().name for element in elements(sweep)]
+    assert codes == ["000", "000", "001", "000", "000", "000"]
+    assert (elements(sweep)[2].run.code / "train.py").exists()
+    assert json.loads(elements(sweep)[2].run.provenance.read_text())["words"][0] == "resume"
+
+
+NOT_RESUMED = [
+    (["--only", "interrupted"], "no run of sweep {id} is to be continued: 6 runs: 1 finished"),
+    (["--only", "broken"], "--only broken: there is no state 'broken'"),
+    (["--where", "optim.lrr=1"], "the sweep has no key 'optim.lrr'"),
+    (["--where", "optim.lr"], "--where 'optim.lr' is no condition"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), NOT_RESUMED, ids=lambda value: str(value))
+def test_a_choice_that_means_no_run_is_refused(
+    words: list[str], message: str, sweep: SweepDirectory, shell: Any
+) -> None:
+    done = shell.types("resume", sweep.sweep_id, *words)
+    assert done.code == 2 and message.format(id=sweep.sweep_id) in done.err
+    assert shell.slurm.said("sbatch_words") is None
+
+
+def test_nothing_is_submitted_while_slurm_does_not_say_what_runs(sweep: SweepDirectory, shell: Any) -> None:
+    shell.slurm.break_down("squeue", "sacct")
+    assert shell.types("resume", sweep.sweep_id).code == 2
+    assert shell.types(*SWEEP).code == 2
+    assert shell.slurm.said("sbatch_words") is None
+
+
+CANCELLED = [
+    ([], ["4711"]),
+    (["--where", "optim.lr=1e-3"], ["4711_1", "4711_2"]),
+    (["--where", "seed=1"], ["4711_1"]),
+]
+
+
+@pytest.mark.parametrize(("words", "ids"), CANCELLED, ids=lambda value: " ".join(value))
+def test_cancel_ends_the_meant_runs_with_one_command(
+    words: list[str], ids: list[str], sweep: SweepDirectory, shell: Any
+) -> None:
+    shell.slurm.queue_many(["4711_1", "4711_2", "4711_3"], "PENDING")
+    assert shell.types("cancel", sweep.sweep_id, *words).code == 0
+    assert shell.slurm.said("cancelled").split() == ids
+
+
+def test_cancel_spares_the_runs_of_another_sweep(sweep: SweepDirectory, shell: Any) -> None:
+    """A sweep that shares a run with a wider one must not end the array of the wider one."""
+    narrow = shell.types("-m", "+cluster=1x8", "optim.lr=1e-3", "seed=1,2")
+    shell.slurm.queue_many(["4711_1", "4711_2", "4711_3"], "RUNNING")
+    assert narrow.out.startswith("4720 ")
+    other = shell.types("-m", "+cluster=1x8", "optim.lr=1e-3", "seed=0,1,7")
+    assert other.code == 0
+    assert shell.types("cancel", other.out.split()[1]).code == 0
+    assert "4711" not in shell.slurm.said("cancelled").split()
+
+
+def test_cancel_of_a_sweep_that_does_nothing(sweep: SweepDirectory, shell: Any) -> None:
+    shell.slurm.queue_many([], "RUNNING")
+    done = shell.types("cancel", sweep.sweep_id)
+    assert done.code == 2 and f"no such run of sweep {sweep.sweep_id} is active" in done.err
+
+
+def test_choices_of_a_sweep_mean_nothing_for_a_run(sweep: SweepDirectory, shell: Any) -> None:
+    run = elements(sweep)[2].run
+    for words in (("resume", run.run_id, "--only", "failed"), ("cancel", run.run_id, "--where", "seed=1")):
+        done = shell.types(*words)
+        assert done.code == 2 and f"{run.run_id} is no sweep" in done.err
+
+
+def test_collate_has_a_row_per_run(sweep: SweepDirectory, shell: Any) -> None:
+    done = shell.types("collate", sweep.sweep_id, "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(done.out)))
+    assert done.code == 0 and len(rows) == 6
+    first = rows[0]
+    assert (first["optim.lr"], first["seed"], first["state"], first["attempts"]) == ("0.001", "0", "finished", "1")
+    assert (first["last_loss"], first["best_loss"], first["best_loss_step"]) == ("3.0", "2.0", "10")
+    assert (first["last_eval_accuracy"], first["best_eval_accuracy"]) == ("0.4", "0.5"), "of an accuracy, the largest"
+    assert float(first["gpu_hours"]) == pytest.approx(8 * 5 / 3600, abs=1e-4)
+    assert (rows[3]["state"], rows[3]["last_loss"], rows[3]["attempts"]) == ("not started", "", "0")
+    assert rows[2]["note"].startswith("rank 3 on node2")
+
+
+def test_collate_writes_a_file_after_its_ending(sweep: SweepDirectory, shell: Any) -> None:
+    for name in ("a.csv", "a.md"):
+        assert shell.types("collate", sweep.sweep_id, "--out", name).code == 0
+    assert (shell.folder / "a.csv").read_text().startswith("index,run,optim.lr,seed,state,")
+    assert (shell.folder / "a.md").read_text().splitlines()[1].startswith("| --- | ---")
+    assert shell.types("collate", "nothing").code == 2
+    assert shell.types("collate", sweep.sweep_id, "--format", "parquet").code == 2
+    assert shell.types("collate", sweep.sweep_id, "--out", "no/such/x.csv").code == 2
+
+
+def test_collate_writes_parquet_where_pyarrow_is(sweep: SweepDirectory, shell: Any) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    assert shell.types("collate", sweep.sweep_id, "--out", "a.parquet").code == 0
+    assert parquet.read_table("a.parquet").num_rows == 6
+
+
+def test_a_table_keeps_its_values() -> None:
+    table = [{"index": 0, "x": 0.1 + 0.2, "y": "a|b"}, {"index": 1, "x": 1, "y": None}]
+    assert as_csv(table) == "index,x,y\n0,0.30000000000000004,a|b\n1,1,\n"
+    assert as_markdown(table).splitlines()[2:] == ["| 0 | 0.3 | a\\|b |", "| 1 | 1 |  |"]
+    assert as_columns([*table, {"index": 2, "x": 2.5, "y": 3}])["y"] == ["a|b", None, "3"]
+    assert as_columns(table) == {"index": [0, 1], "x": [0.1 + 0.2, 1.0], "y": ["a|b", None]}

@@ -1,0 +1,19 @@
+#!/bin/bash
+# sweep-9b1c44e0-0: 16 runs
+# Element N is the run in line N + 1 of runs.txt. Works by hand as well: `sbatch submit.sh` (finished runs end at once).
+#SBATCH --job-name=sweep-9b1c44e0-0
+#SBATCH --array=0-15%4
+#SBATCH --output='/home/user/it'"'"'s mine/runs/sweeps/9b1c44e0/arrays/000/logs/%a.log'
+#SBATCH --nodes=2
+#SBATCH --ntasks=16
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --partition=gpu
+#SBATCH --time=90
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=USR2@120
+
+set -e
+mapfile -t -s "${SLURM_ARRAY_TASK_ID:?this script is for sbatch}" -n 1 run < '/home/user/it'"'"'s mine/runs/sweeps/9b1c44e0/arrays/000/runs.txt'
+exec bash "${run:?there is no such line in runs.txt}/submit.sh" >> "$run/logs/batch.log" 2>&1

