@@ -21,24 +21,24 @@ from torch import Tensor, nn
 
 from slurm_train.train.step import StepFacts, Stepper
 
-NUM_SAMPLES = 97
 FEATURES = 8
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Random points with a rule, moved at random whenever they are read; an odd number, so that no split is even.
+    """Random points with a rule, moved at random whenever they are read.
 
     Args:
+        size: how many; an odd number is split evenly by nothing.
         split: "train" or "heldout".
     """
 
-    def __init__(self, *, split: str = "train") -> None:
+    def __init__(self, *, size: int, split: str = "train") -> None:
         generator = torch.Generator().manual_seed(3 if split == "train" else 4)
-        self.inputs = torch.randn(NUM_SAMPLES, FEATURES, generator=generator)
+        self.inputs = torch.randn(size, FEATURES, generator=generator)
         self.targets = (self.inputs.sum(dim=1) > 0).long() + (self.inputs[:, 0] > 1).long()
 
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         moved = self.inputs[index] + 0.1 * torch.randn(FEATURES)
