@@ -24,6 +24,8 @@ class LocalRanks:
     """Running local ranks; `interrupt` passes a stop request on, `wait` returns the exit code of the whole."""
 
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    kill_after_s: float = _KILL_AFTER_S
+    """How long the others may take to end by themselves once a rank has failed."""
 
     def interrupt(self) -> None:
         """Asks every rank to save and stop, as Slurm does before a time limit."""
@@ -47,7 +49,7 @@ class LocalRanks:
             ]
             if bad and first_bad is None:
                 first_bad = bad[0]
-                deadline = time.monotonic() + _KILL_AFTER_S
+                deadline = time.monotonic() + self.kill_after_s
                 self._signal(signal.SIGTERM)
             if time.monotonic() > deadline:
                 self._signal(signal.SIGKILL)

@@ -1,0 +1,159 @@
+"""Judges a run's history: each rule is a pure function that returns what is wrong, one line each.
+
+Monotone commits, one writer at a time, no gap, the same values whenever a step is done, every sample exactly once per
+epoch, and the end of the golden run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from tests.campaigns.history import Consumed, History
+
+COMPARED = ("samples", "loss", "lr", "grad_norm", "samples_digest")
+"""Keys of a step's line that must have the same bits whenever and wherever the step is done."""
+ZOMBIE_S = 10.0
+"""Ranks that outlive their attempt may write lines for so long; a reader passes over them."""
+
+
+def check(history: History, *, golden: History, num_samples: int) -> list[str]:
+    """Returns everything that is wrong with a finished run.
+
+    Args:
+        history: the run.
+        golden: the same run, left alone.
+        num_samples: samples of an epoch.
+    """
+    return [
+        *lost_commits(history),
+        *second_writers(history),
+        *gaps(history),
+        *unequal_repetitions(history),
+        *wrong_samples(history, num_samples=num_samples),
+        *unlike_golden(history, golden),
+    ]
+
+
+def lost_commits(history: History) -> Iterator[str]:
+    """A checkpoint that was seen is never lost: the newest never gets older, and no attempt starts before it."""
+    for before, after in pairwise(history.seen):
+        if after.newest < before.newest:
+            yield f"checkpoint {before.newest} was there, later the newest was {after.newest}"
+    for attempt, start in starts(history).items():
+        earlier = [look for look in history.seen if look.time_unix_s < history.opened_unix_s.get(attempt, 0.0)]
+        newest = max((look.newest for look in earlier), default=0)
+        if start < newest:
+            yield f"attempt {attempt} began after step {start}, checkpoint {newest} was there before"
+
+
+def second_writers(history: History) -> Iterator[str]:
+    """One writer at a time: nothing of an attempt becomes visible once the next one is open."""
+    for attempt, count in Counter(history.started).items():
+        if count > 1:
+            yield f"attempt {attempt} was opened {count} times"
+        if attempt not in history.opened_unix_s:
+            yield f"attempt {attempt} has no epoch file"
+    for one in history.written:
+        if one.attempt >= 0 and one.complete_unix_s > _next_opened(history, one.attempt):
+            yield f"checkpoint {one.step} of attempt {one.attempt} became visible after the next attempt was open"
+    for line in history.lines:
+        late_s = line["time_unix_s"] - _next_opened(history, line["attempt"])
+        if late_s > ZOMBIE_S:
+            yield f"attempt {line['attempt']} wrote step {line['step']} {late_s:.1f} s after the next one was open"
+
+
+def gaps(history: History) -> Iterator[str]:
+    """The steps that count are 1, 2, ... to the last one, and each attempt does its own in order."""
+    by_attempt: dict[int, list[int]] = defaultdict(list)
+    for line in history.lines:
+        by_attempt[line["attempt"]].append(line["step"])
+    for attempt, steps in sorted(by_attempt.items()):
+        if steps != list(range(steps[0], steps[0] + len(steps))):
+            yield f"attempt {attempt} did the steps {_in_words(steps)}"
+    done = sorted({line["step"] for line in history.lines})
+    last = history.result["step"] if history.result else max(done, default=0)
+    if done != list(range(1, last + 1)):
+        yield f"the history has the steps {_in_words(done)}, and ends at {last}"
+
+
+def unequal_repetitions(history: History) -> Iterator[str]:
+    """Every line of a step equals the step's first line, and a rank that repeats a step gets the same samples."""
+    first = {line["step"]: line for line in reversed(history.lines)}
+    for line in history.lines:
+        for name in COMPARED:
+            if line.get(name) != first[line["step"]].get(name):
+                before = first[line["step"]]
+                yield (
+                    f"step {line['step']} {name}: {line.get(name)!r} in attempt {line['attempt']}, "
+                    f"{before.get(name)!r} in attempt {before['attempt']}"
+                )
+    samples: dict[tuple[int, int], tuple[int, ...]] = {}
+    for one in history.consumed:
+        if samples.setdefault((one.step, one.rank), one.samples) != one.samples:
+            yield f"step {one.step} of rank {one.rank} was given other samples in attempt {one.attempt}"
+
+
+def wrong_samples(history: History, *, num_samples: int) -> Iterator[str]:
+    """Over the steps that count, every epoch has each sample exactly once, on whatever rank."""
+    order: list[int] = []
+    world = {(line["attempt"], line["step"]): line["world_size"] for line in history.lines}
+    for step, of_step in committed(history).items():
+        ranks = [one.rank for one in of_step]
+        expected = world.get((of_step[0].attempt, step))
+        if ranks != list(range(expected or 0)):
+            yield f"step {step} of attempt {of_step[0].attempt} was counted by the ranks {ranks} of {expected}"
+        order += [sample for one in of_step for sample in one.samples]
+    for epoch, begin in enumerate(range(0, len(order), num_samples)):
+        counts = Counter(order[begin : begin + num_samples])
+        twice = sorted(sample for sample, count in counts.items() if count > 1)
+        if twice:
+            yield f"epoch {epoch}: {len(twice)} samples more than once, e.g. {twice[:3]}"
+    if not order or (history.result and len(order) != history.result["samples"]):
+        yield f"{len(order)} samples were counted, the result says {(history.result or {}).get('samples')}"
+
+
+def unlike_golden(history: History, golden: History) -> Iterator[str]:
+    """Every line has the golden run's bits, and so have the final weights."""
+    expected = {line["step"]: line for line in golden.lines}
+    for line in history.lines:
+        for name in COMPARED:
+            right = expected.get(line["step"], {}).get(name)
+            if line.get(name) != right:
+                yield f"step {line['step']} {name}: {line.get(name)!r} in attempt {line['attempt']}, golden {right!r}"
+    for name in ("step", "samples", "weights_digest"):
+        found = [(one.result or {}).get(name) for one in (history, golden)]
+        if found[0] is None or found[0] != found[1]:
+            yield f"{name} at the end: {found[0]!r}, golden {found[1]!r}"
+
+
+def starts(history: History) -> dict[int, int]:
+    """Returns the step that each attempt resumed from, for those that got to do a step."""
+    done = [(line["attempt"], line["step"]) for line in history.lines]
+    done += [(one.attempt, one.step) for one in history.consumed]
+    return {attempt: min(step for number, step in done if number == attempt) - 1 for attempt in {a for a, _ in done}}
+
+
+def committed(history: History) -> dict[int, list[Consumed]]:
+    """Returns what the ranks consumed in each step that counts, in rank order: the newest attempt that did it."""
+    by_step: dict[int, list[Consumed]] = defaultdict(list)
+    for one in history.consumed:
+        by_step[one.step].append(one)
+    kept = {}
+    for step, of_step in sorted(by_step.items()):
+        newest = max(one.attempt for one in of_step)
+        kept[step] = sorted((one for one in of_step if one.attempt == newest), key=lambda one: one.rank)
+    return kept
+
+
+def _next_opened(history: History, attempt: int) -> float:
+    return min(
+        (opened_unix_s for number, opened_unix_s in history.opened_unix_s.items() if number > attempt),
+        default=float("inf"),
+    )
+
+
+def _in_words(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[:3]))
+    return f"{shown} ... {steps[-1]} ({len(steps)} of them)" if len(steps) > 4 else ", ".join(map(str, steps))

@@ -1,0 +1,388 @@
+"""Kills any rank at any moment, on this machine: the run resumes each time, and no committed step is lost.
+
+The ranks are the product's own workers under its own supervisor; only the processes come from a fork server, so that a
+life costs a second. A kill is aimed at a random time after the start, at a random moment of a phase, at an interpreter
+that still imports, or at all ranks at once. After each one the run directory must have a verified checkpoint that is
+no older than the newest that was complete right before; now and then a run is let end and compared with its golden one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slurm_train.checkpoint.directory import newest_verified
+from slurm_train.config.frozen import load_config
+from slurm_train.launch.local import LocalRanks
+from slurm_train.launch.meeting import probe_port
+from slurm_train.requeue.supervise import Site, supervise
+from slurm_train.rundir.attempts import AttemptStart
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import this_process
+from slurm_train.rundir.marks import first_mark
+from slurm_train.slurm.environment import scrubbed
+from tests.campaigns.checker import check
+from tests.campaigns.fork_server import ForkedRank, ForkServer
+from tests.campaigns.history import Fault, History, Seen, look, read_history
+from tests.campaigns.moments import AT_THE_END, PHASES, Moment, newest_complete
+from tests.campaigns.result import Result
+from tests.support.command_line import REPOSITORY, Person
+
+STEPS = 120
+NUM_SAMPLES = 97
+KILLS_PER_RUN = 15
+LANES = 2
+LONGEST_LIFE_S = 1.2
+"""Kills that are aimed at a time come so long after the start at most."""
+PATIENCE_S = 2.0
+"""How long a rank that has lost a peer may take to end by itself; one that waits in the rendezvous takes longer."""
+COUNTED = Path(__file__).with_name("counted.py")
+_WORDS = (
+    "model._target_=counted.Net",
+    "data._target_=counted.Samples",
+    f"data.size={NUM_SAMPLES}",
+    "train.log_every_steps=1",
+    "train.samples_digest=true",
+    "train.threads=1",
+    "train.start_timeout_s=20",
+    "train.sample_tokens=0",
+    "batch.global_size=8",
+    "checkpoint.every_steps=2",
+)
+
+
+_ON_THE_WAY = [name for name in PHASES if name not in AT_THE_END]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """One kill, chosen before the ranks start.
+
+    Args:
+        rank: who dies; None: all ranks at once.
+        moment: the rank kills itself then; None: the driver does, `after_s` after the start.
+        after_s: see moment.
+        cold: the ranks are fresh interpreters, which import torch themselves.
+    """
+
+    rank: int | None = 0
+    moment: Moment | None = None
+    after_s: float = 0.0
+    cold: bool = False
+
+    def __str__(self) -> str:
+        who = "all ranks" if self.rank is None else f"rank {self.rank}"
+        if self.moment is not None:
+            return f"{who} {1e3 * self.moment.delay_s:.1f} ms into {self.moment.phase} no. {self.moment.nth}"
+        return f"{who} after {self.after_s:.2f} s{' of a fresh interpreter' if self.cold else ''}"
+
+
+def choose_aim(random_: random.Random, *, world_size: int, at_the_end: bool) -> Aim:
+    """Returns the next kill."""
+    rank = random_.randrange(world_size)
+    kind = random_.random()
+    if at_the_end:
+        return _aim_at(random_.choice(AT_THE_END), rank, nth=1, random_=random_)
+    if kind < 0.03:
+        return Aim(rank=rank, after_s=random_.uniform(0.0, 4.0), cold=True)
+    if kind < 0.4:
+        return Aim(rank=None if kind < 0.13 else rank, after_s=random_.uniform(0.0, LONGEST_LIFE_S))
+    phase = random_.choice(_ON_THE_WAY)
+    nth = 1 if phase in ("meet", "group", "resume") else 1 + min(int(random_.expovariate(0.3)), 12)
+    return _aim_at(phase, rank, nth=nth, random_=random_)
+
+
+def _aim_at(phase: str, rank: int, *, nth: int, random_: random.Random) -> Aim:
+    of_phase = PHASES[phase]
+    delay_s = random_.uniform(0.0, of_phase.lasts_s)
+    return Aim(rank=0 if of_phase.only_first else rank, moment=Moment(phase=phase, nth=nth, delay_s=delay_s))
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the lanes found together."""
+
+    trials: int = 0
+    bad: int = 0
+    problems: list[str] = field(default_factory=list)
+    phases: Counter[str] = field(default_factory=Counter)
+    attempts: int = 0
+    runs: int = 0
+    killed_peers: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add_problem(self, words: str, *, of_trial: bool) -> None:
+        """Notes a problem, of one kill or of a whole run."""
+        with self.lock:
+            self.bad += of_trial or not self.problems
+            self.problems.append(words)
+        say(f"PROBLEM: {words}")
+
+
+def say(text: str) -> None:
+    """Prints a line for the person; stderr belongs to the supervisors."""
+    print(text, flush=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class Life:
+    """One run that is killed again and again."""
+
+    run: RunDirectory
+    world_size: int
+    server: ForkServer
+    tally: Tally
+    faults: list[Fault] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    newest: int = 0
+    """Step of the newest checkpoint that was ever complete."""
+
+    def live(self, random_: random.Random, *, kills: int) -> None:
+        """Lives through so many kills, or fewer where the run ends before, and then to the end."""
+        done = 0
+        while done < kills and not self.run.result.exists():
+            at_the_end = kills > 4 and done >= kills - 2
+            done += self.attempt(choose_aim(random_, world_size=self.world_size, at_the_end=at_the_end))
+        for _ in range(2):
+            if not self.run.result.exists():
+                self.attempt(None)
+
+    def attempt(self, aim: Aim | None) -> bool:
+        """Runs one attempt; returns whether somebody was killed in it."""
+        site = Site(
+            start=AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=self.world_size),
+            holder=this_process(),
+            is_alive=lambda _: False,
+            show_job=lambda: None,
+            requeue=lambda _: False,
+        )
+        attempts: list[_Attempt] = []
+
+        def launch(number: int) -> int:
+            attempts.append(_Attempt(self, number, aim))
+            return attempts[0].run()
+
+        settings = load_config(self.run.config).requeue
+        code = supervise(self.run, settings, site, launch)
+        ended = attempts[0]
+        self.tally.attempts += 1
+        if not ended.was_killed:
+            if code != 0:
+                mark = first_mark(self.run, ended.number)
+                words = f"{self.run.path}: attempt {ended.number}, not killed, ended with {code}: {mark}"
+                self.tally.add_problem(words, of_trial=False)
+            return False
+        self._look_after(ended)
+        return True
+
+    def _look_after(self, ended: _Attempt) -> None:
+        """Checks what a kill has left."""
+        phase = "+".join(sorted({rank.note.phase for rank in ended.dead if rank.note}))
+        self.faults.append(Fault(time_unix_s=time.time(), what=f"{ended.aim} ({phase})"))
+        self.seen.append(look(self.run))
+        self.newest = max(self.newest, ended.visible)
+        search = newest_verified(self.run.checkpoints)
+        found = search.found[1].step if search.found else 0
+        problems = [f"{one.path.name} was complete: {one.reason}" for one in search.passed_over if one.was_complete]
+        if found < self.newest:
+            problems.append(f"checkpoint {self.newest} was complete, what verifies is {found}")
+        self.newest = max(self.newest, found)
+        with self.tally.lock:
+            self.tally.trials += 1
+            number = self.tally.trials
+            for rank in ended.dead:
+                self.tally.phases[rank.note.phase if rank.note else "?"] += 1
+        words = f"{self.run.path.parent.name} attempt {ended.number}: {ended.aim}, in {phase}"
+        say(f"kill {number}: {words}; checkpoint {found}{''.join(f'; {one}' for one in problems)}")
+        if problems:
+            self.tally.add_problem(f"{words}: {'; '.join(problems)}", of_trial=True)
+
+
+class _Attempt:
+    """The ranks of one attempt, and the kill that is aimed at them."""
+
+    def __init__(self, life: Life, number: int, aim: Aim | None) -> None:
+        self.life, self.number, self.aim = life, number, aim
+        self.visible = 0
+        """Newest complete checkpoint right before the kill."""
+        self.ranks: list[ForkedRank] = []
+        self._done = threading.Event()
+        self._hit: set[int] = set()
+
+    @property
+    def dead(self) -> list[ForkedRank]:
+        """The ranks that the kill has hit."""
+        return [
+            rank
+            for number, rank in enumerate(self.ranks)
+            if rank.returncode == -signal.SIGKILL and (number in self._hit or (rank.note and rank.note.visible >= 0))
+        ]
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the kill has hit anybody."""
+        return bool(self.dead)
+
+    def run(self) -> int:
+        """Starts the ranks, kills, waits as the local launcher does; returns the exit code of the whole."""
+        env = scrubbed(os.environ) | {"SLURM_TRAIN_ATTEMPT": str(self.number), "MASTER_ADDR": "127.0.0.1"}
+        env["PYTHONPATH"] = f"{REPOSITORY}:{self.life.server.folder}"
+        env["MASTER_PORT"] = str(probe_port(str(self.life.run.path), attempt=self.number, env=env))
+        for rank in range(self.life.world_size):
+            self.ranks.append(self._fork(rank, env))
+        ranks = LocalRanks(self.ranks, kill_after_s=PATIENCE_S)  # type: ignore[arg-type]  # same methods
+        killer = threading.Thread(target=self._kill)
+        if self.aim is not None and self.aim.moment is None:
+            killer.start()
+        code = ranks.wait()
+        self._done.set()
+        if killer.ident is not None:
+            killer.join()
+        self.visible = max([self.visible, *(rank.note.visible for rank in self.ranks if rank.note)])
+        with self.life.tally.lock:
+            by_launcher = [one for one in self.ranks if one.returncode == -signal.SIGKILL and one not in self.dead]
+            self.life.tally.killed_peers += len(by_launcher)
+        return code
+
+    def _fork(self, rank: int, env: dict[str, str]) -> ForkedRank:
+        size = str(self.life.world_size)
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        place |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        aim = self.aim
+        return self.life.server.fork(
+            [sys.executable, "-m", "slurm_train", "worker", str(self.life.run.path)],
+            env=env | place,
+            log=self.life.run.rank_log(self.number, rank),
+            moment=aim.moment if aim is not None and aim.rank == rank else None,
+            cold=aim is not None and aim.cold,
+        )
+
+    def _kill(self) -> None:
+        assert self.aim is not None
+        if self._done.wait(self.aim.after_s):
+            return
+        self.visible = newest_complete(self.life.run.checkpoints)
+        for number, rank in enumerate(self.ranks):
+            if self.aim.rank in (None, number) and rank.returncode is None:
+                self._hit.add(number)
+                rank.send_signal(signal.SIGKILL)
+
+
+def run(*, seed: int, trials: int, folder: Path, steps: int = STEPS, modules: Sequence[Path] = (COUNTED,)) -> Result:
+    """Kills so many times, in runs of so many steps; the ranks import the modules before anything else."""
+    tally = Tally()
+    # A short trial is not worth a second golden run, nor two lanes.
+    is_short = trials <= KILLS_PER_RUN
+    lanes = 1 if is_short else LANES
+    with _supervisors_print_to(folder / "supervisors.log"), _server(folder, modules) as server:
+        golden = {size: train_golden(folder, size, steps=steps) for size in ((2,) if is_short else (2, 1))}
+        began_s = time.monotonic()
+        share = [trials // lanes + (lane < trials % lanes) for lane in range(lanes)]
+        with ThreadPoolExecutor(lanes) as pool:
+            work = [
+                pool.submit(_kill_on, folder, server, golden, tally, (seed, lane, kills))
+                for lane, kills in enumerate(share)
+            ]
+            for one in work:
+                one.result()
+        wall_s = time.monotonic() - began_s
+    figures = {
+        "unloadable or lost": f"{tally.bad}",
+        "runs ended and compared": f"{tally.runs}",
+        "ranks killed in": ", ".join(f"{phase} {count}" for phase, count in tally.phases.most_common()),
+        "peers that had to be killed by the launcher": f"{tally.killed_peers}",
+        "wall time per kill": f"{wall_s / max(tally.trials, 1):.2f} s",
+    }
+    held = max(0, tally.trials - tally.bad)
+    return Result(trials=tally.trials, held=held, figures=figures, problems=tuple(tally.problems))
+
+
+def _kill_on(
+    folder: Path,
+    server: ForkServer,
+    golden: dict[int, tuple[RunDirectory, History]],
+    tally: Tally,
+    lane: tuple[int, int, int],
+) -> None:
+    """Lives one run after the other until its share of kills is done."""
+    seed, number, kills = lane
+    random_ = random.Random(f"{seed} {number}")
+    runs = 0
+    done = 0
+    while done < kills:
+        size = 1 if random_.random() < 0.1 and 1 in golden else 2
+        life = Life(
+            run=copy_of(golden[size][0], folder / f"lane_{number}_run_{runs}"),
+            world_size=size,
+            server=server,
+            tally=tally,
+        )
+        life.live(random_, kills=min(KILLS_PER_RUN, kills - done))
+        history = read_history(life.run, seen=life.seen, faults=life.faults)
+        problems = check(history, golden=golden[size][1], num_samples=NUM_SAMPLES)
+        for problem in problems[:5]:
+            tally.add_problem(f"{life.run.path}: {problem}", of_trial=False)
+        done += len(life.faults)
+        runs += 1
+        with tally.lock:
+            tally.runs += 1
+        if not problems:
+            shutil.rmtree(life.run.path.parent)
+
+
+def train_golden(folder: Path, world_size: int, *, steps: int) -> tuple[RunDirectory, History]:
+    """Trains the run that nobody disturbs, as a person would."""
+    project = folder / f"golden_{world_size}"
+    project.mkdir()
+    shutil.copy(COUNTED, project)
+    person = Person(project)
+    done = person.types(
+        *_WORDS, f"train.max_steps={steps}", f"run.processes={world_size}", env={"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    (path,) = project.glob("runs/*/*")
+    return RunDirectory(path), read_history(RunDirectory(path))
+
+
+def copy_of(golden: RunDirectory, folder: Path) -> RunDirectory:
+    """Returns a run that has not begun, with what the golden one was given."""
+    copy = RunDirectory(folder / golden.path.name)
+    copy.path.mkdir(mode=0o700, parents=True)
+    for path in (golden.config, golden.plan):
+        shutil.copy(path, copy.path)
+    return copy
+
+
+@contextmanager
+def _server(folder: Path, modules: Sequence[Path]) -> Iterator[ForkServer]:
+    own = folder / "modules"
+    own.mkdir(parents=True)
+    for path in modules:
+        shutil.copy(path, own)
+    server = ForkServer(own, modules=[path.stem for path in modules], log=folder / "server.log")
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def _supervisors_print_to(path: Path) -> Iterator[None]:
+    stderr = sys.stderr
+    with path.open("a") as file:
+        sys.stderr = file
+        try:
+            yield
+        finally:
+            sys.stderr = stderr

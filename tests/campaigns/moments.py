@@ -1,0 +1,155 @@
+"""What a rank is doing, noted in shared memory, and a SIGKILL at a moment of it.
+
+The phases are the product's own functions; they are only wrapped, so that somebody outside can tell what a rank was at
+when it died, and so that a kill can be aimed at what takes a thousandth of the time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+
+class Phase(NamedTuple):
+    """A function of the product, and how long it lasts about."""
+
+    module: str
+    function: str
+    lasts_s: float
+    only_first: bool = False
+    """Whether rank 0 alone does it."""
+
+
+PHASES = {
+    "meet": Phase("slurm_train.train.start", "open_store", 0.05),
+    "group": Phase("slurm_train.distributed.group", "init_group", 0.05),
+    "resume": Phase("slurm_train.train.saving", "Checkpointer.resume", 0.05),
+    "step": Phase("slurm_train.train.step", "Stepper.step", 0.005),
+    "copy": Phase("slurm_train.train.beside", "SavingBeside.copy", 0.001),
+    "save": Phase("slurm_train.checkpoint.save", "save_checkpoint", 0.05),
+    "tensors": Phase("slurm_train.checkpoint.save", "write_tensors", 0.02),
+    "commit": Phase("slurm_train.checkpoint.save", "commit", 0.005, only_first=True),
+    "prune": Phase("slurm_train.checkpoint.save", "prune", 0.005, only_first=True),
+    "finish": Phase("slurm_train.train.loop", "Loop._save_last", 0.05),
+    "result": Phase("slurm_train.train.trainer", "write_result", 0.003, only_first=True),
+    "exit": Phase("slurm_train.train.trainer", "shutdown", 0.005),
+}
+AT_THE_END = ("finish", "result", "exit")
+
+_STRUCT = struct.Struct("<12s12sq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """When a rank kills itself: so long after it has begun a phase for the n-th time."""
+
+    phase: str
+    nth: int
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What a rank noted last.
+
+    Args:
+        main: phase of its main thread, "start" before the first.
+        saver: phase of the thread that saves, "" outside a save.
+        visible: step of the newest complete checkpoint right before it killed itself; -1 if it did not.
+    """
+
+    SIZE: ClassVar[int] = _STRUCT.size
+
+    main: str
+    saver: str
+    visible: int
+
+    @property
+    def phase(self) -> str:
+        """The phase that a kill counts for: what the saving thread was at, else the main thread."""
+        return self.saver or self.main
+
+    @classmethod
+    def read(cls, memory: Any) -> Note:
+        """Reads what is noted."""
+        main, saver, visible = _STRUCT.unpack(memory[: cls.SIZE])
+        return cls(main=main.rstrip(b"\0").decode(), saver=saver.rstrip(b"\0").decode(), visible=visible)
+
+    @staticmethod
+    def write(memory: Any, *, phase: str = "", is_saver: bool = False, visible: int | None = None) -> None:
+        """Notes a phase, or what is visible."""
+        if visible is not None:
+            memory[24:32] = struct.pack("<q", visible)
+            return
+        start = 12 if is_saver else 0
+        memory[start : start + 12] = phase.encode().ljust(12, b"\0")
+
+
+def note_phases(memory: Any, *, moment: Moment | None, run: Path) -> None:
+    """Makes this process note the phases that it goes through, and kill itself at a moment of them.
+
+    Args:
+        memory: shared memory of `Note.SIZE` bytes.
+        moment: None: it lives on.
+        run: the run directory; which checkpoint was complete right before the kill is noted as well.
+    """
+    Note.write(memory, phase="start")
+    Note.write(memory, visible=-1)
+    entered = 0
+
+    def on_enter(phase: str) -> None:
+        nonlocal entered
+        entered += moment is not None and phase == moment.phase
+        if moment is not None and phase == moment.phase and entered == moment.nth:
+            threading.Thread(target=kill, args=(moment.delay_s,), daemon=True).start()
+
+    def kill(delay_s: float) -> None:
+        time.sleep(delay_s)
+        Note.write(memory, visible=newest_complete(run / "checkpoints"))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for phase in PHASES:
+        _wrap(phase, memory, on_enter)
+
+
+def newest_complete(checkpoints: Path) -> int:
+    """Returns the step of the newest checkpoint with a marker, 0 where there is none; reads names only."""
+    try:
+        names = [name for name in os.listdir(checkpoints) if "." not in name]  # noqa: PTH208
+    except OSError:
+        return 0
+    complete = (name for name in sorted(names, reverse=True) if os.path.exists(checkpoints / name / "COMPLETE"))  # noqa: PTH110
+    return int(next(complete, "checkpoint_0").rpartition("_")[2])
+
+
+def _wrap(phase: str, memory: Any, on_enter: Callable[[str], None]) -> None:
+    owner: Any = importlib.import_module(PHASES[phase].module)
+    *classes, name = PHASES[phase].function.split(".")
+    for part in classes:
+        owner = getattr(owner, part)
+    real = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_saver = threading.current_thread().name == "checkpoint"
+        around = _around[is_saver]
+        around.append(phase)
+        Note.write(memory, phase=phase, is_saver=is_saver)
+        on_enter(phase)
+        try:
+            return real(*args, **kwargs)
+        finally:
+            around.pop()
+            Note.write(memory, phase=around[-1], is_saver=is_saver)
+
+    setattr(owner, name, call)
+
+
+_around: dict[bool, list[str]] = {False: ["between"], True: [""]}
