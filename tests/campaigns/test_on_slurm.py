@@ -1,0 +1,47 @@
+"""The checks of the campaigns find what they are to find."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.campaigns.on_slurm import Seen, Tally, lost_commits, lost_steps, spans
+
+
+def lines(attempt: int, first: int, last: int) -> list[dict[str, int]]:
+    return [{"attempt": attempt, "step": step} for step in range(first, last + 1)]
+
+
+def test_a_run_that_resumes_where_it_committed_lost_nothing() -> None:
+    steps = spans([*lines(0, 1, 13), *lines(2, 9, 20), *lines(3, 17, 30)])
+    assert steps == {0: (0, 13), 2: (8, 20), 3: (16, 30)}
+    assert lost_commits([Seen(0, 8), Seen(1, 8), Seen(2, 16)], steps) == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "attempts"),
+    [
+        pytest.param([Seen(0, 16)], [(0, 1, 20), (1, 9, 30)], id="resumed-from-an-older-one"),
+        pytest.param([Seen(0, 16)], [(0, 1, 20), (2, 1, 30)], id="began-anew-two-attempts-later"),
+        pytest.param([Seen(0, 16), Seen(1, 8)], [(0, 1, 20)], id="removed-the-newest"),
+    ],
+)
+def test_a_lost_commit_is_found(seen: list[Seen], attempts: list[tuple[int, int, int]]) -> None:
+    steps = spans([line for attempt in attempts for line in lines(*attempt)])
+    assert len(lost_commits(seen, steps)) == 1
+
+
+def test_steps_done_again_are_counted() -> None:
+    steps = spans([*lines(0, 1, 13), *lines(2, 9, 20)])
+    assert lost_steps(steps, 0) == 5
+    assert lost_steps(steps, 2) is None
+    assert lost_steps(steps, 1) is None
+
+
+def test_a_tally_goes_on_after_a_problem() -> None:
+    tally = Tally()
+    tally.add("first")
+    tally.add("second", ["lost step 8"], trials=3)
+    tally.add("third")
+    result = tally.result({"runs": "3"})
+    assert (result.trials, result.held, result.is_kept) == (5, 2, False)
+    assert result.problems == ("3 trials: second: lost step 8",)
