@@ -17,7 +17,8 @@ from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.layout import RunDirectory
 from tests.campaigns.result import Result
 from tests.support.command_line import TINY, Person, new_project
-from tests.support.slurm_runs import wait_until_finished
+from tests.support.slurm_runs import job_state, wait_until_finished
+from tests.support.waiting import wait_for
 
 PATIENCE_S = 240.0
 
@@ -148,3 +149,19 @@ def end_problems(run: RunDirectory, golden: str, *, within_s: float = PATIENCE_S
     except AssertionError as err:
         return [f"{run.path} did not finish: {str(err).partition(chr(10))[0]}"]
     return [] if digest == golden else [f"{run.path} ends with weights {digest}, the golden run with {golden}"]
+
+
+def take_nodes(person: Person, nodes: str, *, num_nodes: int) -> None:
+    """Preempts whatever runs on some nodes ("node[1-4]") with an urgent job that takes them whole, and ends at once.
+
+    Returns when that job has ended; the runs are on their way back then.
+
+    Raises:
+        AssertionError: the urgent job did not run.
+    """
+    words = ("--qos=urgent", f"--nodes={num_nodes}", f"--nodelist={nodes}", "--exclusive", "--parsable")
+    done = person.runs("sbatch", *words, "--job-name=urgent", "--output=/dev/null", "--wrap=true")
+    assert done.code == 0, f"no urgent job on {nodes}: {done.err}"
+    job = done.out.strip()
+    # `sbatch --wait` looks only every half minute.
+    wait_for(lambda: job_state(job) == "COMPLETED", within_s=PATIENCE_S, what=f"the end of the urgent job {job}")

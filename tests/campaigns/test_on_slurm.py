@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 
+from tests.campaigns.lost_work import judge, lost_before
 from tests.campaigns.on_slurm import Seen, Tally, lost_commits, lost_steps, spans
+from tests.campaigns.storm import held_problems, storm_problems
 
 
 def lines(attempt: int, first: int, last: int) -> list[dict[str, int]]:
@@ -45,3 +49,32 @@ def test_a_tally_goes_on_after_a_problem() -> None:
     result = tally.result({"runs": "3"})
     assert (result.trials, result.held, result.is_kept) == (5, 2, False)
     assert result.problems == ("3 trials: second: lost step 8",)
+
+
+def test_a_storm_that_costs_budget_is_found() -> None:
+    good = [
+        {"attempt": 0, "reason": "preempted"},
+        {"attempt": 1, "reason": "requeued"},
+        {"attempt": 2, "reason": "done"},
+    ]
+    assert storm_problems(good) == []
+    assert len(storm_problems([*good[:2], {"attempt": 2, "reason": "failed", "action": "stop"}])) == 1
+    assert len(storm_problems([*good[:2], {"attempt": 2}])) == 1
+
+
+def test_a_run_that_is_held_too_late_or_without_a_word_is_found() -> None:
+    note = "3 failures in a row without a new step: RuntimeError: no"
+    assert held_problems([{}, {}, {"note": note}]) == []
+    assert len(held_problems([{}, {}, {}, {"note": note}])) == 1
+    assert len(held_problems([{}, {}, {"note": f"{note}\n  File x"}])) == 1
+    assert len(held_problems([{}, {"note": "failed"}])) == 2
+
+
+def test_lost_work_counts_what_was_done_before_the_successor_began() -> None:
+    done = [line | {"time_unix_s": float(line["step"])} for line in lines(0, 1, 40)]
+    again = [line | {"time_unix_s": 35.5 + line["step"]} for line in lines(1, 26, 30)]
+    assert lost_before([*done, *again], 0, until_unix_s=34.5) == 9
+    tally, lost = Tally(), defaultdict(list)
+    judge(tally, "preempted, grace", 1, 0, lost)
+    judge(tally, "rank killed", 9, 25, lost)
+    assert (tally.held, len(tally.problems)) == (1, 1)
