@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 
+from tests.campaigns.latency import Stop
 from tests.campaigns.lost_work import judge, lost_before
 from tests.campaigns.on_slurm import Seen, Tally, lost_commits, lost_steps, spans
 from tests.campaigns.storm import held_problems, storm_problems
@@ -78,3 +79,13 @@ def test_lost_work_counts_what_was_done_before_the_successor_began() -> None:
     judge(tally, "preempted, grace", 1, 0, lost)
     judge(tally, "rank killed", 9, 25, lost)
     assert (tally.held, len(tally.problems)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("stopped_s", "stopped_at", "num_problems"), [(0.29, 11, 0), (0.59, 12, 0), (0.9, 12, 1), (0.59, 13, 1)]
+)
+def test_a_stop_that_takes_more_than_the_step_under_way_and_one_is_found(
+    stopped_s: float, stopped_at: int, num_problems: int
+) -> None:
+    stop = Stop(stopped_s=stopped_s, durable_s=stopped_s + 0.05, was_at=10, stopped_at=stopped_at)
+    assert len(stop.problems()) == num_problems
