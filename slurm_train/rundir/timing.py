@@ -15,6 +15,10 @@ from typing import Any
 
 from slurm_train.rundir.files import read_json, write_atomic
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.progress import last_lines
+
+# More lines than a run logs between two writings of its sums.
+_TAIL_BYTES = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,12 +73,28 @@ def read_account(run: RunDirectory, attempt: int, *, start_unix_s: float, step_b
     kept = read_json(account_path(run, attempt))
     if kept is None:
         return {}
+    _add_unbooked(kept, run, attempt)
     causes = ("step_s", "data_wait_s", "checkpoint_stall_s", "evaluate_s")
     seconds = {cause: round(float(kept.get(cause, 0.0)), 3) for cause in causes}
     again = min(max(0, step_before - int(kept["first_step"])), int(kept["steps"]))
     lost_s = seconds["step_s"] * again / kept["steps"] if kept["steps"] else 0.0
     start_s = max(0.0, float(kept["begin_unix_s"]) - start_unix_s)
     return {"start_s": round(start_s, 3), **seconds, "lost_work_s": round(lost_s, 3)}
+
+
+def _add_unbooked(kept: dict[str, Any], run: RunDirectory, attempt: int) -> None:
+    """Adds the steps that are on record since the sums were written: a killed rank 0 wrote them seconds before."""
+    lines = [line for line in last_lines(run.metrics, tail_bytes=_TAIL_BYTES) if line.get("attempt") == attempt]
+    step = int(kept["first_step"]) + int(kept["steps"])
+    for line in lines:
+        if "step_time_s" not in line:
+            continue
+        if float(line["time_unix_s"]) > float(kept["end_unix_s"]) and int(line["step"]) > step:
+            steps = int(line["step"]) - step
+            kept["steps"] = int(kept["steps"]) + steps
+            kept["data_wait_s"] = float(kept["data_wait_s"]) + steps * float(line["data_time_s"])
+            kept["step_s"] = float(kept["step_s"]) + steps * max(0.0, line["step_time_s"] - line["data_time_s"])
+        step = int(line["step"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,27 @@ def test_lost_work_is_what_was_done_again(step_before: int, lost_s: float, tmp_p
     run.attempt_logs(0).mkdir(parents=True)
     Spent(begin_unix_s=0.0, first_step=4, steps=6, step_s=12.0).write(account_path(run, 0))
     assert read_account(run, 0, start_unix_s=0.0, step_before=step_before)["lost_work_s"] == lost_s
+
+
+def test_steps_on_record_since_the_sums_were_written_are_booked(tmp_path: Path) -> None:
+    """A rank 0 that is killed wrote its sums up to ten seconds before."""
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(2).mkdir(parents=True)
+    Spent(begin_unix_s=0.0, first_step=10, steps=10, step_s=5.0, data_wait_s=1.0).write(account_path(run, 2))
+    later = time.time() + 1
+    step = {"attempt": 2, "step_time_s": 0.5, "data_time_s": 0.1, "time_unix_s": later}
+    lines = [
+        step | {"step": 20, "time_unix_s": later - 10},
+        step | {"step": 25},
+        {"step": 25, "attempt": 2, "eval_loss": 1.0, "time_unix_s": later},
+        step | {"step": 30},
+        step | {"step": 31, "attempt": 1},
+    ]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    account = read_account(run, 2, start_unix_s=0.0, step_before=15)
+    assert account["step_s"] == pytest.approx(5.0 + 10 * 0.4)
+    assert account["data_wait_s"] == pytest.approx(1.0 + 10 * 0.1)
+    assert account["lost_work_s"] == pytest.approx(account["step_s"] * 5 / 20)
 
 
 def test_an_attempt_that_never_trained_has_no_account(tmp_path: Path) -> None:
