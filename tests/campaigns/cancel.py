@@ -27,6 +27,7 @@ from tests.support.command_line import TINY, Person, new_project
 from tests.support.process_faults import kill, rank_pid
 from tests.support.qos_pair import qos_pair
 from tests.support.waiting import wait_for
+from tests.support.wide_model import WIDE_MODULE
 
 _AT_ONCE = 10
 _BATCH = 44
@@ -42,16 +43,6 @@ for number in (signal.SIGTERM, signal.SIGUSR2):
     signal.signal(number, lambda *_: (time.sleep(1.0), os._exit(75)))
 print("trains", flush=True)
 time.sleep(3600)
-"""
-_WIDE = """
-class Tiny(nn.Module):
-    def __init__(self, step_s: float = 0.0, width: int = 16):
-        super().__init__()
-        self.step_s = step_s
-        self.layers = nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, width), nn.Linear(width, 1))
-    def forward(self, x):
-        time.sleep(self.step_s)
-        return self.layers(x)
 """
 
 
@@ -70,7 +61,7 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
     """Runs the trials in batches and returns how many cancels were obeyed."""
     person = Person(new_project(folder / "project"))
     (person.folder / "light.py").write_text(_LIGHT)
-    (person.folder / "tiny.py").write_text((person.folder / "tiny.py").read_text() + _WIDE)
+    (person.folder / "tiny.py").write_text(WIDE_MODULE)
     planned = plan_trials(seed=seed, trials=trials)
     problems: list[str] = []
     by_phase: Counter[str] = Counter()
