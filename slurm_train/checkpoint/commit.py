@@ -66,7 +66,7 @@ def commit(staging: Path, final: Path, manifest: Manifest, *, fence: Callable[[]
         staging: where all ranks have written.
         final: the name to give it, in the same directory.
         manifest: what was written.
-        fence: called right before the rename; raises if a newer attempt has taken over.
+        fence: raises if a newer attempt has taken over; called right before the rename, before COMPLETE and after it.
 
     Raises:
         CheckpointError: a file is missing or has another size than its rank said.
@@ -84,9 +84,15 @@ def commit(staging: Path, final: Path, manifest: Manifest, *, fence: Callable[[]
     if fence is not None:
         fence()
     if final.exists():
+        if is_saved(final):  # a newer attempt's, since the look above
+            discard(staging)
+            return final
         move_to_trash(final)
     _rename(staging, final)
+    # This process may have been stopped at any line while a newer attempt began, so the fence is asked again.
+    _take_back_unless(fence, final)
     _mark_complete(final, digest_of(text))
+    _take_back_unless(fence, final)
     return final
 
 
@@ -105,6 +111,18 @@ def move_to_trash(path: Path) -> Path:
     trash = path.with_name(f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}")
     _rename(path, trash)
     return trash
+
+
+def _take_back_unless(fence: Callable[[], None] | None, final: Path) -> None:
+    """Removes what was just named if the fence says that it should not have been."""
+    if fence is None:
+        return
+    try:
+        fence()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            discard(final)
+        raise
 
 
 def _mark_complete(final: Path, digest: str) -> None:

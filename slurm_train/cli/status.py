@@ -24,6 +24,7 @@ from slurm_train.rundir.timing import goodput
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.nodelist import parse_nodelist
 from slurm_train.slurm.records import JobState
+from slurm_train.slurm.states import Phase
 
 _EXAMPLES = """\
 examples:
@@ -141,6 +142,8 @@ def _state(run: RunDirectory, job: JobState | None, ledger: Sequence[Mapping[str
     if holder is not None and holder.job_id is None and process_lives(holder):
         return "running"
     if ledger and "end_time_unix_s" in ledger[-1]:
+        if is_cancelled_since(job, ledger[-1]):
+            return "cancelled"
         return str(ledger[-1].get("reason", "ended"))
     if job is not None:
         return job.phase.value
@@ -156,9 +159,16 @@ def _note(run: RunDirectory, job: JobState | None, ledger: Sequence[Mapping[str,
         return job.nodelist
     if state in ("finished", "running", "not started"):
         return ""
+    if ledger and is_cancelled_since(job, ledger[-1]):
+        return f"the job was cancelled while it waited to come back; `resume {run.run_id}` continues"
     if ledger and "end_time_unix_s" not in ledger[-1]:
         return without_end(run, job)
     return str(ledger[-1].get("note", "")) if ledger else ""
+
+
+def is_cancelled_since(job: JobState | None, entry: Mapping[str, object]) -> bool:
+    """Whether a job that was to come back after an attempt was cancelled before it could; nobody was there to note."""
+    return job is not None and job.phase is Phase.CANCELLED and entry.get("action") in ("requeue", "leave")
 
 
 def without_end(run: RunDirectory, job: JobState | None) -> str:

@@ -62,6 +62,9 @@ class Decision:
     """The job has run into its limit: only the plain form of requeue brings it back."""
 
 
+CANCELLED = Decision("cancelled", "stop", "the job was cancelled; `resume` continues the run")
+
+
 def decide(outcome: Outcome) -> Decision:
     """Returns the decision for an outcome; see the table in docs/slurm.md."""
     # The result is written after the last checkpoint: how the processes ended after it changes nothing.
@@ -69,7 +72,7 @@ def decide(outcome: Outcome) -> Decision:
         return Decision("done", "finish", "the run is finished")
     reason = _reason(outcome)
     if reason == "cancelled":
-        return Decision(reason, "stop", "the job was cancelled; `resume` continues the run")
+        return CANCELLED
     if reason == "stopped":
         return Decision(reason, "stop", "stopped as asked; the same command continues the run")
     if reason == "requeued":
@@ -87,7 +90,7 @@ def _reason(outcome: Outcome) -> Reason:
     if outcome.stop_asked:
         return "stopped"
     if outcome.job is not None:
-        by_slurm = _slurm_reason(outcome.job, outcome.restart_count)
+        by_slurm = slurm_reason(outcome.job, outcome.restart_count)
         if by_slurm == "requeued" and outcome.cause.startswith(NODE_FAILURE):
             return "node_failure"
         if by_slurm is not None:
@@ -100,7 +103,13 @@ def _reason(outcome: Outcome) -> Reason:
     return "time_limit"
 
 
-def _slurm_reason(job: Mapping[str, str], restart_count: int) -> Reason | None:
+def slurm_reason(job: Mapping[str, str], restart_count: int) -> Reason | None:
+    """Returns what a job's record says of its end, None where it says nothing.
+
+    Args:
+        job: `scontrol show job`.
+        restart_count: restarts of the job when it began.
+    """
     state = job.get("JobState", "")
     if job.get("PreemptTime", "None") not in ("None", "Unknown", ""):
         return "preempted"

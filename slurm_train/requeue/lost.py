@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slurm_train.requeue.decision import slurm_reason
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, read_ledger
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.timing import read_account
@@ -71,6 +72,26 @@ def why_restarted(start: AttemptStart, ends: Sequence[str]) -> str:
     """
     word = ends[start.restart_count] if start.restart_count < len(ends) else ""
     return _REASONS[word] if word in ("PREEMPTED", "NODE_FAIL") else ""
+
+
+def was_cancelled(start: AttemptStart, job: Mapping[str, str], ends: Callable[[], Sequence[str]]) -> bool:
+    """Returns whether somebody cancelled a job that is ending, be it in the grace time of a preemption.
+
+    There the job's own record looks alike; accounting says it at once (22.05: "CANCELLED" while still COMPLETING, and
+    a job that is requeued has more Restarts by then).
+
+    Args:
+        start: the job's start that is ending.
+        job: `scontrol show job`.
+        ends: how the starts of the job ended, oldest first; asked only where it matters.
+    """
+    if slurm_reason(job, start.restart_count) == "cancelled":
+        return True
+    is_ending = job.get("JobState") in ("COMPLETING", "CANCELLED")
+    if not is_ending or int(job.get("Restarts", "0")) > start.restart_count:
+        return False
+    words = ends()
+    return start.restart_count < len(words) and words[start.restart_count] == "CANCELLED"
 
 
 def _last_sign_of_life(run: RunDirectory, entry: Mapping[str, Any]) -> float:

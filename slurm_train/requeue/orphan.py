@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 LOOK_EVERY_S = 1.0
-FENCE_EVERY_LOOKS = 4
-"""A zombie must be gone 10 s after its successor began; listing a folder costs the shared file system little."""
+FENCE_EVERY_S = 4.0
+"""A zombie must be gone 10 s after its successor began; listing a folder costs the shared file system little. Counted
+by the clock, so a process that was stopped meanwhile looks at once when it goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +33,25 @@ class Ties:
     """Called once when a newer attempt exists; must end the process and write nothing to the run."""
 
 
-def watch(ties: Ties, *, every_s: float = LOOK_EVERY_S, parent_now: Callable[[], int] = os.getppid) -> threading.Thread:
+def watch(
+    ties: Ties,
+    *,
+    every_s: float = LOOK_EVERY_S,
+    parent_now: Callable[[], int] = os.getppid,
+    clock: Callable[[], float] = time.monotonic,
+) -> threading.Thread:
     """Starts the thread that looks after the ties; it ends with the process."""
 
     def look() -> None:
         pause = threading.Event()
-        looks = 0
+        due_s = clock()
         while True:
             if parent_now() != ties.parent:
                 return ties.on_orphaned()
-            if looks % FENCE_EVERY_LOOKS == 0 and ties.is_overtaken():
-                return ties.on_overtaken()
-            looks += 1
+            if clock() >= due_s:
+                if ties.is_overtaken():
+                    return ties.on_overtaken()
+                due_s = clock() + FENCE_EVERY_S
             pause.wait(every_s)
 
     thread = threading.Thread(target=look, name="ties", daemon=True)

@@ -11,16 +11,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.requeue.bad_nodes import last_bad_node, node_of
-from slurm_train.requeue.decision import Decision, Outcome, decide
-from slurm_train.requeue.lost import close_lost, why_restarted
+from slurm_train.requeue.decision import CANCELLED, Decision, Outcome, decide
+from slurm_train.requeue.lost import close_lost, was_cancelled, why_restarted
 from slurm_train.rundir.attempts import AttemptStart, check_fence, close_attempt, open_attempt, read_ledger
 from slurm_train.rundir.files import write_atomic
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lock import Holder, release_lock, take_lock
 from slurm_train.rundir.marks import first_mark
 from slurm_train.rundir.progress import last_lines
@@ -90,7 +90,9 @@ def supervise(
                 break
     finally:
         release_lock(run, site.holder)
-    return _act(decision, site, exit_code)
+    if decision.action == "requeue" and not site.requeue(decision):
+        return _hand_over(run, decision, site)
+    return _act(decision, exit_code)
 
 
 def _run_attempt(
@@ -153,6 +155,8 @@ def _decide(run: RunDirectory, settings: RequeueSection, site: Site, attempt: in
         cause=cause,
     )
     decision = decide(outcome)
+    if decision.reason == "preempted" and decision.action == "requeue" and _is_cancelled(site, end.job):
+        return CANCELLED
     if decision.action == "relaunch" and not site.clear(attempt):
         note = f"{cause}; what is left of the ranks does not end, so the job is requeued"
         return replace(decision, action="requeue", note=note)
@@ -214,24 +218,33 @@ def _fruitless_before(run: RunDirectory) -> int:
     return count
 
 
-def _act(decision: Decision, site: Site, exit_code: int) -> int:
+def _act(decision: Decision, exit_code: int) -> int:
     if decision.action == "finish":
         return EXIT_DONE
-    if decision.action == "requeue" and not site.requeue(decision):
-        return _hand_over(decision, site)
     if decision.action in ("requeue", "leave"):
         _wait_for_the_end()
         return EXIT_REQUEUE
     return exit_code or EXIT_FAILURE
 
 
-def _hand_over(decision: Decision, site: Site) -> int:
+def _hand_over(run: RunDirectory, decision: Decision, site: Site) -> int:
+    if _is_cancelled(site, site.show_job()):
+        # scancel came after the decision, so the requeue did nothing, and no other job is wanted.
+        attempt, facts = existing_attempts(run)[-1], asdict(CANCELLED)
+        close_attempt(run, attempt, {name: facts[name] for name in ("reason", "action", "note")})
+        say(f"attempt {attempt}: {CANCELLED.note}")
+        return EXIT_FAILURE
     new_id = site.resubmit(decision)
     if not new_id:
         say("Slurm did not confirm the requeue; `resume` continues the run")
         return EXIT_FAILURE
     say(f"this job cannot be requeued; job {new_id} takes over when it has ended")
     return EXIT_REQUEUE
+
+
+def _is_cancelled(site: Site, job: dict[str, str] | None) -> bool:
+    job_id = site.start.job_id
+    return job is not None and job_id is not None and was_cancelled(site.start, job, lambda: site.past_ends(job_id))
 
 
 def _wait_for_the_end(limit_s: float = 60.0) -> None:

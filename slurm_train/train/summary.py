@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from slurm_train.data.source import SampleSource
+from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.train.loop import Loop, in_words
@@ -23,7 +24,11 @@ _LARGEST_BIGRAM_VOCABULARY = 1024
 
 
 def write_result(run: RunDirectory, loop: Loop, *, model: nn.Module, attempt: int, world_size: int) -> None:
-    """Writes result.json, which says that the run is finished."""
+    """Writes result.json, which says that the run is finished.
+
+    Raises:
+        RunError: a newer attempt has taken over; the result is its business.
+    """
     from slurm_train.checkpoint.digest import weights_digest
 
     values: dict[str, Any] = {
@@ -36,6 +41,7 @@ def write_result(run: RunDirectory, loop: Loop, *, model: nn.Module, attempt: in
         "world_size": world_size,
         "time_unix_s": time.time(),
     }
+    check_fence(run, attempt)
     write_atomic(run.result, json.dumps(values, indent=1) + "\n")
 
 

@@ -57,6 +57,36 @@ def test_the_fence_is_asked_right_before_the_rename(root, kit):
     assert newest_verified(root).found is None
 
 
+@pytest.mark.parametrize("overtaken_at", [2, 3])
+def test_a_commit_that_is_overtaken_half_way_is_taken_back(root, kit, overtaken_at):
+    """As when the process is stopped after the rename, or after COMPLETE, and goes on beside its successor."""
+    older = kit.make(root, 2)
+    staging, manifest = kit.stage(root, kit.header(3))
+    calls = iter(range(1, 9))
+
+    def fence():
+        if next(calls) >= overtaken_at:
+            raise RunError("attempt 2 has taken over")
+
+    with pytest.raises(RunError, match="taken over"):
+        commit(staging, root / "checkpoint_0000003", manifest, fence=fence)
+    assert names(root) == [older.name]
+
+
+def test_a_successors_checkpoint_of_the_same_step_is_left_alone(root, kit):
+    """The successor commits while this process is stopped between its first look and its rename."""
+    staging, manifest = kit.stage(root, kit.header(3))
+    made = []
+    commit(
+        staging,
+        root / "checkpoint_0000003",
+        manifest,
+        fence=lambda: made.append((kit.make(root, 3) / "COMPLETE").stat()) if not made else None,
+    )
+    assert (root / "checkpoint_0000003" / "COMPLETE").stat() == made[0]
+    assert names(root) == ["checkpoint_0000003"]
+
+
 @pytest.mark.parametrize("size", [23, None])
 def test_a_file_that_rank_zero_does_not_see_whole_stops_the_commit(root, kit, size):
     staging, manifest = kit.stage(root, kit.header(3))

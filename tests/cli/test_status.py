@@ -62,6 +62,13 @@ STATES = [
         "the job was cancelled",
     ),
     (
+        "cancelled while it waited to come back",
+        job_state("12", "CANCELLED by 0"),
+        {"ledger": attempt(0, reason="preempted", action="requeue", note="the job is requeued")},
+        "cancelled",
+        "the job was cancelled while it waited to come back; `resume 3f9a1c07` continues",
+    ),
+    (
         "failed before it began",
         job_state("12", "FAILED", source="sacct", nodelist="node3"),
         {},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.requeue.orphan import Ties, watch
+from slurm_train.requeue.orphan import FENCE_EVERY_S, Ties, watch
 from tests.support.command_line import REPOSITORY
 from tests.support.process_faults import wait_until_gone
 from tests.support.waiting import wait_for
@@ -29,7 +29,9 @@ def told(overtaken_at: int | None, orphaned_at: int | None) -> list[str]:
         return lambda: events.append(word)
 
     ties = Ties(parent=7, is_overtaken=is_overtaken, on_orphaned=note("orphaned"), on_overtaken=note("overtaken"))
-    watch(ties, every_s=0.001, parent_now=parent_now).join(timeout=10)
+    # Every look finds the clock as far on as after a stop.
+    clock = itertools.count(step=FENCE_EVERY_S)
+    watch(ties, every_s=0.001, parent_now=parent_now, clock=lambda: next(clock)).join(timeout=10)
     return events
 
 
@@ -38,6 +40,13 @@ def told(overtaken_at: int | None, orphaned_at: int | None) -> list[str]:
 )
 def test_a_lost_tie_is_told_once(overtaken_at: int | None, orphaned_at: int | None, event: str) -> None:
     assert told(overtaken_at, orphaned_at) == [event]
+
+
+def test_the_fence_is_not_asked_at_every_look() -> None:
+    looks, parents = itertools.count(), itertools.count()
+    ties = Ties(parent=7, is_overtaken=lambda: next(looks) > 1_000, on_orphaned=lambda: None, on_overtaken=lambda: None)
+    watch(ties, every_s=0.0001, parent_now=lambda: 7 if next(parents) < 20 else 1, clock=lambda: 0.0).join(timeout=10)
+    assert next(looks) == 1
 
 
 CHILD = """

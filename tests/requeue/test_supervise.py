@@ -33,6 +33,8 @@ class World:
 
     run: RunDirectory
     job: dict[str, str] | None = field(default_factory=lambda: dict(RUNNING))
+    next_job: Callable[[], dict[str, str]] | None = None
+    """Instead of `job`, where the record changes."""
     requeue_works: bool = True
     lives: bool = True
     can_relaunch: bool = False
@@ -49,7 +51,7 @@ class World:
             start=AttemptStart(job_id="7", restart_count=self.restart_count, nodes=("node1",), world_size=8),
             holder=ME,
             is_alive=lambda _holder: self.lives,
-            show_job=lambda: self.job,
+            show_job=lambda: self.job if self.next_job is None else self.next_job(),
             requeue=self._requeue,
             resubmit=self._resubmit,
             can_avoid=lambda _node: True,
@@ -150,6 +152,36 @@ def test_a_cancelled_job_stays_cancelled(code: int, expected: int, world: World)
     assert world.supervise(world.ranks(code, steps=1)) == expected
     assert world.events == ["launch 0"]
     assert ledger_line(world)["reason"] == "cancelled"
+
+
+ENDING = {**PREEMPTED, "JobState": "COMPLETING"}
+
+
+@pytest.mark.parametrize(
+    ("job", "ends", "events", "reason"),
+    [
+        (ENDING, ("CANCELLED",), ["launch 0"], "cancelled"),
+        (ENDING, ("PREEMPTED",), ["launch 0", "requeue", "resubmit"], "preempted"),
+        (ENDING, (), ["launch 0", "requeue", "resubmit"], "preempted"),
+    ],
+    ids=["cancelled in the grace", "its grace ran out", "no accounting"],
+)
+def test_a_job_cancelled_while_it_is_preempted_gets_no_successor(
+    job: dict[str, str], ends: tuple[str, ...], events: list[str], reason: str, world: World
+) -> None:
+    world.job, world.past_ends, world.requeue_works = job, ends, False
+    assert world.supervise(world.ranks(75)) != 0
+    assert world.events == events and ledger_line(world)["reason"] == reason
+
+
+def test_a_job_cancelled_before_its_requeue_gets_no_successor(world: World) -> None:
+    """The requeue does nothing then; the job's record says why."""
+    jobs = iter([RUNNING, {**RUNNING, "JobState": "COMPLETING"}])
+    world.job, world.requeue_works, world.next_job = None, False, lambda: next(jobs)
+    assert world.supervise(world.ranks(75, steps=1)) == 1
+    assert world.events == ["launch 0", "requeue"]
+    line = ledger_line(world)
+    assert (line["reason"], line["action"], line["last_step"]) == ("cancelled", "stop", 1)
 
 
 @pytest.mark.parametrize(("code", "expected"), [(1, 1), (137, 137), (0, 1)])
