@@ -1,0 +1,209 @@
+"""Every file-system call of a save, a commit, a prune or a resume: killed, refused, or the last before a power cut.
+
+A scene prepares a directory of checkpoints and does one piece of work in it. Each trial starts anew, does the damage
+at one call and says what is wrong afterwards: a verified checkpoint must be found, and the next attempt must be able
+to save, to prune and to leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slurm_train.checkpoint.commit import commit
+from slurm_train.checkpoint.directory import checkpoint_name, newest_verified
+from slurm_train.checkpoint.retention import prune
+from tests.support.faulty_files import FaultyFiles, PowerCut, count_calls, run_failing, run_killed
+from tests.support.small_checkpoints import make_checkpoint, make_header, stage
+
+ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+OLD, NEW, NEXT = 1, 2, 4
+
+
+class Trial(NamedTuple):
+    """One damage that was done."""
+
+    what: str
+    """E.g. "killed before call 17 (fsync)"."""
+    problem: str
+    """What is wrong afterwards; "" if nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One piece of work on a directory of checkpoints.
+
+    Args:
+        name: for people.
+        prepare: makes what is there before.
+        work: what is disturbed.
+        may_find: steps of which one must verify afterwards.
+        recover: the next attempt, given the step that was found; returns what it finds wrong.
+        is_told: whether the work's result says that something failed.
+    """
+
+    name: str
+    prepare: Callable[[Path], None]
+    work: Callable[[Path], Any]
+    may_find: frozenset[int] = frozenset({OLD, NEW})
+    recover: Callable[[Path, int], str] = lambda root, _: save_next(root)
+    is_told: Callable[[Any], bool] = lambda result: bool(getattr(result, "problems", ()))
+
+
+def prepare_first(root: Path) -> None:
+    """One verified checkpoint, and a save to come."""
+    make_checkpoint(root, OLD)
+
+
+def prepare_damaged(root: Path) -> None:
+    """A damaged checkpoint stands where the new one goes."""
+    prepare_first(root)
+    (make_checkpoint(root, NEW) / ".metadata").write_bytes(b"damaged")
+
+
+def prepare_saved(root: Path) -> None:
+    """The same step is saved already."""
+    prepare_first(root)
+    make_checkpoint(root, NEW)
+
+
+def prepare_many(root: Path) -> None:
+    """Something of everything that retention takes away."""
+    make_checkpoint(root, 0)
+    (make_checkpoint(root, 3) / "COMPLETE").unlink()
+    prepare_saved(root)
+    stage(root, make_header(9, attempt=0))
+    (root / ".trash-x").mkdir()
+
+
+def save_new(root: Path) -> None:
+    """Stages and commits the new checkpoint."""
+    staging, manifest = stage(root, make_header(NEW))
+    commit(staging, root / checkpoint_name(NEW), manifest)
+
+
+def prune_all(root: Path) -> Any:
+    """Keeps one checkpoint."""
+    return prune(root, keep=1, attempt=1, epoch_fence=1)
+
+
+def save_next(root: Path) -> str:
+    """The next attempt saves, prunes, and leaves nothing behind."""
+    staging, manifest = stage(root, make_header(NEXT, attempt=2, epoch_fence=2))
+    commit(staging, root / checkpoint_name(NEXT), manifest)
+    pruned = prune(root, keep=1, attempt=2, epoch_fence=2)
+    left = {path.name for path in root.iterdir()} - {path.name for path in pruned.untrusted}
+    if pruned.problems or left != {checkpoint_name(NEXT)}:
+        return f"the next attempt left {sorted(left)}: {pruned.problems}"
+    return ""
+
+
+SCENES = (
+    Scene(name="commit", prepare=prepare_first, work=save_new),
+    Scene(name="commit-over-damaged", prepare=prepare_damaged, work=save_new),
+    Scene(name="commit-of-saved", prepare=prepare_saved, work=save_new, may_find=frozenset({NEW})),
+    Scene(
+        name="prune",
+        prepare=prepare_many,
+        work=prune_all,
+        may_find=frozenset({NEW}),
+        is_told=lambda pruned: bool(pruned.problems or pruned.untrusted),
+    ),
+)
+
+
+def killed_everywhere(scene: Scene, folder: Path, *, every: int = 1) -> Iterator[Trial]:
+    """Kills the work before and after each of its calls, or every n-th of them."""
+    root, names = _stage_set(scene, folder)
+    for at, name in list(enumerate(names, start=1))[::every]:
+        for when in ("before", "after"):
+            _anew(folder)
+            was_killed = run_killed(lambda: scene.work(root), at=at, when=when)
+            problem = _after(scene, root) if was_killed else "it was not killed"
+            yield Trial(f"{scene.name} killed {when} call {at} ({name})", problem)
+
+
+def refused_everywhere(scene: Scene, folder: Path, number: int) -> Iterator[Trial]:
+    """Answers each call with an error; somebody must be told, or the work must be done."""
+    root, names = _stage_set(scene, folder)
+    for at, name in enumerate(names, start=1):
+        _anew(folder)
+        result, error = run_failing(lambda: scene.work(root), at=at, number=number)
+        is_told = error is not None or scene.is_told(result)
+        problem = "" if is_told or found_step(root) == NEW else "it failed and nobody was told"
+        if isinstance(error, AssertionError):
+            problem = f"what came out is wrong: {error}"
+        yield Trial(f"{scene.name}: {errno.errorcode[number]} at call {at} ({name})", problem or _after(scene, root))
+
+
+def power_lost_everywhere(scene: Scene, folder: Path) -> Iterator[Trial]:
+    """Cuts the power after each call: only what was made durable is left, under durable names or all that were given.
+
+    The work has returned after its last call, so from then on the new checkpoint must be there.
+    """
+    root, _ = _stage_set(scene, folder)
+    _anew(folder)
+    found = list(_steps_after_cuts(lambda: scene.work(root), root))
+    for number, (name, steps) in enumerate(found, start=1):
+        allowed = {NEW} if number == len(found) else scene.may_find
+        wrong = sorted({str(step) for step in steps if step not in allowed})
+        problem = f"found step {', '.join(wrong)}" if wrong else ""
+        yield Trial(f"{scene.name}: power lost after call {number} ({name})", problem)
+
+
+def found_step(root: Path) -> int | None:
+    """Returns the step of the newest checkpoint that verifies."""
+    found = newest_verified(root).found
+    return None if found is None else found[1].step
+
+
+def _steps_after_cuts(work: Callable[[], Any], root: Path) -> Iterator[tuple[str, tuple[int | None, int | None]]]:
+    cut = PowerCut(root)
+    cuts: list[tuple[str, list[Path]]] = []
+
+    def watch(name: str, args: tuple[Any, ...], result: Any) -> None:
+        cut.watch(name, args, result)
+        left = [root.with_name(f"after_{len(cuts)}_{kind}") for kind in ("durable", "given")]
+        for target, durable_names_only in zip(left, (True, False), strict=True):
+            cut.rebuild(root, target, durable_names_only=durable_names_only)
+        cuts.append((name, left))
+
+    with FaultyFiles().installed(watch=watch):
+        work()
+    for name, left in cuts:
+        yield name, (found_step(left[0]), found_step(left[1]))
+        for target in left:
+            shutil.rmtree(target)
+
+
+def _stage_set(scene: Scene, folder: Path) -> tuple[Path, list[str]]:
+    """Prepares the scene and returns where the work is done, and the names of its calls."""
+    root = folder / "checkpoints"
+    shutil.rmtree(folder / "template", ignore_errors=True)
+    scene.prepare(folder / "template")
+    _anew(folder)
+    with FaultyFiles().installed() as files:
+        scene.work(root)
+    _anew(folder)
+    assert count_calls(lambda: scene.work(root)) == files.num_calls, f"{scene.name} does not do the same twice"
+    return root, files.names
+
+
+def _anew(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    shutil.copytree(folder / "template", folder / "checkpoints")
+
+
+def _after(scene: Scene, root: Path) -> str:
+    """Returns what is wrong with what is left."""
+    found = found_step(root)
+    if found is None or found not in scene.may_find:
+        return f"found step {found}"
+    try:
+        return scene.recover(root, found)
+    except Exception as err:  # whatever it is, it is this trial's problem
+        return f"the next attempt failed: {type(err).__name__}: {err}"

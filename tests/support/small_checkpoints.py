@@ -1,0 +1,44 @@
+"""Small checkpoints without torch, made by the product's own commit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from slurm_train.checkpoint.commit import commit, open_staging
+from slurm_train.checkpoint.directory import checkpoint_name
+from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
+from slurm_train.checkpoint.shards import write_file
+
+
+def make_header(step: int, **changes: Any) -> CheckpointHeader:
+    """Returns a header of a run with one rank."""
+    facts: dict[str, Any] = {
+        "step": step,
+        "samples": 8 * step,
+        "epoch": 0,
+        "world_size": 1,
+        "mesh": {"dp_replicate": 1},
+        "batch_plan": {"global_size": 8},
+        "config_hash": "c0ffee",
+        "data_fingerprint": "da7a",
+        "torch_version": "2.6.0",
+        "attempt": 1,
+        "epoch_fence": 1,
+    }
+    return CheckpointHeader(**(facts | changes))
+
+
+def stage(root: Path, header: CheckpointHeader, *, size: int = 24) -> tuple[Path, Manifest]:
+    """Writes the files of a checkpoint and returns the staging directory and the manifest."""
+    staging = open_staging(root, header)
+    names = ("rank_00000.pt", "__0_0.distcp", ".metadata")
+    files = {name: write_file(staging / name, os.urandom(size)) for name in names}
+    return staging, Manifest.of(header, files)
+
+
+def make_checkpoint(root: Path, step: int, *, size: int = 24, **changes: Any) -> Path:
+    """Makes a checkpoint that verifies and returns its directory."""
+    staging, manifest = stage(root, make_header(step, **changes), size=size)
+    return commit(staging, root / checkpoint_name(step), manifest)
