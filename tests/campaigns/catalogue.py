@@ -72,8 +72,8 @@ CAMPAIGNS: dict[str, Campaign] = {
         trials=20,
     ),
     "latency": Campaign(
-        promise="signal to durable checkpoint within one step and the save; job start to first new step within 1.2x "
-        "of a bare torch script",
+        promise="signal to durable checkpoint within the step under way, one more and the save; job start to first new "
+        "step within 1.2x of a bare torch script",
         module="latency",
         trials=10,
     ),

@@ -1,15 +1,17 @@
 """What preemptions and hard kills cost: steps that were done, and had to be done again.
 
-Four runs on a node each are struck at the same time: preempted (two of them with a grace, which must lose nothing; two
-killed at once), each with its rank killed, or each with its node's slurmd killed while the ranks live on.
+Up to four runs on a node each are struck at the same time: preempted (every other one with a grace, which must lose
+nothing), each with its rank killed, or each with its slurmd killed while the rank lives on. Without a grace Slurm
+still sends TERM, KillWait before KILL.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,61 +34,70 @@ from tests.campaigns.on_slurm import (
 from tests.campaigns.result import Result
 from tests.support.command_line import Person
 from tests.support.controller_faults import extra_qos
-from tests.support.process_faults import kill, rank_pid
+from tests.support.process_faults import kill, rank_pid, wait_until_gone
 from tests.support.waiting import wait_for
 
 INTERVAL_STEPS = 25
 _WORDS = ("+cluster=1x1", "train.max_steps=1000000", "model.step_s=0.1", f"checkpoint.every_steps={INTERVAL_STEPS}")
 _QOS = "campaign_lost_work"
-_NODES = 4
-_KINDS = ("preempted", "rank killed", "preempted", "slurmd killed", "preempted")
-"""What is done to all four runs, round after round."""
+_ROUNDS = (("preempted", 4), ("rank killed", 4), ("preempted", 4), ("slurmd killed", 2), ("preempted", 4))
+"""What is done to how many runs at a time, round after round."""
 
 
 def run(*, seed: int, trials: int, folder: Path) -> Result:
-    """Strikes four runs at a time until there were `trials` trials."""
+    """Strikes some runs at a time until there were `trials` trials."""
     dice, tally = random.Random(seed), Tally()
     lost: dict[str, list[int]] = defaultdict(list)
-    with extra_qos({_QOS: "gracetime=0 preemptmode=requeue"}), at_work(folder) as person:
-        runs = {node: submitted(person, node) for node in range(1, _NODES + 1)}
-        while tally.trials < trials:
-            kind = _KINDS[tally.trials // _NODES % len(_KINDS)]
-            nodes = list(runs)[: trials - tally.trials]
-            for node, attempt in strike(person, runs, nodes, kind, dice).items():
-                what = f"{kind}, {'grace' if has_grace(node) else 'no grace'}" if kind == "preempted" else kind
-                judge(tally, what, lost_in(runs[node], attempt), bound(kind, node), lost)
+    rounds = itertools.cycle(_ROUNDS)
+    with extra_qos({_QOS: "gracetime=0 preemptmode=requeue"}):
+        for number in itertools.count():
+            if tally.trials >= trials:
+                break
+            kind, num_runs = next(rounds)
+            size = min(num_runs, trials - tally.trials)
+            with at_work(folder / f"round-{number}") as person:
+                try:
+                    for what, one, attempt in strike(person, kind, size, dice):
+                        judge(tally, what, lost_in(one, attempt), lost)
+                except AssertionError as err:
+                    tally.add(kind, [str(err).partition("\n")[0]], trials=size)
     return tally.result(figures(lost))
 
 
-def submitted(person: Person, node: int) -> RunDirectory:
-    """Submits a run to a node of its own."""
-    words = (f"cluster.nodelist=node{node}", *(() if has_grace(node) else (f"cluster.qos={_QOS}",)))
-    return submit(person, f"lost-{node}", *_WORDS, *words)[1]
+def strike(person: Person, kind: str, size: int, dice: random.Random) -> list[tuple[str, RunDirectory, int]]:
+    """Submits some runs and strikes them while they train; returns what was done to each, and to which attempt."""
+    names = [_name(kind, number) for number in range(size)]
+    runs = [submit(person, f"lost-{number}", *_WORDS, *_place(kind, number))[1] for number in range(size)]
+    for one in runs:
+        wait_for(partial(trains, one), within_s=PATIENCE_S, what=f"steps of {one.path}")
+    time.sleep(dice.uniform(0.0, 0.2 * INTERVAL_STEPS))
+    struck = [newest_attempt(one) for one in runs]
+
+    def wait_until_back() -> None:
+        for one, attempt in zip(runs, struck, strict=True):
+            back = partial(trains, one, after=attempt)
+            wait_for(back, within_s=PATIENCE_S, what=f"steps of {one.path} after attempt {attempt}")
+
+    _STRIKES[kind](person, runs, wait_until_back)
+    wait_until_back()
+    return list(zip(names, runs, struck, strict=True))
 
 
-def has_grace(node: int) -> bool:
-    """Returns whether the run on a node is given time when it is preempted."""
-    return node <= _NODES // 2
+def _name(kind: str, number: int) -> str:
+    return kind if kind != "preempted" else f"preempted, {'grace' if number % 2 == 0 else 'no grace'}"
 
 
-def bound(kind: str, node: int) -> int:
+def _place(kind: str, number: int) -> tuple[str, ...]:
+    if kind == "slurmd killed":
+        # A node each, whichever: Slurm is to start the run on another one.
+        return ("cluster.sbatch.exclusive=true",)
+    qos = () if _name(kind, number) == "preempted, grace" else (f"cluster.qos={_QOS}",)
+    return (f"cluster.nodelist=node{number + 1}", *qos)
+
+
+def bound(what: str) -> int:
     """Returns the steps that may be lost."""
-    return 0 if kind == "preempted" and has_grace(node) else INTERVAL_STEPS
-
-
-def strike(
-    person: Person, runs: Mapping[int, RunDirectory], nodes: list[int], kind: str, dice: random.Random
-) -> dict[int, int]:
-    """Strikes the runs on some nodes while they train; returns the attempts that were struck, by node."""
-    for node in nodes:
-        wait_for(partial(trains, runs[node]), within_s=PATIENCE_S, what=f"steps of {runs[node].path}")
-    time.sleep(dice.uniform(0.0, 0.1 * INTERVAL_STEPS))
-    struck = {node: newest_attempt(runs[node]) for node in nodes}
-    _STRIKES[kind](person, {node: runs[node] for node in nodes})
-    for node in nodes:
-        back = partial(trains, runs[node], after=struck[node])
-        wait_for(back, within_s=PATIENCE_S, what=f"steps of {runs[node].path} after attempt {struck[node]}")
-    return struck
+    return 0 if what == "preempted, grace" else INTERVAL_STEPS
 
 
 def trains(run: RunDirectory, after: int = -1) -> bool:
@@ -95,37 +106,33 @@ def trains(run: RunDirectory, after: int = -1) -> bool:
     return newest > after and any(line["attempt"] == newest for line in lines_of(run)[-1:])
 
 
-def preempt(person: Person, runs: Mapping[int, RunDirectory]) -> None:
-    """Takes the nodes of some runs."""
-    take_nodes(person, ",".join(f"node{node}" for node in runs), num_nodes=len(runs))
+def preempt(person: Person, runs: Sequence[RunDirectory], wait_until_back: Callable[[], None]) -> None:
+    """Takes the nodes of the runs."""
+    take_nodes(person, ",".join(f"node{number + 1}" for number in range(len(runs))), num_nodes=len(runs))
 
 
-def kill_ranks(person: Person, runs: Mapping[int, RunDirectory]) -> None:
+def kill_ranks(person: Person, runs: Sequence[RunDirectory], wait_until_back: Callable[[], None]) -> None:
     """Kills the rank of each run."""
-    for one in runs.values():
+    for one in runs:
         kill(rank_pid(one, 0, attempt=newest_attempt(one)))
 
 
-def kill_daemons(person: Person, runs: Mapping[int, RunDirectory]) -> None:
-    """Kills the slurmd of each run's node until Slurm has given the nodes up; the ranks live on meanwhile."""
-    for node in runs:
-        stop_node(DEFAULT_STATE_DIR, node=f"node{node}")
+def kill_daemons(person: Person, runs: Sequence[RunDirectory], wait_until_back: Callable[[], None]) -> None:
+    """Kills the slurmd of each run's node; the ranks live on there until others have taken over."""
+    nodes = [str(read_ledger(one)[-1]["nodes"][0]) for one in runs]
+    left = [rank_pid(one, 0, attempt=newest_attempt(one)) for one in runs]
+    for node in nodes:
+        stop_node(DEFAULT_STATE_DIR, node=node)
     try:
-        for node in runs:
-            wait_for(
-                partial(is_given_up, person, f"node{node}"), within_s=90.0, what=f"node{node} given up", poll_s=1.0
-            )
+        wait_until_back()
+        for pid in left:
+            wait_until_gone(pid, within_s=15.0)
     finally:
-        for node in runs:
-            start_node(DEFAULT_STATE_DIR, node=f"node{node}")
+        for node in nodes:
+            start_node(DEFAULT_STATE_DIR, node=node)
 
 
-def is_given_up(person: Person, node: str) -> bool:
-    """Returns whether Slurm calls a node down."""
-    return person.runs("sinfo", "-h", "-n", node, "-o", "%T").out.strip().startswith("down")
-
-
-_STRIKES: dict[str, Callable[[Person, Mapping[int, RunDirectory]], None]] = {
+_STRIKES: dict[str, Callable[[Person, Sequence[RunDirectory], Callable[[], None]], None]] = {
     "preempted": preempt,
     "rank killed": kill_ranks,
     "slurmd killed": kill_daemons,
@@ -146,10 +153,11 @@ def lost_before(lines: Iterable[Mapping[str, Any]], attempt: int, *, until_unix_
     return found
 
 
-def judge(tally: Tally, what: str, steps: int, at_most: int, lost: dict[str, list[int]]) -> None:
+def judge(tally: Tally, what: str, steps: int, lost: dict[str, list[int]]) -> None:
     """Takes note of a trial."""
     lost[what].append(steps)
-    tally.add(f"{what}: {steps} steps lost", [f"at most {at_most} were promised"] if steps > at_most else [])
+    problems = [f"at most {bound(what)} were promised"] if steps > bound(what) else []
+    tally.add(f"{what}: {steps} steps lost", problems)
 
 
 def figures(lost: Mapping[str, list[int]]) -> dict[str, str]:

@@ -76,8 +76,8 @@ def test_lost_work_counts_what_was_done_before_the_successor_began() -> None:
     again = [line | {"time_unix_s": 35.5 + line["step"]} for line in lines(1, 26, 30)]
     assert lost_before([*done, *again], 0, until_unix_s=34.5) == 9
     tally, lost = Tally(), defaultdict(list)
-    judge(tally, "preempted, grace", 1, 0, lost)
-    judge(tally, "rank killed", 9, 25, lost)
+    judge(tally, "preempted, grace", 1, lost)
+    judge(tally, "rank killed", 9, lost)
     assert (tally.held, len(tally.problems)) == (1, 1)
 
 
