@@ -45,9 +45,10 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
     names = _names_in(spec)
     if rest and names is not None and rest[0] not in names:
         near = difflib.get_close_matches(rest[0], names, n=1)
+        module = ".".join(words[: len(words) - len(rest)])
         raise ConfigError(
-            f"{key}._target_={target}: {spec.name} has no {rest[0]!r}",
-            hint=f"did you mean {spec.name}.{near[0]}?" if near else f"it is looked for in {spec.origin}",
+            f"{key}._target_={target}: {module} has no {rest[0]!r}",
+            hint=f"did you mean {module}.{near[0]}?" if near else f"it is looked for in {spec.origin}",
         )
 
 
@@ -68,12 +69,14 @@ def _find_longest(words: Sequence[str], search: Sequence[str]) -> tuple[ModuleSp
     found: ModuleSpec | None = None
     places: Sequence[str] | None = search
     for index in range(len(words)):
-        spec = PathFinder.find_spec(".".join(words[: index + 1]), places)
+        # By its last word: Python looks a folder without __init__.py up in its parent, which nobody has imported.
+        spec = PathFinder.find_spec(words[index], places)
         if spec is None:
             return found, list(words[index:])
-        found, places = spec, spec.submodule_search_locations
-        if places is None:
+        found, folders = spec, spec.submodule_search_locations
+        if folders is None:
             return found, list(words[index + 1 :])
+        places = list(folders)
     return found, []
 
 

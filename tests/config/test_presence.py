@@ -17,11 +17,14 @@ def search(tmp_path: Path) -> list[str]:
     package.mkdir()
     (package / "__init__.py").write_text("from .inner import *\n")
     (package / "inner.py").write_text("def build(): ...\n")
+    (tmp_path / "bare" / "deep").mkdir(parents=True)
+    (tmp_path / "bare" / "deep" / "nets.py").write_text("class Net: ...\n")
     return [str(tmp_path)]
 
 
 @pytest.mark.parametrize(
-    "target", ["mine.Net", "mine.p", "mine.X", "pack.inner.build", "pack.anything", "fractions.Fraction"]
+    "target",
+    ["mine.Net", "mine.p", "mine.X", "pack.inner.build", "pack.anything", "fractions.Fraction", "bare.deep.nets.Net"],
 )
 def test_what_is_there_is_found_without_running_it(target: str, search: list[str]) -> None:
     require_target("model", {"_target_": target}, search=[*search, *sys.path])
@@ -33,6 +36,7 @@ def test_what_is_there_is_found_without_running_it(target: str, search: list[str
         ("nowhere.Net", "there is no module 'nowhere'", "start from the folder"),
         ("mine.Nett", "mine has no 'Nett'", "did you mean mine.Net?"),
         ("pack.inner.zzz", "pack.inner has no 'zzz'", "it is looked for in"),
+        ("bare.deep.nets.Nett", "bare.deep.nets has no 'Nett'", "did you mean bare.deep.nets.Net?"),
         ("Net", "is not a dotted path", "package.module.name"),
     ],
 )
