@@ -23,6 +23,14 @@ EXIT_REQUEUE = 75
 EXIT_ORPHANED = 71
 
 
+def _shown(text: str) -> str:
+    """Returns a text with what a terminal would obey, or could not print, written out: "\\x1b" for an escape."""
+    if text.isascii() and text.isprintable():
+        return text
+    plain = (char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+    return "".join(plain)
+
+
 class SlurmTrainError(Exception):
     """A failure that a person can act on.
 
@@ -35,8 +43,8 @@ class SlurmTrainError(Exception):
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = _shown(message)
+        self.hint = _shown(hint)
 
     def __str__(self) -> str:
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message

@@ -44,7 +44,9 @@ def main(words: Sequence[str]) -> NoReturn:
     except BaseException as err:
         import traceback
 
-        traceback.print_exc()
+        from slurm_train.config.secrets import redact
+
+        print(redact(traceback.format_exc()), file=sys.stderr, end="", flush=True)
         _fail(path, env, EXIT_FAILURE, f"{type(err).__name__}: {err}")
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from slurm_train.config.batch import BatchPlan, planned_lr, solve_batch
 from slurm_train.config.identity import config_hash
 from slurm_train.config.schema import BatchSection, HealthSection, RunConfig
+from slurm_train.config.structure import to_mapping
 from slurm_train.errors import ConfigError
 from slurm_train.launch.world import World, plan_world
 from slurm_train.rundir.layout import RunDirectory
@@ -72,6 +74,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
         ConfigError: an impossible batch, world or name; a script that is not there.
     """
     config = composed.config
+    _check_text(config)
     check_degrees(config)
     _check_script(config, cwd)
     world = plan_world(config, env)
@@ -135,6 +138,15 @@ def check_degrees(config: RunConfig) -> None:
                 f"parallel.{name}={degree} was asked; this version trains with data parallelism (DDP) only",
                 hint=f"drop parallel.{name}; every rank is a data-parallel replica",
             )
+
+
+def _check_text(config: RunConfig) -> None:
+    # A lone surrogate, from a YAML file's "\\ud800" or a file name that is no UTF-8, could not be frozen.
+    try:
+        json.dumps(to_mapping(config), ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as err:
+        near = str(err.object)[max(err.start - 20, 0) : err.end + 20]
+        raise ConfigError(f"a setting holds text that is not UTF-8: {near!r}", hint="write it in UTF-8") from err
 
 
 def _check_exports(patterns: Sequence[str]) -> None:

@@ -108,3 +108,23 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(sections: dict[str, Any], 
 def test_null_counts_mean_never() -> None:
     plan = make_plan(train={"eval_every_steps": None}, checkpoint={"every_steps": None})
     assert plan.config.checkpoint.every_steps is None
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"run": {"root": "/tmp/{attempt}/runs"}},
+        {"run": {"root": "/tmp/%j/runs"}},
+        {"run": {"root": "/tmp/a\u2028b"}},
+        {"script": ["train.py", "a\0b"]},
+        {"script": ["train.py", "a\udc80b"]},
+        {"data": {"_target_": "my.Data", "path": "\ud800"}},
+        {"cluster": {"export": ["A=b"]}},
+        {"cluster": {"export": ["A,B"]}},
+    ],
+    ids=ascii,
+)
+def test_what_could_not_arrive_as_it_was_given_is_refused(sections: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    with pytest.raises(ConfigError):
+        make_plan(tmp_path, **sections)

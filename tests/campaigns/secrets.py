@@ -1,0 +1,179 @@
+"""Canaries wherever secrets are at home, real runs on the cluster, and a search of everything they leave.
+
+The environment, a `.env` file, the URL of a git remote, a changed line of code, an error message with a URL: one run
+fails with tracebacks, another gets its secret by name. Every file of the run directories, and all that Slurm shows of
+the jobs, is searched. Then secrets are typed where they do not belong: each word must be refused, unsaid and unwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from slurm_train.devcluster.plan import DEFAULT_STATE_DIR
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.layout import RunDirectory
+from tests.campaigns.result import Result
+from tests.support.command_line import TINY, Person, new_project
+from tests.support.slurm_runs import PATIENCE_S, job_state
+from tests.support.waiting import wait_for
+
+CANARY = "canary7f3a91c2"
+"""In every secret that is planted; found anywhere else, it has leaked."""
+_IN_SHELL = {
+    "WANDB_API_KEY": f"{CANARY}wandb",
+    "HF_TOKEN": f"hf_{CANARY}{'x' * 20}",
+    "AWS_SECRET_ACCESS_KEY": f"{CANARY}aws",
+    "MLFLOW_TRACKING_URI": f"https://ada:{CANARY}@tracking.example.org",
+    "HARMLESS_NAME": f"{CANARY}harmless",
+    "NETRC": f"/home/ada/{CANARY}/.netrc",
+    "PIP_INDEX_URL": f"https://ada:{CANARY}@packages.example.org/simple",
+}
+_FAILING = f"""
+import os, hashlib
+from tiny import Numbers, Tiny
+
+class Failing(Tiny):
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 6 and os.environ["SLURM_PROCID"] == "1":
+            raise RuntimeError("401 for https://ada:{CANARY[:6]}" + "{CANARY[6:]}" + "@models.example.org/x")
+        return super().forward(x)
+
+def main(context):
+    value = os.environ.get("WANDB_API_KEY", "")
+    others = sorted(name for name in os.environ if name in {sorted(set(_IN_SHELL) - {"WANDB_API_KEY"})})
+    print("heard", hashlib.sha256(value.encode()).hexdigest()[:8], others, flush=True)
+"""
+_TYPED: tuple[tuple[str, ...], ...] = (
+    (f"cluster.env.WANDB_API_KEY={CANARY}",),
+    (f"cluster.env.HARMLESS=https://ada:{CANARY}@host/",),
+    (f"cluster.sbatch.export=WANDB_API_KEY={CANARY}",),
+    (f"cluster.export=[WANDB_API_KEY={CANARY}]",),
+    ("cluster.env.X=${oc.env:WANDB_API_KEY}",),
+    ("cluster.env.X=${ oc.env : HF_TOKEN }",),
+    ("cluster.env.X=${oc.env:MLFLOW_TRACKING_URI}",),
+    (f"model.api_key={CANARY}long",),
+    (f"data.hf_token={CANARY}long",),
+    (f"script=[train.py,--api-key,{CANARY}]",),
+    (f"script=[train.py,--token={CANARY}]",),
+    ("task._target_=failing.main", f"task.password={CANARY}"),
+    (f"cluster.sbatch.comment=hf_{CANARY}{'x' * 20}",),
+)
+
+
+def run(*, seed: int, trials: int, folder: Path) -> Result:
+    """Runs everything once; the trials are the searches and the refusals. The seed changes nothing."""
+    del seed, trials
+    person, env = Person(_project(folder)), dict(_IN_SHELL)
+    problems, searched = [], 0
+    checks = [*_failing_run(person, env), *_run_with_a_secret(person, env), *_refused(person, env)]
+    for name, found in checks:
+        print(f"{name}: {found or 'nothing'}", flush=True)
+        problems += [f"{name}: {found}"] if found else []
+        searched += 1
+    kept = _kept_by_slurm()
+    figures = {"searches and refusals": str(searched), "where Slurm itself keeps what cluster.export names": kept}
+    return Result(trials=searched, held=searched - len(problems), figures=figures, problems=tuple(problems))
+
+
+def hits(root: Path, *, canary: str = CANARY, skip: Iterable[Path] = ()) -> list[str]:
+    """Returns the files below a folder whose name or content holds the canary, in UTF-8 or as UTF-16."""
+    forms = (canary.encode(), canary.encode("utf-16-le"))
+    left_out = set(skip)
+    found = []
+    for path in sorted(root.rglob("*")):
+        if any(place == path or place in path.parents for place in left_out):
+            continue
+        is_hit = canary in path.name or (path.is_file() and any(form in path.read_bytes() for form in forms))
+        found += [str(path.relative_to(root))] if is_hit else []
+    return found
+
+
+def _project(folder: Path) -> Path:
+    project = new_project(folder / "project")
+    (project / "failing.py").write_text(_FAILING)
+    (project / "settings.py").write_text("API_KEY = ''\n")
+    for words in (("init", "-q"), ("add", "-A"), ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x")):
+        subprocess.run(["git", "-C", str(project), *words], check=True, capture_output=True)
+    remote = f"https://ada:{CANARY}@git.example.org/x.git"
+    subprocess.run(["git", "-C", str(project), "remote", "add", "origin", remote], check=True)
+    (project / ".env").write_text(f"WANDB_API_KEY={CANARY}\n")
+    (project / "settings.py").write_text(f"API_KEY = '{CANARY}'\n")
+    return project
+
+
+def _failing_run(person: Person, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    words = (
+        "+cluster=1x2",
+        *TINY,
+        "model._target_=failing.Failing",
+        "requeue.max_fruitless_failures=1",
+        "run.name=fails",
+    )
+    job, run = person.types(*words, env=dict(env)).job_and_run
+    wait_for(lambda: "reason" in (read_ledger(run) or [{}])[-1], within_s=PATIENCE_S, what="the failed run's end")
+    wait_for(lambda: job_state(job) == "FAILED", within_s=60, what="FAILED")
+    log = "".join(path.read_text(errors="replace") for path in run.logs.rglob("rank_1.log"))
+    yield "the failing rank left its traceback", "" if "RuntimeError: 401 for" in log else "no traceback in its log"
+    yield from _searched("failed run", job, run)
+
+
+def _run_with_a_secret(person: Person, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    import hashlib
+
+    words = ("+cluster=1x2", "task._target_=failing.main", "cluster.export=[WANDB_API_KEY]", "run.name=by-name")
+    job, run = person.types(*words, env=dict(env)).job_and_run
+    yield "Slurm keeps the named secret", "" if _kept_by_slurm(job) else "not found: the search itself may be blind"
+    wait_for(lambda: job_state(job) in ("COMPLETED", "FAILED"), within_s=PATIENCE_S, what="the end of the second run")
+    heard = f"heard {hashlib.sha256(env['WANDB_API_KEY'].encode()).hexdigest()[:8]} []"
+    log = "".join(path.read_text(errors="replace") for path in run.logs.rglob("rank_*.log"))
+    yield "the named secret arrives, and no other", "" if log.count(heard) == 2 else f"the ranks say {log[-300:]!r}"
+    yield from _searched("run with a secret by name", job, run)
+
+
+def _searched(name: str, job: str, run: RunDirectory) -> Iterator[tuple[str, str]]:
+    # A user's own source is copied as it is; what the toolkit writes about it is not.
+    copied = [run.code / "settings.py"]
+    yield f"{name}: files", ", ".join(hits(run.path, skip=copied))
+    yield f"{name}: copied .env", "there" if (run.code / ".env").exists() else ""
+    provenance = json.loads(run.provenance.read_text())
+    yield (
+        f"{name}: the change of settings.py is recorded",
+        "" if "settings.py" in provenance["git_diff"] else "it is not",
+    )
+    yield f"{name}: Slurm", ", ".join(what for what, text in _told_by_slurm(job).items() if CANARY in text)
+
+
+def _told_by_slurm(job: str) -> dict[str, str]:
+    """Returns all that other users are shown of a job, and what its owner is."""
+    fields = ",".join(_output("sacct", "--helpformat").split())
+    return {
+        "scontrol show job": _output("scontrol", "show", "job", "-dd", job),
+        "scontrol write batch_script": _output("scontrol", "write", "batch_script", job, "-"),
+        "squeue": _output("squeue", "-t", "all", "-o", "%all", "-j", job),
+        "sacct": _output("sacct", "-P", "-o", fields, "-j", job),
+    }
+
+
+def _kept_by_slurm(job: str = "") -> str:
+    """Returns the files of slurmctld's own state that hold the canary, e.g. a waiting job's environment."""
+    state = DEFAULT_STATE_DIR / "spool" / "slurmctld"
+    return ", ".join(name for name in hits(state) if f"job.{job}" in name) if state.is_dir() else ""
+
+
+def _refused(person: Person, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    before = hits(person.folder)
+    for words in _TYPED:
+        done = person.types("+cluster=1x1", *words, "run.name=refused", env=dict(env))
+        said = CANARY in done.out + done.err
+        wrong = [f"exit code {done.code}"] * (done.code != 2) + ["it is repeated"] * said
+        wrong += ["it is written"] * (hits(person.folder) != before)
+        yield f"typed {words[-1].replace(CANARY, '...')}", ", ".join(wrong)
+
+
+def _output(*argv: str) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout + done.stderr
