@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.config.frozen import dump_config
+from slurm_train.config.schema import RunConfig
 from slurm_train.errors import RunError
+from slurm_train.launch.code_index import seal_code
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import SourceState, plan_snapshot, write_snapshot
-from slurm_train.rundir.files import read_json, write_atomic
+from slurm_train.rundir.changes import AcceptedChange, record_change
+from slurm_train.rundir.files import fsync_directory, fsync_file, read_json, write_atomic
 from slurm_train.rundir.layout import RunDirectory
 
 
@@ -49,7 +53,11 @@ def read_source(plan: RunPlan, directory: Path, state: SourceState) -> Source:
 
 def uses_own_code(plan: RunPlan) -> bool:
     """Returns whether the run names code that does not ship with this package."""
-    config = plan.config
+    return names_own_code(plan.config)
+
+
+def names_own_code(config: RunConfig) -> bool:
+    """Returns whether a configuration names code that does not ship with this package."""
     targets = [str(part.get("_target_", "")) for part in (config.model, config.data, config.task) if part]
     return config.script is not None or any(not target.startswith("slurm_train.") for target in targets)
 
@@ -68,22 +76,44 @@ def require_writable(run: RunDirectory) -> None:
         raise RunError(f"{run.path} cannot be made: {existing} {kind}", hint="name another place with run.root=DIR")
 
 
-def write_run_directory(plan: RunPlan, source: Source, *, script: str | None) -> None:
+def write_run_directory(
+    plan: RunPlan, source: Source | None, *, script: str | None, change: AcceptedChange | None = None
+) -> None:
     """Writes everything that the job reads.
 
     Args:
         plan: the run.
-        source: the code to copy.
+        source: the code to copy; None leaves the snapshot as it is.
         script: text of submit.sh, None for a local run.
+        change: what was accepted in the middle of the run; put on record first, and what it replaces is kept.
     """
-    run = plan.run
+    run, durable = plan.run, change is not None
     _make_folders(run)
-    write_snapshot(source.directory, source.files, run.code)
-    write_atomic(run.config, dump_config(plan.config), durable=False)
-    write_atomic(run.plan, json.dumps(plan.as_json(), indent=2) + "\n", durable=False)
+    if change is not None:
+        _keep_what_was(run, change)
+        record_change(run, change)
+    if source is not None:
+        keep = run.before_change(change.number) / "code" if change is not None and change.code else None
+        write_snapshot(source.directory, source.files, run.code, keep=keep)
+        seal_code(run, source.files)
+    write_atomic(run.config, dump_config(plan.config), durable=durable)
+    write_atomic(run.plan, json.dumps(plan.as_json(), indent=2) + "\n", durable=durable)
     if script is not None:
-        write_atomic(run.submit_script, script, durable=False, mode=0o700)
+        write_atomic(run.submit_script, script, durable=durable, mode=0o700)
     run.stop_file.unlink(missing_ok=True)
+
+
+def _keep_what_was(run: RunDirectory, change: AcceptedChange) -> None:
+    folder = run.before_change(change.number)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in (run.config, run.plan, run.provenance, run.code_index, run.submit_script):
+        if path.exists():
+            shutil.copy2(path, folder / path.name)
+            fsync_file(folder / path.name)
+    if run.result.exists():
+        run.result.rename(folder / run.result.name)
+    for place in (folder, folder.parent, run.path):
+        fsync_directory(place)
 
 
 def _make_folders(run: RunDirectory) -> None:

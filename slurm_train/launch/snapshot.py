@@ -141,8 +141,15 @@ def _too_large(directory: Path, names: Sequence[str], total: int, limit_mb: int)
     )
 
 
-def write_snapshot(directory: Path, names: Sequence[str], target: Path) -> None:
-    """Copies the files into a fresh folder and puts it in place of an older snapshot."""
+def write_snapshot(directory: Path, names: Sequence[str], target: Path, *, keep: Path | None = None) -> None:
+    """Copies the files into a fresh folder and puts it in place of an older snapshot.
+
+    Args:
+        directory: where they lie.
+        names: the files, relative to it.
+        target: the snapshot.
+        keep: what the older snapshot is called from now on; None: it is removed.
+    """
     fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(mode=0o700)
@@ -151,5 +158,7 @@ def write_snapshot(directory: Path, names: Sequence[str], target: Path) -> None:
         os.makedirs(fresh / folder, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
     for name in names:
         shutil.copy2(directory / name, fresh / name)
+    if keep is not None and target.exists() and not keep.exists():
+        target.rename(keep)
     shutil.rmtree(target, ignore_errors=True)
     fresh.rename(target)

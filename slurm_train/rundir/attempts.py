@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurm_train.errors import RunError
+from slurm_train.rundir.changes import ledger_facts, read_changes
 from slurm_train.rundir.files import append_line, fsync_directory, read_lines, write_durable
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 
@@ -37,7 +38,11 @@ def open_attempt(run: RunDirectory, start: AttemptStart) -> int:
     The number is taken by creating its file exclusively, so this also works when two jobs start at once.
     """
     run.epochs.mkdir(mode=0o700, exist_ok=True)
-    facts = {"job_id": start.job_id, "restart_count": start.restart_count, "nodes": list(start.nodes)}
+    facts: dict[str, Any] = {
+        "job_id": start.job_id,
+        "restart_count": start.restart_count,
+        "nodes": list(start.nodes),
+    }
     attempt = max(existing_attempts(run), default=-1) + 1
     while True:
         try:
@@ -48,6 +53,7 @@ def open_attempt(run: RunDirectory, start: AttemptStart) -> int:
     fsync_directory(run.epochs)
     run.attempt_logs(attempt).mkdir(mode=0o700, parents=True, exist_ok=True)
     line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts, "world_size": start.world_size}
+    line |= ledger_facts(read_changes(run), read_ledger(run))
     append_line(run.attempts, line, durable=True)
     return attempt
 
