@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,15 @@ from slurm_train.checkpoint.directory import PassedOver, check_sizes, newest_ver
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, Manifest
 from slurm_train.checkpoint.save import rank_file
 from slurm_train.checkpoint.shards import check_hash
-from slurm_train.checkpoint.tensors import read_tensors
-from slurm_train.errors import CheckpointError
+from slurm_train.checkpoint.tensors import read_tensors, tensor_shapes
+from slurm_train.errors import CheckpointError, RunError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_MODEL = "model."
+_NUM_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,36 @@ def load_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | N
         CheckpointError: a key is missing there, a shape differs, or a file cannot be read; the text names the rank.
     """
     read_tensors(path, tensors, group=group)
+
+
+def require_fit(path: Path, model: Mapping[str, Any]) -> None:
+    """Does nothing where a checkpoint holds the weights that a model has, by name and shape.
+
+    Args:
+        path: the directory that choose_checkpoint gave.
+        model: the model's state dictionary.
+
+    Raises:
+        RunError: it does not; the first of them are named.
+    """
+    saved = {
+        name.removeprefix(_MODEL): tuple(tensor.shape)
+        for name, tensor in tensor_shapes(path).items()
+        if name.startswith(_MODEL)
+    }
+    here = {name: tuple(value.shape) for name, value in model.items() if hasattr(value, "shape")}
+    names = sorted(name for name in {*saved, *here} if saved.get(name) != here.get(name))
+    if names:
+        rows = [f"{name} {_shape(saved.get(name))} -> {_shape(here.get(name))}" for name in names[:_NUM_NAMED]]
+        more = f", and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+        raise RunError(
+            f"the weights in {path.name} do not fit the model as it is now: {', '.join(rows)}{more}",
+            hint="take the change of the model back, or start another run with run.name=NAME",
+        )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else "x".join(map(str, shape)) or "a number"
 
 
 def load_rank_state(path: Path, rank: int) -> dict[str, Any] | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
+from slurm_train.cli.changes import weigh
 from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.seal import refused_code
 from slurm_train.cli.submit import refuse_active
 from slurm_train.config.schema import RunConfig
 from slurm_train.launch.local import LocalRanks, start_local
@@ -27,11 +31,25 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import scrubbed
 
 
-def train_here(plan: RunPlan, source: Source, *, words: Sequence[str], env: Mapping[str, str]) -> int:
+def train_here(
+    plan: RunPlan,
+    source: Source | None,
+    *,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    accept: Collection[str] = (),
+) -> int:
     """Runs the plan's ranks on this machine and returns the exit code.
 
+    Args:
+        plan: the run.
+        source: its code; None: the snapshot that it has.
+        words: the command line.
+        env: the environment.
+        accept: changes of a run in progress that the person accepts.
+
     Raises:
-        RunError: the run is active already.
+        RunError: the run is active already, or it would not be the same training.
     """
     holder = this_process()
     if plan.run.path.is_dir():
@@ -39,8 +57,10 @@ def train_here(plan: RunPlan, source: Source, *, words: Sequence[str], env: Mapp
         refuse_queued(plan.run, env)
         take_lock(plan.run, holder, is_alive=lambda other: holder_lives(other, SlurmCommands(env)))
         release_lock(plan.run, holder)
-    write_run_directory(plan, source, script=None)
-    write_provenance(plan.run.provenance, source, words=words)
+    change = weigh(plan, source, accept=accept)
+    write_run_directory(plan, source, script=None, change=change)
+    if source is not None:
+        write_provenance(plan.run.provenance, source, words=words)
     return supervise_here(plan.run, plan.config, world_size=plan.world.size, env=env)
 
 
@@ -81,9 +101,13 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
 
 def _launch(run: RunDirectory, world_size: int, attempt: int, *, limits: Limits | None, env: Mapping[str, str]) -> int:
     rank_env = scrubbed(env) | {"SLURM_TRAIN_ATTEMPT": str(attempt), "MASTER_ADDR": "127.0.0.1"}
+    # The ranks run the snapshot; what it does not hold (ignored by git, say) is found where the run was typed.
+    rank_env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(Path.cwd())]))
     rank_env["MASTER_PORT"] = str(probe_port(str(run.path), attempt=attempt, env=rank_env))
     command = [sys.executable, "-m", "slurm_train", "worker", str(run.path)]
     ranks = start_local(command, run=run, attempt=attempt, num_ranks=world_size, env=rank_env)
+    if (code := refused_code(run, attempt)) is not None:
+        return code
     with watching(run, attempt, limits=limits, world_size=world_size, end_ranks=lambda _: ranks.kill()):
         return _wait(ranks)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from slurm_train.cli.changes import newest_manifest
 from slurm_train.cli.display import note, plan_rows
 from slurm_train.cli.inputs import refuse_missing_inputs
 from slurm_train.cli.liveness import holder_lives
@@ -26,10 +27,18 @@ from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.array import ArrayPlan, cut_arrays, max_array_size, render_array
 from slurm_train.launch.array_submission import find_lost_arrays, job_name, next_number, submit_arrays
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.preparation import Source, read_source, require_writable, uses_own_code, write_sweep_run
+from slurm_train.launch.preparation import (
+    SharedCode,
+    Source,
+    read_source,
+    require_writable,
+    uses_own_code,
+    write_shared_code,
+    write_sweep_run,
+)
 from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.script import render_script
-from slurm_train.launch.snapshot import GitQuestions, read_answers, write_snapshot
+from slurm_train.launch.snapshot import GitQuestions, read_answers
 from slurm_train.launch.sweep import SweepPlan, plan_sweep
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
@@ -196,11 +205,13 @@ def write_sweep(
     if not scripts:
         return
     code = next_code(sweep)
-    write_snapshot(source.directory, source.files, code)
+    write_shared_code(source, code)
     for one in plan.plans:
         if one.run in scripts:
-            write_sweep_run(one, code=code, provenance=code.with_suffix(".json"), script=scripts[one.run])
-    write_provenance(code.with_suffix(".json"), source, words=words)
+            # A run that has been trained goes on with its own code; `resume --accept code` gives it another.
+            is_trained = one.run.code.exists() and newest_manifest(one.run) is not None
+            write_sweep_run(one, code=None if is_trained else code, script=scripts[one.run])
+    write_provenance(code.provenance, source, words=words)
 
 
 def _merged(element: Element, known: Element | None) -> Element:
@@ -213,11 +224,11 @@ def _merged(element: Element, known: Element | None) -> Element:
     )
 
 
-def next_code(sweep: SweepDirectory) -> Path:
+def next_code(sweep: SweepDirectory) -> SharedCode:
     """Returns the folder for the next snapshot of a sweep."""
     sweep.code.mkdir(mode=0o700, exist_ok=True)
     taken = [int(path.name) for path in sweep.code.iterdir() if path.name.isdigit()]
-    return sweep.code / f"{max(taken, default=-1) + 1:03d}"
+    return SharedCode(sweep.code / f"{max(taken, default=-1) + 1:03d}")
 
 
 def _say_what_next(sweep: SweepDirectory) -> None:

@@ -1,24 +1,33 @@
-"""`resume RUN | SWEEP`: continues from the newest verified checkpoint, with the frozen configuration.
+"""`resume RUN | SWEEP`: continues from the newest verified checkpoint, with its own settings and code.
 
-To continue at another size, type the run's first command again with another +cluster=NxG: it is the same run.
+Settings after RUN change it from there on: another size (cluster=2x8) or a log interval at once, what changes the
+training only with --accept. The same for the code: --accept code takes the files as they are now.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from slurm_train.cli.arguments import RUN_HELP, build_run_parser
-from slurm_train.cli.display import note
+from slurm_train.cli.changes import check_names, tell_of_other_code, weigh
+from slurm_train.cli.display import note, print_plan
 from slurm_train.cli.liveness import holder_lives
-from slurm_train.cli.submit import refuse_active, require_slurm
+from slurm_train.cli.submit import refuse_active, require_slurm, submit
 from slurm_train.cli.sweep_table import KINDS, read_kinds
 from slurm_train.config.frozen import load_config
+from slurm_train.config.schema import RunConfig
+from slurm_train.config.words import read_names
 from slurm_train.errors import ClusterError, RunError
 from slurm_train.launch.acceptance import require_acceptable
-from slurm_train.launch.preparation import record_job
+from slurm_train.launch.code_index import require_sealed
+from slurm_train.launch.plan import replan_run
+from slurm_train.launch.preparation import read_source, record_job
+from slurm_train.launch.snapshot import ask_git, read_answers
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import clear_dead
@@ -29,45 +38,124 @@ from slurm_train.slurm.commands import SlurmCommands
 
 _EXAMPLES = """\
 examples:
-  python -m slurm_train resume gpt-stdlib     the newest run of that name
-  python -m slurm_train resume 3f9a1c07
+  python -m slurm_train resume gpt-stdlib                     the newest run of that name
+  python -m slurm_train resume 3f9a1c07 cluster=2x8           on another number of nodes, same global batch
+  python -m slurm_train resume 3f9a1c07 optim.lr=1e-4         shows what that would change, and refuses
+  python -m slurm_train resume 3f9a1c07 optim.lr=1e-4 --accept optim.lr
+  python -m slurm_train resume 3f9a1c07 --accept code         with your files as they are now
   python -m slurm_train resume 9b1c44e0 --only failed,missing,timeout     those runs of a sweep
-  python -m slurm_train resume 9b1c44e0 --only failed --new-code          with the code as it is now
+  python -m slurm_train resume 9b1c44e0 --only failed --accept code       with your files as they are now
 """
 
 
 def main(words: Sequence[str]) -> int:
     """Submits the run's own script again, or trains on here; prints `<job id> <run directory>`."""
-    parser = build_run_parser("resume", description=__doc__, examples=_EXAMPLES)
-    parser.add_argument("run", metavar="RUN", help=f"{RUN_HELP}, or a sweep")
-    parser.add_argument("--only", metavar="STATE,...", help=f"of a sweep: {', '.join(KINDS)}; default: all unfinished")
-    parser.add_argument("--where", metavar="KEY=VALUE", action="append", default=[], help="of a sweep: with this value")
-    parser.add_argument("--new-code", action="store_true", help="of a sweep: run the code of this folder as it is now")
-    arguments = parser.parse_args(list(words))
+    arguments, settings = _parse(words)
+    accept = {name for text in arguments.accept for name in read_names(text)}
+    check_names(accept)
     if (sweep := find_sweep(Path(arguments.root), arguments.run)) is not None:
-        return _resume_sweep(sweep, arguments, words)
-    if arguments.only or arguments.where or arguments.new_code:
-        raise RunError(f"{arguments.run} is no sweep", hint="--only, --where and --new-code choose runs of a sweep")
+        return _resume_sweep(sweep, arguments, settings, accept=accept, words=words)
+    if arguments.only or arguments.where:
+        raise RunError(f"{arguments.run} is no sweep", hint="--only and --where choose runs of a sweep")
     run = find_run(Path(arguments.root), arguments.run)
-    if run.result.exists():
-        raise RunError(
-            f"{run.name}/{run.run_id} is finished; there is nothing to resume",
-            hint="another run of the same: the first command again with run.name=NAME, or seed=N",
-        )
     # What is resumed runs in the name of whoever types it.
     require_private(run)
-    return resume_here(run, os.environ) if load_config(run.config).cluster is None else resubmit(run, os.environ)
+    config = load_config(run.config)
+    if settings or accept:
+        from slurm_train.config.overrides import apply_words
+
+        changed = apply_words(config, settings, config_dir=arguments.config_dir)
+        _refuse_finished(run, config, changed)
+        return _go_on_with(run, changed, settings, accept=accept, words=["resume", *words])
+    _refuse_finished(run, config, config)
+    _refuse_touched(run, config)
+    tell_of_other_code(run, config, Path.cwd())
+    return resume_here(run, os.environ) if config.cluster is None else resubmit(run, os.environ)
 
 
-def _resume_sweep(sweep: SweepDirectory, arguments: argparse.Namespace, words: Sequence[str]) -> int:
+def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the flags, and the settings among the words."""
+    parser = build_run_parser("resume", description=__doc__, examples=_EXAMPLES)
+    parser.add_argument("run", metavar="RUN", help=f"{RUN_HELP}, or a sweep")
+    parser.usage = "%(prog)s [--root ROOT] [--config-dir DIR] RUN [key=value ...] [--accept NAMES]"
+    accept_help = "changes to accept: keys or sections, config, code, data; several with commas"
+    parser.add_argument("--accept", metavar="NAMES", action="append", default=[], help=accept_help)
+    parser.add_argument("--config-dir", help="YAML files of your own, for cluster=NAME")
+    parser.add_argument("--only", metavar="STATE,...", help=f"of a sweep: {', '.join(KINDS)}; default: all unfinished")
+    parser.add_argument("--where", metavar="KEY=VALUE", action="append", default=[], help="of a sweep: with this value")
+    # argparse does not take settings on both sides of a flag; what follows --where belongs to it.
+    settings = [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if "=" in word and not word.startswith("-") and before != "--where"
+    ]
+    return parser.parse_args([word for word in words if word not in settings]), settings
+
+
+def _refuse_finished(run: RunDirectory, config: RunConfig, changed: RunConfig) -> None:
+    if run.result.exists() and not changed.train.max_steps > config.train.max_steps:
+        raise RunError(
+            f"{run.name}/{run.run_id} is finished; there is nothing to resume",
+            hint="to train it longer: train.max_steps=N --accept train.max_steps; another run of the same: the first "
+            "command again with run.name=NAME, or seed=N",
+        )
+
+
+def _go_on_with(
+    run: RunDirectory, config: RunConfig, settings: Sequence[str], *, accept: Collection[str], words: Sequence[str]
+) -> int:
+    """Plans the run anew, and submits or trains it as a first command would."""
+    before = _read_plan(run)
+    typed = [word.lstrip("+~").partition("=")[0] for word in settings]
+    plan = replan_run(config, before, run=run, typed=typed, env=os.environ)
+    source = None
+    if "code" in accept:
+        here = Path.cwd()
+        plan = replace(plan, directory=str(here))
+        source = read_source(plan, here, read_answers(ask_git(here, os.environ)))
+    print_plan(plan)
+    if config.cluster is not None:
+        return submit(plan, source, words=words, env=dict(os.environ), accept=accept)
+    from slurm_train.cli.here import train_here
+
+    return train_here(plan, source, words=words, env=dict(os.environ), accept=accept)
+
+
+def _refuse_touched(run: RunDirectory, config: RunConfig) -> None:
+    """Refuses here what the ranks would refuse later: files of the run directory that were edited since."""
+    require_sealed(run)
+    before = _read_plan(run)
+    if "batch" not in before:
+        return
+    try:
+        weigh(replan_run(config, before, run=run, typed=(), env=os.environ), None, accept=())
+    except RunError as err:
+        # Nothing was typed, so somebody has edited the run's own files, or the data.
+        hint = f"put back what was edited ({run.config}, or the data), or {err.hint.partition(';')[0]}"
+        raise RunError(err.message, hint=hint) from err
+
+
+def _resume_sweep(
+    sweep: SweepDirectory,
+    arguments: argparse.Namespace,
+    settings: Sequence[str],
+    *,
+    accept: Collection[str],
+    words: Sequence[str],
+) -> int:
     from slurm_train.cli.sweep_resume import resume_sweep
 
+    if settings or set(accept) - {"code"}:
+        raise RunError(
+            f"the runs of sweep {sweep.sweep_id} go on with their own settings",
+            hint="change one of them with `resume RUN key=value --accept key`; a sweep takes --accept code",
+        )
     return resume_sweep(
         sweep,
         os.environ,
         only=read_kinds(arguments.only) if arguments.only else None,
         where=arguments.where,
-        with_new_code=arguments.new_code,
+        takes_code="code" in accept,
         words=["resume", *words],
     )
 
@@ -103,9 +191,14 @@ def resume_here(run: RunDirectory, env: Mapping[str, str]) -> int:
     """Trains on, on this machine, with the frozen configuration and plan."""
     from slurm_train.cli.here import refuse_queued, supervise_here
 
-    plan = read_json(run.plan)
-    if plan is None:
-        raise RunError(f"{run.plan} cannot be read", hint="type the run's first command again")
+    plan = _read_plan(run)
     refuse_queued(run, env)
     run.stop_file.unlink(missing_ok=True)
     return supervise_here(run, load_config(run.config), world_size=int(plan["world"]["size"]), env=env)
+
+
+def _read_plan(run: RunDirectory) -> dict[str, Any]:
+    plan = read_json(run.plan)
+    if plan is None:
+        raise RunError(f"{run.plan} cannot be read", hint="type the run's first command again")
+    return plan

@@ -42,6 +42,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(flags: Words, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, git: GitQuestions | None) -> int:
+    from slurm_train.cli.changes import tell_of_another
     from slurm_train.cli.display import print_plan
     from slurm_train.cli.inputs import refuse_missing_inputs
     from slurm_train.config.compose import compose
@@ -54,16 +55,17 @@ def _run(flags: Words, words: Sequence[str], *, env: Mapping[str, str], cwd: Pat
         return _show_result(plan.run)
     require_writable(plan.run)
     refuse_missing_inputs(plan, cwd=cwd)
+    tell_of_another(plan)
     print_plan(plan)
     source = read_source(plan, cwd, read_answers(git))
     _say_left_out(source)
     if plan.config.cluster is not None:
         from slurm_train.cli.submit import submit
 
-        return submit(plan, source, words=words, env=env)
+        return submit(plan, source, words=words, env=env, accept=flags.accept)
     from slurm_train.cli.here import train_here
 
-    return train_here(plan, source, words=words, env=env)
+    return train_here(plan, source, words=words, env=env, accept=flags.accept)
 
 
 def _say_left_out(source: Source) -> None:

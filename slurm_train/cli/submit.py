@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from slurm_train.cli.changes import weigh
 from slurm_train.cli.display import note
 from slurm_train.cli.liveness import holder_lives, is_active
 from slurm_train.errors import ClusterError, RunError
@@ -18,20 +19,35 @@ from slurm_train.rundir.lookup import read_job
 from slurm_train.slurm.commands import SlurmCommands
 
 
-def submit(plan: RunPlan, source: Source, *, words: Sequence[str], env: Mapping[str, str]) -> int:
+def submit(
+    plan: RunPlan,
+    source: Source | None,
+    *,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    accept: Collection[str] = (),
+) -> int:
     """Submits and prints `<job id> <run directory>`; nothing is written before Slurm would take the job.
+
+    Args:
+        plan: the run.
+        source: its code; None: the snapshot that it has.
+        words: the command line.
+        env: the environment.
+        accept: changes of a run in progress that the person accepts.
 
     Raises:
         ClusterError: no Slurm here, or it refuses the request.
-        RunError: the run is active already.
+        RunError: the run is active already, or it would not be the same training.
     """
     commands = SlurmCommands(env)
     require_slurm(commands)
     script = render_script(plan)
     importing = _import_early()
     refuse_active(plan.run, commands)
+    change = weigh(plan, source, accept=accept)
     require_acceptable(script, commands, plan)
-    write_run_directory(plan, source, script=script)
+    write_run_directory(plan, source, script=script, change=change)
     # A dead process on this machine can be told from here, not from the node that the job starts on.
     clear_dead(plan.run, is_alive=lambda holder: holder_lives(holder, commands))
     importing.join()
@@ -44,7 +60,8 @@ def submit(plan: RunPlan, source: Source, *, words: Sequence[str], env: Mapping[
     print(f"{job_id} {plan.run.path}", flush=True)
     from slurm_train.launch.provenance import write_provenance
 
-    write_provenance(plan.run.provenance, source, words=words)
+    if source is not None:
+        write_provenance(plan.run.provenance, source, words=words)
     return 0
 
 

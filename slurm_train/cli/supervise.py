@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.seal import refused_code
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, EXIT_WRONG_USE, ClusterError, ConfigError, RunError
 from slurm_train.launch.continuation import cancelled_before, submit_continuation
@@ -221,6 +222,8 @@ def _run_step(
             print(text, file=sys.stderr, flush=True)
             log.write(f"{text}\n".encode())
             return EXIT_WRONG_USE
+        if (code := refused_code(run, attempt)) is not None:
+            return code
         return run_step(argv, env=step_env, log=log, is_overdue=lambda: _is_overdue(run, attempt))
 
 

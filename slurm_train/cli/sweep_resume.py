@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from slurm_train.cli.changes import weigh
 from slurm_train.cli.display import note
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.multirun import next_code, plan_arrays
@@ -14,9 +15,13 @@ from slurm_train.cli.sweep_table import SweepRow, chosen, read_rows, summary
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_DONE, RunError
 from slurm_train.launch.array_submission import find_lost_arrays, submit_arrays
-from slurm_train.launch.preparation import Source, plan_source
+from slurm_train.launch.plan import replan_run
+from slurm_train.launch.preparation import Source, link_code, plan_source, put_on_record, write_shared_code
 from slurm_train.launch.provenance import write_provenance
-from slurm_train.launch.snapshot import ask_git, link_snapshot, read_answers, write_snapshot
+from slurm_train.launch.snapshot import ask_git, read_answers
+from slurm_train.rundir.changes import AcceptedChange
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import clear_dead
 from slurm_train.rundir.sweep import SweepDirectory, read_table, submitting
 from slurm_train.slurm.commands import SlurmCommands
@@ -28,7 +33,7 @@ def resume_sweep(
     *,
     only: set[str] | None,
     where: Sequence[str],
-    with_new_code: bool,
+    takes_code: bool,
     words: Sequence[str],
 ) -> int:
     """Continues the chosen runs and returns 0; prints `<array job id> <sweep directory>` per array.
@@ -38,7 +43,7 @@ def resume_sweep(
         env: environment of the caller.
         only: kinds of runs that are meant; None: all that are neither finished nor active.
         where: conditions on their values.
-        with_new_code: the runs take the code of the current directory, for the runs of a mended script.
+        takes_code: the runs take the code of the current directory, for the runs of a mended script.
         words: the command line, for the new code's provenance.
 
     Raises:
@@ -56,7 +61,7 @@ def resume_sweep(
         if not todo:
             raise RunError(f"no run of sweep {sweep.sweep_id} is to be continued: {summary(rows)}", hint="see `status`")
         _require_written(sweep, todo)
-        source = _new_source(todo, cwd=Path.cwd(), env=env) if with_new_code else None
+        source = _new_source(todo, cwd=Path.cwd(), env=env) if takes_code else None
         config = load_config(todo[0].element.run.config)
         if config.cluster is None:
             return _here(sweep, todo, source, words=words, num_parallel=config.sweep.max_parallel or 1, env=env)
@@ -94,16 +99,29 @@ def _prepare(
     words: Sequence[str],
 ) -> None:
     code = next_code(sweep)
+    changes = {} if source is None else _changes_of_code(rows, source)
     if source is not None:
-        write_snapshot(source.directory, source.files, code)
-        write_provenance(code.with_suffix(".json"), source, words=words)
+        write_shared_code(source, code)
+        write_provenance(code.provenance, source, words=words)
     for one in rows:
         run = one.element.run
         run.stop_file.unlink(missing_ok=True)
         clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
         if source is not None:
-            link_snapshot(run.code, code)
-            link_snapshot(run.provenance, code.with_suffix(".json"))
+            if (change := changes.get(run)) is not None:
+                put_on_record(run, change)
+            link_code(run, code)
+
+
+def _changes_of_code(rows: Sequence[SweepRow], source: Source) -> dict[RunDirectory, AcceptedChange]:
+    """Returns what the other code changes in each run that has been trained already."""
+    found = {}
+    for one in rows:
+        run = one.element.run
+        plan = replan_run(load_config(run.config), read_json(run.plan) or {}, run=run, typed=(), env={})
+        if (change := weigh(plan, source, accept={"code"})) is not None:
+            found[run] = change
+    return found
 
 
 def _here(

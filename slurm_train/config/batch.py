@@ -62,6 +62,24 @@ def solve_batch(asked: BatchSection, *, ranks: int) -> BatchPlan:
     return BatchPlan(local_size=rest, ranks=ranks, accumulation=asked.accumulation or 1)
 
 
+def recut_batch(global_size: int, *, ranks: int, local_size: int) -> BatchPlan:
+    """Returns the plan that keeps the global batch on another number of ranks.
+
+    Args:
+        global_size: samples per optimizer step, as before.
+        ranks: data-parallel ranks now.
+        local_size: samples of a micro-batch before, which fitted into memory: there are not more now.
+
+    Raises:
+        BatchError: the global batch cannot be shared by so many ranks.
+    """
+    if global_size % ranks:
+        raise _indivisible(BatchSection(global_size=global_size), ranks, ranks)
+    share = global_size // ranks
+    local = max(size for size in range(1, min(local_size, share) + 1) if share % size == 0)
+    return BatchPlan(local_size=local, ranks=ranks, accumulation=share // local)
+
+
 def _check_all(asked: BatchSection, ranks: int) -> BatchPlan:
     assert asked.local_size and asked.accumulation and asked.global_size
     plan = BatchPlan(local_size=asked.local_size, ranks=ranks, accumulation=asked.accumulation)

@@ -43,6 +43,8 @@ class Words:
     package: str | None = None
     multirun: bool = False
     wait: bool = False
+    accept: tuple[str, ...] = ()
+    """Changes of a run in progress that the person accepts: keys, "config", "code", "data"."""
     help: bool = False
 
 
@@ -54,16 +56,32 @@ def read_words(words: Sequence[str]) -> Words:
     """
     _check_text(words)
     values: dict[str, str | bool] = {}
+    accepted: list[str] = []
     overrides: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if word.startswith("-"):
             name, _, given = word.partition("=")
-            values.update(_read_flag(name, given, rest))
+            if name == "--accept":
+                accepted += read_names(given or (rest.pop(0) if rest else ""))
+            else:
+                values.update(_read_flag(name, given, rest))
         else:
             overrides.append(word)
-    return Words(overrides=overrides, **values)  # type: ignore[arg-type]  # the table below gives each its type
+    return Words(overrides=overrides, accept=tuple(accepted), **values)  # type: ignore[arg-type]  # the table below gives each its type
+
+
+def read_names(text: str) -> list[str]:
+    """Returns the names that follow `--accept`, e.g. "optim.lr,code".
+
+    Raises:
+        ConfigError: there are none.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("the flag --accept needs a value", hint="write --accept optim.lr, or --accept code,data")
+    return names
 
 
 def _check_text(words: Sequence[str]) -> None:
@@ -103,7 +121,7 @@ def _read_flag(name: str, given: str, rest: list[str]) -> dict[str, str | bool]:
         value = given or (rest.pop(0) if rest and rest[0] in _CHOICES["info"] else "all")
         return _checked(name, "info", value)
     if name not in _FLAGS:
-        known = ", ".join(sorted(flag for flag in (*_FLAGS, *_SWITCHES, "--info") if flag.startswith("--")))
+        known = ", ".join(sorted(flag for flag in (*_FLAGS, *_SWITCHES, "--info", "--accept") if flag.startswith("--")))
         raise ConfigError(f"there is no flag {name!r}", hint=f"the flags are {known}; settings are written key=value")
     if not given and not rest:
         raise ConfigError(f"the flag {name} needs a value", hint=f"write {name} VALUE")

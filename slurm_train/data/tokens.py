@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
 from slurm_train.data.encoding import BYTES, Encoding, load_encoding
 from slurm_train.data.permutation import Int64Array
 from slurm_train.data.prepare import TOKENIZER
+from slurm_train.data.presence import fingerprint_of
 from slurm_train.data.shards import ShardIndex, Split, Tokens, map_tokens
 from slurm_train.errors import DataError
 
@@ -73,8 +73,8 @@ class TokenSource:
 
     def fingerprint(self) -> str:
         """Returns a hash over the shards' hashes and the window's length."""
-        hashes = " ".join(shard.xxh3_128 for shard in self.index.splits[self.split].shards)
-        return xxhash.xxh3_128_hexdigest(f"{self.context} {hashes}".encode())
+        hashes = (shard.xxh3_128 for shard in self.index.splits[self.split].shards)
+        return fingerprint_of(hashes, context=self.context)
 
     def batch(self, indices: Int64Array) -> tuple[Tensor, ...]:
         """Returns the windows with these numbers: inputs and targets, each int64 (B, T).

@@ -75,7 +75,7 @@ class LocalRanks:
 def start_local(
     command: Sequence[str], *, run: RunDirectory, attempt: int, num_ranks: int, env: Mapping[str, str]
 ) -> LocalRanks:
-    """Starts the ranks and returns at once.
+    """Starts the ranks in the code snapshot, where there is one, and returns at once.
 
     Args:
         command: the worker's command line.
@@ -93,6 +93,7 @@ def start_local(
         ranks.processes.append(
             subprocess.Popen(
                 command,
+                cwd=run.code if run.code.is_dir() else None,
                 env=rank_env,
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.config.batch import BatchPlan, planned_lr, solve_batch
+from slurm_train.config.batch import BatchPlan, planned_lr, recut_batch, solve_batch
 from slurm_train.config.identity import config_hash
 from slurm_train.config.schema import BatchSection, HealthSection, RunConfig
 from slurm_train.config.structure import to_mapping
@@ -81,20 +81,69 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     # A user's own function or script has a batch of its own; ours would be a made-up number.
     asked = config.batch if config.trains else BatchSection()
     batch = solve_batch(asked, ranks=world.size)
-    full_hash = config_hash(config, global_size=batch.global_size)
     name = default_name(composed) if config.run.name is None else config.run.name
     check_path_part("run.name", name)
     check_path("run.root", config.run.root)
     root = (cwd / Path(config.run.root).expanduser()).resolve()
     check_path("run.root", str(root))
+    run = RunDirectory(root / name / config_hash(config, global_size=batch.global_size)[:8])
+    return _assemble(config, world, batch, run=run, directory=str(cwd))
+
+
+def replan_run(
+    config: RunConfig, before: Mapping[str, Any], *, run: RunDirectory, typed: Collection[str], env: Mapping[str, str]
+) -> RunPlan:
+    """Returns the plan for a run that exists and goes on with another configuration; touches nothing.
+
+    The global batch stays what it was unless it was typed; on another number of ranks it is cut anew. A learning rate
+    that follows the global batch was tuned for the old one.
+
+    Args:
+        config: what the run shall have from now on.
+        before: its `plan.json`.
+        run: where it lies.
+        typed: the keys that were typed.
+        env: environment, for counting local GPUs.
+
+    Raises:
+        ConfigError: an impossible batch or world.
+    """
+    check_degrees(config)
+    world = plan_world(config, env)
+    batch = solve_batch(BatchSection(), ranks=world.size)
+    if config.trains:
+        batch = _solve_again(config.batch, before["batch"], ranks=world.size, typed=typed)
+        if batch.global_size != before["batch"]["global_size"] and _follows_batch(config):
+            tuned_for = int(before.get("lr", {}).get("tuned_for_global_size", before["batch"]["global_size"]))
+            config = replace(config, optim=replace(config.optim, lr_global_size=tuned_for))
+    return _assemble(config, world, batch, run=run, directory=str(before.get("directory", "")))
+
+
+def _follows_batch(config: RunConfig) -> bool:
+    return config.optim.lr_retune != "none" and config.optim.lr_global_size is None
+
+
+def _solve_again(asked: BatchSection, before: Mapping[str, Any], *, ranks: int, typed: Collection[str]) -> BatchPlan:
+    global_size = asked.global_size if "batch.global_size" in typed else None
+    local_size = asked.local_size if "batch.local_size" in typed else None
+    accumulation = asked.accumulation if "batch.accumulation" in typed else None
+    if global_size is None:
+        global_size = int(before["global_size"])
+    if local_size is accumulation is None and global_size > 0:
+        return recut_batch(global_size, ranks=ranks, local_size=int(before["local_size"]))
+    given = replace(asked, global_size=global_size, local_size=local_size, accumulation=accumulation)
+    return solve_batch(given, ranks=ranks)
+
+
+def _assemble(config: RunConfig, world: World, batch: BatchPlan, *, run: RunDirectory, directory: str) -> RunPlan:
     return RunPlan(
         config=config,
         world=world,
         batch=batch,
         lr=planned_lr(config.optim, global_size=batch.global_size),
-        config_hash=full_hash,
-        run=RunDirectory(root / name / full_hash[:8]),
-        directory=str(cwd),
+        config_hash=config_hash(config, global_size=batch.global_size),
+        run=run,
+        directory=directory,
     )
 
 

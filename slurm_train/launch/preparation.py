@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.config.frozen import dump_config
+from slurm_train.config.schema import RunConfig
 from slurm_train.errors import RunError
+from slurm_train.launch.code_index import seal_code
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import SourceState, link_snapshot, plan_snapshot, write_snapshot
-from slurm_train.rundir.files import read_json, write_atomic
+from slurm_train.rundir.changes import AcceptedChange, record_change
+from slurm_train.rundir.files import fsync_directory, fsync_file, read_json, write_atomic
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.private import create_private, make_private, require_private
 
@@ -58,7 +62,11 @@ def plan_source(run: RunDirectory, directory: Path, state: SourceState, *, limit
 
 def uses_own_code(plan: RunPlan) -> bool:
     """Returns whether the run names code that does not ship with this package."""
-    config = plan.config
+    return names_own_code(plan.config)
+
+
+def names_own_code(config: RunConfig) -> bool:
+    """Returns whether a configuration names code that does not ship with this package."""
     targets = [str(part.get("_target_", "")) for part in (config.model, config.data, config.task) if part]
     return config.script is not None or any(not target.startswith("slurm_train.") for target in targets)
 
@@ -78,41 +86,100 @@ def require_writable(run: RunDirectory) -> None:
     require_private(run)
 
 
-def write_run_directory(plan: RunPlan, source: Source, *, script: str | None) -> None:
+def write_run_directory(
+    plan: RunPlan, source: Source | None, *, script: str | None, change: AcceptedChange | None = None
+) -> None:
     """Writes everything that the job reads.
 
     Args:
         plan: the run.
-        source: the code to copy.
+        source: the code to copy; None leaves the snapshot as it is.
         script: text of submit.sh, None for a local run.
+        change: what was accepted in the middle of the run; put on record first, and what it replaces is kept.
     """
-    _make_folders(plan.run)
-    write_snapshot(source.directory, source.files, plan.run.code)
-    _write_files(plan, script)
+    run = plan.run
+    _make_folders(run)
+    if change is not None:
+        put_on_record(run, change)
+    if source is not None:
+        keep = run.before_change(change.number) / "code" if change is not None and change.code else None
+        write_snapshot(source.directory, source.files, run.code, keep=keep)
+        seal_code(run.code, source.files, record=run.code_index)
+    _write_files(plan, script, durable=change is not None)
 
 
-def write_sweep_run(plan: RunPlan, *, code: Path, provenance: Path, script: str | None) -> None:
-    """Writes everything that the job of one run of a sweep reads; the code is shared by the runs of a submission.
+@dataclass(frozen=True, slots=True)
+class SharedCode:
+    """A snapshot that the runs of a submission share; it lies below the same root as they do."""
+
+    path: Path
+
+    @property
+    def provenance(self) -> Path:
+        """Where it came from."""
+        return self.path.with_suffix(".json")
+
+    @property
+    def index(self) -> Path:
+        """Hashes of its files."""
+        return self.path.with_suffix(".files.json")
+
+
+def write_shared_code(source: Source, code: SharedCode) -> None:
+    """Copies the code once for many runs."""
+    write_snapshot(source.directory, source.files, code.path)
+    seal_code(code.path, source.files, record=code.index)
+
+
+def link_code(run: RunDirectory, code: SharedCode) -> None:
+    """Has a run use a shared snapshot from now on."""
+    link_snapshot(run.code, code.path)
+    link_snapshot(run.code_index, code.index)
+    link_snapshot(run.provenance, code.provenance)
+
+
+def write_sweep_run(plan: RunPlan, *, code: SharedCode | None, script: str | None) -> None:
+    """Writes everything that the job of one run of a sweep reads.
 
     Args:
         plan: the run.
-        code: the snapshot, below the same root.
-        provenance: where that snapshot's provenance is, or will be.
+        code: the snapshot; None leaves the run the one that it has.
         script: text of submit.sh, None for a local run.
     """
     _make_folders(plan.run)
-    link_snapshot(plan.run.code, code)
-    link_snapshot(plan.run.provenance, provenance)
-    _write_files(plan, script)
+    if code is not None:
+        link_code(plan.run, code)
+    _write_files(plan, script, durable=False)
 
 
-def _write_files(plan: RunPlan, script: str | None) -> None:
+def _write_files(plan: RunPlan, script: str | None, *, durable: bool) -> None:
     run = plan.run
-    write_atomic(run.config, dump_config(plan.config), durable=False)
-    write_atomic(run.plan, json.dumps(plan.as_json(), indent=2) + "\n", durable=False)
+    write_atomic(run.config, dump_config(plan.config), durable=durable)
+    write_atomic(run.plan, json.dumps(plan.as_json(), indent=2) + "\n", durable=durable)
     if script is not None:
-        write_atomic(run.submit_script, script, durable=False, mode=0o700)
+        write_atomic(run.submit_script, script, durable=durable, mode=0o700)
     run.stop_file.unlink(missing_ok=True)
+
+
+def put_on_record(run: RunDirectory, change: AcceptedChange) -> None:
+    """Keeps what an accepted change is about to replace, and writes the change down; durable when this returns."""
+    _keep_what_was(run, change)
+    record_change(run, change)
+
+
+def _keep_what_was(run: RunDirectory, change: AcceptedChange) -> None:
+    folder = run.before_change(change.number)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in (run.config, run.plan, run.provenance, run.code_index, run.submit_script):
+        if path.exists():
+            shutil.copy2(path, folder / path.name)
+            fsync_file(folder / path.name)
+    if run.code.is_symlink():
+        link_snapshot(folder / run.code.name, run.code.resolve())
+    if run.result.exists():
+        run.result.rename(folder / run.result.name)
+    for place in (folder, folder.parent, run.path):
+        fsync_directory(place)
 
 
 def _make_folders(run: RunDirectory) -> None:

@@ -161,8 +161,15 @@ def _too_large(directory: Path, names: Sequence[str], total: int, limit_mb: int)
     )
 
 
-def write_snapshot(directory: Path, names: Sequence[str], target: Path) -> None:
-    """Copies the files into a fresh folder and puts it in place of an older snapshot."""
+def write_snapshot(directory: Path, names: Sequence[str], target: Path, *, keep: Path | None = None) -> None:
+    """Copies the files into a fresh folder and puts it in place of an older snapshot.
+
+    Args:
+        directory: where they lie.
+        names: the files, relative to it.
+        target: the snapshot.
+        keep: what the older snapshot is called from now on; None: it is removed.
+    """
     fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(mode=0o700)
@@ -174,6 +181,9 @@ def write_snapshot(directory: Path, names: Sequence[str], target: Path) -> None:
         mode = os.stat(fresh / name).st_mode  # noqa: PTH116  # as above
         if mode & 0o077:
             os.chmod(fresh / name, mode & 0o700)  # noqa: PTH101  # as above
+    # The old snapshot of a sweep is shared, and stays where it is.
+    if keep is not None and target.exists() and not target.is_symlink() and not keep.exists():
+        target.rename(keep)
     _remove(target)
     fresh.rename(target)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurm_train.errors import RunError
+from slurm_train.rundir.changes import ledger_facts, read_changes
 from slurm_train.rundir.files import append_line, fsync_directory, read_json, read_lines, write_durable
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.private import make_private
@@ -39,7 +40,11 @@ def open_attempt(run: RunDirectory, start: AttemptStart) -> int:
     The number is taken by creating its file exclusively, so this also works when two jobs start at once.
     """
     run.epochs.mkdir(mode=0o700, exist_ok=True)
-    facts = {"job_id": start.job_id, "restart_count": start.restart_count, "nodes": list(start.nodes)}
+    facts: dict[str, Any] = {
+        "job_id": start.job_id,
+        "restart_count": start.restart_count,
+        "nodes": list(start.nodes),
+    }
     attempt = max(existing_attempts(run), default=-1) + 1
     while True:
         try:
@@ -51,6 +56,7 @@ def open_attempt(run: RunDirectory, start: AttemptStart) -> int:
     fsync_directory(run.epochs)
     make_private(run.attempt_logs(attempt))
     line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts, "world_size": start.world_size}
+    line |= ledger_facts(read_changes(run), read_ledger(run))
     append_line(run.attempts, line, durable=True)
     return attempt
 

@@ -48,6 +48,20 @@ class RunDirectory:
         return self.path / "code"
 
     @property
+    def code_index(self) -> Path:
+        """Size and hash of every file of the snapshot; checked before each attempt."""
+        return self.path / "code.json"
+
+    @property
+    def changes(self) -> Path:
+        """What was changed on purpose in the middle of the run: one line per accepted change."""
+        return self.path / "changes.jsonl"
+
+    def before_change(self, number: int) -> Path:
+        """Folder with the configuration, plan and code as they were before an accepted change."""
+        return self.path / "before" / f"change_{number}"
+
+    @property
     def provenance(self) -> Path:
         """Git state and versions at submission."""
         return self.path / "provenance.json"

@@ -20,16 +20,19 @@ from torch.optim import Optimizer
 from slurm_train.config.batch import BatchPlan
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.seeds import rng_state, set_rng_state
-from slurm_train.errors import DataError
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.train.beside import SavingBeside
+from slurm_train.train.continuity import Continuity
 from slurm_train.train.evaluate import broadcast_buffers
 
 if TYPE_CHECKING:
     from slurm_train.checkpoint.load import Choice
     from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
     from slurm_train.checkpoint.save import Saved
+
+
+_CONFIGURED = ("betas", "eps", "weight_decay")
 
 
 @dataclass(slots=True)
@@ -48,6 +51,13 @@ class Position:
     """The evaluation of this step was broken off by a stop."""
     recent_losses: list[float] = field(default_factory=list)
     """Newest losses, oldest first; only kept where spikes are looked for."""
+    batch_since: tuple[int, int] = (0, 0)
+    """Steps and samples done when the global batch got its present size."""
+
+    def samples_at(self, step: int, *, global_size: int) -> int:
+        """Returns the samples that the run will have seen at a step, as planned."""
+        since_step, since_samples = self.batch_since
+        return since_samples + (step - since_step) * global_size
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,9 +71,10 @@ class Checkpointer:
     keep: int
     model: nn.Module
     optimizer: Optimizer
-    data_fingerprint: str
-    num_samples: int
-    """Samples of one epoch."""
+    continuity: Continuity
+    """Settings, code and data: what makes this the same training as the checkpoints'."""
+    lr: dict[str, Any] = field(default_factory=dict)
+    """Peak learning rate, and how it follows the global batch; for the manifest."""
     job: str = "local"
     beside: SavingBeside | None = None
     """Saves while training goes on; None: every save is waited for."""
@@ -75,6 +86,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: checkpoints exist, but none can be loaded.
+            RunError: settings or code are not those that the checkpoint was trained with.
             DataError: the data set is not the one that the checkpoint was trained on.
         """
         from slurm_train.checkpoint.load import choose_checkpoint
@@ -83,7 +95,7 @@ class Checkpointer:
         choice = choose_checkpoint(self.run.checkpoints, group=dist.group.WORLD)
         if choice is None:
             return Position(), []
-        self._check_data(choice.manifest)
+        accepted = self.continuity.check(choice.manifest)
         self._restore(choice)
         manifest = choice.manifest
         extra = manifest.extra
@@ -96,7 +108,8 @@ class Checkpointer:
             recent_losses=[float(loss) for loss in extra.get("recent_losses", [])],
         )
         notes = [f"passed over {passed.path.name}: {passed.reason}" for passed in choice.passed_over]
-        return position, [*notes, f"resuming from {choice.path.name} (step {position.step})"]
+        position.batch_since = self._batch_since(manifest)
+        return position, [*notes, *accepted, f"resuming from {choice.path.name} (step {position.step})"]
 
     def finish(self) -> None:
         """Waits for a save under way; what became of it is among the `news`."""
@@ -199,24 +212,31 @@ class Checkpointer:
     def _fence(self) -> Callable[[], None]:
         return lambda: check_fence(self.run, self.attempt)
 
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
     def _restore(self, choice: Choice) -> None:
-        from slurm_train.checkpoint.load import load_rank_state, load_tensors
+        from slurm_train.checkpoint.load import load_rank_state, load_tensors, require_fit
         from slurm_train.checkpoint.state import restore_training_state, training_state
 
         state = training_state(self.model, self.optimizer)
+        # What may have been changed on purpose is the configuration's, not the checkpoint's.
+        settings = [{name: group[name] for name in _CONFIGURED if name in group} for group in self._groups]
+        require_fit(choice.path, state["model"])
         load_tensors(choice.path, state, group=dist.group.WORLD)
         restore_training_state(self.model, self.optimizer, state)
-        own = load_rank_state(choice.path, self.place.rank)
-        if own is not None:
-            set_rng_state(own["rng"])
+        for group, own in zip(self._groups, settings, strict=True):
+            group.update(own)
+        rank_state = load_rank_state(choice.path, self.place.rank)
+        if rank_state is not None:
+            set_rng_state(rank_state["rng"])
 
-    def _check_data(self, manifest: Manifest) -> None:
-        if manifest.data_fingerprint != self.data_fingerprint:
-            raise DataError(
-                f"the data set has changed since step {manifest.step}: fingerprint {self.data_fingerprint}, "
-                f"the checkpoint has {manifest.data_fingerprint}",
-                hint="bring the old data back, or start another run with run.name=...",
-            )
+    def _batch_since(self, manifest: Manifest) -> tuple[int, int]:
+        if manifest.batch_plan.get("global_size") != self.plan.global_size:
+            return manifest.step, manifest.samples
+        step, samples = manifest.extra.get("batch_since", (0, 0))
+        return int(step), int(samples)
 
     def _header(self, position: Position) -> CheckpointHeader:
         from slurm_train.checkpoint.manifest import CheckpointHeader
@@ -224,12 +244,12 @@ class Checkpointer:
         return CheckpointHeader(
             step=position.step,
             samples=position.samples,
-            epoch=position.samples // self.num_samples,
+            epoch=position.samples // self.continuity.num_samples,
             world_size=self.place.world_size,
             mesh={"dp_replicate": self.place.world_size},
             batch_plan={**asdict(self.plan), "global_size": self.plan.global_size},
             config_hash=self.run.run_id,
-            data_fingerprint=self.data_fingerprint,
+            data_fingerprint=self.continuity.data,
             torch_version=str(torch.__version__),
             attempt=self.attempt,
             epoch_fence=self.attempt,
@@ -240,5 +260,8 @@ class Checkpointer:
                 "loss": position.loss,
                 "evaluation_due": position.evaluation_due,
                 "recent_losses": position.recent_losses,
+                "batch_since": list(position.batch_since),
+                "lr": self.lr,
+                **self.continuity.as_extra(),
             },
         )

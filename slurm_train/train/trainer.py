@@ -37,6 +37,7 @@ from slurm_train.train.build import (
     set_determinism,
     set_threads,
 )
+from slurm_train.train.continuity import build_continuity
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.flops import flops_per_token, peak_flops
 from slurm_train.train.health import Health, HealthParts, position_after_rollbacks
@@ -138,8 +139,8 @@ def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> t
         batches=build_stream(rank_run, built.train, start_samples=position.samples),
         schedule=build_schedule(
             config.optim,
-            peak_lr=planned_lr(config.optim, global_size=rank_run.start.plan.global_size),
-            total_samples=config.train.max_steps * rank_run.start.plan.global_size,
+            peak_lr=peak_lr(rank_run.start),
+            total_samples=position.samples_at(config.train.max_steps, global_size=rank_run.start.plan.global_size),
         ),
         checkpointer=checkpointer,
         save_pace=build_save_pace(config.checkpoint, run=rank_run.start.run, start_step=position.step),
@@ -155,6 +156,11 @@ def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> t
         ),
     )
     return Loop(parts, pace=build_pace(rank_run), position=position), recorder
+
+
+def peak_lr(start: RankStart) -> float:
+    """Returns the peak learning rate for this run's global batch."""
+    return planned_lr(start.config.optim, global_size=start.plan.global_size)
 
 
 def _collective_timeout_s(config: RunConfig) -> float:
@@ -252,7 +258,8 @@ def build_stream(rank_run: RankRun, source: SampleSource, *, start_samples: int)
 
 def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
     """Returns what saves and restores this run. Collective over all ranks."""
-    settings = rank_run.start.config.checkpoint
+    start = rank_run.start
+    settings, optim = start.config.checkpoint, start.config.optim
     return Checkpointer(
         run=rank_run.start.run,
         place=rank_run.start.place,
@@ -261,8 +268,14 @@ def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
         keep=settings.keep,
         model=built.model,
         optimizer=built.optimizer,
-        data_fingerprint=built.train.fingerprint(),
-        num_samples=len(built.train),
+        continuity=build_continuity(
+            start.run,
+            start.config,
+            global_size=start.plan.global_size,
+            data=built.train.fingerprint(),
+            num_samples=len(built.train),
+        ),
+        lr={"peak": peak_lr(start), "retune": optim.lr_retune, "tuned_for_global_size": optim.lr_global_size},
         job=rank_run.start.job,
         beside=build_saving_beside(rank_run.device, timeout_s=settings.save_timeout_s) if settings.background else None,
     )

@@ -29,6 +29,7 @@ from slurm_train.config.batch import BatchPlan
 from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.train.beside import build_saving_beside
+from slurm_train.train.continuity import Continuity
 from slurm_train.train.saving import Checkpointer, Position
 
 NUM_MATRICES, NUM_VECTORS = 50, 50
@@ -123,8 +124,7 @@ class Bench:
             keep=1,
             model=self.model,
             optimizer=self.optimizer,
-            data_fingerprint="none",
-            num_samples=1000,
+            continuity=Continuity(run=run, settings={}, code="", data="none", num_samples=1000, changes=[]),
             beside=build_saving_beside(torch.device("cpu"), timeout_s=600),
         )
 

@@ -98,9 +98,9 @@ def test_resume_submits_the_chosen_runs_as_one_array(
     assert [path.name for path in sweep.code.iterdir() if path.is_dir()] == ["000"], "the code is the old one"
 
 
-def test_resume_with_new_code_gives_it_to_the_chosen_runs_only(sweep: SweepDirectory, shell: Any) -> None:
+def test_resume_with_accepted_code_gives_it_to_the_chosen_runs_only(sweep: SweepDirectory, shell: Any) -> None:
     (shell.folder / "train.py").write_text("mended = True\n")
-    assert shell.types("resume", sweep.sweep_id, "--only", "failed", "--new-code").code == 0
+    assert shell.types("resume", sweep.sweep_id, "--only", "failed", "--accept", "code").code == 0
     codes = [element.run.code.resolve().name for element in elements(sweep)]
     assert codes == ["000", "000", "001", "000", "000", "000"]
     assert (elements(sweep)[2].run.code / "train.py").exists()

@@ -41,6 +41,7 @@ def test_everything_that_a_job_reads_is_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.path.iterdir()) == [
         "checkpoints",
         "code",
+        "code.json",
         "config.yaml",
         "logs",
         "plan.json",

@@ -18,6 +18,8 @@ def test_the_names_of_the_contract() -> None:
         "plan": "plan.json",
         "submit_script": "submit.sh",
         "code": "code",
+        "code_index": "code.json",
+        "changes": "changes.jsonl",
         "provenance": "provenance.json",
         "job": "job.json",
         "attempts": "attempts.jsonl",

@@ -1,0 +1,89 @@
+"""Words of a command line on top of a configuration that is frozen already: what `resume RUN key=value` does.
+
+The frozen configuration is the truth, so nothing is composed again but a group that is chosen anew: `cluster=2x8`
+gives another size to the cluster that the run had; `model=`, `data=` and a cluster of another name replace theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from slurm_train.config.schema import RunConfig
+from slurm_train.config.structure import build_config, to_mapping, unknown_key_error
+from slurm_train.config.words import Words, prepare_overrides
+from slurm_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+_GROUPS = ("model", "data", "cluster")
+_SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,2})")
+
+
+def apply_words(config: RunConfig, words: Sequence[str], *, config_dir: str | None = None) -> RunConfig:
+    """Returns the configuration with the words' settings in it.
+
+    Args:
+        config: a frozen configuration.
+        words: settings, e.g. ["optim.lr=1e-4", "cluster=2x8"].
+        config_dir: the person's own YAML files.
+
+    Raises:
+        ConfigError: an unknown key or value, or a word that makes no sense for a run that exists.
+    """
+    if not words:
+        return config
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        overrides = OverridesParser.create().parse_overrides(prepare_overrides(words))
+    except HydraException as err:
+        raise ConfigError(" ".join(str(err).split()), hint="settings are written key=value") from err
+    mapping: dict[str, Any] = to_mapping(config)
+    # A group first: settings of its parts are meant for what was chosen.
+    for override in sorted(overrides, key=lambda item: item.key_or_group not in _GROUPS):
+        if override.key_or_group in _GROUPS and "." not in override.key_or_group:
+            _choose(mapping, override, config_dir)
+        else:
+            _set(mapping, override)
+    return build_config(RunConfig, mapping)
+
+
+def _choose(mapping: dict[str, Any], override: Override, config_dir: str | None) -> None:
+    group, choice = override.key_or_group, override.value()
+    if group == "cluster" and choice in (None, "null"):
+        mapping["cluster"] = None
+        return
+    from slurm_train.config.compose import compose
+
+    composed = compose(Words(overrides=[f"{group}={choice}"], config_dir=config_dir)).config
+    chosen = to_mapping(getattr(composed, group))
+    if group == "cluster" and mapping["cluster"] is not None and _SIZE.fullmatch(str(choice)):
+        mapping["cluster"] |= {key: chosen[key] for key in ("nodes", "gpus_per_node")}
+    else:
+        mapping[group] = chosen
+
+
+def _set(mapping: dict[str, Any], override: Override) -> None:
+    key = override.key_or_group
+    if override.is_sweep_override():
+        raise ConfigError(f"{key} has several values; a run that exists has one", hint=f"give one: {key}=VALUE")
+    *parents, last = key.split(".")
+    holder: Any = mapping
+    for index, parent in enumerate(parents):
+        if holder.get(parent) is None:
+            raise ConfigError(
+                f"{key} was set, but the run has no {'.'.join(parents[: index + 1])}",
+                hint="give it a size first: cluster=<nodes>x<GPUs per node>" if parents[0] == "cluster" else "",
+            )
+        holder = holder[parent]
+    if override.is_delete():
+        holder.pop(last, None)
+        return
+    if last not in holder and not override.is_add() and not override.is_force_add():
+        prefix = "".join(f"{parent}." for parent in parents)
+        raise unknown_key_error(key, [f"{prefix}{name}" for name in holder])
+    holder[last] = override.value()
