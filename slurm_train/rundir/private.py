@@ -43,7 +43,7 @@ def require_private(run: RunDirectory) -> None:
     Raises:
         RunError: naming the place, its owner and its mode.
     """
-    own = [run.path, run.code, run.config, run.plan, run.submit_script, run.epochs, run.logs, run.checkpoints]
+    own = [run.path, *_code(run), run.config, run.plan, run.submit_script, run.epochs, run.logs, run.checkpoints]
     for path in (entry for entry in own if os.path.lexists(entry)):
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) or status.st_uid not in _trusted() or _is_open(status):
@@ -54,6 +54,17 @@ def require_private(run: RunDirectory) -> None:
     for path in run.path.parent.parent.parents:
         if os.path.lexists(path) and (status := path.stat()).st_mode & stat.S_IWOTH and not _is_sticky(status):
             raise _refusal(path, status, "anybody could put other files in the place of yours")
+
+
+def _code(run: RunDirectory) -> list[Path]:
+    """Returns the snapshot; where the runs of a sweep share one by a link, that one and the folders above it."""
+    root = run.path.parent.parent.resolve()
+    if not run.code.is_symlink() or run.code.lstat().st_uid not in _trusted():
+        return [run.code]
+    shared = run.code.resolve()
+    if not shared.is_relative_to(root):
+        return [run.code]
+    return [shared, *(folder for folder in shared.parents if folder.is_relative_to(root) and folder != root)]
 
 
 def _others_may_replace(status: os.stat_result) -> bool:

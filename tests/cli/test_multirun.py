@@ -55,7 +55,8 @@ def test_a_run_of_a_sweep_is_the_run_that_it_would_be_alone(shell: Any) -> None:
     shell.types("-m", "+cluster=1x8", "seed=5,6")
     run = read_table(the_sweep(shell.folder))[0].run
     config, plan, script = (path.read_text() for path in (run.config, run.plan, run.submit_script))
-    assert shell.types("+cluster=1x8", "seed=5").out == f"4711 {run.path}\n"
+    done = shell.types("+cluster=1x8", "seed=5")
+    assert done.out == f"4711 {run.path}\n", done.err
     assert (config, plan, script) == tuple(path.read_text() for path in (run.config, run.plan, run.submit_script))
     assert not run.code.is_symlink(), "a run that is submitted alone has its own copy"
     assert (the_sweep(shell.folder).code / "000").is_dir()

@@ -63,6 +63,36 @@ def test_a_run_as_its_user_left_it_is_accepted(run: RunDirectory) -> None:
     require_private(run)
 
 
+@pytest.fixture
+def shared(run: RunDirectory) -> Path:
+    """A snapshot that the run shares with others of its root."""
+    shared = run.path.parent.parent / "sweep" / "code" / "000"
+    make_private(shared)
+    run.code.rmdir()
+    run.code.symlink_to(os.path.relpath(shared, run.path))
+    return shared
+
+
+def test_a_snapshot_shared_below_the_same_root_is_accepted(run: RunDirectory, shared: Path) -> None:
+    require_private(run)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_shared_snapshot_that_others_may_change_is_refused(run: RunDirectory, shared: Path, depth: int) -> None:
+    place = [shared, *shared.parents][depth]
+    place.chmod(0o777)
+    with pytest.raises(RunError, match=f"{place} belongs to"):
+        require_private(run)
+
+
+def test_a_snapshot_linked_to_elsewhere_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+    make_private(tmp_path / "elsewhere")
+    run.code.rmdir()
+    run.code.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=f"{run.code} belongs to"):
+        require_private(run)
+
+
 WRITABLE: list[Callable[[RunDirectory], Path]] = [
     lambda run: run.path.parent.parent,
     lambda run: run.path.parent,
