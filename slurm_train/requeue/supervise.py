@@ -18,6 +18,7 @@ from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.requeue.bad_nodes import last_bad_node, node_of
 from slurm_train.requeue.decision import Decision, Outcome, decide
 from slurm_train.requeue.lost import close_lost, why_restarted
+from slurm_train.requeue.patience import wait_for_the_end
 from slurm_train.rundir.attempts import AttemptStart, check_fence, close_attempt, open_attempt, read_ledger
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
@@ -220,7 +221,7 @@ def _act(decision: Decision, site: Site, exit_code: int) -> int:
     if decision.action == "requeue" and not site.requeue(decision):
         return _hand_over(decision, site)
     if decision.action in ("requeue", "leave"):
-        _wait_for_the_end()
+        wait_for_the_end(lambda: site.requeue(decision))
         return EXIT_REQUEUE
     return exit_code or EXIT_FAILURE
 
@@ -232,10 +233,3 @@ def _hand_over(decision: Decision, site: Site) -> int:
         return EXIT_FAILURE
     say(f"this job cannot be requeued; job {new_id} takes over when it has ended")
     return EXIT_REQUEUE
-
-
-def _wait_for_the_end(limit_s: float = 60.0) -> None:
-    # Slurm kills a requeued job; a script that ends by itself first could be booked as finished.
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        signal.sigtimedwait([signal.SIGINT], 1.0)
