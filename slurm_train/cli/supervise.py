@@ -188,7 +188,8 @@ def _keep_off(node: str, job_id: str, commands: SlurmCommands) -> None:
     # Slurm takes this for a waiting job only, and it may end this process any moment: a wish, not a promise.
     try:
         known = commands.show_job(job_id).get("ExcNodeList", "(null)")
-        commands.exclude_nodes(job_id, node if known in ("(null)", "") else f"{known},{node}")
+        if node not in known.split(","):
+            commands.exclude_nodes(job_id, node if known in ("(null)", "") else f"{known},{node}")
     except ClusterError as err:
         say(f"job {job_id} may get {node} again: {err.message}")
 

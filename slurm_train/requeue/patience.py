@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,6 +15,8 @@ T = TypeVar("T")
 _PATIENCE_S = 120.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
 _CONFIRM_LOOKS = 5
+_WRITTEN_AFTER_S = 7.0
+"""slurmctld writes what has changed into its files within 5 s; until then a crash undoes it."""
 
 
 def with_patience(ask: Callable[[], T], *, limit_s: float = _PATIENCE_S, sleep: Callable[[float], None]) -> T:
@@ -81,3 +84,34 @@ def bring_back(
         return False
 
     return with_patience(ask, limit_s=limit_s, sleep=sleep)
+
+
+def wait_for_the_end(
+    comes_back: Callable[[], bool],
+    *,
+    limit_s: float = 60.0,
+    written_after_s: float = _WRITTEN_AFTER_S,
+    pause_s: float = 2.0,
+) -> None:
+    """Waits until Slurm kills this process, or the requeue is surely in Slurm's own files.
+
+    A script that ends before Slurm has requeued the job is booked as finished. And a slurmctld that is killed right
+    after it requeued the job comes back with the job running, as it has it in its files: then it is asked once more,
+    for as long as this process lives, which is KillWait after the requeue.
+
+    Args:
+        comes_back: whether Slurm says that the job is restarted; requeues it where it says that it is not.
+        limit_s: seconds after which this is given up.
+        written_after_s: seconds that Slurm must have said so.
+        pause_s: seconds between two looks.
+    """
+    begin_s = time.monotonic()
+    sure_s = begin_s + written_after_s
+    while time.monotonic() < begin_s + limit_s:
+        signal.sigtimedwait([signal.SIGINT], min(pause_s, limit_s))
+        asked_s = time.monotonic()
+        answer = comes_back()
+        if answer and asked_s >= sure_s:
+            return
+        if not answer:
+            sure_s = time.monotonic() + written_after_s

@@ -18,6 +18,7 @@ from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.requeue.bad_nodes import last_bad_node, node_of
 from slurm_train.requeue.decision import CANCELLED, Decision, Outcome, decide
 from slurm_train.requeue.lost import close_lost, was_cancelled, why_restarted
+from slurm_train.requeue.patience import wait_for_the_end
 from slurm_train.rundir.attempts import AttemptStart, check_fence, close_attempt, open_attempt, read_ledger
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
@@ -92,7 +93,7 @@ def supervise(
         release_lock(run, site.holder)
     if decision.action == "requeue" and not site.requeue(decision):
         return _hand_over(run, decision, site)
-    return _act(decision, exit_code)
+    return _act(decision, site, exit_code)
 
 
 def _run_attempt(
@@ -218,11 +219,11 @@ def _fruitless_before(run: RunDirectory) -> int:
     return count
 
 
-def _act(decision: Decision, exit_code: int) -> int:
+def _act(decision: Decision, site: Site, exit_code: int) -> int:
     if decision.action == "finish":
         return EXIT_DONE
     if decision.action in ("requeue", "leave"):
-        _wait_for_the_end()
+        wait_for_the_end(lambda: site.requeue(decision))
         return EXIT_REQUEUE
     return exit_code or EXIT_FAILURE
 
@@ -245,10 +246,3 @@ def _hand_over(run: RunDirectory, decision: Decision, site: Site) -> int:
 def _is_cancelled(site: Site, job: dict[str, str] | None) -> bool:
     job_id = site.start.job_id
     return job is not None and job_id is not None and was_cancelled(site.start, job, lambda: site.past_ends(job_id))
-
-
-def _wait_for_the_end(limit_s: float = 60.0) -> None:
-    # Slurm kills a requeued job; a script that ends by itself first could be booked as finished.
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        signal.sigtimedwait([signal.SIGINT], 1.0)

@@ -24,7 +24,7 @@ from slurm_train.rundir.layout import RunDirectory
 from tests.campaigns.on_slurm import PATIENCE_S, Tally, at_work, end_problems, lines_of, newest_attempt, submit, weights
 from tests.campaigns.result import Result
 from tests.support.command_line import Person
-from tests.support.controller_faults import controller_away
+from tests.support.controller_faults import controller_away, kill_wait
 from tests.support.process_faults import kill, rank_pid
 from tests.support.waiting import wait_for
 
@@ -33,6 +33,8 @@ _WORDS = ("+cluster=1x1", f"train.max_steps={_STEPS}", "model.step_s=0.1", "chec
 _NODES = 3
 # A job that slurmctld took on less than five seconds before it was killed is not in its files yet, and is gone.
 _KNOWN_AFTER_S = 6.0
+# Slurm's default. A requeue is forgotten likewise, and the supervisor asks for it again as long as it lives.
+_KILL_WAIT_S = 30
 
 
 def run(*, seed: int, trials: int, folder: Path) -> Result:
@@ -43,7 +45,7 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
     runs: list[RunDirectory] = []
     done: Counter[str] = Counter()
     away: list[float] = []
-    with at_work(folder) as person:
+    with kill_wait(plan, _KILL_WAIT_S), at_work(folder) as person:
         golden = weights(submit(person, "golden", *_WORDS)[1])
         current: dict[int, RunDirectory] = {}
         while tally.trials < trials:

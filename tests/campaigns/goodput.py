@@ -31,7 +31,7 @@ _WORDS = (
 _MINUTE_S = 60.0
 _PROMISED = 0.90
 _BACK_WITHIN_S = 45.0
-CAUSES = ("start_s", "data_wait_s", "checkpoint_stall_s", "evaluate_s", "lost_work_s")
+_NO_CAUSE = {"step_s", "queue_s", "time_unix_s", "end_time_unix_s"}
 
 
 def run(*, seed: int, trials: int, folder: Path) -> Result:
@@ -89,9 +89,10 @@ def find(run: RunDirectory, rank: int) -> int | None:
 def figures(ledger: Sequence[Mapping[str, Any]], failures: int) -> dict[str, str]:
     """Returns goodput, and what each failure cost by cause."""
     measured = goodput(ledger)
-    sums = {cause: sum(float(entry.get(cause, 0.0)) for entry in ledger) for cause in CAUSES}
+    causes = {name for entry in ledger for name in entry if name.endswith("_s")} - _NO_CAUSE
+    sums = {name: sum(float(entry.get(name, 0.0)) for entry in ledger) for name in sorted(causes)}
     steps_s = sum(float(entry.get("step_s", 0.0)) for entry in ledger)
-    rest_s = measured.allocated_s - steps_s - sum(sums.values()) + sums["lost_work_s"]
+    rest_s = measured.allocated_s - steps_s - sum(sums.values()) + sums.get("lost_work_s", 0.0)
     each = {**sums, "end_and_detection_s": rest_s}
     words = [f"{name.removesuffix('_s').replace('_', ' ')} {seconds / failures:.2f}" for name, seconds in each.items()]
     return {

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.requeue.patience import bring_back, with_patience
+from slurm_train.requeue.patience import bring_back, wait_for_the_end, with_patience
 from slurm_train.slurm.commands import ControllerAway
 from tests.fakes.slurm_commands import FakeSlurmCommands
 
@@ -68,3 +69,27 @@ def test_a_refusal_is_final() -> None:
     commands = FakeSlurmCommands()
     with pytest.raises(ClusterError, match="Invalid job id"):
         bring(commands)
+
+
+def test_waiting_for_the_end_gives_up() -> None:
+    wait_for_the_end(lambda: False, limit_s=0.01)
+
+
+def test_a_requeue_that_slurm_has_surely_written_down_frees_the_nodes() -> None:
+    """KillWait, which would end the script otherwise, is half a minute at most sites."""
+    answers: list[bool] = []
+    wait_for_the_end(lambda: not answers.append(True), written_after_s=0.03, pause_s=0.01)
+    assert 3 <= len(answers) <= 10
+
+
+def test_a_requeue_that_a_killed_slurmctld_has_forgotten_is_asked_for_again() -> None:
+    """It has the job running in its files when it comes back; `requeue` looks first and asks where it must."""
+    said = iter([True, False, False])
+    asked: list[float] = []
+
+    def comes_back() -> bool:
+        asked.append(time.monotonic())
+        return next(said, True)
+
+    wait_for_the_end(comes_back, written_after_s=0.03, pause_s=0.01)
+    assert len(asked) >= 5 and asked[-1] - asked[2] >= 0.03

@@ -89,7 +89,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World(RunDirectory(tmp_path))
-    monkeypatch.setattr(module, "_wait_for_the_end", lambda: world.events.append("wait"))
+    monkeypatch.setattr(module, "wait_for_the_end", lambda _comes_back: world.events.append("wait"))
     yield world
     assert read_holder(world.run) in (None, OTHER), "the lock is given back, whatever happened"
 
@@ -368,7 +368,3 @@ def test_the_supervisor_outlives_the_signals_that_stop_the_ranks() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def test_waiting_for_the_end_gives_up() -> None:
-    module._wait_for_the_end(limit_s=0.01)

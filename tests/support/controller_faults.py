@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,22 @@ def controller_away(plan: ClusterPlan) -> Iterator[None]:
         yield
     finally:
         start_daemon(plan, daemon=central_daemon(plan, name="slurmctld"))
+
+
+@contextmanager
+def kill_wait(plan: ClusterPlan, seconds: int) -> Iterator[None]:
+    """Gives what Slurm ends more time before it is killed; most sites have Slurm's default of 30 s."""
+    before = plan.slurm_conf.read_text()
+    try:
+        _configure(plan, re.sub(r"(?m)^KillWait=.*$", f"KillWait={seconds}", before))
+        yield
+    finally:
+        _configure(plan, before)
+
+
+def _configure(plan: ClusterPlan, text: str) -> None:
+    plan.slurm_conf.write_text(text)
+    subprocess.run(["scontrol", "reconfigure"], check=True, timeout=60)
 
 
 @contextmanager
