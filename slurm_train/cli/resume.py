@@ -17,6 +17,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.errors import ClusterError, RunError
 from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.preparation import record_job
+from slurm_train.launch.resources import renewed_warning
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import clear_dead
@@ -62,7 +63,8 @@ def resubmit(run: RunDirectory, env: Mapping[str, str]) -> int:
     clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
     from slurm_train.launch.submission import submit_script
 
-    job_id = submit_script(script, folder=run.logs / "submitted", env=env)
+    flags = renewed_warning(load_config(run.config), run)
+    job_id = submit_script(script, folder=run.logs / "submitted", env=env, flags=flags)
     record_job(run, job_id)
     note(f"submitted again; it continues from the newest verified checkpoint in {run.checkpoints}")
     print(f"{job_id} {run.path}", flush=True)

@@ -1,4 +1,4 @@
-"""The one place that runs squeue, sacct, scontrol, scancel, sinfo and `sbatch --test-only`.
+"""The one place that runs squeue, sacct, scontrol, scancel, sinfo, sacctmgr and `sbatch --test-only`.
 
 Commands get argument lists, a scrubbed environment and a time limit. What they print is parsed by the pure modules
 beside this one, each imported by the method that needs it: a submission pays for one of them. A command that is
@@ -152,6 +152,28 @@ class SlurmCommands:
         from slurm_train.slurm.records import parse_config
 
         return parse_config(self._run(["scontrol", "show", "config"]))
+
+    def show_partition(self, name: str) -> dict[str, str]:
+        """Returns the fields of `scontrol show partition`, e.g. {"GraceTime": "0", "PreemptMode": "REQUEUE", ...}.
+
+        Raises:
+            ClusterError: there is none of that name, or no answer.
+        """
+        from slurm_train.slurm.records import parse_job
+
+        return parse_job(self._run(["scontrol", "show", "partition", name]))
+
+    def show_qos(self, name: str) -> dict[str, str]:
+        """Returns {"GraceTime": "00:00:15", "PreemptMode": "requeue"} of a QOS; empty where there is no accounting."""
+        columns = ("GraceTime", "PreemptMode")
+        try:
+            done = self._call(
+                ["sacctmgr", "-n", "-P", "show", "qos", "where", f"name={name}", f"format={','.join(columns)}"]
+            )
+        except ClusterError:
+            return {}
+        lines = done.stdout.splitlines()
+        return dict(zip(columns, lines[0].split("|"), strict=False)) if lines and not done.return_code else {}
 
     def cancel(self, job_ids: Iterable[str]) -> None:
         """Cancels jobs; those that have ended already are no error.

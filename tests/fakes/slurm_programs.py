@@ -18,7 +18,8 @@ _PROGRAMS = {
 if [ "$1" = --test-only ]; then
   cp "$2" {here}/tested.sh; cat {here}/verdict >&2; exit "$(cat {here}/verdict_code)"
 fi
-cp "$2" {here}/submitted.sh; env > {here}/submitted_env; cat {here}/job_id
+for last; do :; done
+cp "$last" {here}/submitted.sh; echo "$@" > {here}/submitted_words; env > {here}/submitted_env; cat {here}/job_id
 """,
     "squeue": "[ -e {here}/squeue_fails ] && {{ echo 'slurm_load_jobs error' >&2; exit 1; }}; cat {here}/squeue.out\n",
     "sacct": "[ -e {here}/sacct_fails ] && {{ echo 'accounting is disabled' >&2; exit 1; }}; cat {here}/sacct.out\n",
@@ -74,6 +75,6 @@ class SlurmPrograms:
         (self.folder / "verdict_code").write_text("1")
 
     def said(self, name: str) -> str | None:
-        """Returns what a program noted: "cancelled", "submitted.sh", "submitted_env" or "tested.sh"."""
+        """Returns what a program noted: "cancelled", "tested.sh", "submitted.sh", "..._words", "..._env"."""
         file = self.folder / name
         return file.read_text() if file.exists() else None
