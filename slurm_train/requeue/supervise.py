@@ -17,7 +17,7 @@ from typing import Any
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.requeue.bad_nodes import last_bad_node, node_of
-from slurm_train.requeue.decision import Decision, Outcome, decide
+from slurm_train.requeue.decision import Decision, Outcome, decide, may_be_cancelled, slurm_reason
 from slurm_train.requeue.lost import close_lost, why_restarted
 from slurm_train.rundir.attempts import AttemptStart, check_fence, close_attempt, open_attempt, read_ledger
 from slurm_train.rundir.events import read_events
@@ -86,6 +86,10 @@ def supervise(
         if run.result.exists():
             say(f"{run.path} is finished already; see {run.result}")
             return EXIT_DONE
+        if run.stop_file.exists():
+            # `cancel` leaves it, so that no job that was already on its way takes the run up again.
+            say(f"{run.stop_file} is there, so nothing is started; `resume {run.run_id}` continues the run")
+            return EXIT_FAILURE
         while True:
             exit_code, decision = _run_attempt(run, settings, site, launch, is_own_code=is_own_code)
             if decision.action != "relaunch":
@@ -176,6 +180,9 @@ def _decide(run: RunDirectory, settings: RequeueSection, site: Site, attempt: in
     if decision.action == "relaunch" and not site.clear(attempt):
         note = f"{cause}; what is left of the ranks does not end, so the job is requeued"
         return replace(decision, action="requeue", note=note)
+    if end.job is not None and decision.action == "requeue" and may_be_cancelled(end.job) and _is_cancelled(site):
+        note = "the job was cancelled while it was being preempted; `resume` continues the run"
+        return Decision("cancelled", "stop", note)
     if decision.reason == "requeued" and (job_id := site.start.job_id) is not None:
         why = why_restarted(site.start, site.past_ends(job_id))
         if why == "preempted":
@@ -183,6 +190,12 @@ def _decide(run: RunDirectory, settings: RequeueSection, site: Site, attempt: in
         if why == "node_failure":
             return replace(decision, reason="node_failure", note=f"a node was lost; {decision.note}")
     return decision
+
+
+def _is_cancelled(site: Site) -> bool:
+    """Whether accounting calls this start of the job cancelled."""
+    ends = site.past_ends(site.start.job_id) if site.start.job_id is not None else ()
+    return len(ends) > site.start.restart_count and ends[site.start.restart_count] == "CANCELLED"
 
 
 def _failed_on(run: RunDirectory, site: Site, attempt: int) -> str:
@@ -238,11 +251,22 @@ def _act(decision: Decision, site: Site, exit_code: int) -> int:
     if decision.action == "finish":
         return EXIT_DONE
     if decision.action == "requeue" and not site.requeue(decision):
+        if _was_cancelled_meanwhile(site):
+            say("the job was cancelled meanwhile; `resume` continues the run")
+            return EXIT_FAILURE
         return _hand_over(decision, site)
     if decision.action in ("requeue", "leave"):
         _wait_for_the_end()
         return EXIT_REQUEUE
     return exit_code or EXIT_FAILURE
+
+
+def _was_cancelled_meanwhile(site: Site) -> bool:
+    """Whether somebody cancelled the job after the ranks had ended: the careful form of requeue does nothing then."""
+    job = site.show_job()
+    if job is None or int(job.get("Restarts", "0")) > site.start.restart_count:
+        return False
+    return slurm_reason(job, site.start.restart_count) == "cancelled" or (may_be_cancelled(job) and _is_cancelled(site))
 
 
 def _hand_over(decision: Decision, site: Site) -> int:

@@ -208,7 +208,7 @@ class SlurmCommands:
         Raises:
             ClusterError: it does not say.
         """
-        return _num_restarts(self.show_job(job_id))
+        return restarts_of(self.show_job(job_id))
 
     def requeue(self, job_id: str, *, is_over: bool = False) -> None:
         """Asks Slurm to requeue a job unless it was cancelled; read `restarts` back to see whether that happened.
@@ -367,8 +367,13 @@ def _has_ended(stderr: str) -> bool:
     return all("invalid job id" in line or "already completing or completed" in line for line in lines)
 
 
-def _num_restarts(fields: Mapping[str, str]) -> int:
-    text = fields.get("Restarts", "")
+def restarts_of(job: Mapping[str, str]) -> int:
+    """Returns how often Slurm has restarted a job, from its record.
+
+    Raises:
+        ClusterError: it does not say.
+    """
+    text = job.get("Restarts", "")
     if not text.isdigit():
         raise ClusterError(f"scontrol does not say how often the job was restarted: Restarts={text!r}")
     return int(text)

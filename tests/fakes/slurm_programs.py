@@ -56,9 +56,10 @@ class SlurmPrograms:
         return f"{self.folder}:{os.environ['PATH']}"
 
     def queue(self, job_id: str, word: str, *, reason: str = "None", nodes: str = "") -> None:
-        """Puts a job into what squeue prints."""
+        """Adds a job to what squeue prints; the newest word about a job counts."""
         line = _SQUEUE.format(job_id=job_id, word=word, reason=reason, nodes=nodes)
-        (self.folder / "squeue.out").write_text(f"{line}\n")
+        with (self.folder / "squeue.out").open("a") as file:
+            file.write(f"{line}\n")
 
     def account(self, job_id: str, word: str, *, nodes: str = "") -> None:
         """Puts a job into what sacct prints."""

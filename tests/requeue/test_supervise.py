@@ -163,8 +163,11 @@ def test_ranks_that_fail_fail_the_job(code: int, expected: int, world: World) ->
 
 
 def test_a_stop_file_stops(world: World) -> None:
-    world.run.stop_file.touch()
-    assert world.supervise(world.ranks(75)) == 75
+    def launch(attempt: int) -> int:
+        world.run.stop_file.touch()
+        return world.ranks(75)(attempt)
+
+    assert world.supervise(launch) == 75
     assert (ledger_line(world)["reason"], world.events) == ("stopped", ["launch 0"])
 
 
