@@ -49,7 +49,7 @@ SUBMITIT = {"launch.submission"}
 SLURM_COMMANDS = ("squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "srun", "sacctmgr", "salloc")
 # Only these may hold a Slurm command as a word of a command line.
 COMMAND_WORDS = {
-    "slurm.commands": {"squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch"},
+    "slurm.commands": {"squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "sacctmgr"},
     "launch.submission": {"sbatch"},
     "launch.script": {"srun"},
     "launch.visibility": {"srun"},

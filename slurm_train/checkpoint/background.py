@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -44,9 +45,13 @@ class BackgroundSaver:
     """Runs one piece of work after the other in its thread, which lives as long as the process.
 
     A daemon: a process that ends on an error does not wait for it, and what it wrote so far is nobody's checkpoint.
+
+    Args:
+        clock: seconds that never run backwards.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._works: SimpleQueue[tuple[Callable[[], object], Future[object]]] = SimpleQueue()
         self._preparation: Future[object] | None = None
         self._save: tuple[int, float, Future[object]] | None = None
@@ -60,11 +65,15 @@ class BackgroundSaver:
     def start(self, work: Callable[[], Saved], *, step: int) -> None:
         """Begins a save; the one before must have been taken note of with `wait` or `poll`."""
         assert self._save is None, f"the save of step {self._save[0]} is under way"
-        self._save = (step, time.monotonic(), self._hand_over(work))
+        self._save = (step, self._clock(), self._hand_over(work))
 
     def poll(self) -> Outcome | None:
         """Returns how the save ended, once; None while it runs or where there is none."""
         return self.wait() if self._save is not None and self._save[2].done() else None
+
+    def is_done_within(self, limit_s: float) -> bool:
+        """Waits for the save under way, but not longer, and returns whether it has ended, or there was none."""
+        return self._save is None or not wait_for_all([self._save[2]], timeout=limit_s).not_done
 
     def wait(self) -> Outcome | None:
         """Returns how the save ended, when it has; None where there is none. Waits for a preparation too."""
@@ -80,7 +89,7 @@ class BackgroundSaver:
             raise error
         result = error or future.result()
         assert isinstance(result, (Saved, Exception))
-        return Outcome(step, result, time.monotonic() - started_s)
+        return Outcome(step, result, self._clock() - started_s)
 
     def _hand_over(self, work: Callable[[], object]) -> Future[object]:
         future: Future[object] = Future()

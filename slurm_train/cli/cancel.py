@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from slurm_train.cli.arguments import RUN_HELP, build_run_parser
 from slurm_train.cli.display import note
 from slurm_train.cli.liveness import is_active
 from slurm_train.errors import RunError
+from slurm_train.launch.preparation import continued_job
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import process_lives, read_holder
 from slurm_train.rundir.lookup import find_runs, read_job
@@ -57,10 +59,20 @@ def cancel(run: RunDirectory, commands: SlurmCommands) -> None:
         _stop_here(run, holder.host, holder.pid)
         return
     record = read_job(run)
-    if record is None or not commands.is_available() or not is_active(record.job_id, commands):
+    jobs = [] if record is None or not commands.is_available() else _active_jobs(run, record.job_id, commands)
+    if not jobs:
         raise RunError(f"{run.name}/{run.run_id} is neither queued nor running", hint="`status` shows what is")
-    commands.cancel([record.job_id])
-    note(f"cancelled job {record.job_id} of {run.name}/{run.run_id}; `resume {run.run_id}` continues it")
+    # A job that ends may be submitting the one that takes over; that one finds the file and does not begin.
+    with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
+        run.stop_file.touch()
+    commands.cancel(jobs)
+    note(f"cancelled job {', '.join(jobs)} of {run.name}/{run.run_id}; `resume {run.run_id}` continues it")
+
+
+def _active_jobs(run: RunDirectory, newest: str, commands: SlurmCommands) -> list[str]:
+    """Returns the run's newest job, and the one that it waits for to take over, as far as they are active."""
+    before = continued_job(run, newest)
+    return [job_id for job_id in (newest, before) if job_id is not None and is_active(job_id, commands)]
 
 
 def _stop_here(run: RunDirectory, host: str, pid: int) -> None:

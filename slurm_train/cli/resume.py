@@ -27,6 +27,7 @@ from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.code_index import require_sealed
 from slurm_train.launch.plan import replan_run
 from slurm_train.launch.preparation import read_source, record_job
+from slurm_train.launch.resources import renewed_warning
 from slurm_train.launch.snapshot import ask_git, read_answers
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
@@ -178,9 +179,9 @@ def resubmit(run: RunDirectory, env: Mapping[str, str]) -> int:
     clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
     from slurm_train.launch.submission import submit_script
 
-    cluster = load_config(run.config).cluster
-    export = cluster.export if cluster else ()
-    job_id = submit_script(script, folder=run.logs / "submitted", env=env, export=export)
+    config = load_config(run.config)
+    export, flags = config.cluster.export if config.cluster else (), renewed_warning(config, run)
+    job_id = submit_script(script, folder=run.logs / "submitted", env=env, export=export, flags=flags)
     record_job(run, job_id)
     note(f"submitted again; it continues from the newest verified checkpoint in {run.checkpoints}")
     print(f"{job_id} {run.path}", flush=True)

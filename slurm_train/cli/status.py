@@ -20,7 +20,7 @@ from slurm_train.rundir.lock import process_lives, read_holder
 from slurm_train.rundir.lookup import find_runs, read_job
 from slurm_train.rundir.progress import newest_training_line
 from slurm_train.rundir.sweep import find_sweep
-from slurm_train.rundir.timing import goodput
+from slurm_train.rundir.timing import Goodput, goodput
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.nodelist import parse_nodelist
 from slurm_train.slurm.records import JobState
@@ -33,6 +33,19 @@ examples:
   python -m slurm_train status 3f9a1c07 --json
   python -m slurm_train status 9b1c44e0          a sweep: its runs with the values that differ
 """
+
+
+_LOSSES = {
+    "start_s": "starting processes",
+    "rendezvous_s": "ranks waiting for each other at the start",
+    "load_s": "loading checkpoints",
+    "compile_s": "the pass before the first step",
+    "data_wait_s": "waiting for data",
+    "checkpoint_stall_s": "saving",
+    "evaluate_s": "evaluations",
+    "lost_work_s": "steps done again",
+    "end_s": "ending",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +93,13 @@ def _print_goodput(run: RunDirectory) -> None:
     if measured.productive_s > 0:
         print(
             f"goodput {measured.share:.0%}: {measured.productive_s:,.0f} s of steps that count "
-            f"in {measured.allocated_s:,.0f} s of allocation (attempts that have ended)"
+            f"in {measured.allocated_s:,.0f} s of allocation (attempts that have ended){_biggest_loss(measured)}"
         )
+
+
+def _biggest_loss(measured: Goodput) -> str:
+    cause, seconds = next(iter(measured.losses_s.items()), ("", 0.0))
+    return f"; most was lost to {_LOSSES.get(cause, cause)}: {seconds:,.0f} s" if seconds > 0 else ""
 
 
 def _parser() -> argparse.ArgumentParser:

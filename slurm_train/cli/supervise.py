@@ -22,6 +22,7 @@ from slurm_train.launch.visibility import require_seen_by_all
 from slurm_train.requeue.decision import Decision
 from slurm_train.requeue.patience import bring_back, with_patience
 from slurm_train.requeue.supervise import Site, ignore_stop_signals, say, supervise
+from slurm_train.requeue.timekeeper import ReadNotice, keeping_time
 from slurm_train.requeue.watch import hang_of, limits_of, watching
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.heartbeat import Beat
@@ -29,10 +30,12 @@ from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import this_process
 from slurm_train.rundir.lookup import read_job
 from slurm_train.rundir.marks import first_mark
+from slurm_train.rundir.notice import Notice
 from slurm_train.rundir.private import create_private, require_private
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import is_job_variable
+from slurm_train.slurm.preemption import duration_s, end_and_limit, grace_s
 from slurm_train.slurm.records import queue_seconds
 from slurm_train.slurm.step_errors import violent_end
 
@@ -52,10 +55,14 @@ def main(words: Sequence[str]) -> int:
         record_job(run, allocation.requeue_id)
 
     commands, limits = SlurmCommands(env), limits_of(config)
+    read = _notice_reader(allocation.requeue_id, commands)
 
     def launch(attempt: int) -> int:
         end = partial(_kill_steps, commands)
-        with watching(run, attempt, limits=limits, world_size=allocation.num_tasks, end_ranks=end):
+        with (
+            keeping_time(run, attempt, read=read),
+            watching(run, attempt, limits=limits, world_size=allocation.num_tasks, end_ranks=end),
+        ):
             size, nodes = allocation.num_tasks, allocation.nodes
             return _run_step(run, command, attempt=attempt, nodes=nodes, world_size=size, env=env)
 
@@ -98,6 +105,26 @@ def _site(run: RunDirectory, allocation: Allocation, env: Mapping[str, str], *, 
         queue_s=_queue_s(job_id, env),
         can_relaunch=True,
     )
+
+
+def _notice_reader(job_id: str, commands: SlurmCommands) -> ReadNotice:
+    """Returns what asks Slurm when the job ends; how the site ends jobs does not change and is asked once."""
+    site: dict[str, float | None] = {}
+
+    def read() -> Notice:
+        job = commands.show_job(job_id)
+        if not site:
+            settings = commands.show_config()
+            site["kill_wait_s"] = duration_s(settings.get("KillWait", ""))
+            site["grace_s"] = grace_s(
+                settings.get("PreemptType", ""),
+                qos=commands.show_qos(job.get("QOS", "")),
+                partition=commands.show_partition(job.get("Partition", "")),
+            )
+        end_unix_s, limit_s = end_and_limit(job)
+        return Notice(end_unix_s=end_unix_s, limit_s=limit_s, **site)
+
+    return read
 
 
 def _kill_steps(commands: SlurmCommands, beats: Mapping[int, Beat]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
 from slurm_train.requeue.orphan import Ties, watch
-from slurm_train.requeue.signals import StopFlag, install
+from slurm_train.requeue.signals import StopFlag, hold_continue, install, release_continue, was_continued
 
 if TYPE_CHECKING:
     from slurm_train.config.schema import RunConfig
@@ -29,6 +29,7 @@ def main(words: Sequence[str]) -> NoReturn:
     parent = os.getppid()
     stop = StopFlag()
     install(stop)
+    hold_continue()
     if len(words) != 1:
         raise RunError(f"worker takes one run directory, found {list(words)}", hint="worker RUN_DIR")
     path, env = Path(words[0]), dict(os.environ)
@@ -144,10 +145,13 @@ def _start_heartbeat(
     run: RunDirectory, attempt: int, config: RunConfig, place: RankPlace, env: Mapping[str, str]
 ) -> Heartbeat:
     from slurm_train.requeue.watch import limits_of
+    from slurm_train.rundir.clock import AwakeClock
     from slurm_train.rundir.heartbeat import BeatSource, Heartbeat
 
-    heartbeat = Heartbeat()
-    if config.trains:
+    heartbeat = Heartbeat(clock=AwakeClock(was_continued=was_continued))
+    if not config.trains:
+        release_continue()
+    else:
         # All that the trainer writes is private; a user's own code keeps the umask of its user.
         os.umask(0o077)
         job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")

@@ -85,9 +85,9 @@ class TrainSection:
     samples_digest: bool = False
     """Logs an order-free digest of the sample indices that the ranks consumed, for proofs of exactness."""
     start_timeout_s: float = 600.0
-    """Time-out of collectives until the first step is done (rendezvous, compile)."""
+    """Time-out of the rendezvous, and of what comes before the end of the first step (compile)."""
     steady_timeout_s: float = 300.0
-    """Time-out of collectives after the first step."""
+    """Time-out of collectives after the first step, where nobody watches the ranks (`health.hang_timeout_s`)."""
     threads: int | None = None
     """CPU threads of torch per rank; default: cores of this rank, at least 1."""
     sample_tokens: int = 0
@@ -148,8 +148,9 @@ class RequeueSection:
 
     enabled: bool = True
     """Ask Slurm to run the job again after preemption, a time limit or a lost node."""
-    warn_before_limit_s: int = 120
-    """Lead of the warning signal before the time limit (Slurm may send it up to 60 s earlier)."""
+    warn_before_limit_s: int | Literal["auto"] = "auto"
+    """Lead of the warning signal before the time limit (Slurm may send it up to 60 s earlier); auto: from what the
+    run's saves and steps have taken, 120 s before anything is measured. The ranks look at the clock themselves, too."""
     max_fruitless_failures: int = 3
     """Failures in a row without a new step after which the run is left alone; preemptions and limits never count."""
     controller_patience_s: int = 120

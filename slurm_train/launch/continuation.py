@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from slurm_train.config.frozen import load_config
 from slurm_train.errors import ClusterError
 from slurm_train.launch.preparation import continued_job, record_job
+from slurm_train.launch.resources import renewed_warning
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.states import Phase
@@ -26,6 +28,8 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: str, env: Ma
     if not run.submit_script.is_file():
         raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
     flags = [f"--dependency=afterany:{job_id}", *([f"--exclude={exclude}"] if exclude else [])]
+    # Meanwhile the run has measured what its stop takes.
+    flags += renewed_warning(load_config(run.config), run)
     script = run.submit_script.read_text(encoding="utf-8")
     # What travelled into this job was chosen when it was submitted, and travels on.
     new_id = submit_script(script, folder=run.logs / "submitted", env=env, flags=flags, export=tuple(env))

@@ -11,6 +11,8 @@ from typing import Any
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.launch.plan import RunPlan
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.notice import warning_lead_s
 
 Flags = dict[str, str | bool]
 STEP_NAME = "attempt_{attempt}"
@@ -75,9 +77,22 @@ def sbatch_flags(plan: RunPlan) -> Flags:
         # A site's JobRequeue may be either; say it always.
         ("requeue" if plan.config.requeue.enabled else "no-requeue"): True,
         # No "B:": the warning goes to the ranks. USR2, since NCCL may catch USR1.
-        "signal": f"USR2@{plan.config.requeue.warn_before_limit_s}",
+        "signal": warning_signal(plan.config, plan.run),
     }
     return flags | _own_flags(cluster.sbatch, "cluster.sbatch", _PROTECTED_SBATCH)
+
+
+def renewed_warning(config: RunConfig, run: RunDirectory) -> list[str]:
+    """Returns words for sbatch that renew a script's --signal, where its lead is ours to say; they win over it."""
+    is_ours = config.cluster is not None and config.requeue.warn_before_limit_s == "auto"
+    return [f"--signal={warning_signal(config, run)}"] if is_ours else []
+
+
+def warning_signal(config: RunConfig, run: RunDirectory) -> str:
+    """Returns the value of sbatch's --signal, e.g. "USR2@120": a lead from what the run has measured, if it has."""
+    minutes = _cluster(config).time_limit_min
+    limit_s = None if minutes is None else 60.0 * minutes
+    return f"USR2@{warning_lead_s(config.requeue.warn_before_limit_s, run, limit_s=limit_s)}"
 
 
 def srun_flags(plan: RunPlan) -> Flags:

@@ -87,10 +87,11 @@ def decide(outcome: Outcome) -> Decision:
 
 
 def _reason(outcome: Outcome) -> Reason:
+    by_slurm = slurm_reason(outcome.job, outcome.restart_count) if outcome.job is not None else None
     if outcome.stop_asked:
-        return "stopped"
+        # `cancel` leaves a STOP file as well.
+        return "cancelled" if by_slurm == "cancelled" else "stopped"
     if outcome.job is not None:
-        by_slurm = slurm_reason(outcome.job, outcome.restart_count)
         if by_slurm == "requeued" and outcome.cause.startswith(NODE_FAILURE):
             return "node_failure"
         if by_slurm is not None:
@@ -104,22 +105,34 @@ def _reason(outcome: Outcome) -> Reason:
 
 
 def slurm_reason(job: Mapping[str, str], restart_count: int) -> Reason | None:
-    """Returns what a job's record says of its end, None where it says nothing.
+    """Returns why a job ends, or ended, from its record alone; None where nothing is on record.
 
     Args:
-        job: `scontrol show job`.
-        restart_count: restarts of the job when it began.
+        job: `scontrol show job` as a mapping.
+        restart_count: restarts of the job when the attempt began.
     """
     state = job.get("JobState", "")
-    if job.get("PreemptTime", "None") not in ("None", "Unknown", ""):
+    if state == "CANCELLED":
+        # Also one that was being preempted when its user cancelled it.
+        return "cancelled"
+    if _is_preempted(job):
         return "preempted"
-    if job.get("Reason") == "TimeLimit":
+    if is_over_its_limit(job):
         return "time_limit"
     if int(job.get("Restarts", "0")) > restart_count:
         return "requeued"
-    if state in ("COMPLETING", "CANCELLED"):
+    if state == "COMPLETING":
         return "cancelled"
     return None
+
+
+def _is_preempted(job: Mapping[str, str]) -> bool:
+    return job.get("PreemptTime", "None") not in ("None", "Unknown", "")
+
+
+def is_over_its_limit(job: Mapping[str, str]) -> bool:
+    """Returns whether the time limit has ended a job; such a job cannot be cancelled any more."""
+    return job.get("Reason") == "TimeLimit" and job.get("JobState") != "CANCELLED"
 
 
 def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
@@ -128,7 +141,7 @@ def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
     if outcome.job is not None and _num_restarts(outcome.job) > outcome.restart_count:
         return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
     # Neither a preemption nor a limit is the run's fault, so they have no budget.
-    is_over = outcome.job is not None and outcome.job.get("Reason") == "TimeLimit"
+    is_over = outcome.job is not None and is_over_its_limit(outcome.job)
     note = f"{reason}; the job is requeued and continues from its checkpoint"
     return Decision(reason, "requeue", note, is_over=is_over)
 

@@ -38,11 +38,11 @@ def close_lost(
         reason, note = lost_because(entry, now, past_ends(str(job_id)) if job_id else ())
         facts = {"reason": reason, "action": "lost", "note": note, "last_step": last_step}
         # What it did again of an earlier attempt's steps is not known any more.
+        start_unix_s, end_unix_s = float(entry.get("time_unix_s", 0.0)), _last_sign_of_life(run, entry)
         seconds = read_account(
-            run, int(entry["attempt"]), start_unix_s=float(entry.get("time_unix_s", 0.0)), step_before=0
+            run, int(entry["attempt"]), start_unix_s=start_unix_s, end_unix_s=end_unix_s, step_before=0
         )
-        last_sign = {"time_unix_s": _last_sign_of_life(run, entry)}
-        close_attempt(run, int(entry["attempt"]), {**facts, **seconds, **last_sign})
+        close_attempt(run, int(entry["attempt"]), {**facts, **seconds, "time_unix_s": end_unix_s})
 
 
 def lost_because(entry: Mapping[str, Any], now: AttemptStart, ends: Sequence[str]) -> tuple[str, str]:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.commands import ControllerAway, SlurmCommands
+from slurm_train.requeue.decision import is_over_its_limit
+from slurm_train.slurm.commands import ControllerAway, SlurmCommands, restarts_of
 
 T = TypeVar("T")
 
@@ -52,7 +53,9 @@ def bring_back(
 ) -> bool:
     """Requeues a job and returns whether Slurm says that it was restarted; asks again while nobody answers.
 
-    An answer may be lost although the requeue happened, so Restarts is read before every try.
+    An answer may be lost although the requeue happened, and meanwhile somebody may have cancelled the job, so its
+    record is read before every try. The plain form, which would bring a cancelled job back, is used only right after
+    the record said that the limit has ended this very start.
 
     Args:
         job_id: array-safe id.
@@ -67,8 +70,11 @@ def bring_back(
     """
 
     def ask() -> bool:
-        if commands.restarts(job_id) > restart_count:
+        job = commands.show_job(job_id)
+        if restarts_of(job) > restart_count:
             return True
+        if is_over and not is_over_its_limit(job):
+            return False
         try:
             commands.requeue(job_id, is_over=is_over)
         except ControllerAway:

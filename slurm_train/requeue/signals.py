@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
+from slurm_train.rundir.notice import Ask
+
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 """USR2: the warning before the time limit (NCCL may catch USR1). TERM: preemption, scancel, `kill`."""
 
@@ -25,17 +27,35 @@ class StopFlag:
         clock: seconds that never run backwards, for the pace of looking at the STOP file.
     """
 
-    __slots__ = ("_clock", "_next_look", "requested", "signal_number")
+    __slots__ = ("_clock", "_next_look", "asked_by", "requested", "signal_at", "signal_number")
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.requested = 0
         self.signal_number = 0
+        """The newest signal."""
+        self.signal_at = 0.0
+        """When the first of its kind came, of `time.monotonic`."""
+        self.asked_by = ""
+        """Who asked without a signal."""
         self._clock = clock
         self._next_look = 0.0
 
-    def request(self) -> None:
-        """Asks for a stop; asking twice is asking once."""
+    def request(self, by: str = "") -> None:
+        """Asks for a stop; asking twice is asking once.
+
+        Args:
+            by: who asks, for the ledger, e.g. "clock".
+        """
+        if not self.requested:
+            self.asked_by = by
         self.requested = 1
+
+    def ask(self) -> Ask:
+        """Returns how this process was asked to stop; one that was not has heard it from another rank."""
+        if self.signal_number:
+            name = signal.Signals(self.signal_number).name.removeprefix("SIG")
+            return Ask(by=name, since_s=max(0.0, time.monotonic() - self.signal_at))
+        return Ask(by=self.asked_by or "another rank", since_s=0.0)
 
     def look_at(self, stop_file: Path, *, every_s: float = 1.0) -> None:
         """Asks for a stop if the file exists; looks at most once in `every_s` seconds."""
@@ -44,7 +64,7 @@ class StopFlag:
             return
         self._next_look = now + every_s
         if stop_file.exists():
-            self.requested = 1
+            self.request("file")
 
 
 def install(flag: StopFlag, *, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> None:
@@ -58,10 +78,30 @@ def install(flag: StopFlag, *, signals: Iterable[signal.Signals] = STOP_SIGNALS)
     def set_flag(number: int, _frame: FrameType | None) -> None:
         if os.getpid() == own_pid:
             flag.requested = 1
-            flag.signal_number = number
+            # A warning may be followed by the TERM of the limit, which comes twice.
+            if flag.signal_number != number:
+                flag.signal_number, flag.signal_at = number, time.monotonic()
 
     for number in signals:
         signal.signal(number, set_flag)
+
+
+def hold_continue() -> None:
+    """Keeps SIGCONT for `was_continued`; called before any other thread exists, which inherits it.
+
+    The signal continues a stopped process all the same.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCONT])
+
+
+def release_continue() -> None:
+    """Gives SIGCONT back to a user's own function or script, which may have use for it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCONT])
+
+
+def was_continued() -> bool:
+    """Returns whether SIGCONT came since this was last asked; needs `hold_continue`."""
+    return signal.sigtimedwait([signal.SIGCONT], 0) is not None
 
 
 def ignore_in_worker(*, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> None:

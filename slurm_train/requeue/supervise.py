@@ -10,8 +10,9 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
@@ -20,6 +21,7 @@ from slurm_train.requeue.decision import CANCELLED, Decision, Outcome, decide
 from slurm_train.requeue.lost import close_lost, was_cancelled, why_restarted
 from slurm_train.requeue.patience import wait_for_the_end
 from slurm_train.rundir.attempts import AttemptStart, check_fence, close_attempt, open_attempt, read_ledger
+from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lock import Holder, release_lock, take_lock
@@ -85,6 +87,10 @@ def supervise(
         if run.result.exists():
             say(f"{run.path} is finished already; see {run.result}")
             return EXIT_DONE
+        if run.stop_file.exists():
+            # `cancel` leaves it, so that no job that was already on its way takes the run up again.
+            say(f"{run.stop_file} is there, so nothing is started; `resume {run.run_id}` continues the run")
+            return EXIT_FAILURE
         while True:
             exit_code, decision = _run_attempt(run, settings, site, launch, is_own_code=is_own_code)
             if decision.action != "relaunch":
@@ -112,16 +118,34 @@ def _run_attempt(
         write_atomic(run.result, json.dumps(result) + "\n")
     decision = _decide(run, settings, site, attempt, _End(exit_code, job, step_after > step_before, is_own_code))
     facts = {"exit_code": exit_code, "first_step": step_before, "last_step": step_after}
-    words = {"reason": decision.reason, "action": decision.action, "note": decision.note}
+    stop = _stop_of(run, attempt)
+    words = {"reason": decision.reason, "action": decision.action, "note": decision.note + _save_left_out(stop)}
+    if stop:
+        words["asked_by"] = str(stop["asked_by"])
     if decision.reason == "failed":
         words["failed_on"] = _failed_on(run, site, attempt)
-    seconds = read_account(run, attempt, start_unix_s=start_unix_s, step_before=step_before)
+    wall = {"start_unix_s": start_unix_s, "end_unix_s": time.time()}
+    seconds = read_account(run, attempt, **wall, step_before=step_before)
+    if not seconds and not is_own_code:
+        seconds["start_s"] = round(wall["end_unix_s"] - start_unix_s, 3)
     if site.queue_s is not None:
         # Ranks that are started again in the same allocation have waited for nothing.
         seconds["queue_s"] = site.queue_s if is_first_here else 0.0
     close_attempt(run, attempt, {**facts, **words, **seconds})
     say(f"attempt {attempt}: {decision.note}")
     return exit_code, decision
+
+
+def _stop_of(run: RunDirectory, attempt: int) -> dict[str, Any]:
+    """Returns what the ranks said when they stopped as they were asked to, {} where they did not."""
+    found = [event for event in read_events(run, "stop") if event.get("attempt") == attempt]
+    return found[-1] if found else {}
+
+
+def _save_left_out(stop: Mapping[str, Any]) -> str:
+    if not stop or stop["saved"]:
+        return ""
+    return f"; no save at the stop: {stop['left_s']:.0f} s were left and a save takes {stop['save_s']:.0f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +180,7 @@ def _decide(run: RunDirectory, settings: RequeueSection, site: Site, attempt: in
         cause=cause,
     )
     decision = decide(outcome)
-    if decision.reason == "preempted" and decision.action == "requeue" and _is_cancelled(site, end.job):
+    if decision.action == "requeue" and _is_cancelled(site, end.job):
         return CANCELLED
     if decision.action == "relaunch" and not site.clear(attempt):
         note = f"{cause}; what is left of the ranks does not end, so the job is requeued"

@@ -1,4 +1,4 @@
-"""events.jsonl: what went wrong in a run and what was done about it, one line each.
+"""events.jsonl: what went wrong in a run, or was asked of it, and what was done about it, one line each.
 
 Written by rank 0 and by the supervisor; every line is durable when the writer goes on, since a rollback counts on it.
 """

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurm_train.rundir.clock import AwakeClock
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.private import create_private, make_private
 
@@ -74,9 +75,14 @@ class Limits:
 
 
 class Heartbeat:
-    """This rank's heartbeat; until `start` it only takes marks."""
+    """This rank's heartbeat; until `start` it only takes marks.
 
-    def __init__(self) -> None:
+    Args:
+        clock: this process's; once started, the heartbeat asks it often enough.
+    """
+
+    def __init__(self, *, clock: AwakeClock | None = None) -> None:
+        self.clock = AwakeClock() if clock is None else clock
         self.step = 0
         self.phase = "start"
         self.marks = 0
@@ -123,8 +129,9 @@ class _Writer:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         facts = {"rank": source.rank, "host": source.host, "pid": source.pid, "step_id": source.step_id}
         self._beats = 0
-        self._marks, self._since, self._dumped = -1, time.monotonic(), False
-        self._last = self._flushed = time.monotonic()
+        now = heart.clock()
+        self._marks, self._since, self._dumped = -1, now, False
+        self._last = self._flushed = now
         os.pwrite(self._file, self._record() + json.dumps(facts).encode().ljust(_FILE_SIZE - _RECORD.size), 0)
 
     def run(self, done: threading.Event) -> None:
@@ -137,7 +144,7 @@ class _Writer:
         os.close(self._file)
 
     def _beat(self) -> None:
-        now = time.monotonic()
+        now = self._heart.clock()
         self._beats += 1
         os.pwrite(self._file, self._record(), 0)
         # A network file system keeps a file that stays open to itself for half a minute.
@@ -152,7 +159,7 @@ class _Writer:
         return _RECORD.pack(_VERSION, heart.step, heart.marks, phase, heart.settled, self._beats, time.time())
 
     def _look_at_own_progress(self, now: float) -> None:
-        # The process itself may have been stopped (a suspended job): that time does not count.
+        # Time in which the job was suspended is not on the clock; other long absences do not count either.
         was_away, self._last = now - self._last > 10 * EVERY_S, now
         if was_away or self._heart.marks != self._marks:
             if self._dumped:  # it went on after all: what was written is not where it is

@@ -113,7 +113,7 @@ class RunDirectory:
 
     @property
     def events(self) -> Path:
-        """What went wrong or was treated on the way: one JSON object per non-finite step, spike, rollback, hang."""
+        """What happened on the way: one JSON object per non-finite step, spike, rollback, hang, stop."""
         return self.path / "events.jsonl"
 
     @property

@@ -1,11 +1,13 @@
 """What an attempt's time was spent on: rank 0 keeps the sums, the supervisor books them, `status` shows them.
 
-All of it is wall-clock seconds of one rank. Start-up is what lies between the attempt's start and rank 0's first
-account; the queue is Slurm's to tell.
+All of it is seconds of one rank. The causes of an attempt add up to its wall-clock time: what lies before rank 0 came
+to meet the others is its start, what lies after its last account is its end. The queue is Slurm's to tell, and lost
+work is a part of the steps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -20,22 +22,51 @@ from slurm_train.rundir.progress import last_lines
 # More lines than a run logs between two writings of its sums.
 _TAIL_BYTES = 1 << 20
 
+KEPT_CAUSES = (
+    "rendezvous_s",
+    "load_s",
+    "compile_s",
+    "step_s",
+    "data_wait_s",
+    "checkpoint_stall_s",
+    "evaluate_s",
+    "suspended_s",
+)
+"""What rank 0 keeps sums of."""
+CAUSES = ("start_s", *KEPT_CAUSES, "end_s")
+"""What the wall-clock time of an attempt consists of."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Spent:
-    """Sums since rank 0 was ready to train."""
+    """Rank 0's sums."""
 
     begin_unix_s: float
-    """When the first step could begin: ranks have met, the checkpoint is loaded."""
+    """When rank 0 was ready to meet the others; time in which it was suspended before is taken out."""
     first_step: int = 0
     """The step that this attempt resumed from."""
     steps: int = 0
+    rolled_back_steps: int = 0
+    """Steps that a rollback threw away."""
+    rendezvous_s: float = 0.0
+    """The ranks found each other."""
+    load_s: float = 0.0
+    """The checkpoint was loaded; also after a rollback."""
+    compile_s: float = 0.0
+    """The pass before the first step, in which torch.compile does its work."""
     step_s: float = 0.0
     """Steps, without the wait for data."""
     data_wait_s: float = 0.0
     checkpoint_stall_s: float = 0.0
-    """Training stood still for a save."""
+    """Training stood still for a save, that of a stop included."""
     evaluate_s: float = 0.0
+    suspended_s: float = 0.0
+    """The job was suspended."""
+    longest_step_s: float = 0.0
+    """Mean step of the slowest window."""
+    longest_save_s: float = 0.0
+    """Longest time until a save was durable."""
+    longest_evaluation_s: float = 0.0
     end_unix_s: float = 0.0
     """When these sums were written."""
 
@@ -44,6 +75,7 @@ class Spent:
         self.steps += steps
         self.step_s += max(0.0, seconds - data_wait_s)
         self.data_wait_s += data_wait_s
+        self.longest_step_s = max(self.longest_step_s, seconds / max(steps, 1))
 
     def add(self, cause: str, seconds: float) -> None:
         """Adds seconds to an account; "" is nobody's."""
@@ -53,7 +85,9 @@ class Spent:
     def write(self, path: Path) -> None:
         """Writes the sums for the supervisor; a lost write costs a few seconds of an account."""
         self.end_unix_s = time.time()
-        write_atomic(path, json.dumps(asdict(self)) + "\n", durable=False)
+        # Where the time went is not worth a run: a full disk must not end it here.
+        with contextlib.suppress(OSError):
+            write_atomic(path, json.dumps(asdict(self)) + "\n", durable=False)
 
 
 def account_path(run: RunDirectory, attempt: int) -> Path:
@@ -61,25 +95,29 @@ def account_path(run: RunDirectory, attempt: int) -> Path:
     return run.attempt_logs(attempt) / "timing.json"
 
 
-def read_account(run: RunDirectory, attempt: int, *, start_unix_s: float, step_before: int) -> dict[str, float]:
-    """Returns seconds per cause for the ledger; empty where rank 0 never got to train.
+def read_account(
+    run: RunDirectory, attempt: int, *, start_unix_s: float, end_unix_s: float, step_before: int
+) -> dict[str, float]:
+    """Returns seconds per cause for the ledger; empty where rank 0 never came to meet the others.
 
     Args:
         run: the run.
         attempt: its number.
         start_unix_s: when the attempt began.
+        end_unix_s: when it ended.
         step_before: newest step on record before it; what it did again of those is lost work.
     """
     kept = read_json(account_path(run, attempt))
     if kept is None:
         return {}
     _add_unbooked(kept, run, attempt)
-    causes = ("step_s", "data_wait_s", "checkpoint_stall_s", "evaluate_s")
-    seconds = {cause: round(float(kept.get(cause, 0.0)), 3) for cause in causes}
-    again = min(max(0, step_before - int(kept["first_step"])), int(kept["steps"]))
-    lost_s = seconds["step_s"] * again / kept["steps"] if kept["steps"] else 0.0
-    start_s = max(0.0, float(kept["begin_unix_s"]) - start_unix_s)
-    return {"start_s": round(start_s, 3), **seconds, "lost_work_s": round(lost_s, 3)}
+    seconds = {"start_s": max(0.0, float(kept["begin_unix_s"]) - start_unix_s)}
+    seconds |= {cause: float(kept.get(cause, 0.0)) for cause in KEPT_CAUSES}
+    seconds["end_s"] = max(0.0, end_unix_s - start_unix_s - sum(seconds.values()))
+    again = min(max(0, step_before - int(kept["first_step"])), int(kept["steps"])) + int(kept["rolled_back_steps"])
+    share = min(1.0, again / kept["steps"]) if kept["steps"] else 0.0
+    seconds["lost_work_s"] = seconds["step_s"] * share
+    return {cause: round(value, 3) for cause, value in seconds.items()}
 
 
 def _add_unbooked(kept: dict[str, Any], run: RunDirectory, attempt: int) -> None:
@@ -103,6 +141,9 @@ class Goodput:
 
     productive_s: float
     allocated_s: float
+    """Without the time in which the job was suspended."""
+    losses_s: Mapping[str, float]
+    """What the rest went into, by cause, largest first; "lost_work_s" are steps that were done again."""
 
     @property
     def share(self) -> float:
@@ -118,6 +159,10 @@ def held_s(entry: Mapping[str, Any]) -> float:
 def goodput(ledger: Sequence[Mapping[str, Any]]) -> Goodput:
     """Returns the goodput of a run from its attempts that have ended."""
     ended = [entry for entry in ledger if "end_time_unix_s" in entry]
-    productive_s = sum(float(entry.get("step_s", 0)) - float(entry.get("lost_work_s", 0)) for entry in ended)
-    allocated_s = sum(map(held_s, ended))
-    return Goodput(productive_s, allocated_s)
+    total = {cause: sum(float(entry.get(cause, 0)) for entry in ended) for cause in (*CAUSES, "lost_work_s")}
+    lost = {cause: seconds for cause, seconds in total.items() if cause not in ("step_s", "suspended_s")}
+    return Goodput(
+        productive_s=total["step_s"] - total["lost_work_s"],
+        allocated_s=sum(map(held_s, ended)) - total["suspended_s"],
+        losses_s=dict(sorted(lost.items(), key=lambda item: -item[1])),
+    )

@@ -1,4 +1,4 @@
-"""The one place that runs squeue, sacct, scontrol, scancel, sinfo and `sbatch --test-only`.
+"""The one place that runs squeue, sacct, scontrol, scancel, sinfo, sacctmgr and `sbatch --test-only`.
 
 Commands get argument lists, a scrubbed environment and a time limit. What they print is parsed by the pure modules
 beside this one, each imported by the method that needs it: a submission pays for one of them. A command that is
@@ -165,6 +165,28 @@ class SlurmCommands:
 
         return parse_config(self._run(["scontrol", "show", "config"]))
 
+    def show_partition(self, name: str) -> dict[str, str]:
+        """Returns the fields of `scontrol show partition`, e.g. {"GraceTime": "0", "PreemptMode": "REQUEUE", ...}.
+
+        Raises:
+            ClusterError: there is none of that name, or no answer.
+        """
+        from slurm_train.slurm.records import parse_job
+
+        return parse_job(self._run(["scontrol", "show", "partition", name]))
+
+    def show_qos(self, name: str) -> dict[str, str]:
+        """Returns {"GraceTime": "00:00:15", "PreemptMode": "requeue"} of a QOS; empty where there is no accounting."""
+        columns = ("GraceTime", "PreemptMode")
+        try:
+            done = self._call(
+                ["sacctmgr", "-n", "-P", "show", "qos", "where", f"name={name}", f"format={','.join(columns)}"]
+            )
+        except ClusterError:
+            return {}
+        lines = done.stdout.splitlines()
+        return dict(zip(columns, lines[0].split("|"), strict=False)) if lines and not done.return_code else {}
+
     def cancel(self, job_ids: Iterable[str]) -> None:
         """Cancels jobs; those that have ended already are no error.
 
@@ -198,7 +220,7 @@ class SlurmCommands:
         Raises:
             ClusterError: it does not say.
         """
-        return _num_restarts(self.show_job(job_id))
+        return restarts_of(self.show_job(job_id))
 
     def requeue(self, job_id: str, *, is_over: bool = False) -> None:
         """Asks Slurm to requeue a job unless it was cancelled; read `restarts` back to see whether that happened.
@@ -369,8 +391,13 @@ def _has_ended(stderr: str) -> bool:
     return all("invalid job id" in line or "already completing or completed" in line for line in lines)
 
 
-def _num_restarts(fields: Mapping[str, str]) -> int:
-    text = fields.get("Restarts", "")
+def restarts_of(job: Mapping[str, str]) -> int:
+    """Returns how often Slurm has restarted a job, from its record.
+
+    Raises:
+        ClusterError: it does not say.
+    """
+    text = job.get("Restarts", "")
     if not text.isdigit():
         raise ClusterError(f"scontrol does not say how often the job was restarted: Restarts={text!r}")
     return int(text)

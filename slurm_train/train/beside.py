@@ -6,6 +6,7 @@ until all ranks have stopped at the same step and are raised there.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,10 @@ class SavingBeside:
         if self.fatal is not None:
             raise self.fatal
 
+    def is_done_within(self, limit_s: float) -> bool:
+        """Waits for a save under way, but not longer, and returns whether none is left."""
+        return self._saver.is_done_within(limit_s)
+
     def news(self) -> list[str]:
         """Returns what a person should know, each line once; does not wait."""
         if (outcome := self._saver.poll()) is not None:
@@ -123,17 +128,21 @@ class SavingBeside:
             )
 
 
-def build_saving_beside(device: torch.device, *, timeout_s: float) -> SavingBeside:
+def build_saving_beside(
+    device: torch.device, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
+) -> SavingBeside:
     """Returns what saves in the background. Collective over all ranks.
 
     Args:
         device: where the training's tensors live.
         timeout_s: seconds that the ranks wait for each other in a save.
+        clock: seconds that never run backwards.
     """
     from slurm_train.checkpoint.background import BackgroundSaver
     from slurm_train.checkpoint.staging import StagingBuffers
 
-    return SavingBeside(BackgroundSaver(), buffers=StagingBuffers(device), group=open_side_group(timeout_s))
+    saver = BackgroundSaver(clock=clock)
+    return SavingBeside(saver, buffers=StagingBuffers(device), group=open_side_group(timeout_s))
 
 
 def _error_of(outcome: Outcome) -> Exception:

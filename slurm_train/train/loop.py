@@ -6,11 +6,9 @@ A stop is acted upon only where every rank has read the same reduced value, so a
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,8 +25,11 @@ from slurm_train.train.save_pace import SavePace
 from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.schedule import Schedule
 from slurm_train.train.step import StepFacts, Stepper, StepResult
+from slurm_train.train.stopping import Stopping
 
 _COLLECT_EVERY_STEPS = 100
+# Time to end in order, so that the supervisor can bring the job back.
+_LAST_WORDS_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class LoopParts:
     recorder: Recorder | None
     """Rank 0's; None on the others."""
     stop: StopFlag
-    stop_file: Path
+    stopping: Stopping
     on_first_step: Callable[[], None]
     """Called once, after the first step."""
     health: Health
@@ -81,7 +82,10 @@ class Loop:
         self.position = position
         self.measures: dict[str, float] = {}
         """The newest evaluation."""
+        self.not_saved = ""
+        """Why the last position is in no checkpoint."""
         self._parts, self._pace = parts, pace
+        self._clock = parts.heartbeat.clock
         self._stopping = self._settled = False
         self._digests: dict[int, int] = {}
         self._batches: Iterator[MicroBatch] = self._digesting(parts.batches) if pace.digest else parts.batches
@@ -93,8 +97,10 @@ class Loop:
     def run(self) -> bool:
         """Trains; returns True when the last step is done and evaluated, False when the ranks agreed to stop.
 
-        Either way the last position is in a durable checkpoint.
+        Either way the last position is in a durable checkpoint, unless `not_saved` says why not.
         """
+        if self._parts.recorder is not None:
+            self._parts.recorder.restart_window()
         # A run that was killed between its last checkpoint and its result has only the evaluation left.
         if self.position.evaluation_due or self.position.step >= self._pace.max_steps:
             self._evaluate()
@@ -102,17 +108,33 @@ class Loop:
             self._arrange()
         try:
             self.advance(self._pace.max_steps)
+            self._settle_account()
         finally:
             gc.unfreeze()
             gc.enable()
-        self._settle_account()
-        self._save_last()
-        return self.position.step >= self._pace.max_steps and not self.position.evaluation_due
+            self._book()
+        finished = self.position.step >= self._pace.max_steps and not self.position.evaluation_due
+        if finished or self._may_save():
+            self._save_last()
+        return finished
+
+    def _may_save(self) -> bool:
+        """Returns whether there is time for the save of a stop; if not, waits for one under way while there is."""
+        verdict = self._parts.stopping.decide(step=self.position.step)
+        self.not_saved = verdict.why
+        if not verdict.is_made:
+            start = self._clock()
+            self._parts.checkpointer.finish_within(max(0.0, (verdict.left_s or 0.0) - _LAST_WORDS_S))
+            self._hear()
+            self._charge(start, "checkpoint_stall_s")
+        return verdict.is_made
 
     def _arrange(self) -> None:
         # The first micro-batch is looked at, not consumed: it is the first step's as well.
+        start = self._clock()
         first = next(self._parts.batches)
         self._parts.stepper.arrange(first.tensors)
+        self._charge(start, "compile_s")
         batches = chain((first,), self._parts.batches)
         self._batches = self._digesting(batches) if self._pace.digest else batches
 
@@ -155,10 +177,8 @@ class Loop:
             return
         recorder.count(result)
         if result.facts.step % self._pace.log_every == 0 or result.facts.step == self._pace.max_steps:
-            waited_s = self._parts.stepper.data_wait_s
-            recorder.write(result, items=self.position.items, data_wait_s=waited_s - self._waited_s, digest=digest)
-            self._waited_s = waited_s
-        self._parts.stop.look_at(self._parts.stop_file)
+            recorder.write(result, items=self.position.items, data_wait_s=self._waited(), digest=digest)
+        self._parts.stopping.look()
 
     def _after_step(self) -> None:
         step, pace = self.position.step, self._pace
@@ -188,10 +208,15 @@ class Loop:
         finding, self._went_wrong = self._went_wrong, None
         if finding is None:
             return False
+        start = self._clock()
         self._parts.stepper.forget()
         self._digests.clear()
         self._parts.heartbeat.mark("start")
+        step_before = self.position.step
         self.position = self._parts.health.roll_back(finding, samples=self.position.samples)
+        self._charge(start, "load_s")
+        if (recorder := self._parts.recorder) is not None:
+            recorder.spent.rolled_back_steps += step_before - self.position.step
         return True
 
     def _settle(self) -> None:
@@ -209,8 +234,9 @@ class Loop:
         evaluator = self._parts.evaluator
         if evaluator is None:
             return
-        start = time.monotonic()
+        start = self._clock()
         measures = evaluator.evaluate()
+        self._charge(start, "evaluate_s")
         if measures is None:
             self._stopping = self.position.evaluation_due = True
             return
@@ -219,7 +245,8 @@ class Loop:
         if (recorder := self._parts.recorder) is not None:
             recorder.write_evaluation(self.position.step, self.position.samples, measures)
             recorder.display.say(f"step {self.position.step}: {in_words(measures)}")
-            recorder.skip(time.monotonic() - start, "evaluate_s")
+            spent = recorder.spent
+            spent.longest_evaluation_s = max(spent.longest_evaluation_s, self._clock() - start)
 
     def _hear(self) -> None:
         """Passes on what became of background saves; one that ends the run asks for a stop, which all agree on."""
@@ -227,32 +254,47 @@ class Loop:
         for line in checkpointer.news():
             if recorder is not None:
                 recorder.display.say(line)
+        if recorder is not None:
+            recorder.spent.longest_save_s = max(recorder.spent.longest_save_s, checkpointer.longest_save_s)
         if checkpointer.fatal is not None:
             self._parts.stop.request()
 
     def _save(self) -> None:
-        start = time.monotonic()
+        start = self._clock()
         self._before_save()
         self._parts.checkpointer.save_soon(self.position)
         news = self._parts.save_pace.saved(self.position.step, self._parts.checkpointer)
-        if (recorder := self._parts.recorder) is not None:
-            if news is not None:
-                recorder.display.say(news)
-            recorder.skip(time.monotonic() - start, "checkpoint_stall_s")
+        if news is not None and self._parts.recorder is not None:
+            self._parts.recorder.display.say(news)
+        self._charge(start, "checkpoint_stall_s")
 
     def _save_last(self) -> None:
         """Saves where the loop ends, and waits until that is durable."""
-        start = time.monotonic()
+        start = self._clock()
         self._before_save()
         self._parts.checkpointer.save(self.position)
         self._hear()
-        if (recorder := self._parts.recorder) is not None:
-            recorder.skip(time.monotonic() - start, "checkpoint_stall_s")
+        self._charge(start, "checkpoint_stall_s")
 
     def _before_save(self) -> None:
         if self._pace.check_every:
             self._check_replicas()
         self._parts.heartbeat.mark("save")
+
+    def _charge(self, start: float, cause: str) -> None:
+        """Books the time since `start`, which was no step's."""
+        if (recorder := self._parts.recorder) is not None:
+            recorder.skip(self._clock() - start, cause)
+
+    def _book(self) -> None:
+        """Books the steps since the last line of metrics."""
+        if (recorder := self._parts.recorder) is not None:
+            recorder.book(data_wait_s=self._waited())
+
+    def _waited(self) -> float:
+        """Returns the seconds that steps waited for data since this was last asked."""
+        before, self._waited_s = self._waited_s, self._parts.stepper.data_wait_s
+        return self._waited_s - before
 
     def _settle_account(self) -> bool:
         """Reads the values still under way; returns whether one of them took the run back."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,10 +10,12 @@ from typing import Any, Protocol
 
 from slurm_train.metrics.progress import Display, Glance
 from slurm_train.metrics.writer import MetricsWriter
+from slurm_train.rundir.clock import AwakeClock
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.step import StepResult
 
-ACCOUNT_EVERY_S = 10.0
+# A killed attempt loses what it did since its last account.
+ACCOUNT_EVERY_S = 2.0
 
 
 class LineWriter(Protocol):
@@ -51,7 +52,8 @@ class Recorder:
         writers: where lines go.
         display: what a person sees.
         clock: seconds that never run backwards.
-        account: file that keeps what this attempt's time was spent on; None: nothing is kept.
+        spent: what this attempt's time was spent on so far.
+        account: file that keeps it; None: nothing is kept.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Recorder:
         *,
         writers: list[LineWriter],
         display: Display,
+        spent: Spent | None = None,
         account: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,7 +77,7 @@ class Recorder:
         self._newest: StepResult | None = None
         self._account = account
         self._account_due_s = 0.0
-        self.spent = Spent(begin_unix_s=time.time())
+        self.spent = Spent(begin_unix_s=time.time()) if spent is None else spent
 
     def count(self, result: StepResult) -> None:
         """Takes note of a step; shows it when the display is due."""
@@ -98,7 +101,6 @@ class Recorder:
         """
         now = self._clock()
         elapsed_s = max(now - self._window_start, 1e-9)
-        self.spent.add_steps(self._window_steps, seconds=elapsed_s, data_wait_s=data_wait_s)
         steps = max(self._window_steps, 1)
         rate = self._window_items / elapsed_s
         facts = self.facts
@@ -122,7 +124,7 @@ class Recorder:
         if digest is not None:
             line["samples_digest"] = digest
         self._write(line)
-        self.restart_window()
+        self.book(data_wait_s=data_wait_s)
         if now >= self._account_due_s:
             self._account_due_s = now + ACCOUNT_EVERY_S
             self._keep_account()
@@ -132,6 +134,18 @@ class Recorder:
         head = {"step": step, "epoch": samples // self.facts.num_samples, "samples": samples}
         tail = {"attempt": self.facts.attempt, "world_size": self.facts.world_size, "time_unix_s": time.time()}
         self._write({**head, **measures, **tail})
+
+    def book(self, *, data_wait_s: float) -> None:
+        """Adds the steps of the current window to the account and opens the next one.
+
+        Args:
+            data_wait_s: seconds that they waited for data on this rank.
+        """
+        if self._window_steps:
+            self.spent.add_steps(
+                self._window_steps, seconds=self._clock() - self._window_start, data_wait_s=data_wait_s
+            )
+        self.restart_window()
 
     def restart_window(self) -> None:
         """Begins to measure step times anew."""
@@ -164,9 +178,9 @@ class Recorder:
 
     def _keep_account(self) -> None:
         if self._account is not None:
-            # Where the time went is not worth a run: a full disk must not end it here.
-            with contextlib.suppress(OSError):
-                self.spent.write(self._account)
+            if isinstance(self._clock, AwakeClock):
+                self.spent.suspended_s = self._clock.away_s
+            self.spent.write(self._account)
 
     def _mfu(self, rate: float) -> float | None:
         if self.facts.flops_per_item is None or self.facts.peak_flops is None:

@@ -111,20 +111,23 @@ def failure_every_s(attempts: Iterable[Mapping[str, Any]], *, expected_s: float)
         expected_s: counts as one interruption after so many seconds.
     """
     spans = [
-        max(float(entry["end_time_unix_s"]) - float(entry["time_unix_s"]), 0.0)
+        max(float(entry["end_time_unix_s"]) - float(entry["time_unix_s"]) - float(entry.get("suspended_s", 0.0)), 0.0)
         for entry in attempts
         if "end_time_unix_s" in entry and "time_unix_s" in entry
     ]
     return (expected_s + sum(spans)) / (1 + len(spans))
 
 
-def build_save_pace(settings: CheckpointSection, *, run: RunDirectory, start_step: int) -> SavePace:
+def build_save_pace(
+    settings: CheckpointSection, *, run: RunDirectory, start_step: int, clock: Callable[[], float] = time.monotonic
+) -> SavePace:
     """Returns when a run saves.
 
     Args:
         settings: what a person asked for.
         run: its ledger says how often it was interrupted; only read for auto.
         start_step: step at which this attempt begins.
+        clock: seconds that never run backwards.
     """
     attempts = read_ledger(run) if settings.every_steps == "auto" else []
     expected_s = 3600 * settings.failure_every_h
@@ -132,6 +135,7 @@ def build_save_pace(settings: CheckpointSection, *, run: RunDirectory, start_ste
         settings.every_steps,
         start_step=start_step,
         failure_every_s=failure_every_s(attempts, expected_s=expected_s),
+        clock=clock,
     )
 
 

@@ -78,8 +78,11 @@ class Checkpointer:
     job: str = "local"
     beside: SavingBeside | None = None
     """Saves while training goes on; None: every save is waited for."""
+    clock: Callable[[], float] = time.monotonic
     blocked_s: float = 0.0
     """Seconds that saves have kept the training waiting."""
+    longest_save_s: float = 0.0
+    """Longest time from the begin of a save until it was durable."""
 
     def resume(self) -> tuple[Position, list[str]]:
         """Restores the newest verified checkpoint; returns where it stands and what a person should know.
@@ -116,6 +119,16 @@ class Checkpointer:
         if self.beside is not None:
             self.beside.finish()
 
+    def finish_within(self, limit_s: float) -> None:
+        """Waits for a save under way, but not longer; what is not whole then is nobody's checkpoint.
+
+        Raises:
+            SlurmTrainError: one before it failed in a way that ends the run.
+        """
+        if self.beside is not None and self.beside.is_done_within(limit_s):
+            self.beside.finish()
+        self._measure()
+
     def save(self, position: Position) -> None:
         """Writes a checkpoint of this moment; returns when it is durable. A save under way is waited for.
 
@@ -123,16 +136,18 @@ class Checkpointer:
             CheckpointError: it could not be written; the previous one is untouched.
             RunError: a newer attempt has taken over.
         """
-        start = time.monotonic()
+        start = self.clock()
         if self.beside is None:
             self._work(self._own_state(), position)()
+            self.longest_save_s = max(self.longest_save_s, self.clock() - start)
         else:
             self.beside.finish()
             state = self._own_state()
             if self.beside.must_copy:
                 state = self.beside.copy(state, changes_at_once=False)
             self.beside.run(self._work(state, position), step=position.step)
-        self.blocked_s += time.monotonic() - start
+            self._measure()
+        self.blocked_s += self.clock() - start
 
     def save_soon(self, position: Position) -> None:
         """Saves this moment while training goes on; returns when it is copied. `news` tells if it failed.
@@ -143,13 +158,13 @@ class Checkpointer:
         if self.beside is None:
             self.save(position)
             return
-        start = time.monotonic()
+        start = self.clock()
         self.beside.finish()
         # The next forward pass changes running statistics already.
         has_statistics = any(True for _ in self.model.buffers())
         copied = self.beside.copy(self._own_state(), changes_at_once=has_statistics)
         self.beside.start(self._work(copied, position), step=position.step)
-        self.blocked_s += time.monotonic() - start
+        self.blocked_s += self.clock() - start
 
     def prepare(self) -> None:
         """Makes the first save as cheap as the later ones, beside the training; not collective.
@@ -173,12 +188,17 @@ class Checkpointer:
         A failure that ends the run is kept in `fatal`: the caller asks for a stop, so that all ranks end at the same
         step, and the save of that stop raises it.
         """
-        return [] if self.beside is None else self.beside.news()
+        news = [] if self.beside is None else self.beside.news()
+        self._measure()
+        return news
 
     @property
     def last_save_s(self) -> float | None:
         """Seconds until the newest background save was on disk; None before it is, and without background saves."""
         return None if self.beside is None else self.beside.last_save_s
+
+    def _measure(self) -> None:
+        self.longest_save_s = max(self.longest_save_s, self.last_save_s or 0.0)
 
     @property
     def fatal(self) -> Exception | None:

@@ -12,11 +12,29 @@ from slurm_train.distributed.handshake import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import check_gloo_address, open_store
 from slurm_train.requeue.signals import StopFlag
+from slurm_train.requeue.watch import limits_of
+from slurm_train.rundir.clock import AwakeClock
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.layout import RunDirectory
 
 if TYPE_CHECKING:
     import torch
+
+
+_LONGEST_SUSPENSION_S = 7 * 86400.0
+
+
+def patient(config: RunConfig, timeout_s: float) -> float:
+    """Returns the time-out of collectives: a long one where somebody watches the ranks.
+
+    A rank that hangs is to be named by the watchdog, not by whoever gives up waiting for it first. And the watchdog
+    knows of suspended jobs; gloo and NCCL take the time in which they were stopped for a peer that does not answer.
+
+    Args:
+        config: says whether anybody watches.
+        timeout_s: where nobody does.
+    """
+    return timeout_s if limits_of(config) is None else max(timeout_s, _LONGEST_SUSPENSION_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +61,11 @@ class RankStart:
     """What this rank says about its progress."""
 
     @property
+    def clock(self) -> AwakeClock:
+        """Seconds in which this process ran."""
+        return self.heartbeat.clock
+
+    @property
     def job(self) -> str:
         """Slurm's id of the job in letters, digits and "_"; "local" without Slurm."""
         return self.env.get("SLURM_JOB_ID", "local")
@@ -58,4 +81,4 @@ class RankStart:
         if device.type == "cpu":
             check_gloo_address(self.place, self.env)
         store, _ = open_store(self.place, self.point)
-        init_group(self.place, store, device=device, timeout_s=self.config.train.start_timeout_s)
+        init_group(self.place, store, device=device, timeout_s=patient(self.config, self.config.train.start_timeout_s))

@@ -9,7 +9,6 @@ never applied: on the CPU the host sees it first, on a GPU the update itself is 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -105,7 +104,7 @@ class Stepper:
     def __init__(self, parts: StepParts) -> None:
         self.data_wait_s = 0.0
         self._parts = parts
-        self._mark = parts.heartbeat.mark
+        self._mark, self._clock = parts.heartbeat.mark, parts.heartbeat.clock
         self._ddp, self._module, self._optimizer = parts.ddp, parts.module, parts.optimizer
         self._update = Update(parts.optimizer)
         self._parameters = self._update.parameters
@@ -175,9 +174,9 @@ class Stepper:
 
     def _forward_backward(self, batches: Iterator[HasTensors]) -> None:
         self._mark("data")
-        start = time.perf_counter()
+        start = self._clock()
         tensors = next(batches).tensors
-        self.data_wait_s += time.perf_counter() - start
+        self.data_wait_s += self._clock() - start
         self._mark("step")
         if not self._on_cpu:
             tensors = to_device(tensors, self._parts.device)

@@ -55,7 +55,10 @@ def say_finished(say: Callable[[str], None], run: RunDirectory, loop: Loop) -> N
 
 def say_stopped(say: Callable[[str], None], run: RunDirectory, loop: Loop) -> None:
     """Says where the run stopped and how it goes on."""
-    say(f"stopped at step {loop.position.step}; everything is saved in {run.path}")
+    if loop.not_saved:
+        say(f"stopped at step {loop.position.step} without a save: {loop.not_saved}; the newest checkpoint counts")
+    else:
+        say(f"stopped at step {loop.position.step}; everything is saved in {run.path}")
     say(f"next: python -m slurm_train resume {run.run_id}")
 
 

@@ -7,6 +7,7 @@ by a `build_*` function and can be used without the rest.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from slurm_train.config.batch import planned_lr
-from slurm_train.config.schema import RunConfig
 from slurm_train.data.build import build_source
 from slurm_train.data.order import SampleOrder
 from slurm_train.data.source import SampleSource
@@ -26,7 +26,7 @@ from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics.progress import Display, open_display
 from slurm_train.models.objective import Objective
-from slurm_train.rundir.timing import account_path
+from slurm_train.rundir.timing import Spent, account_path
 from slurm_train.train.beside import build_saving_beside
 from slurm_train.train.build import (
     autocast_dtype,
@@ -47,9 +47,10 @@ from slurm_train.train.recorder import Recorder, RunFacts, open_writers
 from slurm_train.train.replicas import check_replicas
 from slurm_train.train.save_pace import build_save_pace
 from slurm_train.train.saving import Checkpointer, Position
-from slurm_train.train.schedule import build_schedule
-from slurm_train.train.start import RankStart
+from slurm_train.train.schedule import Schedule, build_schedule
+from slurm_train.train.start import RankStart, patient
 from slurm_train.train.step import StepParts, Stepper
+from slurm_train.train.stopping import Stopping
 from slurm_train.train.summary import say_finished, say_stopped, say_text, write_result
 
 
@@ -85,10 +86,17 @@ def train(start: RankStart) -> int:
     set_threads(config.train, place=start.place)
     rank_run = RankRun(start, choose_device(start.place))
     built = build_parts(rank_run)
+    clock, coming_s = start.clock, start.clock()
+    spent = Spent(begin_unix_s=time.time() - clock.away_s)
+    if start.place.is_first:
+        spent.write(account_path(start.run, start.attempt))
     start.join(device=rank_run.device)
+    spent.add("rendezvous_s", clock() - coming_s)
     first = start.place.is_first
     display = open_display(sys.stderr, max_steps=config.train.max_steps, env=start.env) if first else None
-    loop, recorder = build_loop(rank_run, built, display=display)
+    loading_s = clock()
+    loop, recorder = build_loop(rank_run, built, display=display, spent=spent)
+    spent.add("load_s", clock() - loading_s)
     try:
         finished = loop.run()
         start.heartbeat.mark("end")
@@ -119,17 +127,21 @@ def build_parts(rank_run: RankRun) -> Built:
     )
 
 
-def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> tuple[Loop, Recorder | None]:
+def build_loop(
+    rank_run: RankRun, built: Built, *, display: Display | None, spent: Spent
+) -> tuple[Loop, Recorder | None]:
     """Returns the loop, at the newest checkpoint's position, and rank 0's recorder. Collective over all ranks."""
-    config, place, stop = rank_run.start.config, rank_run.start.place, rank_run.start.stop
+    start, config, stop = rank_run.start, rank_run.start.config, rank_run.start.stop
     objective = build_objective(built.model, train=config.train)
     checkpointer = build_checkpointer(rank_run, built)
     position, notes = checkpointer.resume()
     health = build_health(rank_run, built, checkpointer=checkpointer, position=position, display=display)
     if position.step == 0:
-        seed_everything(config.seed, data_parallel_rank=place.rank)
-    recorder = build_recorder(rank_run, built, position=position, display=display) if display is not None else None
+        seed_everything(config.seed, data_parallel_rank=start.place.rank)
+    recorder = None
     if display is not None:
+        spent.first_step = position.step
+        recorder = build_recorder(rank_run, built, position=position, display=display, spent=spent)
         for note in notes:
             display.say(note)
     autocast = autocast_dtype(config.train, device=rank_run.device)
@@ -137,22 +149,18 @@ def build_loop(rank_run: RankRun, built: Built, *, display: Display | None) -> t
     parts = LoopParts(
         stepper=build_stepper(rank_run, module, built.optimizer, before_update=checkpointer.hold_changes),
         batches=build_stream(rank_run, built.train, start_samples=position.samples),
-        schedule=build_schedule(
-            config.optim,
-            peak_lr=peak_lr(rank_run.start),
-            total_samples=position.samples_at(config.train.max_steps, global_size=rank_run.start.plan.global_size),
-        ),
+        schedule=build_run_schedule(start, position),
         checkpointer=checkpointer,
-        save_pace=build_save_pace(config.checkpoint, run=rank_run.start.run, start_step=position.step),
+        save_pace=build_save_pace(config.checkpoint, run=start.run, start_step=position.step, clock=start.clock),
         evaluator=build_evaluator(rank_run, built, objective=objective, autocast=autocast),
         recorder=recorder,
         stop=stop,
-        stop_file=rank_run.start.run.stop_file,
+        stopping=build_stopping(rank_run, spent=None if recorder is None else spent),
         on_first_step=lambda: _after_first_step(rank_run, checkpointer),
         health=health,
-        heartbeat=rank_run.start.heartbeat,
+        heartbeat=start.heartbeat,
         check_replicas=lambda step: check_replicas(
-            built.model.parameters(), step=step, device=rank_run.device, host=place.host
+            built.model.parameters(), step=step, device=rank_run.device, host=start.place.host
         ),
     )
     return Loop(parts, pace=build_pace(rank_run), position=position), recorder
@@ -163,10 +171,20 @@ def peak_lr(start: RankStart) -> float:
     return planned_lr(start.config.optim, global_size=start.plan.global_size)
 
 
-def _collective_timeout_s(config: RunConfig) -> float:
-    # A rank that hangs is to be named by the watchdog, not by whoever gives up waiting for it first.
-    patience_s = 0.0 if config.health.hang_timeout_s is None else config.health.hang_timeout_s + 60.0
-    return max(config.train.steady_timeout_s, patience_s)
+def build_run_schedule(start: RankStart, position: Position) -> Schedule:
+    """Returns the learning rate over the samples of the run."""
+    config, global_size = start.config, start.plan.global_size
+    return build_schedule(
+        config.optim,
+        peak_lr=peak_lr(start),
+        total_samples=position.samples_at(config.train.max_steps, global_size=global_size),
+    )
+
+
+def build_stopping(rank_run: RankRun, *, spent: Spent | None) -> Stopping:
+    """Returns this rank's part in stopping; `spent` is rank 0's, which looks at the clock."""
+    start = rank_run.start
+    return Stopping(start.run, start.attempt, stop=start.stop, spent=spent, group=dist.group.WORLD)
 
 
 def build_health(
@@ -259,7 +277,7 @@ def build_stream(rank_run: RankRun, source: SampleSource, *, start_samples: int)
 def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
     """Returns what saves and restores this run. Collective over all ranks."""
     start = rank_run.start
-    settings, optim = start.config.checkpoint, start.config.optim
+    settings, optim, clock = start.config.checkpoint, start.config.optim, start.clock
     return Checkpointer(
         run=rank_run.start.run,
         place=rank_run.start.place,
@@ -277,11 +295,14 @@ def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
         ),
         lr={"peak": peak_lr(start), "retune": optim.lr_retune, "tuned_for_global_size": optim.lr_global_size},
         job=rank_run.start.job,
-        beside=build_saving_beside(rank_run.device, timeout_s=settings.save_timeout_s) if settings.background else None,
+        clock=clock,
+        beside=build_saving_beside(rank_run.device, timeout_s=settings.save_timeout_s, clock=clock)
+        if settings.background
+        else None,
     )
 
 
-def build_recorder(rank_run: RankRun, built: Built, *, position: Position, display: Display) -> Recorder:
+def build_recorder(rank_run: RankRun, built: Built, *, position: Position, display: Display, spent: Spent) -> Recorder:
     """Returns what keeps the metrics. Rank 0 only."""
     config, run = rank_run.start.config, rank_run.start.run
     unit = "tokens" if hasattr(built.train, "bytes_per_target") else "samples"
@@ -297,14 +318,19 @@ def build_recorder(rank_run: RankRun, built: Built, *, position: Position, displ
     writers = open_writers(
         run.metrics, tensorboard=run.tensorboard if config.track.tensorboard else None, first_step=position.step
     )
-    recorder = Recorder(facts, writers=writers, display=display, account=account_path(run, rank_run.start.attempt))
-    recorder.spent.first_step = position.step
-    return recorder
+    return Recorder(
+        facts,
+        writers=writers,
+        display=display,
+        spent=spent,
+        account=account_path(run, rank_run.start.attempt),
+        clock=rank_run.start.clock,
+    )
 
 
 def _after_first_step(rank_run: RankRun, checkpointer: Checkpointer) -> None:
     config = rank_run.start.config
-    use_steady_timeout(_collective_timeout_s(config))
+    use_steady_timeout(patient(config, config.train.steady_timeout_s))
     if config.checkpoint.every_steps is not None:
         checkpointer.prepare()
 

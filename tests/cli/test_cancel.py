@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -15,12 +16,22 @@ from slurm_train.rundir.lock import Holder, take_lock
 
 @pytest.mark.parametrize("word", ["PENDING", "RUNNING", "COMPLETING"])
 def test_an_active_job_is_cancelled(word: str, shell: Any) -> None:
-    shell.has_run(job_ids=("11", "12"))
+    run = shell.has_run(job_ids=("11", "12"))
     shell.slurm.queue("12", word)
     done = shell.types("cancel", "3f9a1c07")
     assert done.code == 0
+    assert run.stop_file.exists(), "a job that is being submitted meanwhile must not take over"
     assert shell.slurm.said("cancelled") == "12\n", "the newest job only"
     assert "cancelled job 12 of gpt-stdlib/3f9a1c07; `resume 3f9a1c07` continues it" in done.err
+
+
+def test_a_job_that_waits_to_take_over_is_cancelled_with_the_one_that_runs(shell: Any) -> None:
+    run = shell.has_run(job_ids=("11", "12"))
+    run.job.write_text(json.dumps({"job_ids": ["11", "12"], "submit_time_unix_s": 1.0, "continues": {"12": "11"}}))
+    shell.slurm.queue("11", "COMPLETING")
+    shell.slurm.queue("12", "PENDING")
+    assert shell.types("cancel", "3f9a1c07").code == 0
+    assert shell.slurm.said("cancelled") == "12 11\n"
 
 
 @pytest.mark.parametrize("job_ids", [(), ("12",)])

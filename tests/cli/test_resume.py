@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir.lock import Holder, take_lock, this_process
+from slurm_train.rundir.timing import Spent, account_path
 from tests.cli.conftest import attempt
 
 STOPPED = attempt(0, reason="cancelled", action="stop")
@@ -18,9 +19,19 @@ def test_the_runs_own_script_is_submitted_again(shell: Any) -> None:
     done = shell.types("resume", "3f9a1c07")
     assert (done.code, done.out) == (0, f"4711 {run.path}\n")
     assert shell.slurm.said("submitted.sh") == SCRIPT
+    assert "--signal=USR2@120" in shell.slurm.said("submitted_words")
     assert json.loads(run.job.read_text())["job_ids"] == ["12", "4711"]
     assert not run.stop_file.exists(), "an old request to stop is not for the new job"
     assert "newest verified checkpoint" in done.err
+
+
+def test_the_warning_of_a_resumed_run_comes_as_early_as_its_saves_need(shell: Any) -> None:
+    run = shell.has_run(job_ids=("12",), ledger=STOPPED, script=SCRIPT)
+    spent = Spent(begin_unix_s=0.0, longest_save_s=100.0, longest_step_s=2.0)
+    run.attempt_logs(0).mkdir(parents=True, exist_ok=True)
+    spent.write(account_path(run, 0))
+    assert shell.types("resume", "3f9a1c07").code == 0
+    assert "--signal=USR2@321" in shell.slurm.said("submitted_words")
 
 
 def test_a_dead_process_of_this_machine_does_not_block_the_job(shell: Any) -> None:

@@ -50,6 +50,7 @@ class FakeSlurmCommands:
         self.listed_partitions = [four_by_eight()]
         self.config = {"MaxArraySize": "1001", "JobRequeue": "1"}
         self.verdict = TestVerdict(is_accepted=True)
+        self.qos: dict[str, dict[str, str]] = {}
         self.error: ClusterError | None = None
         self.cancelled: list[str] = []
         self.requeued: list[str] = []
@@ -78,6 +79,13 @@ class FakeSlurmCommands:
         if job_id not in self.fields:
             raise ClusterError(f"`scontrol show job {job_id}` ended with exit code 1: Invalid job id specified")
         return dict(self.fields[job_id])
+
+    def show_partition(self, name: str) -> dict[str, str]:
+        self._fail_if_told()
+        return {"PartitionName": name, "GraceTime": "0", "PreemptMode": "REQUEUE"}
+
+    def show_qos(self, name: str) -> dict[str, str]:
+        return dict(self.qos.get(name, {}))
 
     def show_config(self) -> dict[str, str]:
         self._fail_if_told()

@@ -22,7 +22,7 @@ fi
 for script; do :; done
 echo "$@" >> {here}/sbatch_words
 [ -e {here}/sbatch_fails ] && {{ echo 'sbatch: error: no' >&2; exit 1; }}
-cp "$script" {here}/submitted.sh; env > {here}/submitted_env; cat {here}/job_id
+cp "$script" {here}/submitted.sh; echo "$@" > {here}/submitted_words; env > {here}/submitted_env; cat {here}/job_id
 """,
     "squeue": "[ -e {here}/squeue_fails ] && {{ echo 'slurm_load_jobs error' >&2; exit 1; }}; cat {here}/squeue.out\n",
     "sacct": "[ -e {here}/sacct_fails ] && {{ echo 'accounting is disabled' >&2; exit 1; }}; cat {here}/sacct.out\n",
@@ -60,9 +60,10 @@ class SlurmPrograms:
         return f"{self.folder}:{os.environ['PATH']}"
 
     def queue(self, job_id: str, word: str, *, reason: str = "None", nodes: str = "") -> None:
-        """Puts a job into what squeue prints."""
+        """Adds a job to what squeue prints; the newest word about a job counts."""
         line = _SQUEUE.format(job_id=job_id, word=word, reason=reason, nodes=nodes)
-        (self.folder / "squeue.out").write_text(f"{line}\n")
+        with (self.folder / "squeue.out").open("a") as file:
+            file.write(f"{line}\n")
 
     def queue_many(self, job_ids: Iterable[str], word: str) -> None:
         """Makes several jobs what squeue prints."""
@@ -84,6 +85,6 @@ class SlurmPrograms:
         (self.folder / "verdict_code").write_text("1")
 
     def said(self, name: str) -> str | None:
-        """Returns what a program noted: "cancelled", "submitted.sh", "submitted_env" or "tested.sh"."""
+        """Returns what a program noted: "cancelled", "tested.sh", "submitted.sh", "..._words", "..._env"."""
         file = self.folder / name
         return file.read_text() if file.exists() else None

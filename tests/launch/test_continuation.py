@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from slurm_train.config.frozen import dump_config
+from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ClusterError
 from slurm_train.launch import submission
 from slurm_train.launch.continuation import cancelled_before, how_it_returns, submit_continuation
@@ -18,11 +20,12 @@ def test_another_job_takes_over_after_this_one(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ClusterError, match=r"submit\.sh is missing"):
         submit_continuation(run, "77", exclude="", env={})
     run.submit_script.write_text("#!/bin/bash\n")
+    run.config.write_text(dump_config(RunConfig(cluster=ClusterSection(time_limit_min=60))))
     seen: list[list[str]] = []
     monkeypatch.setattr(submission, "submit_script", lambda _script, **words: seen.append(words["flags"]) or "78")
     record_job(run, "77")
     assert submit_continuation(run, "77", exclude="node2", env={}) == "78"
-    assert seen == [["--dependency=afterany:77", "--exclude=node2"]]
+    assert seen == [["--dependency=afterany:77", "--exclude=node2", "--signal=USR2@120"]]
     record = read_job(run)
     assert record is not None and record.job_id == "78"
 

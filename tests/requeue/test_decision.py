@@ -48,6 +48,13 @@ TABLE = [
     ("cancelled, ranks killed", replace(SAVED, job=CANCELLED, exit_code=143), "cancelled", "stop"),
     ("cancelled, srun says 0", replace(SAVED, job=CANCELLED, exit_code=0), "cancelled", "stop"),
     ("cancelled and already so called", replace(SAVED, job={**RUNNING, "JobState": "CANCELLED"}), "cancelled", "stop"),
+    (
+        "cancelled while it was being preempted",
+        replace(SAVED, job={**PREEMPTED, "JobState": "CANCELLED"}),
+        "cancelled",
+        "stop",
+    ),
+    ("`cancel` leaves a STOP file, too", replace(SAVED, stop_asked=True, job=CANCELLED), "cancelled", "stop"),
     ("stopped by the STOP file", replace(SAVED, stop_asked=True), "stopped", "stop"),
     ("stopped by file while preempted", replace(SAVED, stop_asked=True, job=PREEMPTED), "stopped", "stop"),
     ("a rank died", replace(SAVED, exit_code=137), "failed", "relaunch"),

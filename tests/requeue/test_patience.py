@@ -57,7 +57,17 @@ def test_an_answer_that_was_lost_is_not_asked_for_twice() -> None:
 
 def test_a_cancelled_job_is_not_brought_back_and_one_over_its_limit_is() -> None:
     assert not bring(fake(JobState="COMPLETING"))
-    assert bring(fake(JobState="COMPLETING"), is_over=True)
+    assert bring(fake(JobState="COMPLETING", Reason="TimeLimit"), is_over=True)
+
+
+def test_the_plain_form_is_not_used_for_a_job_that_is_no_longer_over_its_limit() -> None:
+    for fields in (
+        {"JobState": "COMPLETING"},
+        {"JobState": "CANCELLED", "Reason": "TimeLimit"},
+        {"JobState": "RUNNING"},
+    ):
+        commands = fake(**fields)
+        assert not bring(commands, is_over=True) and commands.requeued == []
 
 
 def test_a_job_that_may_not_be_requeued_is_allowed_to_first() -> None:

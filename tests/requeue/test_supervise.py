@@ -15,6 +15,7 @@ from slurm_train.requeue import supervise as module
 from slurm_train.requeue.decision import Decision
 from slurm_train.requeue.supervise import Site, ignore_stop_signals, last_step, supervise
 from slurm_train.rundir.attempts import AttemptStart, read_ledger
+from slurm_train.rundir.events import append_event
 from slurm_train.rundir.files import append_line
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import Holder, read_holder, take_lock
@@ -104,7 +105,10 @@ START_FACTS = {"attempt": 0, "job_id": "7", "restart_count": 0, "nodes": ["node1
 
 def test_a_run_that_finishes_is_booked_as_done(world: World) -> None:
     assert world.supervise(world.ranks(0, steps=3, result=True)) == 0
-    assert ledger_line(world) == START_FACTS | {
+    line = ledger_line(world)
+    # Ranks that never met were starting all the time.
+    assert 0 <= float(str(line.pop("start_s"))) < 5
+    assert line == START_FACTS | {
         "reason": "done",
         "action": "finish",
         "note": "the run is finished",
@@ -191,8 +195,11 @@ def test_ranks_that_fail_fail_the_job(code: int, expected: int, world: World) ->
 
 
 def test_a_stop_file_stops(world: World) -> None:
-    world.run.stop_file.touch()
-    assert world.supervise(world.ranks(75)) == 75
+    def launch(attempt: int) -> int:
+        world.run.stop_file.touch()
+        return world.ranks(75)(attempt)
+
+    assert world.supervise(launch) == 75
     assert (ledger_line(world)["reason"], world.events) == ("stopped", ["launch 0"])
 
 
@@ -346,6 +353,27 @@ def test_what_rank_0_measured_gets_into_the_ledger(world: World) -> None:
     line = ledger_line(world)
     assert line["start_s"] == pytest.approx(5, abs=0.5)
     assert (line["step_s"], line["data_wait_s"], line["lost_work_s"]) == (8.0, 1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("asked_by", "saved", "note"),
+    [
+        ("clock", True, "time_limit; the job is requeued and continues from its checkpoint"),
+        ("TERM", False, "time_limit; the job is requeued and continues from its checkpoint; no save at the stop: 4 s "),
+    ],
+)
+def test_the_ledger_says_who_asked_and_whether_it_was_saved(
+    asked_by: str, saved: bool, note: str, world: World
+) -> None:
+    def launch(attempt: int) -> int:
+        for number in (attempt - 1, attempt):
+            words = {"asked_by": asked_by if number == attempt else "file", "saved": saved}
+            append_event(world.run, "stop", attempt=number, step=4, left_s=4.0, save_s=60.0, **words)
+        return 75
+
+    world.supervise(launch)
+    line = ledger_line(world)
+    assert line["asked_by"] == asked_by and str(line["note"]).startswith(note)
 
 
 def test_last_step_is_the_newest_on_record(tmp_path: Path) -> None:

@@ -124,6 +124,43 @@ def test_a_spike_is_treated_as_asked(tmp_path: Path, action: str) -> None:
         assert [line["step"] for line in lines] == list(range(1, 9))
 
 
+SPIKES: dict[str, Any] = {"factor": "1e4", "every": 3, "spike_factor": 3.0, "spike_window": 3, "on_spike": "rollback"}
+
+
+def test_a_spike_takes_the_run_back_and_its_data_is_passed_over(tmp_path: Path) -> None:
+    """What follows is what a run sees that never had the samples in between; the spike never touched the weights."""
+    run = tmp_path / "run"
+    text = run_to_end(run, config_with(bad=[sample_of(BAD_STEP)], **SPIKES), ranks=2)
+    assert "step 5: back to step 3; samples 36 to 60 are passed over" in text
+    (spike,), (back,) = facts_of(run, "spike"), facts_of(run, "rollback")
+    assert (spike["step"], spike["samples"], spike["action"]) == (BAD_STEP, [48, 60], "rollback")
+    assert spike["value"] > spike["limit"] and sample_of(BAD_STEP) in spike["sample_ids"]
+    assert (back["to_step"], back["checkpoint_samples"], back["resume_samples"]) == (3, 36, 60)
+    assert [(line["step"], line["samples"]) for line in steps_of(run)] == [
+        (step, 12 * step if step <= 3 else 12 * step + 24) for step in range(1, 9)
+    ]
+    assert_reads_in_order(run)
+    # The window is the checkpoint's, so the limit of step 4 is that of its first time.
+    run_to_end(tmp_path / "clean", config_with(bad=[], **SPIKES), ranks=2)
+    losses = [line["loss"] for line in steps_of(run)]
+    assert losses[:3] == [line["loss"] for line in steps_of(tmp_path / "clean")][:3]
+    assert all(loss < spike["limit"] for loss in losses)
+
+
+def test_spikes_without_end_stop_the_run_after_so_many_rollbacks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = config_with(bad=[sample_of(step) for step in (4, 5, 6)], max_rollbacks=2, **SPIKES)
+    codes, text = finish(start(run, config, ranks=2))
+    assert codes == [1, 1]
+    assert text.count("step 4 went wrong after 2 rollbacks of this run") == 2
+    assert [event["resume_samples"] for event in facts_of(run, "rollback")] == [48, 60]
+    assert [event["step"] for event in facts_of(run, "spike")] == [4, 4, 4]
+    more = config | {"health": {**config["health"], "max_rollbacks": 3}}
+    assert "finished" in run_to_end(run, more, ranks=2, attempt=1), "a person may allow one more"
+    assert len(facts_of(run, "rollback")) == 3
+    assert_reads_in_order(run)
+
+
 def test_replicas_that_drift_apart_are_found_and_named(tmp_path: Path) -> None:
     config = config_of(model={"flip_at": 4}, max_steps=8)
     config["health"] = {"check_replicas_every_steps": 2}

@@ -1,0 +1,85 @@
+"""A job that is suspended, and a time limit without a warning, on a real Slurm."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import read_events
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.notice import read_notice
+from slurm_train.rundir.timing import CAUSES
+from tests.support.command_line import TINY, Person, new_project
+from tests.support.slurm_runs import job_state, losses, wait_until_finished, wait_until_step
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.faults]
+HANG_S = 12.0
+SUSPENDED_S = 25.0
+
+
+@pytest.fixture
+def person(slurm_cluster: object, tmp_path: Path) -> Iterator[Person]:
+    person = Person(new_project(tmp_path / "project"))
+    yield person
+    for run in person.folder.glob("runs/*/*"):
+        subprocess.run(["scancel", "--quiet", "--name", f"{run.parent.name}-{run.name}"], check=False)
+
+
+def ended(run: RunDirectory) -> list[dict[str, Any]]:
+    wait_for(lambda: "reason" in read_ledger(run)[-1], within_s=60, what="the ledger's end line")
+    return read_ledger(run)
+
+
+def scontrol(*words: str) -> None:
+    subprocess.run(["scontrol", *words], check=True, timeout=60)
+
+
+def test_a_suspended_job_goes_on_as_if_nothing_had_happened(person: Person) -> None:
+    """Longer than the watchdog's time-out and the collectives' own: one attempt, and the time is nobody's fault."""
+    words = (f"health.hang_timeout_s={HANG_S}", "train.steady_timeout_s=10", "train.start_timeout_s=60")
+    pace = ("train.max_steps=60", "model.step_s=0.2", "checkpoint.every_steps=auto", "run.name=suspended")
+    job, run = person.types("+cluster=2x1", *TINY, *pace, *words).job_and_run
+    wait_until_step(run, 10)
+    end_before = wait_for(lambda: read_notice(run, 0).end_unix_s, within_s=20, what="a notice")
+    scontrol("suspend", job)
+    wait_for(lambda: job_state(job) == "SUSPENDED", within_s=20, what="SUSPENDED")
+    time.sleep(2.5)  # TSTP, and 2 s later STOP
+    step = max(losses(run))
+    time.sleep(SUSPENDED_S - 2.5)
+    assert max(losses(run)) == step, "it was not suspended"
+    scontrol("resume", job)
+    wait_until_finished(run)
+    (entry,) = ended(run)
+    assert entry["reason"] == "done" and read_events(run, "hang") == []
+    assert entry["suspended_s"] == pytest.approx(SUSPENDED_S, abs=4.0)
+    assert entry["step_s"] < 60 * 0.2 + 15
+    wall_s = entry["end_time_unix_s"] - entry["time_unix_s"]
+    assert sum(entry[cause] for cause in CAUSES) == pytest.approx(wall_s, rel=0.03)
+    assert sorted(losses(run)) == list(range(1, 61))
+    end_after = read_notice(run, 0).end_unix_s
+    assert end_after is not None and end_after - end_before >= SUSPENDED_S - 5, "Slurm moves the limit"
+    print({cause: entry[cause] for cause in CAUSES}, wall_s)
+
+
+def test_a_run_stops_itself_before_a_limit_that_nobody_warns_of(person: Person) -> None:
+    words = ("cluster.time_limit_min=1", "train.max_steps=400", "model.step_s=0.3", "checkpoint.every_steps=20")
+    # A warning a second before the limit: Slurm looks twice a minute, so it may be none.
+    job, run = person.types(
+        "+cluster=1x2", *TINY, *words, "run.name=clock", "requeue.warn_before_limit_s=1"
+    ).job_and_run
+    wait_for(lambda: len([e for e in read_ledger(run) if "reason" in e]) >= 1, within_s=150, what="the first end")
+    subprocess.run(["scancel", job], check=True)
+    first = read_ledger(run)[0]
+    (stop,) = [event for event in read_events(run, "stop") if event["attempt"] == 0]
+    assert (first["reason"], first["action"], first["asked_by"]) == ("time_limit", "requeue", "clock"), first
+    assert stop["saved"] and stop["left_s"] > 5
+    assert first["end_time_unix_s"] < read_notice(run, 0).end_unix_s, "all was over before the limit"
+    assert f"checkpoint_{stop['step']:07d}" in {path.name for path in run.checkpoints.iterdir()}
+    print(first, stop)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from slurm_train.errors import ClusterError
+from slurm_train.requeue import timekeeper
+from slurm_train.requeue.timekeeper import keeping_time, next_look_s
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.notice import Notice, notice_path, read_notice
+from tests.support.waiting import wait_for
+
+
+@pytest.mark.parametrize(("left_s", "expected"), [(None, 600.0), (7200.0, 600.0), (1100.0, 60.0), (-30.0, 60.0)])
+def test_slurm_is_asked_more_often_when_the_end_is_near(left_s: float | None, expected: float) -> None:
+    notice = Notice(end_unix_s=None if left_s is None else 1000.0 + left_s)
+    assert next_look_s(notice, now_unix_s=1000.0) == expected
+
+
+class Slurm:
+    """Answers with the newest of some limits; ClusterError for None."""
+
+    def __init__(self, *ends: float | None) -> None:
+        self.ends, self.asked = list(ends), 0
+
+    def __call__(self) -> Notice:
+        end = self.ends[min(self.asked, len(self.ends) - 1)]
+        self.asked += 1
+        if end is None:
+            raise ClusterError("away")
+        return Notice(end_unix_s=end)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    monkeypatch.setattr(timekeeper, "_PAUSE_S", 0.01)
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(0).mkdir(parents=True)
+    return run
+
+
+def test_an_extended_limit_reaches_the_ranks(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timekeeper, "_NEAR_S", 0.02)
+    slurm = Slurm(time.time() + 100, time.time() + 100, time.time() + 900)
+    with keeping_time(run, 0, read=slurm):
+        wait_for(lambda: read_notice(run, 0).end_unix_s == slurm.ends[0], within_s=5, what="a notice", poll_s=0.001)
+        wait_for(lambda: read_notice(run, 0).end_unix_s == slurm.ends[2], within_s=5, what="the new one", poll_s=0.01)
+    asked = slurm.asked
+    assert asked >= 3
+
+
+def test_a_controller_that_is_away_is_asked_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timekeeper, "_AGAIN_S", 0.02)
+    slurm = Slurm(None, None, 5e9)
+    with keeping_time(run, 0, read=slurm):
+        wait_for(lambda: read_notice(run, 0).end_unix_s == 5e9, within_s=5, what="a notice", poll_s=0.01)
+    assert slurm.asked == 3
+
+
+def test_a_run_directory_that_is_gone_is_no_second_failure(run: RunDirectory) -> None:
+    notice_path(run, 0).parent.rmdir()
+    slurm = Slurm(5e9)
+    with keeping_time(run, 0, read=slurm):
+        wait_for(lambda: slurm.asked, within_s=5, what="a look", poll_s=0.01)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+
+from slurm_train.slurm.preemption import duration_s, end_and_limit, grace_s
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("00:00:15", 15.0),
+        ("5 sec", 5.0),
+        ("30", 30.0),
+        ("0", 0.0),
+        ("02:30", 150.0),
+        ("1-02:00:01", 93601.0),
+        ("UNLIMITED", None),
+        ("", None),
+        ("N/A", None),
+    ],
+)
+def test_durations_as_slurm_writes_them(text: str, seconds: float | None) -> None:
+    assert duration_s(text) == seconds
+
+
+def test_end_and_length_of_a_limit() -> None:
+    job = {"StartTime": "2026-11-20T12:49:37", "EndTime": "2026-11-20T12:54:37"}
+    assert end_and_limit(job) == (datetime(2026, 11, 20, 12, 54, 37).timestamp(), 300.0)  # local
+    assert end_and_limit(job | {"EndTime": "Unknown"}) == (None, None)
+    assert end_and_limit({}) == (None, None)
+
+
+QOS = {"GraceTime": "00:00:15", "PreemptMode": "requeue"}
+PARTITION = {"GraceTime": "40", "PreemptMode": "CANCEL"}
+
+
+@pytest.mark.parametrize(
+    ("preempt_type", "change", "expected"),
+    [
+        ("preempt/qos", {}, 15.0),
+        ("preempt/partition_prio", {}, 40.0),
+        ("preempt/none", {}, 0.0),
+        ("", {}, 0.0),
+        ("preempt/qos", {"PreemptMode": "OFF"}, 0.0),
+        ("preempt/partition_prio", {"PreemptMode": "SUSPEND"}, 0.0),
+        ("preempt/qos", {"GraceTime": ""}, 0.0),
+    ],
+)
+def test_grace_is_that_of_the_side_that_preempts(preempt_type: str, change: dict[str, str], expected: float) -> None:
+    assert grace_s(preempt_type, qos=QOS | change, partition=PARTITION | change) == expected
