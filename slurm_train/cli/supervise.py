@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.config.frozen import load_config
-from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, EXIT_WRONG_USE, ClusterError, ConfigError, RunError
+from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, ConfigError, RunError
 from slurm_train.launch.continuation import cancelled_before, submit_continuation
 from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.preparation import record_job
@@ -207,7 +207,7 @@ def _run_step(
             text = f"error: {err}"
             print(text, file=sys.stderr, flush=True)
             log.write(f"{text}\n".encode())
-            return EXIT_WRONG_USE
+            return err.exit_code
         return run_step(argv, env=step_env, log=log, is_overdue=lambda: _is_overdue(run, attempt))
 
 
