@@ -5,6 +5,7 @@
     │   └── BatchError       the batch arithmetic has no solution as asked
     ├── ClusterError         Slurm is absent, refuses, or has not what was asked
     ├── RunError             a run directory is missing, active, finished or unusable
+    │   └── SilentNodesError a node does not say whether it sees the run directory
     ├── DataError            a data set cannot be read or does not match
     ├── CheckpointError      a checkpoint cannot be written, verified or loaded
     └── RendezvousError      the ranks of a job did not find each other
@@ -70,6 +71,12 @@ class RunError(SlurmTrainError):
     """A run directory is missing, active, finished or unusable."""
 
     exit_code = EXIT_WRONG_USE
+
+
+class SilentNodesError(RunError):
+    """Nodes of an allocation do not answer; asked again, or elsewhere, they may."""
+
+    exit_code = EXIT_FAILURE
 
 
 class DataError(SlurmTrainError):

@@ -12,7 +12,7 @@ from pathlib import Path
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.seal import refused_code
 from slurm_train.config.frozen import load_config
-from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, EXIT_WRONG_USE, ClusterError, ConfigError, RunError
+from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, ConfigError, RunError
 from slurm_train.launch.continuation import cancelled_before, submit_continuation
 from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.preparation import record_job
@@ -249,7 +249,7 @@ def _run_step(
             text = f"error: {err}"
             print(text, file=sys.stderr, flush=True)
             log.write(f"{text}\n".encode())
-            return EXIT_WRONG_USE
+            return err.exit_code
         if (code := refused_code(run, attempt)) is not None:
             return code
         return run_step(argv, env=step_env, log=log, is_overdue=lambda: _is_overdue(run, attempt))

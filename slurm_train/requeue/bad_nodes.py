@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_ON_NODE = re.compile(r"^(?:ranks? [\d,-]+|node failure) on (?P<node>[^\s:,\[\]]+)(?::|$)")
+_ON_NODE = re.compile(r"^(?:ranks? [\d,-]+ on|node failure on|no answer from) (?P<node>[^\s:,\[\]]+)(?::| within |$)")
 
 
 def node_of(cause: str) -> str:

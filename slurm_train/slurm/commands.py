@@ -314,7 +314,7 @@ class SlurmCommands:
 
         argv = ["sbatch", "--test-only", str(script)]
         done = self._call(argv)
-        if done.return_code and _is_away(done.stderr):
+        if done.return_code and is_away(done.stderr):
             raise _failed(argv, done)
         return read_verdict(done.return_code, done.stderr)
 
@@ -375,14 +375,15 @@ def _only(asked: Sequence[str], found: Mapping[str, JobState]) -> dict[str, JobS
 
 def _failed(argv: Sequence[str], done: Finished) -> ClusterError:
     # A job that ends takes the commands that its script runs along (22.05 with linuxproc signals every descendant).
-    kind = ControllerAway if done.return_code < 0 or _is_away(done.stderr) else ClusterError
+    kind = ControllerAway if done.return_code < 0 or is_away(done.stderr) else ClusterError
     return kind(
         f"`{shlex.join(argv)}` ended with exit code {done.return_code}: {done.last_line}",
         hint="run the command by hand; `scontrol ping` says whether the controller answers",
     )
 
 
-def _is_away(stderr: str) -> bool:
+def is_away(stderr: str) -> bool:
+    """Returns whether a command that failed says that it did not reach the controller."""
     return any(text in stderr.lower() for text in _UNREACHABLE)
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support import small_checkpoints
+from tests.support.small_checkpoints import make_checkpoint, make_header, stage
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def root(fast_path: Path) -> Path:
 def kit() -> SimpleNamespace:
     """Short names for what most tests here use."""
     return SimpleNamespace(
-        header=small_checkpoints.make_header,
-        stage=small_checkpoints.stage,
-        make=small_checkpoints.make_checkpoint,
+        header=make_header,
+        stage=stage,
+        make=make_checkpoint,
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.errors import RunError
+from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, RunError, SilentNodesError
 from slurm_train.launch import visibility
 from slurm_train.launch.visibility import require_seen_by_all
 from slurm_train.rundir.layout import RunDirectory
@@ -93,3 +93,24 @@ def test_a_node_that_hangs_ends_in_time(run: RunDirectory, tmp_path: Path, monke
 def test_a_step_that_slurm_refuses_is_quoted(run: RunDirectory, tmp_path: Path) -> None:
     error = refusal(run, fake_srun(tmp_path, "echo 'srun: error: Unable to create step' >&2; exit 1"))
     assert "srun: error: Unable to create step" in error.message
+
+
+def test_while_the_controller_is_away_nodes_are_asked_again(run: RunDirectory, tmp_path: Path) -> None:
+    away = "echo 'srun: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    require_seen_by_all(run, NODES, fake_srun(tmp_path, f"if mkdir {tmp_path}/asked; then {away}; fi\n{ASK_ALL}"))
+
+
+def test_an_absent_controller_is_not_waited_for_without_end(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visibility, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(visibility, "_TIMEOUT_S", 0.2)
+    error = refusal(run, fake_srun(tmp_path, "exec sleep 60"))
+    assert error.message.startswith("no answer from node1, node2, node3 within")
+
+
+def test_silence_may_pass_and_blindness_does_not(run: RunDirectory, tmp_path: Path) -> None:
+    silent = refusal(run, fake_srun(tmp_path, "echo fine node1; echo fine node3"))
+    assert (type(silent), silent.exit_code) == (SilentNodesError, EXIT_FAILURE)
+    blind = refusal(run, fake_srun(tmp_path, "echo fine node1; echo fine node2; echo blind node3"))
+    assert (type(blind), blind.exit_code) == (RunError, EXIT_WRONG_USE)

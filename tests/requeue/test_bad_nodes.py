@@ -12,6 +12,8 @@ from slurm_train.requeue.bad_nodes import last_bad_node, node_of
         ("ranks 0-3 on node2: Killed", "node2"),
         ("node failure on node2", "node2"),
         ("node failure on node[2-3]", ""),
+        ("no answer from node2 within 25 s", "node2"),
+        ("no answer from node2, node3 within 25 s", ""),
         ("srun itself was killed by signal 9", ""),
         ("", ""),
     ],
