@@ -121,7 +121,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(supervise_module, "_wait_for_the_end", lambda: None)
+    monkeypatch.setattr(supervise_module, "wait_for_the_end", lambda _: None)
     yield
 
 

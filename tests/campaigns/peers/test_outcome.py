@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.campaigns.peers.faults import flip_byte
+from tests.campaigns.peers.outcome import Outcome, judge, keep, read, table
+
+FACTS: dict[str, Any] = {
+    "state": "COMPLETED",
+    "restarts": 1,
+    "steps": [1, 2, 3],
+    "num_steps": 3,
+    "digest": "a",
+    "golden": "a",
+}
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("as it should be", {}, "COMPLETED, 1 restart, finished, no step twice, weights equal"),
+    ("steps again", {"steps": [1, 2, 1, 2, 3]}, "COMPLETED, 1 restart, finished, 2 steps twice, weights equal"),
+    ("other weights", {"digest": "b"}, "COMPLETED, 1 restart, finished, no step twice, **other weights**"),
+    (
+        "never ended, whatever Slurm says",
+        {"steps": [1], "digest": "", "restarts": 0},
+        "**COMPLETED, 2 steps never**, no step twice",
+    ),
+]
+
+
+@pytest.mark.parametrize(("facts", "cell"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_what_became_of_a_training(facts: dict[str, Any], cell: str) -> None:
+    assert judge(**{**FACTS, **facts}).cell(ends_cancelled=False) == cell
+
+
+def test_a_cancelled_job_that_comes_back_is_told() -> None:
+    cancelled = judge(**{**FACTS, "state": "CANCELLED", "restarts": 0, "digest": ""})
+    assert cancelled.cell(ends_cancelled=True) == "CANCELLED"
+    assert judge(**FACTS).cell(ends_cancelled=True) == "**COMPLETED, 1 restart**"
+
+
+def test_outcomes_are_kept_and_shown(tmp_path: Path) -> None:
+    file, outcome = tmp_path / "outcomes.json", judge(**FACTS)
+    keep({"rank": {"own": outcome}}, file)
+    keep({"node": {"own": outcome}, "rank": {"other": outcome}}, file)
+    assert read(file) == {"rank": {"own": outcome, "other": outcome}, "node": {"own": outcome}}
+    assert isinstance(read(file)["rank"]["own"], Outcome)
+    text = table(read(file), peers={"own": "A", "other": "B"}, faults={"node": ("a node is lost", False)})
+    cell = outcome.cell(ends_cancelled=False)
+    assert text.splitlines() == ["| | A | B |", "|---|---|---|", f"| a node is lost | {cell} | not run |"]
+
+
+def test_one_byte_is_flipped_and_the_time_stays(tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.pt"
+    file.write_bytes(bytes(range(100)))
+    before = file.stat().st_mtime_ns
+    flip_byte(file)
+    after = file.read_bytes()
+    assert [index for index in range(100) if after[index] != index] == [50] and file.stat().st_mtime_ns == before
