@@ -14,7 +14,7 @@ from slurm_train.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
 from slurm_train.devcluster.requirements import missing_here
 from slurm_train.devcluster.teardown import tear_down
 
-_WITHOUT_SLURM = ("bench_step_time", "bench_checkpoint_stall")
+_WITHOUT_SLURM = ("bench_step_time", "bench_stop_agreement", "bench_checkpoint_stall", "bench_sampler")
 _BENCHMARKS = (*_WITHOUT_SLURM, "bench_submit_time", "bench_start_time")
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     missing = missing_here()
     own_cluster = not missing and cluster_status(DEFAULT_STATE_DIR) is None
     if missing:
-        print(f"no Slurm on this machine ({missing}): only the step time and the checkpoint stall are measured")
+        print(f"no Slurm on this machine ({missing}): the submission and the start of a job are not measured")
     if own_cluster:
         bring_up(ClusterPlan(nodes=4, gpus=8), say=print)
     try:

@@ -66,6 +66,12 @@ CAMPAIGNS: dict[str, Campaign] = {
         module="exactness",
         trials=20,
     ),
+    "world-sizes": Campaign(
+        promise="32 ranks, then 16, 6 and 1, by `resume RUN cluster=NxG`: the same global batches in the same order, "
+        "losses equal to the order of additions",
+        module="world_sizes",
+        trials=1,
+    ),
     "lost-work": Campaign(
         promise="a preemption with grace loses no step, a hard kill at most those since the last checkpoint",
         module="lost_work",

@@ -1,0 +1,141 @@
+"""A run that shrinks: 4 x 8 ranks, then 2 x 8, 1 x 6 and 1, each time resumed from the command line.
+
+Its twin is trained on one rank of this machine without a stop. Samples, digests and learning rates of every step must
+be equal, losses to the order in which float32 adds, in a model and data of double precision.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurm_train.metrics.writer import read_metrics
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.layout import RunDirectory
+from tests.campaigns.result import Result
+from tests.support.command_line import TINY_MODULE, Done, Person
+from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step
+from tests.support.waiting import wait_for
+
+# 96 samples: 3, 6, 16 and 96 for each rank.
+SIZES = ("4x8", "2x8", "1x6", "1x1")
+_STEPS = 160
+_WORDS = (
+    "model._target_=tiny.Tiny",
+    "data._target_=tiny.Numbers",
+    "data.size=1001",
+    f"train.max_steps={_STEPS}",
+    "train.log_every_steps=1",
+    "train.eval_every_steps=null",
+    "train.samples_digest=true",
+    "train.threads=1",
+    "train.sample_tokens=0",
+    "checkpoint.every_steps=null",
+    "batch.global_size=96",
+)
+_EXACT = ("samples", "samples_digest", "lr", "epoch")
+_NEARLY = ("loss", "grad_norm")
+_TOLERANCE = 1e-6
+_PATIENCE_S = 600.0
+
+
+def run(*, seed: int, trials: int, folder: Path) -> Result:
+    """Shrinks so many runs, each with a seed of its own."""
+    person = Person(folder / "project")
+    person.folder.mkdir(parents=True, exist_ok=True)
+    (person.folder / "tiny.py").write_text(_in_double(TINY_MODULE))
+    problems: list[str] = []
+    held, worst, started = 0, 0.0, time.monotonic()
+    for number in range(seed, seed + trials):
+        try:
+            golden, shrunk = _train_both(person, number)
+            found, difference = compare(_steps(golden), _steps(shrunk))
+            worst = max(worst, difference)
+            found += _check_sizes(shrunk)
+        except (AssertionError, OSError, ValueError) as err:
+            found = [f"{type(err).__name__}: {err}".splitlines()[0]]
+        held += not found
+        problems += [f"seed {number}: {text}" for text in found[:3]]
+        print(f"seed {number}: {'; '.join(found[:3]) or 'the same training on every size'}", flush=True)
+    figures = {
+        "sizes": ", ".join(SIZES),
+        "steps compared": str(_STEPS),
+        "largest relative difference of loss and gradient norm": f"{worst:.1e}",
+        "time": f"{time.monotonic() - started:.0f} s",
+    }
+    return Result(trials=trials, held=held, figures=figures, problems=tuple(problems))
+
+
+def compare(golden: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> tuple[list[str], float]:
+    """Returns what differs between two runs' steps, and the largest relative difference of what may round."""
+    if [line["step"] for line in golden] != [line["step"] for line in other]:
+        return ["the steps on record differ"], math.inf
+    found, worst = [], 0.0
+    for one, two in zip(golden, other, strict=True):
+        found += [f"step {one['step']} {key}: {two[key]}, not {one[key]}" for key in _EXACT if one[key] != two[key]]
+        for key in _NEARLY:
+            difference = abs(one[key] - two[key]) / max(abs(one[key]), 1e-30)
+            worst = max(worst, difference)
+            if not difference <= _TOLERANCE:
+                found.append(f"step {one['step']} {key}: {two[key]!r}, not {one[key]!r}")
+    return found, worst
+
+
+def _train_both(person: Person, seed: int) -> tuple[RunDirectory, RunDirectory]:
+    words = (*_WORDS, f"seed={seed}")
+    _require(person.types(*words, f"run.name=golden-{seed}", "run.processes=1", timeout_s=_PATIENCE_S))
+    # Slow enough to be stopped in the middle; the golden run need not be.
+    shrunk = ("model.step_s=0.02", f"+cluster={SIZES[0]}", f"run.name=shrunk-{seed}")
+    run = _require(person.types(*words, *shrunk)).job_and_run[1]
+    for stage, size in enumerate(SIZES[1:], start=1):
+        _stop_at(run, stage * _STEPS // len(SIZES))
+        _require(person.types("resume", run.run_id, f"cluster={size}"))
+        print(f"seed {seed}: stopped at step {max(losses(run))}, goes on on {size}", flush=True)
+    wait_until_finished(run, within_s=_PATIENCE_S)
+    (path,) = (person.folder / "runs" / f"golden-{seed}").iterdir()
+    return RunDirectory(path), run
+
+
+def _stop_at(run: RunDirectory, step: int) -> None:
+    wait_until_step(run, step, within_s=_PATIENCE_S)
+    attempt = read_ledger(run)[-1]["attempt"]
+    run.stop_file.touch()
+    wait_for(lambda: _has_ended(run, attempt), within_s=120, what=f"the end of attempt {attempt} of {run.path}")
+
+
+def _has_ended(run: RunDirectory, attempt: int) -> bool:
+    entry = read_ledger(run)[attempt]
+    assert entry.get("reason") in (None, "stopped"), f"attempt {attempt}: {entry['note']}"
+    return "reason" in entry and not run.lock.exists()
+
+
+def _check_sizes(run: RunDirectory) -> list[str]:
+    expected = [math.prod(map(int, size.split("x"))) for size in SIZES]
+    found = [entry["world_size"] for entry in read_ledger(run)]
+    ranks = _in_order(line["world_size"] for line in _steps(run))
+    return [] if found == expected == ranks else [f"trained on {found} ranks, steps on {ranks}, asked for {expected}"]
+
+
+def _in_order(values: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(values))
+
+
+def _steps(run: RunDirectory) -> list[dict[str, Any]]:
+    return [line for line in read_metrics(run.metrics) if "loss" in line]
+
+
+def _require(done: Done) -> Done:
+    assert done.code == 0, f"exit code {done.code}: {done.err.strip().splitlines()[-1:]}"
+    return done
+
+
+def _in_double(module: str) -> str:
+    double = module.replace("torch.randn(size, 8, generator=generator)", _DRAW)
+    double = double.replace("torch.arange(8.0)", "torch.arange(8.0, dtype=torch.float64)")
+    return double.replace("nn.Linear(16, 1))", "nn.Linear(16, 1)).double()")
+
+
+_DRAW = "torch.randn(size, 8, generator=generator, dtype=torch.float64)"

@@ -1,0 +1,88 @@
+"""A training on 8, then 4, then 3 ranks with two micro-batches each, then 1: the batches of one that never changed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from slurm_train.checkpoint.directory import list_checkpoints, newest_verified, read_manifest
+from slurm_train.checkpoint.load import load_tensors
+from slurm_train.checkpoint.tensors import tensor_shapes
+
+pytestmark = pytest.mark.distributed
+
+# Ranks and micro-batches per step; all but the last are stopped in their fifth forward pass.
+STAGES = ((8, 1), (4, 1), (3, 2), (1, 1))
+GLOBAL_SIZE = 24
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_for_world_sizes", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+trainer = _load("test_trainer")
+
+
+def config_of(folder: Path, *, accumulation: int) -> dict[str, Any]:
+    found: dict[str, Any] = trainer.config_of(batch={"global_size": GLOBAL_SIZE, "accumulation": accumulation})
+    found["model"] |= {"signal_at": 5, "only_in": str(folder / "sent")}
+    found["checkpoint"] = {"every_steps": None, "keep": 9}
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("sizes")
+    (folder / "sent").touch()
+    trainer.run_to_end(folder / "one", config_of(folder, accumulation=1), ranks=1)
+    for attempt, (ranks, accumulation) in enumerate(STAGES):
+        is_last = attempt == len(STAGES) - 1
+        if not is_last:
+            (folder / "sent").unlink()
+        config = config_of(folder, accumulation=accumulation)
+        trainer.run_to_end(folder / "many", config, ranks=ranks, attempt=attempt, code=0 if is_last else 75)
+    return folder
+
+
+def test_each_step_has_the_same_samples_whatever_the_number_of_ranks(folder: Path) -> None:
+    expected, found = trainer.steps_of(folder / "one"), trainer.steps_of(folder / "many")
+    assert [line["step"] for line in found] == list(range(1, 21))
+    for key in ("samples_digest", "samples", "lr", "epoch"):
+        assert [line[key] for line in found] == [line[key] for line in expected]
+    assert len({line["world_size"] for line in found}) == len(STAGES)
+
+
+def test_losses_and_weights_differ_by_no_more_than_the_order_of_additions(folder: Path) -> None:
+    expected, found = trainer.steps_of(folder / "one"), trainer.steps_of(folder / "many")
+    for key in ("loss", "grad_norm"):  # summed over the ranks in float32
+        assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-6)
+    one, many = weights_of(folder / "one"), weights_of(folder / "many")
+    assert one.keys() == many.keys() and len(one) == 4
+    for name, tensor in one.items():  # double precision all the way
+        assert many[name].numpy() == pytest.approx(tensor.numpy(), rel=1e-10, abs=1e-12), name
+
+
+def weights_of(run: Path) -> dict[str, Any]:
+    found = newest_verified(run / "checkpoints").found
+    assert found is not None and found[1].step == 20
+    empty = {name.removeprefix("model."): t for name, t in tensor_shapes(found[0]).items() if name.startswith("model.")}
+    load_tensors(found[0], {"model": empty})
+    return empty
+
+
+def test_every_manifest_says_on_how_many_ranks_it_was_trained(folder: Path) -> None:
+    manifests = [read_manifest(path) for path in reversed(list_checkpoints(folder / "many" / "checkpoints"))]
+    assert [manifest.world_size for manifest in manifests] == [ranks for ranks, _ in STAGES]
+    assert [manifest.batch_plan["accumulation"] for manifest in manifests] == [
+        accumulation for _, accumulation in STAGES
+    ]
+    assert {manifest.batch_plan["global_size"] for manifest in manifests} == {GLOBAL_SIZE}
+    assert [manifest.samples for manifest in manifests] == [manifest.step * GLOBAL_SIZE for manifest in manifests]
