@@ -94,7 +94,9 @@ def hits(root: Path, *, canary: str = CANARY, skip: Iterable[Path] = ()) -> list
 
 def open_to_others(root: Path) -> list[str]:
     """Returns what lies below a folder, itself included, and gives others any right; Slurm's logs are among it."""
-    return [str(path) for path in (root, *sorted(root.rglob("*"))) if path.lstat().st_mode & 0o077]
+    # A link's own mode says nothing.
+    places = [path for path in (root, *sorted(root.rglob("*"))) if not path.is_symlink()]
+    return [str(path) for path in places if path.stat().st_mode & 0o077]
 
 
 def _project(folder: Path) -> Path:
