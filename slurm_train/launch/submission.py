@@ -83,6 +83,8 @@ def submit_script(
         raise ClusterError(
             f"sbatch refused the job: {reason}", hint="`plan` with the same words shows the script"
         ) from err
-    for copy in folder.glob(f"{job.job_id}*"):
-        copy.chmod(0o600)
+    # submitit keeps a copy by the umask, and a link to it.
+    for copy in folder.iterdir():
+        if copy.is_file() and not copy.is_symlink():
+            copy.chmod(0o600)
     return str(job.job_id)

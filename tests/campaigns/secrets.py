@@ -92,6 +92,13 @@ def hits(root: Path, *, canary: str = CANARY, skip: Iterable[Path] = ()) -> list
     return found
 
 
+def open_to_others(root: Path) -> list[str]:
+    """Returns what lies below a folder, itself included, and gives others any right; Slurm's logs are among it."""
+    # A link's own mode says nothing.
+    places = [path for path in (root, *sorted(root.rglob("*"))) if not path.is_symlink()]
+    return [str(path) for path in places if path.stat().st_mode & 0o077]
+
+
 def _project(folder: Path) -> Path:
     project = new_project(folder / "project")
     (project / "failing.py").write_text(_FAILING)
@@ -138,6 +145,7 @@ def _searched(name: str, job: str, run: RunDirectory) -> Iterator[tuple[str, str
     # A user's own source is copied as it is; what the toolkit writes about it is not.
     copied = [run.code / "settings.py"]
     yield f"{name}: files", ", ".join(hits(run.path, skip=copied))
+    yield f"{name}: what others may read or write", ", ".join(open_to_others(run.path))
     yield f"{name}: copied .env", "there" if (run.code / ".env").exists() else ""
     provenance = json.loads(run.provenance.read_text())
     yield (

@@ -79,6 +79,14 @@ def test_a_planted_canary_is_found_in_any_file_and_name(form: Callable[[str], by
     assert secrets.hits(tmp_path, skip=[tmp_path / "a"]) == []
 
 
+def test_what_others_may_read_is_found(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "private").touch(0o600)
+    (tmp_path / "open").touch(0o644)
+    (tmp_path / "open").chmod(0o604)
+    assert secrets.open_to_others(tmp_path) == [str(tmp_path / "open")]
+
+
 def test_the_project_of_the_campaign_is_full_of_canaries(tmp_path: Path) -> None:
     project = secrets._project(tmp_path)
     assert secrets.hits(project) == [".env", ".git/config", "settings.py"]

@@ -83,6 +83,18 @@ def test_variables_of_an_enclosing_job_do_not_reach_sbatch(
     assert {name for name in (*withheld, *kept) if name in seen} == set(kept)
 
 
+def test_what_submitit_keeps_is_private(slurm: FakeSlurm, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        submit_script(SCRIPT, folder=tmp_path / "submitted", env=os.environ)
+    finally:
+        os.umask(before)
+    # What a link's own mode says counts for nobody.
+    kept = [path for path in (tmp_path / "submitted").iterdir() if not path.is_symlink()]
+    assert kept
+    assert [path.name for path in (tmp_path / "submitted", *kept) if path.stat().st_mode & 0o077] == []
+
+
 REFUSALS = [
     (
         "sbatch: error: Batch job submission failed: Invalid qos specification\n",
