@@ -1,0 +1,195 @@
+"""A job array in which random elements are preempted or requeued: the others never notice, and all end.
+
+Each element holds two GPUs, so that an array of 16 fills the nodes and each urgent job for two GPUs of a node has to
+take the place of one element there; which one is Slurm's choice. The elements take their time while a file is there,
+and hurry when all disturbances are over. `trials` is the number of elements; 16 take a minute on an idle cluster.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
+from slurm_train.slurm.records import parse_job
+from tests.campaigns.result import Result
+from tests.support.command_line import TINY, Person, new_project
+from tests.support.slurm_runs import losses
+from tests.support.waiting import wait_for
+
+_STEPS = 400
+_MODULE = """
+import pathlib, time
+import tiny
+
+class Held(tiny.Tiny):
+    def __init__(self, hold: str):
+        super().__init__()
+        self.hold = pathlib.Path(hold)
+    def forward(self, x):
+        if self.hold.exists():
+            time.sleep(0.5)
+        return self.layers(x)
+"""
+_WORDS = (
+    "+cluster=1x1",
+    *TINY[1:],
+    "model._target_=held.Held",
+    f"train.max_steps={_STEPS}",
+    "train.threads=1",
+    "checkpoint.every_steps=200",
+    # One rank, but two devices of the node.
+    "cluster.gpu_flag=none",
+    "cluster.sbatch.gres=gpu:2",
+)
+_NODES = 4
+_PATIENCE_S = 240.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What was seen of one element when all was over."""
+
+    index: int
+    restarts: int
+    """In Slurm's own count."""
+    requeued: int
+    """How often the campaign requeued this element."""
+    preempted: int
+    """How often its ledger says that it was preempted."""
+    is_finished: bool
+    steps: int
+    """Different steps on record."""
+    expected_steps: int
+
+
+def run(*, seed: int, trials: int, folder: Path) -> Result:
+    """Submits an array, disturbs half of it and returns what came of each element."""
+    chance = random.Random(seed)
+    person, hold = Person(new_project(folder / "project")), folder / "hold"
+    (person.folder / "held.py").write_text(_MODULE)
+    hold.touch()
+    began_s = time.monotonic()
+    done = person.types("-m", *_WORDS, f"model.hold={hold}", f"seed=range({trials})", "run.name=arrays")
+    assert done.code == 0, done.err
+    job, path = done.out.split()
+    elements = read_table(SweepDirectory(Path(path)))
+    try:
+        wait_for(lambda: min(_steps(elements)) >= 2, within_s=_PATIENCE_S, what="all elements at work")
+        print(f"  {trials} elements at work after {time.monotonic() - began_s:.0f} s", flush=True)
+        requeued = _disturb(job, len(elements), chance)
+        hold.unlink()
+        wait_for(lambda: all(map(_is_over, elements)), within_s=_PATIENCE_S, what="the end of all elements")
+    except AssertionError as err:
+        print(f"  {err}", flush=True)
+        requeued = []
+    seen = _look(job, elements, requeued)
+    subprocess.run(["scancel", job], check=False)
+    problems = check(seen)
+    for one in seen:
+        print(f"  element {one.index}: {one.restarts} restarts, {one.steps} steps", flush=True)
+    return Result(
+        trials=trials,
+        held=trials - len({index for index, _ in problems}),
+        figures={
+            "preempted by an urgent job": str(sum(one.preempted for one in seen)),
+            "requeued by hand": str(sum(one.requeued for one in seen)),
+            "elements that nobody disturbed": str(sum(not one.restarts for one in seen)),
+            "submission to the last result": f"{time.monotonic() - began_s:.0f} s",
+        },
+        problems=tuple(f"element {index}: {text}" for index, text in problems),
+    )
+
+
+def check(seen: Sequence[Seen]) -> list[tuple[int, str]]:
+    """Returns what is wrong with which element, (-1, ...) where it is about all of them."""
+    problems = []
+    for one in seen:
+        if not one.is_finished:
+            problems.append((one.index, "has no result"))
+        elif one.steps != one.expected_steps:
+            problems.append((one.index, f"has {one.steps} of {one.expected_steps} steps on record"))
+        if one.restarts != one.requeued + one.preempted:
+            causes = f"{one.requeued} requeues and {one.preempted} preemptions"
+            problems.append((one.index, f"was restarted {one.restarts} times by {causes} of its own"))
+    disturbed = sum(one.requeued + one.preempted > 0 for one in seen)
+    if 2 * sum(one.preempted for one in seen) < disturbed or not disturbed:
+        problems.append((-1, f"of {disturbed} disturbed elements fewer than half were preempted: it proves nothing"))
+    return problems
+
+
+def _disturb(job: str, count: int, chance: random.Random) -> list[int]:
+    """Preempts and requeues so many elements as make half of the array; returns the requeued ones."""
+    num_requeued = max(1, count // 5)
+    num_preempted = max(1, count // 2 - num_requeued)
+    nodes = chance.sample([f"node{node}" for node in range(1, _NODES + 1)] * 2, num_preempted)
+    urgent = ["sbatch", "--parsable", "--qos=urgent", "--gres=gpu:2", "--output=/dev/null", "--wrap=sleep 1"]
+    jobs = [_output([*urgent, f"--nodelist={node}"]) for node in nodes]
+    for urgent_job in jobs:
+        _wait_until_over(urgent_job)
+    before = restarts(job)
+    print(f"  urgent jobs on {', '.join(nodes)}: restarts {before}", flush=True)
+    requeued = chance.sample(
+        sorted(set(range(count)) - {index for index, number in before.items() if number}), num_requeued
+    )
+    for index in requeued:
+        print(f"  scontrol requeue {job}_{index}", flush=True)
+        subprocess.run(["scontrol", "requeue", f"{job}_{index}"], check=True)
+    wait_for(
+        lambda: sum(restarts(job).values()) >= num_preempted + num_requeued,
+        within_s=60.0,
+        what=f"{num_preempted + num_requeued} restarts",
+    )
+    return requeued
+
+
+def _output(argv: Sequence[str]) -> str:
+    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _wait_until_over(job: str) -> None:
+    def is_over() -> bool:
+        asked = ["squeue", "-h", "-t", "pending,running,completing", "-j", job]
+        return not subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+
+    wait_for(is_over, within_s=60.0, what=f"the end of the urgent job {job}", poll_s=0.5)
+
+
+def restarts(job: str) -> dict[int, int]:
+    """Returns how often Slurm has restarted each element of an array."""
+    text = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
+    records = [parse_job(part) for part in text.strip().split("\n\n")]
+    return {int(one["ArrayTaskId"]): int(one["Restarts"]) for one in records if one["ArrayTaskId"].isdigit()}
+
+
+def _look(job: str, elements: Sequence[Element], requeued: Sequence[int]) -> list[Seen]:
+    counted = restarts(job)
+    seen = []
+    for element in elements:
+        reasons = [entry.get("reason") for entry in read_ledger(element.run)]
+        seen.append(
+            Seen(
+                index=element.index,
+                restarts=counted.get(element.index, 0),
+                requeued=list(requeued).count(element.index),
+                preempted=reasons.count("preempted"),
+                is_finished=element.run.result.exists(),
+                steps=len(losses(element.run)),
+                expected_steps=_STEPS,
+            )
+        )
+    return seen
+
+
+def _is_over(element: Element) -> bool:
+    ledger = read_ledger(element.run)
+    return bool(ledger) and ledger[-1].get("action") in ("finish", "stop")
+
+
+def _steps(elements: Sequence[Element]) -> list[int]:
+    return [max(losses(element.run), default=0) for element in elements]
