@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from slurm_train.errors import ClusterError
 from slurm_train.requeue.decision import is_over_its_limit
-from slurm_train.slurm.commands import ControllerAway, SlurmCommands, restarts_of
+from slurm_train.slurm.commands import SlurmCommands, restarts_of
+from slurm_train.slurm.runner import ControllerAway
 
 T = TypeVar("T")
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.environment import command_environment
 from slurm_train.slurm.job_id import is_job_id, is_step_id
+from slurm_train.slurm.runner import ControllerAway, Finished, Runner, run_process
 
 if TYPE_CHECKING:
     from slurm_train.slurm.partitions import Partition
@@ -38,62 +37,6 @@ _UNREACHABLE = (
     "communication connection failure",
     "backup controller in standby",
 )
-
-
-class ControllerAway(ClusterError):
-    """Slurm's controller does not answer; asking again later may help."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A process that has ended."""
-
-    return_code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def last_line(self) -> str:
-        """The last line of stderr with something on it, else of stdout."""
-        lines = [line.strip() for text in (self.stdout, self.stderr) for line in text.splitlines() if line.strip()]
-        return lines[-1] if lines else "no output"
-
-
-class Runner(Protocol):
-    """Runs a command to its end; tests pass their own."""
-
-    def __call__(self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> Finished:
-        """Returns the ended process; raises ClusterError if it cannot start or takes too long."""
-
-
-def run_process(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> Finished:
-    """Runs a command without a shell and without input, and returns how it ended.
-
-    Raises:
-        ClusterError: no such command on this machine, or it did not end in time.
-    """
-    try:
-        done = subprocess.run(
-            list(argv),
-            env=dict(env),
-            timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            check=False,
-        )
-    except FileNotFoundError as err:
-        raise ClusterError(
-            f"there is no {argv[0]} on this machine",
-            hint="run this where Slurm's commands are (a login node), or without +cluster to train on this machine",
-        ) from err
-    except subprocess.TimeoutExpired as err:
-        raise ControllerAway(
-            f"`{shlex.join(argv)}` did not answer in {timeout_s:g} s",
-            hint="the Slurm controller may be busy: try later",
-        ) from err
-    return Finished(done.returncode, done.stdout, done.stderr)
 
 
 class SlurmCommands:

@@ -23,8 +23,8 @@ from slurm_train.requeue.supervise import Site, supervise
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import Holder
-from slurm_train.slurm.commands import ControllerAway
 from slurm_train.slurm.records import JobState
+from slurm_train.slurm.runner import ControllerAway
 from tests.fakes.slurm_commands import job_state
 
 JOB = "7"

@@ -7,7 +7,7 @@ import pytest
 
 from slurm_train.errors import ClusterError
 from slurm_train.requeue.patience import bring_back, wait_for_the_end, with_patience
-from slurm_train.slurm.commands import ControllerAway
+from slurm_train.slurm.runner import ControllerAway
 from tests.fakes.slurm_commands import FakeSlurmCommands
 
 RUNNING = {"JobState": "RUNNING", "Restarts": "0"}

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.commands import ControllerAway, Finished, SlurmCommands, run_process
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.runner import ControllerAway, Finished, run_process
 from slurm_train.slurm.states import Phase
 from slurm_train.slurm.verdicts import Refusal
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
