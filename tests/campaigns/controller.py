@@ -51,7 +51,7 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
         while tally.trials < trials:
             for node in range(1, _NODES + 1):
                 if node not in current or current[node].result.exists():
-                    current[node] = submit(person, f"run-{len(runs)}", *_WORDS, f"cluster.nodelist=node{node}")[1]
+                    current[node] = submitted(person, f"run-{len(runs)}", node)
                     runs.append(current[node])
             what = dice.choice(list(_BEGIN))
             problems = try_once(person, plan, current, what, dice, away)
@@ -69,6 +69,19 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
             "away, median": f"{statistics.median(away):.1f} s" if away else "never",
         }
     )
+
+
+def submitted(person: Person, name: str, node: int) -> RunDirectory:
+    """Submits a run to a node of its own; a controller that has just come back refuses until the node reported."""
+
+    def try_it() -> RunDirectory | None:
+        with suppress(AssertionError):
+            return submit(person, name, *_WORDS, f"cluster.nodelist=node{node}")[1]
+        return None
+
+    run = wait_for(try_it, within_s=60.0, what=f"a job for {name}", poll_s=2.0)
+    assert run is not None
+    return run
 
 
 def try_once(
