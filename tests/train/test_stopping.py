@@ -39,7 +39,8 @@ def stop_of(run: RunDirectory) -> dict[str, Any]:
 def test_a_run_stops_itself_before_its_limit_without_any_signal(tmp_path: Path) -> None:
     """The limit is 6 s away; a stop is given a margin, so the clock asks at the first look."""
     run = run_with(tmp_path / "run", Notice(end_unix_s=time.time() + 6, limit_s=3600, kill_wait_s=5))
-    codes, text = train(run.path, config_of(model={"step_s": 0.05}, every_steps=None))
+    config = config_of(model={"step_s": 0.05}, every_steps=None)
+    codes, text = train(run.path, config)
     assert codes == [75, 75], text
     event = stop_of(run)
     assert event["asked_by"] == "clock" and event["saved"] and 0 < event["left_s"] <= 11
@@ -47,7 +48,7 @@ def test_a_run_stops_itself_before_its_limit_without_any_signal(tmp_path: Path) 
     assert verify(list_checkpoints(run.checkpoints)[0]).step == step < 24
     measured = read_measured(run)
     assert measured is not None and measured.save_s > 0 and measured.step_s >= 0.05
-    codes, text = train(run.path, config_of(every_steps=None), attempt=1)
+    codes, text = train(run.path, config, attempt=1)
     assert codes == [0, 0], text
     assert [line[0] for line in lines_of(run.path)] == list(range(1, 25))
 
@@ -70,7 +71,7 @@ def test_a_grace_shorter_than_a_save_is_not_spent_on_one(tmp_path: Path, notice:
     assert newest == (event["step"] if saved else 10 if newest == 10 else 5)
     assert ("without a save: 0 s are left and a save takes 1 s" in text) is not saved
     # Nothing is lost but steps: the next attempt ends with the bits of a run that was left alone.
-    codes, text = train(run.path, config_of(every_steps=5), attempt=1)
+    codes, text = train(run.path, config_of(model=model, every_steps=5), attempt=1)
     assert codes == [0, 0], text
     codes, text = train(tmp_path / "whole", config_of(every_steps=None))
     assert codes == [0, 0], text
