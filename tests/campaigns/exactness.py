@@ -150,7 +150,9 @@ def take_a_node_down(victim: Victim) -> None:
     try:
         wait_for(lambda: victim.number > number, within_s=PATIENCE_S, what="another attempt")
     finally:
-        _command("scontrol", "update", f"nodename={node}", "state=resume")
+        # With ReturnToService=2 it comes back by itself as soon as it registers, and then there is nothing to resume.
+        subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], capture_output=True, check=False)
+        wait_for(lambda: _is_up(node), within_s=60, what=f"{node} to come back")
 
 
 def kill_slurmctld_and_a_rank(victim: Victim) -> None:
@@ -267,6 +269,12 @@ def _resume_when(victim: Victim, job: str, state: str) -> None:
 def _parent_of(victim: Victim, rank: int) -> int:
     text = Path(f"/proc/{victim.rank(rank)}/stat").read_text()
     return int(text.rpartition(")")[2].split()[1])
+
+
+def _is_up(node: str) -> bool:
+    argv = ["sinfo", "--noheader", f"--nodes={node}", "--format=%T"]
+    states = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60).stdout.split()
+    return bool(states) and set(states) <= {"idle", "mixed", "allocated", "completing"}
 
 
 def _command(*argv: str) -> None:
