@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
-from tests.campaigns.peers.common_training import STEPS
-from tests.campaigns.peers.faults import AT_STEP, FAULTS, Fault, show_job
+from tests.campaigns.peers.common_training import AT_STEP, STEPS
+from tests.campaigns.peers.faults import FAULTS, Fault, show_job
 from tests.campaigns.peers.job import PEERS, Job, Wish, end_jobs
 from tests.campaigns.peers.outcome import Outcome, judge, keep, table
 from tests.campaigns.peers.page import write_page
@@ -73,11 +73,19 @@ def _try(person: Person, name: str, peers: Sequence[str], golden: dict[str, str]
     began = time.monotonic()
     pair = nullcontext(("normal", "")) if fault.grace_s is None else qos_pair(f"peers{name}", grace_s=fault.grace_s)
     with pair as (weak, strong):
-        wish = Wish(name=name, step_s=fault.step_s, qos=weak, time_limit_min=fault.time_limit_min)
+        gate = person.folder / f"go-{name}"
+        wish = Wish(
+            name=name,
+            step_s=fault.step_s,
+            gate=str(gate) if fault.is_gated else "",
+            qos=weak,
+            time_limit_min=fault.time_limit_min,
+        )
         jobs = _submit_all(person, peers, wish)
         try:
             for job in jobs:
                 wait_for(lambda job=job: len(job.steps) >= AT_STEP, within_s=_START_S, what=f"step {AT_STEP} of {job}")
+            gate.touch()
             with fault.cause(jobs, strong):  # type: ignore[attr-defined]
                 _wait_for_ends(jobs, within_s=_patience_s(fault))
             found = {job.peer: _outcome(job, golden[job.peer]) for job in jobs}

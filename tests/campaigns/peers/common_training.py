@@ -18,6 +18,8 @@ from slurm_train.checkpoint.digest import weights_digest
 
 STEPS = 60
 SAVE_EVERY = 10
+AT_STEP = 25
+"""After which a fault comes."""
 LOCAL_SIZE = 8
 NUM_RANKS = 2
 
@@ -38,15 +40,24 @@ class Numbers(Dataset):
 
 
 class Tiny(nn.Module):
-    """A model whose step takes as long as one says."""
+    """A model whose step takes as long as one says.
 
-    def __init__(self, step_s: float = 0.0) -> None:
+    Args:
+        step_s: seconds.
+        gate: a file that the steps after AT_STEP wait for, so that a fault finds all peers at the same step; "": none.
+            Two calls later, since some write a step's line, or look at a batch, one step ahead.
+    """
+
+    def __init__(self, step_s: float = 0.0, gate: str = "") -> None:
         super().__init__()
-        self.step_s = step_s
+        self.step_s, self.gate, self.num_calls = step_s, gate, 0
         self.layers = nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (batch, 8); returns (batch, 1)."""
+        self.num_calls += 1
+        while self.gate and self.num_calls > AT_STEP + 2 and not Path(self.gate).exists():
+            time.sleep(0.02)
         time.sleep(self.step_s)
         return self.layers(x)
 

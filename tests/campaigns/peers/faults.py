@@ -16,8 +16,6 @@ from slurm_train.slurm.records import parse_job
 from tests.campaigns.peers.job import Job
 from tests.support.waiting import wait_for
 
-AT_STEP = 25
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
@@ -29,6 +27,7 @@ class Fault:
         grace_s: GraceTime of the jobs' QOS; None: a QOS that nobody preempts.
         step_s: seconds of a step.
         time_limit_min: of the job.
+        is_gated: all jobs wait for each other at AT_STEP, and go on when the fault comes.
         ends_cancelled: the right end is a cancelled job, not a finished training.
     """
 
@@ -37,6 +36,7 @@ class Fault:
     grace_s: int | None = None
     step_s: float = 0.25
     time_limit_min: int = 30
+    is_gated: bool = True
     ends_cancelled: bool = False
 
 
@@ -103,7 +103,7 @@ def cancel(jobs: list[Job], _qos: str) -> Iterator[None]:
 FAULTS: dict[str, Fault] = {
     "grace": Fault(what="preempted, 15 s grace", cause=preempt, grace_s=15),
     "nograce": Fault(what="preempted, no grace", cause=preempt, grace_s=0),
-    "limit": Fault(what="time limit, with a warning", cause=nothing, step_s=2.4, time_limit_min=2),
+    "limit": Fault(what="time limit, with a warning", cause=nothing, step_s=2.4, time_limit_min=2, is_gated=False),
     "rank": Fault(what="a rank is killed", cause=kill_rank),
     "node": Fault(what="its node is lost", cause=lose_nodes),
     "damage": Fault(what="a byte of the newest checkpoint is flipped", cause=damage),

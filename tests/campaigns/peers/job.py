@@ -20,6 +20,7 @@ class Wish:
 
     name: str
     step_s: float
+    gate: str = ""
     qos: str = "normal"
     time_limit_min: int = 30
     warn_s: int = 30
@@ -79,6 +80,7 @@ def submit_own(person: Person, wish: Wish) -> Job:
         "model._target_=tests.campaigns.peers.common_training.Tiny",
         "data._target_=tests.campaigns.peers.common_training.Numbers",
         f"model.step_s={wish.step_s}",
+        f"model.gate={wish.gate or repr('')}",
         f"train.max_steps={STEPS}",
         "train.eval_every_steps=null",
         "train.log_every_steps=1",
@@ -104,10 +106,10 @@ _SUBMITIT = """
 import json, sys
 import submitit
 from tests.campaigns.peers.submitit_training import Training
-folder, step_s, parameters = sys.argv[1], float(sys.argv[2]), json.loads(sys.argv[3])
+folder, step_s, gate, parameters = sys.argv[1], float(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
 executor = submitit.AutoExecutor(folder=folder + "/submitit", cluster="slurm")
 executor.update_parameters(nodes=1, tasks_per_node=2, cpus_per_task=1, **parameters)
-print(executor.submit(Training(), folder, step_s).job_id)
+print(executor.submit(Training(), folder, step_s, gate).job_id)
 """
 
 
@@ -120,7 +122,7 @@ def submit_submitit(person: Person, wish: Wish, *, best: bool) -> Job:
     if best:
         parameters["slurm_signal_delay_s"] = wish.warn_s
         env = {"SUBMITIT_PREEMPT_SIGNAL": "TERM"}
-    words = (sys.executable, "-c", _SUBMITIT, str(folder), str(wish.step_s), json.dumps(parameters))
+    words = (sys.executable, "-c", _SUBMITIT, str(folder), str(wish.step_s), wish.gate, json.dumps(parameters))
     return _job(peer, person.runs(*words, env=env).out, folder)
 
 
@@ -139,7 +141,7 @@ def submit_lightning(person: Person, wish: Wish, *, best: bool) -> Job:
 #SBATCH --output={folder}/log.txt
 #SBATCH --open-mode=append
 #SBATCH --requeue
-srun {sys.executable} -m tests.campaigns.peers.lightning_training {folder} {wish.step_s} {requeue_signal}
+srun {sys.executable} -m tests.campaigns.peers.lightning_training {folder} {wish.step_s} {requeue_signal} '{wish.gate}'
 """
     (folder / "job.sh").write_text(script)
     return _job(peer, person.runs("sbatch", "--parsable", f"--chdir={REPOSITORY}", str(folder / "job.sh")).out, folder)

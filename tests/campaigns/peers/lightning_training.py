@@ -1,4 +1,4 @@
-"""The training as a user of Lightning writes it; run by srun in an sbatch script: FOLDER STEP_S REQUEUE_SIGNAL.
+"""The training as a user of Lightning writes it; run by srun in an sbatch script: FOLDER STEP_S REQUEUE_SIGNAL GATE.
 
 Lightning saves and requeues when the signal comes (auto_requeue); the user adds the periodic checkpoints, and asks for
 the newest of them at the start, which is what brings a run back that was killed without a signal.
@@ -32,9 +32,9 @@ from tests.campaigns.peers.common_training import (
 class Training(pl.LightningModule):
     """The model with its loss and optimizer."""
 
-    def __init__(self, folder: Path, step_s: float) -> None:
+    def __init__(self, folder: Path, model: Tiny) -> None:
         super().__init__()
-        self.folder, self.model = folder, Tiny(step_s)
+        self.folder, self.model = folder, model
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         """Returns the loss of a batch."""
@@ -55,7 +55,7 @@ def main() -> None:
     """Trains to the end."""
     folder, step_s, requeue_signal = Path(sys.argv[1]), float(sys.argv[2]), signal.Signals[sys.argv[3]]
     pl.seed_everything(0)
-    training = Training(folder, step_s)
+    training = Training(folder, Tiny(step_s, sys.argv[4]))
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy="ddp",

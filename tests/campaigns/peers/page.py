@@ -6,8 +6,8 @@ import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.campaigns.peers.common_training import NUM_RANKS, SAVE_EVERY, STEPS
-from tests.campaigns.peers.faults import AT_STEP, FAULTS
+from tests.campaigns.peers.common_training import AT_STEP, NUM_RANKS, SAVE_EVERY, STEPS
+from tests.campaigns.peers.faults import FAULTS
 from tests.campaigns.peers.job import PEERS
 from tests.campaigns.peers.outcome import read, table
 

@@ -22,13 +22,13 @@ from tests.campaigns.peers.common_training import LOCAL_SIZE, SAVE_EVERY, Number
 class Training(submitit.helpers.Checkpointable):
     """Trains in `folder`; called on every rank, again after each requeue."""
 
-    def __call__(self, folder: str, step_s: float) -> int:
+    def __call__(self, folder: str, step_s: float, gate: str) -> int:
         self.folder = Path(folder)
         environment = submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
         dist.init_process_group("gloo")
         torch.manual_seed(0)
         self.rank, self.step = environment.rank, 0
-        self.model = DistributedDataParallel(Tiny(step_s))
+        self.model = DistributedDataParallel(Tiny(step_s, gate))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self._load()
         data = Numbers()
