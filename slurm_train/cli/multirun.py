@@ -20,9 +20,10 @@ from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.selection import active_runs
 from slurm_train.cli.submit import require_slurm
 from slurm_train.config.compose import compose_points
-from slurm_train.config.points import read_points
+from slurm_train.config.lean import is_enough
+from slurm_train.config.points import Point, read_points
 from slurm_train.config.words import Words
-from slurm_train.errors import RunError
+from slurm_train.errors import ConfigError, RunError
 from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.array import ArrayPlan, cut_arrays, max_array_size, render_array
 from slurm_train.launch.array_submission import find_lost_arrays, job_name, next_number, submit_arrays
@@ -56,23 +57,53 @@ def multirun(flags: Words, words: Sequence[str], *, env: Mapping[str, str], cwd:
     Raises:
         SlurmTrainError: something is wrong with the words, the site, or one of the runs; nothing was written then.
     """
-    plan = plan_words(flags, env=env, cwd=cwd)
-    source = read_source(_whose_code(plan), cwd, read_answers(git))
-    if plan.uses_cluster:
-        return _submit(plan, source, words=words, env=env, wait=flags.wait)
-    from slurm_train.cli.sweep_here import run_here
+    state = read_answers(git)
 
-    return run_here(plan, source, words=words, env=env)
+    def carry_out(points: Sequence[Point], *, wait: bool) -> tuple[int, SweepPlan]:
+        plan = plan_points(flags, points, env=env, cwd=cwd)
+        source = read_source(_whose_code(plan), cwd, state)
+        if plan.uses_cluster:
+            return _submit(plan, source, words=words, env=env, wait=wait), plan
+        from slurm_train.cli.sweep_here import run_here
+
+        return run_here(plan, source, words=words, env=env), plan
+
+    if is_enough(flags):
+        return carry_out(read_points(flags), wait=flags.wait)[0]
+    from slurm_train.config.sweeper import read_sweeper
+
+    choice = read_sweeper(flags)
+    if not choice.needs_values:
+        return carry_out(read_points(choice.words), wait=flags.wait)[0]
+    from slurm_train.cli.sweeper import drive_sweeper
+
+    return drive_sweeper(choice, lambda points: carry_out(points, wait=True)[1])
 
 
 def plan_words(flags: Words, *, env: Mapping[str, str], cwd: Path) -> SweepPlan:
     """Returns the plan of the sweep that the words ask for, and prints it; touches nothing.
 
     Raises:
+        ConfigError: as `plan_sweep`, or a sweeper that does not know its points beforehand.
+        DataError: data that a run asks for are not there.
+    """
+    if not is_enough(flags):
+        from slurm_train.config.sweeper import read_sweeper
+
+        choice = read_sweeper(flags)
+        if choice.needs_values:
+            raise ConfigError("this sweeper chooses its points as it goes", hint="plan one point of it, without -m")
+        flags = choice.words
+    return plan_points(flags, read_points(flags), env=env, cwd=cwd)
+
+
+def plan_points(flags: Words, points: Sequence[Point], *, env: Mapping[str, str], cwd: Path) -> SweepPlan:
+    """Returns the plan of a sweep of these points, and prints it; touches nothing.
+
+    Raises:
         ConfigError: as `plan_sweep`.
         DataError: data that a run asks for are not there.
     """
-    points = read_points(flags)
     composed = compose_points(flags, [point.overrides for point in points])
     plan = plan_sweep(points, composed, cwd=cwd, env=env)
     _refuse_missing_inputs(plan.plans, cwd=cwd)
@@ -165,14 +196,15 @@ def plan_arrays(
     """
     if not scripts:
         return []
-    arrays = cut_arrays(scripts, max_size=max_array_size(commands.show_config()), max_parallel=max_parallel)
-    looked_at = set()
-    for array in arrays:
-        if array.directives not in looked_at:
-            looked_at.add(array.directives)
-            folder = sweep.array(next_number(sweep))
-            script = render_array(array, folder, name=job_name(sweep, folder))
-            require_acceptable(script, commands, example if array is arrays[0] else None)
+    max_size = max_array_size(commands.show_config())
+    arrays = cut_arrays(scripts, max_size=max_size, max_parallel=max_parallel)
+    # A limit on submitted jobs counts the elements of all arrays: the first question is about as many as can be asked.
+    whole = replace(arrays[0], runs=tuple(run for run, _ in scripts)[:max_size], throttle=None)
+    folder = sweep.array(next_number(sweep))
+    by_shape = {array.directives: array for array in reversed(arrays)} | {whole.directives: whole}
+    for array in by_shape.values():
+        script = render_array(array, folder, name=job_name(sweep, folder))
+        require_acceptable(script, commands, example if array is whole else None)
     return arrays
 
 

@@ -55,7 +55,7 @@ def compose(words: Words) -> Composed:
         ConfigError: an unknown key, group or value; a missing value; a reference to a secret.
     """
     overrides = prepare_overrides(words.overrides)
-    with _explaining(words, overrides):
+    with explaining(words, overrides):
         return _read(_compose_settled(words, overrides))
 
 
@@ -77,7 +77,7 @@ def compose_points(words: Words, points: Sequence[Sequence[str]]) -> Iterator[Co
     composer = LeanComposer(search_path(words.config_dir), words.config_name)
     for point in points:
         overrides = prepare_overrides(point)
-        with _explaining(words, overrides):
+        with explaining(words, overrides):
             yield _read(composer.compose(overrides))
 
 
@@ -88,8 +88,8 @@ def show(words: Words) -> None:
         ConfigError: as `compose`.
     """
     overrides = prepare_overrides(words.overrides)
-    with _explaining(words, overrides):
-        hydra = _open(words, overrides)
+    with explaining(words, overrides):
+        hydra = open_hydra(words, overrides)
         if words.info is not None:
             hydra.show_info(words.info, config_name=words.config_name, overrides=overrides)
         else:
@@ -104,7 +104,8 @@ def show(words: Words) -> None:
 
 
 @contextmanager
-def _explaining(words: Words, overrides: Sequence[str]) -> Iterator[None]:
+def explaining(words: Words, overrides: Sequence[str]) -> Iterator[None]:
+    """Says in the user's terms what Hydra would not accept; leaves no global state of Hydra's behind."""
     # Whatever way a configuration spells it, the variable is asked for by name here.
     OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)
     try:
@@ -150,7 +151,7 @@ def _compose(words: Words, overrides: Sequence[str]) -> _Full:
     if is_enough(words):
         _store_sizes(words, overrides)
         return LeanComposer(search_path(words.config_dir), words.config_name).compose(overrides)
-    full = _open(words, overrides).compose_config(
+    full = open_hydra(words, overrides).compose_config(
         config_name=words.config_name,
         overrides=list(overrides),
         run_mode=RunMode.RUN,
@@ -160,7 +161,8 @@ def _compose(words: Words, overrides: Sequence[str]) -> _Full:
     return full, dict(full.hydra.runtime.choices)
 
 
-def _open(words: Words, overrides: Sequence[str]) -> Hydra:
+def open_hydra(words: Words, overrides: Sequence[str]) -> Hydra:
+    """Returns Hydra itself, with its plugins, looking where `search_path` says."""
     GlobalHydra.instance().clear()
     Plugins.instance()
     _store_sizes(words, overrides)

@@ -57,11 +57,12 @@ def _point(overrides: Sequence[str], chosen: Mapping[str, str]) -> Point:
     values = {}
     for word in chosen.values():
         _, key, value = split_word(word)
-        values[key] = _unquoted(value or "")
+        values[key] = unquoted(value or "")
     return Point(tuple(chosen.get(word, word) for word in overrides), values)
 
 
-def _unquoted(value: str) -> str:
+def unquoted(value: str) -> str:
+    """Returns a value without the quotes of Hydra's spelling."""
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     return value[1:-1] if is_quoted else value
 
@@ -102,7 +103,7 @@ def _values(override: Override) -> list[str]:
     if not override.is_discrete_sweep():
         raise ConfigError(
             f"{override.input_line}: an interval names no points",
-            hint="use range(start,stop,step) or choice(a,b,c)",
+            hint="use range(start,stop,step) or choice(a,b,c), or a sweeper that chooses points: hydra/sweeper=...",
         )
     values = [f"{override.get_key_element()}={value}" for value in override.sweep_iterator(transformer=_spelled)]
     if not values:

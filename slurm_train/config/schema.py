@@ -163,6 +163,8 @@ class SweepSection:
 
     max_parallel: int | None = None
     """Runs of the sweep that may run at once; default: as many as Slurm has room for, one on this machine."""
+    objective: str | None = None
+    """Number of result.json that a sweeper which needs values gets; default: eval_loss, or loss without evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

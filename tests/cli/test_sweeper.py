@@ -1,0 +1,136 @@
+"""Sweepers of Hydra's that choose points by the values of earlier ones, and sweeps in Hydra's own keys."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+from slurm_train.cli.sweeper import objective
+from slurm_train.errors import RunError
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.sweep import SweepDirectory, read_table
+
+FOUND: list[float] = []
+
+
+class Halving(Sweeper):
+    """Goes from lr=8 to half of it as long as that is better, two points at a time, one of them twice."""
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        lr, best = 8.0, float("inf")
+        while True:
+            batch = [[*arguments, f"optim.lr={value}"] for value in (lr, lr / 2, lr)]
+            values = [one.return_value for one in self.launcher.launch(batch, initial_job_idx=0)]
+            assert values[0] == values[2]
+            FOUND.append(values[0])
+            if values[0] >= best:
+                return
+            lr, best = lr / 2, values[0]
+
+
+@pytest.fixture
+def halving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Installs the sweeper as a plugin of Hydra's, which lives in a package of that name."""
+    FOUND.clear()
+    package, module = ModuleType("hydra_plugins"), ModuleType("hydra_plugins.halving")
+    package.__path__ = []
+    module.Halving = Halving  # type: ignore[attr-defined]
+    package.halving = module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hydra_plugins", package)
+    monkeypatch.setitem(sys.modules, "hydra_plugins.halving", module)
+    Halving.__module__ = "hydra_plugins.halving"
+    Plugins.instance().register(Halving)
+    node = {"_target_": "hydra_plugins.halving.Halving"}
+    ConfigStore.instance().store(group="hydra/sweeper", name="halving", node=node, provider="test")
+    yield
+    ConfigStore.instance().repo["hydra"]["sweeper"].pop("halving.yaml")
+
+
+def results_appear(shell: Any) -> None:
+    """Makes sbatch finish every run of the array at once, with (lr - 1.5)^2 as its value."""
+    program = shell.slurm.folder / "sbatch"
+    finish = """
+case "$*" in *submit*|*sh) for r in $(cat {root}/runs/sweeps/*/arrays/*/runs.txt); do
+  lr=$(sed -n 's/^  lr: //p' "$r/config.yaml" | head -1)
+  value=$(awk "BEGIN {{ print ($lr - 1.5) ^ 2 }}")
+  echo "{{\\"step\\": 1, \\"eval_loss\\": $value}}" > "$r/result.json"
+done;; esac
+"""
+    program.write_text(program.read_text() + finish.format(root=shell.folder))
+
+
+def test_a_sweeper_that_needs_values_gets_them_from_the_results(shell: Any, halving: None) -> None:
+    results_appear(shell)
+    done = shell.types("-m", "hydra/sweeper=halving", "+cluster=1x8", "seed=3")
+    assert done.code == 0, done.err
+    assert FOUND == [(8 - 1.5) ** 2, (4 - 1.5) ** 2, (2 - 1.5) ** 2, (1 - 1.5) ** 2]
+    assert list((shell.folder / "multirun").iterdir()), "a place for files of the sweeper's own"
+    sweeps = [SweepDirectory(path) for path in (shell.folder / "runs" / "sweeps").iterdir()]
+    assert len(sweeps) == 4 and all(len(read_table(sweep)) == 2 for sweep in sweeps)
+    assert len(shell.slurm.said("sbatch_words").splitlines()) == 4, "what is finished is not submitted again"
+    assert {tuple(element.overrides) for sweep in sweeps for element in read_table(sweep)} == {("optim.lr",)}
+
+
+def test_a_driver_that_is_started_anew_catches_up(shell: Any, halving: None) -> None:
+    results_appear(shell)
+    words = ("-m", "hydra/sweeper=halving", "+cluster=1x8", "sweep.objective=eval_loss")
+    shell.types(*words)
+    (shell.slurm.folder / "sbatch_words").unlink()
+    first = list(FOUND)
+    FOUND.clear()
+    assert shell.types(*words).code == 0 and first == FOUND
+    assert shell.slurm.said("sbatch_words") is None
+
+
+def test_a_sweeper_that_needs_values_cannot_be_planned(shell: Any, halving: None) -> None:
+    done = shell.types("plan", "-m", "hydra/sweeper=halving", "+cluster=1x8")
+    assert done.code == 2 and "chooses its points as it goes" in done.err
+
+
+def test_a_sweep_may_stand_in_a_file_of_the_users_own_and_words_win(shell: Any) -> None:
+    (shell.folder / "site").mkdir()
+    text = "defaults: [config, _self_]\nhydra:\n  sweeper:\n    params:\n      seed: range(3)\n      optim.lr: 1,2\n"
+    (shell.folder / "site" / "study.yaml").write_text(text)
+    words = ("-m", "--config-dir", "site", "--config-name", "study", "+cluster=1x8")
+    assert "6 runs: seed (3) x optim.lr (2)" in shell.types(*words).err
+    assert "3 runs: seed (3)\n" in shell.types(*words, "optim.lr=5").err
+
+
+def test_a_sweeper_that_is_not_there_is_named(shell: Any) -> None:
+    done = shell.types("-m", "hydra/sweeper=nowhere", "+cluster=1x8", "seed=1,2")
+    assert done.code == 2 and "there is no configuration 'hydra/sweeper/nowhere'" in done.err
+
+
+RESULTS: list[tuple[dict[str, Any] | None, str | None, float | str]] = [
+    ({"loss": 2.0, "eval_loss": 1.0}, None, 1.0),
+    ({"loss": 2.0}, None, 2.0),
+    ({"eval_loss": 1.0, "eval_accuracy": 0.5}, "eval_accuracy", 0.5),
+    ({"eval_loss": 1.0}, "eval_f1", "has no result eval_f1"),
+    (None, None, "has no result eval_loss"),
+]
+
+
+@pytest.mark.parametrize(("result", "key", "expected"), RESULTS)
+def test_the_value_of_a_run(result: dict[str, Any] | None, key: str | None, expected: Any, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    if result is not None:
+        run.result.write_text(json.dumps(result))
+    if isinstance(expected, float):
+        assert objective(run, key) == expected
+    else:
+        with pytest.raises(RunError, match=expected):
+            objective(run, key)
