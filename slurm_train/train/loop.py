@@ -107,7 +107,10 @@ class Loop:
             gc.enable()
         self._settle_account()
         self._save_last()
-        return self.position.step >= self._pace.max_steps and not self.position.evaluation_due
+        is_finished = self.position.step >= self._pace.max_steps and not self.position.evaluation_due
+        if is_finished:
+            self._parts.checkpointer.close()
+        return is_finished
 
     def _arrange(self) -> None:
         # The first micro-batch is looked at, not consumed: it is the first step's as well.

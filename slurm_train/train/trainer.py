@@ -41,6 +41,7 @@ from slurm_train.train.continuity import build_continuity
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.flops import flops_per_token, peak_flops
 from slurm_train.train.health import Health, HealthParts, position_after_rollbacks
+from slurm_train.train.local_tier import build_local_saves
 from slurm_train.train.loop import Loop, LoopPace, LoopParts
 from slurm_train.train.module import TrainingModule
 from slurm_train.train.recorder import Recorder, RunFacts, open_writers
@@ -278,6 +279,7 @@ def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
         lr={"peak": peak_lr(start), "retune": optim.lr_retune, "tuned_for_global_size": optim.lr_global_size},
         job=rank_run.start.job,
         beside=build_saving_beside(rank_run.device, timeout_s=settings.save_timeout_s) if settings.background else None,
+        local=build_local_saves(start),
     )
 
 
