@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from slurm_train.checkpoint.directory import TRASH_PREFIX, checkpoint_name, staging_name, verify
@@ -56,7 +56,14 @@ def open_staging(root: Path, header: CheckpointHeader) -> Path:
     raise CheckpointError(f"{root / name} and {_NUM_STAGING_NAMES - 1} names like it exist", hint="remove them")
 
 
-def commit(staging: Path, final: Path, manifest: Manifest, *, fence: Callable[[], None] | None = None) -> Path:
+def commit(
+    staging: Path,
+    final: Path,
+    manifest: Manifest,
+    *,
+    fence: Callable[[], None] | None = None,
+    here: Collection[str] | None = None,
+) -> Path:
     """Turns a staging directory, whose files are durable, into the checkpoint `final`.
 
     A verified checkpoint under that name counts as saved already; the staging directory is then removed. One that does
@@ -67,6 +74,7 @@ def commit(staging: Path, final: Path, manifest: Manifest, *, fence: Callable[[]
         final: the name to give it, in the same directory.
         manifest: what was written.
         fence: raises if a newer attempt has taken over; called right before the rename, before COMPLETE and after it.
+        here: the files that lie here, where other nodes have the rest; None: all of them.
 
     Raises:
         CheckpointError: a file is missing or has another size than its rank said.
@@ -77,7 +85,8 @@ def commit(staging: Path, final: Path, manifest: Manifest, *, fence: Callable[[]
         return final
     assert final.name == checkpoint_name(manifest.step), f"{final.name} is not of step {manifest.step}"
     for name, record in manifest.files.items():
-        check_size(staging / name, record)
+        if here is None or name in here:
+            check_size(staging / name, record)
     text = manifest.to_json().encode()
     write_file(staging / MANIFEST_FILE, text)
     fsync_directory(staging)

@@ -80,7 +80,7 @@ def save_checkpoint(
         return Saved(root / checkpoint_name(header.step), num_bytes=0)
     try:
         write_tensors(staging, tensors, group=group)
-        records = on_every_rank(group, lambda: _write_rank(staging, rank_state, rank=rank_in(group)))
+        records = on_every_rank(group, lambda: write_rank(staging, rank_state, rank=rank_in(group)))
         return on_rank_zero(group, lambda: _publish(staging, header, records, keep=keep, fence=fence))
     except SlurmTrainError:
         _abandon(staging, group)
@@ -95,7 +95,7 @@ def _begin(root: Path, header: CheckpointHeader) -> Path | None:
     return open_staging(root, header)
 
 
-def _write_rank(staging: Path, rank_state: dict[str, Any], *, rank: int) -> dict[str, FileRecord]:
+def write_rank(staging: Path, rank_state: dict[str, Any], *, rank: int) -> dict[str, FileRecord]:
     """Writes this rank's own file, makes all files that this rank wrote durable, and gives their records."""
     own = rank_file(rank)
     records = {own: write_file(staging / own, _to_bytes(rank_state))}

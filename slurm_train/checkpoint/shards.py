@@ -51,6 +51,32 @@ def seal_file(path: Path) -> FileRecord:
         os.close(descriptor)
 
 
+def copy_file(source: Path, target: Path, expected: FileRecord) -> None:
+    """Copies a file, makes the copy durable, reads it back, and compares both with the record.
+
+    Raises:
+        CheckpointError: the source is not what was recorded, or the copy is not what was read.
+        OSError: the copy exists, or the file system refuses.
+    """
+    hasher, num_bytes = xxhash.xxh3_128(), 0
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    try:
+        reader = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(reader, "rb", buffering=0) as file:
+            while data := file.read(_CHUNK_BYTES):
+                hasher.update(data)
+                num_bytes += len(data)
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if FileRecord(bytes=num_bytes, xxh3_128=hasher.hexdigest()) != expected:
+        raise CheckpointError(f"{source} is not what its manifest says, so it was not copied")
+    check_hash(target, expected)
+
+
 def read_record(path: Path) -> FileRecord:
     """Gives the record of a file as it is on disk now."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -116,6 +116,13 @@ class CheckpointSection:
     """Verified checkpoints that stay."""
     background: bool = True
     """Writes while training goes on, from a copy in host memory; false: training waits until all is on disk."""
+    local_dir: str | None = None
+    """Fast folder on each node's own disk that periodic checkpoints are written to first, e.g. /tmp or $SLURM_TMPDIR;
+    null: straight into the run directory. The save at a stop and at the end always goes there."""
+    local_keep: int = 2
+    """Checkpoints that stay on each node."""
+    copy_every: int = 5
+    """Every so many of them are copied into the run directory, beside the training; 1: all."""
     save_timeout_s: float = 1800.0
     """Time-out of the ranks' exchanges in a background save; the slowest rank's disk has to be quicker."""
 

@@ -232,6 +232,8 @@ _COUNTS = (
     "train.threads",
     "checkpoint.every_steps",
     "checkpoint.keep",
+    "checkpoint.local_keep",
+    "checkpoint.copy_every",
     "health.spike_window",
     "health.max_rollbacks",
     "health.check_replicas_every_steps",

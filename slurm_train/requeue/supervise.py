@@ -180,7 +180,8 @@ def _decide(run: RunDirectory, settings: RequeueSection, site: Site, attempt: in
         cause=cause,
     )
     decision = decide(outcome)
-    if decision.action == "requeue" and _is_cancelled(site, end.job):
+    # `cancel` leaves a STOP file as well, and a job that was being preempted does not show that it was cancelled.
+    if (decision.action == "requeue" or decision.reason == "stopped") and _is_cancelled(site, end.job):
         return CANCELLED
     if decision.action == "relaunch" and not site.clear(attempt):
         note = f"{cause}; what is left of the ranks does not end, so the job is requeued"

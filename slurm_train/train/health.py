@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slurm_train.checkpoint.agreement import on_rank_zero
+from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
 from slurm_train.checkpoint.retention import discard_from
 from slurm_train.config.schema import HealthSection
 from slurm_train.errors import SlurmTrainError
@@ -114,6 +114,8 @@ class Health:
         self._num_rollbacks += 1
         # A save under way may be of a step that is to be forgotten.
         self._parts.checkpointer.finish()
+        # On the nodes first: what is left there after a kill could be brought in again.
+        on_every_rank(self._parts.group, lambda: self._parts.checkpointer.discard_local_from(bad_step))
         on_rank_zero(self._parts.group, lambda: self._discard_from(bad_step))
         position, notes = self._parts.checkpointer.resume()
         if position.step == 0:

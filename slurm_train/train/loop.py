@@ -116,6 +116,8 @@ class Loop:
         finished = self.position.step >= self._pace.max_steps and not self.position.evaluation_due
         if finished or self._may_save():
             self._save_last()
+        if finished:
+            self._parts.checkpointer.close()
         return finished
 
     def _may_save(self) -> bool:

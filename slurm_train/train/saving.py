@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from slurm_train.checkpoint.load import Choice
     from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
     from slurm_train.checkpoint.save import Saved
+    from slurm_train.train.local_tier import LocalSaves
 
 
 _CONFIGURED = ("betas", "eps", "weight_decay")
@@ -79,6 +80,8 @@ class Checkpointer:
     beside: SavingBeside | None = None
     """Saves while training goes on; None: every save is waited for."""
     clock: Callable[[], float] = time.monotonic
+    local: LocalSaves | None = None
+    """Periodic checkpoints go to the nodes' own disks first."""
     blocked_s: float = 0.0
     """Seconds that saves have kept the training waiting."""
     longest_save_s: float = 0.0
@@ -92,10 +95,10 @@ class Checkpointer:
             RunError: settings or code are not those that the checkpoint was trained with.
             DataError: the data set is not the one that the checkpoint was trained on.
         """
-        from slurm_train.checkpoint.load import choose_checkpoint
+        from slurm_train.train.local_tier import choose
 
         self.finish()
-        choice = choose_checkpoint(self.run.checkpoints, group=dist.group.WORLD)
+        choice, brought = choose(self.run, self.local)
         if choice is None:
             return Position(), []
         accepted = self.continuity.check(choice.manifest)
@@ -112,7 +115,17 @@ class Checkpointer:
         )
         notes = [f"passed over {passed.path.name}: {passed.reason}" for passed in choice.passed_over]
         position.batch_since = self._batch_since(manifest)
-        return position, [*notes, *accepted, f"resuming from {choice.path.name} (step {position.step})"]
+        return position, [*brought, *notes, *accepted, f"resuming from {choice.path.name} (step {position.step})"]
+
+    def discard_local_from(self, step: int) -> None:
+        """Removes what this node's own disk has of a step and later ones."""
+        if self.local is not None:
+            self.local.discard_from(step)
+
+    def close(self) -> None:
+        """Takes away what a finished run has on this node's own disk."""
+        if self.local is not None:
+            self.local.close()
 
     def finish(self) -> None:
         """Waits for a save under way; what became of it is among the `news`."""
@@ -156,14 +169,18 @@ class Checkpointer:
             SlurmTrainError: the save before it failed in a way that ends the run.
         """
         if self.beside is None:
-            self.save(position)
+            start = self.clock()
+            self._work(self._own_state(), position, local=self.local)()
+            took_s = self.clock() - start
+            self.blocked_s += took_s
+            self.longest_save_s = max(self.longest_save_s, took_s)
             return
         start = self.clock()
         self.beside.finish()
         # The next forward pass changes running statistics already.
         has_statistics = any(True for _ in self.model.buffers())
         copied = self.beside.copy(self._own_state(), changes_at_once=has_statistics)
-        self.beside.start(self._work(copied, position), step=position.step)
+        self.beside.start(self._work(copied, position, local=self.local), step=position.step)
         self.blocked_s += self.clock() - start
 
     def prepare(self) -> None:
@@ -188,9 +205,9 @@ class Checkpointer:
         A failure that ends the run is kept in `fatal`: the caller asks for a stop, so that all ranks end at the same
         step, and the save of that stop raises it.
         """
-        news = [] if self.beside is None else self.beside.news()
+        saves = [] if self.beside is None else self.beside.news()
         self._measure()
-        return news
+        return saves if self.local is None else [*saves, *self.local.copier.news()]
 
     @property
     def last_save_s(self) -> float | None:
@@ -212,12 +229,16 @@ class Checkpointer:
         state = training_state(self.model, self.optimizer)
         return own_part(state, rank=self.place.rank, num_ranks=self.place.world_size)
 
-    def _work(self, tensors: dict[str, Any], position: Position) -> Callable[[], Saved]:
-        """Returns the save of these tensors with everything else as it is now."""
+    def _work(
+        self, tensors: dict[str, Any], position: Position, *, local: LocalSaves | None = None
+    ) -> Callable[[], Saved]:
+        """Returns the save of these tensors with everything else as it is now, into the run directory or a node's."""
         from slurm_train.checkpoint.save import save_checkpoint
 
         rank_state, header, fence = {"rng": rng_state()}, self._header(position), self._fence
         group = dist.group.WORLD if self.beside is None else self.beside.group
+        if local is not None:
+            return local.work(tensors, rank_state, header, group)
         return lambda: save_checkpoint(
             self.run.checkpoints,
             tensors=tensors,

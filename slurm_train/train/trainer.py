@@ -41,6 +41,7 @@ from slurm_train.train.continuity import build_continuity
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.flops import flops_per_token, peak_flops
 from slurm_train.train.health import Health, HealthParts, position_after_rollbacks
+from slurm_train.train.local_tier import build_local_saves
 from slurm_train.train.loop import Loop, LoopPace, LoopParts
 from slurm_train.train.module import TrainingModule
 from slurm_train.train.recorder import Recorder, RunFacts, open_writers
@@ -299,6 +300,7 @@ def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
         beside=build_saving_beside(rank_run.device, timeout_s=settings.save_timeout_s, clock=clock)
         if settings.background
         else None,
+        local=build_local_saves(start),
     )
 
 

@@ -6,11 +6,15 @@ import errno
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slurm_train.checkpoint import save
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train import trainer
+from slurm_train.train.local_tier import LocalSaves
+from slurm_train.train.start import RankStart
 from slurm_train.train.step import StepFacts, Stepper
 
 
@@ -19,12 +23,15 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
 
     Args:
         fault: {"full_rank", "full_step"}: the disk is full in that save; {"slow_s"}: rank 1's disk takes longer;
-            {"overtake_step"}: a newer attempt appears in that save; {"kill_rank", "kill_step"}: SIGKILL in that step.
+            {"overtake_step"}: a newer attempt appears in that save; {"kill_rank", "kill_step"}: SIGKILL in that step;
+            {"own_disks"}: each rank takes itself for a node of its own where local disks are concerned.
         run: the run.
         rank: this rank.
     """
     if fault.get("kill_rank") == rank:
         _kill_in(fault["kill_step"])
+    if fault.get("own_disks"):
+        _give_own_disk(rank)
     write_file = save.write_file
 
     def write(path: Path, data: bytes) -> Any:
@@ -39,6 +46,18 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
         return write_file(path, data)
 
     save.write_file = write
+
+
+def _give_own_disk(rank: int) -> None:
+    build = trainer.build_local_saves
+
+    def build_for_node(start: RankStart) -> LocalSaves | None:
+        saves = build(start)
+        if saves is not None:
+            saves.tier = replace(saves.tier, node=rank, is_leader=True)
+        return saves
+
+    trainer.build_local_saves = build_for_node
 
 
 def _kill_in(step: int) -> None:

@@ -1,0 +1,166 @@
+"""The fast tier: checkpoints on the nodes' own disks, each node with the files of its own ranks.
+
+Written with the discipline of any other: fresh directory, fsync, the manifest of all files on every node, rename,
+COMPLETE. The run directory stays the truth, see `local_copy`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in
+from slurm_train.checkpoint.commit import DIRECTORY_MODE, commit, discard, open_staging
+from slurm_train.checkpoint.directory import checkpoint_name, list_checkpoints, step_of
+from slurm_train.checkpoint.manifest import COMPLETE_FILE, CheckpointHeader, Manifest
+from slurm_train.checkpoint.retention import sweep
+from slurm_train.checkpoint.save import Saved, write_rank
+from slurm_train.checkpoint.tensors import write_tensors
+from slurm_train.errors import CheckpointError, SlurmTrainError
+from slurm_train.rundir.files import fsync_directory
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_VISIBLE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTier:
+    """One node's folder of checkpoints, as one rank of that node sees it."""
+
+    root: Path
+    node: int
+    """Position of the node in the job."""
+    is_leader: bool
+    """This rank makes, commits and removes the node's directories."""
+    keep: int
+    """Checkpoints that stay on the node."""
+
+
+def open_private(base: Path, *parts: str) -> Path:
+    """Makes nested folders that only this user can enter, and refuses any that somebody else has prepared.
+
+    Raises:
+        CheckpointError: the base is not there, or one of the folders is a link, another user's, or open to others.
+    """
+    if not base.is_dir():
+        raise CheckpointError(f"checkpoint.local_dir={base} is not a folder on this node", hint="name one that is")
+    path = base
+    for part in parts:
+        path = path / part
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=DIRECTORY_MODE)
+        status = path.lstat()
+        is_open = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or is_open:
+            raise CheckpointError(
+                f"{path} belongs to uid {status.st_uid} with mode {stat.filemode(status.st_mode)}: what lies there "
+                "could be anybody's",
+                hint="remove it, or name another checkpoint.local_dir",
+            )
+    return path
+
+
+def save_local(
+    tier: LocalTier,
+    *,
+    tensors: dict[str, Any],
+    rank_state: dict[str, Any],
+    header: CheckpointHeader,
+    group: ProcessGroup | None,
+    fence: Callable[[], None],
+    protect: Collection[str] = (),
+) -> tuple[Saved, Manifest]:
+    """Saves one checkpoint on the nodes' own disks. Collective.
+
+    Args:
+        tier: this rank's node.
+        tensors: as for `save_checkpoint`.
+        rank_state: this rank's own state.
+        header: the facts for the manifest.
+        group: a gloo group of all ranks; None for one process.
+        fence: called by each leader before the name is given; raises if a newer attempt has taken over.
+        protect: names that stay, whatever their age: they are being copied.
+
+    Raises:
+        CheckpointError: some node could not write; what was written is removed on all of them.
+    """
+    opened = on_every_rank(group, lambda: _open(tier, header))
+    staging = next(Path(path) for node, path in opened if path and node == tier.node)
+    try:
+        write_tensors(staging, tensors, group=group)
+        records = on_every_rank(group, lambda: write_rank(staging, rank_state, rank=rank_in(group)))
+        files = {name: record for of_rank in records for name, record in of_rank.items()}
+        # Rank 0's on every node: the other ranks' headers need not be equal to the letter.
+        manifest = on_rank_zero(group, lambda: Manifest.of(header, files))
+        own = {name for (node, _), found in zip(opened, records, strict=True) if node == tier.node for name in found}
+        results = on_every_rank(group, lambda: _commit_here(tier, staging, manifest, own, fence, protect))
+    except SlurmTrainError:
+        if tier.is_leader:
+            with contextlib.suppress(OSError):
+                discard(staging)
+        raise
+    problems = tuple(problem for of_rank in results for problem in of_rank)
+    return Saved(tier.root / checkpoint_name(header.step), manifest.num_bytes, problems), manifest
+
+
+def _open(tier: LocalTier, header: CheckpointHeader) -> tuple[int, str]:
+    """Returns the node, and from its leader the directory to write into."""
+    if not tier.is_leader:
+        return tier.node, ""
+    sweep(tier.root, attempt=header.attempt, epoch_fence=header.epoch_fence)
+    return tier.node, str(open_staging(tier.root, header))
+
+
+def _commit_here(
+    tier: LocalTier,
+    staging: Path,
+    manifest: Manifest,
+    own: Collection[str],
+    fence: Callable[[], None],
+    protect: Collection[str],
+) -> list[str]:
+    if not tier.is_leader:
+        return []
+    commit(staging, tier.root / checkpoint_name(manifest.step), manifest, fence=fence, here=own)
+    return prune_local(tier, protect=protect)
+
+
+def prune_local(tier: LocalTier, *, protect: Collection[str] = ()) -> list[str]:
+    """Removes a node's checkpoints beyond the newest; returns one line for each that resisted."""
+    problems = []
+    for path in list_checkpoints(tier.root)[tier.keep :]:
+        if path.name not in protect:
+            try:
+                remove_local(path)
+            except OSError as err:
+                problems.append(f"cannot remove {path}: {err}")
+    return problems
+
+
+def discard_local(tier: LocalTier, *, step: int) -> None:
+    """Removes a node's checkpoints of a step and later ones.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    for path in list_checkpoints(tier.root):
+        if (step_of(path.name) or 0) >= step:
+            remove_local(path)
+
+
+def remove_local(path: Path) -> None:
+    """Removes one checkpoint of a node, the marker first.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    (path / COMPLETE_FILE).unlink(missing_ok=True)
+    fsync_directory(path)
+    discard(path)

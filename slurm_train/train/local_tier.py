@@ -1,0 +1,259 @@
+"""Periodic checkpoints on the nodes' own disks, and their copies into the run directory beside the training.
+
+Two threads: one saves to the node, one copies; a copy that takes longer than the saves do skips some of them. What
+all ranks must decide alike - which one is copied - rank 0 decides within an exchange of the save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from slurm_train.checkpoint.agreement import on_rank_zero
+from slurm_train.checkpoint.directory import list_checkpoints, read_manifest
+from slurm_train.checkpoint.load import choose_checkpoint
+from slurm_train.checkpoint.local import LocalTier, discard_local, open_private, save_local
+from slurm_train.checkpoint.local_copy import copy_to_run, held_by_all, newest_reachable
+from slurm_train.distributed.group import open_side_group
+from slurm_train.errors import CheckpointError, ConfigError
+from slurm_train.rundir.attempts import check_fence, read_ledger
+from slurm_train.train.start import RankStart
+
+if TYPE_CHECKING:
+    from slurm_train.checkpoint.background import BackgroundSaver
+    from slurm_train.checkpoint.load import Choice
+    from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
+    from slurm_train.checkpoint.save import Saved
+    from slurm_train.rundir.layout import RunDirectory
+
+
+@dataclass(slots=True, kw_only=True)
+class Copier:
+    """The thread that copies, one checkpoint at a time, on a group of its own."""
+
+    saver: BackgroundSaver
+    group: dist.ProcessGroup
+    name: str = ""
+    """The checkpoint that is being copied."""
+    lines: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_idle(self) -> bool:
+        """Returns whether the copy before has ended; notes how."""
+        with self.lock:
+            self._note(wait=False)
+            return not self.name
+
+    def start(self, work: Callable[[], Saved], *, step: int, name: str) -> None:
+        """Begins a copy. Rank 0 was idle, so here too the one before is over but for its last line."""
+        with self.lock:
+            self._note(wait=True)
+            self.name = name
+            self.saver.start(work, step=step)
+
+    def settle(self) -> None:
+        """Returns when nothing is being copied."""
+        with self.lock:
+            self._note(wait=True)
+
+    def news(self) -> list[str]:
+        """Returns what a person should know, each line once."""
+        with self.lock:
+            self._note(wait=False)
+            lines, self.lines = self.lines, []
+            return lines
+
+    def _note(self, *, wait: bool) -> None:
+        outcome = self.saver.wait() if wait else self.saver.poll()
+        if outcome is None:
+            return
+        self.name = ""
+        if isinstance(outcome.result, Exception):
+            text = f"the copy of step {outcome.step} into the run directory failed: {outcome.result}"
+            self.lines.append(f"{text}; it stays on the nodes, and the next one is tried")
+        else:
+            self.lines += outcome.result.problems
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalSaves:
+    """This rank's part in the fast tier. All ranks make the same calls in the same order."""
+
+    run: RunDirectory
+    tier: LocalTier
+    attempt: int
+    keep: int
+    """Whole checkpoints that stay in the run directory."""
+    copy_every: int
+    copier: Copier
+    saves_since_copy: int = 0
+
+    def work(
+        self, tensors: dict[str, Any], rank_state: dict[str, Any], header: CheckpointHeader, group: Any
+    ) -> Callable[[], Saved]:
+        """Returns the save of these tensors on the nodes, for the saving thread; it hands copies on."""
+
+        def save() -> Saved:
+            saved, manifest = save_local(
+                self.tier,
+                tensors=tensors,
+                rank_state=rank_state,
+                header=header,
+                group=group,
+                fence=self._fence,
+                protect={self.copier.name},
+            )
+            self.saves_since_copy += 1
+            if on_rank_zero(group, lambda: self.saves_since_copy >= self.copy_every and self.copier.is_idle()):
+                self.saves_since_copy = 0
+                self.copier.start(lambda: self._copy(manifest), step=header.step, name=saved.path.name)
+            return saved
+
+        return save
+
+    def bring_in(self, *, above: int) -> list[str]:
+        """Copies what the nodes have beyond a step into the run directory; returns what a person should know."""
+        attempts = on_rank_zero(dist.group.WORLD, lambda: sorted(recent_attempts(self.run, self.attempt)))
+        found = newest_reachable(self.tier, group=dist.group.WORLD, attempts=attempts, above=above)
+        if found is None:
+            return []
+        step = found.manifest.step
+        try:
+            self._copy_to_run(found, group=dist.group.WORLD)
+        except CheckpointError as err:
+            return [f"step {step} lies on the nodes, but could not be copied into the run directory: {err}"]
+        return [f"step {step} was on the nodes only; copied into the run directory"]
+
+    def discard_from(self, step: int) -> None:
+        """Removes this node's checkpoints of a step and later ones: the run goes back to before it."""
+        if self.tier.is_leader:
+            discard_local(self.tier, step=step)
+
+    def close(self) -> None:
+        """Leaves nothing on the node: the run is finished, and all that counts is in the run directory."""
+        self.copier.settle()
+        if self.tier.is_leader:
+            with contextlib.suppress(OSError):
+                discard_local(self.tier, step=0)
+                self.tier.root.rmdir()
+                self.tier.root.parent.rmdir()
+
+    def _copy(self, manifest: Manifest) -> Saved:
+        found = held_by_all(self.tier, manifest, group=self.copier.group)
+        if found is None:
+            raise CheckpointError(f"step {manifest.step} is not whole on the nodes any more")
+        return self._copy_to_run(found, group=self.copier.group)
+
+    def _copy_to_run(self, found: Any, *, group: Any) -> Saved:
+        root, fence = self.run.checkpoints, self._fence
+        return copy_to_run(self.tier, root, found, group=group, keep=self.keep, attempt=self.attempt, fence=fence)
+
+    @property
+    def _fence(self) -> Callable[[], None]:
+        return lambda: check_fence(self.run, self.attempt)
+
+
+def choose(run: RunDirectory, local: LocalSaves | None) -> tuple[Choice | None, list[str]]:
+    """Returns the checkpoint that all ranks load, from the nodes if they have a newer one. Collective.
+
+    Returns:
+        The choice, None where nothing was ever saved; and what a person should know.
+
+    Raises:
+        CheckpointError: as `choose_checkpoint`.
+    """
+    group = dist.group.WORLD
+    if local is None:
+        return choose_checkpoint(run.checkpoints, group=group), []
+    notes = local.bring_in(above=on_rank_zero(group, lambda: _newest_marked(run)))
+    try:
+        choice = choose_checkpoint(run.checkpoints, group=group)
+    except CheckpointError:
+        # All that were complete in the run directory are damaged.
+        notes += local.bring_in(above=-1)
+        return choose_checkpoint(run.checkpoints, group=group), notes
+    if choice is not None and choice.passed_over and (more := local.bring_in(above=choice.manifest.step)):
+        return choose_checkpoint(run.checkpoints, group=group), notes + more
+    return choice, notes
+
+
+def _newest_marked(run: RunDirectory) -> int:
+    """Returns the newest step whose marker fits its manifest, -1 where there is none; its bytes are not read."""
+    for path in list_checkpoints(run.checkpoints):
+        try:
+            return read_manifest(path).step
+        except CheckpointError:
+            continue
+    return -1
+
+
+def recent_attempts(run: RunDirectory, attempt: int) -> set[int]:
+    """Returns the attempts whose local checkpoints are of this run's present: back to the last one that made steps.
+
+    What lies on a node from before that may have been overtaken by steps that other nodes made.
+    """
+    found = {attempt}
+    for entry in reversed(read_ledger(run)):
+        number = int(entry["attempt"])
+        if number >= attempt:
+            continue
+        found.add(number)
+        if "last_step" not in entry or int(entry["last_step"]) > int(entry.get("first_step", 0)):
+            break
+    return found
+
+
+def build_local_saves(start: RankStart) -> LocalSaves | None:
+    """Returns this rank's part in the fast tier, None where none is configured. Collective over all ranks.
+
+    Raises:
+        ConfigError: `checkpoint.local_dir` names a variable that is not set.
+        CheckpointError: the folder is not there, or not this user's.
+    """
+    settings, place = start.config.checkpoint, start.place
+    if settings.local_dir is None:
+        return None
+    from slurm_train.checkpoint.background import BackgroundSaver
+
+    base = Path(expand(settings.local_dir, start.env))
+    key = hashlib.sha256(str(start.run.path).encode()).hexdigest()[:12]
+    # Nodes that share the folder after all, a network mount say, do not share their files.
+    parts = ("slurm_train", f"{start.run.name}-{start.run.run_id}-{key}", f"{place.host}-{place.node_rank}")
+    tier = LocalTier(
+        root=open_private(base, *parts),
+        node=place.node_rank,
+        is_leader=place.local_rank == 0,
+        keep=settings.local_keep,
+    )
+    copier = Copier(saver=BackgroundSaver(), group=open_side_group(settings.save_timeout_s))
+    return LocalSaves(
+        run=start.run,
+        tier=tier,
+        attempt=start.attempt,
+        keep=settings.keep,
+        copy_every=settings.copy_every,
+        copier=copier,
+    )
+
+
+def expand(path: str, env: Mapping[str, str]) -> str:
+    """Returns a path with its $VARIABLES filled in, as this node has them.
+
+    Raises:
+        ConfigError: one of them is not set here.
+    """
+    full = Template(path).safe_substitute(env)
+    if "$" in full:
+        raise ConfigError(
+            f"checkpoint.local_dir={path} names a variable that is not set on this node: {full}",
+            hint="name a folder that every node has, e.g. /tmp",
+        )
+    return full

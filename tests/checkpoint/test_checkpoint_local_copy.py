@@ -1,0 +1,210 @@
+"""The copy from the nodes into the run directory: who copies what, what counts, and a kill or refusal at any call."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slurm_train.checkpoint.commit import commit, open_staging
+from slurm_train.checkpoint.directory import newest_verified, verify
+from slurm_train.checkpoint.local import LocalTier, discard_local, open_private, prune_local
+from slurm_train.checkpoint.local_copy import (
+    Reachable,
+    choose_reachable,
+    copy_to_run,
+    held_by_all,
+    held_here,
+    newest_reachable,
+)
+from slurm_train.checkpoint.manifest import Manifest
+from slurm_train.checkpoint.retention import prune
+from slurm_train.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+OLD, NEW = 1, 2
+
+
+def tier_in(path: Any, *, node: int = 0) -> LocalTier:
+    path.mkdir(parents=True, exist_ok=True)
+    return LocalTier(root=path, node=node, is_leader=True, keep=2)
+
+
+def copy_new(tier: LocalTier, root: Any, **changes: Any) -> Any:
+    found = newest_reachable(tier, group=None, attempts={1}, above=OLD)
+    assert found is not None
+    facts: dict[str, Any] = {"group": None, "keep": 2, "attempt": 2, "fence": lambda: None}
+    return copy_to_run(tier, root, found, **(facts | changes))
+
+
+@pytest.fixture
+def scene(fast_path: Any, kit: SimpleNamespace) -> SimpleNamespace:
+    """An old checkpoint in the run directory, a newer one on the node."""
+    tier = tier_in(fast_path / "node")
+    kit.make(tier.root, NEW)
+    template, root = fast_path / "template", fast_path / "checkpoints"
+    kit.make(template, OLD)
+
+    def fresh() -> None:
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(template, root)
+
+    fresh()
+    return SimpleNamespace(tier=tier, root=root, fresh=fresh, work=lambda: copy_new(tier, root))
+
+
+def found_step(root: Any) -> int | None:
+    found = newest_verified(root).found
+    return None if found is None else found[1].step
+
+
+def assert_recovers(scene: SimpleNamespace) -> None:
+    """The next attempt copies, and leaves nothing behind."""
+    copy_new(scene.tier, scene.root, attempt=3)
+    prune(scene.root, keep=1, attempt=3, epoch_fence=3)
+    assert [path.name for path in scene.root.iterdir()] == ["checkpoint_0000002"]
+    assert found_step(scene.root) == NEW
+
+
+def test_the_copy_is_the_same_checkpoint(scene: SimpleNamespace) -> None:
+    saved = scene.work()
+    assert verify(saved.path) == verify(scene.tier.root / saved.path.name)
+    assert sorted(path.name for path in scene.root.iterdir()) == ["checkpoint_0000001", "checkpoint_0000002"]
+    assert scene.work().num_bytes == 0, "it is there already"
+
+
+@pytest.mark.faults
+def test_killed_at_any_call_of_the_copy(scene: SimpleNamespace, kit: SimpleNamespace) -> None:
+    num_calls = kit.count_calls(scene.work)
+    assert num_calls > 15
+    for at in range(1, num_calls + 1):
+        for when in ("before", "after"):
+            scene.fresh()
+            assert kit.run_killed(scene.work, at=at, when=when)
+            assert found_step(scene.root) in {OLD, NEW}, f"call {at}, {when}"
+            assert verify(scene.tier.root / "checkpoint_0000002").step == NEW, "the node's own is only read"
+            assert_recovers(scene)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
+def test_refused_at_any_call_of_the_copy(scene: SimpleNamespace, kit: SimpleNamespace, number: int) -> None:
+    num_calls = kit.count_calls(scene.work)
+    for at in range(1, num_calls + 1):
+        scene.fresh()
+        result, error = kit.run_failing(scene.work, at=at, number=number)
+        told = error is not None or (result is not None and result.problems)
+        assert told or found_step(scene.root) == NEW, f"call {at} failed and nobody was told"
+        assert found_step(scene.root) in {OLD, NEW}, f"call {at}"
+        assert_recovers(scene)
+
+
+@pytest.mark.faults
+def test_power_lost_after_any_call_of_the_copy(scene: SimpleNamespace, kit: SimpleNamespace) -> None:
+    cut = kit.PowerCut(scene.root)
+    folders: list[Any] = []
+
+    def watch(name: str, args: tuple[Any, ...], result: Any) -> None:
+        if name == "open" and str(args[0]).startswith(str(scene.tier.root)):
+            return
+        cut.watch(name, args, result)
+        for durable_names_only in (True, False):
+            folders.append(scene.root.with_name(f"after_{len(folders)}"))
+            cut.rebuild(scene.root, folders[-1], durable_names_only=durable_names_only)
+
+    with kit.FaultyFiles().installed(watch=watch):
+        scene.work()
+    steps = [found_step(folder) for folder in folders]
+    assert len(steps) > 20 and set(steps) <= {OLD, NEW} and steps[-2:] == [NEW, NEW]
+
+
+@pytest.mark.parametrize("name", ["rank_00000.pt", "__0_0.distcp", ".metadata"])
+def test_bytes_that_changed_on_the_node_are_not_copied(scene: SimpleNamespace, name: str) -> None:
+    path = scene.tier.root / "checkpoint_0000002" / name
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    with pytest.raises(CheckpointError, match="is not what its manifest says, so it was not copied"):
+        scene.work()
+    assert [entry.name for entry in scene.root.iterdir()] == ["checkpoint_0000001"]
+
+
+def test_a_newer_attempt_stops_the_copy(scene: SimpleNamespace) -> None:
+    def overtaken() -> None:
+        raise CheckpointError("overtaken")
+
+    with pytest.raises(CheckpointError, match="overtaken"):
+        copy_new(scene.tier, scene.root, fence=overtaken)
+    assert [entry.name for entry in scene.root.iterdir()] == ["checkpoint_0000001"]
+
+
+def test_only_present_attempts_and_later_steps_count(scene: SimpleNamespace) -> None:
+    def found(**changes: Any) -> Reachable | None:
+        return newest_reachable(scene.tier, group=None, **{"attempts": {1}, "above": OLD, **changes})
+
+    assert found() is not None
+    assert found(above=NEW) is None
+    assert found(attempts={0, 2}) is None
+    (scene.tier.root / "checkpoint_0000002" / "COMPLETE").unlink()
+    assert found() is None
+
+
+def split_over_two_nodes(fast_path: Any, kit: SimpleNamespace) -> tuple[list[LocalTier], Manifest]:
+    """One checkpoint of two nodes: each has its own rank's files and the manifest of all."""
+    tiers = [tier_in(fast_path / f"node{number}", node=number) for number in (0, 1)]
+    names = [["rank_00000.pt", ".metadata"], ["rank_00001.pt"]]
+    header = kit.header(NEW, world_size=2)
+    stagings = [open_staging(tier.root, header) for tier in tiers]
+    from slurm_train.checkpoint.shards import write_file
+
+    files = {
+        name: write_file(staging / name, os.urandom(24))
+        for staging, own in zip(stagings, names, strict=True)
+        for name in own
+    }
+    manifest = Manifest.of(header, files)
+    for tier, staging, own in zip(tiers, stagings, names, strict=True):
+        commit(staging, tier.root / "checkpoint_0000002", manifest, here=own)
+    return tiers, manifest
+
+
+def test_nodes_hold_a_checkpoint_together_or_not_at_all(fast_path: Any, kit: SimpleNamespace) -> None:
+    tiers, manifest = split_over_two_nodes(fast_path, kit)
+    held = [held_here(tier) for tier in tiers]
+    found = choose_reachable(held, attempts={1}, above=OLD)
+    assert found == Reachable(manifest, {".metadata": 0, "rank_00000.pt": 0, "rank_00001.pt": 1})
+    assert choose_reachable(held[::-1], attempts={1}, above=OLD) is not None, "ranks may be on other nodes now"
+    assert choose_reachable(held[:1], attempts={1}, above=OLD) is None, "one node is gone"
+    assert held_by_all(tiers[0], manifest, group=None) is None
+
+
+def test_ranks_of_a_node_share_the_work(fast_path: Any, kit: SimpleNamespace) -> None:
+    tier = tier_in(fast_path / "node")
+    kit.make(tier.root, NEW)
+    found = choose_reachable([held_here(tier), held_here(tier)], attempts={1}, above=OLD)
+    assert found is not None and sorted(found.holders.values()) == [0, 0, 1]
+
+
+def test_a_node_keeps_its_newest_and_what_is_being_copied(fast_path: Any, kit: SimpleNamespace) -> None:
+    tier = tier_in(fast_path / "node")
+    for step in (1, 2, 3, 4):
+        kit.make(tier.root, step)
+    assert prune_local(tier, protect={"checkpoint_0000001", ""}) == []
+    assert sorted(path.name[-1] for path in tier.root.iterdir()) == ["1", "3", "4"]
+    discard_local(tier, step=4)
+    assert sorted(path.name[-1] for path in tier.root.iterdir()) == ["1", "3"]
+
+
+def test_a_folder_that_is_not_ours_alone_is_refused(tmp_path: Any) -> None:
+    own = open_private(tmp_path, "slurm_train", "run")
+    assert own.stat().st_mode & 0o077 == 0 and open_private(tmp_path, "slurm_train", "run") == own
+    own.chmod(0o777)
+    with pytest.raises(CheckpointError, match="could be anybody's"):
+        open_private(tmp_path, "slurm_train", "run")
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="could be anybody's"):
+        open_private(tmp_path, "link")
+    with pytest.raises(CheckpointError, match="is not a folder on this node"):
+        open_private(tmp_path / "absent", "x")

@@ -1,0 +1,145 @@
+"""Two ranks on two nodes with disks of their own: killed and relaunched, with and without what lay on the disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.checkpoint.directory import list_checkpoints, read_manifest
+from slurm_train.errors import ConfigError
+from slurm_train.metrics.writer import read_metrics
+from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train.local_tier import expand, recent_attempts
+from tests.support.waiting import wait_for
+
+RANK_PROGRAM = Path(__file__).with_name("training_rank.py")
+START = AttemptStart(job_id=None, restart_count=0, nodes=("n0", "n1"), world_size=2)
+
+
+def config_of(**checkpoint: Any) -> dict[str, Any]:
+    return {
+        "seed": 5,
+        "model": {"_target_": "small_training.Net", "step_s": 0.05},
+        "data": {"_target_": "small_training.Data"},
+        "batch": {"global_size": 12},
+        "train": {"max_steps": 30, "log_every_steps": 1, "threads": 1},
+        "checkpoint": {"every_steps": 3, "local_dir": "$NODE_DISK", "copy_every": 2, **checkpoint},
+    }
+
+
+def start(run: RunDirectory, config: dict[str, Any], disks: Path) -> list[subprocess.Popen[str]]:
+    """Starts one rank per node, each with a disk of its own."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    attempt = open_attempt(run, START)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    facts = {"run": str(run.path), "config": config, "port": port, "attempt": attempt}
+    orders = json.dumps({**facts, "fault": {"own_disks": True}})
+    ranks = []
+    for rank in range(2):
+        disk = disks / f"node{rank}"
+        disk.mkdir(parents=True, exist_ok=True)
+        env = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        env["NODE_DISK"] = str(disk)
+        command = [sys.executable, str(RANK_PROGRAM), orders]
+        ranks.append(subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True))
+    return ranks
+
+
+def finish(ranks: list[subprocess.Popen[str]]) -> str:
+    texts = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "".join(texts)
+    return "".join(texts)
+
+
+def steps_on(disk: Path) -> list[int]:
+    """Returns the steps that are complete on a node, newest first."""
+    roots = list(disk.glob("slurm_train/*/*"))
+    return [manifest_step(path) for root in roots for path in list_checkpoints(root) if (path / "COMPLETE").exists()]
+
+
+def manifest_step(path: Path) -> int:
+    return read_manifest(path).step
+
+
+def kill_when_ahead(run: RunDirectory, ranks: list[subprocess.Popen[str]], disks: Path) -> int:
+    """Kills both ranks when the nodes hold a newer checkpoint than the run directory; returns the newest copied."""
+
+    def ahead() -> bool:
+        copied = list_checkpoints(run.checkpoints)
+        on_nodes = [max(steps_on(disks / f"node{rank}"), default=0) for rank in range(2)]
+        return bool(copied) and (copied[0] / "COMPLETE").exists() and min(on_nodes) > manifest_step(copied[0])
+
+    wait_for(ahead, within_s=90, what="a checkpoint that only the nodes have", poll_s=0.01)
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.communicate(timeout=30)
+    assert len(steps_on(disks / "node0")) <= 4, "a node keeps two, what is being copied, and what is about to go"
+    return manifest_step(list_checkpoints(run.checkpoints)[0])
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of the same training without a fast tier and without a stop."""
+    folder: Path = tmp_path_factory.mktemp("golden")
+    config = config_of(local_dir=None, every_steps=None)
+    config["model"]["step_s"] = 0.0
+    finish(start(RunDirectory(folder / "run"), config, folder / "disks"))
+    return str(json.loads((folder / "run" / "result.json").read_text())["weights_digest"])
+
+
+@pytest.mark.distributed
+@pytest.mark.faults
+@pytest.mark.parametrize("lost", [None, "node1"])
+def test_killed_ranks_come_back_from_their_disks_or_from_the_run_directory(
+    tmp_path: Path, golden: str, lost: str | None
+) -> None:
+    run, disks = RunDirectory(tmp_path / "run"), tmp_path / "disks"
+    copied = kill_when_ahead(run, start(run, config_of(), disks), disks)
+    on_nodes = min(max(steps_on(disks / f"node{rank}")) for rank in range(2))
+    if lost is not None:
+        shutil.rmtree(disks / lost)
+    text = finish(start(run, config_of(), disks))
+    if lost is None:
+        assert f"step {on_nodes} was on the nodes only; copied into the run directory" in text
+        assert f"resuming from checkpoint_{on_nodes:07d}" in text
+    else:
+        assert f"resuming from checkpoint_{copied:07d}" in text and "on the nodes only" not in text
+    assert json.loads(run.result.read_text())["weights_digest"] == golden
+    assert [line["step"] for line in read_metrics(run.metrics) if "loss" in line] == list(range(1, 31))
+    assert not steps_on(disks / "node0"), "a finished run leaves nothing on the nodes"
+
+
+def test_every_kth_is_copied_and_the_last_one_goes_to_the_run_directory(tmp_path: Path) -> None:
+    run, disks = RunDirectory(tmp_path / "run"), tmp_path / "disks"
+    finish(start(run, config_of(keep=20, local_keep=20), disks))
+    copied = sorted(manifest_step(path) for path in list_checkpoints(run.checkpoints))
+    assert copied[0] == 6 and copied[-1] == 30 and len(copied) >= 3
+    assert not {3} & set(copied) and all(later - sooner >= 6 for sooner, later in pairwise(copied[:-1]))
+    assert not list(disks.rglob("checkpoint_*"))
+
+
+def test_only_attempts_since_the_last_one_with_steps_are_of_the_present(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for first, last in ((0, 9), (9, 20), (20, 20), (20, 20)):
+        close_attempt(run, open_attempt(run, START), {"first_step": first, "last_step": last})
+    assert recent_attempts(run, open_attempt(run, START)) == {1, 2, 3, 4}
+    assert recent_attempts(run, open_attempt(run, START)) == {4, 5}, "attempt 4 has no end: nobody knows its steps"
+
+
+def test_a_folder_is_named_by_each_nodes_own_variables() -> None:
+    for path in ("$NODE_DISK/x", "${NODE_DISK}/x", "/fast/x"):
+        assert expand(path, {"NODE_DISK": "/fast"}) == "/fast/x"
+    with pytest.raises(ConfigError, match="names a variable that is not set on this node"):
+        expand("$SLURM_TMPDIR", {})
