@@ -24,6 +24,7 @@ from slurm_train.checkpoint.local_copy import (
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.retention import prune
 from slurm_train.errors import CheckpointError
+from tests.support.faulty_files import FaultyFiles, PowerCut, count_calls, run_failing, run_killed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 OLD, NEW = 1, 2
@@ -79,12 +80,12 @@ def test_the_copy_is_the_same_checkpoint(scene: SimpleNamespace) -> None:
 
 @pytest.mark.faults
 def test_killed_at_any_call_of_the_copy(scene: SimpleNamespace, kit: SimpleNamespace) -> None:
-    num_calls = kit.count_calls(scene.work)
+    num_calls = count_calls(scene.work)
     assert num_calls > 15
     for at in range(1, num_calls + 1):
         for when in ("before", "after"):
             scene.fresh()
-            assert kit.run_killed(scene.work, at=at, when=when)
+            assert run_killed(scene.work, at=at, when=when)
             assert found_step(scene.root) in {OLD, NEW}, f"call {at}, {when}"
             assert verify(scene.tier.root / "checkpoint_0000002").step == NEW, "the node's own is only read"
             assert_recovers(scene)
@@ -93,10 +94,10 @@ def test_killed_at_any_call_of_the_copy(scene: SimpleNamespace, kit: SimpleNames
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
 def test_refused_at_any_call_of_the_copy(scene: SimpleNamespace, kit: SimpleNamespace, number: int) -> None:
-    num_calls = kit.count_calls(scene.work)
+    num_calls = count_calls(scene.work)
     for at in range(1, num_calls + 1):
         scene.fresh()
-        result, error = kit.run_failing(scene.work, at=at, number=number)
+        result, error = run_failing(scene.work, at=at, number=number)
         told = error is not None or (result is not None and result.problems)
         assert told or found_step(scene.root) == NEW, f"call {at} failed and nobody was told"
         assert found_step(scene.root) in {OLD, NEW}, f"call {at}"
@@ -105,7 +106,7 @@ def test_refused_at_any_call_of_the_copy(scene: SimpleNamespace, kit: SimpleName
 
 @pytest.mark.faults
 def test_power_lost_after_any_call_of_the_copy(scene: SimpleNamespace, kit: SimpleNamespace) -> None:
-    cut = kit.PowerCut(scene.root)
+    cut = PowerCut(scene.root)
     folders: list[Any] = []
 
     def watch(name: str, args: tuple[Any, ...], result: Any) -> None:
@@ -116,7 +117,7 @@ def test_power_lost_after_any_call_of_the_copy(scene: SimpleNamespace, kit: Simp
             folders.append(scene.root.with_name(f"after_{len(folders)}"))
             cut.rebuild(scene.root, folders[-1], durable_names_only=durable_names_only)
 
-    with kit.FaultyFiles().installed(watch=watch):
+    with FaultyFiles().installed(watch=watch):
         scene.work()
     steps = [found_step(folder) for folder in folders]
     assert len(steps) > 20 and set(steps) <= {OLD, NEW} and steps[-2:] == [NEW, NEW]
