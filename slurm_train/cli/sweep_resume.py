@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slurm_train.cli.display import note
 from slurm_train.cli.liveness import holder_lives
-from slurm_train.cli.multirun import next_code, plan_arrays
+from slurm_train.cli.multirun import plan_arrays
 from slurm_train.cli.selection import jobs_of
 from slurm_train.cli.submit import require_slurm
 from slurm_train.cli.sweep_table import SweepRow, chosen, read_rows, summary
@@ -17,6 +17,7 @@ from slurm_train.launch.array_submission import find_lost_arrays, submit_arrays
 from slurm_train.launch.preparation import Source, plan_source
 from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.snapshot import ask_git, link_snapshot, read_answers, write_snapshot
+from slurm_train.launch.sweep_files import next_code
 from slurm_train.rundir.lock import clear_dead
 from slurm_train.rundir.sweep import SweepDirectory, read_table, submitting
 from slurm_train.slurm.commands import SlurmCommands
