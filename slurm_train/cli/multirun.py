@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slurm_train.cli.changes import newest_manifest
 from slurm_train.cli.display import note, plan_rows
 from slurm_train.cli.inputs import refuse_missing_inputs
 from slurm_train.cli.liveness import holder_lives
@@ -28,24 +26,14 @@ from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.array import ArrayPlan, cut_arrays, max_array_size, render_array
 from slurm_train.launch.array_submission import find_lost_arrays, job_name, next_number, submit_arrays
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.preparation import (
-    SharedCode,
-    Source,
-    read_source,
-    require_writable,
-    uses_own_code,
-    write_shared_code,
-    write_sweep_run,
-)
-from slurm_train.launch.provenance import write_provenance
+from slurm_train.launch.preparation import Source, read_source, require_writable, uses_own_code
 from slurm_train.launch.script import render_script
 from slurm_train.launch.snapshot import GitQuestions, read_answers
 from slurm_train.launch.sweep import SweepPlan, plan_sweep
-from slurm_train.rundir.files import write_atomic
+from slurm_train.launch.sweep_files import write_sweep
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import clear_dead
-from slurm_train.rundir.lookup import read_job
-from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, submitting, write_table
+from slurm_train.rundir.sweep import SweepDirectory, submitting
 from slurm_train.slurm.commands import SlurmCommands
 
 _SHOWN_VALUES = 3
@@ -214,53 +202,6 @@ def _refuse_overtaken(sweep: SweepDirectory) -> None:
             f"sweep {sweep.sweep_id} was submitted by another command just now",
             hint=f"`status {sweep.sweep_id}` shows it; the same command again submits what is missing",
         )
-
-
-def write_sweep(
-    plan: SweepPlan, source: Source, scripts: Mapping[RunDirectory, str | None], *, words: Sequence[str]
-) -> None:
-    """Writes the table, one snapshot of the code, and the directories of the runs that are to be carried out.
-
-    Args:
-        plan: the sweep.
-        source: the code to copy.
-        scripts: those runs with the text of their submit.sh, None on this machine.
-        words: the command line.
-    """
-    sweep = plan.sweep
-    known = {element.run: element for element in read_table(sweep)}
-    elements = [_merged(element, known.get(element.run)) for element in plan.elements]
-    write_table(sweep, sorted(elements, key=lambda element: element.index))
-    facts = {"words": list(words), "keys": plan.keys, "time_unix_s": time.time()}
-    write_atomic(sweep.facts, json.dumps(facts, indent=2) + "\n")
-    sweep.stop_file.unlink(missing_ok=True)
-    if not scripts:
-        return
-    code = next_code(sweep)
-    write_shared_code(source, code)
-    for one in plan.plans:
-        if one.run in scripts:
-            # A run that has been trained goes on with its own code; `resume --accept code` gives it another.
-            is_trained = one.run.code.exists() and newest_manifest(one.run) is not None
-            write_sweep_run(one, code=None if is_trained else code, script=scripts[one.run])
-    write_provenance(code.provenance, source, words=words)
-
-
-def _merged(element: Element, known: Element | None) -> Element:
-    """Returns an element with the index that an older table gives to its run, and the newest job that the run had."""
-    record = read_job(element.run)
-    return replace(
-        element,
-        index=element.index if known is None else known.index,
-        job=None if record is None else record.job_id,
-    )
-
-
-def next_code(sweep: SweepDirectory) -> SharedCode:
-    """Returns the folder for the next snapshot of a sweep."""
-    sweep.code.mkdir(mode=0o700, exist_ok=True)
-    taken = [int(path.name) for path in sweep.code.iterdir() if path.name.isdigit()]
-    return SharedCode(sweep.code / f"{max(taken, default=-1) + 1:03d}")
 
 
 def _say_what_next(sweep: SweepDirectory) -> None:

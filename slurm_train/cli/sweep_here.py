@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from slurm_train.cli.display import note
-from slurm_train.cli.multirun import missing_runs, write_sweep
+from slurm_train.cli.multirun import missing_runs
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.launch.preparation import Source
 from slurm_train.launch.sweep import SweepPlan, describe
+from slurm_train.launch.sweep_files import write_sweep
 from slurm_train.rundir.sweep import Element, SweepDirectory, submitting
 from slurm_train.slurm.commands import SlurmCommands
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.display import note
 from slurm_train.cli.liveness import holder_lives
-from slurm_train.cli.multirun import next_code, plan_arrays
+from slurm_train.cli.multirun import plan_arrays
 from slurm_train.cli.selection import jobs_of
 from slurm_train.cli.submit import require_slurm
 from slurm_train.cli.sweep_table import SweepRow, chosen, read_rows, summary
@@ -19,6 +19,7 @@ from slurm_train.launch.plan import replan_run
 from slurm_train.launch.preparation import Source, link_code, plan_source, put_on_record, write_shared_code
 from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.snapshot import ask_git, read_answers
+from slurm_train.launch.sweep_files import next_code
 from slurm_train.rundir.changes import AcceptedChange
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory

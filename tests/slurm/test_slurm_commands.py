@@ -69,6 +69,23 @@ def test_what_squeue_does_not_know_is_asked_of_sacct() -> None:
     ]
 
 
+def test_many_elements_are_asked_for_by_their_array_and_only_they_are_told() -> None:
+    rows = "".join(RUNNING_7.replace("7|", f"12_{task}|", 1) for task in range(5))
+    script = Script(squeue=ok(rows), sacct=ok(ENDED_8.replace("8|", "12_9|", 1) + ENDED_8.replace("8|", "12_8|", 1)))
+    assert set(slurm(script).job_states(["12_0", "12_3", "13_1", "12_9"])) == {"12_0", "12_3", "12_9"}
+    assert [call[-1] for call in script.calls] == ["12,13_1", "13_1,12_9"]
+
+
+def test_jobs_are_found_by_name_with_the_script_that_they_came_from() -> None:
+    out = "12|sweep-a-0|/r/a b/x.sh\n12|sweep-a-0|/r/a b/x.sh\n14|sweep-a-1|/r/y|z.sh\nbroken line\n"
+    script = Script(squeue=ok(out))
+    found = slurm(script).named_jobs(["sweep-a-0", "sweep-a-1"])
+    assert found == {("sweep-a-0", "/r/a b/x.sh"): "12", ("sweep-a-1", "/r/y|z.sh"): "14"}
+    assert script.calls == [
+        ["squeue", "-h", "--me", "-t", "all", "-o", "%F|%j|%o", "-n", "sweep-a-0,sweep-a-1"],
+    ]
+
+
 def test_squeue_wins_over_sacct() -> None:
     script = Script(squeue=ok(RUNNING_7.replace("7|", "7_0|", 1)), sacct=ok(ENDED_8.replace("8|", "7_0|", 1)))
     assert slurm(script).job_states(["7"])["7_0"].phase is Phase.RUNNING
