@@ -103,7 +103,8 @@ def cancel(jobs: list[Job], _qos: str) -> Iterator[None]:
 FAULTS: dict[str, Fault] = {
     "grace": Fault(what="preempted, 15 s grace", cause=preempt, grace_s=15),
     "nograce": Fault(what="preempted, no grace", cause=preempt, grace_s=0),
-    "limit": Fault(what="time limit, with a warning", cause=nothing, step_s=2.4, time_limit_min=2, is_gated=False),
+    # Slurm's warning may come a minute early, and submitit asks for it 90 s before the end: less would hit the start.
+    "limit": Fault(what="time limit, with a warning", cause=nothing, step_s=4.6, time_limit_min=4, is_gated=False),
     "rank": Fault(what="a rank is killed", cause=kill_rank),
     "node": Fault(what="its node is lost", cause=lose_nodes),
     "damage": Fault(what="a byte of the newest checkpoint is flipped", cause=damage),

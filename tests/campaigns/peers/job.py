@@ -176,5 +176,7 @@ def _job(peer: str, out: str, folder: Path) -> Job:
 
 
 def end_jobs(jobs: list[Job]) -> None:
-    """Cancels what is left of them."""
-    subprocess.run(["scancel", "--quiet", *(job.job_id for job in jobs)], check=False, timeout=60)
+    """Cancels what is left of them, with KILL: at TERM some requeue themselves and come back."""
+    ids = [job.job_id for job in jobs]
+    for words in (("--signal=KILL", "--full"), ("--state=PENDING",), ()):
+        subprocess.run(["scancel", "--quiet", *words, *ids], check=False, timeout=60)
