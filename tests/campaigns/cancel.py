@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_train.errors import ClusterError
@@ -35,6 +35,8 @@ _WATCH_S = 14.0
 """Longer than a requeued job of this cluster waits (7 s), and than LATE_S."""
 _GRACE_S = 12
 _PATIENCE_S = 180.0
+_NO_TRIAL = "no trial"
+_MOST_ROUNDS = 20
 _NODE = "node4"
 
 _LIGHT = """
@@ -65,15 +67,23 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
     planned = plan_trials(seed=seed, trials=trials)
     problems: list[str] = []
     by_phase: Counter[str] = Counter()
+    todo, rounds = planned, 0
     with qos_pair("campaigncancel", grace_s=_GRACE_S) as (weak, strong):
-        for start in range(0, len(planned), _BATCH):
-            for trial, problem in _try_batch(person, planned[start : start + _BATCH], weak=weak, strong=strong):
+        while todo:
+            batch, todo = todo[:_BATCH], todo[_BATCH:]
+            for trial, problem in _try_batch(person, batch, weak=weak, strong=strong):
                 print(f"{trial}: {problem or 'cancelled'}", flush=True)
+                if problem.startswith(_NO_TRIAL) and rounds < _MOST_ROUNDS:
+                    # Slurm did not bring the run to its moment, so nothing was cancelled there; it is another try.
+                    rounds += 1
+                    todo = [*todo, replace(trial, number=trials + rounds)]
+                    continue
                 by_phase[trial.phase] += 1
                 problems += [f"{trial}: {problem}"] if problem else []
     figures = {
         "by phase": ", ".join(f"{name} {count}" for name, count in sorted(by_phase.items())),
         "ranks without torch": str(sum(PHASES[trial.phase].is_light for trial in planned)),
+        "tried again, as the moment did not come": str(rounds),
     }
     return Result(trials=trials, held=trials - len(problems), figures=figures, problems=tuple(problems))
 
@@ -100,7 +110,7 @@ def _attempt(person: Person, trial: Trial, commands: SlurmCommands) -> Cancelled
         _bring_there(trial, job, run, commands)
         return _cancel(person, trial, job, run, commands)
     except (AssertionError, ClusterError, OSError, subprocess.TimeoutExpired) as err:
-        return f"no trial: {str(err).partition(chr(10))[0]}"
+        return f"{_NO_TRIAL}: {str(err).partition(chr(10))[0]}"
 
 
 def _submit(person: Person, trial: Trial, *words: str) -> tuple[str, RunDirectory]:
@@ -156,7 +166,7 @@ def _preempt_and_cancel(
                 time.sleep(trial.delay_s)
                 return _cancel(person, trial, job, run, commands)
             except (AssertionError, ClusterError, subprocess.TimeoutExpired) as err:
-                return f"no trial: {str(err).partition(chr(10))[0]}"
+                return f"{_NO_TRIAL}: {str(err).partition(chr(10))[0]}"
 
         cancelled = list(pool.map(lambda pair: cancel(pair[0], *pair[1]), zip(victims, started, strict=True)))
     person.runs("scancel", urgent)
@@ -184,7 +194,7 @@ def _watch(
         try:
             judged.append((trial, what_is_wrong(_aftermath(one, status=status, named=named, commands=commands))))
         except (AssertionError, ClusterError) as err:
-            judged.append((trial, f"no trial: {err}"))
+            judged.append((trial, f"{_NO_TRIAL}: {err}"))
     return judged
 
 
