@@ -50,6 +50,9 @@ _SIZES = {"1x2": ("cluster.nodelist=node1",), "2x2": ("cluster.nodelist=node[1-2
 _RANKS = {"1x2": 2, "2x2": 4}
 _MOMENTS = ("start", "rendezvous", "step", "step", "save", "commit", "prune")
 _LOOK_EVERY_S = 0.0005
+_PER_RUN = 13
+_EXITS_PER_RUN = 2
+"""Once the last step is on record, every further attempt has nothing left to do but to end."""
 
 
 @dataclass(slots=True)
@@ -72,7 +75,8 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
             size = "2x2" if len(struck) % 4 == 3 else "1x2"
             one = Struck(submitted(person, f"kills-{len(struck)}", size), _RANKS[size])
             struck.append(one)
-            problems = [*strike(one, dice, at_most=trials - tally.trials), *end_problems(one.run, golden[size])]
+            at_most = min(_PER_RUN, trials - tally.trials)
+            problems = [*strike(one, dice, at_most=at_most), *end_problems(one.run, golden[size])]
             problems += lost_commits(one.seen, spans(lines_of(one.run)))
             what = f"{size} run {len(struck)}, ranks killed at {', '.join(one.moments) or 'no moment'}"
             tally.add(what, problems, trials=len(one.moments) or int(bool(problems)))
@@ -95,6 +99,8 @@ def strike(one: Struck, dice: random.Random, *, at_most: int) -> list[str]:
             if attempt < 0:
                 break
             moment = "exit" if newest_commit(one.run) > _STEPS - 16 else dice.choice(_MOMENTS)
+            if one.moments.count("exit") == _EXITS_PER_RUN:
+                break
             if kill_at(one, moment, attempt=attempt, dice=dice):
                 one.moments.append(moment)
     except AssertionError as err:
