@@ -68,7 +68,7 @@ def test_steps_on_record_since_the_sums_were_written_are_booked(tmp_path: Path) 
         step | {"step": 31, "attempt": 1},
     ]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    account = read_account(run, 2, start_unix_s=0.0, step_before=15)
+    account = read_account(run, 2, start_unix_s=0.0, end_unix_s=20.0, step_before=15)
     assert account["step_s"] == pytest.approx(5.0 + 10 * 0.4)
     assert account["data_wait_s"] == pytest.approx(1.0 + 10 * 0.1)
     assert account["lost_work_s"] == pytest.approx(account["step_s"] * 5 / 20)
