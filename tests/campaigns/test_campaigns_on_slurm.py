@@ -1,0 +1,20 @@
+"""Two of the campaigns on a real Slurm, in short; all of them in full: `make campaign`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm_train.devcluster.plan import ClusterPlan
+from tests.campaigns.catalogue import CAMPAIGNS
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize(("name", "trials"), [("kills", 4), ("cancel", 8)])
+def test_a_short_campaign_breaks_no_promise(name: str, trials: int, slurm_cluster: ClusterPlan, tmp_path: Path) -> None:
+    result = CAMPAIGNS[name].run(seed=7, trials=trials, folder=tmp_path)
+    assert result.is_kept, result.problems
+    assert result.trials >= trials
