@@ -18,7 +18,7 @@ from slurm_train.config.schema import BatchSection, HealthSection, RunConfig
 from slurm_train.config.structure import to_mapping
 from slurm_train.errors import ConfigError
 from slurm_train.launch.world import World, plan_world
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, require_room
 
 if TYPE_CHECKING:
     from slurm_train.config.compose import Composed
@@ -72,6 +72,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
 
     Raises:
         ConfigError: an impossible batch, world or name; a script that is not there.
+        RunError: the run's path would be too long.
     """
     config = composed.config
     _check_text(config)
@@ -87,6 +88,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     root = (cwd / Path(config.run.root).expanduser()).resolve()
     check_path("run.root", str(root))
     run = RunDirectory(root / name / config_hash(config, global_size=batch.global_size)[:8])
+    require_room(run)
     return _assemble(config, world, batch, run=run, directory=str(cwd))
 
 

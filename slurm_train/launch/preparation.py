@@ -25,9 +25,6 @@ from slurm_train.rundir.files import fsync_directory, fsync_file, read_json, wri
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.private import create_private, make_private, require_private
 
-_LONGEST_PATH = os.pathconf("/", "PC_PATH_MAX") - 256
-"""Bytes of a run directory's path; what lies in it needs the rest."""
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -78,13 +75,8 @@ def require_writable(run: RunDirectory) -> None:
     """Refuses a run directory that could not be written, or that others could change.
 
     Raises:
-        RunError: its path is too long, or the nearest existing folder above it is not writable or no folder; see also
-            `require_private`.
+        RunError: the nearest existing folder above it is not writable, or is not a folder; see also `require_private`.
     """
-    length = len(os.fsencode(run.path))
-    if length > _LONGEST_PATH:
-        hint = "name another place with run.root=DIR, or a shorter run.name"
-        raise RunError(f"the path of the run has {length} bytes, at most {_LONGEST_PATH} can be used", hint=hint)
     # os.path, since Path.exists raises where a folder above may not be entered.
     existing = next(path for path in (run.path, *run.path.parents) if os.path.exists(path))  # noqa: PTH110
     is_folder = existing.is_dir()

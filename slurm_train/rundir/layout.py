@@ -6,9 +6,15 @@ them takes its path from here.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from slurm_train.errors import RunError
+
+_LONGEST_PATH = os.pathconf("/", "PC_PATH_MAX") - 256
+"""Bytes of a run directory's path; the names of what lies in it need the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,20 @@ class RunDirectory:
     def stacks(self, attempt: int, rank: int) -> Path:
         """Where one rank's threads stood when it had made no progress for long."""
         return self.attempt_logs(attempt) / f"stacks_{rank}.txt"
+
+
+def require_room(run: RunDirectory) -> None:
+    """Does nothing where the files of a run have room in the length of a path.
+
+    Raises:
+        RunError: they have not.
+    """
+    length = len(os.fsencode(run.path))
+    if length > _LONGEST_PATH:
+        raise RunError(
+            f"the path of the run has {length} bytes, at most {_LONGEST_PATH} can be used",
+            hint="name another place with run.root=DIR, or a shorter run.name",
+        )
 
 
 def existing_attempts(run: RunDirectory) -> list[int]:

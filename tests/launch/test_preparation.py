@@ -154,9 +154,3 @@ def test_a_folder_that_may_not_even_be_entered_is_named(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", AS_NOBODY, str(run.path)], capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.stdout.startswith(f"{run.path} cannot be made: ") and done.stdout.endswith(" is not writable\n")
-
-
-def test_a_path_that_leaves_no_room_for_the_files_is_refused(tmp_path: Path) -> None:
-    deep = tmp_path.joinpath(*["x" * 200] * 20)
-    with pytest.raises(RunError, match=r"the path of the run has \d+ bytes, at most 3840 can be used"):
-        require_writable(RunDirectory(deep / "a" / "b"))

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurm_train.rundir.layout import RunDirectory
+import pytest
+
+from slurm_train.errors import RunError
+from slurm_train.rundir.layout import RunDirectory, require_room
 
 
 def test_the_names_of_the_contract() -> None:
@@ -34,3 +37,9 @@ def test_the_names_of_the_contract() -> None:
         "tensorboard": "tensorboard",
     }
     assert run.rank_log(2, 31) == run.path / "logs" / "attempt_2" / "rank_31.log"
+
+
+def test_a_path_that_leaves_no_room_for_the_files_is_refused(tmp_path: Path) -> None:
+    require_room(RunDirectory(tmp_path / "a" / "b"))
+    with pytest.raises(RunError, match=r"the path of the run has \d+ bytes, at most 3840 can be used"):
+        require_room(RunDirectory(tmp_path.joinpath(*["x" * 200] * 20) / "a" / "b"))
