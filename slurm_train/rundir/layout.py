@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slurm_train.errors import RunError
 
+_LONGEST_NAME = 255
 _LONGEST_PATH = os.pathconf("/", "PC_PATH_MAX") - 256
 """Bytes of a run directory's path; the names of what lies in it need the rest."""
 
@@ -150,12 +151,13 @@ def require_room(run: RunDirectory) -> None:
     Raises:
         RunError: they have not.
     """
+    hint = "name another place with run.root=DIR, or a shorter run.name"
     length = len(os.fsencode(run.path))
     if length > _LONGEST_PATH:
-        raise RunError(
-            f"the path of the run has {length} bytes, at most {_LONGEST_PATH} can be used",
-            hint="name another place with run.root=DIR, or a shorter run.name",
-        )
+        raise RunError(f"the path of the run has {length} bytes, at most {_LONGEST_PATH} can be used", hint=hint)
+    longest = max(len(os.fsencode(part)) for part in run.path.parts)
+    if longest > _LONGEST_NAME:
+        raise RunError(f"a name in the run's path has {longest} bytes, at most {_LONGEST_NAME} can be used", hint=hint)
 
 
 def existing_attempts(run: RunDirectory) -> list[int]:
