@@ -13,7 +13,7 @@ from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.seal import refused_code
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, ConfigError, RunError
-from slurm_train.launch.continuation import cancelled_before, submit_continuation
+from slurm_train.launch.continuation import cancelled_before, is_new_request, submit_continuation
 from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.preparation import record_job
 from slurm_train.launch.resources import STEP_NAME
@@ -55,6 +55,7 @@ def main(words: Sequence[str]) -> int:
         record_job(run, allocation.requeue_id)
 
     commands, limits = SlurmCommands(env), limits_of(config)
+    _forget_old_stop(run, allocation.requeue_id, env, commands)
     read = _notice_reader(allocation.requeue_id, commands)
 
     def launch(attempt: int) -> int:
@@ -68,6 +69,19 @@ def main(words: Sequence[str]) -> int:
 
     site = _site(run, allocation, env, patience_s=config.requeue.controller_patience_s)
     return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
+
+
+def _forget_old_stop(run: RunDirectory, job_id: str, env: Mapping[str, str], commands: SlurmCommands) -> None:
+    # Whoever types `sbatch submit.sh` after `cancel` wants the run to go on.
+    if not run.stop_file.exists():
+        return
+    try:
+        job = commands.show_job(job_id)
+    except ClusterError:
+        return
+    if is_new_request(run, job, env):
+        say(f"submitted by hand after the run was asked to stop, so {run.stop_file} is removed")
+        run.stop_file.unlink(missing_ok=True)
 
 
 def _job_environment(env: Mapping[str, str]) -> dict[str, str]:

@@ -14,7 +14,11 @@ from slurm_train.launch.preparation import continued_job, record_job
 from slurm_train.launch.resources import renewed_warning
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.records import was_submitted_after
 from slurm_train.slurm.states import Phase
+
+CONTINUES = "TRAIN_CONTINUES_JOB"
+"""Variable by which such a job is known from its first moment on, whoever submits one meanwhile."""
 
 
 def submit_continuation(run: RunDirectory, job_id: str, *, exclude: str, env: Mapping[str, str]) -> str:
@@ -32,6 +36,7 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: str, env: Ma
     flags += renewed_warning(load_config(run.config), run)
     script = run.submit_script.read_text(encoding="utf-8")
     # What travelled into this job was chosen when it was submitted, and travels on.
+    env = {**env, CONTINUES: job_id}
     new_id = submit_script(script, folder=run.logs / "submitted", env=env, flags=flags, export=tuple(env))
     record_job(run, new_id, continues=job_id)
     return new_id
@@ -48,6 +53,21 @@ def cancelled_before(run: RunDirectory, job_id: str, commands: SlurmCommands) ->
         return None
     state = commands.job_states([before]).get(before)
     return before if state is not None and state.phase is Phase.CANCELLED else None
+
+
+def is_new_request(run: RunDirectory, job: Mapping[str, str], env: Mapping[str, str]) -> bool:
+    """Returns whether a person submitted this job by hand after the run was asked to stop.
+
+    A job that was on its way by then, that Slurm has started before, or that takes over from another, is none.
+
+    Args:
+        run: the run, with its STOP file.
+        job: `scontrol show job` of this job.
+        env: the job's environment.
+    """
+    if CONTINUES in env or job.get("Restarts", "0") != "0":
+        return False
+    return was_submitted_after(job, run.stop_file.stat().st_mtime)
 
 
 def how_it_returns(settings: Mapping[str, str], *, requeue_enabled: bool) -> str:
