@@ -25,6 +25,8 @@ from slurm_train.train.update import Update
 
 _EPSILON = 1e-6
 _NORM, _SKIPPED = 4, 5
+_ORDER_COUNTS_ABOVE = 2
+"""Ranks: the sum of two values is the same in either order, that of three is not."""
 
 
 class StepFacts(NamedTuple):
@@ -122,11 +124,15 @@ class Stepper:
 
         DDP orders its buckets anew after its first pass, and the order in which three or more ranks add depends on
         where in a bucket a value lies. Without this the first step after a start would round unlike the same step of
-        a run that was not interrupted. Random streams and buffers are as before afterwards.
+        a run that was not interrupted. Random streams and buffers are as before afterwards. One or two ranks are
+        spared the pass, unless they accumulate over a static graph, whose first step sends what later ones add up.
 
         Args:
             tensors: a micro-batch of this rank.
         """
+        parts = self._parts
+        if parts.world_size <= _ORDER_COUNTS_ABOVE and (self._may_accumulate or parts.accumulation == 1):
+            return
         streams = rng_state()
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         self._module.backward(self._ddp(*(tensors if self._on_cpu else to_device(tensors, self._parts.device))))

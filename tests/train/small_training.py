@@ -44,7 +44,8 @@ class Net(nn.Module):
         self.step_s, self.signal_at, self.signal_rank, self.only_in = step_s, signal_at, signal_rank, only_in
         self.in_evaluation = in_evaluation
         self.flip_at = flip_at
-        self.passes = -1  # The pass before the first step arranges DDP's buckets.
+        # Three ranks and more take a pass before the first step, which arranges DDP's buckets.
+        self.passes = -1 if int(os.environ.get("WORLD_SIZE", "1")) > 2 else 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:

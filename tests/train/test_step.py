@@ -40,7 +40,13 @@ def make_batch(seed: int = 0, size: int = 8) -> Batch:
 
 
 def make_stepper(
-    model: nn.Module, *, stop: StopFlag | None = None, accumulation: int = 1, clip_norm: float | None = None, **ddp: Any
+    model: nn.Module,
+    *,
+    stop: StopFlag | None = None,
+    accumulation: int = 1,
+    clip_norm: float | None = None,
+    world_size: int = 1,
+    **ddp: Any,
 ) -> Stepper:
     module = TrainingModule(Objective(model), stop=stop or StopFlag(), device=CPU, autocast=None)
     parts = StepParts(
@@ -49,7 +55,7 @@ def make_stepper(
         optimizer=build_optimizer(model, optim=OptimSection(weight_decay=0.0)),
         clip_norm=clip_norm,
         accumulation=accumulation,
-        world_size=1,
+        world_size=world_size,
         device=CPU,
     )
     return Stepper(parts)
@@ -143,10 +149,30 @@ def test_a_bad_step_is_not_applied(spoil: Any, text: str) -> None:
 def test_the_pass_before_the_first_step_leaves_nothing_behind() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
-    stepper = make_stepper(model)
+    stepper = make_stepper(model, world_size=3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     stream = torch.get_rng_state()
     stepper.arrange(make_batch().tensors)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), stream)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "accumulation", "static_graph", "passes"),
+    [(1, 1, False, 0), (2, 4, False, 0), (3, 1, False, 1), (2, 1, True, 0), (2, 2, True, 1)],
+)
+def test_only_ranks_whose_sums_depend_on_it_take_a_pass_before_the_first_step(
+    world_size: int, accumulation: int, static_graph: bool, passes: int
+) -> None:
+    model, seen = make_model(), 0
+
+    def count(*_: Any) -> None:
+        nonlocal seen
+        seen += 1
+
+    model.register_forward_hook(count)
+    make_stepper(model, world_size=world_size, accumulation=accumulation, static_graph=static_graph).arrange(
+        make_batch().tensors
+    )
+    assert seen == passes

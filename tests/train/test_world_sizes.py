@@ -12,6 +12,8 @@ import pytest
 from slurm_train.checkpoint.directory import list_checkpoints, newest_verified, read_manifest
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.tensors import tensor_shapes
+from slurm_train.rundir.changes import AcceptedChange, record_change
+from slurm_train.rundir.layout import RunDirectory
 
 pytestmark = pytest.mark.distributed
 
@@ -86,3 +88,21 @@ def test_every_manifest_says_on_how_many_ranks_it_was_trained(folder: Path) -> N
     ]
     assert {manifest.batch_plan["global_size"] for manifest in manifests} == {GLOBAL_SIZE}
     assert [manifest.samples for manifest in manifests] == [manifest.step * GLOBAL_SIZE for manifest in manifests]
+
+
+def test_a_larger_global_batch_is_taken_over_with_the_learning_rate_of_its_rule(tmp_path: Path) -> None:
+    config = config_of(tmp_path, accumulation=1)
+    config["optim"] |= {"lr_retune": "linear", "lr_global_size": GLOBAL_SIZE}
+    trainer.run_to_end(tmp_path / "run", config, ranks=2, code=75)
+    config["batch"] = {"global_size": 2 * GLOBAL_SIZE}
+    accepted = AcceptedChange(number=1, step=5, config={"batch.global_size": [GLOBAL_SIZE, 2 * GLOBAL_SIZE]})
+    record_change(RunDirectory(tmp_path / "run"), accepted)
+    trainer.run_to_end(tmp_path / "run", config, ranks=1, attempt=1)
+    before, after = (
+        [line for line in trainer.steps_of(tmp_path / "run") if line["attempt"] == attempt] for attempt in (0, 1)
+    )
+    assert before[-1]["step"] + 1 == after[0]["step"] and after[-1]["step"] == 20
+    assert before[-1]["samples"] == before[-1]["step"] * GLOBAL_SIZE
+    assert after[0]["samples"] == before[-1]["samples"] + 2 * GLOBAL_SIZE
+    manifests = [read_manifest(path) for path in reversed(list_checkpoints(tmp_path / "run" / "checkpoints"))]
+    assert [manifest.extra["lr"]["peak"] for manifest in manifests] == [0.01, 0.02]
