@@ -101,8 +101,9 @@ def cancel(jobs: list[Job], _qos: str) -> Iterator[None]:
 
 
 FAULTS: dict[str, Fault] = {
-    "grace": Fault(what="preempted, 15 s grace", cause=preempt, grace_s=15),
-    "nograce": Fault(what="preempted, no grace", cause=preempt, grace_s=0),
+    # What is left to do must outlast the grace and KillWait, or a job that ignores the signal ends well.
+    "grace": Fault(what="preempted, 15 s grace", cause=preempt, grace_s=15, step_s=1.0),
+    "nograce": Fault(what="preempted, no grace", cause=preempt, grace_s=0, step_s=1.0),
     # Slurm's warning may come a minute early, and submitit asks for it 90 s before the end: less would hit the start.
     "limit": Fault(what="time limit, with a warning", cause=nothing, step_s=4.6, time_limit_min=4, is_gated=False),
     "rank": Fault(what="a rank is killed", cause=kill_rank),

@@ -45,8 +45,8 @@ class Job:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that were done, in order."""
-        return [line["step"] for line in read_lines(self.steps_file) if line.get("loss", 0) is not None]
+        """The steps that were done, in order; the line of an evaluation is none."""
+        return [line["step"] for line in read_lines(self.steps_file) if "eval_loss" not in line]
 
     @property
     def digest(self) -> str:
