@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from slurm_train.checkpoint.digest import weights_digest
 
 STEPS = 60
-SAVE_EVERY = 10
+SAVE_EVERY = 18
 AT_STEP = 25
 """After which a fault comes."""
 LOCAL_SIZE = 8
