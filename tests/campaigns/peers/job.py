@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slurm_train.rundir.files import read_lines
 from tests.campaigns.peers.common_training import LOCAL_SIZE, NUM_RANKS, SAVE_EVERY, STEPS
+from tests.campaigns.peers.outcome import StepDone
 from tests.support.command_line import REPOSITORY, Person
 
 
@@ -44,9 +45,10 @@ class Job:
     checkpoints: Path
 
     @property
-    def steps(self) -> list[int]:
+    def steps(self) -> list[StepDone]:
         """The steps that were done, in order; the line of an evaluation is none."""
-        return [line["step"] for line in read_lines(self.steps_file) if "eval_loss" not in line]
+        lines = (line for line in read_lines(self.steps_file) if "eval_loss" not in line)
+        return [StepDone(line["step"], line["attempt"] if "attempt" in line else line["start"]) for line in lines]
 
     @property
     def digest(self) -> str:

@@ -6,9 +6,19 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 OUTCOMES = Path(__file__).with_name("outcomes.json")
+
+
+class StepDone(NamedTuple):
+    """A step that a training wrote a line of."""
+
+    step: int
+    start: int
+    """How often the job had been restarted when the process began that did it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +32,8 @@ class Outcome:
     """Steps that were done more than once, counted with their repetitions."""
     never_done: int
     """Steps that were not done at all."""
+    done_beside: int
+    """Steps that an older start did while a newer one was at work already, in the same files."""
     finished: bool
     is_golden: bool
     """Whether the weights have the bits of the peer's own undisturbed training."""
@@ -35,11 +47,13 @@ class Outcome:
         steps = f"{self.done_twice} steps twice" if self.done_twice else "no step twice"
         if not self.finished:
             return f"**{self.state}{restarts}, {self.never_done} steps never**, {steps}"
+        if self.done_beside:
+            steps += f", **{self.done_beside} beside the new ranks by old ones**"
         weights = "weights equal" if self.is_golden else "**other weights**"
         return f"{self.state}{restarts}, finished, {steps}, {weights}"
 
 
-def judge(*, state: str, restarts: int, steps: Sequence[int], num_steps: int, digest: str, golden: str) -> Outcome:
+def judge(*, state: str, restarts: int, steps: Sequence[StepDone], num_steps: int, digest: str, golden: str) -> Outcome:
     """Returns the outcome of a training.
 
     Args:
@@ -50,12 +64,14 @@ def judge(*, state: str, restarts: int, steps: Sequence[int], num_steps: int, di
         digest: of its weights, "" where it did not finish.
         golden: of the undisturbed training's weights.
     """
-    counts = Counter(steps)
+    counts = Counter(done.step for done in steps)
+    newest = list(accumulate((done.start for done in steps), max))
     return Outcome(
         state=state,
         restarts=restarts,
         done_twice=sum(count - 1 for count in counts.values()),
         never_done=sum(step not in counts for step in range(1, num_steps + 1)),
+        done_beside=sum(done.start < start for done, start in zip(steps, newest, strict=True)),
         finished=bool(digest),
         is_golden=bool(digest) and digest == golden,
     )

@@ -6,23 +6,33 @@ from typing import Any
 import pytest
 
 from tests.campaigns.peers.faults import flip_byte
-from tests.campaigns.peers.outcome import Outcome, judge, keep, read, table
+from tests.campaigns.peers.outcome import Outcome, StepDone, judge, keep, read, table
+
+
+def steps(*numbers: int, start: int = 0) -> list[StepDone]:
+    return [StepDone(number, start) for number in numbers]
+
 
 FACTS: dict[str, Any] = {
     "state": "COMPLETED",
     "restarts": 1,
-    "steps": [1, 2, 3],
+    "steps": steps(1, 2, 3),
     "num_steps": 3,
     "digest": "a",
     "golden": "a",
 }
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("as it should be", {}, "COMPLETED, 1 restart, finished, no step twice, weights equal"),
-    ("steps again", {"steps": [1, 2, 1, 2, 3]}, "COMPLETED, 1 restart, finished, 2 steps twice, weights equal"),
+    ("steps again", {"steps": steps(1, 2, 1, 2, 3)}, "COMPLETED, 1 restart, finished, 2 steps twice, weights equal"),
     ("other weights", {"digest": "b"}, "COMPLETED, 1 restart, finished, no step twice, **other weights**"),
     (
+        "old ranks beside the new",
+        {"steps": [*steps(1, 2), *steps(1, start=1), *steps(3), *steps(2, 3, start=1)]},
+        "COMPLETED, 1 restart, finished, 3 steps twice, **1 beside the new ranks by old ones**, weights equal",
+    ),
+    (
         "never ended, whatever Slurm says",
-        {"steps": [1], "digest": "", "restarts": 0},
+        {"steps": steps(1), "digest": "", "restarts": 0},
         "**COMPLETED, 2 steps never**, no step twice",
     ),
 ]
