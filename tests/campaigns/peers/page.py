@@ -26,7 +26,8 @@ itself).
 How to read it: the job's state in Slurm when nothing more happened, how often it was restarted, whether all steps were
 done with nobody awake, how many were done twice or never, whether old ranks went on beside the new ones (those of a
 lost node live on, and write the same files), and whether the last weights have the bits of the peer's own undisturbed
-run. Bold is what a person would not want.
+run. Bold is what a person would not want. Where a node is lost, the checkpoint that its ranks write after the new ranks
+have begun is refused here, so all steps since the one before are done again; the peers load it.
 
 ## What was given to each
 
