@@ -12,8 +12,7 @@ from typing import Any
 
 from slurm_train.cli.arguments import build_run_parser
 from slurm_train.cli.display import note
-from slurm_train.cli.status import ask_slurm
-from slurm_train.cli.sweep_table import SweepRow, read_rows
+from slurm_train.cli.survey import look_once
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
@@ -21,6 +20,7 @@ from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.sweep import find_sweep, list_sweeps, read_table
 from slurm_train.rundir.timing import goodput, held_s
+from slurm_train.standing.facts import Standing, subjects_of
 
 _EXAMPLES = """\
 examples:
@@ -46,31 +46,30 @@ def main(words: Sequence[str]) -> int:
     if sweep is None:
         known = ", ".join(one.sweep_id for one in list_sweeps(Path(arguments.root))[:8]) or "none"
         raise RunError(f"no sweep matches {arguments.sweep!r} below {arguments.root}", hint=f"sweeps there: {known}")
-    elements = read_table(sweep)
-    rows = read_rows(elements, ask_slurm([element.run for element in elements], os.environ))
-    _put_out(collate(rows), arguments.format, arguments.out)
+    standings = look_once(subjects_of(read_table(sweep)), os.environ)
+    _put_out(collate(standings), arguments.format, arguments.out)
     return 0
 
 
-def collate(rows: Sequence[SweepRow]) -> list[Cells]:
+def collate(rows: Sequence[Standing]) -> list[Cells]:
     """Returns one mapping per run; a column that a run has no value for is None, and all have the same columns."""
     found = [_cells(one) for one in rows]
     columns = list(dict.fromkeys(name for cells in found for name in cells))
     return [{name: cells.get(name) for name in columns} for cells in found]
 
 
-def _cells(one: SweepRow) -> Cells:
-    run, ledger = one.element.run, read_ledger(one.element.run)
+def _cells(one: Standing) -> Cells:
+    run, ledger = one.run, read_ledger(one.run)
     return {
-        "index": one.element.index,
+        "index": one.subject.index,
         "run": f"{run.name}/{run.run_id}",
-        **{key: _number(value) for key, value in one.element.overrides.items()},
-        "state": one.row.state,
+        **{key: _number(value) for key, value in one.subject.overrides.items()},
+        "state": one.state.value,
         **_metrics(run),
         "attempts": len(ledger),
         "gpu_hours": round(sum(held_s(entry) * int(entry.get("world_size", 1)) for entry in ledger) / 3600, 4),
         "goodput": round(goodput(ledger).share, 4),
-        "note": one.row.note,
+        "note": one.note,
     }
 
 

@@ -1,27 +1,30 @@
-"""`logs RUN [-f]`: prints a run's log, newest attempt first asked, and follows it across attempts."""
+"""`logs RUN [-f]`: prints a run's log, newest attempt first asked, and follows it across attempts.
+
+Of an attempt that failed it says which rank was the first, and shows that rank's traceback.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurm_train.cli.arguments import RUN_HELP, build_run_parser
-from slurm_train.cli.status import never_began
+from slurm_train.cli.display import note
+from slurm_train.cli.following import follow, print_from, wait_for_log
+from slurm_train.cli.log_choice import ChosenLog, choose_log
+from slurm_train.cli.painting import Painter, emphasised
+from slurm_train.cli.terminal import takes_escapes
 from slurm_train.errors import RunError
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.ending import has_ended
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lookup import find_run, read_job
 from slurm_train.slurm.commands import SlurmCommands
-
-_CHUNK_BYTES = 1 << 16
-_POLL_S = 0.3
-# A waiting job is asked about rarely: the controller is everybody's.
-_ASK_S = 5.0
-# A supervisor that was killed closes nothing; then this is long enough.
-_LAST_WORDS_S = 60.0
+from slurm_train.slurm.queue_view import QueueView
+from slurm_train.standing.failure import Failure, find_failure
 
 _EXAMPLES = """\
 examples:
@@ -35,23 +38,27 @@ def main(words: Sequence[str]) -> int:
     """Prints the log to stdout; with -f goes on until the run is finished or Ctrl-C."""
     arguments = _parser().parse_args(list(words))
     run = find_run(Path(arguments.root), arguments.run)
-    attempt = arguments.attempt
-    path = choose_log(run, attempt=attempt, rank=arguments.rank)
+    shown = Shown(run, arguments.rank, env=os.environ)
+    chosen = choose_log(run, attempt=arguments.attempt, rank=arguments.rank)
     if not arguments.follow:
-        if path is None:
+        if chosen is None:
             raise RunError(f"{run.path} has no log yet", hint=_where_the_log_is(run))
-        _print_from(path, 0)
+        shown.print_all(chosen)
         return 0
-    if path is None:
-        wait_for_log(run, SlurmCommands(os.environ), lambda: choose_log(run, attempt=attempt, rank=arguments.rank))
-    follow(lambda: choose_log(run, attempt=attempt, rank=arguments.rank), until=lambda: has_ended(run))
+
+    def choose() -> ChosenLog | None:
+        return choose_log(run, attempt=arguments.attempt, rank=arguments.rank)
+
+    if chosen is None:
+        wait_for_log(run, QueueView(SlurmCommands(os.environ)), choose)
+    follow(
+        choose,
+        until=lambda: has_ended(run) or (arguments.attempt is not None and _is_past(run, arguments.attempt)),
+        painter=shown.painter,
+        is_closed=lambda attempt: _is_past(run, attempt),
+        at_end_of=shown.tell_end,
+    )
     return 0
-
-
-def _where_the_log_is(run: RunDirectory) -> str:
-    if read_job(run) is None and existing_attempts(run):
-        return "rank 0 of a run on this machine writes to its terminal; --rank 1 shows another rank"
-    return "`status` says whether it waits; -f waits for the log"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,80 +70,84 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def choose_log(run: RunDirectory, *, attempt: int | None, rank: int) -> Path | None:
-    """Returns the log to show: the rank's, or the batch script's while the rank has not written any.
+def _where_the_log_is(run: RunDirectory) -> str:
+    if read_job(run) is None and existing_attempts(run):
+        return "rank 0 of a run on this machine writes to its terminal; --rank 1 shows another rank"
+    return "`status` says whether it waits; -f waits for the log"
 
-    Raises:
-        RunError: there was no such attempt.
+
+def _is_past(run: RunDirectory, attempt: int) -> bool:
+    """Returns whether the ledger says how an attempt ended."""
+    return any(entry["attempt"] == attempt and "end_time_unix_s" in entry for entry in read_ledger(run))
+
+
+class Shown:
+    """Prints logs of one run.
+
+    Args:
+        run: the run.
+        rank: the rank whose logs are printed; -1: the batch script.
+        env: environment of the caller.
     """
-    attempts = existing_attempts(run)
-    if attempt is not None and attempt not in attempts:
-        known = ", ".join(map(str, attempts)) or "none yet"
-        raise RunError(f"{run.path} has no attempt {attempt}", hint=f"attempts: {known}")
-    number = attempt if attempt is not None else max(attempts, default=0)
-    batch_logs = [run.attempt_logs(number) / "batch.log", run.logs / "batch.log"]
-    wanted = batch_logs if rank < 0 else [run.rank_log(number, rank), *batch_logs]
-    return next((path for path in wanted if path.is_file() and path.stat().st_size > 0), None)
 
+    def __init__(self, run: RunDirectory, rank: int, *, env: Mapping[str, str]) -> None:
+        self._in_colour = takes_escapes(sys.stdout, env)
+        self._notes_in_colour = takes_escapes(sys.stderr, env)
+        self.painter = Painter(in_colour=self._in_colour)
+        self._run, self._rank = run, rank
 
-def wait_for_log(run: RunDirectory, commands: SlurmCommands, choose: Callable[[], Path | None]) -> None:
-    """Waits until there is a log, saying once what the job waits for.
-
-    Raises:
-        RunError: the job ended without one.
-    """
-    record = read_job(run)
-    said = False
-    while choose() is None:
-        state = commands.job_states([record.job_id]).get(record.job_id) if record is not None else None
-        if state is not None and not state.is_active and choose() is None:
-            raise RunError(f"job {state.job_id} has no log", hint=never_began(state))
-        if state is not None and not said:
-            print(f"job {state.job_id} is {state.phase.value} {state.reason}; Ctrl-C leaves it alone", file=sys.stderr)
-            said = True
-        time.sleep(_ASK_S)
-
-
-def has_ended(run: RunDirectory) -> bool:
-    """Returns whether nothing more will be written: the run is finished, or its last attempt has stopped for good."""
-    from slurm_train.rundir.attempts import read_ledger
-
-    ledger = read_ledger(run)
-    if run.result.exists():
-        # Rank 0 says its last words after the result; the supervisor closes the attempt after those.
-        is_closed = bool(ledger) and "action" in ledger[-1]
-        return is_closed or time.time() - run.result.stat().st_mtime > _LAST_WORDS_S
-    if not ledger or ledger[-1].get("action") != "stop":
-        return False
-    record = read_job(run)
-    # A job that was submitted after the last attempt's end will open another one.
-    return record is None or record.submit_time_unix_s < float(ledger[-1]["end_time_unix_s"])
-
-
-def follow(choose: Callable[[], Path | None], *, until: Callable[[], bool]) -> None:
-    """Prints what is appended to the chosen file; starts over when the choice changes (a new attempt)."""
-    current: Path | None = None
-    position = 0
-    while True:
-        ended = until()
-        chosen = choose()
-        if chosen is not None and chosen != current:
-            if current is not None:
-                _print_from(current, position)
-            print(f"==> {chosen} <==", file=sys.stderr)
-            current, position = chosen, 0
-        if current is not None:
-            position = _print_from(current, position)
-        if ended:
-            return
-        time.sleep(_POLL_S)
-
-
-def _print_from(path: Path, position: int) -> int:
-    with path.open("rb") as file:
-        file.seek(position)
-        # Bytes as they are: a character may be cut in two where a chunk or the file ends for now.
-        while chunk := file.read(_CHUNK_BYTES):
-            sys.stdout.buffer.write(chunk)
+    def print_all(self, log: ChosenLog) -> None:
+        """Prints a log as it is, and how its attempt failed, or that an earlier one did."""
+        print_from(log.path, 0, self.painter)
+        sys.stdout.buffer.write(self.painter.rest())
         sys.stdout.buffer.flush()
-        return file.tell()
+        if not self.print_failure(log.attempt):
+            self._point_to_earlier(log.attempt)
+
+    def print_failure(self, attempt: int) -> bool:
+        """Prints how an attempt failed; returns whether it did."""
+        failure = find_failure(self._run, attempt)
+        if failure is None:
+            return False
+        for line in _lines(failure, rank_shown=self._rank):
+            note(emphasised(line, in_colour=self._notes_in_colour))
+        if failure.kind and not self._is_in_log(failure):
+            excerpt = Painter(in_colour=self._in_colour)
+            text = excerpt.paint(failure.excerpt.encode() + b"\n") + excerpt.rest()
+            sys.stdout.buffer.write(text)
+            sys.stdout.buffer.flush()
+        return True
+
+    def tell_end(self, attempt: int) -> None:
+        """Prints how an attempt ended that was followed, where the run goes on after it or the attempt failed."""
+        if self.print_failure(attempt):
+            return
+        entry = next((one for one in read_ledger(self._run) if one["attempt"] == attempt), {})
+        if entry.get("action") in ("requeue", "leave", "relaunch"):
+            note(f"attempt {attempt}: {entry.get('note', '')}")
+
+    def _is_in_log(self, failure: Failure) -> bool:
+        """Returns whether what the rank said was printed already."""
+        return failure.rank == self._rank and failure.kind != "stacks"
+
+    def _point_to_earlier(self, attempt: int) -> None:
+        failed = [
+            entry for entry in read_ledger(self._run) if entry["attempt"] < attempt and entry.get("reason") == "failed"
+        ]
+        if failed:
+            number, text = failed[-1]["attempt"], failed[-1].get("note", "")
+            note(f"attempt {number} failed: {text}; `logs {self._run.run_id} --attempt {number}` shows it")
+
+
+def _lines(failure: Failure, *, rank_shown: int) -> list[str]:
+    """Returns what is said before the failing rank's own words."""
+    lines = [f"attempt {failure.attempt} failed: {failure.note}"]
+    if failure.rank is None:
+        return lines
+    rank = f"rank {failure.rank}{f' on {failure.host}' if failure.host else ''}"
+    if failure.log is None:
+        return [*lines, f"{rank} failed first; it has no log of its own"]
+    if failure.rank == rank_shown and failure.kind != "stacks":
+        where = "its traceback is above" if failure.kind == "traceback" else "its last lines are above"
+        return [*lines, f"{rank} failed first; {where}"]
+    return [*lines, f"{rank} failed first; its {failure.kind or 'log is empty'}, from {failure.log}:"]

@@ -18,7 +18,7 @@ from slurm_train.cli.changes import check_names, tell_of_other_code, weigh
 from slurm_train.cli.display import note, print_plan
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.submit import refuse_active, require_slurm, submit
-from slurm_train.cli.sweep_table import KINDS, read_kinds
+from slurm_train.cli.sweep_table import RESUMABLE
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.words import read_names
@@ -36,6 +36,7 @@ from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.private import require_private
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.standing.states import read_states
 
 _EXAMPLES = """\
 examples:
@@ -82,7 +83,8 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     accept_help = "changes to accept: keys or sections, config, code, data; several with commas"
     parser.add_argument("--accept", metavar="NAMES", action="append", default=[], help=accept_help)
     parser.add_argument("--config-dir", help="YAML files of your own, for cluster=NAME")
-    parser.add_argument("--only", metavar="STATE,...", help=f"of a sweep: {', '.join(KINDS)}; default: all unfinished")
+    states = ", ".join(state.value for state in RESUMABLE)
+    parser.add_argument("--only", metavar="STATE,...", help=f"of a sweep: missing, {states}; default: all unfinished")
     parser.add_argument("--where", metavar="KEY=VALUE", action="append", default=[], help="of a sweep: with this value")
     # argparse does not take settings on both sides of a flag; what follows --where belongs to it.
     settings = [
@@ -154,7 +156,7 @@ def _resume_sweep(
     return resume_sweep(
         sweep,
         os.environ,
-        only=read_kinds(arguments.only) if arguments.only else None,
+        only=read_states(arguments.only, option="--only", of=RESUMABLE) if arguments.only else None,
         where=arguments.where,
         takes_code="code" in accept,
         words=["resume", *words],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from slurm_train.cli.changes import weigh
@@ -10,8 +10,9 @@ from slurm_train.cli.display import note
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.multirun import plan_arrays
 from slurm_train.cli.selection import jobs_of
+from slurm_train.cli.status_table import summary
 from slurm_train.cli.submit import require_slurm
-from slurm_train.cli.sweep_table import SweepRow, chosen, read_rows, summary
+from slurm_train.cli.sweep_table import chosen, read_rows
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_DONE, RunError
 from slurm_train.launch.array_submission import find_lost_arrays, submit_arrays
@@ -24,15 +25,17 @@ from slurm_train.rundir.changes import AcceptedChange
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import clear_dead
-from slurm_train.rundir.sweep import SweepDirectory, read_table, submitting
+from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, submitting
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.standing.facts import Standing
+from slurm_train.standing.states import RunState
 
 
 def resume_sweep(
     sweep: SweepDirectory,
     env: Mapping[str, str],
     *,
-    only: set[str] | None,
+    only: Collection[RunState] | None,
     where: Sequence[str],
     takes_code: bool,
     words: Sequence[str],
@@ -42,7 +45,7 @@ def resume_sweep(
     Args:
         sweep: the sweep.
         env: environment of the caller.
-        only: kinds of runs that are meant; None: all that are neither finished nor active.
+        only: states of the runs that are meant; None: all that are neither finished nor active.
         where: conditions on their values.
         takes_code: the runs take the code of the current directory, for the runs of a mended script.
         words: the command line, for the new code's provenance.
@@ -57,17 +60,20 @@ def resume_sweep(
             find_lost_arrays(sweep, commands)
         elements = read_table(sweep)
         rows = read_rows(elements, jobs_of([element.run for element in elements], commands))
-        meant = [one for one in chosen(rows, where) if only is None or one.kind in only]
+        meant = [one for one in chosen(rows, where) if only is None or one.state in only]
         todo = [one for one in meant if not one.is_finished and not one.is_active]
         if not todo:
             raise RunError(f"no run of sweep {sweep.sweep_id} is to be continued: {summary(rows)}", hint="see `status`")
         _require_written(sweep, todo)
         source = _new_source(todo, cwd=Path.cwd(), env=env) if takes_code else None
-        config = load_config(todo[0].element.run.config)
+        config = load_config(todo[0].run.config)
         if config.cluster is None:
-            return _here(sweep, todo, source, words=words, num_parallel=config.sweep.max_parallel or 1, env=env)
+            _prepare(sweep, todo, source, commands, words=words)
+            meant_here = {one.run for one in todo}
+            elements = [element for element in elements if element.run in meant_here]
+            return _here(sweep, elements, num_parallel=config.sweep.max_parallel or 1, env=env)
         require_slurm(commands)
-        scripts = [(one.element.run, one.element.run.submit_script.read_text(encoding="utf-8")) for one in todo]
+        scripts = [(one.run, one.run.submit_script.read_text(encoding="utf-8")) for one in todo]
         arrays = plan_arrays(sweep, scripts, commands, max_parallel=config.sweep.max_parallel)
         _prepare(sweep, todo, source, commands, words=words)
         for _, job_id in submit_arrays(sweep, arrays, env=env):
@@ -76,8 +82,8 @@ def resume_sweep(
     return EXIT_DONE
 
 
-def _require_written(sweep: SweepDirectory, rows: Sequence[SweepRow]) -> None:
-    unwritten = [one.element.index for one in rows if not one.element.run.config.is_file()]
+def _require_written(sweep: SweepDirectory, rows: Sequence[Standing]) -> None:
+    unwritten = [one.subject.index for one in rows if not one.run.config.is_file()]
     if unwritten:
         raise RunError(
             f"{len(unwritten)} runs of sweep {sweep.sweep_id} were never written, the first is {unwritten[0]}",
@@ -85,15 +91,15 @@ def _require_written(sweep: SweepDirectory, rows: Sequence[SweepRow]) -> None:
         )
 
 
-def _new_source(rows: Sequence[SweepRow], *, cwd: Path, env: Mapping[str, str]) -> Source:
-    run = rows[0].element.run
+def _new_source(rows: Sequence[Standing], *, cwd: Path, env: Mapping[str, str]) -> Source:
+    run = rows[0].run
     limit_mb = load_config(run.config).run.snapshot_limit_mb
     return plan_source(run, cwd, read_answers(ask_git(cwd, env)), limit_mb=limit_mb)
 
 
 def _prepare(
     sweep: SweepDirectory,
-    rows: Sequence[SweepRow],
+    rows: Sequence[Standing],
     source: Source | None,
     commands: SlurmCommands,
     *,
@@ -105,7 +111,7 @@ def _prepare(
         write_shared_code(source, code)
         write_provenance(code.provenance, source, words=words)
     for one in rows:
-        run = one.element.run
+        run = one.run
         run.stop_file.unlink(missing_ok=True)
         clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
         if source is not None:
@@ -114,28 +120,19 @@ def _prepare(
             link_code(run, code)
 
 
-def _changes_of_code(rows: Sequence[SweepRow], source: Source) -> dict[RunDirectory, AcceptedChange]:
+def _changes_of_code(rows: Sequence[Standing], source: Source) -> dict[RunDirectory, AcceptedChange]:
     """Returns what the other code changes in each run that has been trained already."""
     found = {}
     for one in rows:
-        run = one.element.run
+        run = one.run
         plan = replan_run(load_config(run.config), read_json(run.plan) or {}, run=run, typed=(), env={})
         if (change := weigh(plan, source, accept={"code"})) is not None:
             found[run] = change
     return found
 
 
-def _here(
-    sweep: SweepDirectory,
-    rows: Sequence[SweepRow],
-    source: Source | None,
-    *,
-    words: Sequence[str],
-    num_parallel: int,
-    env: Mapping[str, str],
-) -> int:
+def _here(sweep: SweepDirectory, elements: Sequence[Element], *, num_parallel: int, env: Mapping[str, str]) -> int:
     from slurm_train.cli.sweep_here import train_each
 
     sweep.stop_file.unlink(missing_ok=True)
-    _prepare(sweep, rows, source, SlurmCommands(env), words=words)
-    return train_each(sweep, [one.element for one in rows], num_parallel=num_parallel, env=env)
+    return train_each(sweep, elements, num_parallel=num_parallel, env=env)

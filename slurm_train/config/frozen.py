@@ -31,6 +31,15 @@ def load_config(path: Path) -> RunConfig:
         RunError: there is no such file, or it is not YAML.
         ConfigError: the file holds keys or values that this version does not know.
     """
+    return build_config(RunConfig, load_values(path))
+
+
+def load_values(path: Path) -> dict[str, Any]:
+    """Returns what a frozen file holds, whatever version has written it.
+
+    Raises:
+        RunError: there is no such file, or it is not YAML.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -41,7 +50,7 @@ def load_config(path: Path) -> RunConfig:
         raise _damaged(path, " ".join(str(err).split())) from err
     if not isinstance(values, dict):
         raise _damaged(path, "it holds no mapping")
-    return build_config(RunConfig, values)
+    return values
 
 
 def _damaged(path: Path, problem: str) -> RunError:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from slurm_train.errors import RunError, SilentNodesError
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.slurm.commands import is_away
+from slurm_train.slurm.runner import is_away
 
 _TIMEOUT_S = 25.0
 _PATIENCE_S = 120.0

@@ -27,7 +27,7 @@ PHASES = ("start", "data", "step", "evaluate", "gather", "save", "end")
 """What a rank can be at; "gather" is the exchange after an evaluation, "end" everything after the last save."""
 EVERY_S = 0.5
 _FLUSH_EVERY_S = 10.0
-# Version, step, marks, phase, settled, beats, and the time of the writer for people with a hex editor.
+# Version, step, marks, phase, settled, beats, and the time of the writer.
 _RECORD = struct.Struct("<8sqqiiqd16x")
 _VERSION = b"beat-1\0\0"
 _FILE_SIZE = 512
@@ -58,6 +58,8 @@ class Beat:
     """Whether the rank has done its first step."""
     beats: int
     """Counts the writings: while it stands still, the process does not run at all."""
+    written_unix_s: float = 0.0
+    """When it was written, by the clock of the rank's node: for people, since clocks differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,7 @@ def _names(folder: Path) -> list[str]:
 def _read(path: Path) -> Beat | None:
     try:
         content = path.read_bytes()
-        version, step, marks, phase, settled, beats, _ = _RECORD.unpack_from(content)
+        version, step, marks, phase, settled, beats, written_unix_s = _RECORD.unpack_from(content)
         facts: dict[str, Any] = json.loads(content[_RECORD.size :])
         if version != _VERSION:
             return None
@@ -206,6 +208,7 @@ def _read(path: Path) -> Beat | None:
             phase=PHASES[phase],
             settled=bool(settled),
             beats=beats,
+            written_unix_s=written_unix_s,
         )
     except (OSError, ValueError, TypeError, IndexError, struct.error):
         # Half written, or gone meanwhile: the next look will see it.

@@ -8,35 +8,24 @@ is the caller's business.
 
 from __future__ import annotations
 
-import shlex
 import shutil
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.environment import command_environment
-from slurm_train.slurm.job_id import is_job_id, is_step_id
-from slurm_train.slurm.runner import ControllerAway, Finished, Runner, run_process
+from slurm_train.slurm.job_id import by_array, checked_ids, is_step_id, only_asked
+from slurm_train.slurm.runner import Finished, Runner, failed_command, is_away, run_process
 
 if TYPE_CHECKING:
     from slurm_train.slurm.partitions import Partition
     from slurm_train.slurm.records import JobState
     from slurm_train.slurm.verdicts import TestVerdict
+    from slurm_train.slurm.waiting_line import Queue
 
 # sbatch gives up on an absent controller after 18 s (22.05); a busy one may take longer to answer.
 DEFAULT_TIMEOUT_S = 60.0
-# What the commands say when nobody answers; an answer that was lost on the way may have been acted upon.
-_UNREACHABLE = (
-    "unable to contact slurm controller",
-    "unexpected message received",
-    "socket timed out",
-    "connection refused",
-    "zero bytes were transmitted",
-    "communication connection failure",
-    "backup controller in standby",
-)
 
 
 class SlurmCommands:
@@ -71,15 +60,45 @@ class SlurmCommands:
         """
         from slurm_train.slurm.records import parse_squeue
 
-        asked = _checked(job_ids)
+        asked = checked_ids(job_ids)
         if not asked:
             return {}
         try:
-            queued = _only(asked, parse_squeue(self._squeue(asked)))
+            queued = only_asked(asked, parse_squeue(self._squeue(asked)))
         except ClusterError as unanswered:
             return self._sacct(asked, or_else=unanswered)
         missing = [job_id for job_id in asked if job_id not in queued]
         return {**self._sacct(missing), **queued} if missing else queued
+
+    def queue(self, job_ids: Iterable[str], *, whole: bool = False) -> Queue:
+        """Returns what squeue alone knows about jobs, from one call.
+
+        Args:
+            job_ids: as for `job_states`.
+            whole: read the whole queue and tell the places of those that wait in it.
+
+        Raises:
+            ClusterError: no answer.
+        """
+        from slurm_train.slurm.records import parse_squeue
+        from slurm_train.slurm.waiting_line import QUEUE_FORMAT, Queue, parse_queue
+
+        asked = checked_ids(job_ids)
+        if not asked:
+            return Queue({})
+        if whole:
+            return parse_queue(self._run(["squeue", "-h", "-a", "-t", "all", "-o", QUEUE_FORMAT]), asked=asked)
+        return Queue(only_asked(asked, parse_squeue(self._squeue(asked))))
+
+    def accounted(self, job_ids: Iterable[str]) -> dict[str, JobState]:
+        """Returns what accounting knows about jobs, by id.
+
+        Raises:
+            ClusterError: no answer; many sites keep no accounts.
+        """
+        asked = checked_ids(job_ids)
+        no_answer = ClusterError("sacct gives no answer", hint="many sites keep no accounts of jobs")
+        return self._sacct(asked, or_else=no_answer) if asked else {}
 
     def named_jobs(self, names: Iterable[str]) -> dict[tuple[str, str], str]:
         """Returns this user's jobs with these names that the controller still knows: (name, script's path) -> id.
@@ -100,7 +119,7 @@ class SlurmCommands:
         """
         from slurm_train.slurm.records import parse_job
 
-        return parse_job(self._run(["scontrol", "show", "job", *_checked([job_id])]))
+        return parse_job(self._run(["scontrol", "show", "job", *checked_ids([job_id])]))
 
     def show_config(self) -> dict[str, str]:
         """Returns the controller's settings, e.g. {"MaxArraySize": "1001", "KillWait": "30 sec", ...}."""
@@ -136,13 +155,13 @@ class SlurmCommands:
         Raises:
             ClusterError: Slurm refused, e.g. somebody else's job.
         """
-        checked = _checked(job_ids)
+        checked = checked_ids(job_ids)
         if not checked:
             return
         argv = ["scancel", *checked]
         done = self._call(argv)
         if done.return_code and not _has_ended(done.stderr):
-            raise _failed(argv, done)
+            raise failed_command(argv, done)
 
     def kill_step(self, step_id: str) -> None:
         """Kills all tasks of a step ("123.0") with a signal that also ends stopped ones; an ended step is no error.
@@ -155,7 +174,7 @@ class SlurmCommands:
         argv = ["scancel", "--signal=KILL", step_id]
         done = self._call(argv)
         if done.return_code and not _has_ended(done.stderr):
-            raise _failed(argv, done)
+            raise failed_command(argv, done)
 
     def restarts(self, job_id: str) -> int:
         """Returns how often Slurm has restarted a job.
@@ -180,7 +199,7 @@ class SlurmCommands:
             ClusterError: Slurm refused (e.g. a job with --no-requeue) or does not answer.
         """
         form = [] if is_over else ["incomplete"]
-        self._run(["scontrol", "requeue", *form, *_checked([job_id])])
+        self._run(["scontrol", "requeue", *form, *checked_ids([job_id])])
 
     def allow_requeue(self, job_id: str) -> None:
         """Lets a job be requeued that was submitted with --no-requeue, or where that is the site's default.
@@ -188,7 +207,7 @@ class SlurmCommands:
         Raises:
             ClusterError: Slurm refused or does not answer.
         """
-        self._run(["scontrol", "update", f"JobId={_checked([job_id])[0]}", "Requeue=1"])
+        self._run(["scontrol", "update", f"JobId={checked_ids([job_id])[0]}", "Requeue=1"])
 
     def exclude_nodes(self, job_id: str, nodes: str) -> None:
         """Keeps a waiting job off nodes; Slurm refuses it for a running one.
@@ -196,7 +215,7 @@ class SlurmCommands:
         Raises:
             ClusterError: Slurm refused or does not answer.
         """
-        self._run(["scontrol", "update", f"JobId={_checked([job_id])[0]}", f"ExcNodeList={nodes}"])
+        self._run(["scontrol", "update", f"JobId={checked_ids([job_id])[0]}", f"ExcNodeList={nodes}"])
 
     def steps(self, job_id: str) -> dict[str, str]:
         """Returns the running steps of a job as id -> name, e.g. {"77.1": "attempt_0", "77.batch": "batch"}.
@@ -204,10 +223,10 @@ class SlurmCommands:
         Raises:
             ClusterError: no answer.
         """
-        argv = ["squeue", "-h", "-s", "-o", "%i|%j", "-j", *_checked([job_id])]
+        argv = ["squeue", "-h", "-s", "-o", "%i|%j", "-j", *checked_ids([job_id])]
         done = self._call(argv)
         if done.return_code and "invalid job id" not in done.stderr.lower():
-            raise _failed(argv, done)
+            raise failed_command(argv, done)
         rows = (line.strip().partition("|") for line in done.stdout.splitlines())
         return {step: name for step, bar, name in rows if bar}
 
@@ -220,17 +239,17 @@ class SlurmCommands:
         job, dot, step = step_id.partition(".")
         if not dot or not step.isdigit():
             raise ClusterError(f"{step_id!r} is not a step id", hint='write "123.0"')
-        argv = ["scancel", f"{_checked([job])[0]}.{step}"]
+        argv = ["scancel", f"{checked_ids([job])[0]}.{step}"]
         done = self._call(argv)
         if done.return_code and not _has_ended(done.stderr):
-            raise _failed(argv, done)
+            raise failed_command(argv, done)
 
     def ended_states(self, job_id: str) -> list[str]:
         """Returns how the earlier starts of a job ended, oldest first, e.g. ["NODE_FAIL", "PREEMPTED"].
 
         Empty where there is no accounting.
         """
-        argv = ["sacct", "-n", "-P", "-X", "-D", "-o", "State", "-j", *_checked([job_id])]
+        argv = ["sacct", "-n", "-P", "-X", "-D", "-o", "State", "-j", *checked_ids([job_id])]
         done = self._call(argv)
         words = [line.split()[0].rstrip("+") for line in done.stdout.splitlines() if line.strip()]
         return [] if done.return_code else [word for word in words if word not in ("PENDING", "RUNNING")]
@@ -258,29 +277,29 @@ class SlurmCommands:
         argv = ["sbatch", "--test-only", str(script)]
         done = self._call(argv)
         if done.return_code and is_away(done.stderr):
-            raise _failed(argv, done)
+            raise failed_command(argv, done)
         return read_verdict(done.return_code, done.stderr)
 
     def _squeue(self, job_ids: list[str]) -> str:
         from slurm_train.slurm.records import SQUEUE_FORMAT
 
         # All states: a job stays visible for MinJobAge after its end, which spares a look at accounting.
-        argv = ["squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, "-j", ",".join(_by_array(job_ids))]
+        argv = ["squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, "-j", ",".join(by_array(job_ids))]
         done = self._call(argv)
         if done.return_code and "invalid job id" in done.stderr.lower():
             # Said only when a single job was asked for and it is gone.
             return ""
         if done.return_code:
-            raise _failed(argv, done)
+            raise failed_command(argv, done)
         return done.stdout
 
     def _sacct(self, job_ids: list[str], or_else: ClusterError | None = None) -> dict[str, JobState]:
         """Returns sacct's answer; without one raises `or_else`, or returns nothing (many sites keep no accounts)."""
         from slurm_train.slurm.records import SACCT_FORMAT, parse_sacct
 
-        argv = ["sacct", "-n", "-P", "-X", "-o", SACCT_FORMAT, "-j", ",".join(_by_array(job_ids))]
+        argv = ["sacct", "-n", "-P", "-X", "-o", SACCT_FORMAT, "-j", ",".join(by_array(job_ids))]
         try:
-            return _only(job_ids, parse_sacct(self._run(argv)))
+            return only_asked(job_ids, parse_sacct(self._run(argv)))
         except ClusterError:
             if or_else is not None:
                 raise or_else from None
@@ -289,45 +308,11 @@ class SlurmCommands:
     def _run(self, argv: list[str]) -> str:
         done = self._call(argv)
         if done.return_code:
-            raise _failed(argv, done)
+            raise failed_command(argv, done)
         return done.stdout
 
     def _call(self, argv: list[str]) -> Finished:
         return self._runner(argv, env=self._env, timeout_s=self._timeout_s)
-
-
-def _checked(job_ids: Iterable[str]) -> list[str]:
-    checked = list(dict.fromkeys(job_ids))
-    for job_id in checked:
-        if not is_job_id(job_id):
-            raise ClusterError(f"{job_id!r} is not a job id", hint='write "123", or "123_4" for an array element')
-    return checked
-
-
-def _by_array(job_ids: Sequence[str]) -> list[str]:
-    """Returns what to ask for: the id of an array where several of its elements are meant, else the ids as they are."""
-    num_asked = Counter(job_id.partition("_")[0] for job_id in job_ids if "_" in job_id)
-    short = (job_id.partition("_")[0] if num_asked[job_id.partition("_")[0]] > 1 else job_id for job_id in job_ids)
-    return list(dict.fromkeys(short))
-
-
-def _only(asked: Sequence[str], found: Mapping[str, JobState]) -> dict[str, JobState]:
-    wanted = set(asked)
-    return {key: job for key, job in found.items() if key in wanted or key.partition("_")[0] in wanted}
-
-
-def _failed(argv: Sequence[str], done: Finished) -> ClusterError:
-    # A job that ends takes the commands that its script runs along (22.05 with linuxproc signals every descendant).
-    kind = ControllerAway if done.return_code < 0 or is_away(done.stderr) else ClusterError
-    return kind(
-        f"`{shlex.join(argv)}` ended with exit code {done.return_code}: {done.last_line}",
-        hint="run the command by hand; `scontrol ping` says whether the controller answers",
-    )
-
-
-def is_away(stderr: str) -> bool:
-    """Returns whether a command that failed says that it did not reach the controller."""
-    return any(text in stderr.lower() for text in _UNREACHABLE)
 
 
 def _has_ended(stderr: str) -> bool:

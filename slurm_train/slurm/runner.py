@@ -10,6 +10,17 @@ from typing import Protocol
 
 from slurm_train.errors import ClusterError
 
+# What the commands say when nobody answers; an answer that was lost on the way may have been acted upon.
+_UNREACHABLE = (
+    "unable to contact slurm controller",
+    "unexpected message received",
+    "socket timed out",
+    "connection refused",
+    "zero bytes were transmitted",
+    "communication connection failure",
+    "backup controller in standby",
+)
+
 
 class ControllerAway(ClusterError):
     """Slurm's controller does not answer; asking again later may help."""
@@ -65,3 +76,18 @@ def run_process(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float
             hint="the Slurm controller may be busy: try later",
         ) from err
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def failed_command(argv: Sequence[str], done: Finished) -> ClusterError:
+    """Returns the error for a command that ended badly, which quotes it."""
+    # A job that ends takes the commands that its script runs along (22.05 with linuxproc signals every descendant).
+    kind = ControllerAway if done.return_code < 0 or is_away(done.stderr) else ClusterError
+    return kind(
+        f"`{shlex.join(argv)}` ended with exit code {done.return_code}: {done.last_line}",
+        hint="run the command by hand; `scontrol ping` says whether the controller answers",
+    )
+
+
+def is_away(stderr: str) -> bool:
+    """Returns whether a command that failed says that it did not reach the controller."""
+    return any(text in stderr.lower() for text in _UNREACHABLE)

@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slurm_train.cli import logs
-from slurm_train.cli.logs import choose_log, follow, has_ended
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
-from slurm_train.rundir.layout import RunDirectory
-from tests.cli.conftest import attempt
-from tests.support.waiting import wait_for
+from slurm_train.rundir.marks import FailureMark, leave_mark
+from tests.standing.test_tracebacks import ONE
+from tests.support.run_facts import attempt
 
 FILES = {
     "batch.log": "slurm said\n",
@@ -65,67 +60,65 @@ def test_bytes_that_are_no_text_are_passed_on(shell: Any) -> None:
     assert shell.types("logs").out == "caf\u00e9 \u4e2d\n" * 30_000
 
 
-ENDS = [
-    ("nothing yet", {}, False),
-    ("running", {"ledger": attempt(0)}, False),
-    ("requeued", {"ledger": attempt(0, action="requeue")}, False),
-    ("stopped", {"ledger": attempt(0, action="stop")}, True),
-    ("stopped, running again", {"ledger": (*attempt(0, action="stop"), *attempt(1))}, False),
-    ("stopped, then submitted again", {"ledger": attempt(0, action="stop"), "job_ids": ("13",)}, False),
-    (
-        "submitted, then stopped",
-        {"ledger": attempt(0, action="stop"), "job_ids": ("12",), "submitted_unix_s": 1.0},
-        True,
-    ),
-    ("finished", {"ledger": attempt(0, action="finish"), "result": {}}, True),
-]
+NOTE = "rank 3 on node2: ValueError: no such layer"
+FAILED = attempt(0, reason="failed", action="stop", note=NOTE)
+LOGS = {"attempt_0/rank_0.log": "step 1\n", "attempt_0/rank_3.log": f"step 1\n{ONE}\n"}
 
 
-@pytest.mark.parametrize(("facts", "ended"), [case[1:] for case in ENDS], ids=[case[0] for case in ENDS])
-def test_when_nothing_more_will_come(facts: dict[str, Any], ended: bool, shell: Any) -> None:
-    assert has_ended(shell.has_run(**facts)) is ended
-
-
-START = AttemptStart(job_id="12", restart_count=0, nodes=("node1",), world_size=1)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "gpt" / "3f9a1c07")
-    run.path.mkdir(parents=True)
+def fails(shell: Any, **facts: Any) -> Any:
+    run = shell.has_run(**({"ledger": FAILED, "logs": LOGS} | facts))
+    leave_mark(run, 0, FailureMark(rank=3, host="node2", exit_code=1, message="ValueError: no such layer"))
     return run
 
 
-def test_following_goes_on_across_attempts_and_ends_with_the_run(
-    run: RunDirectory, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logs, "_POLL_S", 0.01)
-    seen = {"out": ""}
+def test_the_rank_that_failed_first_is_named_with_its_traceback(shell: Any) -> None:
+    run = fails(shell)
+    done = shell.types("logs")
+    assert (done.code, done.out) == (0, f"step 1\n{ONE}\n")
+    assert done.err.splitlines() == [
+        f"attempt 0 failed: {NOTE}",
+        f"rank 3 on node2 failed first; its traceback, from {run.rank_log(0, 3)}:",
+    ]
 
-    def shows(text: str) -> bool:
-        seen["out"] += capfd.readouterr().out
-        return text in seen["out"]
 
-    follower = threading.Thread(
-        target=follow,
-        args=(lambda: choose_log(run, attempt=None, rank=0),),
-        kwargs={"until": lambda: has_ended(run)},
-    )
-    follower.start()
-    first = open_attempt(run, START)
-    with run.rank_log(first, 0).open("a") as log:
-        log.write("step 1\n")
-        log.flush()
-        wait_for(lambda: shows("step 1\n"), within_s=10, what="the first line", poll_s=0.01)
-        log.write("saved, goodbye\n")
-    close_attempt(run, first, {"action": "requeue"})
-    second = open_attempt(run, START)
-    run.rank_log(second, 0).write_text("step 2\n")
-    wait_for(lambda: shows("step 2\n"), within_s=10, what="the second attempt", poll_s=0.01)
-    with run.rank_log(second, 0).open("a") as log:
-        log.write("the end\n")
-    close_attempt(run, second, {"action": "stop"})
-    follower.join(timeout=10)
-    assert not follower.is_alive()
-    shows("")
-    assert seen["out"] == "step 1\nsaved, goodbye\nstep 2\nthe end\n"
+def test_a_traceback_that_is_in_the_log_is_not_shown_twice(shell: Any) -> None:
+    fails(shell)
+    done = shell.types("logs", "--rank", "3")
+    assert done.out == f"step 1\n{ONE}\n"
+    assert done.err.splitlines()[1] == "rank 3 on node2 failed first; its traceback is above"
+
+
+def test_a_rank_without_a_log_is_named(shell: Any) -> None:
+    fails(shell, logs={"attempt_0/rank_0.log": "step 1\n"})
+    done = shell.types("logs")
+    assert done.out == "step 1\n"
+    assert done.err.splitlines()[1] == "rank 3 on node2 failed first; it has no log of its own"
+
+
+def test_an_earlier_failure_is_pointed_to(shell: Any) -> None:
+    fails(shell, ledger=(*FAILED, *attempt(1)), logs={**LOGS, "attempt_1/rank_0.log": "step 2\n"})
+    done = shell.types("logs")
+    assert done.out == "step 2\n"
+    assert done.err == f"attempt 0 failed: {NOTE}; `logs 3f9a1c07 --attempt 0` shows it\n"
+    assert ONE in shell.types("logs", "--attempt", "0").out
+
+
+def test_an_attempt_that_did_not_fail_is_its_log_and_nothing_else(shell: Any) -> None:
+    shell.has_run(ledger=attempt(0, reason="preempted", action="requeue", note="n"), logs=LOGS)
+    done = shell.types("logs")
+    assert (done.out, done.err) == ("step 1\n", "")
+
+
+@pytest.mark.parametrize("env", [{"TERM": "xterm"}, {"TERM": "xterm", "NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_a_terminal_shows_it_in_red_unless_asked_not_to(env: dict[str, str], shell: Any) -> None:
+    fails(shell)
+    for name in ("NO_COLOR", "TERM"):
+        shell.patch.delenv(name, raising=False)
+    for name, value in env.items():
+        shell.patch.setenv(name, value)
+    shell.patch.setattr("slurm_train.cli.terminal.is_terminal", lambda _stream: True)
+    done = shell.types("logs")
+    has_escapes = env == {"TERM": "xterm"}
+    assert ("\x1b[1;31mValueError: no such layer\x1b[0m" in done.out) is has_escapes
+    assert ("\x1b" in done.out + done.err) is has_escapes
+    assert done.out.startswith("step 1\n")

@@ -7,7 +7,7 @@ import pytest
 
 from slurm_train.rundir.lock import Holder, take_lock, this_process
 from slurm_train.rundir.timing import Spent, account_path
-from tests.cli.conftest import attempt
+from tests.support.run_facts import attempt
 
 STOPPED = attempt(0, reason="cancelled", action="stop")
 SCRIPT = "#!/bin/bash\n#SBATCH --nodes=1\n"

@@ -1,152 +1,29 @@
+"""`status` as a person types it; what a state is called and why is tested in tests/standing."""
+
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
-from slurm_train.cli.status import Row, read_row
-from slurm_train.rundir.lock import Holder, take_lock, this_process
-from tests.cli.conftest import attempt
-from tests.fakes.slurm_commands import job_state
+from tests.support.run_facts import attempt, beat
 
 LINE = {"step": 120, "loss": 1.23456, "tokens_per_s": 51234.5, "step_time_s": 0.5}
-NODE_1 = {"nodelist": "node[1-4]"}
 
 
-def row_of(shell: Any, job: Any = None, **facts: Any) -> Row:
-    if job is not None:
-        facts.setdefault("job_ids", (job.job_id,))
-    run = shell.has_run(**facts)
-    return read_row(run, {} if job is None else {job.job_id: job})
-
-
-STATES = [
-    ("never started", None, {}, "not started", ""),
-    ("queued", job_state("12", "PENDING", reason="Resources"), {}, "queued", "waits: Resources"),
-    (
-        "queued with a start",
-        job_state("12", "PENDING", reason="Priority", start="2026-01-31T09:41:24"),
-        {},
-        "queued",
-        "waits: Priority, expected start 2026-01-31T09:41:24",
-    ),
-    ("running", job_state("12", "RUNNING", **NODE_1), {"ledger": attempt(0)}, "running", "node[1-4]"),
-    ("starting", job_state("12", "RUNNING", **NODE_1), {}, "running", "node[1-4]"),
-    (
-        "finished, whatever Slurm says",
-        job_state("12", "RUNNING"),
-        {"ledger": attempt(0, reason="done", note="x"), "result": {}},
-        "finished",
-        "",
-    ),
-    (
-        "preempted and queued again",
-        job_state("12", "PENDING", reason="BeginTime"),
-        {"ledger": attempt(0, reason="preempted", note="preempted; requeued")},
-        "queued",
-        "waits: BeginTime",
-    ),
-    (
-        "failed",
-        job_state("12", "FAILED", source="sacct"),
-        {"ledger": attempt(0, reason="failed", note="the ranks ended with code 1")},
-        "failed",
-        "the ranks ended with code 1",
-    ),
-    (
-        "cancelled",
-        job_state("12", "CANCELLED by 0", source="sacct"),
-        {"ledger": attempt(0, reason="cancelled", note="the job was cancelled")},
-        "cancelled",
-        "the job was cancelled",
-    ),
-    (
-        "cancelled while it waited to come back",
-        job_state("12", "CANCELLED by 0"),
-        {"ledger": attempt(0, reason="preempted", action="requeue", note="the job is requeued")},
-        "cancelled",
-        "the job was cancelled while it waited to come back; `resume 3f9a1c07` continues",
-    ),
-    (
-        "failed before it began",
-        job_state("12", "FAILED", source="sacct", nodelist="node3"),
-        {},
-        "failed",
-        "ended before it began: does node3 see the run directory? (run.root=/shared/path)",
-    ),
-    ("killed with its node", job_state("12", "NODE_FAIL", source="sacct"), {"ledger": attempt(0)}, "node failure", ""),
-    ("files alone, ended", None, {"ledger": attempt(0, reason="time_limit", note="n")}, "time_limit", "n"),
-    (
-        "files alone, no end",
-        None,
-        {"job_ids": ("12",), "ledger": attempt(0)},
-        "interrupted",
-        "the batch script was killed; `resume 3f9a1c07` continues",
-    ),
-    (
-        "its batch script was killed",
-        job_state("12", "FAILED"),
-        {"ledger": attempt(0)},
-        "failed",
-        "the batch script was killed (Slurm: FAILED); `resume 3f9a1c07` continues",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("job", "facts", "state", "note"), [case[1:] for case in STATES], ids=[case[0] for case in STATES]
-)
-def test_state_and_note(job: Any, facts: dict[str, Any], state: str, note: str, shell: Any) -> None:
-    row = row_of(shell, job, **facts)
-    assert (row.state, row.note) == (state, note)
-
-
-def test_a_run_in_full(shell: Any) -> None:
-    row = row_of(
-        shell,
-        job_state("12", "RUNNING", **NODE_1),
-        ledger=(*attempt(0, reason="preempted"), *attempt(1)),
-        metrics=(LINE,),
-    )
-    assert row == Row(
-        run="gpt-stdlib/3f9a1c07",
-        job="12",
-        state="running",
-        step="120/400",
-        loss="1.2346",
-        speed="51,234 tok/s",
-        eta="00:02:20",
-        attempts="2",
-        note="node[1-4]",
-        path=str(shell.folder / "runs" / "gpt-stdlib" / "3f9a1c07"),
-    )
-
-
-@pytest.mark.parametrize(
-    ("line", "speed", "eta"),
-    [
-        ({"step": 120, "loss": 1.0}, "-", "-"),
-        ({"step": 400, "loss": 1.0, "samples_per_s": 12.0, "step_time_s": 1.0}, "12 samples/s", "00:00:00"),
-        ({"step": 0, "loss": 1.0, "step_time_s": 3600.0}, "-", "16.7 days"),
-    ],
-)
-def test_speed_and_time_left(line: dict[str, Any], speed: str, eta: str, shell: Any) -> None:
-    row = row_of(shell, job_state("12", "RUNNING"), metrics=(line,))
-    assert (row.speed, row.eta) == (speed, eta)
-
-
-def test_a_living_process_here_is_running(shell: Any) -> None:
-    run = shell.has_run(cluster=False, ledger=attempt(0, job_id=None))
-    take_lock(run, this_process(), is_alive=lambda _holder: True)
-    assert read_row(run, {}).state == "running"
-
-
-def test_a_dead_process_is_not(shell: Any) -> None:
-    run = shell.has_run(cluster=False, ledger=attempt(0, job_id=None))
-    dead = Holder(job_id=None, host=this_process().host, pid=4_194_300, started="1")
-    take_lock(run, dead, is_alive=lambda _holder: True)
-    assert read_row(run, {}).state == "interrupted"
+def shown(done: Any) -> dict[str, dict[str, str]]:
+    """Returns the rows of a plain table by run id."""
+    header, *lines = done.out.splitlines()
+    names = header.split()
+    starts = [header.index(name) for name in names] + [10_000]
+    rows = [
+        {name: line[begin:end].strip() for name, begin, end in zip(names, starts, starts[1:], strict=False)}
+        for line in lines
+        if len(line) > starts[-2]
+    ]
+    return {row["RUN"].partition("/")[2]: row for row in rows}
 
 
 def state_in_table(done: Any) -> str:
@@ -155,14 +32,40 @@ def state_in_table(done: Any) -> str:
     return str(row[column : header.index("STEP")].strip())
 
 
+def test_a_table_of_runs_with_state_and_reason_in_words(shell: Any) -> None:
+    running = {"ledger": attempt(0), "metrics": (LINE,), "beats": (beat(0), beat(3, age_s=200, host="node2"))}
+    shell.has_run("gpt", "aaaa0000", job_ids=("12",), **running)
+    shell.has_run("gpt", "bbbb0000", job_ids=("13",))
+    shell.slurm.queue("12", "RUNNING", nodes="node[1-2]")
+    shell.slurm.queue("13", "PENDING", reason="Priority")
+    shell.slurm.others_wait(2, priority=200)
+    rows = shown(shell.types("status"))
+    assert rows["aaaa0000"] == {
+        "RUN": "gpt/aaaa0000",
+        "JOB": "12",
+        "STATE": "running",
+        "STEP": "120/400",
+        "LOSS": "1.2346",
+        "SPEED": "51,234 tok/s",
+        "ETA": "00:02:20",
+        "ATTEMPTS": "1",
+        "HEARTBEAT": "3 min ago",
+        "NODES": "node[1-2]",
+        "NOTE": "rank 3 on node2 silent for 3 min",
+    }
+    assert rows["bbbb0000"]["STATE"] == "queued"
+    assert rows["bbbb0000"]["NOTE"].startswith("other jobs come first (Priority); 2 jobs ahead; expected start ")
+
+
 def test_slurm_is_asked_squeue_first_then_sacct_then_the_files(shell: Any) -> None:
-    shell.has_run(job_ids=("12",), ledger=attempt(0, reason="failed", note="n", action="stop"))
+    ledger = attempt(0, reason="failed", note="n", action="requeue")
+    shell.has_run(job_ids=("12",), ledger=ledger)
     shell.slurm.queue("12", "RUNNING")
-    shell.slurm.account("12", "CANCELLED")
+    shell.slurm.account("12", "FAILED")
     assert state_in_table(shell.types("status")) == "running"
     shell.slurm.break_down("squeue")
     done = shell.types("status")
-    assert (done.code, done.err) == (0, "") and state_in_table(done) == "failed", "the ledger knows more than sacct"
+    assert (done.code, done.err) == (0, "") and state_in_table(done) == "failed"
     shell.slurm.break_down("sacct")
     done = shell.types("status")
     assert done.code == 0 and "Slurm does not answer, so this is from the files alone" in done.err
@@ -170,6 +73,26 @@ def test_slurm_is_asked_squeue_first_then_sacct_then_the_files(shell: Any) -> No
     shell.leaves_slurm()
     done = shell.types("status")
     assert (done.code, done.err) == (0, "") and state_in_table(done) == "failed"
+
+
+def test_one_squeue_for_all_runs_and_no_sacct_for_ends_that_are_known(shell: Any) -> None:
+    for number in range(20):
+        shell.has_run("gpt", f"{number:02d}aa0000", job_ids=(str(100 + number),), ledger=attempt(0))
+        shell.slurm.queue(str(100 + number), "RUNNING")
+    shell.has_run("old", job_ids=("7",), submitted_unix_s=1.0, ledger=attempt(0, action="stop", reason="failed"))
+    shell.has_run("done", "1234abcd", job_ids=("8",), ledger=attempt(0, reason="done"), result={})
+    assert len(shell.types("status").out.splitlines()) == 23
+    assert (shell.slurm.times_asked("squeue"), shell.slurm.times_asked("sacct")) == (1, 0)
+    shell.has_run("lost", "5678abcd", job_ids=("9",), ledger=attempt(0))
+    shell.types("status")
+    assert (shell.slurm.times_asked("squeue"), shell.slurm.times_asked("sacct")) == (2, 1)
+    assert shell.slurm.said("sacct_words").rstrip().endswith("-j 9")
+
+
+def test_where_all_runs_are_finished_nobody_is_asked(shell: Any) -> None:
+    shell.has_run(job_ids=("8",), ledger=attempt(0, reason="done"), result={})
+    assert state_in_table(shell.types("status")) == "finished"
+    assert shell.slurm.times_asked("squeue") == 0
 
 
 def test_one_run_shows_its_path_and_json_shows_all(shell: Any) -> None:
@@ -181,15 +104,76 @@ def test_one_run_shows_its_path_and_json_shows_all(shell: Any) -> None:
     assert len(shell.types("status").out.splitlines()) == 3
 
 
+def test_json_has_numbers_where_the_table_has_words(shell: Any) -> None:
+    shell.has_run(job_ids=("12",), ledger=attempt(0), metrics=(LINE,))
+    shell.slurm.queue("12", "RUNNING", nodes="node1")
+    (row,) = json.loads(shell.types("status", "--json").out)
+    picked = {key: row[key] for key in ("step", "max_steps", "loss", "tokens_per_s", "time_left_s", "nodelist")}
+    assert picked == {
+        "step": 120,
+        "max_steps": 400,
+        "loss": 1.23456,
+        "tokens_per_s": 51234.5,
+        "time_left_s": 140.0,
+        "nodelist": "node1",
+    }
+
+
 def test_no_run_yet_is_no_error(shell: Any) -> None:
     done = shell.types("status")
     assert (done.code, done.out) == (0, "")
-    assert "no run below" in done.err
+    assert "no run below" in done.err and "starts one" in done.err
+    assert json.loads(shell.types("status", "--json").out) == []
 
 
-def test_a_torn_run_directory_still_has_a_row(shell: Any) -> None:
-    run = shell.has_run(ledger=attempt(0))
-    for path in (run.plan, run.job, run.metrics):
-        path.write_text("{")
-    row = read_row(run, {})
-    assert (row.job, row.step, row.loss) == ("-", "-", "-")
+@pytest.fixture
+def four(shell: Any) -> Any:
+    """Four runs, the newest last: finished, failed, running, queued."""
+    now_s = time.time()
+    shell.has_run("gpt", "aaaa0000", job_ids=("1",), submitted_unix_s=now_s - 400_000, result={})
+    failed = attempt(0, reason="failed", action="stop", note="n", time_unix_s=now_s)
+    shell.has_run("gpt", "bbbb0000", job_ids=("2",), submitted_unix_s=now_s - 80_000, ledger=failed)
+    shell.has_run("cnn", "cccc0000", job_ids=("3",), submitted_unix_s=now_s - 7_000, ledger=attempt(0))
+    shell.has_run("cnn", "dddd0000", job_ids=("4",), submitted_unix_s=now_s - 60)
+    shell.slurm.queue("3", "RUNNING")
+    shell.slurm.queue("4", "PENDING", reason="Resources")
+    return shell
+
+
+FILTERS = [
+    (["--state", "running,failed"], {"bbbb0000", "cccc0000"}),
+    (["--state", "pending"], {"dddd0000"}),
+    (["gpt", "--state", "finished"], {"aaaa0000"}),
+    (["--last", "1"], {"dddd0000"}),
+    (["gpt", "--last", "1"], {"bbbb0000"}),
+    (["--since", "1h"], {"dddd0000"}),
+    (["--since", "1d"], {"bbbb0000", "cccc0000", "dddd0000"}),
+    (["--where", "seed=0"], {"aaaa0000", "bbbb0000", "cccc0000", "dddd0000"}),
+    (["cnn", "aaaa0000"], {"aaaa0000", "cccc0000", "dddd0000"}),
+    (["--since", "1d", "--last", "2", "--state", "running"], {"cccc0000"}),
+]
+
+
+@pytest.mark.parametrize(("words", "ids"), FILTERS, ids=[" ".join(words) for words, _ in FILTERS])
+def test_runs_are_chosen(words: list[str], ids: set[str], four: Any) -> None:
+    done = four.types("status", "--json", *words)
+    assert done.code == 0, done.err
+    assert {row["run"].partition("/")[2] for row in json.loads(done.out)} == ids
+
+
+NOTHING = [
+    (["--state", "cancelled"], 0, "none of 4 runs is in such a state"),
+    (["--where", "seed=99"], 0, "no such run below"),
+    (["--where", "no.key=1"], 2, "no run has the key 'no.key'"),
+    (["--state", "asleep"], 2, "there is no state 'asleep'"),
+    (["--last", "0"], 2, "--last 0 means no run"),
+    (["--since", "soon"], 2, "neither a span of time nor a date"),
+    (["-w", "0.5"], 2, "--watch 0.5 looks too often"),
+    (["other"], 2, "no run matches 'other'"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "message"), NOTHING, ids=[" ".join(words) for words, _, _ in NOTHING])
+def test_what_means_no_run_says_so(words: list[str], code: int, message: str, four: Any) -> None:
+    done = four.types("status", *words)
+    assert done.code == code and message in done.err and done.out == ""

@@ -12,7 +12,7 @@ import pytest
 
 from slurm_train.cli.collate import as_columns, as_csv, as_markdown
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_runs, read_table
-from tests.cli.conftest import attempt
+from tests.support.run_facts import attempt
 
 SWEEP = ("-m", "+cluster=1x8", "optim.lr=1e-3,3e-4", "seed=range(3)")
 
@@ -55,16 +55,31 @@ def test_status_shows_what_each_run_was_given_and_how_it_stands(sweep: SweepDire
     assert done.code == 0 and lines[0].split()[:6] == ["#", "optim.lr", "seed", "RUN", "JOB", "STATE"]
     assert lines[3].split()[:6] == ["2", "0.001", "2", elements(sweep)[2].run.run_id, "4711_2", "failed"]
     assert lines[3].endswith("rank 3 on node2: ZeroDivisionError: 1 / 0"), "the crash is named in the table"
-    summary = "6 runs: 1 finished, 1 running, 1 failed, 1 not started, 1 time_limit, 1 cancelled"
+    summary = "6 runs: 1 finished, 1 running, 1 failed, 1 not started, 1 timeout, 1 cancelled"
     assert lines[7:] == [summary, str(sweep.path)]
 
 
 def test_status_asks_slurm_once(sweep: SweepDirectory, shell: Any) -> None:
-    program = shell.slurm.folder / "squeue"
-    program.write_text(program.read_text().replace("\n", f'\necho "$@" >> {shell.slurm.folder}/asked\n', 1))
+    before = shell.slurm.times_asked("squeue")
     shell.types("status", sweep.sweep_id)
-    asked = shell.slurm.said("asked").splitlines()
-    assert len(asked) == 1 and asked[0].endswith("-j 4711")
+    assert shell.slurm.times_asked("squeue") == before + 1
+
+
+def test_runs_of_a_sweep_are_chosen_like_others(sweep: SweepDirectory, shell: Any) -> None:
+    found = {}
+    for words in (["--where", "optim.lr=1e-3"], ["--state", "failed,timeout"], ["--where", "seed=2", "--last", "1"]):
+        done = shell.types("status", sweep.sweep_id, "--json", *words)
+        found[words[1]] = [row["index"] for row in json.loads(done.out)]
+    assert (found["optim.lr=1e-3"], found["failed,timeout"]) == ([0, 1, 2], [2, 4]) and len(found["seed=2"]) == 1
+    done = shell.types("status", sweep.sweep_id, "--state", "failed")
+    assert "1 run: 1 failed" in done.out and "ZeroDivisionError" in done.out
+
+
+def test_a_sweep_and_a_run_have_the_same_keys_in_json(sweep: SweepDirectory, shell: Any) -> None:
+    (of_sweep, *_) = json.loads(shell.types("status", sweep.sweep_id, "--json").out)
+    (of_run,) = json.loads(shell.types("status", elements(sweep)[0].run.run_id, "--json").out)
+    assert list(of_sweep) == list(of_run) and (of_run["index"], of_run["overrides"]) == (None, {})
+    assert len(json.loads(shell.types("status", sweep.sweep_id, elements(sweep)[0].run.run_id, "--json").out)) == 6
 
 
 def test_status_as_json(sweep: SweepDirectory, shell: Any) -> None:
@@ -110,7 +125,7 @@ def test_resume_with_accepted_code_gives_it_to_the_chosen_runs_only(sweep: Sweep
 NOT_RESUMED = [
     (["--only", "interrupted"], "no run of sweep {id} is to be continued: 6 runs: 1 finished"),
     (["--only", "broken"], "--only broken: there is no state 'broken'"),
-    (["--where", "optim.lrr=1"], "the sweep has no key 'optim.lrr'"),
+    (["--where", "optim.lrr=1"], "no run has the key 'optim.lrr'"),
     (["--where", "optim.lr"], "--where 'optim.lr' is no condition"),
 ]
 
@@ -180,7 +195,7 @@ def test_collate_has_a_row_per_run(sweep: SweepDirectory, shell: Any) -> None:
     assert (first["last_loss"], first["best_loss"], first["best_loss_step"]) == ("3.0", "2.0", "10")
     assert (first["last_eval_accuracy"], first["best_eval_accuracy"]) == ("0.4", "0.5"), "of an accuracy, the largest"
     assert float(first["gpu_hours"]) == pytest.approx(8 * 5 / 3600, abs=1e-4)
-    assert (rows[3]["state"], rows[3]["last_loss"], rows[3]["attempts"]) == ("not started", "", "0")
+    assert (rows[3]["state"], rows[3]["last_loss"], rows[3]["attempts"]) == ("not_started", "", "0")
     assert rows[2]["note"].startswith("rank 3 on node2")
 
 

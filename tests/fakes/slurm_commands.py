@@ -9,6 +9,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.slurm.partitions import NodeGroup, Partition
 from slurm_train.slurm.records import JobState
 from slurm_train.slurm.verdicts import TestVerdict
+from slurm_train.slurm.waiting_line import Queue
 
 
 def job_state(job_id: str, word: str = "RUNNING", *, source: str = "squeue", **fields: str) -> JobState:
@@ -59,6 +60,7 @@ class FakeSlurmCommands:
         self.stuck_steps: set[str] = set()
         self.named: dict[tuple[str, str], str] = {}
         self.past: dict[str, list[str]] = {}
+        self.ahead: dict[str, int] = {}
         self._is_available = is_available
 
     def is_available(self) -> bool:
@@ -68,6 +70,12 @@ class FakeSlurmCommands:
         self._fail_if_told()
         asked = set(job_ids)
         return {key: job for key, job in self.jobs.items() if key in asked or key.split("_")[0] in asked}
+
+    def queue(self, job_ids: Iterable[str], *, whole: bool = False) -> Queue:
+        return Queue(self.job_states(job_ids), dict(self.ahead) if whole else {})
+
+    def accounted(self, job_ids: Iterable[str]) -> dict[str, JobState]:
+        return self.job_states(job_ids)
 
     def named_jobs(self, names: Iterable[str]) -> dict[tuple[str, str], str]:
         self._fail_if_told()

@@ -24,8 +24,16 @@ echo "$@" >> {here}/sbatch_words
 [ -e {here}/sbatch_fails ] && {{ echo 'sbatch: error: no' >&2; exit 1; }}
 cp "$script" {here}/submitted.sh; echo "$@" > {here}/submitted_words; env > {here}/submitted_env; cat {here}/job_id
 """,
-    "squeue": "[ -e {here}/squeue_fails ] && {{ echo 'slurm_load_jobs error' >&2; exit 1; }}; cat {here}/squeue.out\n",
-    "sacct": "[ -e {here}/sacct_fails ] && {{ echo 'accounting is disabled' >&2; exit 1; }}; cat {here}/sacct.out\n",
+    "squeue": """
+echo "$@" >> {here}/squeue_words
+[ -e {here}/squeue_fails ] && {{ echo 'slurm_load_jobs error' >&2; exit 1; }}
+case "$*" in *%Q*) sed 's/^/100|/' {here}/squeue.out; cat {here}/others.out;; *) cat {here}/squeue.out;; esac
+""",
+    "sacct": """
+echo "$@" >> {here}/sacct_words
+[ -e {here}/sacct_fails ] && {{ echo 'accounting is disabled' >&2; exit 1; }}
+cat {here}/sacct.out
+""",
     "scancel": 'echo "$@" >> {here}/cancelled\n',
     "sinfo": "cat {here}/sinfo.out\n",
     "srun": "exit 1\n",
@@ -47,7 +55,7 @@ class SlurmPrograms:
             program = folder / name
             program.write_text(f"#!/bin/sh\n{body.format(here=folder)}")
             program.chmod(0o755)
-        for name in ("squeue.out", "sacct.out", "verdict"):
+        for name in ("squeue.out", "others.out", "sacct.out", "verdict"):
             (folder / name).write_text("")
         (folder / "verdict_code").write_text("0")
         (folder / "job_id").write_text("4711\n")
@@ -69,6 +77,16 @@ class SlurmPrograms:
         """Makes several jobs what squeue prints."""
         lines = (_SQUEUE.format(job_id=job_id, word=word, reason="None", nodes="") for job_id in job_ids)
         (self.folder / "squeue.out").write_text("".join(f"{line}\n" for line in lines))
+
+    def others_wait(self, number: int, *, priority: int) -> None:
+        """Puts jobs of other people into the queue, which are seen only where all of it is asked for."""
+        line = _SQUEUE.format(job_id="{}", word="PENDING", reason="Priority", nodes="")
+        lines = (f"{priority}|{line.format(number)}\n" for number in range(9000, 9000 + number))
+        (self.folder / "others.out").write_text("".join(lines))
+
+    def times_asked(self, program: str) -> int:
+        """Returns how often squeue or sacct was called."""
+        return len((self.said(f"{program}_words") or "").splitlines())
 
     def account(self, job_id: str, word: str, *, nodes: str = "") -> None:
         """Puts a job into what sacct prints."""

@@ -19,6 +19,7 @@ def test_a_heartbeat_says_step_phase_and_that_it_runs(tmp_path: Path) -> None:
     try:
         first = read_beats(run, 1)[3]
         assert (first.source, first.phase, first.step, first.settled) == (SOURCE, "start", 0, False)
+        assert abs(first.written_unix_s - time.time()) < 5
         heart.step, heart.settled = 17, True
         heart.mark("data")
         beat = wait_for(

@@ -76,6 +76,28 @@ def test_many_elements_are_asked_for_by_their_array_and_only_they_are_told() -> 
     assert [call[-1] for call in script.calls] == ["12,13_1", "13_1,12_9"]
 
 
+def test_the_queue_is_one_squeue_about_these_jobs_or_about_all() -> None:
+    waiting = "50|7|PENDING|Priority||N/A|N/A|main|x\n60|6|PENDING|Resources||N/A|N/A|main|y\n"
+    script = Script(squeue=[ok(RUNNING_7), ok(waiting)])
+    assert list(slurm(script).queue(["7", "9"]).jobs) == ["7"]
+    found = slurm(script).queue(["7"], whole=True)
+    assert (list(found.jobs), found.jobs_ahead) == (["7"], {"7": 1})
+    assert script.calls == [
+        ["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%N|%S|%e|%P|%j", "-j", "7,9"],
+        ["squeue", "-h", "-a", "-t", "all", "-o", "%Q|%i|%T|%r|%N|%S|%e|%P|%j"],
+    ]
+    assert slurm(script).queue([]).jobs == {} and len(script.calls) == 2
+
+
+def test_the_queue_is_squeue_alone_and_the_accounts_are_sacct_alone() -> None:
+    script = Script(squeue=bad(AWAY), sacct=ok(ENDED_8))
+    with pytest.raises(ClusterError, match="Unable to contact"):
+        slurm(script).queue(["8"])
+    assert list(slurm(script).accounted(["8"])) == ["8"] and slurm(script).accounted([]) == {}
+    with pytest.raises(ClusterError, match="sacct gives no answer"):
+        slurm(Script(sacct=bad("accounting is disabled"))).accounted(["8"])
+
+
 def test_jobs_are_found_by_name_with_the_script_that_they_came_from() -> None:
     out = "12|sweep-a-0|/r/a b/x.sh\n12|sweep-a-0|/r/a b/x.sh\n14|sweep-a-1|/r/y|z.sh\nbroken line\n"
     script = Script(squeue=ok(out))

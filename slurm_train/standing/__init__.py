@@ -1,0 +1,1 @@
+"""How runs stand: state and reason in words, progress, signs of life, and which rank failed first."""

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from slurm_train.errors import ClusterError
+from slurm_train.slurm.queue_view import QueueView, Wanted
+from slurm_train.slurm.records import JobState
+from slurm_train.slurm.waiting_line import Queue
+from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
+
+ENDED = job_state("8", "COMPLETED", source="sacct")
+
+
+class Asked(FakeSlurmCommands):
+    """Notes what it is asked, and how long that takes on a clock of the test's own."""
+
+    def __init__(self, *jobs: JobState, accounts: Iterable[JobState] = (), takes_s: float = 0.0) -> None:
+        super().__init__(jobs)
+        self.now_s, self.takes_s = 0.0, takes_s
+        self.calls: list[tuple[str, list[str]]] = []
+        self.accounts: list[JobState] | None = list(accounts)
+
+    def queue(self, job_ids: Iterable[str], *, whole: bool = False) -> Queue:
+        self.calls.append(("whole" if whole else "squeue", sorted(job_ids)))
+        self.now_s += self.takes_s
+        return super().queue(job_ids, whole=whole)
+
+    def accounted(self, job_ids: Iterable[str]) -> dict[str, JobState]:
+        asked = sorted(job_ids)
+        self.calls.append(("sacct", asked))
+        if self.accounts is None:
+            raise ClusterError("no accounts")
+        return {job.job_id: job for job in self.accounts if job.job_id in asked}
+
+    def told(self) -> list[tuple[str, list[str]]]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def view_of(slurm: Asked) -> QueueView:
+    return QueueView(slurm, clock=lambda: slurm.now_s)
+
+
+def test_one_squeue_for_all_jobs_and_none_before_it_is_time() -> None:
+    slurm = Asked(job_state("7", "RUNNING"), job_state("9", "PENDING"))
+    view = view_of(slurm)
+    look = view.look(Wanted(job_ids=["7", "9"]))
+    assert set(look.jobs) == {"7", "9"} and look.age_s == 0 and look.problem == ""
+    assert slurm.told() == [("squeue", ["7", "9"])]
+    slurm.now_s = 4.9
+    assert view.look(Wanted(job_ids=["7", "9"])).age_s == 4.9
+    assert slurm.told() == []
+    slurm.now_s = 5.0
+    view.look(Wanted(job_ids=["7", "9"]))
+    assert slurm.told() == [("squeue", ["7", "9"])]
+
+
+def test_the_whole_queue_is_read_only_where_somebody_may_wait() -> None:
+    slurm = Asked(job_state("7", "PENDING"))
+    slurm.ahead = {"7": 3}
+    assert view_of(slurm).look(Wanted(job_ids=["7"], may_wait=True)).jobs_ahead == {"7": 3}
+    assert view_of(slurm).look(Wanted(job_ids=["7"])).jobs_ahead == {}
+    assert [name for name, _ in slurm.told()] == ["whole", "squeue"]
+
+
+def test_nobody_is_asked_about_nothing_or_where_there_is_no_slurm() -> None:
+    slurm = Asked()
+    assert view_of(slurm).look(Wanted()).age_s is None
+    away = Asked()
+    away._is_available = False
+    assert view_of(away).look(Wanted(job_ids=["7"])).problem == ""
+    assert slurm.told() + away.told() == []
+
+
+def test_accounting_is_asked_once_about_an_end_and_not_about_what_is_settled() -> None:
+    slurm = Asked(accounts=[ENDED])
+    view, wanted = view_of(slurm), Wanted(job_ids=["6", "8"], settled=["6"])
+    for seconds in range(0, 1000, 100):
+        slurm.now_s = float(seconds)
+        assert view.look(wanted).jobs == {"8": ENDED}
+    assert [call for call in slurm.told() if call[0] == "sacct"] == [("sacct", ["8"])]
+
+
+def test_a_job_that_comes_back_is_asked_about_again_when_it_has_ended() -> None:
+    slurm = Asked(accounts=[job_state("8", "PREEMPTED", source="sacct")])
+    view, wanted = view_of(slurm), Wanted(job_ids=["8"])
+    assert view.look(wanted).jobs["8"].word == "PREEMPTED"
+    slurm.now_s, slurm.jobs = 100.0, {"8": job_state("8", "RUNNING")}
+    assert view.look(wanted).jobs["8"].word == "RUNNING"
+    slurm.now_s, slurm.jobs, slurm.accounts = 200.0, {}, [ENDED]
+    assert view.look(wanted).jobs["8"] == ENDED
+
+
+def test_a_controller_that_is_silent_is_asked_ever_less_and_the_last_answer_counts() -> None:
+    slurm = Asked(job_state("7", "RUNNING"))
+    slurm.accounts = None
+    view, wanted = view_of(slurm), Wanted(job_ids=["7"])
+    view.look(wanted)
+    slurm.error = ClusterError("nobody there")
+    slurm.told()
+    asked_at = []
+    for second in range(5, 200):
+        slurm.now_s = float(second)
+        look = view.look(wanted)
+        asked_at += [second for name, _ in slurm.told() if name == "squeue"]
+        assert look.problem == "nobody there" and look.jobs["7"].word == "RUNNING" and look.age_s == second
+    assert asked_at == [5, 15, 35, 75, 155]
+    slurm.error, slurm.now_s = None, 400.0
+    assert view.look(wanted).problem == ""
+
+
+def test_a_slow_controller_has_twenty_times_as_long_for_others() -> None:
+    slurm = Asked(job_state("7", "RUNNING"), takes_s=3.0)
+    look = view_of(slurm).look(Wanted(job_ids=["7"]))
+    assert look.is_due_in_s == 60.0
+
+
+def test_accounting_answers_where_the_controller_does_not() -> None:
+    slurm = Asked(accounts=[ENDED])
+    slurm.error = ClusterError("nobody there")
+    look = view_of(slurm).look(Wanted(job_ids=["8"]))
+    assert look.jobs == {"8": ENDED} and look.problem == "" and look.age_s is None

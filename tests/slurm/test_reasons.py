@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+
+from slurm_train.slurm.reasons import code_of, explain_reason, is_in_line
+
+REASONS = [
+    ("", ""),
+    ("Resources", "waits for free nodes (Resources)"),
+    ("Priority", "other jobs come first (Priority)"),
+    ("JobHeldUser", "held by its user; `scontrol release` lets it go (JobHeldUser)"),
+    (
+        "BeginTime",
+        "its earliest start has not come yet; after a requeue Slurm waits for two minutes (BeginTime)",
+    ),
+    ("Dependency", "another job must end first (Dependency)"),
+    (
+        "ReqNodeNotAvail, UnavailableNodes:node[1-2]",
+        "a node that it needs is down, drained or reserved (ReqNodeNotAvail, UnavailableNodes:node[1-2])",
+    ),
+    (
+        "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
+        "nodes that it could have are down, drained or kept for other partitions",
+    ),
+    (
+        "launch_failed_requeued_held",
+        "could not be started on its nodes, so it is held; `scontrol release` tries again",
+    ),
+    ("RaisedSignal:9(Killed)", "was ended by a signal (RaisedSignal:9(Killed))"),
+    ("QOSMaxJobsPerUserLimit", "the QOS's limit on running jobs per user is reached (QOSMaxJobsPerUserLimit)"),
+    ("QOSMaxGRESPerUser", "the QOS's limit on GPUs per user is reached (QOSMaxGRESPerUser)"),
+    ("AssocGrpGRES", "your account's limit on GPUs of all jobs together is reached (AssocGrpGRES)"),
+    ("AssocMaxJobsLimit", "your account's limit on running jobs is reached (AssocMaxJobsLimit)"),
+    (
+        "AssocGrpCPURunMinutesLimit",
+        "your account's limit on minutes of CPU cores of all jobs together is reached (AssocGrpCPURunMinutesLimit)",
+    ),
+    (
+        "QOSMaxWallDurationPerJobLimit",
+        "asks for more run time than the QOS allows for one job, so it will not start as it is "
+        "(QOSMaxWallDurationPerJobLimit)",
+    ),
+    (
+        "QOSMaxGRESPerNode",
+        "asks for more GPUs than the QOS allows on one node, so it will not start as it is (QOSMaxGRESPerNode)",
+    ),
+    (
+        "QOSMinCpuNotSatisfied",
+        "asks for less than the CPU cores that the QOS wants (QOSMinCpuNotSatisfied)",
+    ),
+    ("MaxGRESPerAccount", "the account's limit on GPUs per account is reached (MaxGRESPerAccount)"),
+    ("SomethingOfSlurm99", "Slurm says SomethingOfSlurm99"),
+]
+
+
+@pytest.mark.parametrize(("reason", "words"), REASONS, ids=[reason or "none" for reason, _ in REASONS])
+def test_a_reason_in_words(reason: str, words: str) -> None:
+    assert explain_reason(reason) == words
+
+
+# As `strings libslurmfull.so` of 22.05 has them: all that begin with Assoc or QOS and name a limit.
+LIMITS = """
+AssocGrpBB AssocGrpBBMinutes AssocGrpBBRunMinutes AssocGrpBilling AssocGrpBillingMinutes AssocGrpBillingRunMinutes
+AssocGrpCPUMinutesLimit AssocGrpCPURunMinutesLimit AssocGrpCpuLimit AssocGrpEnergy AssocGrpGRES AssocGrpGRESMinutes
+AssocGrpGRESRunMinutes AssocGrpJobsLimit AssocGrpLicense AssocGrpMemLimit AssocGrpMemMinutes AssocGrpNodeLimit
+AssocGrpSubmitJobsLimit AssocGrpUnknown AssocGrpWallLimit AssocMaxBBPerJob AssocMaxBillingPerNode
+AssocMaxCpuMinutesPerJobLimit AssocMaxCpuPerJobLimit AssocMaxCpuPerNode AssocMaxGRESMinutesPerJob AssocMaxGRESPerJob
+AssocMaxGRESPerNode AssocMaxJobsLimit AssocMaxMemPerJob AssocMaxNodePerJobLimit AssocMaxSubmitJobLimit
+AssocMaxWallDurationPerJobLimit MaxCpuPerAccount MaxGRESPerAccount MaxJobsPerAccount MaxLicensePerAccount
+MaxMemoryPerAccount MaxNodePerAccount MaxSubmitJobsPerAccount QOSGrpMemoryMinutes QOSGrpMemoryRunMinutes
+QOSMaxCpuPerUserLimit QOSMaxMemoryPerUser QOSMaxNodePerUserLimit QOSMaxSubmitJobPerUserLimit QOSMinGRES QOSMinMemory
+"""
+
+
+@pytest.mark.parametrize("code", LIMITS.split())
+def test_every_limit_has_words(code: str) -> None:
+    assert explain_reason(code).endswith(f" ({code})")
+
+
+@pytest.mark.parametrize(
+    ("reason", "in_line"),
+    [
+        ("", True),
+        ("Priority", True),
+        ("Resources", True),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", True),
+        ("Nodes required for job are DOWN, DRAINED or reserved", True),
+        ("JobHeldUser", False),
+        ("Dependency", False),
+        ("BeginTime", False),
+        ("JobArrayTaskLimit", False),
+        ("QOSMaxJobsPerUserLimit", False),
+    ],
+)
+def test_who_is_in_line_for_nodes(reason: str, in_line: bool) -> None:
+    assert is_in_line(reason) is in_line
+
+
+def test_the_code_of_a_reason() -> None:
+    assert code_of("(ReqNodeNotAvail, UnavailableNodes:n1)") == "ReqNodeNotAvail"
+    assert code_of("launch_failed_requeued_held") == "launch failed requeued held"

@@ -1,0 +1,90 @@
+"""Runs on disk as tests want them: what they have left behind, without having run."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurm_train.config.frozen import dump_config
+from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.rundir.heartbeat import Beat, BeatSource, Heartbeat
+from slurm_train.rundir.layout import RunDirectory, existing_attempts
+
+
+def beat(rank: int = 0, *, age_s: float = 0.0, host: str = "node1", phase: str = "step", step: int = 1) -> Beat:
+    """Returns a heartbeat that a rank wrote so long ago."""
+    return Beat(
+        source=BeatSource(rank=rank, host=host, pid=1),
+        step=step,
+        marks=1,
+        phase=phase,
+        settled=True,
+        beats=1,
+        written_unix_s=time.time() - age_s,
+    )
+
+
+def write_beat(run: RunDirectory, attempt: int, beat: Beat) -> None:
+    """Writes a heartbeat as a rank does, and dates it back."""
+    heart = Heartbeat()
+    heart.step, heart.phase = beat.step, beat.phase
+    heart.start(run, attempt, beat.source, limits=None)
+    heart.stop()
+    path = run.heartbeat(attempt, beat.source.rank)
+    content = path.read_bytes()
+    # The time of the writer follows version, step, marks, phase, settled and beats.
+    path.write_bytes(content[:40] + struct.pack("<d", beat.written_unix_s) + content[48:])
+
+
+@dataclass(slots=True, kw_only=True)
+class RunFacts:
+    """What a run has left on disk."""
+
+    cluster: bool = True
+    job_ids: tuple[str, ...] = ()
+    submitted_unix_s: float = 100.0
+    ledger: tuple[dict[str, Any], ...] = ()
+    metrics: tuple[dict[str, Any], ...] = ()
+    result: dict[str, Any] | None = None
+    logs: dict[str, str] = field(default_factory=dict)
+    beats: tuple[Beat, ...] = ()
+    """Of the newest attempt."""
+    script: str | None = "#!/bin/bash\n#SBATCH --nodes=1\n"
+
+    def write(self, run: RunDirectory) -> RunDirectory:
+        """Writes it."""
+        run.path.mkdir(parents=True)
+        config = RunConfig(cluster=ClusterSection() if self.cluster else None)
+        run.config.write_text(dump_config(config))
+        run.plan.write_text(json.dumps({"max_steps": 400, "world": {"size": 1}}))
+        if self.job_ids:
+            run.job.write_text(json.dumps({"job_ids": list(self.job_ids), "submit_time_unix_s": self.submitted_unix_s}))
+        for path, lines in ((run.attempts, self.ledger), (run.metrics, self.metrics)):
+            if lines:
+                path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for line in self.ledger:
+            if line["event"] == "start":
+                run.epochs.mkdir(exist_ok=True)
+                (run.epochs / f"attempt_{line['attempt']}").write_text("{}")
+                run.attempt_logs(line["attempt"]).mkdir(parents=True, exist_ok=True)
+        for name, text in self.logs.items():
+            (run.logs / name).parent.mkdir(parents=True, exist_ok=True)
+            (run.logs / name).write_text(text)
+        for beat in self.beats:
+            write_beat(run, existing_attempts(run)[-1], beat)
+        if self.result is not None:
+            run.result.write_text(json.dumps(self.result))
+        if self.script is not None and self.cluster:
+            run.submit_script.write_text(self.script)
+        return run
+
+
+def attempt(number: int, *, job_id: str | None = "12", **end: Any) -> tuple[dict[str, Any], ...]:
+    """Returns the ledger lines of an attempt; without facts about its end it still runs."""
+    start = {"event": "start", "attempt": number, "time_unix_s": 10.0 * number, "job_id": job_id}
+    if not end:
+        return (start,)
+    return (start, {"event": "end", "attempt": number, "time_unix_s": 10.0 * number + 5, **end})
