@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -24,9 +23,10 @@ VERBS = {
     "checkpoint": "ls and verify the checkpoints of a run",
     "prepare": "turn text files into token shards",
     "devcluster": "a real Slurm on this one machine, for trying and testing",
+    "completion": "print the script that completes words in bash, zsh or fish",
 }
-# What the job itself calls; people do not.
-_INNER_VERBS = ("supervise", "worker")
+# What the job and the shell call; people do not.
+_INNER_VERBS = ("supervise", "worker", "complete")
 
 _HELP_HEAD = """\
 Slurm-native training for PyTorch: one line plans, submits, watches, checkpoints and finishes a run.
@@ -71,6 +71,8 @@ def run(words: Sequence[str]) -> int:
         return code
     except SlurmTrainError as err:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            import traceback
+
             traceback.print_exc()
         print(f"error: {err}", file=sys.stderr, flush=True)
         return err.exit_code
