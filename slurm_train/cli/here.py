@@ -12,6 +12,7 @@ from types import FrameType
 
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.cli.seal import refused_code
 from slurm_train.cli.submit import refuse_active
 from slurm_train.config.schema import RunConfig
@@ -38,6 +39,7 @@ def train_here(
     words: Sequence[str],
     env: Mapping[str, str],
     accept: Collection[str] = (),
+    outputs: Sequence[RunOutput] = (),
 ) -> int:
     """Runs the plan's ranks on this machine and returns the exit code.
 
@@ -47,6 +49,7 @@ def train_here(
         words: the command line.
         env: the environment.
         accept: changes of a run in progress that the person accepts.
+        outputs: what the run shall have besides its own directory.
 
     Raises:
         RunError: the run is active already, or it would not be the same training.
@@ -59,6 +62,7 @@ def train_here(
         release_lock(plan.run, holder)
     change = weigh(plan, source, accept=accept)
     write_run_directory(plan, source, script=None, change=change)
+    make_outputs(outputs)
     if source is not None:
         write_provenance(plan.run.provenance, source, words=words)
     return supervise_here(plan.run, plan.config, world_size=plan.world.size, env=env)

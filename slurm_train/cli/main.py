@@ -23,9 +23,10 @@ VERBS = {
     "checkpoint": "ls and verify the checkpoints of a run",
     "prepare": "turn text files into token shards",
     "devcluster": "a real Slurm on this one machine, for trying and testing",
+    "completion": "print the script that completes words in bash, zsh or fish",
 }
-# What the job itself calls; people do not.
-_INNER_VERBS = ("supervise", "worker")
+# What the job and the shell call; people do not.
+_INNER_VERBS = ("supervise", "worker", "complete")
 
 _HELP_HEAD = """\
 Slurm-native training for PyTorch: one line plans, submits, watches, checkpoints and finishes a run.
@@ -46,11 +47,14 @@ _HELP_TAIL = """
 settings and flags:
   key=value            any key of the configuration; --cfg job prints them all
   --config-dir DIR     YAML files of your own; they may shadow the shipped ones
+  --config-path DIR    likewise, in front of --config-dir
   --config-name NAME   another primary file than config.yaml
   -m, --multirun       several values make several runs: key=1,2,3, "key=range(8)", key=choice(a,b)
   --wait               with -m: return when all runs have ended
   --cfg job            print the composed configuration and do nothing
   --info               facts about the composition
+  --hydra-help         what Hydra's own flags and settings (hydra.run.dir, ...) do here
+  --version            versions of this program and of Hydra
 """
 
 
@@ -66,6 +70,10 @@ def run(words: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except SlurmTrainError as err:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            import traceback
+
+            traceback.print_exc()
         print(f"error: {err}", file=sys.stderr, flush=True)
         return err.exit_code
     except KeyboardInterrupt:

@@ -11,14 +11,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurm_train.cli.display import note, plan_rows
 from slurm_train.cli.inputs import refuse_missing_inputs
 from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.outputs import RunOutput, make_outputs, plan_outputs, say_outputs
 from slurm_train.cli.selection import active_runs
 from slurm_train.cli.submit import require_slurm
 from slurm_train.config.compose import compose_points
-from slurm_train.config.lean import is_enough
 from slurm_train.config.points import Point, read_points
 from slurm_train.config.words import Words
 from slurm_train.errors import ConfigError, RunError
@@ -36,31 +37,53 @@ from slurm_train.rundir.lock import clear_dead
 from slurm_train.rundir.sweep import SweepDirectory, submitting
 from slurm_train.slurm.commands import SlurmCommands
 
+if TYPE_CHECKING:
+    from slurm_train.config.hydra_settings import HydraSettings
+
 _SHOWN_VALUES = 3
 
 
-def multirun(flags: Words, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, git: GitQuestions | None) -> int:
+def multirun(
+    flags: Words,
+    words: Sequence[str],
+    *,
+    settings: HydraSettings | None,
+    env: Mapping[str, str],
+    cwd: Path,
+    git: GitQuestions | None,
+) -> int:
     """Submits or trains the runs of a sweep; prints `<array job id> <sweep directory>` per array.
+
+    Args:
+        flags: the command line.
+        words: the same as it was typed.
+        settings: what it says to Hydra itself; None: nothing.
+        env: the environment.
+        cwd: where it was typed.
+        git: what git is being asked about that folder.
 
     Raises:
         SlurmTrainError: something is wrong with the words, the site, or one of the runs; nothing was written then.
     """
     state = read_answers(git)
+    num_before = 0
 
     def carry_out(points: Sequence[Point], *, wait: bool) -> tuple[int, SweepPlan]:
-        plan = plan_points(flags, points, env=env, cwd=cwd)
+        nonlocal num_before
+        plan, outputs = plan_points(flags, points, settings=settings, env=env, cwd=cwd, first=num_before)
+        num_before += len(points)
         source = read_source(_whose_code(plan), cwd, state)
         if plan.uses_cluster:
-            return _submit(plan, source, words=words, env=env, wait=wait), plan
+            return _submit(plan, source, words=words, env=env, wait=wait, outputs=outputs), plan
         from slurm_train.cli.sweep_here import run_here
 
-        return run_here(plan, source, words=words, env=env), plan
+        return run_here(plan, source, words=words, env=env, outputs=outputs), plan
 
-    if is_enough(flags):
+    if settings is None:
         return carry_out(read_points(flags), wait=flags.wait)[0]
     from slurm_train.config.sweeper import read_sweeper
 
-    choice = read_sweeper(flags)
+    choice = read_sweeper(settings)
     if not choice.needs_values:
         return carry_out(read_points(choice.words), wait=flags.wait)[0]
     from slurm_train.cli.sweeper import drive_sweeper
@@ -68,37 +91,54 @@ def multirun(flags: Words, words: Sequence[str], *, env: Mapping[str, str], cwd:
     return drive_sweeper(choice, lambda points: carry_out(points, wait=True)[1])
 
 
-def plan_words(flags: Words, *, env: Mapping[str, str], cwd: Path) -> SweepPlan:
+def plan_words(
+    flags: Words, *, settings: HydraSettings | None, env: Mapping[str, str], cwd: Path
+) -> tuple[SweepPlan, list[RunOutput]]:
     """Returns the plan of the sweep that the words ask for, and prints it; touches nothing.
 
     Raises:
         ConfigError: as `plan_sweep`, or a sweeper that does not know its points beforehand.
         DataError: data that a run asks for are not there.
     """
-    if not is_enough(flags):
+    points = flags
+    if settings is not None:
         from slurm_train.config.sweeper import read_sweeper
 
-        choice = read_sweeper(flags)
+        choice = read_sweeper(settings)
         if choice.needs_values:
             raise ConfigError("this sweeper chooses its points as it goes", hint="plan one point of it, without -m")
-        flags = choice.words
-    return plan_points(flags, read_points(flags), env=env, cwd=cwd)
+        points = choice.words
+    return plan_points(flags, read_points(points), settings=settings, env=env, cwd=cwd)
 
 
-def plan_points(flags: Words, points: Sequence[Point], *, env: Mapping[str, str], cwd: Path) -> SweepPlan:
-    """Returns the plan of a sweep of these points, and prints it; touches nothing.
+def plan_points(
+    flags: Words,
+    points: Sequence[Point],
+    *,
+    settings: HydraSettings | None,
+    env: Mapping[str, str],
+    cwd: Path,
+    first: int = 0,
+) -> tuple[SweepPlan, list[RunOutput]]:
+    """Returns the plan of a sweep of these points, and what its runs shall have besides; prints it, touches nothing.
 
     Raises:
-        ConfigError: as `plan_sweep`.
+        ConfigError: as `plan_sweep`, or what is said to Hydra does not go together with it.
         DataError: data that a run asks for are not there.
     """
-    composed = compose_points(flags, [point.overrides for point in points])
+    composed = compose_points(flags, [point.overrides for point in points], first=first)
     plan = plan_sweep(points, composed, cwd=cwd, env=env)
+    if settings is not None:
+        from slurm_train.config.hydra_settings import refuse_cluster
+
+        refuse_cluster(settings, plan.plans[0].config)
+    outputs = plan_outputs(settings, plan.plans, [point.overrides for point in points], cwd=cwd, first=first)
     _refuse_missing_inputs(plan.plans, cwd=cwd)
     require_writable(RunDirectory(plan.sweep.path))
     for name, text in sweep_rows(plan):
         note(f"  {name:<12}  {text}")
-    return plan
+    say_outputs(outputs)
+    return plan, outputs
 
 
 def sweep_rows(plan: SweepPlan) -> list[tuple[str, str]]:
@@ -130,7 +170,15 @@ def _refuse_missing_inputs(plans: Sequence[RunPlan], *, cwd: Path) -> None:
             refuse_missing_inputs(plan, cwd=cwd)
 
 
-def _submit(plan: SweepPlan, source: Source, *, words: Sequence[str], env: Mapping[str, str], wait: bool) -> int:
+def _submit(
+    plan: SweepPlan,
+    source: Source,
+    *,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    wait: bool,
+    outputs: Sequence[RunOutput],
+) -> int:
     commands, sweep = SlurmCommands(env), plan.sweep
     require_slurm(commands)
     scripts = [(one.run, render_script(one)) for one in plan.plans]
@@ -146,6 +194,7 @@ def _submit(plan: SweepPlan, source: Source, *, words: Sequence[str], env: Mappi
             held.enter_context(submitting(sweep))
             _refuse_overtaken(sweep)
         write_sweep(plan, source, dict(todo), words=words)
+        make_outputs(outputs)
         for run, _ in todo:
             # A dead process on this machine can be told from here, not from the node that the job starts on.
             clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from slurm_train.cli.composition import compose_one, read_settings_of
 from slurm_train.cli.display import note, print_plan
 from slurm_train.cli.inputs import refuse_missing_inputs
-from slurm_train.config.compose import compose
+from slurm_train.cli.outputs import plan_outputs, say_outputs
 from slurm_train.config.words import Words, read_words
-from slurm_train.errors import ClusterError
+from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.launch.plan import plan_run
+
+if TYPE_CHECKING:
+    from slurm_train.config.hydra_settings import HydraSettings
 
 _HELP = """\
 usage: python -m slurm_train plan [settings]
@@ -30,12 +35,18 @@ def main(words: Sequence[str]) -> int:
     if flags.help:
         print(_HELP, end="")
         return 0
+    if flags.only_prints:
+        raise ConfigError("`plan` prints a plan, --cfg and --info print a configuration", hint="drop `plan`")
     env, cwd = dict(os.environ), Path.cwd()
+    settings = read_settings_of(flags)
+    flags = flags if settings is None else settings.words
     if flags.multirun:
-        return _plan_sweep(flags, env=env, cwd=cwd)
-    plan = plan_run(compose(flags), cwd=cwd, env=env)
+        return _plan_sweep(flags, settings, env=env, cwd=cwd)
+    plan = plan_run(compose_one(flags, settings), cwd=cwd, env=env)
+    outputs = plan_outputs(settings, [plan], [flags.overrides], cwd=cwd)
     refuse_missing_inputs(plan, cwd=cwd)
     print_plan(plan)
+    say_outputs(outputs)
     if plan.config.cluster is None:
         note("  script        none: the run would train on this machine (add +cluster=NxG for Slurm)")
         return 0
@@ -49,7 +60,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _plan_sweep(flags: Words, *, env: Mapping[str, str], cwd: Path) -> int:
+def _plan_sweep(flags: Words, settings: HydraSettings | None, *, env: Mapping[str, str], cwd: Path) -> int:
     """Prints the sweep's table, and the script of each array to stdout."""
     from slurm_train.cli.multirun import plan_words
     from slurm_train.launch.array import cut_arrays, max_array_size, render_array
@@ -57,13 +68,13 @@ def _plan_sweep(flags: Words, *, env: Mapping[str, str], cwd: Path) -> int:
     from slurm_train.launch.script import render_script
     from slurm_train.slurm.commands import SlurmCommands
 
-    plan = plan_words(flags, env=env, cwd=cwd)
+    plan, _ = plan_words(flags, settings=settings, env=env, cwd=cwd)
     if not plan.uses_cluster:
         return 0
     commands = SlurmCommands(env)
-    settings = commands.show_config() if commands.is_available() else {}
+    site = commands.show_config() if commands.is_available() else {}
     scripts = [(one.run, render_script(one)) for one in plan.plans]
-    arrays = cut_arrays(scripts, max_size=max_array_size(settings), max_parallel=plan.max_parallel)
+    arrays = cut_arrays(scripts, max_size=max_array_size(site), max_parallel=plan.max_parallel)
     for number, array in enumerate(arrays):
         folder = plan.sweep.array(number)
         script = render_array(array, folder, name=job_name(plan.sweep, folder))

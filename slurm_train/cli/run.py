@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slurm_train.cli.composition import compose_one, read_settings_of
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError
 from slurm_train.launch.snapshot import GitQuestions, ask_git, drop_questions, is_secret_file, read_answers
@@ -16,6 +17,7 @@ from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
 
 if TYPE_CHECKING:
+    from slurm_train.config.hydra_settings import HydraSettings
     from slurm_train.launch.preparation import Source
 
 
@@ -23,49 +25,68 @@ def main(words: Sequence[str]) -> int:
     """Composes, plans, and submits or trains; returns the exit code."""
     flags = read_words(words)
     env, cwd = dict(os.environ), Path.cwd()
-    if flags.wait and not flags.multirun:
-        raise ConfigError("--wait waits for the runs of a sweep", hint="add --multirun, or follow one: `logs -f RUN`")
-    if flags.show or flags.info:
+    if flags.version or flags.hydra_help:
+        from slurm_train.cli.hydra_help import hydra_help_text, version_text
+
+        print(version_text() if flags.version else hydra_help_text())
+        return EXIT_DONE
+    if flags.only_prints:
         from slurm_train.config.compose import show
 
         show(flags)
         return EXIT_DONE
     git = ask_git(cwd, env)
     try:
+        settings = read_settings_of(flags)
+        flags = flags if settings is None else settings.words
+        if flags.wait and not flags.multirun:
+            raise ConfigError("--wait waits for the runs of a sweep", hint="add -m, or follow one: `logs -f RUN`")
         if flags.multirun:
             from slurm_train.cli.multirun import multirun
 
-            return multirun(flags, words, env=env, cwd=cwd, git=git)
-        return _run(flags, words, env=env, cwd=cwd, git=git)
+            return multirun(flags, words, settings=settings, env=env, cwd=cwd, git=git)
+        return _run(flags, words, settings=settings, env=env, cwd=cwd, git=git)
     finally:
         drop_questions(git)
 
 
-def _run(flags: Words, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, git: GitQuestions | None) -> int:
+def _run(
+    flags: Words,
+    words: Sequence[str],
+    *,
+    settings: HydraSettings | None,
+    env: Mapping[str, str],
+    cwd: Path,
+    git: GitQuestions | None,
+) -> int:
     from slurm_train.cli.changes import tell_of_another
     from slurm_train.cli.display import print_plan
     from slurm_train.cli.inputs import refuse_missing_inputs
-    from slurm_train.config.compose import compose
+    from slurm_train.cli.outputs import make_outputs, plan_outputs, say_outputs
     from slurm_train.launch.plan import plan_run
     from slurm_train.launch.preparation import read_source, require_writable
 
-    plan = plan_run(compose(flags), cwd=cwd, env=env)
+    plan = plan_run(compose_one(flags, settings), cwd=cwd, env=env)
+    outputs = plan_outputs(settings, [plan], [flags.overrides], cwd=cwd)
     # os.path, since Path.exists raises where a folder above may not be entered.
     if os.path.exists(plan.run.result):  # noqa: PTH110
+        make_outputs(outputs)
+        say_outputs(outputs)
         return _show_result(plan.run)
     require_writable(plan.run)
     refuse_missing_inputs(plan, cwd=cwd)
     tell_of_another(plan)
     print_plan(plan)
+    say_outputs(outputs)
     source = read_source(plan, cwd, read_answers(git))
     _say_left_out(source)
     if plan.config.cluster is not None:
         from slurm_train.cli.submit import submit
 
-        return submit(plan, source, words=words, env=env, accept=flags.accept)
+        return submit(plan, source, words=words, env=env, accept=flags.accept, outputs=outputs)
     from slurm_train.cli.here import train_here
 
-    return train_here(plan, source, words=words, env=env, accept=flags.accept)
+    return train_here(plan, source, words=words, env=env, accept=flags.accept, outputs=outputs)
 
 
 def _say_left_out(source: Source) -> None:

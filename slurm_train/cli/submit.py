@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.display import note
 from slurm_train.cli.liveness import holder_lives, is_active
+from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.errors import ClusterError, RunError
 from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.plan import RunPlan
@@ -26,6 +27,7 @@ def submit(
     words: Sequence[str],
     env: Mapping[str, str],
     accept: Collection[str] = (),
+    outputs: Sequence[RunOutput] = (),
 ) -> int:
     """Submits and prints `<job id> <run directory>`; nothing is written before Slurm would take the job.
 
@@ -35,6 +37,7 @@ def submit(
         words: the command line.
         env: the environment.
         accept: changes of a run in progress that the person accepts.
+        outputs: what the run shall have besides its own directory.
 
     Raises:
         ClusterError: no Slurm here, or it refuses the request.
@@ -48,6 +51,7 @@ def submit(
     change = weigh(plan, source, accept=accept)
     require_acceptable(script, commands, plan)
     write_run_directory(plan, source, script=script, change=change)
+    make_outputs(outputs)
     # A dead process on this machine can be told from here, not from the node that the job starts on.
     clear_dead(plan.run, is_alive=lambda holder: holder_lives(holder, commands))
     importing.join()

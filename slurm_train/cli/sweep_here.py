@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from slurm_train.cli.display import note
 from slurm_train.cli.multirun import missing_runs
+from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.launch.preparation import Source
 from slurm_train.launch.sweep import SweepPlan, describe
@@ -30,7 +31,14 @@ class _Started:
     process: subprocess.Popen[bytes]
 
 
-def run_here(plan: SweepPlan, source: Source, *, words: Sequence[str], env: Mapping[str, str]) -> int:
+def run_here(
+    plan: SweepPlan,
+    source: Source,
+    *,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    outputs: Sequence[RunOutput] = (),
+) -> int:
     """Trains what is missing and returns 0, 1 if a run failed, 75 if it was asked to stop.
 
     Raises:
@@ -40,6 +48,7 @@ def run_here(plan: SweepPlan, source: Source, *, words: Sequence[str], env: Mapp
     with submitting(sweep):
         missing = missing_runs([one.run for one in plan.plans], SlurmCommands(env))
         write_sweep(plan, source, dict.fromkeys(missing), words=words)
+        make_outputs(outputs)
         print(f"- {sweep.path}", flush=True)
         todo = [element for element in plan.elements if element.run in missing]
         return train_each(sweep, todo, num_parallel=plan.max_parallel or 1, env=env)

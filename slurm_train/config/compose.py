@@ -7,32 +7,38 @@ user's `--config-dir` comes before the shipped `conf/`, so its files may shadow 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from difflib import get_close_matches
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import yaml
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.hydra import Hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, UnsupportedInterpolationType
 from omegaconf.resolvers.oc import env as read_variable
 
-from slurm_train.assets import asset_dir
-from slurm_train.config.explain import explain, no_cluster_error
+from slurm_train.config.explain import explain, no_cluster_error, not_known_yet
 from slurm_train.config.lean import LeanComposer, is_enough
 from slurm_train.config.schema import RunConfig
+from slurm_train.config.search_path import search_path, store_sizes
 from slurm_train.config.secrets import is_secret_name, refuse_secrets
 from slurm_train.config.structure import build_config
-from slurm_train.config.words import Words, cluster_sizes, prepare_overrides
+from slurm_train.config.words import Words, prepare_overrides
 from slurm_train.errors import ConfigError
+
+T = TypeVar("T")
+
+TASK_NAME = "slurm_train"
+"""What Hydra takes for the name of a job that is given none."""
 
 # What Hydra composed, and the chosen option of each group.
 _Full = tuple[DictConfig, dict[str, str | None]]
@@ -48,37 +54,61 @@ class Composed:
     """The chosen option of each config group, e.g. {"model": "gpt"}."""
 
 
-def compose(words: Words) -> Composed:
+def compose(words: Words, *, number: int | None = None) -> Composed:
     """Returns the configuration that the words ask for.
+
+    Args:
+        words: the command line.
+        number: the run's place in a sweep, for those who refer to ${hydra.job.num}.
 
     Raises:
         ConfigError: an unknown key, group or value; a missing value; a reference to a secret.
     """
     overrides = prepare_overrides(words.overrides)
     with explaining(words, overrides):
-        return _read(_compose_settled(words, overrides))
+        try:
+            return _read(settled(overrides, partial(_compose, words, is_lean=is_enough(words), number=number)))
+        except UnsupportedInterpolationType:
+            # A resolver that a plugin in the user's environment registers: only Hydra's whole way loads those.
+            return _read(settled(overrides, partial(_compose, words, is_lean=False, number=number)))
 
 
-def compose_points(words: Words, points: Sequence[Sequence[str]]) -> Iterator[Composed]:
+def read_whole(words: Words, config: DictConfig) -> Composed:
+    """Returns the configuration that Hydra has composed of the words in its whole way.
+
+    Raises:
+        ConfigError: as `compose`.
+    """
+    with explaining(words, prepare_overrides(words.overrides)):
+        return _read(_with_choices(config))
+
+
+def compose_points(words: Words, points: Sequence[Sequence[str]], *, first: int = 0) -> Iterator[Composed]:
     """Yields the configuration of each point of a sweep; what they have in common is read once.
 
     Args:
         words: the flags of the command line.
         points: the words of each point.
+        first: the number of the first of them in the sweep.
 
     Raises:
         ConfigError: as `compose`.
     """
     if not is_enough(words):
-        yield from (compose(replace(words, overrides=list(point))) for point in points)
+        numbered = enumerate(points, start=first)
+        yield from (compose(replace(words, overrides=list(point)), number=number) for number, point in numbered)
         return
     # The composer keeps what is stored now, for all points.
-    _store_sizes(words, sorted({word for point in points for word in prepare_overrides(point)}))
-    composer = LeanComposer(search_path(words.config_dir), words.config_name)
+    store_sizes(words, sorted({word for point in points for word in prepare_overrides(point)}))
+    composer = LeanComposer(search_path(words), words.config_name)
     for point in points:
         overrides = prepare_overrides(point)
         with explaining(words, overrides):
-            yield _read(composer.compose(overrides))
+            try:
+                composed = _read(composer.compose(overrides))
+            except UnsupportedInterpolationType:
+                composed = compose(replace(words, overrides=list(point)))
+        yield composed
 
 
 def show(words: Words) -> None:
@@ -94,6 +124,8 @@ def show(words: Words) -> None:
             hydra.show_info(words.info, config_name=words.config_name, overrides=overrides)
         else:
             assert words.show is not None
+            if words.package not in (None, "_global_"):
+                _require_part(str(words.package), words, overrides, hydra)
             hydra.show_cfg(
                 config_name=words.config_name,
                 overrides=overrides,
@@ -101,6 +133,14 @@ def show(words: Words) -> None:
                 package=words.package,
                 resolve=words.resolve,
             )
+
+
+def _require_part(package: str, words: Words, overrides: list[str], hydra: Hydra) -> None:
+    full = hydra.compose_config(config_name=words.config_name, overrides=overrides, run_mode=RunMode.RUN)
+    if OmegaConf.select(full, package) is None:
+        parts = get_close_matches(package, [str(key) for key in full], n=1)
+        hint = f"did you mean {parts[0]}?" if parts else "leave it out to print all of it"
+        raise ConfigError(f"--package {package} names no part of the configuration", hint=hint)
 
 
 @contextmanager
@@ -114,13 +154,14 @@ def explaining(words: Words, overrides: Sequence[str]) -> Iterator[None]:
         raise _own_error(err) or explain(err, composed_keys=lambda: _composed_keys(words, overrides)) from err
     finally:
         GlobalHydra.instance().clear()
+        HydraConfig.instance().cfg = None
 
 
 def _composed_keys(words: Words, overrides: Sequence[str]) -> list[str]:
     """Returns the keys that there are with the chosen groups alone; none where those fail, too."""
     groups = [word for word in overrides if "." not in word.partition("=")[0]]
     try:
-        full, _ = _compose(words, groups)
+        full, _ = _compose(words, groups, is_lean=is_enough(words))
     except (HydraException, OmegaConfBaseException):
         return []
     plain = OmegaConf.to_container(full, resolve=False)
@@ -135,22 +176,22 @@ def _flat_keys(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
             yield from _flat_keys(value, f"{prefix}{key}.")
 
 
-def _compose_settled(words: Words, overrides: Sequence[str]) -> _Full:
+def settled(overrides: Sequence[str], composing: Callable[[list[str]], T]) -> T:
     """Composes; a group that the user's own primary file chooses already is replaced, not added a second time."""
     try:
-        return _compose(words, overrides)
+        return composing(list(overrides))
     except ConfigCompositionException as err:
         chosen = re.search(r"Multiple values for (\w+)\.", str(err))
         if chosen is None:
             raise
         plus = f"+{chosen.group(1)}="
-        return _compose(words, [word[1:] if word.startswith(plus) else word for word in overrides])
+        return composing([word[1:] if word.startswith(plus) else word for word in overrides])
 
 
-def _compose(words: Words, overrides: Sequence[str]) -> _Full:
-    if is_enough(words):
-        _store_sizes(words, overrides)
-        return LeanComposer(search_path(words.config_dir), words.config_name).compose(overrides)
+def _compose(words: Words, overrides: Sequence[str], *, is_lean: bool, number: int | None = None) -> _Full:
+    if is_lean:
+        store_sizes(words, overrides)
+        return LeanComposer(search_path(words), words.config_name).compose(overrides)
     full = open_hydra(words, overrides).compose_config(
         config_name=words.config_name,
         overrides=list(overrides),
@@ -158,58 +199,41 @@ def _compose(words: Words, overrides: Sequence[str]) -> _Full:
         from_shell=True,
         with_log_configuration=False,
     )
+    if number is not None:
+        full.hydra.job.num = number
+    return _with_choices(full)
+
+
+def _with_choices(full: DictConfig) -> _Full:
+    # What ${hydra:runtime.cwd} and the like are read from.
+    HydraConfig.instance().set_config(full)
+    OmegaConf.register_new_resolver("hydra", read_hydra, replace=True)
     return full, dict(full.hydra.runtime.choices)
 
 
 def open_hydra(words: Words, overrides: Sequence[str]) -> Hydra:
     """Returns Hydra itself, with its plugins, looking where `search_path` says."""
     GlobalHydra.instance().clear()
-    Plugins.instance()
-    _store_sizes(words, overrides)
-    return Hydra.create_main_hydra2(task_name="slurm_train", config_search_path=search_path(words.config_dir))
-
-
-def _store_sizes(words: Words, overrides: Sequence[str]) -> None:
-    """Makes a configuration for each NxG that the words name and no file of the user's own gives."""
-    store = ConfigStore.instance()
-    for name, nodes, gpus in cluster_sizes(overrides):
-        # Hydra takes a stored node for the schema of a file of the same name, so a user's file stands alone.
-        store.repo.get("cluster", {}).pop(f"{name}.yaml", None)
-        if words.config_dir is None or not (Path(words.config_dir) / "cluster" / f"{name}.yaml").is_file():
-            size = {"defaults": ["base", "_self_"], "nodes": nodes, "gpus_per_node": gpus}
-            store.store(group="cluster", name=name, node=size, provider="size")
-
-
-def search_path(config_dir: str | None) -> ConfigSearchPathImpl:
-    """Returns where configurations are looked for: a user's own folder first, then the shipped ones.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
-    path = ConfigSearchPathImpl()
-    path.append("hydra", "pkg://hydra.conf")
-    if config_dir is not None:
-        if not Path(config_dir).is_dir():
-            raise ConfigError(
-                f"--config-dir {config_dir!r} is not a directory", hint="name a folder with your YAML files"
-            )
-        path.append("command-line", f"file://{Path(config_dir).resolve()}")
-    path.append("main", f"file://{asset_dir('conf')}")
-    path.append("schema", "structured://")
-    return path
+    plugins = Plugins.instance().discover(SearchPathPlugin)
+    store_sizes(words, overrides)
+    path = search_path(words)
+    schema = path.get_path().pop()
+    for plugin in plugins:
+        plugin().manipulate_search_path(path)  # type: ignore[attr-defined]  # `discover` does not say of which kind
+    path.get_path().append(schema)
+    return Hydra.create_main_hydra2(task_name=TASK_NAME, config_search_path=path)
 
 
 def _read(composed: _Full) -> Composed:
     full, choices = composed
-    OmegaConf.set_readonly(full, False)
-    with open_dict(full):
-        full.pop("hydra", None)
-    mapping = OmegaConf.to_container(full, resolve=True, throw_on_missing=True)
-    assert isinstance(mapping, dict)
-    plain = {str(key): value for key, value in mapping.items()}
+    plain = {str(key): _resolved(full[key]) for key in full if key != "hydra"}
     refuse_secrets(plain)
     _require_chosen_cluster(plain.get("cluster"), choices)
     return Composed(config=build_config(RunConfig, plain), mapping=plain, choices=choices)
+
+
+def _resolved(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
 
 
 def _require_chosen_cluster(cluster: Any, choices: Mapping[str, str | None]) -> None:
@@ -223,6 +247,18 @@ def _own_error(err: BaseException | None) -> ConfigError | None:
     while err is not None and not isinstance(err, ConfigError):
         err = err.__cause__ or err.__context__
     return err
+
+
+def read_hydra(key: str) -> Any:
+    """Returns what ${hydra:key} refers to, e.g. for "runtime.cwd"; Hydra's own resolver gives null where it is missing.
+
+    Raises:
+        ConfigError: it is filled in later.
+    """
+    try:
+        return OmegaConf.select(cast(DictConfig, HydraConfig.get()), key, throw_on_missing=True)
+    except MissingMandatoryValue as err:
+        raise not_known_yet(f"hydra:{key}") from err
 
 
 def _read_variable(name: str, *default: Any) -> Any:

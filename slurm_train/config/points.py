@@ -17,8 +17,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString, Transformer
 from hydra.errors import HydraException
 
-from slurm_train.config.compose import search_path
 from slurm_train.config.lean import open_loader
+from slurm_train.config.search_path import search_path
 from slurm_train.config.words import Words, is_one_value, split_word
 from slurm_train.errors import ConfigError
 
@@ -69,7 +69,7 @@ def unquoted(value: str) -> str:
 
 def _swept(words: Words) -> dict[str, Override]:
     """Returns the words that have several values, as Hydra reads them."""
-    parser = OverridesParser.create(config_loader=open_loader(search_path(words.config_dir)))
+    parser = OverridesParser.create(config_loader=open_loader(search_path(words)))
     swept: dict[str, Override] = {}
     for word in words.overrides:
         _, key, value = split_word(word)

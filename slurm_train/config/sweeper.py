@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.callbacks import Callbacks
-from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext, RunMode
+from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
-from slurm_train.config.compose import explaining, open_hydra
+from slurm_train.config.compose import explaining
+from slurm_train.config.hydra_settings import HydraSettings, is_to_hydra
 from slurm_train.config.words import Words, prepare_overrides, split_word
 
 _BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -29,20 +29,19 @@ _BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 class SweeperChoice:
     """Hydra's own configuration for a sweep."""
 
-    hydra: Hydra
-    config: DictConfig
+    settings: HydraSettings
     words: Words
     """The words, with those of `hydra.sweeper.params` in front."""
 
     @property
     def needs_values(self) -> bool:
         """Whether points are chosen by what came out of earlier ones."""
-        return str(self.config.hydra.sweeper.get("_target_")) != _BASIC
+        return str(self.settings.config.hydra.sweeper.get("_target_")) != _BASIC
 
     @property
     def arguments(self) -> list[str]:
         """The words that do not speak to Hydra, as it wants them."""
-        return [str(word) for word in self.config.hydra.overrides.task]
+        return prepare_overrides([word for word in self.settings.words.overrides if not is_to_hydra(word)])
 
     def fixed_keys(self) -> set[str]:
         """Returns the keys that have one value in all points."""
@@ -50,23 +49,9 @@ class SweeperChoice:
         return {override.key_or_group for override in parsed if not override.is_sweep_override()}
 
 
-def read_sweeper(words: Words) -> SweeperChoice:
-    """Returns the sweeper that the words and a user's own files choose.
-
-    Raises:
-        ConfigError: as `compose`.
-    """
-    overrides = prepare_overrides(words.overrides)
-    with explaining(words, overrides):
-        hydra = open_hydra(words, overrides)
-        config = hydra.compose_config(
-            config_name=words.config_name,
-            overrides=overrides,
-            run_mode=RunMode.MULTIRUN,
-            from_shell=True,
-            with_log_configuration=False,
-        )
-    return SweeperChoice(hydra=hydra, config=config, words=_with_params(words, config))
+def read_sweeper(settings: HydraSettings) -> SweeperChoice:
+    """Returns the sweeper that the words and a user's own files choose."""
+    return SweeperChoice(settings=settings, words=_with_params(settings.words, settings.config))
 
 
 def _with_params(words: Words, config: DictConfig) -> Words:
@@ -85,15 +70,15 @@ def drive(choice: SweeperChoice, launch: Callable[[list[list[str]]], list[Any]])
         choice: the sweeper.
         launch: carries out a batch of points, given by their words, and returns Hydra's JobReturn of each.
     """
-    callbacks = Callbacks(choice.config)
-    context = HydraContext(config_loader=choice.hydra.config_loader, callbacks=callbacks)
+    config = choice.settings.config
+    context = HydraContext(config_loader=choice.settings.hydra.config_loader, callbacks=Callbacks(config))
     with explaining(choice.words, []):
         sweeper = Plugins.instance().instantiate_sweeper(
-            config=choice.config, hydra_context=context, task_function=lambda _: None
+            config=config, hydra_context=context, task_function=lambda _: None
         )
     _put_launcher(sweeper, _Batches(launch))
     # Where a sweeper leaves a file of its own, as under Hydra.
-    Path(str(choice.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+    Path(str(config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
     return sweeper.sweep(arguments=choice.arguments)
 
 

@@ -7,6 +7,7 @@ is not accepted are the user's typing mistakes, and are answered with the neares
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -18,6 +19,8 @@ from slurm_train.config.target_policy import refuse_found, refuse_path
 from slurm_train.errors import ConfigError
 
 TARGET = "_target_"
+# What Hydra's instantiate takes beside the keywords. Values are plain Python here, as with `_convert_: all`.
+_DIRECTIONS = (TARGET, "_partial_", "_args_", "_recursive_", "_convert_")
 
 
 def resolve_target(path: str) -> Any:
@@ -47,17 +50,21 @@ def instantiate(mapping: Mapping[str, Any], **extra: Any) -> Any:
     """Returns the result of calling what `_target_` names with the other keys as keyword arguments.
 
     Args:
-        mapping: has `_target_`; values that have one too are built first, also inside lists.
+        mapping: has `_target_`; values that have one too are built first, also inside lists, unless it says
+            `_recursive_: false`. `_args_` are positional; with `_partial_: true` nothing is called yet.
         **extra: further keyword arguments; they win over the mapping's.
 
     Raises:
         ConfigError: the target cannot be found or called, or a keyword is unknown or missing.
     """
     target = callable_target(mapping)
-    words = {key: _build_nested(value) for key, value in mapping.items() if key != TARGET}
+    build = _build_nested if mapping.get("_recursive_", True) else _as_it_is
+    words = {key: build(value) for key, value in mapping.items() if key not in _DIRECTIONS}
     words.update(extra)
-    _check_keywords(target, str(mapping[TARGET]), words)
-    return target(**words)
+    positional = [build(value) for value in mapping.get("_args_") or ()]
+    is_partial = bool(mapping.get("_partial_"))
+    _check_keywords(target, str(mapping[TARGET]), words, num_given=len(positional), is_partial=is_partial)
+    return functools.partial(target, *positional, **words) if is_partial else target(*positional, **words)
 
 
 def callable_target(mapping: Mapping[str, Any]) -> Callable[..., Any]:
@@ -123,6 +130,10 @@ def _absent(path: str, module: str) -> ConfigError:
     )
 
 
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
 def _build_nested(value: Any) -> Any:
     if isinstance(value, Mapping):
         if TARGET in value:
@@ -133,7 +144,9 @@ def _build_nested(value: Any) -> Any:
     return value
 
 
-def _check_keywords(target: Callable[..., Any], path: str, words: Mapping[str, Any]) -> None:
+def _check_keywords(
+    target: Callable[..., Any], path: str, words: Mapping[str, Any], *, num_given: int, is_partial: bool
+) -> None:
     """Refuses keywords that the call would refuse, in the user's terms; the rest is the callable's own affair."""
     parameters = _parameters(target)
     if parameters is None:
@@ -146,8 +159,9 @@ def _check_keywords(target: Callable[..., Any], path: str, words: Mapping[str, A
             f"{path} does not take {unknown[0]!r}; it takes {', '.join(names) or 'no keywords'}",
             hint=_nearest(unknown[0], names, owner=path),
         )
-    missing = [name for name in names if _is_required(name, parameters) and name not in words]
-    if missing:
+    wanted = names[num_given:]
+    missing = [name for name in wanted if _is_required(name, parameters) and name not in words]
+    if missing and not is_partial:
         raise ConfigError(f"{path} needs {', '.join(missing)}", hint=f"set {missing[0]}=<value> beside its {TARGET}")
 
 

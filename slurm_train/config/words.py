@@ -20,6 +20,8 @@ _OPEN_MAPPINGS = ("cluster.sbatch.", "cluster.srun.", "cluster.env.", "task.")
 _CUSTOM_GROUPS = ("model", "data")
 # The shipped primary file chooses none of these, so a choice of one is an addition in Hydra's terms.
 _OPTIONAL_GROUPS = ("cluster", "experiment")
+# Settings of Hydra's own that are texts: paths and names, which may hold an equals sign.
+_HYDRA_TEXTS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.name")
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,2})")
 # A list whose items need no reading: no quotes, no brackets inside, no references.
 _PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]+)\]")
@@ -34,18 +36,30 @@ class Words:
 
     overrides: list[str] = field(default_factory=list)
     config_dir: str | None = None
+    config_path: str | None = None
+    """Folder or package with a primary file of the person's own; looked at before `config_dir`."""
     config_name: str = "config"
+    search_path: tuple[str, ...] = ()
+    """What `hydra.searchpath=[...]` adds behind the shipped configurations."""
     show: str | None = None
     """Which configuration to print instead of running: job, hydra or all."""
     info: str | None = None
     """Which facts about the composition to print instead of running."""
     resolve: bool = False
     package: str | None = None
+    single: bool = False
     multirun: bool = False
     wait: bool = False
     accept: tuple[str, ...] = ()
     """Changes of a run in progress that the person accepts: keys, "config", "code", "data"."""
     help: bool = False
+    hydra_help: bool = False
+    version: bool = False
+
+    @property
+    def only_prints(self) -> bool:
+        """Whether something about the configuration is printed instead of running."""
+        return self.show is not None or self.info is not None
 
 
 def read_words(words: Sequence[str]) -> Words:
@@ -55,7 +69,7 @@ def read_words(words: Sequence[str]) -> Words:
         ConfigError: an unknown flag, a flag without its value, or a word that is not `key=value`.
     """
     _check_text(words)
-    values: dict[str, str | bool] = {}
+    values: dict[str, str | bool | tuple[str, ...]] = {}
     accepted: list[str] = []
     overrides: list[str] = []
     rest = list(words)
@@ -67,9 +81,13 @@ def read_words(words: Sequence[str]) -> Words:
                 accepted += read_names(given or (rest.pop(0) if rest else ""))
             else:
                 values.update(_read_flag(name, given, rest))
+        elif word.partition("=")[0].lstrip("+") == "hydra.searchpath":
+            values["search_path"] = _read_search_path(word)
         else:
             overrides.append(word)
-    return Words(overrides=overrides, accept=tuple(accepted), **values)  # type: ignore[arg-type]  # the table below gives each its type
+    read = Words(overrides=overrides, accept=tuple(accepted), **values)  # type: ignore[arg-type]  # the table below gives each its type
+    _refuse_contradictions(read)
+    return read
 
 
 def read_names(text: str) -> list[str]:
@@ -90,9 +108,33 @@ def _check_text(words: Sequence[str]) -> None:
             raise ConfigError(f"{word!r} is not UTF-8", hint="check the encoding of your terminal or of the file name")
 
 
+def _read_search_path(word: str) -> tuple[str, ...]:
+    value = word.partition("=")[2]
+    listed = re.fullmatch(r"\[(.*)\]", value, re.DOTALL)
+    if listed is None:
+        raise ConfigError(
+            f"{word!r} names no list of places", hint='write "hydra.searchpath=[file:///my/conf,pkg://my_package.conf]"'
+        )
+    return tuple(item.strip(" '\"") for item in listed[1].split(",") if item.strip(" '\""))
+
+
+def _refuse_contradictions(words: Words) -> None:
+    """Refuses flags that do not go together; each would have been the one that is left out."""
+    actions = {"--run": words.single, "--multirun": words.multirun, "--cfg": words.show, "--info": words.info}
+    given = [flag for flag, value in actions.items() if value]
+    if len(given) > 1:
+        raise ConfigError(f"{given[0]} and {given[1]} do not go together", hint=f"drop {given[0]}, or {given[1]}")
+    belongs_to = (("--resolve", words.resolve, "--cfg"), ("--package", words.package, "--cfg"))
+    for flag, value, other in belongs_to:
+        if value and not words.show:
+            raise ConfigError(f"{flag} is about what {other} prints", hint=f"add {other} job, or drop {flag}")
+
+
 _FLAGS = {
     "--config-dir": "config_dir",
     "-cd": "config_dir",
+    "--config-path": "config_path",
+    "-cp": "config_path",
     "--config-name": "config_name",
     "-cn": "config_name",
     "--cfg": "show",
@@ -101,13 +143,23 @@ _FLAGS = {
     "-p": "package",
 }
 _SWITCHES = {
+    "--run": "single",
+    "-r": "single",
     "--multirun": "multirun",
     "-m": "multirun",
     "--wait": "wait",
     "--resolve": "resolve",
     "--help": "help",
     "-h": "help",
+    "--hydra-help": "hydra_help",
+    "--version": "version",
 }
+# Flags of Hydra's that would be misunderstood here, with what to type instead.
+_REFUSED = {
+    "--shell-completion": "type `python -m slurm_train completion bash` (or zsh, fish); it prints the script to source",
+    "--experimental-rerun": "a run's configuration is frozen: `python -m slurm_train resume RUN` continues it",
+}
+_REFUSED["-sc"] = _REFUSED["--shell-completion"]
 _CHOICES = {
     "show": ("job", "hydra", "all"),
     "info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
@@ -120,6 +172,8 @@ def _read_flag(name: str, given: str, rest: list[str]) -> dict[str, str | bool]:
     if name in ("--info", "-i"):
         value = given or (rest.pop(0) if rest and rest[0] in _CHOICES["info"] else "all")
         return _checked(name, "info", value)
+    if name in _REFUSED:
+        raise ConfigError(f"Hydra's flag {name} is not one of this program", hint=_REFUSED[name])
     if name not in _FLAGS:
         known = ", ".join(sorted(flag for flag in (*_FLAGS, *_SWITCHES, "--info", "--accept") if flag.startswith("--")))
         raise ConfigError(f"there is no flag {name!r}", hint=f"the flags are {known}; settings are written key=value")
@@ -173,7 +227,7 @@ def _as_typed(key: str, value: str) -> str:
 
 
 def _kind_of(key: str) -> Literal["text", "texts", "flag", "other"]:
-    if key.startswith("cluster.env."):
+    if key.startswith("cluster.env.") or key in _HYDRA_TEXTS:
         return "text"
     if key.startswith(("cluster.sbatch.", "cluster.srun.")):
         return "flag"
@@ -194,7 +248,7 @@ def is_one_value(key: str, value: str) -> bool:
         return _PLAIN_LIST.fullmatch(value) is not None
     if kind == "other" or _SWEEP_CALL.match(value):
         return False
-    return "," not in value or key.startswith("cluster.")
+    return "," not in value or key.startswith("cluster.") or key in _HYDRA_TEXTS
 
 
 def _quoted(text: str) -> str:

@@ -110,6 +110,7 @@ def test_a_cluster_that_the_users_primary_file_chooses_can_be_replaced(tmp_path:
     assert replaced is not None and (replaced.nodes, replaced.gpus_per_node) == (2, 4)
 
 
+SEVERAL = "has several values, and makes a run of each only with -m (--multirun)"
 REFUSALS = [
     ("optim.lrr=3", "there is no configuration key 'optim.lrr'", "did you mean optim.lr or"),
     ("++optim.lrr=3", "there is no configuration key 'optim.lrr'", "did you mean optim.lr or"),
@@ -127,7 +128,21 @@ REFUSALS = [
     ("data=text", "data.path has no value", "set data.path=..."),
     ("--config-dir=/nowhere", "--config-dir '/nowhere' is not a directory", "name a folder with your YAML files"),
     ("foo", "'foo' is neither a verb nor a setting", "settings are written key=value"),
-    ("model=null", "Config group override must be a string or a list. Got NoneType", "`--cfg job` prints every key"),
+    ("model=null", "null is no option of a group", "write ~GROUP to leave a group out"),
+    ("+seed=1", "seed is there already, and + adds a key", "write seed=VALUE, without the +"),
+    (
+        "seed=1,2",
+        "seed=1,2 has several values, and makes a run of each only with -m (--multirun)",
+        "add -m; for one list",
+    ),
+    (
+        "seed=range(3)",
+        "seed=range(3) has several values, and makes a run of each only with -m (--multirun)",
+        "add -m; for",
+    ),
+    ("run.name=${oc.env:NOPE}", "${oc.env:NOPE}: there is no such variable", "set it, or write ${oc.env:NOPE,default}"),
+    ("run.name=${nope:1}", "there is no resolver 'nope' for ${nope:...}", "register one of your own in a module"),
+    ("run.name=${nope}", "${nope} refers to a key that there is not", "`--cfg job` prints every key"),
 ]
 
 

@@ -130,3 +130,26 @@ def test_a_way_around_through_a_users_own_module_ends_at_the_same_place(package:
         file.write("from pickle import loads as loader\n")
     with pytest.raises(ConfigError, match="part of a run"):
         resolve_target(f"{package}.{way}")
+
+
+DIRECTIONS = [
+    ({"_args_": [3, 4]}, (3, 4)),
+    ({"_args_": [3], "y": 5}, (3, 5)),
+    ({"x": 1, "_convert_": "all"}, (1, 0)),
+    ({"x": {"_target_": "fractions.Fraction"}, "_recursive_": False}, ({"_target_": "fractions.Fraction"}, 0)),
+]
+
+
+@pytest.mark.habit("`_target_`, `_args_`, `_partial_`, `_recursive_`, `_convert_`")
+@pytest.mark.parametrize(("keys", "at"), DIRECTIONS, ids=str)
+def test_what_hydras_instantiate_takes_beside_keywords_is_taken(
+    package: str, keys: dict[str, object], at: object
+) -> None:
+    assert instantiate({"_target_": f"{package}.Point", **keys}).at == at
+
+
+def test_a_partial_is_called_later_and_its_keywords_are_checked_now(package: str) -> None:
+    mapping = {"_target_": f"{package}.Point", "_partial_": True, "y": 7}
+    assert instantiate(mapping)(x=1).at == (1, 7)
+    with pytest.raises(ConfigError, match="does not take 'z'"):
+        instantiate({**mapping, "z": 1})

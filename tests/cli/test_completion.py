@@ -1,0 +1,392 @@
+"""What a TAB offers: as values, and by real shells."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from slurm_train.cli.candidates import complete
+from slurm_train.cli.complete import split_line
+from slurm_train.cli.main import VERBS
+from tests.support.command_line import REPOSITORY, Person
+
+BREAKS = " \t\n\"'><=;|&(:"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with runs of two names, a sweep, and configurations of its own."""
+    for run in ("gpt-stdlib/3f9a1c07", "gpt-stdlib/44aa1c07", "mine/55aa1c07", "sweeps/9b1c44e0"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+    (tmp_path / "runs" / "odd" / "$(reboot)").mkdir(parents=True)
+    (tmp_path / "other" / "far" / "66aa1c07").mkdir(parents=True)
+    for name, text in {
+        "study.yaml": "",
+        "model/own.yaml": "_target_: x\nhidden: 3\n",
+        "cluster/jupiter.yaml": "",
+    }.items():
+        (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "site" / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def offered(line: str) -> list[str]:
+    """Returns what a line ending at the cursor is completed to, e.g. for "status 3f"."""
+    *words, current = line.split(" ")
+    return [one.text for one in complete(words, current)]
+
+
+RUNS = ["3f9a1c07", "44aa1c07", "55aa1c07", "gpt-stdlib", "mine"]
+OFFERS = [
+    ("st", ["status"]),
+    ("che", ["checkpoint", "checkpoint."]),
+    ("checkpoint ", ["diff", "export", "gc", "ls", "verify"]),
+    ("checkpoint verify ", [*RUNS, "odd", "$(reboot)"]),
+    ("checkpoint verify 3", ["3f9a1c07"]),
+    ("status gpt-stdlib/", ["gpt-stdlib/3f9a1c07", "gpt-stdlib/44aa1c07"]),
+    ("status 3f9a1c07 4", ["44aa1c07"]),
+    ("status --", ["--help", "--json", "--root"]),
+    ("status --root other ", ["66aa1c07", "far"]),
+    ("status --root=other 6", ["66aa1c07"]),
+    ("status --root ot", ["other/"]),
+    ("status ./ot", ["./other/"]),
+    ("logs -f 5", ["55aa1c07"]),
+    ("logs 3f9a1c07 ", []),
+    ("logs --rank ", []),
+    ("logs 9", []),
+    ("cancel 9", ["9b1c44e0"]),
+    ("resume 9", ["9b1c44e0"]),
+    ("resume 9b1c44e0 --on", ["--only"]),
+    ("resume 9b1c44e0 --only t", ["timeout"]),
+    ("resume 9b1c44e0 --only failed,mi", ["failed,missing"]),
+    ("resume 9b1c44e0 --only=failed,mi", ["--only=failed,missing"]),
+    ("resume 3f9a1c07 optim.b", ["optim.betas="]),
+    ("resume 3f9a1c07 --accept code,da", ["code,data"]),
+    ("collate ", ["9b1c44e0"]),
+    ("collate 9b1c44e0 --format c", ["csv"]),
+    ("completion ", ["bash", "fish", "zsh"]),
+    ("devcluster k", ["kill-node"]),
+    ("nonsense xyz", []),
+    # Settings.
+    ("opt", ["optim."]),
+    ("optim.sch", ["optim.schedule="]),
+    ("plan optim.schedule=", ["optim.schedule=constant", "optim.schedule=cosine"]),
+    ("-m optim.schedule=cosine,", ["optim.schedule=cosine,constant"]),
+    ("train.compile=t", ["train.compile=true"]),
+    ("checkpoint.every_steps=", ["checkpoint.every_steps=auto", "checkpoint.every_steps=null"]),
+    ("mod", ["model.", "model="]),
+    ("model=", ["model=cnn", "model=custom", "model=gpt"]),
+    ("plan -m model=gpt,c", ["model=gpt,cnn", "model=gpt,custom"]),
+    ("model.wi", ["model.width="]),
+    ("model=cnn model.fe", ["model.features="]),
+    ("--config-dir site model=own model.h", ["model.hidden="]),
+    ("--config-dir site model=o", ["model=own"]),
+    ("--config-dir site +cluster=j", ["+cluster=jupiter"]),
+    ("--config-dir site --config-name s", ["study"]),
+    ("+cl", ["+cluster="]),
+    ("+cluster=4", ["+cluster=4x8"]),
+    ("cluster=2", ["cluster=2x8"]),
+    ("cluster.en", ["cluster.env."]),
+    ("+experiment=", ["+experiment=digits"]),
+    ("~mod", ["~model", "~model."]),
+    ("++train.prec", ["++train.precision="]),
+    ("hydra.mode=", ["hydra.mode=MULTIRUN", "hydra.mode=RUN"]),
+    ("hydra/l", ["hydra/launcher="]),
+    ("--cfg ", ["all", "hydra", "job"]),
+    ("--info defaults", ["defaults", "defaults-tree"]),
+    ("--mul", ["--multirun"]),
+    ("data.path=si", ["data.path=site/"]),
+]
+
+
+@pytest.mark.parametrize(("line", "texts"), OFFERS, ids=[line for line, _ in OFFERS])
+def test_a_tab_offers(line: str, texts: list[str], project: Path) -> None:
+    assert sorted(offered(line)) == sorted(texts)
+
+
+def test_an_empty_word_offers_verbs_groups_and_sections(project: Path) -> None:
+    found = offered("")
+    assert set(VERBS) <= set(found) and {"+cluster=", "model=", "data=", "+experiment=", "optim.", "train."} <= set(
+        found
+    )
+    assert len(found) < 60, "a screen"
+
+
+def test_a_folder_that_is_not_there_offers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert offered("status ") == offered("status --root nowhere x") == []
+
+
+def test_what_is_offered_is_accepted(shell: Any) -> None:
+    """No section, key or value is offered that the configuration does not have."""
+    from slurm_train.config.compose import compose
+    from slurm_train.config.words import read_words
+
+    keys = [word for head in offered("") if head.endswith(".") for word in offered(head)]
+    for key in keys:
+        values = offered(key) if key.endswith("=") and not key.startswith(("hydra", "run.root", "data.path")) else []
+        for word in values:
+            cluster = ["+cluster=1x1"] if word.startswith("cluster.") else []
+            if not word.startswith("cluster.python"):
+                compose(read_words([*cluster, word]))
+    assert len(keys) > 80
+
+
+LINES = [
+    ("slurm-train st", (["slurm-train", "st"], "")),
+    ("slurm-train ", (["slurm-train", ""], "")),
+    ('slurm-train "seed=ra', (["slurm-train", "seed=ra"], '"')),
+    ("slurm-train 'a b' c", (["slurm-train", "a b", "c"], "")),
+    (r"slurm-train a\ b", (["slurm-train", "a b"], "")),
+    ("a  b", (["a", "b"], "")),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), LINES)
+def test_a_line_is_cut_as_a_shell_cuts_it(line: str, words: tuple[list[str], str]) -> None:
+    assert split_line(line) == words
+
+
+def load_writer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("write_table", REPOSITORY / ".ci" / "write_completion_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_is_up_to_date() -> None:
+    writer = load_writer()
+    assert writer.MODULE.read_text(encoding="utf-8") == writer.render(), "run: python .ci/write_completion_table.py"
+
+
+MEASURE = """
+import json, resource, sys
+from slurm_train.cli.main import run
+run(["complete", "zsh", *sys.argv[1:]])
+user_s = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+heavy = sorted({"torch", "hydra", "omegaconf", "yaml", "argparse", "subprocess"} & set(sys.modules))
+print(json.dumps({"user_s": user_s, "heavy": heavy}), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("words", [["status", ""], ["optim.l"], ["+cluster="], ["model=cnn", "model."]])
+def test_an_answer_is_quick_and_imports_nothing_heavy(words: list[str], project: Path) -> None:
+    done = Person(project).runs(sys.executable, "-c", MEASURE, *words)
+    facts = json.loads(done.err)
+    assert facts["heavy"] == [] and facts["user_s"] < 0.15 and done.out
+
+
+# Real shells
+
+
+# Answers a TAB; what a person sends off is only repeated.
+PROGRAM = """#!/bin/sh
+case " $* " in *" complete "*|*" completion "*) exec {python} {module} "$@";; esac
+echo "typed:" "$@"
+"""
+
+
+@pytest.fixture
+def programs(project: Path) -> dict[str, str]:
+    """An environment in which slurm-train and python are found."""
+    folder = project / "bin"
+    folder.mkdir()
+    for name, module in (("slurm-train", "-m slurm_train"), ("python", "")):
+        program = folder / name
+        program.write_text(PROGRAM.format(python=sys.executable, module=module))
+        program.chmod(0o755)
+    person = Person(project).environment()
+    return person | {"PATH": f"{folder}:/usr/bin:/bin", "HOME": str(project), "TERM": "xterm"}
+
+
+def script_of(shell_name: str, folder: Path, env: dict[str, str]) -> Path:
+    path = folder / f"completion.{shell_name}"
+    path.write_text(subprocess.check_output(["slurm-train", "completion", shell_name], text=True, env=env, cwd=folder))
+    return path
+
+
+def require(shell_name: str) -> None:
+    if shutil.which(shell_name) is None:
+        pytest.skip(f"{shell_name} is not installed")
+
+
+BASH_DRIVER = """
+source completion.bash
+COMP_LINE=$1 COMP_POINT=${#1} COMP_WORDBREAKS=$' \\t\\n"\\'><=;|&(:'
+read -ra COMP_WORDS <<<"$1"
+[[ $1 == *' ' ]] && COMP_WORDS+=("")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+function=$(complete -p "${COMP_WORDS[0]}" | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+$function "${COMP_WORDS[0]}" "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+IN_BASH = [
+    ("slurm-train sta", ["status "]),
+    ("slurm-train +cluster=4", ["4x8 "]),
+    ("slurm-train optim.sch", ["optim.schedule="]),
+    ("slurm-train resume 9b1c44e0 --only=failed,mi", ["failed,missing "]),
+    ("slurm-train checkpoint verify ", [f"{name} " for name in (*RUNS, "odd")]),
+    ("python -m slurm_train status 3", ["3f9a1c07 "]),
+    ('slurm-train "optim.schedule=co', ['optim.schedule=cosine" ', 'optim.schedule=constant" ']),
+]
+
+
+@pytest.mark.parametrize(("line", "replies"), IN_BASH, ids=[line for line, _ in IN_BASH])
+def test_bash_completes(line: str, replies: list[str], project: Path, programs: dict[str, str]) -> None:
+    script_of("bash", project, programs)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", BASH_DRIVER, "bash", line],
+        cwd=project,
+        env=programs,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sorted(done.stdout.splitlines()) == sorted(replies), done.stderr
+
+
+def _without_colours(text: str) -> str:
+    return re.sub(r"\x1b(\[[0-9;?]*[A-Za-z]|[=>])", "", text)
+
+
+class Terminal:
+    """A shell at a terminal of its own.
+
+    Args:
+        argv: the shell.
+        folder: where it starts.
+        env: its environment.
+    """
+
+    def __init__(self, argv: list[str], folder: Path, env: dict[str, str]) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            argv, stdin=slave, stdout=slave, stderr=slave, cwd=folder, env=env, start_new_session=True
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def types(self, text: str) -> None:
+        self.seen = ""
+        os.write(self.master, text.encode())
+
+    def waits_for(self, text: str, *, within_s: float = 20.0) -> None:
+        deadline = time.monotonic() + within_s
+        while text not in _without_colours(self.seen):
+            assert time.monotonic() < deadline, f"waited for {text!r}, saw {self.seen!r}"
+            if select.select([self.master], [], [], 0.2)[0]:
+                self.seen += os.read(self.master, 4096).decode(errors="replace")
+
+    def leaves(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+@pytest.fixture
+def terminals() -> Iterator[list[Terminal]]:
+    opened: list[Terminal] = []
+    yield opened
+    for one in opened:
+        one.leaves()
+
+
+SHELLS = [
+    ("bash", ["bash", "--norc", "--noprofile", "-i"], "PS1='rea''dy> '; source completion.bash\n"),
+    ("zsh", ["zsh", "-f", "-i"], "PS1='rea''dy> '; autoload -Uz compinit; compinit -u; source completion.zsh\n"),
+]
+# What is typed before each TAB, and what the shell adds.
+KEYS = (
+    [("sta", "tus"), ("3f", "9a1c07"), ("--j", "son")],
+    [("plan optim.sch", "edule="), ("cos", "ine"), ("+cluster=4", "x8")],
+)
+
+
+@pytest.mark.parametrize(("name", "argv", "start"), SHELLS, ids=[name for name, _, _ in SHELLS])
+@pytest.mark.parametrize("program", ["slurm-train", "python -m slurm_train"])
+def test_a_person_types_tab(
+    name: str,
+    argv: list[str],
+    start: str,
+    program: str,
+    project: Path,
+    programs: dict[str, str],
+    terminals: list[Terminal],
+) -> None:
+    require(name)
+    script_of(name, project, programs)
+    terminal = Terminal(argv, project, programs)
+    terminals.append(terminal)
+    terminal.types(start)
+    terminal.waits_for("ready> ")
+    for line in KEYS:
+        terminal.types(f"{program} ")
+        for typed, added in line:
+            terminal.types(f"{typed}\t")
+            terminal.waits_for(added)
+        terminal.types("\n")
+        words = " ".join(typed + added for typed, added in line).replace("= ", "=")
+        terminal.waits_for(f"typed: {program.partition(' ')[2]} {words}".replace("  ", " "))
+        terminal.waits_for("ready> ")
+
+
+def test_an_alias_is_completed_where_bash_is_told_so(project: Path, programs: dict[str, str]) -> None:
+    script_of("bash", project, programs)
+    driver = BASH_DRIVER.replace("COMP_LINE", "complete -F _slurm_train learn\nCOMP_LINE", 1)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", driver, "bash", "learn sta"],
+        cwd=project,
+        env=programs,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "status \n"
+
+
+def test_what_completed_python_before_goes_on(project: Path, programs: dict[str, str]) -> None:
+    script_of("bash", project, programs)
+    before = "_before() { COMPREPLY=(theirs); }; complete -F _before python; "
+    done = subprocess.run(
+        ["bash", "--norc", "-c", before + BASH_DRIVER, "bash", "python scri"],
+        cwd=project,
+        env=programs,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "theirs\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "texts"),
+    [
+        ("slurm-train sta", ["status"]),
+        ("slurm-train status 3", ["3f9a1c07"]),
+        ("python -m slurm_train resume 9b1c44e0 --only fa", ["failed"]),
+        ("slurm-train +cluster=4", ["+cluster=4x8"]),
+    ],
+)
+def test_fish_completes(line: str, texts: list[str], project: Path, programs: dict[str, str]) -> None:
+    require("fish")
+    script_of("fish", project, programs)
+    command = f"source completion.fish; complete -C '{line}'"
+    out = subprocess.check_output(["fish", "--no-config", "-c", command], text=True, env=programs, cwd=project)
+    assert [text.partition("\t")[0] for text in out.splitlines()] == texts
