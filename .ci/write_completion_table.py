@@ -39,6 +39,7 @@ KINDS = {
     "inputs": "path",
     "target": "path",
     "only": "states",
+    "states": "states",
     "accept": "changes",
 }
 # How the name of a word begins that means a run or a sweep.
@@ -165,7 +166,7 @@ def _page_writer() -> Any:
 def render() -> str:
     """Returns the text of the module."""
     from slurm_train.cli.main import VERBS
-    from slurm_train.cli.sweep_table import KINDS as STATES
+    from slurm_train.standing.states import STATE_WORDS
 
     entries: dict[str, dict[str, Any]] = {}
     for verb in VERBS:
@@ -191,7 +192,7 @@ def render() -> str:
             "Flags of a command line of settings.",
             read_settings_flags(),
         ),
-        _table("STATES", "tuple[str, ...]", "What --only takes.", list(STATES)),
+        _table("STATES", "tuple[str, ...]", "Words for the state of a run.", list(STATE_WORDS)),
         _table(
             "KEYS", "dict[str, tuple[str, str]]", "Keys of the configuration: values, and what they mean.", read_keys()
         ),

@@ -97,7 +97,9 @@ def _active_unix_s(run: RunDirectory) -> float:
 
 def add_filters(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that choose runs."""
-    parser.add_argument("--state", metavar="STATE,...", help="only runs in these states, e.g. running,failed")
+    parser.add_argument(
+        "--state", dest="states", metavar="STATE,...", help="only runs in these states, e.g. running,failed"
+    )
     where_help = "only runs with this value of a key of their configuration; several must all hold"
     parser.add_argument("--where", metavar="KEY=VALUE", action="append", default=[], help=where_help)
     parser.add_argument("--last", metavar="N", type=int, help="only the N that were submitted or started last")
@@ -116,7 +118,7 @@ def read_choice(arguments: argparse.Namespace, words: Sequence[str]) -> Choice:
         root=Path(arguments.root),
         words=tuple(words),
         where=tuple(arguments.where),
-        states=read_states(arguments.state, option="--state") if arguments.state is not None else None,
+        states=read_states(arguments.states, option="--state") if arguments.states is not None else None,
         last=arguments.last,
         since_unix_s=read_since(arguments.since, now_unix_s=time.time()) if arguments.since is not None else None,
     )

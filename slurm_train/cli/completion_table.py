@@ -20,6 +20,11 @@ FLAGS: dict[str, dict[str, tuple[str, str]]] = {
     "status": {
         "--help": ("-", "show this help message and exit"),
         "--root": ("path", "root of the runs (default: runs)"),
+        "--watch": ("", "look again every so many seconds (default: 5 on a termina..."),
+        "--state": ("states", "only runs in these states, e.g. running,failed"),
+        "--where": ("", "only runs with this value of a key of their configuration"),
+        "--last": ("", "only the N that were submitted or started last"),
+        "--since": ("", "only those submitted or started since: 90m, 12h, 2d, a date"),
         "--json": ("-", "print JSON"),
     },
     "logs": {
@@ -39,7 +44,7 @@ FLAGS: dict[str, dict[str, tuple[str, str]]] = {
         "--root": ("path", "root of the runs (default: runs)"),
         "--accept": ("changes", "changes to accept: keys or sections, config, code, data"),
         "--config-dir": ("path", "YAML files of your own, for cluster=NAME"),
-        "--only": ("states", "of a sweep: missing, failed, timeout, cancelled, preempte..."),
+        "--only": ("states", "of a sweep: missing, not_started, failed, timeout, cancel..."),
         "--where": ("", "of a sweep: with this value"),
     },
     "collate": {
@@ -159,16 +164,26 @@ SETTINGS_FLAGS: dict[str, tuple[str, str]] = {
 """Flags of a command line of settings."""
 
 STATES: tuple[str, ...] = (
-    "missing",
+    "not_started",
+    "queued",
+    "running",
+    "finishing",
+    "finished",
     "failed",
     "timeout",
     "cancelled",
     "preempted",
     "node_failure",
+    "out_of_memory",
     "stopped",
+    "requeued",
+    "lost",
     "interrupted",
+    "completed",
+    "unknown",
+    "missing",
 )
-"""What --only takes."""
+"""Words for the state of a run."""
 
 KEYS: dict[str, tuple[str, str]] = {
     "seed": ("", "Seed of everything random: weights, order of the samples,..."),

@@ -60,6 +60,8 @@ _OF_PHASE = {phase: RunState(phase.value.replace(" ", "_")) for phase in Phase}
 _OF_REASON = {"done": RunState.COMPLETED, "time_limit": RunState.TIMEOUT}
 # Other words that people have for them.
 _ALIASES = {"missing": RunState.NOT_STARTED, "time_limit": RunState.TIMEOUT, "pending": RunState.QUEUED}
+STATE_WORDS = (*(state.value for state in RunState), "missing")
+"""What one would type for a state."""
 
 
 def state_of_phase(phase: Phase) -> RunState:

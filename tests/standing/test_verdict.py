@@ -121,25 +121,26 @@ def test_state_and_note(job: Any, facts: dict[str, Any], state: str, note: str, 
 
 
 SILENT = [
-    ("fresh heartbeats", {"beats": (beat(0), beat(1, age_s=20))}, "running", ""),
+    ("fresh heartbeats", (0, 20), "running", ""),
     (
         "one rank is silent",
-        {"beats": (beat(0), beat(1, age_s=100))},
+        (0, 100),
         "interrupted",
         "no sign of life from its ranks, and Slurm is not there to ask",
     ),
     (
         "nobody keeps a heartbeat",
-        {},
+        (),
         "interrupted",
         "no sign of life from its ranks, and Slurm is not there to ask",
     ),
 ]
 
 
-@pytest.mark.parametrize(("facts", "state", "note"), [case[1:] for case in SILENT], ids=[case[0] for case in SILENT])
-def test_without_slurm_the_heartbeats_tell(facts: dict[str, Any], state: str, note: str, has_run: Any) -> None:
-    found = standing(has_run, None, answers=False, job_ids=("12",), ledger=attempt(0), **facts)
+@pytest.mark.parametrize(("ages_s", "state", "note"), [case[1:] for case in SILENT], ids=[case[0] for case in SILENT])
+def test_without_slurm_the_heartbeats_tell(ages_s: tuple[int, ...], state: str, note: str, has_run: Any) -> None:
+    beats = tuple(beat(rank, age_s=age_s) for rank, age_s in enumerate(ages_s))
+    found = standing(has_run, None, answers=False, job_ids=("12",), ledger=attempt(0), beats=beats)
     assert (found.state.value, found.note) == (state, note)
 
 
