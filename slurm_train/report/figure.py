@@ -151,7 +151,7 @@ def _across(x: Scale, value: float) -> int:
 def _points(plot: Plot) -> dict[str, Any]:
     """Returns what the read-out shows, curve by curve."""
     curves = [_curve(curve) for curve in plot.curves if len(curve.x)]
-    return {"x": plot.x_label, "isMany": len(curves) > _MANY, "curves": curves}
+    return {"x": plot.x_label, "unit": plot.y_label, "isMany": len(curves) > _MANY, "curves": curves}
 
 
 def _curve(curve: Curve) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from slurm_train.report.table import Cell, cell_of, folded, table
 from slurm_train.slurm.nodelist import compact_nodelist
 
 _MOST_EVENTS = 500
+_SHORT = 24
 _NOT_FACTS = ("event", "attempt", "time_unix_s", "step", "sample_ids", "sentence")
 
 
@@ -24,23 +25,19 @@ def attempts_table(attempts: Sequence[Mapping[str, Any]]) -> Html:
 def _attempt(entry: Mapping[str, Any]) -> list[Cell]:
     start, end = float(entry["time_unix_s"]), float(entry["end_time_unix_s"])
     first, last = as_float(entry.get("first_step")), as_float(entry.get("last_step"))
-    steps = "-" if last is None else f"{first or 0:.0f} to {last:.0f}"
-    is_open = bool(entry.get("is_open"))
     code = as_float(entry.get("exit_code"))
-    note = str(entry.get("note", ""))
+    nodes = _nodes(entry.get("nodes"))
     return [
         cell_of(entry.get("attempt")),
         Cell(str(entry.get("job_id") or "-")),
-        Cell(folded(_nodes(entry.get("nodes")))),
+        Cell(folded(nodes), None, "time" if len(nodes) < _SHORT else ""),
         cell_of(entry.get("world_size")),
         Cell(moment(start), start, "time"),
         Cell(duration(end - start), end - start, "num"),
-        Cell(steps, last, "num"),
-        Cell(
-            "no end on record" if is_open else f"{entry.get('reason', '-')}" + (f" (code {code:.0f})" if code else "")
-        ),
+        Cell("-" if last is None else f"{first or 0:.0f} to {last:.0f}", last, "num"),
+        Cell(str(entry.get("reason", "-")) + (f" (code {code:.0f})" if code else "")),
         Cell(str(entry.get("action", "-"))),
-        Cell(folded(note), None, "words"),
+        Cell(folded(str(entry.get("note", ""))), None, "words"),
     ]
 
 

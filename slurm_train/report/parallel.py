@@ -95,7 +95,7 @@ def parallel(trials: Sequence[Trial], axes: Sequence[Axis], metric: str) -> Html
             "p",
             "Drag along an axis to keep only the runs that pass there, click it to let go; the curves and the table "
             "follow. Dashed: no value.",
-            class_="note",
+            class_="note on-screen",
         ),
         tag("script", as_json(texts), type="application/json"),
         id="parallel",

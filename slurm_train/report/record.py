@@ -121,7 +121,9 @@ def read_record(run: RunDirectory, verdict: Verdict, *, now_unix_s: float) -> Ru
 def read_attempts(run: RunDirectory, verdict: Verdict, *, now_unix_s: float) -> list[Mapping[str, Any]]:
     """Returns the ledger, every attempt with an end as far as it is known; see `RunRecord.attempts`."""
     ledger = [entry for entry in _ledger(run) if as_float(entry.get("time_unix_s")) is not None]
-    return [_closed(run, entry, ledger[:index], verdict, now_unix_s) for index, entry in enumerate(ledger)]
+    # Only the newest attempt can be the one that runs.
+    until = [None] * (len(ledger) - 1) + [now_unix_s if verdict.is_active else None]
+    return [_closed(run, entry, ledger[:index], until[index]) for index, entry in enumerate(ledger)]
 
 
 def _ledger(run: RunDirectory) -> list[dict[str, Any]]:
@@ -159,17 +161,20 @@ def _stored(run: RunDirectory) -> list[Stored]:
 
 
 def _closed(
-    run: RunDirectory,
-    entry: Mapping[str, Any],
-    before: Sequence[Mapping[str, Any]],
-    verdict: Verdict,
-    now_unix_s: float,
+    run: RunDirectory, entry: Mapping[str, Any], before: Sequence[Mapping[str, Any]], now_unix_s: float | None
 ) -> Mapping[str, Any]:
-    """Returns an attempt with an end and seconds per cause, as far as files tell where its end line is missing."""
+    """Returns an attempt with an end and seconds per cause, as far as files tell where its end line is missing.
+
+    Args:
+        run: the run.
+        entry: the attempt.
+        before: those before it.
+        now_unix_s: the time of day if it runs; None: nobody closed it, though it is over.
+    """
     if as_float(entry.get("end_time_unix_s")) is not None:
         return entry
     attempt, start = int(entry["attempt"]), float(entry["time_unix_s"])
-    end = now_unix_s if verdict.is_active else _last_sign(run, attempt, start)
+    end = _last_sign(run, attempt, start) if now_unix_s is None else now_unix_s
     step_before = max((int(as_float(one.get("last_step")) or 0) for one in before), default=0)
     try:
         seconds = read_account(run, attempt, start_unix_s=start, end_unix_s=end, step_before=step_before)
@@ -177,7 +182,8 @@ def _closed(
         seconds = {}
     # What came after the last account is not known to be the end.
     seconds.pop("end_s", None)
-    return {**entry, **seconds, "end_time_unix_s": end, "is_open": True}
+    reason = "no end on record" if now_unix_s is None else "running"
+    return {**entry, **seconds, "end_time_unix_s": end, "is_open": True, "reason": reason}
 
 
 def _last_sign(run: RunDirectory, attempt: int, start: float) -> float:

@@ -47,7 +47,8 @@ def run_page(record: RunRecord) -> str:
 
 def _head(record: RunRecord, bars: Sequence[Bar]) -> Html:
     verdict = record.verdict
-    sentence = verdict.note or ("the run is finished" if verdict.state == "finished" else "")
+    # Of a run that runs, the note names its nodes.
+    sentence = f"on {verdict.note}" if verdict.is_active and verdict.note else verdict.note
     return join(
         tag("h1", tag("span", record.run.name, class_="name"), tag("code", record.run.run_id), chip(verdict.state)),
         tag("p", sentence, class_="sentence bad" if mood(verdict.state) == BAD else "sentence") if sentence else None,

@@ -21,7 +21,7 @@ from slurm_train.report.timeline_figure import sums
 from slurm_train.report.trials import Trial, best_trial
 
 _MOST_FAILURES = 200
-_RENAMED = {"gpu_hours": "device hours", "index": "run"}
+_RENAMED = {"gpu_hours": "device hours", "index": "run", "run": "id"}
 
 
 def sweep_page(record: SweepRecord) -> str:
@@ -33,7 +33,7 @@ def sweep_page(record: SweepRecord) -> str:
         title=f"sweep {record.sweep.sweep_id}: {len(trials)} runs",
         head=_head(record),
         sections=[
-            Section("failures", "Runs that failed", _failures(trials)),
+            Section("failures", "Ended without a result", _failures(trials)),
             Section("values", "Values and results", join(_values(record), plots([figure(best)]))),
             Section("curves", "Curves", plots([figure(plot) for plot in run_curves(trials, record.metric)])),
             Section("runs", "Runs", _runs(record)),

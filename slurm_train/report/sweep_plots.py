@@ -52,10 +52,9 @@ def best_so_far(trials: Sequence[Trial], metric: str) -> Plot:
     ]
     return Plot(
         key="best",
-        title="Best so far",
+        title=f"Best so far: {metric.replace('_', ' ')}",
         curves=[Curve(name="best so far", x=x, y=y), runs] if valued else [],
         x_label="runs that have ended, in order",
-        y_label=metric.replace("_", " "),
         marks=failed[:_MOST_MARKS],
         note="" if valued else "no run has a value yet",
     )

@@ -83,7 +83,6 @@ def device_s(bars: Sequence[Bar]) -> float:
 def _bar(entry: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Bar:
     start, end = float(entry["time_unix_s"]), float(entry["end_time_unix_s"])
     seconds = _seconds(entry, held_s=max(0.0, end - start))
-    is_open = bool(entry.get("is_open"))
     own = [event for event in events if event.get("attempt") == entry["attempt"]]
     moments = ((as_float(event.get("time_unix_s")), str(event.get("event", "event"))) for event in own)
     return Bar(
@@ -92,8 +91,8 @@ def _bar(entry: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Bar:
         end_unix_s=max(start, end),
         world_size=int(as_float(entry.get("world_size")) or 1),
         seconds=seconds,
-        reason="no end on record" if is_open else str(entry.get("reason", "ended")),
-        is_open=is_open,
+        reason=str(entry.get("reason", "ended")),
+        is_open=bool(entry.get("is_open")),
         events=[(moment, name) for moment, name in moments if moment is not None],
     )
 

@@ -34,7 +34,7 @@ def test_every_run_is_a_line_and_a_row(tmp_path: Path) -> None:
     assert places == ["0.0370,0.0370,0.9630", "0.5000,0.0370,0.0370", "0.9630,0.0370,0.5000", "0.0370,0.9630,"]
     assert "q0" in (lines["1"].attributes["class"] or "") and "failed" in (lines["3"].attributes["class"] or "")
     (table,) = page.of("table", class_="runs")
-    assert table.text.startswith("runrunoptim.lrseedstatebest eval loss")
+    assert table.text.startswith("runidoptim.lrseedstatebest eval loss")
     assert page.problems == []
 
 

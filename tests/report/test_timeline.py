@@ -50,7 +50,13 @@ def test_code_of_ones_own_has_no_causes(tmp_path: Path) -> None:
 
 def test_a_running_attempt_lasts_until_now(tmp_path: Path) -> None:
     (bar,) = bars_in(tmp_path, ended(0)[:1], Verdict("running"))
-    assert (bar.is_open, bar.held_s) == (True, 1000.0)
+    assert (bar.is_open, bar.held_s, bar.reason) == (True, 1000.0, "running")
+
+
+def test_only_the_newest_attempt_can_be_the_one_that_runs(tmp_path: Path) -> None:
+    first, second = bars_in(tmp_path, [*ended(0)[:1], *ended(1)[:1]], Verdict("running"))
+    assert (first.reason, first.held_s) == ("no end on record", 0.0)
+    assert (second.reason, second.held_s) == ("running", 780.0)
 
 
 def test_an_attempt_that_nobody_closed_lasts_until_it_was_last_heard_of(tmp_path: Path) -> None:

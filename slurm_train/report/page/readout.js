@@ -103,8 +103,9 @@
       for (const [curve, index] of found) {
         if (Math.abs(curve.x[index] - anchor) > reach) continue;
         const band = curve.low ? " (" + format(curve.low[index]) + " to " + format(curve.high[index]) + ")" : "";
+        const unit = points.unit ? " " + points.unit : "";
         const where = curve.x[index] === anchor ? "" : " at " + format(curve.x[index]);
-        rows.push(line(curve.name, format(curve.y[index]) + band + where, curve.colour + " " + curve.kind));
+        rows.push(line(curve.name, format(curve.y[index]) + unit + band + where, curve.colour + " " + curve.kind));
         add("spot " + curve.colour, at(frame, "x", curve.x[index]), at(frame, "y", curve.y[index]));
       }
       window.readout.show(event, rows);
