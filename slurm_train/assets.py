@@ -1,6 +1,7 @@
-"""Where the files that ship with the package lie: `conf/` and `sbatch_templates/`.
+"""Where the files that ship with the package lie: `conf/`, `sbatch_templates/` and what a report is made of.
 
-They stand at the top level of a checkout and inside the package of a wheel; both are looked up here and nowhere else.
+The first two stand at the top level of a checkout and inside the package of a wheel, the last is always inside it; all
+are looked up here and nowhere else.
 """
 
 from __future__ import annotations
@@ -24,4 +25,9 @@ def asset_dir(name: str) -> Path:
 
 def read_template(name: str) -> str:
     """Returns the text of a file in `sbatch_templates/`, e.g. "run.sh"."""
-    return (asset_dir("sbatch_templates") / name).read_text(encoding="utf-8")
+    return read_asset("sbatch_templates", name)
+
+
+def read_asset(folder: str, name: str) -> str:
+    """Returns the text of a shipped file, e.g. of "page.css" in "report/page"."""
+    return (asset_dir(folder) / name).read_text(encoding="utf-8")

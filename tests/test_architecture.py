@@ -29,7 +29,7 @@ LAYERS = [
 ]
 
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
-TORCH_FREE_ROOMS = ("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster", "standing")
+TORCH_FREE_ROOMS = ("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster", "standing", "report")
 TORCH_FREE_MODULES = (
     "errors",
     "assets",
@@ -41,6 +41,8 @@ TORCH_FREE_MODULES = (
     "checkpoint.manifest",
     "checkpoint.commit",
     "checkpoint.retention",
+    "metrics.best",
+    "metrics.series",
     "metrics.writer",
     "train.script",
 )
@@ -309,13 +311,16 @@ def test_the_wheel_holds_the_package_its_configurations_and_templates(wheel: lis
         files = [path for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
         assert files
         assert {f"{PACKAGE}/{path.relative_to(REPOSITORY)}" for path in files} <= set(wheel)
+    page = [path for path in (tree.root / "report" / "page").iterdir() if path.is_file()]
+    assert {path.suffix for path in page} == {".html", ".css", ".js"}
+    assert {f"{PACKAGE}/{path.relative_to(tree.root)}" for path in page} <= set(wheel)
 
 
 def test_the_wheel_holds_nothing_else(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
     assert tops - {PACKAGE} == {name for name in tops if name.endswith(".dist-info")}
     endings = {Path(name).suffix for name in wheel if name.startswith(f"{PACKAGE}/")}
-    assert endings <= {".py", ".yaml", ".sh", ".typed"}
+    assert endings <= {".py", ".yaml", ".sh", ".typed", ".html", ".css", ".js"}
     assert not [name for name in wheel if "test" in name.lower() or "__pycache__" in name]
 
 

@@ -14,6 +14,7 @@ from slurm_train.cli.arguments import build_run_parser
 from slurm_train.cli.display import note
 from slurm_train.cli.survey import look_once
 from slurm_train.errors import ConfigError, RunError
+from slurm_train.metrics.best import largest_is_best
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import write_atomic
@@ -29,8 +30,6 @@ examples:
   python -m slurm_train collate 9b1c44e0 --out results.parquet    needs pyarrow
 """
 _FORMATS = {"csv": "csv", "md": "markdown", "parquet": "parquet"}
-# Of these the largest value is the best; of all other metrics the smallest.
-_LARGEST_IS_BEST = ("accuracy", "mfu", "_per_s", "score", "reward")
 
 Cells = dict[str, Any]
 
@@ -84,7 +83,7 @@ def _metrics(run: RunDirectory) -> Cells:
                 values.setdefault(key, []).append((step, float(value)))
     cells: Cells = {"step": step}
     for key, series in values.items():
-        pick = max if any(word in key for word in _LARGEST_IS_BEST) else min
+        pick = max if largest_is_best(key) else min
         best_step, best = pick(series, key=lambda point: point[1])
         cells |= {f"last_{key}": series[-1][1], f"best_{key}": best, f"best_{key}_step": best_step}
     return cells

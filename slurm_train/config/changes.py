@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from slurm_train.config.identity import NOT_IDENTITY, identity
 from slurm_train.config.schema import RunConfig
-from slurm_train.config.structure import to_mapping
+from slurm_train.config.structure import flat, to_mapping
 
 Kind = Literal["harmless", "training", "impossible"]
 
@@ -69,7 +69,7 @@ def is_below(key: str, name: str) -> bool:
 def trained_settings(config: RunConfig, *, global_size: int) -> dict[str, Any]:
     """Returns what decides the training, by dotted key: what a checkpoint keeps about its configuration."""
     # As it comes back from a manifest: JSON has neither tuples nor infinities.
-    text = json.dumps(_flat(identity(config, global_size=global_size)), default=str)
+    text = json.dumps(flat(identity(config, global_size=global_size)), default=str)
     plain: dict[str, Any] = json.loads(text, parse_constant=str)
     return plain
 
@@ -88,7 +88,7 @@ def all_changes(
     """
     before = trained_settings(old, global_size=old_global_size) if trained is None else trained
     found = training_changes(before, trained_settings(new, global_size=new_global_size))
-    others = _flat(to_mapping(old)), _flat(to_mapping(new))
+    others = flat(to_mapping(old)), flat(to_mapping(new))
     keys = [key for key in _keys(*others) if any(is_below(key, left_out) for left_out in NOT_IDENTITY)]
     pairs = ((key, _get(others[0], key), _get(others[1], key)) for key in keys)
     return found + [Change(key, was, now, "harmless") for key, was, now in pairs if was != now]
@@ -127,16 +127,6 @@ def _kind_of(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Kind:
     return "harmless" if moved or key in _DATA_HARMLESS else "training"
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            flat |= _flat(item, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = item
-    return flat
-
-
 def _keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     keys = [*old, *(key for key in new if key not in old)]
     # A section that is null on one side is one change, not one for each of its keys.
@@ -151,8 +141,8 @@ def _parents(key: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
-def _get(flat: Mapping[str, Any], key: str) -> Any:
-    if key in flat:
-        return flat[key]
-    below = {name[len(key) + 1 :]: value for name, value in flat.items() if is_below(name, key)}
+def _get(values: Mapping[str, Any], key: str) -> Any:
+    if key in values:
+        return values[key]
+    below = {name[len(key) + 1 :]: value for name, value in values.items() if is_below(name, key)}
     return below or None

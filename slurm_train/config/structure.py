@@ -48,6 +48,17 @@ def to_mapping(value: Any) -> Any:
     return value
 
 
+def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns a nested mapping by dotted keys, e.g. {"optim.lr": 0.003}; an empty mapping stays a value."""
+    found: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
 def unknown_key_error(key: str, known: Iterable[str]) -> ConfigError:
     """Returns the error for a key that does not exist, with the nearest ones that do."""
     nearest = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurm_train.rundir.files import read_lines
 
@@ -76,40 +76,71 @@ def end_torn_line(descriptor: int, path: Path) -> None:
             os.write(descriptor, b"\n")
 
 
+class Head(NamedTuple):
+    """What decides whether a line counts."""
+
+    attempt: int
+    step: int
+    trains: bool
+    """It is the line of a step, not of an evaluation."""
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Returns the lines that count, in step order: a newer attempt supersedes older ones from its first step on.
 
     Args:
         path: a metrics.jsonl; an absent one has no lines.
     """
-    lines = [line for line in read_lines(path) if "step" in line and "attempt" in line]
-    kept: list[dict[str, Any]] = []
+    lines = list(metric_lines(path))
+    return [lines[position] for position in counting([head_of(line) for line in lines])]
+
+
+def metric_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields all lines of a metrics.jsonl as they were written, superseded ones included."""
+    return (line for line in read_lines(path) if type(line.get("step")) is int and type(line.get("attempt")) is int)
+
+
+def head_of(line: Mapping[str, Any]) -> Head:
+    """Returns what decides whether a line counts."""
+    return Head(line["attempt"], line["step"], "loss" in line)
+
+
+def counting(heads: Sequence[Head]) -> list[int]:
+    """Returns the positions of the lines that count, in step order.
+
+    Args:
+        heads: of all lines, as they were written.
+    """
+    positions: dict[int, list[int]] = {}
+    for position, head in enumerate(heads):
+        positions.setdefault(head.attempt, []).append(position)
+    kept: list[int] = []
     first_step = first_evaluation = float("inf")
-    for attempt in sorted({line["attempt"] for line in lines}, reverse=True):
-        of_attempt = _newest_of(line for line in lines if line["attempt"] == attempt)
-        steps = [line for line in of_attempt if "loss" in line]
-        evaluations = [line for line in of_attempt if "loss" not in line]
+    for attempt in sorted(positions, reverse=True):
+        of_attempt = _newest_of(positions[attempt], heads)
+        steps = [position for position in of_attempt if heads[position].trains]
+        evaluations = [position for position in of_attempt if not heads[position].trains]
         # An attempt may begin by repeating the evaluation of the very step it resumed from; that step itself stays.
         limit = min(first_step, first_evaluation)
         kept = (
             sorted(
-                [line for line in steps if line["step"] < first_step]
-                + [line for line in evaluations if line["step"] < limit],
-                key=lambda line: line["step"],
+                [position for position in steps if heads[position].step < first_step]
+                + [position for position in evaluations if heads[position].step < limit],
+                key=lambda position: heads[position].step,
             )
             + kept
         )
-        first_step = min([first_step, *(line["step"] for line in steps)])
-        first_evaluation = min([first_evaluation, *(line["step"] for line in evaluations)])
+        first_step = min([first_step, *(heads[position].step for position in steps)])
+        first_evaluation = min([first_evaluation, *(heads[position].step for position in evaluations)])
     return kept
 
 
-def _newest_of(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _newest_of(positions: Iterable[int], heads: Sequence[Head]) -> list[int]:
     """Returns an attempt's lines without those of steps that it went back behind (a rollback)."""
-    kept: list[dict[str, Any]] = []
-    for line in lines:
-        if "loss" in line:
-            while kept and kept[-1]["step"] >= line["step"]:
+    kept: list[int] = []
+    for position in positions:
+        if heads[position].trains:
+            while kept and heads[kept[-1]].step >= heads[position].step:
                 kept.pop()
-        kept.append(line)
+        kept.append(position)
     return kept

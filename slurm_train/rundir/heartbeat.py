@@ -15,6 +15,7 @@ import re
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,8 @@ class Heartbeat:
         self.phase = "start"
         self.marks = 0
         self.settled = False
+        self.also: Callable[[], None] | None = None
+        """Called after each beat, in the heartbeat's thread: what else is to be written now and then."""
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -154,6 +157,8 @@ class _Writer:
             self._flushed = now
             os.fdatasync(self._file)
         self._look_at_own_progress(now)
+        if self._heart.also is not None:
+            self._heart.also()
 
     def _record(self) -> bytes:
         heart = self._heart

@@ -124,6 +124,16 @@ class RunDirectory:
         return self.path / "events.jsonl"
 
     @property
+    def saves(self) -> Path:
+        """What each checkpoint took: one JSON object per save."""
+        return self.path / "saves.jsonl"
+
+    @property
+    def report(self) -> Path:
+        """The page that `report` writes."""
+        return self.path / "report.html"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard events."""
         return self.path / "tensorboard"
@@ -139,6 +149,10 @@ class RunDirectory:
     def heartbeat(self, attempt: int, rank: int) -> Path:
         """What one rank is doing right now."""
         return self.attempt_logs(attempt) / f"heartbeat_{rank}"
+
+    def step_times(self, attempt: int, rank: int) -> Path:
+        """How long one rank's steps took in one attempt."""
+        return self.attempt_logs(attempt) / f"step_times_{rank}.json"
 
     def stacks(self, attempt: int, rank: int) -> Path:
         """Where one rank's threads stood when it had made no progress for long."""

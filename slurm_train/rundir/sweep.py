@@ -105,6 +105,11 @@ class SweepDirectory:
         return self.path / "arrays"
 
     @property
+    def report(self) -> Path:
+        """The page that `report` writes."""
+        return self.path / "report.html"
+
+    @property
     def stop_file(self) -> Path:
         """Asks a sweep on this machine to start no further run."""
         return self.path / "STOP"

@@ -8,6 +8,7 @@ expanded where Slurm 22.05 refuses it, and text that scontrol turns into nonsens
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from slurm_train.errors import ClusterError
 
@@ -19,6 +20,7 @@ _MAX_DIGITS = 18
 _SEPARATOR = re.compile(r"[, \t\n]+")
 _LITERAL = re.compile(r"[A-Za-z0-9._-]+")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,15})")
 _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
@@ -54,6 +56,36 @@ def parse_nodelist(text: str) -> list[str]:
             raise NodeListError(text, end, f"unexpected {text[end]!r}")
         position = _skip_separators(text, end)
     return hosts
+
+
+def compact_nodelist(hosts: Sequence[str]) -> str:
+    """Returns hosts in the compact form, e.g. ["n8", "n9", "n10", "m1"] -> "n[8-10],m1"; for people to read.
+
+    The order is kept, so `parse_nodelist` gives the same hosts back, but for names that Slurm does not know of.
+    """
+    parts: list[str] = []
+    for prefix, numbers in _runs_of_numbers(hosts):
+        first, last = numbers[0], numbers[-1]
+        parts.append(f"{prefix}{first}" if len(numbers) == 1 else f"{prefix}[{first}-{last}]")
+    return ",".join(parts)
+
+
+def _runs_of_numbers(hosts: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Returns neighbours that differ in a last number counting upwards: their common beginning and their numbers."""
+    found: list[tuple[str, list[str]]] = []
+    for host in hosts:
+        match = _NUMBERED.fullmatch(host)
+        prefix, digits = (match[1], match[2]) if match else (host, "")
+        if found and digits and found[-1][0] == prefix and _follows(found[-1][1][-1], digits):
+            found[-1][1].append(digits)
+        else:
+            found.append((prefix, [digits]))
+    return found
+
+
+def _follows(digits: str, other: str) -> bool:
+    # Slurm takes the width from the range's first number, so 08 to 10 is one range and 9 to 010 is none.
+    return bool(digits) and other == str(int(digits) + 1).zfill(len(digits))
 
 
 def parse_tasks_per_node(text: str) -> list[int]:

@@ -40,6 +40,7 @@ class SavingBeside:
         """Seconds from the hand-over of the newest good save to its end on disk."""
         self._saver, self._buffers = saver, buffers
         self._news: list[str] = []
+        self._ended: list[Outcome] = []
 
     def prepare(self, tensors: list[Tensor]) -> None:
         """Makes the first save as cheap as the later ones: memory and imports, beside the training."""
@@ -82,6 +83,7 @@ class SavingBeside:
         outcome = self._saver.wait()
         assert outcome is not None
         if isinstance(outcome.result, Exception):
+            self._ended.append(outcome)
             raise _error_of(outcome) from outcome.result
         self._take(outcome)
 
@@ -107,6 +109,11 @@ class SavingBeside:
         news, self._news = self._news, []
         return news
 
+    def ended(self) -> list[Outcome]:
+        """Returns the saves that have been taken note of, each once."""
+        ended, self._ended = self._ended, []
+        return ended
+
     def hold_changes(self) -> None:
         """Makes the next change of the tensors wait until they are copied; costs the host nothing."""
         self._buffers.hold_changes()
@@ -117,6 +124,7 @@ class SavingBeside:
 
     def _take(self, outcome: Outcome) -> None:
         result = outcome.result
+        self._ended.append(outcome)
         if not isinstance(result, Exception):
             self.last_save_s = outcome.duration_s
             self._news += result.problems

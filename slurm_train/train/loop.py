@@ -18,6 +18,7 @@ from slurm_train.data.stream import MicroBatch
 from slurm_train.distributed.seeds import mix
 from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.rundir.step_times import StepTimes
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.health import Finding, Health
 from slurm_train.train.recorder import Recorder
@@ -51,6 +52,7 @@ class LoopParts:
     """Called once, after the first step."""
     health: Health
     heartbeat: Heartbeat
+    step_times: StepTimes
     check_replicas: Callable[[int], None]
     """Raises on every rank if the ranks' parameters differ; given the step. Collective."""
 
@@ -113,6 +115,7 @@ class Loop:
             gc.unfreeze()
             gc.enable()
             self._book()
+            self._parts.step_times.keep()
         finished = self.position.step >= self._pace.max_steps and not self.position.evaluation_due
         if finished or self._may_save():
             self._save_last()
@@ -157,12 +160,21 @@ class Loop:
         facts = StepFacts(step, samples, self._parts.schedule.lr_at(samples), limit)
         self._parts.heartbeat.step = step
         self._digest = 0
-        result = self._parts.stepper.step(facts, self._batches)
+        result = self._timed(facts)
         if pace.digest:
             self._digests[step] = _sum_over_ranks(self._digest)
         position.step, position.samples = step, samples
         if result is not None:
             self._take(result)
+
+    def _timed(self, facts: StepFacts) -> StepResult | None:
+        """Takes the step; an attempt's first is not counted, its time is start-up."""
+        stepper, start = self._parts.stepper, self._clock()
+        waited_s = stepper.data_wait_s
+        result = stepper.step(facts, self._batches)
+        if self._settled:
+            self._parts.step_times.add(self._clock() - start, stepper.data_wait_s - waited_s)
+        return result
 
     def _take(self, result: StepResult) -> None:
         """Reads a step's reduced values; on a GPU they are the previous step's, on every rank alike."""

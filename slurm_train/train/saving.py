@@ -22,11 +22,13 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.saves import SaveLog
 from slurm_train.train.beside import SavingBeside
 from slurm_train.train.continuity import Continuity
 from slurm_train.train.evaluate import broadcast_buffers
 
 if TYPE_CHECKING:
+    from slurm_train.checkpoint.background import Outcome
     from slurm_train.checkpoint.load import Choice
     from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
     from slurm_train.checkpoint.save import Saved
@@ -82,6 +84,8 @@ class Checkpointer:
     clock: Callable[[], float] = time.monotonic
     local: LocalSaves | None = None
     """Periodic checkpoints go to the nodes' own disks first."""
+    log: SaveLog | None = None
+    """Rank 0's record of the saves."""
     blocked_s: float = 0.0
     """Seconds that saves have kept the training waiting."""
     longest_save_s: float = 0.0
@@ -151,16 +155,17 @@ class Checkpointer:
         """
         start = self.clock()
         if self.beside is None:
-            self._work(self._own_state(), position)()
-            self.longest_save_s = max(self.longest_save_s, self.clock() - start)
-        else:
-            self.beside.finish()
-            state = self._own_state()
-            if self.beside.must_copy:
-                state = self.beside.copy(state, changes_at_once=False)
+            self._save_now(position, local=None)
+            return
+        self.beside.finish()
+        state = self._own_state()
+        if self.beside.must_copy:
+            state = self.beside.copy(state, changes_at_once=False)
+        try:
             self.beside.run(self._work(state, position), step=position.step)
+        finally:
+            self._stood_still(position.step, self.clock() - start)
             self._measure()
-        self.blocked_s += self.clock() - start
 
     def save_soon(self, position: Position) -> None:
         """Saves this moment while training goes on; returns when it is copied. `news` tells if it failed.
@@ -169,11 +174,7 @@ class Checkpointer:
             SlurmTrainError: the save before it failed in a way that ends the run.
         """
         if self.beside is None:
-            start = self.clock()
-            self._work(self._own_state(), position, local=self.local)()
-            took_s = self.clock() - start
-            self.blocked_s += took_s
-            self.longest_save_s = max(self.longest_save_s, took_s)
+            self._save_now(position, local=self.local)
             return
         start = self.clock()
         self.beside.finish()
@@ -181,7 +182,7 @@ class Checkpointer:
         has_statistics = any(True for _ in self.model.buffers())
         copied = self.beside.copy(self._own_state(), changes_at_once=has_statistics)
         self.beside.start(self._work(copied, position, local=self.local), step=position.step)
-        self.blocked_s += self.clock() - start
+        self._stood_still(position.step, self.clock() - start)
 
     def prepare(self) -> None:
         """Makes the first save as cheap as the later ones, beside the training; not collective.
@@ -214,8 +215,26 @@ class Checkpointer:
         """Seconds until the newest background save was on disk; None before it is, and without background saves."""
         return None if self.beside is None else self.beside.last_save_s
 
+    def _save_now(self, position: Position, *, local: LocalSaves | None) -> None:
+        """Saves while the training waits, without a thread."""
+        start = self.clock()
+        saved = self._work(self._own_state(), position, local=local)()
+        took_s = self.clock() - start
+        self.longest_save_s = max(self.longest_save_s, took_s)
+        self._stood_still(position.step, took_s)
+        if self.log is not None:
+            self.log.ended(position.step, num_bytes=saved.num_bytes, save_s=took_s)
+
+    def _stood_still(self, step: int, seconds: float) -> None:
+        self.blocked_s += seconds
+        if self.log is not None:
+            self.log.stalled(step, seconds)
+
     def _measure(self) -> None:
         self.longest_save_s = max(self.longest_save_s, self.last_save_s or 0.0)
+        for outcome in () if self.beside is None else self.beside.ended():
+            if self.log is not None:
+                _write_down(outcome, self.log)
 
     @property
     def fatal(self) -> Exception | None:
@@ -306,3 +325,9 @@ class Checkpointer:
                 **self.continuity.as_extra(),
             },
         )
+
+
+def _write_down(outcome: Outcome, log: SaveLog) -> None:
+    result = outcome.result
+    num_bytes, error = (0, str(result)) if isinstance(result, Exception) else (result.num_bytes, "")
+    log.ended(outcome.step, num_bytes=num_bytes, save_s=outcome.duration_s, error=error)

@@ -26,6 +26,8 @@ from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics.progress import Display, open_display
 from slurm_train.models.objective import Objective
+from slurm_train.rundir.saves import SaveLog
+from slurm_train.rundir.step_times import StepTimes
 from slurm_train.rundir.timing import Spent, account_path
 from slurm_train.train.beside import build_saving_beside
 from slurm_train.train.build import (
@@ -160,6 +162,7 @@ def build_loop(
         on_first_step=lambda: _after_first_step(rank_run, checkpointer),
         health=health,
         heartbeat=start.heartbeat,
+        step_times=build_step_times(start),
         check_replicas=lambda step: check_replicas(
             built.model.parameters(), step=step, device=rank_run.device, host=start.place.host
         ),
@@ -243,6 +246,14 @@ def build_pace(rank_run: RankRun) -> LoopPace:
     )
 
 
+def build_step_times(start: RankStart) -> StepTimes:
+    """Returns this rank's counts of step times, which its heartbeat writes down now and then."""
+    place = start.place
+    times = StepTimes(start.run, start.attempt, rank=place.rank, host=place.host, clock=start.clock)
+    start.heartbeat.also = times.keep_when_due
+    return times
+
+
 def build_stepper(
     rank_run: RankRun,
     module: TrainingModule,
@@ -301,6 +312,7 @@ def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
         if settings.background
         else None,
         local=build_local_saves(start),
+        log=SaveLog(start.run, start.attempt) if start.place.is_first else None,
     )
 
 

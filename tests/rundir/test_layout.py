@@ -35,6 +35,8 @@ def test_the_names_of_the_contract() -> None:
         "lock": "lock.json",
         "events": "events.jsonl",
         "tensorboard": "tensorboard",
+        "saves": "saves.jsonl",
+        "report": "report.html",
     }
     assert run.rank_log(2, 31) == run.path / "logs" / "attempt_2" / "rank_31.log"
 

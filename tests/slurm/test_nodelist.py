@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.nodelist import NodeListError, parse_nodelist, parse_tasks_per_node
+from slurm_train.slurm.nodelist import NodeListError, compact_nodelist, parse_nodelist, parse_tasks_per_node
 
 
 @pytest.mark.parametrize(
@@ -98,3 +100,25 @@ def test_tasks_per_node(text: str, counts: list[int]) -> None:
 def test_malformed_task_counts_are_refused(text: str) -> None:
     with pytest.raises(NodeListError, match="is not a Slurm list"):
         parse_tasks_per_node(text)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "text"),
+    [
+        ([], ""),
+        (["vm"], "vm"),
+        (["n8", "n9", "n10", "m1"], "n[8-10],m1"),
+        (["n08", "n09", "n10"], "n[08-10]"),
+        (["n9", "n010"], "n9,n010"),
+        (["n2", "n1"], "n2,n1"),
+        (["rack1-n1", "rack1-n2", "rack2-n1"], "rack1-n[1-2],rack2-n1"),
+        (["a", "a"], "a,a"),
+    ],
+)
+def test_hosts_are_written_in_the_compact_form(hosts: list[str], text: str) -> None:
+    assert compact_nodelist(hosts) == text
+
+
+@given(st.lists(st.from_regex(r"[a-z]{1,2}(-[a-z])?[0-9]{0,3}", fullmatch=True), max_size=12))
+def test_the_compact_form_gives_the_hosts_back(hosts: list[str]) -> None:
+    assert parse_nodelist(compact_nodelist(hosts)) == hosts

@@ -14,6 +14,9 @@ import pytest
 
 from slurm_train.checkpoint.directory import list_checkpoints, verify
 from slurm_train.metrics.writer import read_metrics
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.saves import read_saves
+from slurm_train.rundir.step_times import read_step_times
 
 RANK_PROGRAM = Path(__file__).with_name("training_rank.py")
 pytestmark = pytest.mark.distributed
@@ -76,6 +79,20 @@ def test_background_saves_change_no_bit_and_every_one_verifies(plain: Path, tmp_
     assert digest_of(tmp_path / "run") == digest_of(plain)
     found = [verify(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
     assert found == list(range(STEPS, 0, -3))
+    saves = read_saves(RunDirectory(tmp_path / "run"))
+    assert [save["step"] for save in saves] == list(range(3, STEPS + 1, 3))
+    assert all(save["bytes"] > 0 and save["save_s"] > 0 and save["stall_s"] > 0 for save in saves)
+
+
+def test_every_save_and_the_steps_of_every_rank_are_on_record(plain: Path) -> None:
+    saves = read_saves(RunDirectory(plain))
+    assert [save["step"] for save in saves] == list(range(3, STEPS + 1, 3))
+    assert all(save["stall_s"] == save["save_s"] > 0 for save in saves)
+    ranks = read_step_times(RunDirectory(plain), 0)
+    # An attempt's first step is start-up.
+    assert [(times.rank, times.step.num, times.data_wait.num) for times in ranks] == [
+        (rank, STEPS - 1, STEPS - 1) for rank in (0, 1)
+    ]
 
 
 def test_a_resume_from_a_background_checkpoint_is_bitwise_equal(plain: Path, tmp_path: Path) -> None:
@@ -96,6 +113,8 @@ def test_a_full_disk_in_a_periodic_save_is_said_and_training_goes_on(plain: Path
     codes, text = train(tmp_path / "run", config_of(), fault={"full_rank": 1, "full_step": 6})
     assert codes == [0, 0], text
     assert text.count("the checkpoint of step 6 failed, training goes on; the one before is untouched") == 1
+    failed = {save["step"]: save["error"] for save in read_saves(RunDirectory(tmp_path / "run")) if "error" in save}
+    assert list(failed) == [6] and "No space left" in failed[6]
     assert "rank 1 on " in text and "No space left on device" in text
     steps = [verify(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
     assert steps == [step for step in range(STEPS, 0, -3) if step != 6]

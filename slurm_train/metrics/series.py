@@ -1,0 +1,92 @@
+"""metrics.jsonl as columns of numbers: the same lines that count, in a tenth of the memory that dictionaries take.
+
+A run of a million logged steps is read in seconds and about 150 MB. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from slurm_train.metrics.writer import Head, counting, head_of, metric_lines
+
+Column = array  # of "d"; NaN where a line has no such number
+_CHUNK = 4096
+# Not finite for anybody who wants to look at it; sums of such values would not be either. NaN is not below it.
+_HUGE = 1e100
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The lines of a run that count, in step order, by column."""
+
+    columns: Mapping[str, Column[float]]
+    num_superseded: int = 0
+    """Lines that a newer attempt, or a rollback, has made void."""
+
+    @property
+    def num(self) -> int:
+        """How many lines there are."""
+        return len(self.columns["step"]) if "step" in self.columns else 0
+
+    def points(self, key: str, *, against: str = "step") -> tuple[Column[float], Column[float]]:
+        """Returns the values of a key and what they stand against, without the lines that lack one of them."""
+        if key not in self.columns or against not in self.columns:
+            return array("d"), array("d")
+        pairs = [
+            pair
+            for pair in zip(self.columns[against], self.columns[key], strict=True)
+            if abs(pair[0]) < _HUGE and abs(pair[1]) < _HUGE
+        ]
+        return array("d", (x for x, _ in pairs)), array("d", (y for _, y in pairs))
+
+    def last(self, key: str) -> float | None:
+        """Returns the newest value of a key, None where there is none."""
+        values = self.columns.get(key, array("d"))
+        return next((value for value in reversed(values) if math.isfinite(value)), None)
+
+    @property
+    def evaluations(self) -> list[str]:
+        """Names of what was evaluated, e.g. ["eval_loss", "eval_accuracy"]."""
+        return [key for key in self.columns if key.startswith("eval_")]
+
+
+def read_series(path: Path) -> Series:
+    """Returns what `read_metrics` gives, as columns.
+
+    Args:
+        path: a metrics.jsonl; an absent one has no lines.
+    """
+    heads: list[Head] = []
+    columns: dict[str, Column[float]] = {}
+    lines = metric_lines(path)
+    while chunk := list(islice(lines, _CHUNK)):
+        _append(columns, chunk, num_before=len(heads))
+        heads += map(head_of, chunk)
+    positions = counting(heads)
+    if positions != list(range(len(heads))):
+        columns = {key: array("d", [column[place] for place in positions]) for key, column in columns.items()}
+    return Series(columns, num_superseded=len(heads) - len(positions))
+
+
+def _number(value: Any) -> float:
+    # A comparison of types: true and false are numbers to isinstance.
+    kind = type(value)
+    return value if kind is float or kind is int else math.nan
+
+
+def _append(columns: dict[str, Column[float]], lines: list[dict[str, Any]], *, num_before: int) -> None:
+    """Adds lines; a column that is new starts with what the lines before it lack."""
+    keys = dict.fromkeys(key for line in lines for key in line)
+    for key in (*columns, *(key for key in keys if key not in columns)):
+        values = [_number(line.get(key)) for line in lines]
+        if key not in columns:
+            if all(value != value for value in values):
+                continue
+            columns[key] = array("d", [math.nan]) * num_before
+        columns[key].extend(values)

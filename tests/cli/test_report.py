@@ -1,0 +1,74 @@
+"""`report` on the command line: which run or sweep, where to, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.html_pages import Page
+from tests.support.run_facts import attempt
+
+SWEEP = ("-m", "+cluster=1x8", "optim.lr=1e-3,3e-4", "seed=range(2)")
+METRICS = tuple({"step": step, "attempt": 0, "loss": 3.0 / step, "time_unix_s": 10.0 + step} for step in range(1, 5))
+
+
+def test_a_runs_page_lies_in_its_directory_and_its_path_is_the_output(shell: Any) -> None:
+    run = shell.has_run(ledger=attempt(0, reason="failed", note="rank 1: boom"), metrics=METRICS)
+    done = shell.types("report", "3f9a1c07")
+    assert (done.code, done.out) == (0, f"{run.report}\n")
+    page = Page(run.report.read_text())
+    assert page.problems == [] and "rank 1: boom" in page.text
+    assert page.of("title")[0].text == "gpt-stdlib/3f9a1c07: failed"
+    assert run.report.stat().st_mode & 0o777 == 0o600
+
+
+def test_without_a_name_it_is_the_newest_run_and_out_names_the_file(shell: Any) -> None:
+    shell.has_run(metrics=METRICS)
+    done = shell.types("report", "--out", "page.html")
+    assert (done.code, done.out) == (0, "page.html\n")
+    assert (shell.folder / "page.html").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_sweeps_page_shows_its_runs(shell: Any) -> None:
+    path = Path(shell.types(*SWEEP).out.split()[1])
+    done = shell.types("report", path.name)
+    assert (done.code, done.out) == (0, f"{path / 'report.html'}\n")
+    page = Page((path / "report.html").read_text())
+    assert page.problems == []
+    assert len(page.of("path", class_="run-line")) == 4
+    assert page.of("title")[0].text == f"sweep {path.name}: 4 runs"
+
+
+def test_slurm_is_asked_and_its_silence_costs_nothing(shell: Any) -> None:
+    run = shell.has_run(job_ids=("12",), ledger=attempt(0), metrics=METRICS)
+    shell.slurm.break_down("squeue", "sacct")
+    assert shell.types("report", "12").code == 0
+    assert run.report.exists()
+
+
+def test_pictures_are_written_beside(shell: Any) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    run = shell.has_run(metrics=METRICS)
+    done = shell.types("report", "3f9a1c07", "--png", "pictures")
+    assert done.code == 0
+    assert done.out.splitlines() == [str(run.report), "pictures/loss.png"]
+
+
+def test_what_cannot_be_done_is_said(shell: Any, monkeypatch: Any) -> None:
+    shell.has_run(metrics=METRICS)
+    path = Path(shell.types(*SWEEP).out.split()[1])
+    cases = [
+        (("report", "nothing"), "no run matches 'nothing'"),
+        (("report", "3f9a1c07", "--out", "no/such/page.html"), "no/such/page.html cannot be written"),
+        (("report", path.name, "--metric", "bleu"), "--metric bleu: no run has it"),
+    ]
+    for words, text in cases:
+        done = shell.types(*words)
+        assert done.code == 2 and text in done.err, words
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = shell.types("report", "3f9a1c07", "--png", "x")
+    assert done.code == 2 and "pip install matplotlib" in done.err
+    assert not (shell.folder / "x").exists()
