@@ -84,15 +84,15 @@ def _failures(trials: Sequence[Trial]) -> Html:
     rows = [
         [
             cell_of(trial.index),
-            *(Cell(trial.given.get(key, "")) for key in keys),
             Cell(chip(trial.verdict.state)),
-            Cell(tag("span", trial.verdict.note or "no reason is on record")),
+            Cell(trial.verdict.note or "no reason is on record", None, "words"),
+            *(Cell(trial.given.get(key, "")) for key in keys),
         ]
         for trial in failed[:_MOST_FAILURES]
     ]
     more = len(failed) - len(rows)
     return join(
-        table(["run", *keys, "state", "why"], rows, attributes=_rows(failed[:_MOST_FAILURES]), name="failures"),
+        table(["run", "state", "why", *keys], rows, attributes=_rows(failed[:_MOST_FAILURES]), name="failures"),
         tag("p", f"{more} more, see the table of all runs.", class_="note") if more else None,
     )
 

@@ -57,14 +57,12 @@ def table(
         is_sortable: the script makes the names buttons.
         name: class of the table.
     """
-    numeric = [any("num" in row[column].css for row in rows) for column in range(len(header))]
-    head = tag(
-        "tr",
-        [
-            tag("th", text, scope="col", class_="num" if is_num else None)
-            for text, is_num in zip(header, numeric, strict=True)
-        ],
-    )
+    columns = [{row[column].css for row in rows} for column in range(len(header))]
+    heads = [
+        tag("th", text, scope="col", class_=next((css for css in ("num", "words") if css in found), None))
+        for text, found in zip(header, columns, strict=True)
+    ]
+    head = tag("tr", heads)
     body = [
         tag("tr", [_cell(cell) for cell in row], **(attributes[index] if attributes else {}))
         for index, row in enumerate(rows)

@@ -21,7 +21,7 @@ def page_of(folder: Path, runs: tuple[SweptRun, ...] = RUNS) -> Page:
 def test_a_run_that_failed_is_named_with_its_reason(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     (table,) = page.of("table", class_="failures")
-    assert table.text == "runoptim.lrseedstatewhy30.0011failedrank 3 on node2: ZeroDivisionError"
+    assert table.text == "runstatewhyoptim.lrseed3failedrank 3 on node2: ZeroDivisionError0.0011"
     assert {one.text for one in page.of("p", class_="counts")} == {"3 finished1 failed1 running1 not started"}
 
 
