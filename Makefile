@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help train test test-returns setup setup-test slurm-packages lint bench campaign demo-preemption clean
+.PHONY: help train test test-returns setup setup-test slurm-packages lint docs bench campaign demo-preemption clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -23,7 +23,7 @@ $(VENV)/.train: pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.train
 	@echo "== adding what the tests need"
-	$(PIP) install $(CONSTRAINTS) --editable '.[test,dev,bench,track]'
+	$(PIP) install $(CONSTRAINTS) --editable '.[test,dev,bench,track,docs]'
 	@touch $@
 
 setup: $(VENV)/.train  ## set up .venv for training
@@ -47,6 +47,15 @@ test: setup-test slurm-packages lint  ## set up everything, Slurm included, and 
 test-returns: setup-test slurm-packages  ## kill, preempt and crash runs on a real cluster (about ten minutes)
 	$(BIN)/python -m pytest tests/end_to_end/test_returns_on_slurm.py -m campaign
 
+$(VENV)/.docs: $(VENV)/.train
+	@echo "== adding what the site needs"
+	$(PIP) install $(CONSTRAINTS) --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs  ## build the pages of docs/ as a site in site/
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 bench: setup-test slurm-packages  ## print speed ratios, side by side in one run
 	$(BIN)/python -m tests.benchmarks
 
@@ -59,4 +68,4 @@ demo-preemption: setup-test slurm-packages  ## a run loses nodes and ranks and e
 	$(BIN)/python -m tests.campaigns.preemption_demo
 
 clean:  ## remove the virtual environment and caches; runs stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site

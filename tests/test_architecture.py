@@ -64,6 +64,8 @@ SIGNAL_HANDLERS = {"requeue.signals", "requeue.supervise", "cli.here", "data.map
 ENVIRONMENT_READERS = ("cli.", "__main__")
 # cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.
 ENVIRONMENT_WRITERS = {"train.build"}
+# Where the hint comes with the values: rank 0's verdict, which all ranks repeat.
+HINTS_ELSEWHERE = {"distributed.handshake"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 MAX_FILE_LINES, LONG_FILE_LINES = 400, 250
 MAX_FUNCTION_LINES = 40
@@ -215,6 +217,57 @@ def shells(tree: Tree) -> list[str]:
     return _uses(tree, is_shell)
 
 
+def errors_without_hint(tree: Tree) -> list[str]:
+    """Errors of the tree in errors.py that are made without a next step: no hint, or one that may be empty.
+
+    A class of its own constructor may give the hint there, to all that are made of it.
+    """
+    classes = _error_classes(tree)
+    with_constructor = {name for name, node in classes.items() if _constructor(node) and name != "SlurmTrainError"}
+    found = []
+    for module, parsed in tree.parsed.items():
+        of_super = {
+            id(call)
+            for node in ast.walk(parsed)
+            if isinstance(node, ast.ClassDef) and node.name in with_constructor
+            for call in ast.walk(node)
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__"
+        }
+        for node in ast.walk(parsed):
+            if not isinstance(node, ast.Call) or module in HINTS_ELSEWHERE:
+                continue
+            name = node.func.id if isinstance(node.func, ast.Name) else ""
+            is_error = (name in classes and name not in with_constructor) or id(node) in of_super
+            hint = next((word.value for word in node.keywords if word.arg == "hint"), None)
+            if is_error and (hint is None or _may_be_empty(hint)):
+                found.append(f"{module}:{node.lineno} makes an error without a hint")
+    return found
+
+
+def _error_classes(tree: Tree) -> dict[str, ast.ClassDef]:
+    """Returns all classes that derive from SlurmTrainError, and itself, wherever they are defined."""
+    all_classes = {"SlurmTrainError": ast.ClassDef("SlurmTrainError", [], [], [], [])} | {
+        node.name: node
+        for parsed in tree.parsed.values()
+        for node in ast.walk(parsed)
+        if isinstance(node, ast.ClassDef)
+    }
+    names = {"SlurmTrainError"}
+    while more := {name for name, node in all_classes.items() if names & set(map(ast.unparse, node.bases))} - names:
+        names |= more
+    return {name: all_classes[name] for name in names}
+
+
+def _constructor(node: ast.ClassDef) -> bool:
+    return any(isinstance(inner, ast.FunctionDef) and inner.name == "__init__" for inner in node.body)
+
+
+def _may_be_empty(hint: ast.expr) -> bool:
+    if isinstance(hint, ast.IfExp):
+        return _may_be_empty(hint.body) or _may_be_empty(hint.orelse)
+    return isinstance(hint, ast.Constant) and not hint.value
+
+
 def vague_names(tree: Tree) -> list[str]:
     return [module for module in tree.paths if VAGUE_NAMES & set(module.split("."))]
 
@@ -249,6 +302,7 @@ RULES: dict[str, Callable[[Tree], list[str]]] = {
     "one module installs the ranks' signal handlers": signal_handlers,
     "the environment is read at the entry points": environment_readers,
     "no command goes through a shell": shells,
+    "every error says what to do": errors_without_hint,
     "no vague names": vague_names,
     "no file is too long": long_files,
     "no function is too long": long_functions,
@@ -358,6 +412,24 @@ BREACHES = [
     ("the environment is read at the entry points", "train/a.py", "import os\nx = os.getenv('A')\n", "train.a"),
     ("no command goes through a shell", "slurm/a.py", "run('x', shell=True)\n", "slurm.a"),
     ("no command goes through a shell", "slurm/a.py", "import os\nos.system('x')\n", "slurm.a"),
+    (
+        "every error says what to do",
+        "launch/a.py",
+        "class E(SlurmTrainError): pass\nclass F(E): pass\ndef f(): raise F('x')\n",
+        "launch.a:3 makes an error without a hint",
+    ),
+    (
+        "every error says what to do",
+        "launch/a.py",
+        "class E(SlurmTrainError):\n    def __init__(self):\n        super().__init__('x')\n",
+        "launch.a:3 makes an error without a hint",
+    ),
+    (
+        "every error says what to do",
+        "launch/a.py",
+        "def f(x): return SlurmTrainError('x', hint='y' if x else '')\n",
+        "launch.a:1 makes an error without a hint",
+    ),
     ("no vague names", "train/utils.py", "", "train.utils"),
     ("no vague names", "config/common/a.py", "", "config.common.a"),
     ("no file is too long", "train/a.py", "x = 1\n" * 401, "train.a: 401 lines"),

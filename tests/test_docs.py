@@ -7,6 +7,8 @@ import ast
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -158,9 +160,59 @@ def test_lines_of_prose_are_short(path: Path) -> None:
     assert [line for line in lines if len(line) > LONGEST_LINE] == []
 
 
+def pages_in_nav(text: str) -> list[str]:
+    """Returns the pages that the site's navigation names, in its order."""
+    return re.findall(r"^\s+- (?:[^:\n]+: )?([\w-]+\.md)$", text.partition("\nnav:")[2], re.MULTILINE)
+
+
+def test_the_navigation_names_every_page_once() -> None:
+    hooks = load_module("site_hooks")
+    named = pages_in_nav((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
+    pages = [path.name for path in (REPOSITORY / "docs").glob("*.md")] + list(hooks.ELSEWHERE)
+    assert sorted(named) == sorted(pages), "mkdocs.yml names other pages than there are"
+
+
+def test_a_page_that_the_navigation_lacks_is_found() -> None:
+    assert pages_in_nav("x: 1\nnav:\n  - Start:\n      - index.md\n      - Names: a-b.md\n") == ["index.md", "a-b.md"]
+
+
+def test_links_lead_to_pages_of_the_site() -> None:
+    hooks = load_module("site_hooks")
+    for page, source in hooks.ELSEWHERE.items():
+        assert (REPOSITORY / source).is_file(), page
+    turned = hooks._LINK.sub(
+        lambda match: hooks._turned(match, Path("docs")), "[a](../examples/README.md#x) [b](slurm.md)"
+    )
+    assert turned == "[a](examples.md#x) [b](slurm.md)"
+    turned = hooks._LINK.sub(
+        lambda match: hooks._turned(match, Path()), "[a](docs/slurm.md) [b](LICENSE) [c](nowhere.md)"
+    )
+    assert turned == "[a](slurm.md) b [c](nowhere.md)", "mkdocs finds what leads nowhere"
+
+
+def test_the_site_is_built_without_a_complaint_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """Nine seconds on two busy cores."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install '.[docs]'")
+    pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
+    assert len(pages) > 20
+    loaded = [
+        url for text in pages.values() for url in re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"([^\"]+)", text)
+    ]
+    assert loaded and [url for url in loaded if re.match(r"(?:https?:)?//", url)] == []
+
+
 def load_writer() -> ModuleType:
     """Returns the module that writes docs/configuration.md."""
-    spec = importlib.util.spec_from_file_location("write_page", REPOSITORY / ".ci" / "write_configuration_page.py")
+    return load_module("write_configuration_page")
+
+
+def load_module(name: str) -> ModuleType:
+    """Returns a module of .ci/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / ".ci" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -22,6 +22,7 @@ TRASH_PREFIX = ".trash-"
 _NAME = re.compile(r"checkpoint_(\d{7,})")
 _STAGING = re.compile(r"checkpoint_\d{7,}\.tmp-[A-Za-z0-9_]+-(\d+)(?:\.\d+)?")
 _NUM_HASHING_THREADS = 4
+_OLDER_HINT = "an older checkpoint may verify: `checkpoint verify RUN` reads all of a run's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,13 @@ def read_manifest(path: Path) -> Manifest:
     try:
         marker, text = _read_small(path / COMPLETE_FILE), _read_small(path / MANIFEST_FILE)
         if marker != digest_of(text).encode():
-            raise CheckpointError(f"{COMPLETE_FILE}: not the hash of {MANIFEST_FILE}")
+            raise CheckpointError(f"{COMPLETE_FILE}: not the hash of {MANIFEST_FILE}", hint=_OLDER_HINT)
         manifest = Manifest.from_json(text.decode())
         if step_of(path.name) not in {None, manifest.step}:
-            raise CheckpointError(f"{MANIFEST_FILE}: is of step {manifest.step}")
-    except (CheckpointError, UnicodeDecodeError) as err:
+            raise CheckpointError(f"{MANIFEST_FILE}: is of step {manifest.step}", hint=_OLDER_HINT)
+    except CheckpointError as err:
+        raise _untrusted(path, err.message, hint=err.hint) from err
+    except UnicodeDecodeError as err:
         raise _untrusted(path, str(err)) from err
     return manifest
 
@@ -184,10 +187,10 @@ def _read_small(path: Path) -> bytes:
             return file.read()
     except FileNotFoundError as err:
         missing = "missing, its save did not finish" if path.name == COMPLETE_FILE else "missing"
-        raise CheckpointError(f"{path.name}: {missing}") from err
+        raise CheckpointError(f"{path.name}: {missing}", hint=_OLDER_HINT) from err
     except OSError as err:
-        raise CheckpointError(f"{path.name}: {err.strerror}") from err
+        raise CheckpointError(f"{path.name}: {err.strerror}", hint=_OLDER_HINT) from err
 
 
-def _untrusted(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint {path} cannot be trusted: {reason}", hint="an older checkpoint may verify")
+def _untrusted(path: Path, reason: str, *, hint: str = _OLDER_HINT) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path} cannot be trusted: {reason}", hint=hint)

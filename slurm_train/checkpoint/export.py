@@ -54,7 +54,9 @@ def export_model(path: Path, target: Path) -> int:
         temporary.rename(target)
         fsync_directory(target.parent)
     except OSError as err:
-        raise CheckpointError(f"cannot write {target}: {err.strerror}") from err
+        raise CheckpointError(
+            f"cannot write {target}: {err.strerror}", hint="name a place that you may write to and that has room"
+        ) from err
     finally:
         temporary.unlink(missing_ok=True)
     return len(tensors)

@@ -144,7 +144,10 @@ def _check_here(choice: Choice | None, timeout_s: float) -> None:
         return
     wait_until_visible(choice.path / COMPLETE_FILE, timeout_s=timeout_s)
     if check_sizes(choice.path) != choice.manifest:
-        raise CheckpointError(f"{choice.path} is another checkpoint on this node than on rank 0")
+        raise CheckpointError(
+            f"{choice.path} is another checkpoint on this node than on rank 0",
+            hint="the run directory must lie on a path that all nodes share: run.root=/shared/path",
+        )
     check_owners(choice.path, choice.manifest)
 
 

@@ -16,6 +16,9 @@ import xxhash
 from slurm_train.errors import CheckpointError
 
 FORMAT_VERSION = 1
+# What to do about a checkpoint that is not as it was written; its loader and `verify` look for an older one themselves.
+DAMAGED_HINT = "`checkpoint verify RUN` shows which checkpoints are whole; take another one, or restore this one"
+_HEADER_HINT = "pass the facts of a checkpoint as CheckpointHeader describes them"
 MANIFEST_FILE = "manifest.json"
 COMPLETE_FILE = "COMPLETE"
 _HASH_PREFIX = "xxh3_128:"
@@ -37,7 +40,7 @@ class FileRecord:
     def __post_init__(self) -> None:
         """Refuses a negative size and a text that is no hash."""
         if self.bytes < 0 or len(self.xxh3_128) != _HASH_LENGTH or set(self.xxh3_128) - set("0123456789abcdef"):
-            raise CheckpointError(f"no file record: {self.bytes} bytes, hash {self.xxh3_128!r}")
+            raise CheckpointError(f"no file record: {self.bytes} bytes, hash {self.xxh3_128!r}", hint=DAMAGED_HINT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,9 @@ class CheckpointHeader:
         for name, kind in _KINDS.items():
             _check_kind(name, getattr(self, name), kind)
         if not self.job.replace("_", "").isalnum() or not self.job.isascii():
-            raise CheckpointError(f"checkpoint job={self.job!r} cannot be part of a file name (letters, digits, _)")
+            raise CheckpointError(
+                f"checkpoint job={self.job!r} cannot be part of a file name", hint="letters, digits and _ are taken"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +118,9 @@ class Manifest(CheckpointHeader):
         try:
             return json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False) + "\n"
         except (TypeError, ValueError) as err:
-            raise CheckpointError(f"checkpoint of step {self.step}: header holds what JSON cannot: {err}") from err
+            raise CheckpointError(
+                f"checkpoint of step {self.step}: header holds what JSON cannot: {err}", hint=_HEADER_HINT
+            ) from err
 
     def digest(self) -> str:
         """Gives the content of COMPLETE, for example "xxh3_128:0a1b..."."""
@@ -129,7 +136,7 @@ class Manifest(CheckpointHeader):
         try:
             facts = json.loads(text)
         except ValueError as err:
-            raise CheckpointError(f"{MANIFEST_FILE} is not JSON: {err}") from err
+            raise CheckpointError(f"{MANIFEST_FILE} is not JSON: {err}", hint=DAMAGED_HINT) from err
         _check_shape(facts)
         files = {name: _record(name, value) for name, value in facts.pop("files").items()}
         return cls(**facts, files=files)
@@ -173,15 +180,15 @@ _KINDS: dict[str, type] = {
 
 def _check_kind(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise CheckpointError(f"checkpoint {name}={value!r} is not of type {kind.__name__}")
+        raise CheckpointError(f"checkpoint {name}={value!r} is not of type {kind.__name__}", hint=_HEADER_HINT)
     if isinstance(value, int) and value < 0:
-        raise CheckpointError(f"checkpoint {name}={value} is negative")
+        raise CheckpointError(f"checkpoint {name}={value} is negative", hint=_HEADER_HINT)
 
 
 def _check_shape(facts: object) -> None:
     """Refuses another format version, and missing or unknown keys."""
     if not isinstance(facts, dict):
-        raise CheckpointError(f"{MANIFEST_FILE} holds a {type(facts).__name__}, not an object")
+        raise CheckpointError(f"{MANIFEST_FILE} holds a {type(facts).__name__}, not an object", hint=DAMAGED_HINT)
     version = facts.get("format_version")
     if type(version) is not int or version != FORMAT_VERSION:
         raise CheckpointError(
@@ -191,13 +198,15 @@ def _check_shape(facts: object) -> None:
     expected = {item.name for item in fields(Manifest)}
     if set(facts) != expected:
         missing, unknown = sorted(expected - set(facts)), sorted(set(facts) - expected)
-        raise CheckpointError(f"{MANIFEST_FILE} lacks the keys {missing} and has the unknown keys {unknown}")
+        raise CheckpointError(
+            f"{MANIFEST_FILE} lacks the keys {missing} and has the unknown keys {unknown}", hint=DAMAGED_HINT
+        )
     _check_kind("files", facts["files"], dict)
 
 
 def _record(name: str, value: object) -> FileRecord:
     if not isinstance(value, dict) or set(value) != {"bytes", "xxh3_128"}:
-        raise CheckpointError(f"{MANIFEST_FILE} has no size and hash for {name!r}, found {value!r}")
+        raise CheckpointError(f"{MANIFEST_FILE} has no size and hash for {name!r}, found {value!r}", hint=DAMAGED_HINT)
     _check_kind("files.bytes", value["bytes"], int)
     _check_kind("files.xxh3_128", value["xxh3_128"], str)
     return FileRecord(bytes=value["bytes"], xxh3_128=value["xxh3_128"])

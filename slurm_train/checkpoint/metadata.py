@@ -13,7 +13,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from slurm_train.checkpoint.manifest import check_file_name
+from slurm_train.checkpoint.manifest import DAMAGED_HINT, check_file_name
 from slurm_train.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -60,13 +60,13 @@ def read_metadata(path: Path) -> Any:
         with os.fdopen(descriptor, "rb") as file:
             data = file.read()
     except OSError as err:
-        raise CheckpointError(f"{path / METADATA_FILE}: {err.strerror}") from err
+        raise CheckpointError(f"{path / METADATA_FILE}: {err.strerror}", hint=DAMAGED_HINT) from err
     try:
         metadata = _Reader(io.BytesIO(data)).load()
     except CheckpointError:
         raise
     except Exception as err:  # a damaged pickle may raise anything
-        raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {err}") from err
+        raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {err}", hint=DAMAGED_HINT) from err
     _check(metadata)
     return metadata
 
@@ -83,8 +83,10 @@ def _check(metadata: Any) -> None:
     from torch.distributed.checkpoint.metadata import Metadata
 
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{METADATA_FILE} holds a {type(metadata).__name__}, not torch's metadata")
+        raise CheckpointError(
+            f"{METADATA_FILE} holds a {type(metadata).__name__}, not torch's metadata", hint=DAMAGED_HINT
+        )
     for entry in metadata.storage_data.values():
         if not isinstance(entry, _StorageInfo) or getattr(entry, "transform_descriptors", None):
-            raise CheckpointError(f"{METADATA_FILE} describes a part of a tensor by {entry!r}")
+            raise CheckpointError(f"{METADATA_FILE} describes a part of a tensor by {entry!r}", hint=DAMAGED_HINT)
         check_file_name(str(entry.relative_path))

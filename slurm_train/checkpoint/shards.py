@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from slurm_train.checkpoint.manifest import FileRecord
+from slurm_train.checkpoint.manifest import DAMAGED_HINT, FileRecord
 from slurm_train.errors import CheckpointError
 
 # Plain reads, not mmap: a page that cannot be read would end the process with SIGBUS instead of an error.
@@ -73,7 +73,7 @@ def copy_file(source: Path, target: Path, expected: FileRecord) -> None:
     finally:
         os.close(descriptor)
     if FileRecord(bytes=num_bytes, xxh3_128=hasher.hexdigest()) != expected:
-        raise CheckpointError(f"{source} is not what its manifest says, so it was not copied")
+        raise CheckpointError(f"{source} is not what its manifest says, so it was not copied", hint=DAMAGED_HINT)
     check_hash(target, expected)
 
 
@@ -95,11 +95,13 @@ def check_size(path: Path, expected: FileRecord) -> None:
     try:
         status = path.lstat()
     except OSError as err:
-        raise CheckpointError(f"{path.name}: {err.strerror}") from err
+        raise CheckpointError(f"{path.name}: {err.strerror}", hint=DAMAGED_HINT) from err
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path.name}: not a regular file")
+        raise CheckpointError(f"{path.name}: not a regular file", hint=DAMAGED_HINT)
     if status.st_size != expected.bytes:
-        raise CheckpointError(f"{path.name}: {status.st_size} bytes, the manifest says {expected.bytes}")
+        raise CheckpointError(
+            f"{path.name}: {status.st_size} bytes, the manifest says {expected.bytes}", hint=DAMAGED_HINT
+        )
 
 
 def check_hash(path: Path, expected: FileRecord) -> None:
@@ -111,11 +113,12 @@ def check_hash(path: Path, expected: FileRecord) -> None:
     try:
         found = read_record(path)
     except OSError as err:
-        raise CheckpointError(f"{path.name}: {err.strerror}") from err
+        raise CheckpointError(f"{path.name}: {err.strerror}", hint=DAMAGED_HINT) from err
     if found != expected:
         raise CheckpointError(
             f"{path.name}: {found.bytes} bytes with hash {found.xxh3_128}, "
-            f"the manifest says {expected.bytes} and {expected.xxh3_128}"
+            f"the manifest says {expected.bytes} and {expected.xxh3_128}",
+            hint=DAMAGED_HINT,
         )
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 _VISIBLE_TIMEOUT_S = 120.0
+_FAILURE_HINT = "each rank's log says more: `logs RUN --rank N`; the checkpoint before is untouched"
 
 
 def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None) -> None:
@@ -176,7 +177,7 @@ def _agreed_errors(task: str, *, is_alone: bool) -> Iterator[None]:
     except CheckpointException as err:  # derives from BaseException
         failures = [failure_of(rank, wrapped[0]) for rank, wrapped in sorted(err.failures.items())]
         text = "; ".join(f"rank {failure.rank}: {failure.message}" for failure in failures)
-        hint = next((failure.hint for failure in failures if failure.hint), "")
+        hint = next((failure.hint for failure in failures if failure.hint), _FAILURE_HINT)
         raise CheckpointError(f"{task}: {text}", hint=hint) from err
 
 

@@ -182,7 +182,9 @@ def _compare(
         trained=trained if isinstance(trained, dict) else None,
     )
     code, old_code, new_code = _compare_code(plan, source)
-    now = known_fingerprint(plan.config.data or {}, cwd=Path(plan.directory))
+    # A function or script of one's own reads its own data; the configured set is none of its business.
+    data = plan.config.data if plan.config.trains else None
+    now = known_fingerprint(data or {}, cwd=Path(plan.directory))
     was = manifest.data_fingerprint
     return Differences(
         step=manifest.step,

@@ -77,7 +77,9 @@ def _set(mapping: dict[str, Any], override: Override) -> None:
         if holder.get(parent) is None:
             raise ConfigError(
                 f"{key} was set, but the run has no {'.'.join(parents[: index + 1])}",
-                hint="give it a size first: cluster=<nodes>x<GPUs per node>" if parents[0] == "cluster" else "",
+                hint="give it a size first: cluster=<nodes>x<GPUs per node>"
+                if parents[0] == "cluster"
+                else f"choose one first: {parents[0]}=NAME, or {parents[0]}._target_=my_package.name",
             )
         holder = holder[parent]
     if override.is_delete():

@@ -12,6 +12,7 @@ from slurm_train.errors import ClusterError
 # A fixed search path: what the caller's shell put first must not replace a system tool that runs as root.
 SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 BASE_ENVIRONMENT = {"PATH": SYSTEM_PATH, "LC_ALL": "C.UTF-8", "HOME": "/"}
+AFRESH_HINT = "`devcluster status` shows what is alive; `devcluster down`, then `up`, starts afresh"
 _POLL_S = 0.05
 
 
@@ -32,12 +33,17 @@ def run_command(words: Sequence[str], *, extra: Mapping[str, str] | None = None,
             words, env=environment, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError as err:
-        raise ClusterError(f"`{words[0]}` is not installed") from err
+        raise ClusterError(
+            f"`{words[0]}` is not installed", hint="`devcluster up` says which packages it needs"
+        ) from err
     except subprocess.TimeoutExpired as err:
-        raise ClusterError(f"`{shlex.join(words)}` gave no answer within {timeout_s:.0f} s") from err
+        raise ClusterError(
+            f"`{shlex.join(words)}` gave no answer within {timeout_s:.0f} s",
+            hint="the machine may be too busy; `devcluster status` shows what is alive",
+        ) from err
     if done.returncode != 0:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
-        raise ClusterError(f"`{shlex.join(words)}` ended with {done.returncode}: {said}")
+        raise ClusterError(f"`{shlex.join(words)}` ended with {done.returncode}: {said}", hint=AFRESH_HINT)
     return done.stdout
 
 

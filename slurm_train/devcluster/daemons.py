@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm_train.devcluster.commands import succeeds, wait_until
+from slurm_train.devcluster.commands import AFRESH_HINT, succeeds, wait_until
 from slurm_train.devcluster.plan import CONTROLLER, ClusterPlan
 from slurm_train.devcluster.processes import last_lines, mark_environment, read_record, spawn_daemon
 from slurm_train.errors import ClusterError
@@ -82,7 +82,7 @@ def daemon_error(plan: ClusterPlan, *, name: str, what: str) -> ClusterError:
     if not log.exists() or log.stat().st_size == 0:
         # It failed before it opened its log, or has none beside its stderr.
         log = log.with_suffix(".err")
-    return ClusterError(f"{name} {what}; the end of {log}:\n{last_lines(log)}")
+    return ClusterError(f"{name} {what}; the end of {log}:\n{last_lines(log)}", hint=AFRESH_HINT)
 
 
 def daemon_names(plan: ClusterPlan) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_train.devcluster.commands import run_command, wait_until
+from slurm_train.devcluster.commands import AFRESH_HINT, run_command, wait_until
 from slurm_train.errors import ClusterError
 
 MARK = "SLURM_TRAIN_DEVCLUSTER"
@@ -58,10 +58,13 @@ def spawn_daemon(
     starter = ["setsid", "--fork", "sh", "-c", _RECORD_THEN_EXEC, "sh", str(record), str(log), *words]
     run_command(starter, extra=extra)
     if not wait_until(record.exists, timeout_s=timeout_s, poll_s=0.01):
-        raise ClusterError(f"{record.stem} did not start: no record at {record} after {timeout_s:.0f} s")
+        raise ClusterError(
+            f"{record.stem} did not start: no record at {record} after {timeout_s:.0f} s",
+            hint=f"is {record.parent} writable, and the machine not too busy? {AFRESH_HINT}",
+        )
     found = read_record(record)
     if found is None:
-        raise ClusterError(f"{record.stem} did not start: {record} is not a process record")
+        raise ClusterError(f"{record.stem} did not start: {record} is not a process record", hint=AFRESH_HINT)
     return found
 
 

@@ -83,7 +83,10 @@ def require_free_place(plan: ClusterPlan) -> None:
         raise ClusterError(f"names in use on this machine: {', '.join(taken)}", hint="remove or rename them first")
     route = network.overlapping_route(plan)
     if route:
-        raise ClusterError(f"the network {plan.subnet}.0/24 is in use here: {route}")
+        raise ClusterError(
+            f"the network {plan.subnet}.0/24 is in use here: {route}",
+            hint="take that network down (a VPN, another bridge), or use another machine",
+        )
     _require_usable_directory(plan.state_dir)
 
 

@@ -43,7 +43,7 @@ def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | Non
         if plan is not None:
             _refuse_too_long(plan, commands)
         return
-    advice = verdict.refusal.value if verdict.refusal else ""
+    advice = (verdict.refusal or Refusal.OTHER).value
     if plan is not None and verdict.refusal in (Refusal.RESOURCES, Refusal.PARTITION):
         advice = _explain(plan, commands.partitions()) or advice
     raise ClusterError(f"Slurm would not take this job: {verdict.message}", hint=advice)

@@ -328,5 +328,8 @@ def restarts_of(job: Mapping[str, str]) -> int:
     """
     text = job.get("Restarts", "")
     if not text.isdigit():
-        raise ClusterError(f"scontrol does not say how often the job was restarted: Restarts={text!r}")
+        raise ClusterError(
+            f"scontrol does not say how often the job was restarted: Restarts={text!r}",
+            hint="`scontrol show job JOBID` must have a line with Restarts=; Slurm 21.08 and later have it",
+        )
     return int(text)

@@ -88,5 +88,8 @@ def _is_free(port: int, host: str) -> bool:
         except OSError as err:
             if err.errno in (errno.EADDRINUSE, errno.EACCES):
                 return False
-            raise ClusterError(f"cannot bind {host or 'any address'}:{port}: {err.strerror}") from err
+            raise ClusterError(
+                f"cannot bind {host or 'any address'}:{port}: {err.strerror}",
+                hint="is that an address of this node? `ip addr` lists them; cluster.network_interface names another",
+            ) from err
     return True

@@ -129,7 +129,7 @@ class LocalSaves:
         try:
             self._copy_to_run(found, group=dist.group.WORLD)
         except CheckpointError as err:
-            return [f"step {step} lies on the nodes, but could not be copied into the run directory: {err}"]
+            return [f"step {step} lies on the nodes, but could not be copied into the run directory: {err.message}"]
         return [f"step {step} was on the nodes only; copied into the run directory"]
 
     def discard_from(self, step: int) -> None:
@@ -149,7 +149,10 @@ class LocalSaves:
     def _copy(self, manifest: Manifest) -> Saved:
         found = held_by_all(self.tier, manifest, group=self.copier.group)
         if found is None:
-            raise CheckpointError(f"step {manifest.step} is not whole on the nodes any more")
+            raise CheckpointError(
+                f"step {manifest.step} is not whole on the nodes any more",
+                hint="the newest checkpoint in the run directory counts; checkpoint.copy_every=1 copies all of them",
+            )
         return self._copy_to_run(found, group=self.copier.group)
 
     def _copy_to_run(self, found: Any, *, group: Any) -> Saved:

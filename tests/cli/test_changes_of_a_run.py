@@ -244,6 +244,17 @@ def test_prepared_text_that_was_made_again_is_found_before_anything_is_submitted
     assert read_changes(run)[0].names == ["data"]
 
 
+@pytest.mark.parametrize(("words", "code"), [((), 2), (("task._target_=mine.main",), 0)])
+def test_a_task_that_saves_checkpoints_reads_its_own_data(words: tuple[str, ...], code: int, shell: Any) -> None:
+    (shell.folder / "mine.py").write_text("def main(context): ...\n")
+    run = shell.types("+cluster=1x1", *words).job_and_run[1]
+    shell.slurm.account("4711", "CANCELLED by 0")
+    save(run, data_fingerprint="of its own", extra={})
+    shell.patch.setattr("slurm_train.cli.changes.known_fingerprint", lambda data, **_: "of stdlib" if data else None)
+    done = shell.types("+cluster=1x1", *words)
+    assert done.code == code and ("data  fingerprint of its own -> of stdlib" in done.err) == (code == 2), done.err
+
+
 def continuity_of(run: RunDirectory, **facts: Any) -> Continuity:
     settings = trained_settings(load_config(run.config), global_size=96)
     found = build_continuity(run, load_config(run.config), global_size=96, data="d1", num_samples=100)

@@ -18,7 +18,7 @@ from slurm_train.errors import ClusterError
 def test_a_failure_quotes_command_code_and_last_line(words, message):
     with pytest.raises(ClusterError) as caught:
         run_command(words)
-    assert str(caught.value).endswith(message)
+    assert caught.value.message.endswith(message) and "`devcluster " in caught.value.hint
     assert not succeeds(words)
 
 

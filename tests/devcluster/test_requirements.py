@@ -88,7 +88,9 @@ def test_a_second_cluster_is_refused_with_the_way_out(free_machine):
 
 def test_a_network_in_use_is_refused(free_machine):
     free_machine.setattr(network, "overlapping_route", lambda _: "10.98.0.0/16 dev eth1")
-    assert refusal(_PLAN) == "the network 10.98.76.0/24 is in use here: 10.98.0.0/16 dev eth1"
+    message, hint = refusal(_PLAN).split("\n")
+    assert message == "the network 10.98.76.0/24 is in use here: 10.98.0.0/16 dev eth1"
+    assert hint.startswith("hint: take that network down")
 
 
 def test_somebody_elses_directory_is_not_taken(free_machine):

@@ -1,0 +1,55 @@
+"""What the site has beyond docs/: the pages that lie elsewhere in the repository, with their links turned round.
+
+In the repository a link leads to a file; on the site the same page lies beside the others. mkdocs calls these
+functions by their names.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+# Pages of the site that are no files of docs/.
+ELSEWHERE = {
+    "examples.md": "examples/README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changes.md": "CHANGELOG.md",
+}
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Adds the pages that lie elsewhere."""
+    from mkdocs.structure.files import File
+
+    for name, source in ELSEWHERE.items():
+        files.append(File.generated(config, name, abs_src_path=str(REPOSITORY / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Returns a page with links that lead to pages of the site, or to nothing where there is no such page."""
+    folder = Path(ELSEWHERE.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
+    return _LINK.sub(lambda match: _turned(match, folder), markdown)
+
+
+def _turned(match: re.Match[str], folder: Path) -> str:
+    text, target, anchor = match[1], match[2], match[3] or ""
+    if "://" in target:
+        return match[0]
+    path = (REPOSITORY / folder / target).resolve()
+    if not path.is_relative_to(REPOSITORY):
+        return match[0]
+    name = str(path.relative_to(REPOSITORY))
+    pages = {source: page for page, source in ELSEWHERE.items()}
+    if name in pages:
+        return f"[{text}]({pages[name]}{anchor})"
+    if name.startswith("docs/"):
+        return f"[{text}]({name.removeprefix('docs/')}{anchor})"
+    # Code and the licence are no pages.
+    return text if path.exists() else match[0]
