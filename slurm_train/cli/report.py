@@ -80,7 +80,8 @@ def read_run(run: RunDirectory) -> RunRecord:
     from slurm_train.report.record import Verdict, read_record
 
     (standing,) = look_once([Subject(run)], os.environ)
-    return read_record(run, Verdict(standing.state.label, standing.note or standing.nodelist), now_unix_s=time.time())
+    verdict = Verdict(standing.state.label, standing.note, standing.nodelist)
+    return read_record(run, verdict, now_unix_s=time.time())
 
 
 def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> SweepRecord:

@@ -19,7 +19,16 @@ _FOLDER = "report/page"
 _SCRIPTS = ("readout.js", "tables.js", "sweep.js", "shell.js")
 
 GOOD, BAD, BUSY, CALM = "good", "bad", "busy", "calm"
-_MOODS = {"finished": GOOD, "running": BUSY, "queued": BUSY, "starting": BUSY, "not started": CALM, "stopped": CALM}
+_MOODS = {
+    "finished": GOOD,
+    "running": BUSY,
+    "queued": BUSY,
+    "requeued": BUSY,
+    "finishing": BUSY,
+    "not started": CALM,
+    "stopped": CALM,
+    "completed": CALM,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +79,7 @@ def chip(state: str) -> Html:
 
 def mood(state: str) -> str:
     """Returns whether a state is good, bad, busy or calm."""
-    return _MOODS.get(state, BAD)
+    return _MOODS.get(state.replace("_", " "), BAD)
 
 
 def tiles(pairs: Sequence[tuple[str, str, str]]) -> Html:

@@ -35,6 +35,8 @@ class Verdict:
     """E.g. "finished", "running", "failed"."""
     note: str = ""
     """Why, in a sentence."""
+    nodelist: str = ""
+    """Where it runs."""
 
     @property
     def is_active(self) -> bool:

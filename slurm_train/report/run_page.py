@@ -47,8 +47,7 @@ def run_page(record: RunRecord) -> str:
 
 def _head(record: RunRecord, bars: Sequence[Bar]) -> Html:
     verdict = record.verdict
-    # Of a run that runs, the note names its nodes.
-    sentence = f"on {verdict.note}" if verdict.is_active and verdict.note else verdict.note
+    sentence = verdict.note or (f"on {verdict.nodelist}" if verdict.nodelist else "")
     return join(
         tag("h1", tag("span", record.run.name, class_="name"), tag("code", record.run.run_id), chip(verdict.state)),
         tag("p", sentence, class_="sentence bad" if mood(verdict.state) == BAD else "sentence") if sentence else None,

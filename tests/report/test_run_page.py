@@ -95,7 +95,7 @@ STATES: list[tuple[str, Verdict, dict[str, Any], list[str]]] = [
         ["Loss"],
     ),
     ("code of one's own", Verdict("finished"), {"ledger": ended(0), "max_steps": None}, ["finished"]),
-    ("running on nodes", Verdict("running", "node[1-4]"), {"ledger": ended(0)[:1]}, ["on node[1-4]"]),
+    ("running on nodes", Verdict("running", nodelist="node[1-4]"), {"ledger": ended(0)[:1]}, ["on node[1-4]"]),
     ("zero and below", Verdict("running"), {"metrics": steps(1, 9, loss=0.0, lr=0.0, grad_norm=-1.0)}, ["Loss"]),
     ("out of all bounds", Verdict("running"), {"metrics": steps(1, 9, loss=1e300, lr=1e-300)}, ["no step is"]),
     ("config of another version", Verdict("running"), {"config": None}, ["config.yaml cannot be read"]),

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from slurm_train.report.page import BAD, mood
 from slurm_train.report.sweep_page import sweep_page
+from slurm_train.standing.states import RunState
 from tests.report.test_markup import HOSTILE
 from tests.support.html_pages import Page
 from tests.support.sweep_files import RUNS, SweptRun, sweep_record
@@ -93,3 +95,10 @@ def test_a_thousand_runs_fit(tmp_path: Path) -> None:
     text = sweep_page(replace(record, trials=trials))
     assert len(text) < 3_000_000
     assert text.count('class="run-line') == 1000
+
+
+@pytest.mark.parametrize("state", RunState)
+def test_every_state_has_its_mood(state: RunState) -> None:
+    """A new state is bad until somebody says otherwise."""
+    calm = {"finished", "running", "queued", "requeued", "finishing", "not_started", "stopped", "completed"}
+    assert (mood(state.value) == mood(state.label) == BAD) == (state.value not in calm)
