@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan
+    from slurm_train.launch.source import Source
 
 
 def print_plan(plan: RunPlan) -> None:
@@ -49,6 +50,19 @@ def _checkpoint_text(plan: RunPlan) -> str:
         return f"as often as pays off with an interruption every {settings.failure_every_h:g} h, {settings.keep} kept"
     when = f"every {settings.every_steps} steps" if settings.every_steps else "at a stop and at the end only"
     return f"{when}, {settings.keep} kept"
+
+
+def say_source(source: Source) -> None:
+    """Prints which of the user's code a run would not have a copy of."""
+    from slurm_train.launch.snapshot import is_secret_file
+
+    left_out = [name for name in source.state.files or () if is_secret_file(name)]
+    if left_out:
+        note(f"not copied into the run, since such files hold secrets: {', '.join(left_out[:5])}")
+    if source.elsewhere:
+        places = ",".join(source.elsewhere)
+        note(f"imported from where it is edited, not from a copy in the run: {places.replace(',', ', ')}")
+        note(f"to have the run copy it as well: run.snapshot_folders=[{places}]")
 
 
 def note(text: str) -> None:

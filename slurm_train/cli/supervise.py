@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.seal import refused_code
+from slurm_train.cli.surroundings import note_surroundings
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, ConfigError, RunError
 from slurm_train.launch.continuation import cancelled_before, is_new_request, submit_continuation
@@ -59,6 +60,7 @@ def main(words: Sequence[str]) -> int:
     read = _notice_reader(allocation.requeue_id, commands)
 
     def launch(attempt: int) -> int:
+        note_surroundings(run, attempt, slurm=commands.version)
         end = partial(_kill_steps, commands)
         with (
             keeping_time(run, attempt, read=read),

@@ -23,7 +23,10 @@ class RunSection:
     processes: int | None = None
     """Local ranks when there is no cluster; default: one per GPU, else 2."""
     snapshot_limit_mb: int = 100
-    """Largest code snapshot; more is refused, since it is data rather than code."""
+    """Largest code snapshot (of each folder); more is refused, since it is data rather than code."""
+    snapshot_folders: list[str] = field(default_factory=list)
+    """Further folders of yours that the run gets a copy of, e.g. ["../mylib"]: packages that are imported from outside
+    the submitting directory, in editable mode or by PYTHONPATH."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

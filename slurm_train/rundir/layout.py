@@ -136,6 +136,10 @@ class RunDirectory:
         """Log of one rank in one attempt."""
         return self.attempt_logs(attempt) / f"rank_{rank}.log"
 
+    def environment(self, attempt: int) -> Path:
+        """Python, packages, driver and GPUs of one attempt, on the node of its batch script."""
+        return self.attempt_logs(attempt) / "environment.json"
+
     def heartbeat(self, attempt: int, rank: int) -> Path:
         """What one rank is doing right now."""
         return self.attempt_logs(attempt) / f"heartbeat_{rank}"

@@ -18,6 +18,7 @@ BASE: dict[str, Any] = {
 OTHERS: dict[str, Any] = {
     "run.root": "elsewhere",
     "run.name": "other",
+    "run.snapshot_folders": ["../other"],
     "cluster.env": {"A": "1"},
     "cluster.setup": ["x"],
     "cluster.export": ["X"],
