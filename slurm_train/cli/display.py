@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from slurm_train.config.schema import TrackSection
+
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan
     from slurm_train.launch.source import Source
@@ -32,6 +34,10 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
             ("peak lr", _lr_text(plan)),
             ("checkpoints", _checkpoint_text(plan)),
         ]
+    if config.track != TrackSection():
+        from slurm_train.metrics.trackers.catalogue import asked_trackers
+
+        rows.append(("trackers", ", ".join(asked_trackers(config.track)) or "none"))
     if config.cluster is not None:
         rows.append(("requeue", "after preemption, time limit, node failure" if config.requeue.enabled else "never"))
     return rows

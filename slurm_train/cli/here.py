@@ -16,6 +16,7 @@ from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.cli.seal import refused_code
 from slurm_train.cli.submit import refuse_active
 from slurm_train.cli.surroundings import note_surroundings
+from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.schema import RunConfig
 from slurm_train.launch.local import LocalRanks, start_local
 from slurm_train.launch.meeting import probe_port
@@ -95,14 +96,12 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         requeue=lambda _decision: False,
         explain=lambda attempt: hang_of(run, attempt),
     )
-    is_own_code = not config.trains
-    return supervise(
-        run,
-        config.requeue,
-        site,
-        lambda attempt: _launch(run, world_size, attempt, limits=limits_of(config), env=env),
-        is_own_code=is_own_code,
-    )
+
+    def launch(attempt: int) -> int:
+        return _launch(run, world_size, attempt, limits=limits_of(config), env=env)
+
+    with tracking_run(run, config.track, env):
+        return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
 
 
 def _launch(run: RunDirectory, world_size: int, attempt: int, *, limits: Limits | None, env: Mapping[str, str]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.display import note, plan_rows, say_source
-from slurm_train.cli.inputs import refuse_missing_inputs
+from slurm_train.cli.inputs import refuse_missing_inputs, say_keys_left_behind
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.outputs import RunOutput, make_outputs, plan_outputs, say_outputs
 from slurm_train.cli.selection import active_runs
@@ -184,6 +184,7 @@ def _submit(
 ) -> int:
     commands, sweep = SlurmCommands(env), plan.sweep
     require_slurm(commands)
+    say_keys_left_behind(plan.plans[0].config, env)
     scripts = [(one.run, render_script(one)) for one in plan.plans]
     with contextlib.ExitStack() as held:
         was_known = sweep.table.exists()

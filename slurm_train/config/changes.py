@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from slurm_train.config.identity import NOT_IDENTITY, identity
 from slurm_train.config.schema import RunConfig
-from slurm_train.config.structure import to_mapping
+from slurm_train.config.structure import flatten, to_mapping
 
 Kind = Literal["harmless", "training", "impossible"]
 
@@ -69,7 +69,7 @@ def is_below(key: str, name: str) -> bool:
 def trained_settings(config: RunConfig, *, global_size: int) -> dict[str, Any]:
     """Returns what decides the training, by dotted key: what a checkpoint keeps about its configuration."""
     # As it comes back from a manifest: JSON has neither tuples nor infinities.
-    text = json.dumps(_flat(identity(config, global_size=global_size)), default=str)
+    text = json.dumps(flatten(identity(config, global_size=global_size)), default=str)
     plain: dict[str, Any] = json.loads(text, parse_constant=str)
     return plain
 
@@ -88,7 +88,7 @@ def all_changes(
     """
     before = trained_settings(old, global_size=old_global_size) if trained is None else trained
     found = training_changes(before, trained_settings(new, global_size=new_global_size))
-    others = _flat(to_mapping(old)), _flat(to_mapping(new))
+    others = flatten(to_mapping(old)), flatten(to_mapping(new))
     keys = [key for key in _keys(*others) if any(is_below(key, left_out) for left_out in NOT_IDENTITY)]
     pairs = ((key, _get(others[0], key), _get(others[1], key)) for key in keys)
     return found + [Change(key, was, now, "harmless") for key, was, now in pairs if was != now]
@@ -109,7 +109,7 @@ def differences(
     for config, global_size in ((old, old_global_size), (new, new_global_size)):
         mapping = to_mapping(config)
         mapping["batch"]["global_size"] = global_size
-        flat.append(_flat(mapping))
+        flat.append(flatten(mapping))
     pairs = ((key, _get(flat[0], key), _get(flat[1], key)) for key in _keys(*flat))
     return [Change(key, was, now, _weight_of(key)) for key, was, now in pairs if was != now]
 
@@ -150,16 +150,6 @@ def _kind_of(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Kind:
         return "impossible"
     moved = key in _DATA_MOVED and str(new.get("data._target_", "")).startswith(_OURS)
     return "harmless" if moved or key in _DATA_HARMLESS else "training"
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            flat |= _flat(item, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = item
-    return flat
 
 
 def _keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -48,6 +48,17 @@ def to_mapping(value: Any) -> Any:
     return value
 
 
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns a mapping by dotted keys, e.g. {"optim.lr": 0.1}; an empty inner mapping stays one."""
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            flat |= flatten(item, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = item
+    return flat
+
+
 def unknown_key_error(key: str, known: Iterable[str]) -> ConfigError:
     """Returns the error for a key that does not exist, with the nearest ones that do."""
     nearest = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)

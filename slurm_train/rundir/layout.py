@@ -128,6 +128,11 @@ class RunDirectory:
         """TensorBoard events."""
         return self.path / "tensorboard"
 
+    @property
+    def trackers(self) -> Path:
+        """What is known of each tracker, their logs, and what they keep here themselves."""
+        return self.path / "trackers"
+
     def attempt_logs(self, attempt: int) -> Path:
         """Folder of one attempt's logs: batch.log, rank_<r>.log."""
         return self.logs / f"attempt_{attempt}"
