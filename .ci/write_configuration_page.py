@@ -126,9 +126,19 @@ def read_sections() -> list[Section]:
         if section is None:
             root.append(Key(name, _kind_in_words(kind), meaning or ROOT_MEANINGS[name]))
         else:
-            keys = [_key(name, inner, text, aliases) for inner, text in _fields(section)]
+            keys = list(_keys(name, section, classes, aliases))
             sections.append(Section(name, (ast.get_docstring(section) or "").replace("\n", " "), keys))
     return [Section("", "", root), *sections]
+
+
+def _keys(name: str, section: ast.ClassDef, classes: dict[str, ast.ClassDef], aliases: dict[str, str]) -> Iterator[Key]:
+    """Yields the keys of a section, those of sections in it with their whole names."""
+    for field, text in _fields(section):
+        inner = classes.get(ast.unparse(field.annotation))
+        if inner is None:
+            yield _key(name, field, text, aliases)
+        else:
+            yield from _keys(f"{name}.{_name_of(field)}", inner, classes, aliases)
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[ast.AnnAssign, str]]:
@@ -186,11 +196,19 @@ def read_defaults() -> dict[str, Any]:
     flat = {**groups, "cluster": None}
     for section, values in shipped.items():
         if isinstance(values, dict):
-            flat |= {f"{section}.{key}": value for key, value in values.items()}
+            flat |= _flat(values, f"{section}.")
         elif section not in ("defaults", "cluster"):
             flat[section] = values
     base = yaml.safe_load((CONF / "cluster" / "base.yaml").read_text(encoding="utf-8"))
     return flat | {f"cluster.{key}": value for key, value in base.items()}
+
+
+def _flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        is_section = isinstance(value, dict) and value
+        flat |= _flat(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return flat
 
 
 def render() -> str:

@@ -44,6 +44,15 @@ TORCH_FREE_MODULES = (
     "metrics.best",
     "metrics.series",
     "metrics.writer",
+    "metrics.trackers.beside",
+    "metrics.trackers.catalogue",
+    "metrics.trackers.follow",
+    "metrics.trackers.mlflow",
+    "metrics.trackers.state",
+    "metrics.trackers.tensorboard",
+    "metrics.trackers.tracker",
+    "metrics.trackers.trackio",
+    "metrics.trackers.wandb",
     "train.script",
 )
 
@@ -59,8 +68,8 @@ COMMAND_WORDS = {
 # The one-machine cluster starts, configures and asks its own daemons.
 OWN_CLUSTER = "devcluster."
 # The ranks' stop flag; those that outlive the ranks, which are the supervisor and the local launch; loader workers,
-# which are made deaf.
-SIGNAL_HANDLERS = {"requeue.signals", "requeue.supervise", "cli.here", "data.mapstyle"}
+# which are made deaf; a tracker's process, which hears of the end by a pipe.
+SIGNAL_HANDLERS = {"requeue.signals", "requeue.supervise", "cli.here", "cli.trackers", "data.mapstyle"}
 ENVIRONMENT_READERS = ("cli.", "__main__")
 # cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.
 ENVIRONMENT_WRITERS = {"train.build"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from slurm_train.data.presence import known_fingerprint
 from slurm_train.errors import CheckpointError, ConfigError, RunError, SlurmTrainError
 from slurm_train.launch.code_index import FileChange, compare_code, index_code, matters, read_index, shorten
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.preparation import Source, names_own_code
+from slurm_train.launch.source import Source, live_file, names_own_code
 from slurm_train.rundir.changes import AcceptedChange, covers_code, covers_config, covers_data, read_changes
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
@@ -137,8 +138,9 @@ def tell_of_other_code(run: RunDirectory, config: RunConfig, directory: Path) ->
     before, index = _read_before(run), read_index(run)
     if before is None or index is None or before[1].get("directory") != str(directory):
         return
-    new = index_code(directory, index.files)
-    changes = compare_code(index, new, old_root=run.code, new_root=directory)
+    folders = {**(read_json(run.code_index) or {}).get("folders", {}), "": str(directory)}
+    locate = partial(live_file, folders)
+    changes = compare_code(index, index_code(locate, index.files), old_file=run.code.joinpath, new_file=locate)
     changes = [change for change in changes if matters(change.name, is_own_code=names_own_code(config))]
     if changes:
         note(f"your files have changed since this run copied them: {shorten(map(str, changes))}")
@@ -200,9 +202,9 @@ def _compare_code(plan: RunPlan, source: Source | None) -> tuple[list[FileChange
     old = read_index(plan.run)
     if source is None or old is None:
         return [], "", ""
-    new = index_code(source.directory, source.files)
+    new = source.index()
     is_own = names_own_code(plan.config)
-    changes = compare_code(old, new, old_root=plan.run.code, new_root=source.directory)
+    changes = compare_code(old, new, old_file=plan.run.code.joinpath, new_file=source.file)
     found = [change for change in changes if matters(change.name, is_own_code=is_own)]
     return found, old.digest(is_own_code=is_own), new.digest(is_own_code=is_own)
 

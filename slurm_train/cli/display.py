@@ -6,8 +6,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from slurm_train.config.schema import TrackSection
+
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan
+    from slurm_train.launch.source import Source
 
 
 def print_plan(plan: RunPlan) -> None:
@@ -31,6 +34,10 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
             ("peak lr", _lr_text(plan)),
             ("checkpoints", _checkpoint_text(plan)),
         ]
+    if config.track != TrackSection():
+        from slurm_train.metrics.trackers.catalogue import asked_trackers
+
+        rows.append(("trackers", ", ".join(asked_trackers(config.track)) or "none"))
     if config.cluster is not None:
         rows.append(("requeue", "after preemption, time limit, node failure" if config.requeue.enabled else "never"))
     return rows
@@ -49,6 +56,19 @@ def _checkpoint_text(plan: RunPlan) -> str:
         return f"as often as pays off with an interruption every {settings.failure_every_h:g} h, {settings.keep} kept"
     when = f"every {settings.every_steps} steps" if settings.every_steps else "at a stop and at the end only"
     return f"{when}, {settings.keep} kept"
+
+
+def say_source(source: Source) -> None:
+    """Prints which of the user's code a run would not have a copy of."""
+    from slurm_train.launch.snapshot import is_secret_file
+
+    left_out = [name for name in source.state.files or () if is_secret_file(name)]
+    if left_out:
+        note(f"not copied into the run, since such files hold secrets: {', '.join(left_out[:5])}")
+    if source.elsewhere:
+        places = ",".join(source.elsewhere)
+        note(f"imported from where it is edited, not from a copy in the run: {places.replace(',', ', ')}")
+        note(f"to have the run copy it as well: run.snapshot_folders=[{places}]")
 
 
 def note(text: str) -> None:

@@ -15,12 +15,15 @@ from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.cli.seal import refused_code
 from slurm_train.cli.submit import refuse_active
+from slurm_train.cli.surroundings import note_surroundings
+from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.schema import RunConfig
 from slurm_train.launch.local import LocalRanks, start_local
 from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.preparation import Source, write_run_directory
+from slurm_train.launch.preparation import write_run_directory
 from slurm_train.launch.provenance import write_provenance
+from slurm_train.launch.source import Source
 from slurm_train.requeue.supervise import Site, supervise
 from slurm_train.requeue.watch import hang_of, limits_of, watching
 from slurm_train.rundir.attempts import AttemptStart
@@ -64,7 +67,7 @@ def train_here(
     write_run_directory(plan, source, script=None, change=change)
     make_outputs(outputs)
     if source is not None:
-        write_provenance(plan.run.provenance, source, words=words)
+        write_provenance(plan.run.provenance, source, words=words, slurm=None)
     return supervise_here(plan.run, plan.config, world_size=plan.world.size, env=env)
 
 
@@ -93,17 +96,16 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         requeue=lambda _decision: False,
         explain=lambda attempt: hang_of(run, attempt),
     )
-    is_own_code = not config.trains
-    return supervise(
-        run,
-        config.requeue,
-        site,
-        lambda attempt: _launch(run, world_size, attempt, limits=limits_of(config), env=env),
-        is_own_code=is_own_code,
-    )
+
+    def launch(attempt: int) -> int:
+        return _launch(run, world_size, attempt, limits=limits_of(config), env=env)
+
+    with tracking_run(run, config.track, env):
+        return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
 
 
 def _launch(run: RunDirectory, world_size: int, attempt: int, *, limits: Limits | None, env: Mapping[str, str]) -> int:
+    note_surroundings(run, attempt, slurm=lambda: None)
     rank_env = scrubbed(env) | {"SLURM_TRAIN_ATTEMPT": str(attempt), "MASTER_ADDR": "127.0.0.1"}
     # The ranks run the snapshot; what it does not hold (ignored by git, say) is found where the run was typed.
     rank_env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(Path.cwd())]))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from slurm_train.cli.display import note
+from slurm_train.config.schema import RunConfig, TrackSection
 from slurm_train.data.presence import require_readable
 from slurm_train.launch.plan import RunPlan
 
@@ -14,9 +17,14 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
 
     Raises:
         DataError: prepared text is asked for, and there is none.
-        ConfigError: a `_target_` names a module or a name that does not exist.
+        ConfigError: a `_target_` names a module or a name that does not exist, or a tracker is not installed.
     """
     config = plan.config
+    # Another interpreter may have what this one lacks.
+    if config.track != TrackSection() and (config.cluster is None or config.cluster.python is None):
+        from slurm_train.metrics.trackers.catalogue import require_installed
+
+        require_installed(config.track)
     if config.trains:
         require_readable(config.data or {}, cwd=cwd)
     from slurm_train.config.presence import require_target
@@ -26,3 +34,15 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
     own = {"task": config.task} if config.task else {"model": config.model, "data": config.data}
     for key, mapping in own.items() if config.script is None else ():
         require_target(key, mapping, search=search)
+
+
+def say_keys_left_behind(config: RunConfig, env: Mapping[str, str]) -> None:
+    """Prints which keys of trackers are set in this shell and do not travel into the job."""
+    if config.cluster is None or config.track == TrackSection():
+        return
+    from slurm_train.metrics.trackers.catalogue import keys_left_behind
+    from slurm_train.slurm.exports import exported
+
+    names = keys_left_behind(config.track, env, exported(env, config.cluster.export))
+    if names:
+        note(f"{', '.join(names)} stays in this shell; the job gets it with cluster.export=[{','.join(names)}]")

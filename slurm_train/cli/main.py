@@ -21,6 +21,8 @@ VERBS = {
     "resume": "continue an unfinished run from its newest checkpoint",
     "collate": "table of a sweep: values, best and last metrics, attempts, GPU-hours",
     "report": "one HTML page of a run or sweep: curves, speed, where the hours went; needs no network",
+    "diff": "what differs between two runs: configuration, code, environment",
+    "track": "send a run's metrics to its trackers: what its job could not send",
     "checkpoint": "ls and verify the checkpoints of a run",
     "prepare": "turn text files into token shards",
     "devcluster": "a real Slurm on this one machine, for trying and testing",

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.display import note, plan_rows
-from slurm_train.cli.inputs import refuse_missing_inputs
+from slurm_train.cli.display import note, plan_rows, say_source
+from slurm_train.cli.inputs import refuse_missing_inputs, say_keys_left_behind
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.outputs import RunOutput, make_outputs, plan_outputs, say_outputs
 from slurm_train.cli.selection import active_runs
@@ -27,9 +27,11 @@ from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.array import ArrayPlan, cut_arrays, max_array_size, render_array
 from slurm_train.launch.array_submission import find_lost_arrays, job_name, next_number, submit_arrays
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.preparation import Source, read_source, require_writable, uses_own_code
+from slurm_train.launch.preparation import require_writable
+from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.script import render_script
 from slurm_train.launch.snapshot import GitQuestions, read_answers
+from slurm_train.launch.source import Source, read_source, uses_own_code
 from slurm_train.launch.sweep import SweepPlan, plan_sweep
 from slurm_train.launch.sweep_files import write_sweep
 from slurm_train.rundir.layout import RunDirectory
@@ -72,7 +74,8 @@ def multirun(
         nonlocal num_before
         plan, outputs = plan_points(flags, points, settings=settings, env=env, cwd=cwd, first=num_before)
         num_before += len(points)
-        source = read_source(_whose_code(plan), cwd, state)
+        source = read_source(_whose_code(plan), cwd, state, env=env)
+        say_source(source)
         if plan.uses_cluster:
             return _submit(plan, source, words=words, env=env, wait=wait, outputs=outputs), plan
         from slurm_train.cli.sweep_here import run_here
@@ -181,6 +184,7 @@ def _submit(
 ) -> int:
     commands, sweep = SlurmCommands(env), plan.sweep
     require_slurm(commands)
+    say_keys_left_behind(plan.plans[0].config, env)
     scripts = [(one.run, render_script(one)) for one in plan.plans]
     with contextlib.ExitStack() as held:
         was_known = sweep.table.exists()
@@ -193,13 +197,15 @@ def _submit(
         if not was_known:
             held.enter_context(submitting(sweep))
             _refuse_overtaken(sweep)
-        write_sweep(plan, source, dict(todo), words=words)
+        code = write_sweep(plan, source, dict(todo), words=words)
         make_outputs(outputs)
         for run, _ in todo:
             # A dead process on this machine can be told from here, not from the node that the job starts on.
             clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
         for _, job_id in submit_arrays(sweep, arrays, env=env):
             print(f"{job_id} {sweep.path}", flush=True)
+        if code is not None:
+            write_provenance(code.provenance, source, words=words, slurm=commands.version())
     _say_what_next(sweep)
     if wait:
         from slurm_train.cli.waiting import wait_for_sweep

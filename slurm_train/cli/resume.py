@@ -15,7 +15,7 @@ from typing import Any
 
 from slurm_train.cli.arguments import RUN_HELP, build_run_parser
 from slurm_train.cli.changes import check_names, tell_of_other_code, weigh
-from slurm_train.cli.display import note, print_plan
+from slurm_train.cli.display import note, print_plan, say_source
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.submit import refuse_active, require_slurm, submit
 from slurm_train.cli.sweep_table import RESUMABLE
@@ -26,9 +26,10 @@ from slurm_train.errors import ClusterError, RunError
 from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.code_index import require_sealed
 from slurm_train.launch.plan import replan_run
-from slurm_train.launch.preparation import read_source, record_job
+from slurm_train.launch.preparation import record_job
 from slurm_train.launch.resources import renewed_warning
 from slurm_train.launch.snapshot import ask_git, read_answers
+from slurm_train.launch.source import read_source
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import clear_dead
@@ -115,7 +116,8 @@ def _go_on_with(
     if "code" in accept:
         here = Path.cwd()
         plan = replace(plan, directory=str(here))
-        source = read_source(plan, here, read_answers(ask_git(here, os.environ)))
+        source = read_source(plan, here, read_answers(ask_git(here, os.environ)), env=os.environ)
+        say_source(source)
     print_plan(plan)
     if config.cluster is not None:
         return submit(plan, source, words=words, env=dict(os.environ), accept=accept)

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 from slurm_train.cli.composition import compose_one, read_settings_of
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError
-from slurm_train.launch.snapshot import GitQuestions, ask_git, drop_questions, is_secret_file, read_answers
+from slurm_train.launch.snapshot import GitQuestions, ask_git, drop_questions, read_answers
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra_settings import HydraSettings
-    from slurm_train.launch.preparation import Source
 
 
 def main(words: Sequence[str]) -> int:
@@ -60,11 +59,12 @@ def _run(
     git: GitQuestions | None,
 ) -> int:
     from slurm_train.cli.changes import tell_of_another
-    from slurm_train.cli.display import print_plan
-    from slurm_train.cli.inputs import refuse_missing_inputs
+    from slurm_train.cli.display import print_plan, say_source
+    from slurm_train.cli.inputs import refuse_missing_inputs, say_keys_left_behind
     from slurm_train.cli.outputs import make_outputs, plan_outputs, say_outputs
     from slurm_train.launch.plan import plan_run
-    from slurm_train.launch.preparation import read_source, require_writable
+    from slurm_train.launch.preparation import require_writable
+    from slurm_train.launch.source import read_source
 
     plan = plan_run(compose_one(flags, settings), cwd=cwd, env=env)
     outputs = plan_outputs(settings, [plan], [flags.overrides], cwd=cwd)
@@ -78,8 +78,9 @@ def _run(
     tell_of_another(plan)
     print_plan(plan)
     say_outputs(outputs)
-    source = read_source(plan, cwd, read_answers(git))
-    _say_left_out(source)
+    say_keys_left_behind(plan.config, env)
+    source = read_source(plan, cwd, read_answers(git), env=env)
+    say_source(source)
     if plan.config.cluster is not None:
         from slurm_train.cli.submit import submit
 
@@ -87,14 +88,6 @@ def _run(
     from slurm_train.cli.here import train_here
 
     return train_here(plan, source, words=words, env=env, accept=flags.accept, outputs=outputs)
-
-
-def _say_left_out(source: Source) -> None:
-    from slurm_train.cli.display import note
-
-    left_out = [name for name in source.state.files or () if is_secret_file(name)]
-    if left_out:
-        note(f"not copied into the run, since such files hold secrets: {', '.join(left_out[:5])}")
 
 
 def _show_result(run: RunDirectory) -> int:

@@ -12,8 +12,9 @@ from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.errors import ClusterError, RunError
 from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.preparation import Source, record_job, write_run_directory
+from slurm_train.launch.preparation import record_job, write_run_directory
 from slurm_train.launch.script import render_script
+from slurm_train.launch.source import Source
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import clear_dead, process_lives, read_holder
 from slurm_train.rundir.lookup import read_job
@@ -65,7 +66,7 @@ def submit(
     from slurm_train.launch.provenance import write_provenance
 
     if source is not None:
-        write_provenance(plan.run.provenance, source, words=words)
+        write_provenance(plan.run.provenance, source, words=words, slurm=commands.version())
     return 0
 
 

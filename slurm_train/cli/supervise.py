@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.seal import refused_code
+from slurm_train.cli.surroundings import note_surroundings
+from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, ConfigError, RunError
 from slurm_train.launch.continuation import cancelled_before, is_new_request, submit_continuation
@@ -19,6 +22,7 @@ from slurm_train.launch.preparation import record_job
 from slurm_train.launch.resources import STEP_NAME
 from slurm_train.launch.step import LINGER_S, ORPHAN_LINGER_S, end_step, run_step
 from slurm_train.launch.visibility import require_seen_by_all
+from slurm_train.metrics.trackers.beside import Trackers
 from slurm_train.requeue.decision import Decision
 from slurm_train.requeue.patience import bring_back, with_patience
 from slurm_train.requeue.supervise import Site, ignore_stop_signals, say, supervise
@@ -59,6 +63,7 @@ def main(words: Sequence[str]) -> int:
     read = _notice_reader(allocation.requeue_id, commands)
 
     def launch(attempt: int) -> int:
+        note_surroundings(run, attempt, slurm=commands.version)
         end = partial(_kill_steps, commands)
         with (
             keeping_time(run, attempt, read=read),
@@ -68,7 +73,15 @@ def main(words: Sequence[str]) -> int:
             return _run_step(run, command, attempt=attempt, nodes=nodes, world_size=size, env=env)
 
     site = _site(run, allocation, env, patience_s=config.requeue.controller_patience_s)
-    return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
+    with tracking_run(run, config.track, env) as trackers:
+        site = replace(site, requeue=partial(_requeue_last, trackers, site.requeue))
+        return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
+
+
+def _requeue_last(trackers: Trackers, requeue: Callable[[Decision], bool], decision: Decision) -> bool:
+    # Slurm ends this job by it; the trackers get the moment until then.
+    trackers.finish_soon()
+    return requeue(decision)
 
 
 def _forget_old_stop(run: RunDirectory, job_id: str, env: Mapping[str, str], commands: SlurmCommands) -> None:

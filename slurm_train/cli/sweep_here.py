@@ -16,7 +16,8 @@ from slurm_train.cli.display import note
 from slurm_train.cli.multirun import missing_runs
 from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
-from slurm_train.launch.preparation import Source
+from slurm_train.launch.provenance import write_provenance
+from slurm_train.launch.source import Source
 from slurm_train.launch.sweep import SweepPlan, describe
 from slurm_train.launch.sweep_files import write_sweep
 from slurm_train.rundir.sweep import Element, SweepDirectory, submitting
@@ -47,8 +48,10 @@ def run_here(
     sweep = plan.sweep
     with submitting(sweep):
         missing = missing_runs([one.run for one in plan.plans], SlurmCommands(env))
-        write_sweep(plan, source, dict.fromkeys(missing), words=words)
+        code = write_sweep(plan, source, dict.fromkeys(missing), words=words)
         make_outputs(outputs)
+        if code is not None:
+            write_provenance(code.provenance, source, words=words, slurm=None)
         print(f"- {sweep.path}", flush=True)
         todo = [element for element in plan.elements if element.run in missing]
         return train_each(sweep, todo, num_parallel=plan.max_parallel or 1, env=env)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from slurm_train.cli.changes import weigh
-from slurm_train.cli.display import note
+from slurm_train.cli.display import note, say_source
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.multirun import plan_arrays
 from slurm_train.cli.selection import jobs_of
@@ -17,9 +17,10 @@ from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_DONE, RunError
 from slurm_train.launch.array_submission import find_lost_arrays, submit_arrays
 from slurm_train.launch.plan import replan_run
-from slurm_train.launch.preparation import Source, link_code, plan_source, put_on_record, write_shared_code
+from slurm_train.launch.preparation import link_code, put_on_record, write_shared_code
 from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.snapshot import ask_git, read_answers
+from slurm_train.launch.source import Source, plan_source
 from slurm_train.launch.sweep_files import next_code
 from slurm_train.rundir.changes import AcceptedChange
 from slurm_train.rundir.files import read_json
@@ -93,8 +94,10 @@ def _require_written(sweep: SweepDirectory, rows: Sequence[Standing]) -> None:
 
 def _new_source(rows: Sequence[Standing], *, cwd: Path, env: Mapping[str, str]) -> Source:
     run = rows[0].run
-    limit_mb = load_config(run.config).run.snapshot_limit_mb
-    return plan_source(run, cwd, read_answers(ask_git(cwd, env)), limit_mb=limit_mb)
+    settings = load_config(run.config).run
+    source = plan_source(run, cwd, read_answers(ask_git(cwd, env)), settings=settings, env=env)
+    say_source(source)
+    return source
 
 
 def _prepare(
@@ -109,7 +112,7 @@ def _prepare(
     changes = {} if source is None else _changes_of_code(rows, source)
     if source is not None:
         write_shared_code(source, code)
-        write_provenance(code.provenance, source, words=words)
+        write_provenance(code.provenance, source, words=words, slurm=commands.version())
     for one in rows:
         run = one.run
         run.stop_file.unlink(missing_ok=True)

@@ -114,11 +114,12 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
     attempt = int(env.get("SLURM_TRAIN_ATTEMPT", "0"))
     heartbeat = _start_heartbeat(run, attempt, config, place, env)
     code_dir = Path.cwd()
+    env = _import_from_copy(run, place, env)
     _enter(str(plan.get("directory", "")))
     if config.script is not None:
         from slurm_train.train.script import run_script
 
-        run_script(config.script, place=place, env=env, code_dir=code_dir)
+        run_script(config.script, place=place, env=env, code_dir=code_dir, run=run)
     from slurm_train.train.start import RankStart
 
     start = RankStart(
@@ -169,6 +170,19 @@ def _require_visible(run: RunDirectory, host: str) -> None:
         )
     if not os.access(run.path, os.W_OK):
         raise RunError(f"node {host} cannot write to {run.path}", hint="name another place with run.root=DIR")
+
+
+def _import_from_copy(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns the environment with which this process and its children import from the run's copy of the code."""
+    from slurm_train.launch.imports import in_words, take_snapshot
+
+    imports = take_snapshot(str(run.path), python_path=env.get("PYTHONPATH", ""))
+    for line in in_words(imports.taken) if place.is_first else ():
+        print(line, file=sys.stderr, flush=True)
+    if not imports.child_path:
+        return env
+    os.environ["PYTHONPATH"] = imports.child_path
+    return {**env, "PYTHONPATH": imports.child_path}
 
 
 def _enter(directory: str) -> None:

@@ -94,6 +94,31 @@ def all_changes(
     return found + [Change(key, was, now, "harmless") for key, was, now in pairs if was != now]
 
 
+def differences(
+    old: RunConfig, new: RunConfig, *, old_global_size: int | None, new_global_size: int | None
+) -> list[Change]:
+    """Returns every key in which two runs differ, whatever follows from it; "harmless" where nothing is trained by it.
+
+    Args:
+        old: configuration of the one.
+        new: configuration of the other.
+        old_global_size: its samples per optimizer step, None where they are its own code's.
+        new_global_size: likewise.
+    """
+    found = []
+    for config, global_size in ((old, old_global_size), (new, new_global_size)):
+        mapping = to_mapping(config)
+        mapping["batch"]["global_size"] = global_size
+        found.append(flat(mapping))
+    pairs = ((key, _get(found[0], key), _get(found[1], key)) for key in _keys(*found))
+    return [Change(key, was, now, _weight_of(key)) for key, was, now in pairs if was != now]
+
+
+def _weight_of(key: str) -> Kind:
+    is_left_out = key in _DATA_HARMLESS or any(is_below(key, left_out) for left_out in NOT_IDENTITY)
+    return "harmless" if is_left_out else "training"
+
+
 def training_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Returns what differs between two `trained_settings`.
 

@@ -23,7 +23,10 @@ class RunSection:
     processes: int | None = None
     """Local ranks when there is no cluster; default: one per GPU, else 2."""
     snapshot_limit_mb: int = 100
-    """Largest code snapshot; more is refused, since it is data rather than code."""
+    """Largest code snapshot (of each folder); more is refused, since it is data rather than code."""
+    snapshot_folders: list[str] = field(default_factory=list)
+    """Further folders of yours that the run gets a copy of, e.g. ["../mylib"]: packages that are imported from outside
+    the submitting directory, in editable mode or by PYTHONPATH."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,11 +178,52 @@ class SweepSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WandbSection:
+    """Weights & Biases (extra: wandb)."""
+
+    project: str | None = None
+    """Project that the run is logged to; null: W&B is not used. The key is read from WANDB_API_KEY or ~/.netrc."""
+    entity: str | None = None
+    """User or team; default: that of the key."""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """auto: WANDB_MODE where it is set, else online with a key and offline without; `wandb sync` uploads the latter."""
+    tags: list[str] = field(default_factory=list)
+    """Tags of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlflowSection:
+    """MLflow (extra: mlflow)."""
+
+    experiment: str | None = None
+    """Experiment that the run is logged to; null: MLflow is not used."""
+    uri: str | None = None
+    """Server or store; default: MLFLOW_TRACKING_URI, else sqlite:///<run.root>/mlflow.db."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackioSection:
+    """trackio (extra: trackio)."""
+
+    project: str | None = None
+    """Project that the run is logged to; null: trackio is not used."""
+    space_id: str | None = None
+    """Hugging Face Space that shows it; null: trackio's own folder, see TRACKIO_DIR."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrackSection:
-    """Metrics beyond metrics.jsonl."""
+    """Trackers: who else gets the lines of metrics.jsonl."""
 
     tensorboard: bool = False
     """Writes TensorBoard events into the run directory (extra: track)."""
+    wandb: WandbSection = field(default_factory=WandbSection)
+    mlflow: MlflowSection = field(default_factory=MlflowSection)
+    trackio: TrackioSection = field(default_factory=TrackioSection)
+    timeout_s: float = 120.0
+    """Longest that a tracker may take to start or to take some lines; then it is ended and started again later."""
+    close_timeout_s: float = 15.0
+    """Longest that a job waits for its trackers when its ranks have ended; what is left is sent later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -55,24 +56,35 @@ class CodeIndex:
         return xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
 
 
-def index_code(directory: Path, names: Iterable[str]) -> CodeIndex:
-    """Returns the hashes of files of a directory; one that cannot be read counts as absent."""
+Locate = Callable[[str], Path]
+"""Gives the place of a file of the code by its name."""
+
+
+def index_code(locate: Locate, names: Iterable[str]) -> CodeIndex:
+    """Returns the hashes of files; one that cannot be read counts as absent."""
     found = {}
     for name in names:
         try:
-            found[name] = xxhash.xxh3_128_hexdigest((directory / name).read_bytes())
+            found[name] = xxhash.xxh3_128_hexdigest(locate(name).read_bytes())
         except OSError:
             continue
     return CodeIndex(found)
 
 
-def seal_code(code: Path, names: Sequence[str], *, record: Path) -> CodeIndex:
-    """Takes a snapshot's write permission away and records its hashes in a file; returns them."""
+def seal_code(code: Path, names: Sequence[str], *, record: Path, facts: Mapping[str, Any]) -> CodeIndex:
+    """Takes a snapshot's write permission away and records its hashes in a file; returns them.
+
+    Args:
+        code: the snapshot.
+        names: its files.
+        record: the file.
+        facts: what else it says: where the code came from.
+    """
     for name in names:
         path = code / name
         path.chmod(path.stat().st_mode & ~_WRITE_BITS)
-    index = index_code(code, names)
-    write_atomic(record, json.dumps({"files": index.files}, indent=1) + "\n", durable=False)
+    index = index_code(code.joinpath, names)
+    write_atomic(record, json.dumps({**facts, "files": index.files}, indent=1) + "\n", durable=False)
     return index
 
 
@@ -94,7 +106,7 @@ def require_sealed(run: RunDirectory) -> None:
         return
     # Python's cache may lie beside the code.
     names = [name for name in _walk(run.code) if "__pycache__/" not in name]
-    changes = compare_code(index, index_code(run.code, {*names, *index.files}))
+    changes = compare_code(index, index_code(run.code.joinpath, {*names, *index.files}))
     if changes:
         raise RunError(
             f"the code snapshot {run.code} is not what was submitted: {shorten(map(str, changes))}",
@@ -104,21 +116,21 @@ def require_sealed(run: RunDirectory) -> None:
 
 
 def compare_code(
-    old: CodeIndex, new: CodeIndex, *, old_root: Path | None = None, new_root: Path | None = None
+    old: CodeIndex, new: CodeIndex, *, old_file: Locate | None = None, new_file: Locate | None = None
 ) -> list[FileChange]:
     """Returns the files that differ, by name.
 
     Args:
         old: hashes before.
         new: hashes now.
-        old_root: where the old files lie, to count lines.
-        new_root: where the new ones lie.
+        old_file: where the old files lie, to count lines.
+        new_file: where the new ones lie.
     """
     names = sorted(name for name in {*old.files, *new.files} if old.files.get(name) != new.files.get(name))
     found = []
     for name in names:
-        before = _lines(old_root, name, old.files.get(name))
-        after = _lines(new_root, name, new.files.get(name))
+        before = read_text_lines(old_file, name, old.files.get(name))
+        after = read_text_lines(new_file, name, new.files.get(name))
         what = "new" if name not in old.files else "gone" if name not in new.files else ""
         found.append(FileChange(name, *_count(before, after), what))
     return found
@@ -144,14 +156,20 @@ def _walk(root: Path) -> list[str]:
     ]
 
 
-def _lines(root: Path | None, name: str, recorded: str | None) -> list[str] | None:
-    """Returns a file's lines, [] for one that is not there, None for one that cannot be compared."""
+def read_text_lines(locate: Locate | None, name: str, recorded: str | None) -> list[str] | None:
+    """Returns a file's lines, [] for one that is not recorded, None for one that cannot be compared.
+
+    Args:
+        locate: where it lies; None: it cannot be read.
+        name: its name in the snapshot.
+        recorded: the hash that its bytes must have.
+    """
     if recorded is None:
         return []
-    if root is None:
+    if locate is None:
         return None
     try:
-        data = (root / name).read_bytes()
+        data = locate(name).read_bytes()
         if len(data) > _LONGEST_COMPARED or xxhash.xxh3_128_hexdigest(data) != recorded:
             return None
         return data.decode().splitlines()

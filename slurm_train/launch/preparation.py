@@ -10,65 +10,19 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.config.frozen import dump_config
-from slurm_train.config.schema import RunConfig
 from slurm_train.errors import RunError
 from slurm_train.launch.code_index import seal_code
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.snapshot import SourceState, link_snapshot, plan_snapshot, write_snapshot
+from slurm_train.launch.snapshot import link_snapshot, write_snapshot
+from slurm_train.launch.source import Source
 from slurm_train.rundir.changes import AcceptedChange, record_change
 from slurm_train.rundir.files import fsync_directory, fsync_file, read_json, write_atomic
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.private import create_private, make_private, require_private
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The submitting directory and the files of it that belong to the code."""
-
-    directory: Path
-    state: SourceState
-    files: Sequence[str]
-
-
-def read_source(plan: RunPlan, directory: Path, state: SourceState) -> Source:
-    """Returns what would be copied from the submitting directory; touches nothing.
-
-    Outside git, and with none of your own code named, there is nothing that a job would need from there.
-
-    Raises:
-        ConfigError: more than a code snapshot may be.
-    """
-    if state.files is None and not uses_own_code(plan):
-        return Source(directory, state, ())
-    return plan_source(plan.run, directory, state, limit_mb=plan.config.run.snapshot_limit_mb)
-
-
-def plan_source(run: RunDirectory, directory: Path, state: SourceState, *, limit_mb: int) -> Source:
-    """Returns what would be copied for a run from a directory that holds its code; touches nothing.
-
-    Raises:
-        ConfigError: more than `limit_mb` MiB.
-    """
-    root = run.path.parent.parent
-    # Where the runs' root holds the code as well (run.root=.), only this run's own folder is left out.
-    runs = run.path.parent if directory.resolve().is_relative_to(root) else root
-    return Source(directory, state, plan_snapshot(directory, state, limit_mb=limit_mb, exclude=runs))
-
-
-def uses_own_code(plan: RunPlan) -> bool:
-    """Returns whether the run names code that does not ship with this package."""
-    return names_own_code(plan.config)
-
-
-def names_own_code(config: RunConfig) -> bool:
-    """Returns whether a configuration names code that does not ship with this package."""
-    targets = [str(part.get("_target_", "")) for part in (config.model, config.data, config.task) if part]
-    return config.script is not None or any(not target.startswith("slurm_train.") for target in targets)
 
 
 def require_writable(run: RunDirectory) -> None:
@@ -103,8 +57,8 @@ def write_run_directory(
         put_on_record(run, change)
     if source is not None:
         keep = run.before_change(change.number) / "code" if change is not None and change.code else None
-        write_snapshot(source.directory, source.files, run.code, keep=keep)
-        seal_code(run.code, source.files, record=run.code_index)
+        write_snapshot(source.directory, source.files, run.code, others=source.others, keep=keep)
+        seal_code(run.code, source.names, record=run.code_index, facts=source.as_record())
     _write_files(plan, script, durable=change is not None)
 
 
@@ -127,8 +81,8 @@ class SharedCode:
 
 def write_shared_code(source: Source, code: SharedCode) -> None:
     """Copies the code once for many runs."""
-    write_snapshot(source.directory, source.files, code.path)
-    seal_code(code.path, source.files, record=code.index)
+    write_snapshot(source.directory, source.files, code.path, others=source.others)
+    seal_code(code.path, source.names, record=code.index, facts=source.as_record())
 
 
 def link_code(run: RunDirectory, code: SharedCode) -> None:

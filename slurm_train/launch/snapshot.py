@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import ConfigError
+from slurm_train.launch.editable import built_modules
 
 # Outside git there is no list of what belongs to the code, so it is told by its ending.
 _SOURCE_SUFFIXES = frozenset(
     {".py", ".pyi", ".yaml", ".yml", ".toml", ".json", ".cfg", ".ini", ".txt", ".sh", ".so", ".cu", ".cpp"}
 )
 _MAX_ENTRIES = 20_000
+_MOST_NAMED = 5
 # Files that hold secrets by custom; a run keeps its copies for ever, and others may be shown them.
 _SECRET_FILES = (
     *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".pypirc", ".npmrc", ".git-credentials"),
@@ -38,6 +40,18 @@ class GitQuestions:
     files: subprocess.Popen[bytes]
     commit: subprocess.Popen[bytes]
     difference: subprocess.Popen[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFolder:
+    """A further folder whose code is in the snapshot, below a place of its own."""
+
+    prefix: str
+    """Where in the snapshot, e.g. ".folders/mylib"."""
+    directory: Path
+    state: SourceState
+    files: Sequence[str]
+    """Relative to its own directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +119,25 @@ def _read(process: subprocess.Popen[bytes]) -> bytes | None:
     return output if process.returncode == 0 else None
 
 
-def plan_snapshot(directory: Path, state: SourceState, *, limit_mb: int, exclude: Path) -> list[str]:
+def plan_snapshot(
+    directory: Path, state: SourceState, *, limit_mb: int, exclude: Path, roots: Sequence[str] = ()
+) -> list[str]:
     """Returns the files to copy, relative to the directory; touches nothing.
 
     Args:
-        directory: the submitting directory.
+        directory: a folder with code, the submitting directory for one.
         state: what git said about it.
         limit_mb: largest total size in MiB.
         exclude: the root of the runs, never part of a snapshot.
+        roots: places in it that packages are imported from, see `package_folders`.
 
     Raises:
         ConfigError: the files are more than the limit.
     """
-    found = list(state.files) if state.files is not None else _walk(directory, exclude)
+    if state.files is None:
+        found = _walk(directory, exclude)
+    else:
+        found = [*state.files, *built_modules(str(directory), state.files, roots)]
     names = [name for name in found if not is_secret_file(name)]
     kept, total = [], 0
     for name in names:
@@ -153,26 +173,49 @@ def _walk(directory: Path, exclude: Path) -> list[str]:
 
 
 def _too_large(directory: Path, names: Sequence[str], total: int, limit_mb: int) -> ConfigError:
-    largest = sorted(names, key=lambda name: (directory / name).stat().st_size, reverse=True)[:3]
+    sizes = {name: (directory / name).stat().st_size for name in names}
+    ordered = sorted(names, key=lambda name: sizes[name], reverse=True)
+    largest = [name for name in ordered if sizes[name] > total / 100][:_MOST_NAMED] or ordered[:_MOST_NAMED]
     return ConfigError(
-        f"the code in {directory} is {total >> 20} MiB, more than run.snapshot_limit_mb={limit_mb}; "
-        f"largest: {', '.join(largest)}",
-        hint="list data in .gitignore, or raise run.snapshot_limit_mb",
+        f"the code in {directory} is {total / (1 << 20):.1f} MiB, more than run.snapshot_limit_mb={limit_mb}; "
+        f"largest: {', '.join(f'{name} ({sizes[name] / (1 << 20):.1f} MiB)' for name in largest)}",
+        hint="list what is no code in .gitignore (outside git: start from the folder that holds the code), or raise "
+        "run.snapshot_limit_mb",
     )
 
 
-def write_snapshot(directory: Path, names: Sequence[str], target: Path, *, keep: Path | None = None) -> None:
+def write_snapshot(
+    directory: Path,
+    names: Sequence[str],
+    target: Path,
+    *,
+    others: Sequence[OtherFolder] = (),
+    keep: Path | None = None,
+) -> None:
     """Copies the files into a fresh folder and puts it in place of an older snapshot.
 
     Args:
         directory: where they lie.
         names: the files, relative to it.
         target: the snapshot.
+        others: further folders.
         keep: what the older snapshot is called from now on; None: it is removed.
     """
     fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(mode=0o700)
+    _copy(directory, names, fresh)
+    for other in others:
+        (fresh / other.prefix).mkdir(mode=0o700, parents=True)
+        _copy(other.directory, other.files, fresh / other.prefix)
+    # The old snapshot of a sweep is shared, and stays where it is.
+    if keep is not None and target.exists() and not target.is_symlink() and not keep.exists():
+        target.rename(keep)
+    _remove(target)
+    fresh.rename(target)
+
+
+def _copy(directory: Path, names: Sequence[str], fresh: Path) -> None:
     folders = {os.path.dirname(name) for name in names}  # noqa: PTH120  # str in, str out: paths cost 10x here
     for folder in sorted(folders):
         os.makedirs(fresh / folder, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
@@ -181,11 +224,6 @@ def write_snapshot(directory: Path, names: Sequence[str], target: Path, *, keep:
         mode = os.stat(fresh / name).st_mode  # noqa: PTH116  # as above
         if mode & 0o077:
             os.chmod(fresh / name, mode & 0o700)  # noqa: PTH101  # as above
-    # The old snapshot of a sweep is shared, and stays where it is.
-    if keep is not None and target.exists() and not target.is_symlink() and not keep.exists():
-        target.rename(keep)
-    _remove(target)
-    fresh.rename(target)
 
 
 def link_snapshot(target: Path, snapshot: Path) -> None:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from slurm_train.launch.preparation import SharedCode, Source, write_shared_code, write_sweep_run
-from slurm_train.launch.provenance import write_provenance
+from slurm_train.launch.preparation import SharedCode, write_shared_code, write_sweep_run
+from slurm_train.launch.source import Source
 from slurm_train.launch.sweep import SweepPlan
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
@@ -18,8 +18,10 @@ from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, write_
 
 def write_sweep(
     plan: SweepPlan, source: Source, scripts: Mapping[RunDirectory, str | None], *, words: Sequence[str]
-) -> None:
+) -> SharedCode | None:
     """Writes the table, one snapshot of the code, and the directories of the runs that are to be carried out.
+
+    Returns the snapshot, whose provenance is still to be written; None where nothing is to be carried out.
 
     Args:
         plan: the sweep.
@@ -35,14 +37,14 @@ def write_sweep(
     write_atomic(sweep.facts, json.dumps(facts, indent=2) + "\n")
     sweep.stop_file.unlink(missing_ok=True)
     if not scripts:
-        return
+        return None
     code = next_code(sweep)
     write_shared_code(source, code)
     for one in plan.plans:
         if one.run in scripts:
             # A run that has been trained goes on with its own code; `resume --accept code` gives it another.
             write_sweep_run(one, code=None if _is_trained(one.run) else code, script=scripts[one.run])
-    write_provenance(code.provenance, source, words=words)
+    return code
 
 
 def _is_trained(run: RunDirectory) -> bool:

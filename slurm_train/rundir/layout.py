@@ -138,6 +138,11 @@ class RunDirectory:
         """TensorBoard events."""
         return self.path / "tensorboard"
 
+    @property
+    def trackers(self) -> Path:
+        """What is known of each tracker, their logs, and what they keep here themselves."""
+        return self.path / "trackers"
+
     def attempt_logs(self, attempt: int) -> Path:
         """Folder of one attempt's logs: batch.log, rank_<r>.log."""
         return self.logs / f"attempt_{attempt}"
@@ -145,6 +150,10 @@ class RunDirectory:
     def rank_log(self, attempt: int, rank: int) -> Path:
         """Log of one rank in one attempt."""
         return self.attempt_logs(attempt) / f"rank_{rank}.log"
+
+    def environment(self, attempt: int) -> Path:
+        """Python, packages, driver and GPUs of one attempt, on the node of its batch script."""
+        return self.attempt_logs(attempt) / "environment.json"
 
     def heartbeat(self, attempt: int, rank: int) -> Path:
         """What one rank is doing right now."""

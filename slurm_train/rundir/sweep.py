@@ -206,6 +206,12 @@ def list_sweeps(root: Path) -> list[SweepDirectory]:
     return [SweepDirectory(path.parent) for path in sorted(tables, key=lambda p: p.stat().st_mtime, reverse=True)]
 
 
+def sweep_of(run: RunDirectory) -> SweepDirectory | None:
+    """Returns the sweep that a run belongs to, the oldest of several; None for a run that was typed by itself."""
+    sweeps = reversed(list_sweeps(run.path.parent.parent))
+    return next((sweep for sweep in sweeps if any(one.run == run for one in read_table(sweep))), None)
+
+
 def find_sweep(root: Path, word: str) -> SweepDirectory | None:
     """Returns the sweep that a word names: its id or the beginning of it, a path, or the job id of one of its arrays.
 

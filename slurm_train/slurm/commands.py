@@ -121,6 +121,15 @@ class SlurmCommands:
 
         return parse_job(self._run(["scontrol", "show", "job", *checked_ids([job_id])]))
 
+    def version(self) -> str | None:
+        """Returns the version of Slurm's commands here, e.g. "22.05.8"; None where that cannot be told."""
+        try:
+            done = self._call(["scontrol", "--version"])
+        except ClusterError:
+            return None
+        name, _, version = done.stdout.strip().partition(" ")
+        return version if name == "slurm" and done.return_code == 0 else None
+
     def show_config(self) -> dict[str, str]:
         """Returns the controller's settings, e.g. {"MaxArraySize": "1001", "KillWait": "30 sec", ...}."""
         from slurm_train.slurm.records import parse_config

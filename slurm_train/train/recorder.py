@@ -1,4 +1,4 @@
-"""What rank 0 keeps of the steps: lines of metrics.jsonl, TensorBoard, and the display. Ranks but 0 have none."""
+"""What rank 0 keeps of the steps: lines of metrics.jsonl, and the display. Ranks but 0 have none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slurm_train.metrics.progress import Display, Glance
-from slurm_train.metrics.writer import MetricsWriter
 from slurm_train.rundir.clock import AwakeClock
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.step import StepResult
@@ -193,13 +192,3 @@ class Recorder:
         rate = result.num_items / step_time_s
         self.display.show(Glance(step=step, loss=result.loss, rate=rate, unit=self.facts.unit, step_time_s=step_time_s))
         self._shown = (now, step)
-
-
-def open_writers(path: Path, *, tensorboard: Path | None, first_step: int) -> list[LineWriter]:
-    """Returns the writer of metrics.jsonl, and TensorBoard's where a directory is given."""
-    writers: list[LineWriter] = [MetricsWriter(path)]
-    if tensorboard is not None:
-        from slurm_train.metrics.tensorboard import TensorBoardWriter
-
-        writers.append(TensorBoardWriter(tensorboard, first_step=first_step))
-    return writers

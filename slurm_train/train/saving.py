@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from slurm_train.config.batch import BatchPlan
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.seeds import rng_state, set_rng_state
+from slurm_train.metrics.trackers.state import tracker_ids
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.saves import SaveLog
@@ -323,6 +324,7 @@ class Checkpointer:
                 "batch_since": list(position.batch_since),
                 "lr": self.lr,
                 **self.continuity.as_extra(),
+                **(tracker_ids(self.run) if self.place.is_first else {}),
             },
         )
 

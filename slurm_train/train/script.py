@@ -14,11 +14,14 @@ from typing import NoReturn
 
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
+from slurm_train.rundir.layout import RunDirectory
 
 _RUNNER = Path(__file__).with_name("script_main.py")
 
 
-def run_script(words: Sequence[str], *, place: RankPlace, env: Mapping[str, str], code_dir: Path) -> NoReturn:
+def run_script(
+    words: Sequence[str], *, place: RankPlace, env: Mapping[str, str], code_dir: Path, run: RunDirectory
+) -> NoReturn:
     """Becomes the script.
 
     Args:
@@ -26,11 +29,12 @@ def run_script(words: Sequence[str], *, place: RankPlace, env: Mapping[str, str]
         place: this rank.
         env: MASTER_ADDR and MASTER_PORT are in it already.
         code_dir: directory of the code; a relative script is looked for here first, then where the process is.
+        run: the run, whose copy of the code the script imports from.
 
     Raises:
         ConfigError: there is no such script, or nobody set MASTER_ADDR and MASTER_PORT.
     """
-    command = script_command(words, code_dir=code_dir)
+    command = script_command(words, code_dir=code_dir, run=run)
     script_env = torchrun_env(place, env)
     # What a user's file imports from beside it must come from the same snapshot.
     script_env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(code_dir), env.get("PYTHONPATH", ""))))
@@ -39,7 +43,7 @@ def run_script(words: Sequence[str], *, place: RankPlace, env: Mapping[str, str]
     os.execve(command[0], command, script_env)
 
 
-def script_command(words: Sequence[str], *, code_dir: Path) -> list[str]:
+def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -> list[str]:
     """Returns the command line: a Python file under this interpreter, anything else as it is.
 
     Raises:
@@ -51,7 +55,7 @@ def script_command(words: Sequence[str], *, code_dir: Path) -> list[str]:
     if name.endswith(".py"):
         for base in (code_dir, Path.cwd()):
             if (base / name).is_file():
-                return [sys.executable, "-u", str(_RUNNER), str(base / name), *arguments]
+                return [sys.executable, "-u", str(_RUNNER), str(run.path), str(base / name), *arguments]
         raise ConfigError(
             f"script={name}: no such file in {code_dir} or {Path.cwd()}", hint="give a path from where you submit"
         )

@@ -3,8 +3,8 @@
 A gloo thread may still hold Python objects of the last collective when a script's last line has run; finalising the
 interpreter then aborts the process (torch 2.13: "terminate called without an active exception", about 1 in 12 starts
 of a four-rank script on a busy machine), and a finished run would count as failed. So the script's own threads are
-joined and its atexit functions run as always, and then the process ends. Started by path; imports the standard library
-alone.
+joined and its atexit functions run as always, and then the process ends. Started by path, with the run directory
+before the script and its arguments.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from types import TracebackType
 
 
 def main() -> None:
-    """Runs the script named by the first argument; never returns."""
+    """Runs the script named by the second argument; never returns."""
     sys.argv = sys.argv[1:]
+    import_from_copy(sys.argv.pop(0))
     script = sys.argv[0]
-    sys.path[0] = os.path.dirname(script)  # noqa: PTH120  # sys.path holds strings
+    sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120  # sys.path holds strings
     code = run(script)
     # What the interpreter does first when it ends by itself; both are private, and have been there since 3.4.
     threading._shutdown()  # type: ignore[attr-defined]
@@ -30,6 +31,16 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def import_from_copy(run_directory: str) -> None:
+    """Has the script import the user's packages from the run's copy of the code; the worker has said so already."""
+    # The first entry is the folder of this file; the package itself is found from its parent, wherever that is.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+    from slurm_train.launch.imports import take_snapshot
+
+    del sys.path[0]
+    take_snapshot(run_directory, python_path="")
 
 
 def run(script: str) -> int:

@@ -25,6 +25,7 @@ from slurm_train.distributed.group import choose_device, shutdown, use_steady_ti
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics.progress import Display, open_display
+from slurm_train.metrics.writer import MetricsWriter
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.saves import SaveLog
 from slurm_train.rundir.step_times import StepTimes
@@ -46,7 +47,7 @@ from slurm_train.train.health import Health, HealthParts, position_after_rollbac
 from slurm_train.train.local_tier import build_local_saves
 from slurm_train.train.loop import Loop, LoopPace, LoopParts
 from slurm_train.train.module import TrainingModule
-from slurm_train.train.recorder import Recorder, RunFacts, open_writers
+from slurm_train.train.recorder import Recorder, RunFacts
 from slurm_train.train.replicas import check_replicas
 from slurm_train.train.save_pace import build_save_pace
 from slurm_train.train.saving import Checkpointer, Position
@@ -144,7 +145,7 @@ def build_loop(
     recorder = None
     if display is not None:
         spent.first_step = position.step
-        recorder = build_recorder(rank_run, built, position=position, display=display, spent=spent)
+        recorder = build_recorder(rank_run, built, display=display, spent=spent)
         for note in notes:
             display.say(note)
     autocast = autocast_dtype(config.train, device=rank_run.device)
@@ -316,9 +317,9 @@ def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
     )
 
 
-def build_recorder(rank_run: RankRun, built: Built, *, position: Position, display: Display, spent: Spent) -> Recorder:
+def build_recorder(rank_run: RankRun, built: Built, *, display: Display, spent: Spent) -> Recorder:
     """Returns what keeps the metrics. Rank 0 only."""
-    config, run = rank_run.start.config, rank_run.start.run
+    run = rank_run.start.run
     unit = "tokens" if hasattr(built.train, "bytes_per_target") else "samples"
     peak = peak_flops(rank_run.device)
     facts = RunFacts(
@@ -329,12 +330,9 @@ def build_recorder(rank_run: RankRun, built: Built, *, position: Position, displ
         flops_per_item=flops_per_token(built.model) if unit == "tokens" else None,
         peak_flops=None if peak is None else peak * rank_run.start.place.world_size,
     )
-    writers = open_writers(
-        run.metrics, tensorboard=run.tensorboard if config.track.tensorboard else None, first_step=position.step
-    )
     return Recorder(
         facts,
-        writers=writers,
+        writers=[MetricsWriter(run.metrics)],
         display=display,
         spent=spent,
         account=account_path(run, rank_run.start.attempt),

@@ -18,6 +18,9 @@ BASE: dict[str, Any] = {
 OTHERS: dict[str, Any] = {
     "run.root": "elsewhere",
     "run.name": "other",
+    "run.snapshot_folders": ["../other"],
+    "track.wandb.mode": "offline",
+    "track.wandb.tags": ["x"],
     "cluster.env": {"A": "1"},
     "cluster.setup": ["x"],
     "cluster.export": ["X"],
@@ -55,7 +58,7 @@ def hash_of(values: dict[str, Any], *, global_size: int = 64) -> str:
     return config_hash(build_config(RunConfig, values), global_size=global_size)
 
 
-SECTIONS = {key.split(".")[0] for key in all_keys(RunConfig) if "." in key}
+SECTIONS = {key.rpartition(".")[0] for key in all_keys(RunConfig) if "." in key}
 # Mappings, lists, and the planned global size, which counts instead of the key: tested one by one below.
 OTHERWISE = {"model", "data", "task", "script", "batch.global_size"}
 LEAVES = [key for key in all_keys(RunConfig) if key not in SECTIONS | OTHERWISE]

@@ -28,7 +28,7 @@ def run(tmp_path: Path, project: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     write_snapshot(project, NAMES, run.code)
-    seal_code(run.code, NAMES, record=run.code_index)
+    seal_code(run.code, NAMES, record=run.code_index, facts={})
     return run
 
 
@@ -74,8 +74,8 @@ def test_changes_are_counted_in_lines(run: RunDirectory, project: Path) -> None:
     (project / "new.bin").write_bytes(b"\xff\xfe")
     old = read_index(run)
     assert old is not None
-    new = index_code(project, [*NAMES, "new.bin"])
-    changes = compare_code(old, new, old_root=run.code, new_root=project)
+    new = index_code(project.joinpath, [*NAMES, "new.bin"])
+    changes = compare_code(old, new, old_file=run.code.joinpath, new_file=project.joinpath)
     assert [str(change) for change in changes] == [
         "new.bin: new, changed",
         "pkg/model.py: gone, +0 -3",
@@ -89,9 +89,9 @@ def test_papers_do_not_matter_and_without_own_code_only_this_package_does(run: R
     index = read_index(run)
     (project / "README.md").write_text("other words")
     assert index is not None
-    assert index_code(project, NAMES).digest(is_own_code=True) == index.digest(is_own_code=True)
+    assert index_code(project.joinpath, NAMES).digest(is_own_code=True) == index.digest(is_own_code=True)
     (project / "train.py").write_text("other code")
-    assert index_code(project, NAMES).digest(is_own_code=True) != index.digest(is_own_code=True)
+    assert index_code(project.joinpath, NAMES).digest(is_own_code=True) != index.digest(is_own_code=True)
 
 
 def test_names_that_are_not_text_are_hashed(tmp_path: Path) -> None:
@@ -100,5 +100,5 @@ def test_names_that_are_not_text_are_hashed(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     write_snapshot(tmp_path, [name], run.code)
-    seal_code(run.code, [name], record=run.code_index)
+    seal_code(run.code, [name], record=run.code_index, facts={})
     require_sealed(run)

@@ -5,21 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import RunError
-from slurm_train.launch.preparation import (
-    Source,
-    read_source,
-    record_job,
-    require_writable,
-    uses_own_code,
-    write_run_directory,
-)
+from slurm_train.launch.preparation import record_job, require_writable, write_run_directory
 from slurm_train.launch.snapshot import SourceState
+from slurm_train.launch.source import Source
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import read_job
 from tests.support.plans import make_plan
@@ -71,44 +64,6 @@ def test_job_ids_are_kept_in_order(tmp_path: Path) -> None:
     record = read_job(run)
     assert record is not None and record.job_id == "13_4" and record.submit_time_unix_s > 1e9
     assert json.loads(run.job.read_text())["job_ids"] == ["12", "13_4"]
-
-
-OWN_CODE: list[tuple[dict[str, Any], bool]] = [
-    ({}, False),
-    ({"script": ["train.sh"]}, True),
-    ({"task": {"_target_": "my.main"}}, True),
-    ({"model": {"_target_": "my.Model"}}, True),
-    ({"data": {"_target_": "my.Data"}}, True),
-]
-
-
-@pytest.mark.parametrize(("sections", "own"), OWN_CODE)
-def test_own_code_is_told_from_ours(sections: dict[str, Any], own: bool, tmp_path: Path) -> None:
-    (tmp_path / "any.py").write_text("")
-    plan = make_plan(tmp_path, **sections)
-    assert uses_own_code(plan) is own
-    files = list(read_source(plan, tmp_path, NO_GIT).files)
-    assert files == (["any.py"] if own else []), "outside git nothing is copied that no job would need"
-
-
-def test_inside_git_the_code_is_always_kept_and_the_runs_never(tmp_path: Path) -> None:
-    for name in ("any.py", "runs/gpt-stdlib/x/config.yaml"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
-    state = SourceState(("any.py", "runs/gpt-stdlib/x/config.yaml"), None, "")
-    assert list(read_source(make_plan(tmp_path), tmp_path, state).files) == ["any.py"]
-
-
-@pytest.mark.parametrize("root", [".", ".."])
-def test_a_root_that_holds_the_code_leaves_only_the_run_out(root: str, tmp_path: Path) -> None:
-    project = tmp_path / "project"
-    plan = make_plan(project, run={"root": root})
-    inside = plan.run.config
-    for path in (project / "any.py", inside):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
-    names = ("any.py", os.path.relpath(inside, project))
-    assert list(read_source(plan, project, SourceState(names, None, "")).files) == ["any.py"]
 
 
 def test_a_place_that_can_be_written_is_left_alone(tmp_path: Path) -> None:

@@ -143,9 +143,13 @@ def test_too_much_code_is_refused_naming_the_largest(project: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         snapshot_of(project, limit_mb=2)
     assert caught.value.message == (
-        f"the code in {project} is 4 MiB, more than run.snapshot_limit_mb=2; largest: big.bin, small.bin, .gitignore"
+        f"the code in {project} is 4.0 MiB, more than run.snapshot_limit_mb=2; largest: big.bin (3.0 MiB), "
+        "small.bin (1.0 MiB)"
     )
-    assert caught.value.hint == "list data in .gitignore, or raise run.snapshot_limit_mb"
+    assert caught.value.hint == (
+        "list what is no code in .gitignore (outside git: start from the folder that holds the code), or raise "
+        "run.snapshot_limit_mb"
+    )
 
 
 def test_a_home_folder_is_not_searched_for_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
+from slurm_train.rundir.layout import RunDirectory
 from slurm_train.train import script_main
 from slurm_train.train.script import script_command, torchrun_env
 
@@ -32,15 +33,16 @@ def test_ranks_are_set_as_torchrun_sets_them() -> None:
 
 def test_a_python_file_runs_under_this_interpreter_and_a_program_as_itself(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    assert script_command(["train.py", "--lr", "1"], code_dir=tmp_path) == [
+    assert script_command(["train.py", "--lr", "1"], code_dir=tmp_path, run=RunDirectory(tmp_path)) == [
         sys.executable,
         "-u",
         script_main.__file__,
+        str(tmp_path),
         str(tmp_path / "train.py"),
         "--lr",
         "1",
     ]
-    assert script_command(["sh", "-c", "true"], code_dir=tmp_path)[1:] == ["-c", "true"]
+    assert script_command(["sh", "-c", "true"], code_dir=tmp_path, run=RunDirectory(tmp_path))[1:] == ["-c", "true"]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_a_python_file_runs_under_this_interpreter_and_a_program_as_itself(tmp_p
 )
 def test_what_is_not_there_is_said(tmp_path: Path, words: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        script_command(words, code_dir=tmp_path)
+        script_command(words, code_dir=tmp_path, run=RunDirectory(tmp_path))
 
 
 def test_a_missing_master_is_said() -> None:
@@ -63,8 +65,10 @@ def test_the_worker_becomes_the_script_without_torch(tmp_path: Path) -> None:
     )
     code = (
         "import os, sys; from pathlib import Path; from slurm_train.distributed.place import RankPlace;"
+        "from slurm_train.rundir.layout import RunDirectory;"
         "from slurm_train.train.script import run_script; assert 'torch' not in sys.modules; print(os.getpid());"
         "run_script(['show.py', 'a b'], place=RankPlace.from_env({}), code_dir=Path(sys.argv[1]),"
+        " run=RunDirectory(Path(sys.argv[1])),"
         " env={'MASTER_ADDR': 'x', 'MASTER_PORT': '1'})"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)

@@ -14,7 +14,7 @@ from slurm_train.train import script_main
 def _run(tmp_path: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(text)
-    command = [sys.executable, script_main.__file__, str(script), *arguments]
+    command = [sys.executable, script_main.__file__, str(tmp_path), str(script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -1,0 +1,104 @@
+"""`track RUN`: sends to a run's trackers what its job could not send, from a machine that reaches them.
+
+Each tracker is sent what metrics.jsonl has beyond what it took already. While a run is active, its own job does that.
+Settings after RUN add a tracker, or change one: track.wandb.project=NAME.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slurm_train.cli.arguments import RUN_HELP, build_run_parser
+from slurm_train.cli.display import note
+from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.trackers import configured, follower_command, run_beside
+from slurm_train.config.schema import TrackSection
+from slurm_train.config.words import read_names
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, RunError
+from slurm_train.metrics.trackers.catalogue import NAMES, asked_trackers, require_installed
+from slurm_train.metrics.trackers.state import num_unsent, read_state, why_ended
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import read_holder
+from slurm_train.rundir.lookup import find_run
+from slurm_train.rundir.private import require_private
+from slurm_train.slurm.commands import SlurmCommands
+
+_EXAMPLES = """\
+examples:
+  python -m slurm_train track 3f9a1c07                            all trackers that its configuration asks for
+  python -m slurm_train track 3f9a1c07 --only wandb
+  python -m slurm_train track 3f9a1c07 track.mlflow.experiment=gpt    one that the run did not have
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Sends what is missing and returns 0, 1 where a tracker could not be reached."""
+    arguments, settings = _parse(words)
+    if arguments.beside is not None:
+        run = RunDirectory(Path(arguments.run))
+        return run_beside(run, arguments.only, arguments.beside, settings, os.environ)
+    run = find_run(Path(arguments.root), arguments.run)
+    require_private(run)
+    _refuse_active(run, os.environ)
+    track = configured(run, settings).track
+    require_installed(track)
+    ended = [_send(run, name, track, settings, os.environ) for name in _names(run, track, arguments.only)]
+    return EXIT_DONE if all(ended) else EXIT_FAILURE
+
+
+def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the flags, and the settings among the words."""
+    parser = build_run_parser("track", description=__doc__, examples=_EXAMPLES)
+    parser.usage = "%(prog)s [--root ROOT] RUN [track.KEY=value ...] [--only NAMES]"
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("--only", metavar="NAMES", help=f"some of {','.join(NAMES)}")
+    # What the supervisor calls: follow the run until this pipe is closed.
+    parser.add_argument("--beside", type=int, help=argparse.SUPPRESS)
+    settings = [word for word in words if "=" in word and not word.startswith("-")]
+    for word in settings:
+        if not word.startswith("track."):
+            raise ConfigError(f"{word.partition('=')[0]} is no setting of a tracker", hint="they begin with track.")
+    return parser.parse_args([word for word in words if word not in settings]), settings
+
+
+def _refuse_active(run: RunDirectory, env: Mapping[str, str]) -> None:
+    holder = read_holder(run)
+    if holder is not None and holder_lives(holder, SlurmCommands(env)):
+        raise RunError(
+            f"{run.name}/{run.run_id} is being run by {holder}, which sends its metrics itself",
+            hint="wait until it has ended",
+        )
+
+
+def _names(run: RunDirectory, track: TrackSection, only: str | None) -> list[str]:
+    asked = asked_trackers(track)
+    if not asked:
+        hint = f"name one: track {run.run_id} track.wandb.project=NAME"
+        raise ConfigError(f"{run.name}/{run.run_id} has no trackers", hint=hint)
+    names = asked if only is None else read_names(only)
+    unknown = [name for name in names if name not in asked]
+    if unknown:
+        raise ConfigError(f"--only {unknown[0]}: the run has no such tracker", hint=f"it has: {', '.join(asked)}")
+    return names
+
+
+def _send(run: RunDirectory, name: str, track: TrackSection, settings: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Sends what one tracker lacks, in a process that its time limit can end; returns whether it has all then."""
+    num = num_unsent(run, name)
+    reader, writer = os.pipe()
+    os.close(writer)
+    command = follower_command(run, name, reader, settings=settings)
+    try:
+        process = subprocess.run(command, env=dict(env), pass_fds=(reader,), stdin=subprocess.DEVNULL, check=False)
+    finally:
+        os.close(reader)
+    state = read_state(run, name)
+    if process.returncode == 0 and state is not None:
+        note(f"{name}: {num} lines sent; {state.place}")
+        return True
+    note(f"{name}: {why_ended(state, process.returncode, timeout_s=track.timeout_s)}")
+    return False

@@ -1,0 +1,61 @@
+"""Trackers on the command line: shown in the plan, refused where they are not installed, keys left behind named."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurm_train.metrics.trackers import catalogue
+from tests.cli.conftest import Shell
+
+WORDS = ("+cluster=2x4", "track.wandb.project=gpt")
+
+
+@pytest.fixture(autouse=True)
+def _all_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "find_spec", lambda _name: object())
+
+
+def test_the_plan_names_them(shell: Shell) -> None:
+    done = shell.types("plan", *WORDS, "track.tensorboard=true")
+    assert done.code == 0, done.err
+    assert "  trackers      tensorboard, wandb\n" in done.err
+    assert "trackers" not in shell.types("plan", "+cluster=2x4").err
+
+
+def test_one_that_is_not_installed_is_refused_before_anything_is_written(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "find_spec", lambda _name: None)
+    done = shell.types(*WORDS)
+    assert done.code == 2 and shell.left() == []
+    assert done.err.endswith(
+        "error: track.wandb.project asks for wandb, which is not installed\n"
+        "hint: pip install 'slurm-train[wandb]', or set track.wandb.project=null\n"
+    )
+    assert shell.types(*WORDS, "cluster.python=/other/python").code == 0, "another interpreter may have it"
+
+
+def test_a_key_that_stays_behind_is_named(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "WANDB_API_KEY stays in this shell; the job gets it with cluster.export=[WANDB_API_KEY]\n"
+    assert "stays in this shell" not in shell.types(*WORDS, "run.name=a").err
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert said in shell.types(*WORDS, "run.name=b").err
+    assert said in shell.types("-m", *WORDS, "seed=1,2").err
+    assert said not in shell.types(*WORDS, "run.name=c", "cluster.export=[WANDB_API_KEY]").err
+    assert said not in shell.types(*WORDS, "run.name=d", "track.wandb.mode=offline").err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ((), "has no trackers"),
+        (("optim.lr=1",), "optim.lr is no setting of a tracker"),
+        (("track.tensorboard=true", "--only", "wandb"), "the run has no such tracker"),
+        (("track.wandb.projct=x",), "there is no configuration key 'track.wandb.projct'"),
+    ],
+)
+def test_what_track_cannot_do_is_said(words: tuple[str, ...], text: str, shell: Shell) -> None:
+    run = shell.has_run()
+    run.path.chmod(0o700)
+    done = shell.types("track", run.run_id, *words)
+    assert done.code == 2 and text in done.err

@@ -1,0 +1,81 @@
+"""Code that is edited while a job waits: the job runs what was submitted, and so does a requeue after another edit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurm_train.launch.provenance import environment_of
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import read_events
+from tests.support.command_line import TINY, TINY_MODULE, Person
+from tests.support.installed_projects import LAYOUTS, install_editable, make_venv
+from tests.support.slurm_runs import job_state, wait_until_finished, wait_until_step
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+# The version that a rank sees, of the model's own file and of a package that is installed in editable mode.
+MODEL = (
+    TINY_MODULE
+    + """
+import json, pathlib
+import hatch_src, st_flat
+EDITED = "old"
+seen = pathlib.Path(os.environ["SEEN"])
+with seen.open("a") as file:
+    print(json.dumps([EDITED, hatch_src.VERSION, st_flat.VERSION]), file=file)
+"""
+)
+WORDS = ("+cluster=1x1", *TINY, "model.step_s=0.5", "checkpoint.every_steps=2", "cluster.sbatch.hold=true")
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """An interpreter in which two projects are installed in editable mode, and the projects."""
+    parent = tmp_path_factory.mktemp("installed")
+    python = make_venv(parent / "venv")
+    projects = [layout.write(parent) for layout in LAYOUTS if layout.name in ("hatch_src", "st_flat")]
+    install_editable(python, projects)
+    return python, projects
+
+
+def edit(person: Person, projects: list[Path], version: str) -> None:
+    """Has everything that the job could import say another version."""
+    (person.folder / "tiny.py").write_text(MODEL.replace('"old"', f'"{version}"'))
+    for layout in LAYOUTS:
+        for project in projects:
+            if project.name == layout.name:
+                init = project / layout.folder / "__init__.py"
+                init.write_text(f'from {layout.name}._version import BUILT\nVERSION = "{version}"\n')
+
+
+def test_code_edited_while_a_job_waits_or_is_requeued_changes_nothing(
+    slurm_cluster: object, layouts: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
+    python, (flat, src) = layouts
+    # The first project is where the person is; the other one lies elsewhere and is copied because it is named.
+    person = Person(flat, python=str(python))
+    edit(person, [flat, src], "old")
+    words = (*WORDS, f"run.root={tmp_path}/runs", f"run.snapshot_folders=[{src}]", f"cluster.env.SEEN={tmp_path}/seen")
+    submitted = person.types(*words)
+    job, run = submitted.job_and_run
+    edit(person, [flat, src], "edited while it waits")
+    subprocess.run(["scontrol", "release", job], check=True)
+    wait_until_step(run, 4)
+    edit(person, [flat, src], "edited while it runs")
+    subprocess.run(["scontrol", "requeue", job], check=True)
+    wait_for(lambda: job_state(job) == "PENDING", within_s=60, what="the requeued job to wait")
+    subprocess.run(["scontrol", "release", job], check=False)
+    wait_until_finished(run, within_s=240)
+    assert len(read_ledger(run)) == 2
+    assert [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()] == [["old"] * 3] * 2
+    assert "imported from the run's copy of the code: " in run.rank_log(1, 0).read_text()
+    attempt, submission = environment_of(run), json.loads(run.provenance.read_text())["environment"]
+    assert attempt is not None and attempt.slurm == submission["slurm"] != ""
+    assert read_events(run, "environment") == []
+    now = person.types("diff", "--root", f"{tmp_path}/runs", run.run_id, "--stat")
+    assert "tiny.py: +1 -1" in now.out and ".folders/hatch_src/src/hatch_src/__init__.py: +1 -1" in now.out, now.out

@@ -1,0 +1,58 @@
+"""A requeued job goes on in the same run of its tracker."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurm_train.rundir.attempts import read_ledger
+from tests.support.command_line import TINY, Person, new_project
+from tests.support.slurm_runs import job_state, wait_until_finished, wait_until_step
+from tests.support.tracked_runs import wandb_points
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+WORDS = ("+cluster=2x1", *TINY, "model.step_s=0.5", "checkpoint.every_steps=2")
+
+
+def test_a_requeued_job_is_one_run_of_its_tracker(slurm_cluster: object, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    person = Person(new_project(tmp_path / "project"))
+    job, run = person.types(*WORDS, "track.wandb.project=p", "track.wandb.mode=offline").job_and_run
+    wait_until_step(run, 5)
+    first_id = json.loads((run.trackers / "wandb.json").read_text())["tracker_id"]
+    subprocess.run(["scontrol", "requeue", job], check=True)
+    wait_until_finished(run, within_s=240)
+    wait_for(lambda: job_state(job) == "COMPLETED", within_s=60, what="COMPLETED")
+    assert len(read_ledger(run)) == 2
+    state = json.loads((run.trackers / "wandb.json").read_text())
+    assert state["tracker_id"] == first_id and state["sure_bytes"] == run.metrics.stat().st_size
+    logged = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    points = wandb_points(run.trackers)
+    # What the first attempt could not hand over before Slurm killed it is sent by the second one, some of it twice.
+    assert set(points) == {(line["step"], line["loss"]) for line in logged if "loss" in line}
+    assert {step for step, _ in points} == set(range(1, 13))
+    assert f"wandb: offline; to upload: wandb sync {run.trackers}" in (run.logs / "batch.log").read_text()
+
+
+def test_a_cancelled_job_has_told_its_tracker_everything(slurm_cluster: object, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    person = Person(new_project(tmp_path / "project"))
+    words = ("track.wandb.project=p", "track.wandb.mode=offline", "train.max_steps=60")
+    _, run = person.types(*WORDS, *words).job_and_run
+    wait_until_step(run, 4)
+    wait_for(lambda: (run.trackers / "wandb.json").exists(), within_s=60, what="the tracker")
+    assert person.types("cancel", run.run_id).code == 0
+    wait_for(lambda: read_ledger(run)[-1].get("reason") == "cancelled", within_s=60, what="the ledger's end line")
+
+    def is_told() -> bool:
+        state = json.loads((run.trackers / "wandb.json").read_text())
+        return bool(state["sure_bytes"] == run.metrics.stat().st_size)
+
+    wait_for(is_told, within_s=30, what="the last lines at the tracker")
+    logged = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    # Slurm's signal has ended wandb's own helper, so the last lines came from another process, and some came twice.
+    assert set(wandb_points(run.trackers)) == {(line["step"], line["loss"]) for line in logged if "loss" in line}
