@@ -53,7 +53,7 @@ def fit(values: Iterable[float], *, from_zero: bool = False, is_log: bool = Fals
         is_log: in powers of ten; values that are not above 0 stand at the low end.
         is_padded: with a little room at both ends.
     """
-    kept = [value for value in values if not is_log or value > _TINY]
+    kept = [value if abs(value) > _TINY else 0.0 for value in values if not is_log or value > _TINY]
     low, high = (min(kept), max(kept)) if kept else (0.0, 1.0)
     if is_log and kept:
         return _log_fit(low, high)

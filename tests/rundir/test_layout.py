@@ -35,6 +35,7 @@ def test_the_names_of_the_contract() -> None:
         "lock": "lock.json",
         "events": "events.jsonl",
         "tensorboard": "tensorboard",
+        "trackers": "trackers",
         "saves": "saves.jsonl",
         "report": "report.html",
     }
