@@ -23,6 +23,8 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     config, world = plan.config, plan.world
     place = "this machine" if config.cluster is None else f"{world.num_nodes} nodes x {world.ranks_per_node[0]}"
     rows = [("run", str(plan.run.path)), ("ranks", f"{world.size} = {place}")]
+    if not plan.layout.is_replicated:
+        rows.append(("layout", f"{plan.layout}; {plan.layout.data_parallel_size} read different samples"))
     if config.trains:
         samples = plan.batch.global_size * config.train.max_steps
         rows += [
