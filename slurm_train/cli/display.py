@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from slurm_train.cli.layout_rows import layout_rows
+
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan
 
@@ -23,8 +25,6 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     config, world = plan.config, plan.world
     place = "this machine" if config.cluster is None else f"{world.num_nodes} nodes x {world.ranks_per_node[0]}"
     rows = [("run", str(plan.run.path)), ("ranks", f"{world.size} = {place}")]
-    if not plan.layout.is_replicated:
-        rows.append(("layout", f"{plan.layout}; {plan.layout.data_parallel_size} read different samples"))
     if config.trains:
         samples = plan.batch.global_size * config.train.max_steps
         rows += [
@@ -33,6 +33,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
             ("peak lr", _lr_text(plan)),
             ("checkpoints", _checkpoint_text(plan)),
         ]
+        rows[2:2] = layout_rows(plan)
     if config.cluster is not None:
         rows.append(("requeue", "after preemption, time limit, node failure" if config.requeue.enabled else "never"))
     return rows

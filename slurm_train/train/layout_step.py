@@ -219,4 +219,5 @@ def _weight(parameter: Tensor, layout: ParallelLayout) -> float:
     mesh: Any = getattr(parameter, "device_mesh", None)
     placements = getattr(parameter, "placements", ())
     parts = math.prod(mesh.size(axis) for axis, place in enumerate(placements) if not place.is_replicate())
-    return parts * layout.pp / layout.world_size
+    share: float = parts * layout.pp / layout.world_size
+    return share
