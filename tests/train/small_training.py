@@ -72,24 +72,27 @@ class DoubleGPT(GPT):
         signal_at: forward pass of training (from 1) at which the last rank sends itself TERM; 0 never.
         only_in: as for `Net`.
         bad_at: forward pass of training (from 1) whose logits are not finite on every rank; 0 never.
+        in_evaluation: the signal is sent in the first evaluation instead.
         **shape: what `GPT` takes, in place of the tiny shape.
     """
 
-    def __init__(self, *, signal_at: int = 0, only_in: str = "", bad_at: int = 0, **shape: Any) -> None:
+    def __init__(
+        self, *, signal_at: int = 0, only_in: str = "", bad_at: int = 0, in_evaluation: bool = False, **shape: Any
+    ) -> None:
         super().__init__(**{**TINY, **shape})
         self.double()
         self.signal_at, self.only_in, self.bad_at, self.passes = signal_at, only_in, bad_at, 0
+        self.in_evaluation = in_evaluation
         self.is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         logits_BTV = super().forward(tokens_BT)
-        if not self.training:
-            return logits_BTV
-        self.passes += 1
-        if self.passes == self.signal_at and self.is_last and not Path(self.only_in).exists():
+        self.passes += self.training
+        due = not self.training if self.in_evaluation else self.training and self.passes == self.signal_at
+        if due and self.only_in and self.is_last and not Path(self.only_in).exists():
             Path(self.only_in).touch()
             os.kill(os.getpid(), signal.SIGTERM)
-        return logits_BTV * float("nan") if self.passes == self.bad_at else logits_BTV
+        return logits_BTV * float("nan") if self.training and self.passes == self.bad_at else logits_BTV
 
 
 TINY: dict[str, Any] = {"vocab_size": 13, "context": 8, "num_layers": 4, "num_heads": 4, "width": 16, "hidden": 32}

@@ -201,6 +201,23 @@ def test_a_step_that_is_not_finite_is_treated_as_with_replicas(tmp_path: Path, p
         assert [line[key] for line in parts] == pytest.approx([line[key] for line in replicas], rel=1e-9)
 
 
+@pytest.mark.parametrize("parallel", [{"dp_replicate": 1, "dp_shard": 2}, {"dp_replicate": 1, "pp": 2}])
+def test_a_stop_during_evaluation_is_agreed_upon(tmp_path: Path, parallel: dict[str, Any]) -> None:
+    config = config_of(parallel, tied=False, in_evaluation=True, only_in=str(tmp_path / "sent"))
+    text = trainer.run_to_end(tmp_path / "run", config, ranks=2, code=75)
+    assert "stopped at step 10" in text
+    trainer.run_to_end(tmp_path / "run", config, ranks=2, attempt=1)
+    evaluations = [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in line]
+    assert evaluations == [10, 20] and len(trainer.steps_of(tmp_path / "run")) == 20
+
+
+def test_parameters_are_gathered_in_bfloat16_where_asked(tmp_path: Path, alone: Path) -> None:
+    parallel = {"dp_replicate": 1, "dp_shard": 2, "gather_dtype": "bfloat16"}
+    trainer.run_to_end(tmp_path / "run", config_of(parallel), ranks=2)
+    found, expected = ([line["loss"] for line in trainer.steps_of(run)] for run in (tmp_path / "run", alone))
+    assert found == pytest.approx(expected, rel=5e-2) and found != pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_activation_checkpointing_changes_no_number(tmp_path: Path, alone: Path, kind: str) -> None:
     parallel = {"dp_replicate": 1, "dp_shard": 2, "activation_checkpointing": kind, "reshard_after_forward": False}
