@@ -34,8 +34,11 @@ def layout_rows(plan: RunPlan) -> list[tuple[str, str]]:
     if facts is not None:
         rows += _estimates(plan, facts)
     if layout.pp > 1:
-        idle = pipeline_bubble(layout, plan.batch)
-        rows.append(("bubble", f"{idle:.0%} of a step: {layout.pp} stages, {plan.batch.accumulation} micro-batches"))
+        per_rank = plan.config.parallel.stages_per_rank
+        idle = pipeline_bubble(layout, plan.batch, stages_per_rank=per_rank)
+        rows.append(
+            ("bubble", f"{idle:.0%} of a step: {layout.pp * per_rank} stages, {plan.batch.accumulation} micro-batches")
+        )
     return rows
 
 

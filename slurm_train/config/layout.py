@@ -176,3 +176,8 @@ def stage_blocks(num_blocks: int, *, stage: int, num_stages: int) -> range:
     small, more = divmod(num_blocks, num_stages)
     first = stage * small + min(stage, more)
     return range(first, first + small + (stage < more))
+
+
+def stages_of(place: int, *, num_ranks: int, per_rank: int) -> range:
+    """Returns the numbers of the stages that a rank of a pipeline has: of two ranks the first has 0, 2, 4."""
+    return range(place, num_ranks * per_rank, num_ranks)

@@ -201,6 +201,9 @@ class ParallelSection:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping: selective keeps matrix products and attention, full
     keeps only what enters each block."""
+    stages_per_rank: int = 1
+    """Stages on each rank of a pipeline; more than one interleaves them, which makes the bubble smaller and the traffic
+    larger."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a pipeline's micro-batches: 1f1b keeps at most `pp` of them in memory, gpipe all."""
     gather_dtype: Literal["float32", "bfloat16"] = "float32"

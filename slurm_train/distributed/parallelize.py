@@ -12,7 +12,7 @@ layout. All functions that touch a mesh are collective.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,13 @@ _OWN_METHODS = ("training_loss", "evaluation_sums")
 
 
 def parallelize(
-    model: nn.Module, *, layout: ParallelLayout, mesh: DeviceMesh, settings: ParallelSection, compiles: bool
+    model: nn.Module,
+    *,
+    layout: ParallelLayout,
+    mesh: DeviceMesh,
+    roots: Sequence[nn.Module],
+    settings: ParallelSection,
+    compiles: bool,
 ) -> None:
     """Makes a whole model, equal on all ranks, this rank's part of it, in place. Collective over all ranks.
 
@@ -38,6 +44,7 @@ def parallelize(
         model: with its first weights.
         layout: the degrees.
         mesh: what `build_mesh` gave.
+        roots: what is called: the model itself, or its stages.
         settings: how; the degrees in it have been solved already.
         compiles: whether each block is compiled.
 
@@ -48,7 +55,7 @@ def parallelize(
         cut_matrices(model, mesh=mesh)
     prepare_blocks(model, settings=settings, compiles=compiles)
     if layout.data_parallel_size > 1:
-        shard(model, layout=layout, mesh=mesh, settings=settings)
+        shard(model, layout=layout, mesh=mesh, roots=roots, settings=settings)
     else:
         model.to(mesh.device_type)
 
@@ -96,7 +103,14 @@ def prepare_blocks(model: nn.Module, *, settings: ParallelSection, compiles: boo
             block.compile()
 
 
-def shard(model: nn.Module, *, layout: ParallelLayout, mesh: DeviceMesh, settings: ParallelSection) -> None:
+def shard(
+    model: nn.Module,
+    *,
+    layout: ParallelLayout,
+    mesh: DeviceMesh,
+    roots: Sequence[nn.Module],
+    settings: ParallelSection,
+) -> None:
     """Shards the parameters over `dp_shard` and keeps copies of the shards over `dp_replicate`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -107,7 +121,8 @@ def shard(model: nn.Module, *, layout: ParallelLayout, mesh: DeviceMesh, setting
     options: dict[str, Any] = {"mesh": over, **({"mp_policy": policy} if policy else {})}
     for block in units(model):
         fully_shard(block, **options, reshard_after_forward=settings.reshard_after_forward)
-    fully_shard(model, **options, reshard_after_forward=settings.reshard_after_forward)
+    for root in roots:
+        fully_shard(root, **options, reshard_after_forward=settings.reshard_after_forward)
     for name in _OWN_METHODS:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)

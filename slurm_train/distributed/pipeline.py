@@ -7,7 +7,8 @@ whole model, so a checkpoint of stages is a checkpoint of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurm_train.config.layout import stage_blocks
+from slurm_train.config.layout import stage_blocks, stages_of
 from slurm_train.errors import ConfigError
 
 _PLAN = ("first", "spread", "last")
@@ -30,8 +31,8 @@ class PassThrough(nn.Module):
         return first
 
 
-def keep_stage(model: nn.Module, *, stage: int, num_stages: int) -> None:
-    """Replaces, in place, what other stages have.
+def keep_stages(model: nn.Module, *, stages: Sequence[int], num_stages: int) -> None:
+    """Replaces, in place, what is in none of these stages.
 
     Raises:
         ConfigError: the model has no plan for it, shares a weight between stages, or has fewer blocks than stages.
@@ -39,45 +40,76 @@ def keep_stage(model: nn.Module, *, stage: int, num_stages: int) -> None:
     plan = _plan_of(model)
     _refuse_shared_weights(model)
     _refuse_own_loss(model)
-    for name in plan["first"] if stage > 0 else ():
+    for name in plan["first"] if 0 not in stages else ():
         model.set_submodule(name, PassThrough())
-    for name in plan["last"] if stage < num_stages - 1 else ():
+    for name in plan["last"] if num_stages - 1 not in stages else ():
         model.set_submodule(name, PassThrough())
     for name in plan["spread"]:
         blocks = model.get_submodule(name)
         assert isinstance(blocks, nn.ModuleList)
         if len(blocks) < num_stages:
             raise ConfigError(
-                f"parallel.pp={num_stages} was asked, but the model has {len(blocks)} blocks",
-                hint=f"choose a pp of at most {len(blocks)}",
+                f"parallel asks for {num_stages} stages, but the model has {len(blocks)} blocks",
+                hint=f"choose a parallel.pp x parallel.stages_per_rank of at most {len(blocks)}",
             )
-        own = stage_blocks(len(blocks), stage=stage, num_stages=num_stages)
+        own = [number for stage in stages for number in stage_blocks(len(blocks), stage=stage, num_stages=num_stages)]
         for number in range(len(blocks)):
             if number not in own:
                 blocks[number] = PassThrough()
 
 
+def split_stages(model: nn.Module, *, stages: Sequence[int], num_stages: int) -> list[nn.Module]:
+    """Returns one module for each of a rank's stages; they share their parts with the model, which holds them all."""
+    if len(stages) == 1:
+        return [model]
+    plan, found = _plan_of(model), []
+    for stage in stages:
+        part = _sibling(model)
+        for name in plan["first"] if stage > 0 else ():
+            part.set_submodule(name, PassThrough())
+        for name in plan["last"] if stage < num_stages - 1 else ():
+            part.set_submodule(name, PassThrough())
+        for name in plan["spread"]:
+            blocks = model.get_submodule(name)
+            assert isinstance(blocks, nn.ModuleList)
+            own = stage_blocks(len(blocks), stage=stage, num_stages=num_stages)
+            kept = (block if number in own else PassThrough() for number, block in enumerate(blocks))
+            part.set_submodule(name, nn.ModuleList(kept))
+        found.append(part)
+    return found
+
+
+def _sibling(module: nn.Module) -> nn.Module:
+    """Returns a module with the same parts and none of the same tables, so that hooks of one are not the other's."""
+    twin = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict):
+            vars(twin)[name] = value.copy()
+    return twin
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """This rank's stage, and its neighbours."""
+    """This rank's stages, and its neighbours."""
 
-    model: nn.Module
-    """The stage, as `keep_stage` left it, parallelized further."""
-    stage: int
-    num_stages: int
+    parts: list[nn.Module]
+    """What `split_stages` gave, parallelized further: this rank's stages, in order."""
+    place: int
+    """Of this rank in its pipeline: 0 has the first stage, and so many ranks further the next of its own."""
+    num_ranks: int
     device: torch.device
     group: dist.ProcessGroup
-    """The stages of this pipeline, in order."""
+    """The ranks of this pipeline, in order."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage gets the inputs."""
-        return self.stage == 0
+        """Whether this rank gets the inputs."""
+        return self.place == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage gives the outputs."""
-        return self.stage == self.num_stages - 1
+        """Whether this rank gives the outputs."""
+        return self.place == self.num_ranks - 1
 
     def build_schedule(self, *, name: str, num_batches: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
         """Returns torch's schedule over this many micro-batches; its gradients are sums.
@@ -87,37 +119,45 @@ class Pipeline:
             num_batches: micro-batches of a step.
             loss: gives the sum of the loss of (outputs, targets); only the last stage calls it.
         """
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-        stage = PipelineStage(self.model, self.stage, self.num_stages, self.device, group=self.group)
-        kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name]
-        return kind(stage, n_microbatches=num_batches, loss_fn=loss, scale_grads=False)
+        numbers = stages_of(self.place, num_ranks=self.num_ranks, per_rank=len(self.parts))
+        count = self.num_ranks * len(self.parts)
+        stages = [
+            PipelineStage(part, number, count, self.device, group=self.group)
+            for number, part in zip(numbers, self.parts, strict=True)
+        ]
+        options: dict[str, Any] = {"n_microbatches": num_batches, "loss_fn": loss, "scale_grads": False}
+        if len(stages) > 1:
+            return ScheduleInterleaved1F1B(list(stages), **options)
+        return (Schedule1F1B if name == "1f1b" else ScheduleGPipe)(stages[0], **options)
 
     def forward(self, inputs: Tensor) -> Tensor | None:
-        """Returns the outputs of one batch on the last stage, None on the others; without gradients. Collective.
+        """Returns the outputs of one batch on the last rank, None on the others; without gradients. Collective.
 
         Args:
-            inputs: the model's; only the first stage looks at them.
+            inputs: the model's; only the first rank looks at them.
         """
-        carried = inputs if self.is_first else self._receive()
-        outputs: Tensor = self.model(carried)
-        if self.is_last:
-            return outputs
-        self._send(outputs)
+        for number, part in enumerate(self.parts):
+            carried = inputs if self.is_first and number == 0 else self._receive()
+            outputs: Tensor = part(carried)
+            if self.is_last and number == len(self.parts) - 1:
+                return outputs
+            self._send(outputs)
         return None
 
     def _send(self, tensor: Tensor) -> None:
         facts = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
         header = torch.tensor(facts + [0] * (8 - len(facts)), device=self.device)
         for part in (header, tensor.contiguous()):
-            dist.send(part, group=self.group, group_dst=self.stage + 1)
+            dist.send(part, group=self.group, group_dst=(self.place + 1) % self.num_ranks)
 
     def _receive(self) -> Tensor:
         header = torch.zeros(8, dtype=torch.int64, device=self.device)
-        dist.recv(header, group=self.group, group_src=self.stage - 1)
+        dist.recv(header, group=self.group, group_src=(self.place - 1) % self.num_ranks)
         kind, num_dims, *sizes = header.tolist()
         tensor = torch.empty(sizes[:num_dims], dtype=_DTYPES[kind], device=self.device)
-        dist.recv(tensor, group=self.group, group_src=self.stage - 1)
+        dist.recv(tensor, group=self.group, group_src=(self.place - 1) % self.num_ranks)
         return tensor
 
 

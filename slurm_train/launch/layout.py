@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from slurm_train.config.batch import BatchPlan
 from slurm_train.config.layout import AXES, ParallelLayout, solve_layout
 from slurm_train.config.schema import RunConfig
-from slurm_train.errors import ConfigError
+from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.world import World
 
 _GPT = "slurm_train.models.gpt.GPT"
@@ -40,8 +41,31 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
             hint="leave parallel.cp at 1; dp_replicate, dp_shard, tp and pp are there",
         )
     _check_nodes(layout, world, allowed=config.parallel.allow_tp_across_nodes)
-    _check_model(layout, config.model or {})
+    per_rank = config.parallel.stages_per_rank if layout.pp > 1 else 1
+    _check_model(layout, config.model or {}, per_rank=per_rank)
+    if per_rank > 1 and config.parallel.pipeline_schedule != "1f1b":
+        raise ConfigError(
+            f"parallel.stages_per_rank={per_rank} was asked with pipeline_schedule={config.parallel.pipeline_schedule}",
+            hint="several stages on a rank are interleaved in 1f1b order: leave pipeline_schedule out",
+        )
     return layout
+
+
+def check_pipeline(config: RunConfig, layout: ParallelLayout, batch: BatchPlan) -> None:
+    """Refuses micro-batches that torch's interleaved schedule cannot send around in equal rounds.
+
+    Raises:
+        BatchError: as said.
+    """
+    if layout.pp == 1 or config.parallel.stages_per_rank == 1 or not config.trains:
+        return
+    rounds = max(1, batch.accumulation // layout.pp)
+    if batch.accumulation % rounds:
+        raise BatchError(
+            f"interleaved stages on {layout.pp} ranks need rounds of equally many micro-batches, the batch is "
+            f"{batch.as_sum()}",
+            hint=f"set batch.accumulation to a multiple of {layout.pp}",
+        )
 
 
 def nodes_of(world: World) -> list[tuple[int, int]]:
@@ -60,7 +84,7 @@ def _check_nodes(layout: ParallelLayout, world: World, *, allowed: bool) -> None
         )
 
 
-def _check_model(layout: ParallelLayout, model: dict[str, Any]) -> None:
+def _check_model(layout: ParallelLayout, model: dict[str, Any], *, per_rank: int) -> None:
     target = model.get("_target_")
     if target == _CNN and layout.tp * layout.pp > 1:
         raise ConfigError(
@@ -68,15 +92,15 @@ def _check_model(layout: ParallelLayout, model: dict[str, Any]) -> None:
             hint="use dp_replicate and dp_shard, or model=gpt",
         )
     if target == _GPT:
-        _check_gpt(layout, model)
+        _check_gpt(layout, model, per_rank=per_rank)
 
 
-def _check_gpt(layout: ParallelLayout, model: dict[str, Any]) -> None:
-    layers = int(model.get("num_layers", 4))
-    if layers < layout.pp:
+def _check_gpt(layout: ParallelLayout, model: dict[str, Any], *, per_rank: int) -> None:
+    layers, stages = int(model.get("num_layers", 4)), layout.pp * per_rank
+    if layers < stages:
         raise ConfigError(
-            f"parallel.pp={layout.pp} was asked, but model.num_layers={layers} leaves stages without a block",
-            hint=f"choose a pp of at most {layers}",
+            f"parallel asks for {stages} stages, but model.num_layers={layers} leaves some without a block",
+            hint=f"choose a parallel.pp x parallel.stages_per_rank of at most {layers}",
         )
     if layout.pp > 1 and model.get("tied", True):
         raise ConfigError(

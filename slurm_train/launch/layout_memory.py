@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurm_train.config.batch import BatchPlan
-from slurm_train.config.layout import ParallelLayout, stage_blocks
+from slurm_train.config.layout import ParallelLayout, stage_blocks, stages_of
 from slurm_train.config.schema import ParallelSection, RunConfig
 from slurm_train.launch.world import World
 
@@ -124,12 +124,17 @@ class LayoutFacts:
         """Positions of one micro-batch."""
         return self.batch.local_size * self.shape.context
 
+    def blocks(self, stage: int) -> int:
+        """Blocks that a rank has, which is so many-th in its pipeline."""
+        per_rank, ranks = self.settings.stages_per_rank, self.layout.pp
+        own = stages_of(stage, num_ranks=ranks, per_rank=per_rank)
+        return sum(len(stage_blocks(self.shape.layers, stage=one, num_stages=ranks * per_rank)) for one in own)
+
     def held(self, stage: int) -> int:
-        """Numbers that one rank of a stage would hold without sharding."""
+        """Numbers that such a rank would hold without sharding."""
         layout, shape = self.layout, self.shape
-        blocks = len(stage_blocks(shape.layers, stage=stage, num_stages=layout.pp))
         ends = shape.end_parameters(is_first=stage == 0, is_last=stage == layout.pp - 1)
-        return blocks * shape.block_parameters(tp=layout.tp) + ends
+        return self.blocks(stage) * shape.block_parameters(tp=layout.tp) + ends
 
 
 def facts_of(config: RunConfig, layout: ParallelLayout, batch: BatchPlan) -> LayoutFacts | None:
@@ -142,19 +147,18 @@ def facts_of(config: RunConfig, layout: ParallelLayout, batch: BatchPlan) -> Lay
 
 
 def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
-    """Returns what a rank of a pipeline stage holds.
+    """Returns what a rank holds.
 
     Args:
         facts: model, layout and batch.
-        stage: 0 to pp - 1.
+        stage: its place in its pipeline, 0 to pp - 1.
     """
     layout, shape, settings = facts.layout, facts.shape, facts.settings
     held = facts.held(stage)
     own = -(-held // layout.dp_shard)
     recompute = settings.activation_checkpointing
     per_block = shape.kept_in_block(tp=layout.tp, half=facts.half, recompute=recompute)
-    blocks = len(stage_blocks(shape.layers, stage=stage, num_stages=layout.pp))
-    kept = facts.tokens * blocks * per_block * _in_flight(facts, stage)
+    kept = int(facts.tokens * facts.blocks(stage) * per_block * _in_flight(facts, stage))
     if recompute != "none":  # one block is computed again and held whole
         kept += facts.tokens * shape.kept_in_block(tp=layout.tp, half=facts.half, recompute="none")
     if stage == layout.pp - 1:
@@ -173,9 +177,9 @@ def fullest_stage(facts: LayoutFacts) -> int:
     return max(range(facts.layout.pp), key=lambda stage: rank_memory(facts, stage=stage).total)
 
 
-def pipeline_bubble(layout: ParallelLayout, batch: BatchPlan) -> float:
-    """Returns the part of a step in which a stage waits: (stages - 1) of (micro-batches + stages - 1) turns."""
-    return (layout.pp - 1) / (batch.accumulation + layout.pp - 1)
+def pipeline_bubble(layout: ParallelLayout, batch: BatchPlan, *, stages_per_rank: int = 1) -> float:
+    """Returns the part of a step in which a rank waits: (ranks - 1) of (stages x micro-batches + ranks - 1) turns."""
+    return (layout.pp - 1) / (stages_per_rank * batch.accumulation + layout.pp - 1)
 
 
 def traffic(facts: LayoutFacts, world: World) -> list[Traffic]:
@@ -189,7 +193,7 @@ def traffic(facts: LayoutFacts, world: World) -> list[Traffic]:
     hidden_state = facts.tokens * facts.shape.width * (_HALF if facts.half else _FLOAT)
     blocks = -(-facts.shape.layers // layout.pp)
     sent = {
-        "pp": 2 * passes * facts.tokens * facts.shape.width * _FLOAT,
+        "pp": 2 * passes * facts.settings.stages_per_rank * facts.tokens * facts.shape.width * _FLOAT,
         "dp_replicate": _all_reduce(_FLOAT * held // layout.dp_shard, layout.dp_replicate),
         "dp_shard": rounds * (gathers * gathered + _FLOAT) * held * (layout.dp_shard - 1) // layout.dp_shard,
         # Two sums in the forward pass of a block; in the backward pass one for each matrix that is cut by outputs.
@@ -208,9 +212,14 @@ def spans_nodes(layout: ParallelLayout, world: World, axis: str) -> bool:
     return any(len({nodes[rank] for rank in group}) > 1 for group in layout.groups((axis,)))
 
 
-def _in_flight(facts: LayoutFacts, stage: int) -> int:
-    if facts.layout.pp == 1:
+def _in_flight(facts: LayoutFacts, stage: int) -> float:
+    """Returns how many micro-batches' activations a rank keeps, parts of them where it has several stages."""
+    ranks, per_rank = facts.layout.pp, facts.settings.stages_per_rank
+    if ranks == 1:
         return 1
+    if per_rank > 1:  # what torch's schedule sends ahead before the first backward pass, and one
+        ahead = (per_rank - 1) * ranks + 2 * (ranks - 1 - stage)
+        return min(per_rank * facts.batch.accumulation, ahead + 1) / per_rank
     if facts.settings.pipeline_schedule == "gpipe":
         return facts.batch.accumulation
     return min(facts.batch.accumulation, facts.layout.pp - stage)

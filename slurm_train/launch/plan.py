@@ -18,7 +18,7 @@ from slurm_train.config.layout import ParallelLayout
 from slurm_train.config.schema import BatchSection, HealthSection, RunConfig
 from slurm_train.config.structure import to_mapping
 from slurm_train.errors import ConfigError
-from slurm_train.launch.layout import plan_layout
+from slurm_train.launch.layout import check_pipeline, plan_layout
 from slurm_train.launch.world import World, plan_world
 from slurm_train.rundir.layout import RunDirectory, require_room
 
@@ -150,6 +150,7 @@ def _solve_again(
 def _assemble(
     config: RunConfig, world: World, layout: ParallelLayout, batch: BatchPlan, *, run: RunDirectory, directory: str
 ) -> RunPlan:
+    check_pipeline(config, layout, batch)
     return RunPlan(
         config=config,
         world=world,
@@ -243,6 +244,7 @@ _COUNTS = (
     "checkpoint.local_keep",
     "checkpoint.copy_every",
     "health.spike_window",
+    "parallel.stages_per_rank",
     "health.max_rollbacks",
     "health.check_replicas_every_steps",
     "requeue.warn_before_limit_s",

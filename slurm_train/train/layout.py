@@ -13,7 +13,8 @@ from torch import nn
 from slurm_train.checkpoint.digest import saved_weights, weights_digest
 from slurm_train.checkpoint.directory import checkpoint_name
 from slurm_train.checkpoint.state import names_of_groups
-from slurm_train.distributed.pipeline import Pipeline, keep_stage
+from slurm_train.config.layout import stages_of
+from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.errors import ConfigError
 from slurm_train.models.objective import Objective
 from slurm_train.train.build import autocast_dtype, build_optimizer
@@ -48,11 +49,12 @@ def lay_out(rank_run: RankRun, built: Built) -> Built:
     group_names, pipeline = None, None
     if layout.pp > 1:
         group_names = names_of_groups(built.model, built.optimizer)
-        pipeline = _take_stage(rank_run, built.model, group=mesh["pp"].get_group())
+        pipeline = _take_stages(rank_run, built.model, group=mesh["pp"].get_group())
     parallelize(
         built.model,
         layout=layout,
         mesh=mesh,
+        roots=[built.model] if pipeline is None else pipeline.parts,
         settings=start.config.parallel,
         compiles=start.config.train.compile,
     )
@@ -69,12 +71,14 @@ def lay_out(rank_run: RankRun, built: Built) -> Built:
     return replace(built, optimizer=optimizer, group_names=group_names, pipeline=pipeline)
 
 
-def _take_stage(rank_run: RankRun, model: nn.Module, *, group: dist.ProcessGroup) -> Pipeline:
-    """Returns this rank's stage; the model is nothing else afterwards."""
-    layout = rank_run.start.layout
-    stage = layout.coordinates(rank_run.start.place.rank).pp
-    keep_stage(model, stage=stage, num_stages=layout.pp)
-    return Pipeline(model=model, stage=stage, num_stages=layout.pp, device=rank_run.device, group=group)
+def _take_stages(rank_run: RankRun, model: nn.Module, *, group: dist.ProcessGroup) -> Pipeline:
+    """Returns this rank's stages; the model is nothing else afterwards."""
+    layout, per_rank = rank_run.start.layout, rank_run.start.config.parallel.stages_per_rank
+    place = layout.coordinates(rank_run.start.place.rank).pp
+    stages, num_stages = stages_of(place, num_ranks=layout.pp, per_rank=per_rank), layout.pp * per_rank
+    keep_stages(model, stages=stages, num_stages=num_stages)
+    parts = split_stages(model, stages=stages, num_stages=num_stages)
+    return Pipeline(parts=parts, place=place, num_ranks=layout.pp, device=rank_run.device, group=group)
 
 
 def build_layout_stepper(

@@ -13,7 +13,7 @@ from slurm_train.config.batch import BatchPlan
 from slurm_train.config.layout import ParallelLayout
 from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.parallelize import prepare_blocks
-from slurm_train.distributed.pipeline import keep_stage
+from slurm_train.distributed.pipeline import keep_stages
 from slurm_train.launch.layout_memory import (
     GptShape,
     LayoutFacts,
@@ -85,7 +85,7 @@ def test_stages_hold_the_parameters_that_the_formula_says(pp: int) -> None:
     for stage in range(pp):
         model = copy.deepcopy(whole)
         if pp > 1:
-            keep_stage(model, stage=stage, num_stages=pp)
+            keep_stages(model, stages=[stage], num_stages=pp)
         memory = rank_memory(facts_of(ParallelLayout(pp=pp)), stage=stage)
         assert memory.parameters == memory.gradients == 4 * sum(one.numel() for one in model.parameters())
         assert memory.optimizer == 2 * memory.parameters

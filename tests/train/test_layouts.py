@@ -68,6 +68,8 @@ PIPELINES = {
     "PP2 x DP2": {"dp_replicate": 1, "dp_shard": 2, "pp": 2},
     "PP2 x TP2": {"dp_replicate": 1, "tp": 2, "pp": 2},
     "PP4, GPipe": {"dp_replicate": 1, "pp": 4, "pipeline_schedule": "gpipe"},
+    "PP2, two stages each": {"dp_replicate": 1, "pp": 2, "stages_per_rank": 2},
+    "PP2 x DP2, two stages each": {"dp_replicate": 1, "dp_shard": 2, "pp": 2, "stages_per_rank": 2},
     "PP2 x DP2 x TP2": {"dp_replicate": 1, "dp_shard": 2, "tp": 2, "pp": 2},
 }
 
@@ -216,6 +218,24 @@ def test_parameters_are_gathered_in_bfloat16_where_asked(tmp_path: Path, alone: 
     trainer.run_to_end(tmp_path / "run", config_of(parallel), ranks=2)
     found, expected = ([line["loss"] for line in trainer.steps_of(run)] for run in (tmp_path / "run", alone))
     assert found == pytest.approx(expected, rel=5e-2) and found != pytest.approx(expected, rel=1e-6)
+
+
+def test_a_damaged_shard_makes_the_checkpoint_before_it_count(tmp_path: Path, alone: Path) -> None:
+    parallel = {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
+    config = config_of(parallel)
+    config["checkpoint"]["every_steps"] = 10
+    trainer.run_to_end(tmp_path / "run", config, ranks=4)
+    newest = tmp_path / "run" / "checkpoints" / "checkpoint_0000020"
+    shards = {f"__{rank}_0.distcp" for rank in range(4)} | {f"rank_{rank:05d}.pt" for rank in range(4)}
+    assert set(read_manifest(newest).files) == {*shards, ".metadata"}
+    data = bytearray((newest / "__3_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "__3_0.distcp").write_bytes(data)
+    (tmp_path / "run" / "result.json").unlink()
+    text = trainer.run_to_end(tmp_path / "run", config, ranks=4, attempt=1)
+    assert "passed over checkpoint_0000020: __3_0.distcp" in text
+    assert "resuming from checkpoint_0000010 (step 10)" in text
+    assert_same_training(tmp_path / "run", alone)
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
