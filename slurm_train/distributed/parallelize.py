@@ -12,6 +12,7 @@ layout. All functions that touch a mesh are collective.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,8 @@ def parallelize(
     Raises:
         ConfigError: the model does not say how it can be cut.
     """
+    # Gathering what is cut and sharded takes two exchanges; torch advises against it in every log, to no use here.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if layout.tp > 1:
         cut_matrices(model, mesh=mesh)
     prepare_blocks(model, settings=settings, compiles=compiles)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -233,7 +234,7 @@ def test_a_damaged_shard_makes_the_checkpoint_before_it_count(tmp_path: Path, al
     (newest / "__3_0.distcp").write_bytes(data)
     (tmp_path / "run" / "result.json").unlink()
     text = trainer.run_to_end(tmp_path / "run", config, ranks=4, attempt=1)
-    assert "passed over checkpoint_0000020: __3_0.distcp" in text
+    assert re.search(r"passed over checkpoint_0000020: .*__3_0\.distcp", text), text
     assert "resuming from checkpoint_0000010 (step 10)" in text
     assert_same_training(tmp_path / "run", alone)
 
