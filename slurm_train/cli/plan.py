@@ -44,6 +44,8 @@ def main(words: Sequence[str]) -> int:
     settings = read_settings_of(flags)
     flags = flags if settings is None else settings.words
     if flags.multirun:
+        if flags.ranks:
+            raise ConfigError("--ranks is for one run", hint="drop -m and give each key one value")
         return _plan_sweep(flags, settings, env=env, cwd=cwd)
     plan = plan_run(compose_one(flags, settings), cwd=cwd, env=env)
     outputs = plan_outputs(settings, [plan], [flags.overrides], cwd=cwd)
