@@ -199,8 +199,7 @@ class ParallelSection:
     allow_tp_across_nodes: bool = False
     """Lets a tensor-parallel group span nodes, where every layer waits for the network."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again instead of keeping: selective keeps matrix products and attention, full
-    keeps only what enters each block."""
+    """Activations computed again: selective keeps matrix products and attention, full only what enters each block."""
     stages_per_rank: int = 1
     """Stages on each rank of a pipeline; more than one interleaves them, which makes the bubble smaller and the traffic
     larger."""
