@@ -249,7 +249,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "parallel.pp": ("", "Pipeline stages"),
     "parallel.cp": ("", "Context parallel."),
     "parallel.allow_tp_across_nodes": ("true|false", "Lets a tensor-parallel group span nodes, where every laye..."),
-    "parallel.activation_checkpointing": ("none|selective|full", "Activations computed again: selective keeps matrix produc..."),
+    "parallel.activation_checkpointing": ("none|selective|full", "Computes activations again"),
     "parallel.stages_per_rank": ("", "Stages on each rank of a pipeline"),
     "parallel.pipeline_schedule": ("1f1b|gpipe", "Order of a pipeline's micro-batches: 1f1b keeps at most `..."),
     "parallel.gather_dtype": ("float32|bfloat16", "Type that sharded parameters are gathered and computed in"),

@@ -199,7 +199,7 @@ class ParallelSection:
     allow_tp_across_nodes: bool = False
     """Lets a tensor-parallel group span nodes, where every layer waits for the network."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Activations computed again: selective keeps matrix products and attention, full only what enters each block."""
+    """Computes activations again; selective keeps matrix products and attention, full only what enters each block."""
     stages_per_rank: int = 1
     """Stages on each rank of a pipeline; more than one interleaves them, which makes the bubble smaller and the traffic
     larger."""
