@@ -75,6 +75,7 @@ ENVIRONMENT_READERS = ("cli.", "__main__")
 ENVIRONMENT_WRITERS = {"train.build"}
 # Where the hint comes with the values: rank 0's verdict, which all ranks repeat.
 HINTS_ELSEWHERE = {"distributed.handshake"}
+MESH_MAKERS = {"distributed.mesh"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 MAX_FILE_LINES, LONG_FILE_LINES = 400, 250
 MAX_FUNCTION_LINES = 40
@@ -211,6 +212,16 @@ def environment_readers(tree: Tree) -> list[str]:
     ]
 
 
+def mesh_makers(tree: Tree) -> list[str]:
+    """Modules that make a device mesh; others may name its type."""
+    words = ("init_device_mesh", "DeviceMesh")
+
+    def makes(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in words
+
+    return [module for module in _uses(tree, makes) if module not in MESH_MAKERS]
+
+
 def _uses(tree: Tree, is_use: Callable[[ast.AST], bool]) -> list[str]:
     return [module for module, parsed in tree.parsed.items() if any(is_use(node) for node in ast.walk(parsed))]
 
@@ -312,6 +323,7 @@ RULES: dict[str, Callable[[Tree], list[str]]] = {
     "the environment is read at the entry points": environment_readers,
     "no command goes through a shell": shells,
     "every error says what to do": errors_without_hint,
+    "one module makes meshes": mesh_makers,
     "no vague names": vague_names,
     "no file is too long": long_files,
     "no function is too long": long_functions,
@@ -439,6 +451,8 @@ BREACHES = [
         "def f(x): return SlurmTrainError('x', hint='y' if x else '')\n",
         "launch.a:1 makes an error without a hint",
     ),
+    ("one module makes meshes", "train/a.py", "m = init_device_mesh('cpu', (2,))\n", "train.a"),
+    ("one module makes meshes", "train/a.py", "m = dist.DeviceMesh('cpu', [0])\n", "train.a"),
     ("no vague names", "train/utils.py", "", "train.utils"),
     ("no vague names", "config/common/a.py", "", "config.common.a"),
     ("no file is too long", "train/a.py", "x = 1\n" * 401, "train.a: 401 lines"),

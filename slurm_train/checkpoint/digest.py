@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -12,11 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def weights_digest(named_parameters: Iterable[tuple[str, Tensor]]) -> str:
+def weights_digest(named_parameters: Iterable[tuple[str, Any]]) -> str:
     """Gives the xxh3_128 hash (hexadecimal) over name, type, shape and bytes of each parameter, in name order.
 
     Args:
-        named_parameters: whole tensors of any shape and type, on any device; of a sharded model, gather them first.
+        named_parameters: tensors of any shape and type, on any device; what is sharded is gathered, one after the
+            other, so all ranks that hold a part call this together.
     """
     hasher = xxhash.xxh3_128()
     for name, parameter in sorted(named_parameters, key=lambda item: item[0]):
@@ -27,9 +29,36 @@ def weights_digest(named_parameters: Iterable[tuple[str, Tensor]]) -> str:
     return hasher.hexdigest()
 
 
-def _bytes_of(parameter: Tensor) -> memoryview:
+class _SavedWeight:
+    """A parameter that is read from a checkpoint when its bytes are asked for."""
+
+    def __init__(self, path: Path, name: str, like: Tensor) -> None:
+        self.dtype, self.shape = like.dtype, like.shape
+        self._path, self._name = path, name
+
+    def full_tensor(self) -> Tensor:
+        import torch
+
+        from slurm_train.checkpoint.load import load_tensors
+
+        tensors = {"model": {self._name: torch.empty(self.shape, dtype=self.dtype)}}
+        load_tensors(self._path, tensors)
+        return tensors["model"][self._name]
+
+
+def saved_weights(path: Path, names: Iterable[str]) -> list[tuple[str, Any]]:
+    """Gives (name, parameter) of a durable checkpoint for `weights_digest`; one at a time is in memory. One process."""
+    from slurm_train.checkpoint.tensors import tensor_shapes
+
+    found = tensor_shapes(path)
+    return [(name, _SavedWeight(path, name, found[f"model.{name}"])) for name in names]
+
+
+def _bytes_of(parameter: Any) -> memoryview:
     """Gives the elements in row-major order as bytes; numpy has no bfloat16, so the view is made in torch."""
     import torch
 
-    flat = parameter.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return flat.numpy().data
+    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    flat = whole.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    view: memoryview = flat.numpy().data
+    return view

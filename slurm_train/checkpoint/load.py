@@ -78,12 +78,13 @@ def load_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | N
     read_tensors(path, tensors, group=group)
 
 
-def require_fit(path: Path, model: Mapping[str, Any]) -> None:
+def require_fit(path: Path, model: Mapping[str, Any], *, is_stage: bool = False) -> None:
     """Does nothing where a checkpoint holds the weights that a model has, by name and shape.
 
     Args:
         path: the directory that choose_checkpoint gave.
         model: the model's state dictionary.
+        is_stage: it is one stage of a pipeline; what else is saved is the other stages'.
 
     Raises:
         RunError: it does not; the first of them are named.
@@ -94,7 +95,7 @@ def require_fit(path: Path, model: Mapping[str, Any]) -> None:
         if name.startswith(_MODEL)
     }
     here = {name: tuple(value.shape) for name, value in model.items() if hasattr(value, "shape")}
-    names = sorted(name for name in {*saved, *here} if saved.get(name) != here.get(name))
+    names = sorted(name for name in (here if is_stage else {*saved, *here}) if saved.get(name) != here.get(name))
     if names:
         rows = [f"{name} {_shape(saved.get(name))} -> {_shape(here.get(name))}" for name in names[:_NUM_NAMED]]
         more = f", and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""

@@ -33,6 +33,18 @@ def restore_training_state(model: nn.Module, optimizer: Optimizer, state: dict[s
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
+def names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Gives the names of the parameters in each group of an optimizer, in its order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def set_group_names(state: dict[str, Any], names: list[list[str]]) -> None:
+    """Puts names into the groups of a training state: those of all stages for a save, a stage's own for a restore."""
+    for group, own in zip(state["optimizer"]["param_groups"], names, strict=True):
+        group["params"] = own
+
+
 def share_of(sizes: dict[str, int], *, rank: int, num_ranks: int) -> set[str]:
     """Gives the names that one rank writes of what all ranks hold alike; the shares' bytes are about equal.
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from slurm_train.cli.layout_rows import layout_rows
 from slurm_train.config.schema import TrackSection
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
             ("peak lr", _lr_text(plan)),
             ("checkpoints", _checkpoint_text(plan)),
         ]
+        rows[2:2] = layout_rows(plan)
     if config.track != TrackSection():
         from slurm_train.metrics.trackers.catalogue import asked_trackers
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.composition import compose_one, read_settings_of
-from slurm_train.cli.display import note, print_plan
+from slurm_train.cli.display import note, print_plan, table
 from slurm_train.cli.inputs import refuse_missing_inputs
 from slurm_train.cli.outputs import plan_outputs, say_outputs
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.launch.layout import TABLE_HEADER, table_rows
 from slurm_train.launch.plan import plan_run
 
 if TYPE_CHECKING:
@@ -22,9 +23,11 @@ _HELP = """\
 usage: python -m slurm_train plan [settings]
 
 Prints what the same words without `plan` would do: batch arithmetic and ranks to stderr, the batch script to stdout,
-and Slurm's own verdict (sbatch --test-only) with the estimated start. Nothing is submitted or written.
+and Slurm's own verdict (sbatch --test-only) with the estimated start. Nothing is submitted or written. With --ranks
+stdout gets a table instead: each rank's node, its number there, and its place on each axis of `parallel`.
 
   python -m slurm_train plan +cluster=4x8 batch.global_size=512
+  python -m slurm_train plan --ranks +cluster=16x4 "parallel={dp_shard:8,tp:4,pp:2}" model.tied=false
   python -m slurm_train plan -m +cluster=1x8 optim.lr=1e-3,3e-4 "seed=range(8)"
 """
 
@@ -41,12 +44,17 @@ def main(words: Sequence[str]) -> int:
     settings = read_settings_of(flags)
     flags = flags if settings is None else settings.words
     if flags.multirun:
+        if flags.ranks:
+            raise ConfigError("--ranks is for one run", hint="drop -m and give each key one value")
         return _plan_sweep(flags, settings, env=env, cwd=cwd)
     plan = plan_run(compose_one(flags, settings), cwd=cwd, env=env)
     outputs = plan_outputs(settings, [plan], [flags.overrides], cwd=cwd)
     refuse_missing_inputs(plan, cwd=cwd)
     print_plan(plan)
     say_outputs(outputs)
+    if flags.ranks:
+        print(table(TABLE_HEADER, table_rows(plan.layout, plan.world)))
+        return 0
     if plan.config.cluster is None:
         note("  script        none: the run would train on this machine (add +cluster=NxG for Slurm)")
         return 0

@@ -40,6 +40,10 @@ def main(words: Sequence[str]) -> int:
         flags = flags if settings is None else settings.words
         if flags.wait and not flags.multirun:
             raise ConfigError("--wait waits for the runs of a sweep", hint="add -m, or follow one: `logs -f RUN`")
+        if flags.ranks:
+            raise ConfigError(
+                "--ranks says where the ranks would stand", hint="put `plan` in front: nothing is run then"
+            )
         if flags.multirun:
             from slurm_train.cli.multirun import multirun
 

@@ -210,4 +210,5 @@ def _batch_plan(plan: Mapping[str, Any]) -> Any:
     from slurm_train.config.batch import BatchPlan
 
     batch, world = plan["batch"], plan["world"]
-    return BatchPlan(local_size=batch["local_size"], ranks=world["size"], accumulation=batch["accumulation"])
+    ranks = batch.get("ranks", world["size"])
+    return BatchPlan(local_size=batch["local_size"], ranks=ranks, accumulation=batch["accumulation"])

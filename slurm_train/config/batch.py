@@ -7,10 +7,12 @@ nearest ones that work. The learning rate follows a changed global batch by a na
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slurm_train.config.schema import BatchSection, LrRetune, OptimSection
 from slurm_train.errors import BatchError
+
+_BATCHES_PER_STAGE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +36,42 @@ class BatchPlan:
         return f"{self.global_size} = {self.local_size} local x {self.ranks} ranks x {self.accumulation} accumulation"
 
 
-def solve_batch(asked: BatchSection, *, ranks: int) -> BatchPlan:
+def solve_batch(asked: BatchSection, *, ranks: int, stages: int = 1) -> BatchPlan:
     """Returns the plan for what was asked on so many data-parallel ranks.
 
     With only the global size given there is one micro-batch per step; with nothing given, the default global size is
-    rounded to what the ranks can share.
+    rounded to what the ranks can share. Through a pipeline flow at least as many micro-batches as it has stages, and
+    where that is left open four times as many: its stages then stand idle for a fifth of the time at most.
 
     Raises:
         BatchError: a value below one, or numbers that do not multiply up.
     """
+    if stages == 1:
+        return _solve(asked, ranks)
+    plan = _solve(_fill_pipeline(asked, ranks, stages), ranks)
+    if plan.accumulation < stages:
+        raise BatchError(
+            f"a pipeline of {stages} stages needs {stages} micro-batches or more, the batch is {plan.as_sum()}",
+            hint=f"set batch.accumulation={stages} or more, or a larger batch.global_size",
+        )
+    return plan
+
+
+def _fill_pipeline(asked: BatchSection, ranks: int, stages: int) -> BatchSection:
+    wanted = _BATCHES_PER_STAGE * stages
+    if asked.accumulation is not None or (asked.global_size is not None and asked.local_size is not None):
+        return asked
+    if asked.global_size is None:
+        local = asked.local_size or max(1, round(asked.default_global_size / (ranks * wanted)))
+        return replace(asked, local_size=local, accumulation=wanted)
+    share = asked.global_size // ranks if asked.global_size > 0 else 0
+    fitting = [count for count in range(stages, share + 1) if share % count == 0]
+    if not fitting or asked.global_size % ranks:
+        return asked
+    return replace(asked, accumulation=min(fitting, key=lambda count: abs(count - wanted)))
+
+
+def _solve(asked: BatchSection, ranks: int) -> BatchPlan:
     for name in ("local_size", "accumulation", "global_size", "default_global_size"):
         value = getattr(asked, name)
         if value is not None and value < 1:
@@ -62,21 +91,28 @@ def solve_batch(asked: BatchSection, *, ranks: int) -> BatchPlan:
     return BatchPlan(local_size=rest, ranks=ranks, accumulation=asked.accumulation or 1)
 
 
-def recut_batch(global_size: int, *, ranks: int, local_size: int) -> BatchPlan:
+def recut_batch(global_size: int, *, ranks: int, local_size: int, stages: int = 1) -> BatchPlan:
     """Returns the plan that keeps the global batch on another number of ranks.
 
     Args:
         global_size: samples per optimizer step, as before.
         ranks: data-parallel ranks now.
         local_size: samples of a micro-batch before, which fitted into memory: there are not more now.
+        stages: stages of the pipeline, which needs as many micro-batches.
 
     Raises:
-        BatchError: the global batch cannot be shared by so many ranks.
+        BatchError: the global batch cannot be shared by so many ranks, or fill the pipeline.
     """
     if global_size % ranks:
         raise _indivisible(BatchSection(global_size=global_size), ranks, ranks)
     share = global_size // ranks
-    local = max(size for size in range(1, min(local_size, share) + 1) if share % size == 0)
+    if share < stages:
+        raise BatchError(
+            f"batch.global_size={global_size} gives each of {ranks} data-parallel ranks {share} samples, which do not "
+            f"fill a pipeline of {stages} stages",
+            hint=f"set batch.global_size={ranks * stages} or more, or a smaller parallel.pp",
+        )
+    local = max(size for size in range(1, min(local_size, share // stages) + 1) if share % size == 0)
     return BatchPlan(local_size=local, ranks=ranks, accumulation=share // local)
 
 

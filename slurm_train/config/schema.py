@@ -231,15 +231,28 @@ class ParallelSection:
     """Degrees of parallelism; their product is the world size. One may be -1."""
 
     dp_replicate: int = -1
-    """Data-parallel replicas (DDP)."""
+    """Data-parallel replicas (DDP, or the outer axis of HSDP)."""
     dp_shard: int = 1
-    """Shards of the parameters (FSDP)."""
+    """Shards of the parameters (FSDP2), whose ranks read different samples."""
     tp: int = 1
-    """Tensor parallel."""
+    """Tensor parallel: parts of each matrix, on one node."""
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline stages; the micro-batches of `batch.accumulation` flow through them."""
     cp: int = 1
     """Context parallel."""
+    allow_tp_across_nodes: bool = False
+    """Lets a tensor-parallel group span nodes, where every layer waits for the network."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Computes activations again; selective keeps matrix products and attention, full only what enters each block."""
+    stages_per_rank: int = 1
+    """Stages on each rank of a pipeline; more than one interleaves them, which makes the bubble smaller and the traffic
+    larger."""
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of a pipeline's micro-batches: 1f1b keeps at most `pp` of them in memory, gpipe all."""
+    gather_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type that sharded parameters are gathered and computed in; float32 means the parameters' own."""
+    reshard_after_forward: bool = True
+    """Gives gathered parameters back between forward and backward pass; false: more memory, less traffic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,8 @@ class Words:
     single: bool = False
     multirun: bool = False
     wait: bool = False
+    ranks: bool = False
+    """Whether `plan` prints where each rank stands."""
     accept: tuple[str, ...] = ()
     """Changes of a run in progress that the person accepts: keys, "config", "code", "data"."""
     help: bool = False
@@ -148,6 +150,7 @@ _SWITCHES = {
     "--multirun": "multirun",
     "-m": "multirun",
     "--wait": "wait",
+    "--ranks": "ranks",
     "--resolve": "resolve",
     "--help": "help",
     "-h": "help",

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_train.config.batch import BatchPlan, planned_lr, recut_batch, solve_batch
 from slurm_train.config.identity import config_hash
+from slurm_train.config.layout import ParallelLayout
 from slurm_train.config.schema import BatchSection, HealthSection, RunConfig
 from slurm_train.config.structure import to_mapping
 from slurm_train.errors import ConfigError
+from slurm_train.launch.layout import check_pipeline, plan_layout
 from slurm_train.launch.world import World, plan_world
 from slurm_train.rundir.layout import RunDirectory, require_room
 
@@ -30,6 +32,7 @@ class RunPlan:
 
     config: RunConfig
     world: World
+    layout: ParallelLayout
     batch: BatchPlan
     lr: float
     """Peak learning rate after retuning."""
@@ -45,7 +48,9 @@ class RunPlan:
             "config_hash": self.config_hash,
             "directory": self.directory,
             "world": {"size": self.world.size, "ranks_per_node": list(self.world.ranks_per_node)},
+            "layout": self.layout.as_mapping,
             "batch": {
+                "ranks": self.batch.ranks,
                 "global_size": self.batch.global_size,
                 "local_size": self.batch.local_size,
                 "accumulation": self.batch.accumulation,
@@ -79,9 +84,10 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     check_degrees(config)
     _check_script(config, cwd)
     world = plan_world(config, env)
+    layout = plan_layout(config, world)
     # A user's own function or script has a batch of its own; ours would be a made-up number.
     asked = config.batch if config.trains else BatchSection()
-    batch = solve_batch(asked, ranks=world.size)
+    batch = solve_batch(asked, ranks=layout.data_parallel_size, stages=layout.pp)
     name = default_name(composed) if config.run.name is None else config.run.name
     check_path_part("run.name", name)
     check_path("run.root", config.run.root)
@@ -89,7 +95,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     check_path("run.root", str(root))
     run = RunDirectory(root / name / config_hash(config, global_size=batch.global_size)[:8])
     require_room(run)
-    return _assemble(config, world, batch, run=run, directory=str(cwd))
+    return _assemble(config, world, layout, batch, run=run, directory=str(cwd))
 
 
 def replan_run(
@@ -112,35 +118,43 @@ def replan_run(
     """
     check_degrees(config)
     world = plan_world(config, env)
-    batch = solve_batch(BatchSection(), ranks=world.size)
+    layout = plan_layout(config, world)
+    batch = solve_batch(BatchSection(), ranks=layout.data_parallel_size, stages=layout.pp)
     if config.trains:
-        batch = _solve_again(config.batch, before["batch"], ranks=world.size, typed=typed)
+        batch = _solve_again(config.batch, before["batch"], layout=layout, typed=typed)
         if batch.global_size != before["batch"]["global_size"] and _follows_batch(config):
             tuned_for = int(before.get("lr", {}).get("tuned_for_global_size", before["batch"]["global_size"]))
             config = replace(config, optim=replace(config.optim, lr_global_size=tuned_for))
-    return _assemble(config, world, batch, run=run, directory=str(before.get("directory", "")))
+    return _assemble(config, world, layout, batch, run=run, directory=str(before.get("directory", "")))
 
 
 def _follows_batch(config: RunConfig) -> bool:
     return config.optim.lr_retune != "none" and config.optim.lr_global_size is None
 
 
-def _solve_again(asked: BatchSection, before: Mapping[str, Any], *, ranks: int, typed: Collection[str]) -> BatchPlan:
+def _solve_again(
+    asked: BatchSection, before: Mapping[str, Any], *, layout: ParallelLayout, typed: Collection[str]
+) -> BatchPlan:
+    ranks = layout.data_parallel_size
     global_size = asked.global_size if "batch.global_size" in typed else None
     local_size = asked.local_size if "batch.local_size" in typed else None
     accumulation = asked.accumulation if "batch.accumulation" in typed else None
     if global_size is None:
         global_size = int(before["global_size"])
     if local_size is accumulation is None and global_size > 0:
-        return recut_batch(global_size, ranks=ranks, local_size=int(before["local_size"]))
+        return recut_batch(global_size, ranks=ranks, local_size=int(before["local_size"]), stages=layout.pp)
     given = replace(asked, global_size=global_size, local_size=local_size, accumulation=accumulation)
-    return solve_batch(given, ranks=ranks)
+    return solve_batch(given, ranks=ranks, stages=layout.pp)
 
 
-def _assemble(config: RunConfig, world: World, batch: BatchPlan, *, run: RunDirectory, directory: str) -> RunPlan:
+def _assemble(
+    config: RunConfig, world: World, layout: ParallelLayout, batch: BatchPlan, *, run: RunDirectory, directory: str
+) -> RunPlan:
+    check_pipeline(config, layout, batch)
     return RunPlan(
         config=config,
         world=world,
+        layout=layout,
         batch=batch,
         lr=planned_lr(config.optim, global_size=batch.global_size),
         config_hash=config_hash(config, global_size=batch.global_size),
@@ -167,7 +181,7 @@ def _part_name(composed: Composed, group: str) -> str:
 
 
 def check_degrees(config: RunConfig) -> None:
-    """Refuses what cannot be run: several ways of running at once, counts below one, parallelism that is not there.
+    """Refuses what cannot be run: several ways of running at once, counts below one.
 
     Raises:
         ConfigError: as said.
@@ -182,13 +196,6 @@ def check_degrees(config: RunConfig) -> None:
         _check_exports(config.cluster.export)
     _check_targets(config)
     _check_counts(config)
-    for name in ("dp_shard", "tp", "pp", "cp"):
-        degree = getattr(config.parallel, name)
-        if degree != 1:
-            raise ConfigError(
-                f"parallel.{name}={degree} was asked; this version trains with data parallelism (DDP) only",
-                hint=f"drop parallel.{name}; every rank is a data-parallel replica",
-            )
 
 
 def _check_text(config: RunConfig) -> None:
@@ -237,6 +244,7 @@ _COUNTS = (
     "checkpoint.local_keep",
     "checkpoint.copy_every",
     "health.spike_window",
+    "parallel.stages_per_rank",
     "health.max_rollbacks",
     "health.check_replicas_every_steps",
     "requeue.warn_before_limit_s",

@@ -1,7 +1,8 @@
 """A small decoder-only transformer: pre-norm, rotary positions, causal scaled-dot-product attention.
 
 Made for byte-level text at one to three million parameters, and wide enough in its arguments for more. The model knows
-no parallelism, no loss and no optimizer: `model(tokens)` gives logits, everything else is somebody else's room.
+no parallelism, no loss and no optimizer: `model(tokens)` gives logits, everything else is somebody else's room. It only
+says, as data, where it may be cut.
 
 Shapes: B batch, T positions, C width, H heads, D width per head, V vocabulary, M hidden width of the feed-forward.
 """
@@ -39,16 +40,17 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, *, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.head_width = width // num_heads
         self.dropout = dropout
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        # Three matrices: each can be cut by heads.
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, width, bias=False)
+        self.v = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         """Returns the mixed values, (B, T, C)."""
-        batch, positions, width = x_BTC.shape
-        split = self.qkv(x_BTC).view(batch, positions, 3, self.num_heads, width // self.num_heads)
-        q_BHTD, k_BHTD, v_BHTD = split.permute(2, 0, 3, 1, 4).unbind(0)
+        q_BHTD, k_BHTD, v_BHTD = (self._heads(linear(x_BTC)) for linear in (self.q, self.k, self.v))
         mixed_BHTD = functional.scaled_dot_product_attention(
             rotate(q_BHTD, cos_TD, sin_TD),
             rotate(k_BHTD, cos_TD, sin_TD),
@@ -56,8 +58,13 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
         )
-        out_BTC: Tensor = self.out(mixed_BHTD.transpose(1, 2).reshape(batch, positions, width))
+        out_BTC: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
         return out_BTC
+
+    def _heads(self, x_BTC: Tensor) -> Tensor:
+        # As many heads as came: a rank may hold a part of the matrix.
+        batch, positions, _ = x_BTC.shape
+        return x_BTC.view(batch, positions, -1, self.head_width).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -167,6 +174,26 @@ class GPT(nn.Module):
             x_BTC = block(x_BTC, self.cos_TD[:positions], self.sin_TD[:positions])
         logits_BTV: Tensor = self.head(self.norm(x_BTC))
         return logits_BTV
+
+    def sharding_plan(self) -> tuple[str, ...]:
+        """Returns the parts whose parameters are gathered together, as patterns of names; the rest is one more."""
+        return ("blocks.*",)
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """Returns which matrices may be cut, by pattern of names: "colwise" by outputs, "rowwise" by inputs.
+
+        Attention is cut by heads. Embedding, norms and head stay whole.
+        """
+        by_outputs = ("attention.q", "attention.k", "attention.v", "feed_forward.up")
+        by_inputs = ("attention.out", "feed_forward.out")
+        return {
+            **{f"blocks.*.{name}": "colwise" for name in by_outputs},
+            **{f"blocks.*.{name}": "rowwise" for name in by_inputs},
+        }
+
+    def pipeline_plan(self) -> dict[str, tuple[str, ...]]:
+        """Returns the parts of the first stage, those that are spread over all stages, and those of the last."""
+        return {"first": ("embedding", "dropout"), "spread": ("blocks",), "last": ("norm", "head")}
 
     @torch.no_grad()
     def generate(

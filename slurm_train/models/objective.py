@@ -72,7 +72,7 @@ class Objective(nn.Module):
 
 
 def default_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the loss, float32, and the number of items it is over.
+    """Returns the sum of the loss, float32 (of float64 scores float64), and the number of items it is over.
 
     Args:
         outputs: (..., classes) or (n, classes, ...) for whole-number targets, else the shape of the targets.
@@ -83,10 +83,11 @@ def default_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """
     if targets.is_floating_point():
         _require_same_shape(outputs, targets)
-        loss = functional.mse_loss(outputs.float(), targets.float(), reduction="sum")
+        precise = _precise(outputs)
+        loss = functional.mse_loss(precise, targets.to(precise.dtype), reduction="sum")
         return loss, torch.full((), targets.numel(), device=loss.device)
     logits, labels = _by_item(outputs, targets)
-    loss = functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+    loss = functional.cross_entropy(_precise(logits), labels, ignore_index=IGNORED, reduction="sum")
     return loss, (labels != IGNORED).sum()
 
 
@@ -111,6 +112,11 @@ def _by_item(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         f"the model gave {tuple(outputs.shape)} for whole-number targets of {tuple(targets.shape)}",
         hint="give one score per class, classes last, or define training_loss(batch) on the model",
     )
+
+
+def _precise(values: Tensor) -> Tensor:
+    """Returns the values in float32, or in float64 where they come in it."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def _require_same_shape(outputs: Tensor, targets: Tensor) -> None:

@@ -9,9 +9,11 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slurm_train.data.order import DIGEST_MODULUS, samples_digest
 from slurm_train.data.stream import MicroBatch
@@ -19,13 +21,12 @@ from slurm_train.distributed.seeds import mix
 from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.step_times import StepTimes
-from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.health import Finding, Health
 from slurm_train.train.recorder import Recorder
 from slurm_train.train.save_pace import SavePace
 from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.schedule import Schedule
-from slurm_train.train.step import StepFacts, Stepper, StepResult
+from slurm_train.train.step import HasTensors, StepFacts, StepResult
 from slurm_train.train.stopping import Stopping
 
 _COLLECT_EVERY_STEPS = 100
@@ -33,16 +34,43 @@ _COLLECT_EVERY_STEPS = 100
 _LAST_WORDS_S = 3.0
 
 
+class TakesSteps(Protocol):
+    """Optimizer steps, see `step.Stepper`."""
+
+    @property
+    def data_wait_s(self) -> float:
+        """Seconds that steps have waited for data."""
+
+    def arrange(self, tensors: tuple[Tensor, ...]) -> None:
+        """Gets ready before the first step. Collective."""
+
+    def step(self, facts: StepFacts, batches: Iterator[HasTensors]) -> StepResult | None:
+        """Takes a step. Collective."""
+
+    def drain(self) -> StepResult | None:
+        """Returns a result that is still on its way."""
+
+    def forget(self) -> None:
+        """Drops it."""
+
+
+class Evaluates(Protocol):
+    """Measures on held-out samples, see `evaluate.Evaluator`."""
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Returns the measures, None if some rank was asked to stop meanwhile. Collective."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopParts:
     """What the loop drives."""
 
-    stepper: Stepper
+    stepper: TakesSteps
     batches: Iterator[MicroBatch]
     schedule: Schedule
     checkpointer: Checkpointer
     save_pace: SavePace
-    evaluator: Evaluator | None
+    evaluator: Evaluates | None
     """None where there are no held-out samples."""
     recorder: Recorder | None
     """Rank 0's; None on the others."""
@@ -66,7 +94,10 @@ class LoopPace:
     eval_every: int | None
     global_size: int
     seed: int
-    rank: int
+    random_stream: int
+    """Number of this rank's stream of dropout."""
+    counts: bool
+    """Whether this rank counts for its samples; others may read the same."""
     digest: bool
     check_every: int | None
 
@@ -155,14 +186,14 @@ class Loop:
         position, pace = self.position, self._pace
         step, samples = position.step + 1, position.samples + pace.global_size
         # Dropout is keyed by the step, so a resumed run draws what an uninterrupted one would have drawn.
-        _reseed(mix(pace.seed, step, pace.rank))
+        _reseed(mix(pace.seed, step, pace.random_stream))
         limit = self._parts.health.loss_limit(position)
         facts = StepFacts(step, samples, self._parts.schedule.lr_at(samples), limit)
         self._parts.heartbeat.step = step
         self._digest = 0
         result = self._timed(facts)
         if pace.digest:
-            self._digests[step] = _sum_over_ranks(self._digest)
+            self._digests[step] = _sum_over_ranks(self._digest if pace.counts else 0)
         position.step, position.samples = step, samples
         if result is not None:
             self._take(result)

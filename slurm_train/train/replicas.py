@@ -8,7 +8,7 @@ on every bit and on no order of summation.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_train.errors import SlurmTrainError
+from slurm_train.train.update import local_part
 
 _CHUNK = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -28,7 +29,7 @@ def digest_of_parameters(parameters: Iterable[Tensor], device: torch.device) -> 
     The sum of every element's bits times an odd number of its own, modulo 2**64: a change of any single element always
     changes it, since an odd factor loses no bit.
     """
-    tensors = [parameter.detach().reshape(-1) for parameter in parameters]
+    tensors = [local_part(parameter).detach().reshape(-1) for parameter in parameters]
     # Elements of 8 bytes count as two of 4.
     longest = 2 * min(_CHUNK, max((tensor.numel() for tensor in tensors), default=0))
     weights = torch.arange(1, 2 * longest, 2, dtype=torch.int64, device=device) * -7046029254386353131
@@ -49,8 +50,22 @@ def find_divergent(digests: list[int]) -> list[int]:
     return [rank for rank, digest in enumerate(digests) if digest != majority]
 
 
-def check_replicas(parameters: Iterable[Tensor], *, step: int, device: torch.device, host: str) -> None:
+def check_replicas(
+    parameters: Iterable[Tensor],
+    *,
+    step: int,
+    device: torch.device,
+    host: str,
+    groups: Sequence[Sequence[int]] | None = None,
+) -> None:
     """Compares the parameters of all ranks. Collective: one exchange of 8 bytes a rank.
+
+    Args:
+        parameters: this rank's.
+        step: for the message.
+        device: where they are.
+        host: name of this node.
+        groups: ranks that hold the same part of the parameters; None: all hold all of them.
 
     Raises:
         SlurmTrainError: they differ; on every rank, with the same words.
@@ -58,7 +73,9 @@ def check_replicas(parameters: Iterable[Tensor], *, step: int, device: torch.dev
     own = digest_of_parameters(parameters, device).reshape(1)
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
-    divergent = find_divergent([int(digest) for digest in torch.cat(gathered).tolist()])
+    digests = [int(digest) for digest in torch.cat(gathered).tolist()]
+    alike = [range(len(digests))] if groups is None else groups
+    divergent = [ranks[number] for ranks in alike for number in find_divergent([digests[rank] for rank in ranks])]
     if not divergent:
         return
     hosts: list[Any] = [None] * len(gathered)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from slurm_train.config.batch import BatchPlan
+from slurm_train.config.layout import AXES, ParallelLayout
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.metrics.trackers.state import tracker_ids
@@ -70,6 +71,7 @@ class Checkpointer:
 
     run: RunDirectory
     place: RankPlace
+    layout: ParallelLayout
     plan: BatchPlan
     attempt: int
     keep: int
@@ -77,6 +79,8 @@ class Checkpointer:
     optimizer: Optimizer
     continuity: Continuity
     """Settings, code and data: what makes this the same training as the checkpoints'."""
+    group_names: list[list[str]] | None = None
+    """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
     lr: dict[str, Any] = field(default_factory=dict)
     """Peak learning rate, and how it follows the global batch; for the manifest."""
     job: str = "local"
@@ -193,8 +197,8 @@ class Checkpointer:
         from slurm_train.checkpoint.state import own_tensors
 
         if self.beside is not None:
-            place = self.place
-            self.beside.prepare(own_tensors(self.model, self.optimizer, rank=place.rank, num_ranks=place.world_size))
+            rank, num_ranks = self._share
+            self.beside.prepare(own_tensors(self.model, self.optimizer, rank=rank, num_ranks=num_ranks))
 
     def hold_changes(self) -> None:
         """Makes the next change of the tensors wait until they are copied; costs the host nothing."""
@@ -243,11 +247,20 @@ class Checkpointer:
         return None if self.beside is None else self.beside.fatal
 
     def _own_state(self) -> dict[str, Any]:
-        from slurm_train.checkpoint.state import own_part, training_state
+        from slurm_train.checkpoint.state import own_part, set_group_names, training_state
 
         broadcast_buffers(self.model)
         state = training_state(self.model, self.optimizer)
-        return own_part(state, rank=self.place.rank, num_ranks=self.place.world_size)
+        if self.group_names is not None:
+            set_group_names(state, self.group_names)
+        rank, num_ranks = self._share
+        return own_part(state, rank=rank, num_ranks=num_ranks)
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """This rank's number among those that hold the same layers, and how many they are."""
+        peers = self.layout.members([axis for axis in AXES if axis != "pp"], self.place.rank)
+        return peers.index(self.place.rank), len(peers)
 
     def _work(
         self, tensors: dict[str, Any], position: Position, *, local: LocalSaves | None = None
@@ -279,17 +292,27 @@ class Checkpointer:
 
     def _restore(self, choice: Choice) -> None:
         from slurm_train.checkpoint.load import load_rank_state, load_tensors, require_fit
-        from slurm_train.checkpoint.state import restore_training_state, training_state
+        from slurm_train.checkpoint.state import (
+            names_of_groups,
+            restore_training_state,
+            set_group_names,
+            training_state,
+        )
 
         state = training_state(self.model, self.optimizer)
         # What may have been changed on purpose is the configuration's, not the checkpoint's.
         settings = [{name: group[name] for name in _CONFIGURED if name in group} for group in self._groups]
-        require_fit(choice.path, state["model"])
+        require_fit(choice.path, state["model"], is_stage=self.group_names is not None)
         load_tensors(choice.path, state, group=dist.group.WORLD)
+        if self.layout.pp > 1:  # the checkpoint names the parameters of all stages
+            set_group_names(state, names_of_groups(self.model, self.optimizer))
         restore_training_state(self.model, self.optimizer, state)
         for group, own in zip(self._groups, settings, strict=True):
             group.update(own)
-        rank_state = load_rank_state(choice.path, self.place.rank)
+        # Random streams belong to samples, not to ranks.
+        index = self.layout.data_parallel_index(self.place.rank)
+        rank = ParallelLayout(**choice.manifest.mesh).first_reader(index)
+        rank_state = None if rank is None else load_rank_state(choice.path, rank)
         if rank_state is not None:
             set_rng_state(rank_state["rng"])
 
@@ -307,7 +330,7 @@ class Checkpointer:
             samples=position.samples,
             epoch=position.samples // self.continuity.num_samples,
             world_size=self.place.world_size,
-            mesh={"dp_replicate": self.place.world_size},
+            mesh=self.layout.as_mapping,
             batch_plan={**asdict(self.plan), "global_size": self.plan.global_size},
             config_hash=self.run.run_id,
             data_fingerprint=self.continuity.data,

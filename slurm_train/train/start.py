@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slurm_train.config.batch import BatchPlan
+from slurm_train.config.layout import ParallelLayout, solve_layout
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.handshake import MeetingPoint
 from slurm_train.distributed.place import RankPlace
@@ -59,6 +60,11 @@ class RankStart:
     """The process's environment."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """What this rank says about its progress."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Which rank stands where."""
+        return solve_layout(self.config.parallel, world_size=self.place.world_size)
 
     @property
     def clock(self) -> AwakeClock:

@@ -117,7 +117,7 @@ class Stepper:
         self._may_accumulate = not parts.ddp.static_graph
         self._limit = float("inf") if parts.clip_norm is None else parts.clip_norm
         self._on_cpu = parts.device.type == "cpu"
-        self._late = _LateValues(parts.device) if not self._on_cpu else None
+        self._late = LateValues(parts.device) if not self._on_cpu else None
 
     def arrange(self, tensors: tuple[Tensor, ...]) -> None:
         """Lets DDP see one backward pass, whose gradients are dropped, before the first step. Collective.
@@ -235,14 +235,19 @@ class Stepper:
         return result if applied else result._replace(applied=False)
 
 
-class _LateValues:
-    """Six numbers on their way from a GPU to the host."""
+class LateValues:
+    """A few numbers on their way from a GPU to the host.
+
+    Args:
+        device: where they come from.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pending: tuple[StepFacts, Tensor, torch.cuda.Event] | None = None
 
     def put(self, facts: StepFacts, values: Tensor) -> None:
+        """Sends the values of a step off."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch says no types here
@@ -250,6 +255,7 @@ class _LateValues:
         self._pending = (facts, host, event)
 
     def take(self) -> tuple[StepFacts, list[float]] | None:
+        """Waits for the values that were sent last and returns them, None where there are none."""
         if self._pending is None:
             return None
         facts, host, event = self._pending

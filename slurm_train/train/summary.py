@@ -23,20 +23,18 @@ if TYPE_CHECKING:
 _LARGEST_BIGRAM_VOCABULARY = 1024
 
 
-def write_result(run: RunDirectory, loop: Loop, *, model: nn.Module, attempt: int, world_size: int) -> None:
+def write_result(run: RunDirectory, loop: Loop, *, weights_digest: str, attempt: int, world_size: int) -> None:
     """Writes result.json, which says that the run is finished.
 
     Raises:
         RunError: a newer attempt has taken over; the result is its business.
     """
-    from slurm_train.checkpoint.digest import weights_digest
-
     values: dict[str, Any] = {
         "step": loop.position.step,
         "samples": loop.position.samples,
         "loss": loop.position.loss,
         **loop.measures,
-        "weights_digest": weights_digest(model.named_parameters()),
+        "weights_digest": weights_digest,
         "attempt": attempt,
         "world_size": world_size,
         "time_unix_s": time.time(),

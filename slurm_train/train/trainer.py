@@ -22,13 +22,12 @@ from slurm_train.data.order import SampleOrder
 from slurm_train.data.source import SampleSource
 from slurm_train.data.stream import BatchSlice, BatchStream
 from slurm_train.distributed.group import choose_device, shutdown, use_steady_timeout
+from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics.progress import Display, open_display
-from slurm_train.metrics.writer import MetricsWriter
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.saves import SaveLog
-from slurm_train.rundir.step_times import StepTimes
 from slurm_train.rundir.timing import Spent, account_path
 from slurm_train.train.beside import build_saving_beside
 from slurm_train.train.build import (
@@ -42,13 +41,20 @@ from slurm_train.train.build import (
 )
 from slurm_train.train.continuity import build_continuity
 from slurm_train.train.evaluate import Evaluator
-from slurm_train.train.flops import flops_per_token, peak_flops
+from slurm_train.train.flops import flops_per_token
 from slurm_train.train.health import Health, HealthParts, position_after_rollbacks
+from slurm_train.train.layout import (
+    build_layout_evaluator,
+    build_layout_stepper,
+    build_replica_check,
+    digest_weights,
+    lay_out,
+)
 from slurm_train.train.local_tier import build_local_saves
-from slurm_train.train.loop import Loop, LoopPace, LoopParts
+from slurm_train.train.loop import Evaluates, Loop, LoopPace, LoopParts, TakesSteps
 from slurm_train.train.module import TrainingModule
-from slurm_train.train.recorder import Recorder, RunFacts
-from slurm_train.train.replicas import check_replicas
+from slurm_train.train.record_keeping import build_recorder, build_step_times
+from slurm_train.train.recorder import Recorder
 from slurm_train.train.save_pace import build_save_pace
 from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.schedule import Schedule, build_schedule
@@ -74,6 +80,12 @@ class Built:
     optimizer: Optimizer
     train: SampleSource
     heldout: SampleSource | None
+    flops_per_token: float
+    """Of forward and backward pass of the whole model."""
+    group_names: list[list[str]] | None = None
+    """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
+    pipeline: Pipeline | None = None
+    """This rank's stage; None where every rank computes all layers."""
 
 
 def train(start: RankStart) -> int:
@@ -96,6 +108,7 @@ def train(start: RankStart) -> int:
         spent.write(account_path(start.run, start.attempt))
     start.join(device=rank_run.device)
     spent.add("rendezvous_s", clock() - coming_s)
+    built = lay_out(rank_run, built)
     first = start.place.is_first
     display = open_display(sys.stderr, max_steps=config.train.max_steps, env=start.env) if first else None
     loading_s = clock()
@@ -107,20 +120,20 @@ def train(start: RankStart) -> int:
     finally:
         if recorder is not None:
             recorder.close()
-    if display is not None:
-        _last_words(rank_run, built, loop, display, finished=finished)
+    _last_words(rank_run, built, loop, display, finished=finished)
     shutdown()
     return EXIT_DONE if finished else EXIT_REQUEUE
 
 
 def build_parts(rank_run: RankRun) -> Built:
     """Returns model, optimizer and data; nothing here needs the other ranks."""
-    config = rank_run.start.config
+    config, layout = rank_run.start.config, rank_run.start.layout
     if not config.data:
         raise ConfigError(
             "no data set is configured", hint="choose one: data=stdlib, or data._target_=my_package.MyData"
         )
-    model = build_model(config, device=rank_run.device)
+    # What is cut first need not fit on the device as a whole.
+    model = build_model(config, device=rank_run.device if layout.is_replicated else torch.device("cpu"))
     train_source = build_source(config.data, split="train", seed=config.seed)
     assert train_source is not None
     return Built(
@@ -128,6 +141,7 @@ def build_parts(rank_run: RankRun) -> Built:
         optimizer=build_optimizer(model, optim=config.optim),
         train=train_source,
         heldout=build_source(config.data, split="heldout", seed=config.seed),
+        flops_per_token=flops_per_token(model),
     )
 
 
@@ -136,12 +150,14 @@ def build_loop(
 ) -> tuple[Loop, Recorder | None]:
     """Returns the loop, at the newest checkpoint's position, and rank 0's recorder. Collective over all ranks."""
     start, config, stop = rank_run.start, rank_run.start.config, rank_run.start.stop
-    objective = build_objective(built.model, train=config.train)
+    layout = start.layout
+    # Blocks of a model that is cut are compiled one by one, when it is.
+    objective = build_objective(built.model, train=config.train) if layout.is_replicated else Objective(built.model)
     checkpointer = build_checkpointer(rank_run, built)
     position, notes = checkpointer.resume()
     health = build_health(rank_run, built, checkpointer=checkpointer, position=position, display=display)
     if position.step == 0:
-        seed_everything(config.seed, data_parallel_rank=start.place.rank)
+        seed_everything(config.seed, data_parallel_rank=layout.data_parallel_index(start.place.rank))
     recorder = None
     if display is not None:
         spent.first_step = position.step
@@ -149,9 +165,8 @@ def build_loop(
         for note in notes:
             display.say(note)
     autocast = autocast_dtype(config.train, device=rank_run.device)
-    module = TrainingModule(objective, stop=stop, device=rank_run.device, autocast=autocast)
     parts = LoopParts(
-        stepper=build_stepper(rank_run, module, built.optimizer, before_update=checkpointer.hold_changes),
+        stepper=build_any_stepper(rank_run, built, objective=objective, before_update=checkpointer.hold_changes),
         batches=build_stream(rank_run, built.train, start_samples=position.samples),
         schedule=build_run_schedule(start, position),
         checkpointer=checkpointer,
@@ -164,9 +179,7 @@ def build_loop(
         health=health,
         heartbeat=start.heartbeat,
         step_times=build_step_times(start),
-        check_replicas=lambda step: check_replicas(
-            built.model.parameters(), step=step, device=rank_run.device, host=start.place.host
-        ),
+        check_replicas=build_replica_check(rank_run, built.model),
     )
     return Loop(parts, pace=build_pace(rank_run), position=position), recorder
 
@@ -215,11 +228,13 @@ def build_health(
 
 def build_evaluator(
     rank_run: RankRun, built: Built, *, objective: Objective, autocast: torch.dtype | None
-) -> Evaluator | None:
+) -> Evaluates | None:
     """Returns what measures the held-out samples, None where there are none."""
     if built.heldout is None:
         return None
     start = rank_run.start
+    if not start.layout.is_replicated:
+        return build_layout_evaluator(rank_run, built, objective=objective, autocast=autocast)
     return Evaluator(
         objective=objective,
         source=built.heldout,
@@ -234,25 +249,29 @@ def build_evaluator(
 
 def build_pace(rank_run: RankRun) -> LoopPace:
     """Returns when the loop logs and evaluates."""
-    config = rank_run.start.config
+    config, layout, rank = rank_run.start.config, rank_run.start.layout, rank_run.start.place.rank
     return LoopPace(
         max_steps=config.train.max_steps,
         log_every=config.train.log_every_steps,
         eval_every=config.train.eval_every_steps,
         global_size=rank_run.start.plan.global_size,
         seed=config.seed,
-        rank=rank_run.start.place.rank,
+        random_stream=layout.random_stream(rank),
+        counts=layout.speaks_for_samples(rank),
         digest=config.train.samples_digest,
         check_every=config.health.check_replicas_every_steps,
     )
 
 
-def build_step_times(start: RankStart) -> StepTimes:
-    """Returns this rank's counts of step times, which its heartbeat writes down now and then."""
-    place = start.place
-    times = StepTimes(start.run, start.attempt, rank=place.rank, host=place.host, clock=start.clock)
-    start.heartbeat.also = times.keep_when_due
-    return times
+def build_any_stepper(
+    rank_run: RankRun, built: Built, *, objective: Objective, before_update: Callable[[], None]
+) -> TakesSteps:
+    """Returns what takes steps in this run's layout. Collective."""
+    if not rank_run.start.layout.is_replicated:
+        return build_layout_stepper(rank_run, built, objective=objective, before_update=before_update)
+    autocast = autocast_dtype(rank_run.start.config.train, device=rank_run.device)
+    module = TrainingModule(objective, stop=rank_run.start.stop, device=rank_run.device, autocast=autocast)
+    return build_stepper(rank_run, module, built.optimizer, before_update=before_update)
 
 
 def build_stepper(
@@ -281,8 +300,9 @@ def build_stepper(
 
 def build_stream(rank_run: RankRun, source: SampleSource, *, start_samples: int) -> BatchStream:
     """Returns this rank's micro-batches from a position on."""
-    plan = rank_run.start.plan
-    part = BatchSlice(plan.global_size, plan.local_size, plan.accumulation, rank_run.start.place.rank)
+    plan, place = rank_run.start.plan, rank_run.start.place
+    index = rank_run.start.layout.data_parallel_index(place.rank)
+    part = BatchSlice(plan.global_size, plan.local_size, plan.accumulation, index)
     order = SampleOrder(len(source), seed=rank_run.start.config.seed)
     return BatchStream(source, order, slice=part, start_samples=start_samples)
 
@@ -294,11 +314,13 @@ def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
     return Checkpointer(
         run=rank_run.start.run,
         place=rank_run.start.place,
+        layout=rank_run.start.layout,
         plan=rank_run.start.plan,
         attempt=rank_run.start.attempt,
         keep=settings.keep,
         model=built.model,
         optimizer=built.optimizer,
+        group_names=built.group_names,
         continuity=build_continuity(
             start.run,
             start.config,
@@ -317,29 +339,6 @@ def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
     )
 
 
-def build_recorder(rank_run: RankRun, built: Built, *, display: Display, spent: Spent) -> Recorder:
-    """Returns what keeps the metrics. Rank 0 only."""
-    run = rank_run.start.run
-    unit = "tokens" if hasattr(built.train, "bytes_per_target") else "samples"
-    peak = peak_flops(rank_run.device)
-    facts = RunFacts(
-        attempt=rank_run.start.attempt,
-        world_size=rank_run.start.place.world_size,
-        num_samples=len(built.train),
-        unit=unit,
-        flops_per_item=flops_per_token(built.model) if unit == "tokens" else None,
-        peak_flops=None if peak is None else peak * rank_run.start.place.world_size,
-    )
-    return Recorder(
-        facts,
-        writers=[MetricsWriter(run.metrics)],
-        display=display,
-        spent=spent,
-        account=account_path(run, rank_run.start.attempt),
-        clock=rank_run.start.clock,
-    )
-
-
 def _after_first_step(rank_run: RankRun, checkpointer: Checkpointer) -> None:
     config = rank_run.start.config
     use_steady_timeout(patient(config, config.train.steady_timeout_s))
@@ -347,14 +346,20 @@ def _after_first_step(rank_run: RankRun, checkpointer: Checkpointer) -> None:
         checkpointer.prepare()
 
 
-def _last_words(rank_run: RankRun, built: Built, loop: Loop, display: Display, *, finished: bool) -> None:
+def _last_words(rank_run: RankRun, built: Built, loop: Loop, display: Display | None, *, finished: bool) -> None:
+    is_whole = rank_run.start.layout.is_replicated
+    # Of what is sharded every rank gives its part; a digest of a replica is rank 0's own business.
+    takes_part = finished and (display is not None or not is_whole)
+    digest = digest_weights(rank_run, built, step=loop.position.step) if takes_part else ""
+    if display is None:
+        return
     if not finished:
         say_stopped(display.say, rank_run.start.run, loop)
         return
     write_result(
         rank_run.start.run,
         loop,
-        model=built.model,
+        weights_digest=digest,
         attempt=rank_run.start.attempt,
         world_size=rank_run.start.place.world_size,
     )
@@ -364,5 +369,6 @@ def _last_words(rank_run: RankRun, built: Built, loop: Loop, display: Display, *
         built.model,
         train=built.train,
         heldout=built.heldout,
-        num_tokens=rank_run.start.config.train.sample_tokens,
+        # One rank alone cannot run a model that is spread over several.
+        num_tokens=rank_run.start.config.train.sample_tokens if is_whole else 0,
     )

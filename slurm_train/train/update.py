@@ -44,7 +44,8 @@ class Update:
         """Takes one step, or none.
 
         Args:
-            gradients: of `parameters`; they may be scaled in place. Shorter if some parameters have none.
+            gradients: of `parameters`, this rank's parts of them; they may be scaled in place. Shorter if some
+                parameters have none.
             divisor: a float32 scalar on their device.
             skip: a float32 scalar there; where it is 1, parameters and state stay as they are, moments and step
                 count too. The short way masks on the device; the other waits for the value.
@@ -89,15 +90,34 @@ _FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def _tensors_of(group: dict[str, Any], state: Any) -> _GroupTensors:
-    params = group["params"]
-    found = [state[param] for param in params]
+    found = [state[param] for param in group["params"]]
     return _GroupTensors(
         group,
-        params,
-        [entry["exp_avg"] for entry in found],
-        [entry["exp_avg_sq"] for entry in found],
-        [entry["step"] for entry in found],
+        [local_part(param) for param in group["params"]],
+        [local_part(entry["exp_avg"]) for entry in found],
+        [local_part(entry["exp_avg_sq"]) for entry in found],
+        [local_part(entry["step"]) for entry in found],
     )
+
+
+def begin_state(optimizer: Optimizer) -> None:
+    """Makes the state of a fused AdamW as its first step would, so that `Update` has the short way from the start.
+
+    AdamW's own first step asks for parameters that are cut alike; here some are cut and others whole.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32, device=local_part(param).device),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns what this rank holds: of a DTensor its part, else the tensor itself."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 def _fused_adamw(group: _GroupTensors, gradients: list[Tensor], divisor: Tensor, skip: Tensor | None) -> None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurm_train.config.batch import BatchPlan
+from slurm_train.config.layout import ParallelLayout
 from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.train.beside import build_saving_beside
@@ -119,6 +120,7 @@ class Bench:
         return Checkpointer(
             run=run,
             place=RankPlace.from_env({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}),
+            layout=ParallelLayout(),
             plan=BatchPlan(local_size=8, ranks=1, accumulation=1),
             attempt=0,
             keep=1,

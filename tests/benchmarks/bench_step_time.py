@@ -211,7 +211,8 @@ def our_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int],
     start.heartbeat.start(start.run, 0, source, limits=Limits(600, 300))
     rank_run = RankRun(start, torch.device("cpu"))
     model = make_model(hidden, layers)
-    built = Built(model=model, optimizer=build_optimizer(model, optim=config.optim), train=TensorSource(), heldout=None)
+    optimizer = build_optimizer(model, optim=config.optim)
+    built = Built(model=model, optimizer=optimizer, train=TensorSource(), heldout=None, flops_per_token=0.0)
     display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if rank == 0 else None
     loop, _ = build_loop(rank_run, built, display=display)
     return lambda steps: timed(lambda count: loop.advance(loop.position.step + count), steps)

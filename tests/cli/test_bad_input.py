@@ -30,6 +30,8 @@ BAD = [
     ("several limits", ["-m", "sweep.max_parallel=1,2", "seed=1"], "sweep.max_parallel"),
     ("no limit", ["-m", "sweep.max_parallel=0", "seed=1,2"], "sweep.max_parallel=0 is not a count"),
     ("waiting for one run", ["--wait"], "--wait waits for the runs of a sweep"),
+    ("the ranks of what would run", ["--ranks"], "--ranks says where the ranks would stand"),
+    ("the ranks of a sweep", ["plan", "-m", "--ranks", "seed=1,2"], "--ranks is for one run"),
     ("a config dir that is not there", ["--config-dir", "nowhere"], "'nowhere' is not a directory"),
     ("an impossible batch", ["+cluster=4x8", "batch.global_size=65"], "set batch.global_size=64 or 96"),
     (

@@ -64,3 +64,22 @@ def test_the_rows_of_the_table() -> None:
 
 def test_a_table_is_aligned() -> None:
     assert table(["A", "LONG"], [["wide cell", "x"], ["y", ""]]) == "A          LONG\nwide cell  x\ny"
+
+
+def test_a_layout_is_told_with_its_groups_and_its_cost(shell: Any) -> None:
+    words = ("+cluster=16x4", "parallel={dp_shard:8,tp:4,pp:2}", "model.tied=false")
+    done = shell.types("plan", *words)
+    assert done.code == 0, done.err
+    for text in (
+        "layout        pp 2 x dp_shard 8 x tp 4; 8 read different samples",
+        "tp: 16 groups of 4, on one node each; the first: ranks 0-3",
+        "pp: 32 groups of 2, over several nodes; the first: ranks 0, 32",
+        "bubble        11% of a step: 2 stages, 8 micro-batches",
+        "global batch  64 = 1 local x 8 ranks x 8 accumulation",
+    ):
+        assert text in done.err
+    assert "along tp (inside nodes)" in done.err and "along dp_shard (between nodes)" in done.err
+    table = shell.types("plan", "--ranks", *words).out.splitlines()
+    assert len(table) == 65
+    assert " ".join(table[0].split()) == "rank node local pp dp_replicate dp_shard cp tp"
+    assert " ".join(table[64].split()) == "63 15 3 1 0 7 0 3"

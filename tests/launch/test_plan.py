@@ -24,7 +24,8 @@ def test_a_plan_holds_everything_that_is_decided(tmp_path: Path) -> None:
         "config_hash": plan.config_hash,
         "directory": str(tmp_path),
         "world": {"size": 32, "ranks_per_node": [8, 8, 8, 8]},
-        "batch": {"global_size": 64, "local_size": 2, "accumulation": 1},
+        "layout": {"dp_replicate": 32},
+        "batch": {"ranks": 32, "global_size": 64, "local_size": 2, "accumulation": 1},
         "lr": {"planned": 2e-3, "configured": 1e-3, "retune": "linear", "tuned_for_global_size": 32},
         "max_steps": 400,
         "samples": 25600,
@@ -83,8 +84,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint": {"every_steps": "sometimes"}}, "checkpoint.every_steps asks for a whole number or auto"),
     ({"requeue": {"warn_before_limit_s": -5}}, "requeue.warn_before_limit_s=-5 is not a count"),
     ({"optim": {"lr_global_size": 0}}, "optim.lr_global_size=0 is not a count"),
-    ({"parallel": {"tp": 2}}, "parallel.tp=2 was asked; this version trains with data parallelism (DDP) only"),
-    ({"parallel": {"dp_shard": -1}}, "parallel.dp_shard=-1 was asked; this version"),
+    ({"parallel": {"cp": 2}}, "parallel.cp=2 was asked; this version has no context parallelism"),
+    ({"parallel": {"dp_shard": -1}}, "parallel.dp_replicate=-1 and parallel.dp_shard=-1 are both left open"),
     *(
         ({"run": {"name": name}}, f"run.name={name!r} cannot be the name of a folder and of a job")
         for name in ("", "a b", "a/b", "..", ".hidden", "-flag", "a\nb", "\u00e9", "a;b", "$x", "a%j")

@@ -7,9 +7,12 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from slurm_train.models.gpt import GPT
 
 NUM_SAMPLES = 97
 FEATURES = 6
@@ -60,6 +63,58 @@ class Net(nn.Module):
                 os.kill(os.getpid(), signal.SIGTERM)
         # A sample far out makes its whole batch a spike.
         return self.layers(inputs) * (100.0 if inputs.abs().max() > 1e3 else 1.0)
+
+
+class DoubleGPT(GPT):
+    """The shipped transformer, tiny and in double precision, so that layouts differ by almost nothing.
+
+    Args:
+        signal_at: forward pass of training (from 1) at which the last rank sends itself TERM; 0 never.
+        only_in: as for `Net`.
+        bad_at: forward pass of training (from 1) whose logits are not finite on every rank; 0 never.
+        in_evaluation: the signal is sent in the first evaluation instead.
+        **shape: what `GPT` takes, in place of the tiny shape.
+    """
+
+    def __init__(
+        self, *, signal_at: int = 0, only_in: str = "", bad_at: int = 0, in_evaluation: bool = False, **shape: Any
+    ) -> None:
+        super().__init__(**{**TINY, **shape})
+        self.double()
+        self.signal_at, self.only_in, self.bad_at, self.passes = signal_at, only_in, bad_at, 0
+        self.in_evaluation = in_evaluation
+        self.is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        logits_BTV = super().forward(tokens_BT)
+        self.passes += self.training
+        due = not self.training if self.in_evaluation else self.training and self.passes == self.signal_at
+        if due and self.only_in and self.is_last and not Path(self.only_in).exists():
+            Path(self.only_in).touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return logits_BTV * float("nan") if self.training and self.passes == self.bad_at else logits_BTV
+
+
+TINY: dict[str, Any] = {"vocab_size": 13, "context": 8, "num_layers": 4, "num_heads": 4, "width": 16, "hidden": 32}
+
+
+class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Sequences that count up by a step of their own; an odd number of them.
+
+    Args:
+        split: "train" or "heldout".
+    """
+
+    def __init__(self, *, split: str = "train") -> None:
+        generator = torch.Generator().manual_seed(5 if split == "train" else 6)
+        start, stride = (torch.randint(0, 13, (NUM_SAMPLES, 1), generator=generator) for _ in range(2))
+        self.tokens = (start + stride * torch.arange(9)) % 13
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.tokens[index, :-1], self.tokens[index, 1:]
 
 
 class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

@@ -51,7 +51,7 @@ def start(run: Path, config: dict[str, Any], *, ranks: int, attempt: int = 0) ->
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str]:
-    texts = [process.communicate(timeout=120)[1] for process in processes]
+    texts = [process.communicate(timeout=240)[1] for process in processes]
     return [process.returncode for process in processes], "".join(texts)
 
 

@@ -23,6 +23,7 @@ def main() -> int:
     orders = json.loads(sys.argv[1])
 
     from slurm_train.config.batch import solve_batch
+    from slurm_train.config.layout import solve_layout
     from slurm_train.config.schema import RunConfig
     from slurm_train.config.structure import build_config
     from slurm_train.distributed.handshake import MeetingPoint
@@ -33,12 +34,13 @@ def main() -> int:
 
     config = build_config(RunConfig, orders["config"])
     place = RankPlace.from_env(os.environ)
+    layout = solve_layout(config.parallel, world_size=place.world_size)
     point = MeetingPoint(
         master_addr="127.0.0.1", ports=[orders["port"]], run_id="test", attempt=orders["attempt"], timeout_s=60
     )
     start = RankStart(
         config=config,
-        plan=solve_batch(config.batch, ranks=place.world_size),
+        plan=solve_batch(config.batch, ranks=layout.data_parallel_size, stages=layout.pp),
         run=RunDirectory(Path(orders["run"])),
         place=place,
         point=point,

@@ -1,0 +1,183 @@
+"""The layout of a run: how many ranks share what, which rank stands where, and who exchanges with whom.
+
+Everything here is arithmetic on integers, so a plan for thousands of ranks needs no rank. The axes, outermost first,
+are those of torch's DeviceMesh in row-major order: ranks that differ only in `tp` are neighbours and lie on one node,
+where the links are fastest; `pp` sends least and spans the nodes farthest apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from slurm_train.config.schema import ParallelSection
+from slurm_train.errors import ConfigError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Ranks that differ in these read different samples; all others read the same."""
+
+
+class Coordinates(NamedTuple):
+    """A rank's place on each axis, from 0."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}={place}" for axis, place in zip(AXES, self, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """The degree of each axis; their product is the world size."""
+
+    pp: int = 1
+    """Pipeline stages."""
+    dp_replicate: int = 1
+    """Copies of the parameters that read different samples."""
+    dp_shard: int = 1
+    """Shards of the parameters, whose ranks read different samples, too."""
+    cp: int = 1
+    """Parts of each sequence."""
+    tp: int = 1
+    """Parts of each matrix."""
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The degrees in the order of `AXES`."""
+        return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return math.prod(self.degrees)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that read different samples: what the global batch is cut by."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank is a whole replica: plain data parallelism (DDP)."""
+        return self.dp_replicate == self.world_size
+
+    @property
+    def as_mapping(self) -> dict[str, int]:
+        """The degrees by name, those of one left out but for `dp_replicate`; what a checkpoint's manifest says."""
+        named = dict(zip(AXES, self.degrees, strict=True))
+        return {axis: degree for axis, degree in named.items() if degree > 1 or axis == "dp_replicate"}
+
+    def __str__(self) -> str:
+        parts = [f"{axis} {degree}" for axis, degree in zip(AXES, self.degrees, strict=True) if degree > 1]
+        return " x ".join(parts) or "one rank"
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Returns where a rank stands."""
+        assert 0 <= rank < self.world_size, f"no rank {rank} in {self}"
+        places = []
+        for degree in reversed(self.degrees):
+            rank, place = divmod(rank, degree)
+            places.append(place)
+        return Coordinates(*reversed(places))
+
+    def rank_at(self, places: Sequence[int]) -> int:
+        """Returns the rank at these coordinates, in the order of `AXES`."""
+        rank = 0
+        for place, degree in zip(places, self.degrees, strict=True):
+            rank = rank * degree + place
+        return rank
+
+    def members(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
+        """Returns the ranks that differ from one in these axes only, itself among them, ascending."""
+        own = self.coordinates(rank)
+        ranges = [
+            range(degree) if axis in axes else (place,)
+            for axis, degree, place in zip(AXES, self.degrees, own, strict=True)
+        ]
+        return tuple(self._ranks(ranges))
+
+    def groups(self, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        """Yields the groups of ranks that differ in these axes only; together they hold every rank once."""
+        ranges = [(0,) if axis in axes else range(degree) for axis, degree in zip(AXES, self.degrees, strict=True)]
+        return (self.members(axes, first) for first in self._ranks(ranges))
+
+    def data_parallel_index(self, rank: int) -> int:
+        """Returns whose samples a rank reads, 0 to `data_parallel_size` - 1."""
+        own = self.coordinates(rank)
+        return own.dp_replicate * self.dp_shard + own.dp_shard
+
+    def speaks_for_samples(self, rank: int) -> bool:
+        """Returns whether a rank counts for its samples: one of those that read the same ones, in the last stage."""
+        own = self.coordinates(rank)
+        return own.pp == self.pp - 1 and own.cp == own.tp == 0
+
+    def random_stream(self, rank: int) -> int:
+        """Returns the number of a rank's stream of dropout: ranks that compute the same draw the same."""
+        return self.data_parallel_index(rank) + self.coordinates(rank).pp * self.data_parallel_size
+
+    def first_reader(self, data_parallel_index: int) -> int | None:
+        """Returns the first rank that reads the samples of an index, None where there is no such index."""
+        if data_parallel_index >= self.data_parallel_size:
+            return None
+        replica, shard = divmod(data_parallel_index, self.dp_shard)
+        return self.rank_at((0, replica, shard, 0, 0))
+
+    def _ranks(self, ranges: Sequence[Sequence[int]]) -> Iterator[int]:
+        ranks = [0]
+        for places, degree in zip(ranges, self.degrees, strict=True):
+            ranks = [rank * degree + place for rank in ranks for place in places]
+        return iter(ranks)
+
+
+def solve_layout(asked: ParallelSection, *, world_size: int) -> ParallelLayout:
+    """Returns the layout that was asked for on so many ranks; one degree may be -1: what is left.
+
+    Raises:
+        ConfigError: a degree below one, two of them open, or degrees that do not multiply up to the world.
+    """
+    degrees = {axis: getattr(asked, axis) for axis in AXES}
+    for axis, degree in degrees.items():
+        if degree < 1 and degree != -1:
+            raise ConfigError(f"parallel.{axis}={degree} is no degree", hint="give 1 or more; -1: what is left")
+    left = [axis for axis, degree in degrees.items() if degree == -1]
+    if len(left) > 1:
+        names = " and ".join(f"parallel.{axis}=-1" for axis in left)
+        raise ConfigError(
+            f"{names} are both left open; only one can be solved",
+            hint=f"set parallel.{left[0]}=1" + (" (its default is -1)" if left[0] == "dp_replicate" else ""),
+        )
+    given = math.prod(degree for degree in degrees.values() if degree != -1)
+    if left and world_size % given == 0:
+        degrees[left[0]] = world_size // given
+    layout = ParallelLayout(**{axis: abs(degree) for axis, degree in degrees.items()})
+    if layout.world_size != world_size:
+        raise _misfit(layout, given, is_open=bool(left), world_size=world_size)
+    return layout
+
+
+def _misfit(layout: ParallelLayout, given: int, *, is_open: bool, world_size: int) -> ConfigError:
+    need = f"a multiple of {given}" if is_open else str(given)
+    return ConfigError(
+        f"parallel asks for {layout}, which needs {need} ranks; there are {world_size}",
+        hint="change the number of ranks (cluster.nodes, cluster.gpus_per_node, run.processes) or a degree"
+        + ("" if is_open else "; parallel.dp_replicate=-1 takes what is left"),
+    )
+
+
+def stage_blocks(num_blocks: int, *, stage: int, num_stages: int) -> range:
+    """Returns the numbers of the blocks that a pipeline stage holds; earlier stages have one more where they differ."""
+    small, more = divmod(num_blocks, num_stages)
+    first = stage * small + min(stage, more)
+    return range(first, first + small + (stage < more))
+
+
+def stages_of(place: int, *, num_ranks: int, per_rank: int) -> range:
+    """Returns the numbers of the stages that a rank of a pipeline has: of two ranks the first has 0, 2, 4."""
+    return range(place, num_ranks * per_rank, num_ranks)

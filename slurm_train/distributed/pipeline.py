@@ -1,0 +1,198 @@
+"""A model as stages of a pipeline: each rank keeps its own blocks, under their own names, and passes the rest through.
+
+The model says which parts are the first stage's, which are spread over all, and which are the last one's
+(`pipeline_plan`); torch's schedules move the micro-batches. A stage's parameters are called what they are called in the
+whole model, so a checkpoint of stages is a checkpoint of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slurm_train.config.layout import stage_blocks, stages_of
+from slurm_train.errors import ConfigError
+
+_PLAN = ("first", "spread", "last")
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class PassThrough(nn.Module):
+    """Stands for a part that another stage has; gives back what it gets first."""
+
+    def forward(self, first: Tensor, *_others: Any) -> Tensor:
+        """Returns the first argument."""
+        return first
+
+
+def keep_stages(model: nn.Module, *, stages: Sequence[int], num_stages: int) -> None:
+    """Replaces, in place, what is in none of these stages.
+
+    Raises:
+        ConfigError: the model has no plan for it, shares a weight between stages, or has fewer blocks than stages.
+    """
+    plan = _plan_of(model)
+    _refuse_shared_weights(model)
+    _refuse_own_loss(model)
+    for name in plan["first"] if 0 not in stages else ():
+        model.set_submodule(name, PassThrough())
+    for name in plan["last"] if num_stages - 1 not in stages else ():
+        model.set_submodule(name, PassThrough())
+    for name in plan["spread"]:
+        blocks = model.get_submodule(name)
+        assert isinstance(blocks, nn.ModuleList)
+        if len(blocks) < num_stages:
+            raise ConfigError(
+                f"parallel asks for {num_stages} stages, but the model has {len(blocks)} blocks",
+                hint=f"choose a parallel.pp x parallel.stages_per_rank of at most {len(blocks)}",
+            )
+        own = [number for stage in stages for number in stage_blocks(len(blocks), stage=stage, num_stages=num_stages)]
+        for number in range(len(blocks)):
+            if number not in own:
+                blocks[number] = PassThrough()
+
+
+def split_stages(model: nn.Module, *, stages: Sequence[int], num_stages: int) -> list[nn.Module]:
+    """Returns one module for each of a rank's stages; they share their parts with the model, which holds them all."""
+    if len(stages) == 1:
+        return [model]
+    plan, found = _plan_of(model), []
+    for stage in stages:
+        part = _sibling(model)
+        for name in plan["first"] if stage > 0 else ():
+            part.set_submodule(name, PassThrough())
+        for name in plan["last"] if stage < num_stages - 1 else ():
+            part.set_submodule(name, PassThrough())
+        for name in plan["spread"]:
+            blocks = model.get_submodule(name)
+            assert isinstance(blocks, nn.ModuleList)
+            own = stage_blocks(len(blocks), stage=stage, num_stages=num_stages)
+            kept = (block if number in own else PassThrough() for number, block in enumerate(blocks))
+            part.set_submodule(name, nn.ModuleList(kept))
+        found.append(part)
+    return found
+
+
+def _sibling(module: nn.Module) -> nn.Module:
+    """Returns a module with the same parts and none of the same tables, so that hooks of one are not the other's."""
+    twin = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict):
+            vars(twin)[name] = value.copy()
+    return twin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """This rank's stages, and its neighbours."""
+
+    parts: list[nn.Module]
+    """What `split_stages` gave, parallelized further: this rank's stages, in order."""
+    place: int
+    """Of this rank in its pipeline: 0 has the first stage, and so many ranks further the next of its own."""
+    num_ranks: int
+    device: torch.device
+    group: dist.ProcessGroup
+    """The ranks of this pipeline, in order."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank gets the inputs."""
+        return self.place == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank gives the outputs."""
+        return self.place == self.num_ranks - 1
+
+    def build_schedule(self, *, name: str, num_batches: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        """Returns torch's schedule over this many micro-batches; its gradients are sums.
+
+        Args:
+            name: "1f1b" or "gpipe".
+            num_batches: micro-batches of a step.
+            loss: gives the sum of the loss of (outputs, targets); only the last stage calls it.
+        """
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+        numbers = stages_of(self.place, num_ranks=self.num_ranks, per_rank=len(self.parts))
+        count = self.num_ranks * len(self.parts)
+        stages = [
+            PipelineStage(part, number, count, self.device, group=self.group)
+            for number, part in zip(numbers, self.parts, strict=True)
+        ]
+        options: dict[str, Any] = {"n_microbatches": num_batches, "loss_fn": loss, "scale_grads": False}
+        if len(stages) > 1:
+            return ScheduleInterleaved1F1B(list(stages), **options)
+        return (Schedule1F1B if name == "1f1b" else ScheduleGPipe)(stages[0], **options)
+
+    def forward(self, inputs: Tensor) -> Tensor | None:
+        """Returns the outputs of one batch on the last rank, None on the others; without gradients. Collective.
+
+        Args:
+            inputs: the model's; only the first rank looks at them.
+        """
+        for number, part in enumerate(self.parts):
+            carried = inputs if self.is_first and number == 0 else self._receive()
+            outputs: Tensor = part(carried)
+            if self.is_last and number == len(self.parts) - 1:
+                return outputs
+            self._send(outputs)
+        return None
+
+    def _send(self, tensor: Tensor) -> None:
+        facts = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        header = torch.tensor(facts + [0] * (8 - len(facts)), device=self.device)
+        for part in (header, tensor.contiguous()):
+            dist.send(part, group=self.group, group_dst=(self.place + 1) % self.num_ranks)
+
+    def _receive(self) -> Tensor:
+        header = torch.zeros(8, dtype=torch.int64, device=self.device)
+        dist.recv(header, group=self.group, group_src=(self.place - 1) % self.num_ranks)
+        kind, num_dims, *sizes = header.tolist()
+        tensor = torch.empty(sizes[:num_dims], dtype=_DTYPES[kind], device=self.device)
+        dist.recv(tensor, group=self.group, group_src=(self.place - 1) % self.num_ranks)
+        return tensor
+
+
+def _plan_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    own = getattr(model, "pipeline_plan", None)
+    plan = own() if own is not None else {}
+    if set(plan) != set(_PLAN):
+        raise ConfigError(
+            f"parallel.pp was asked, but {type(model).__name__} does not say how it can be cut into stages",
+            hint=f"define pipeline_plan() on the model with {', '.join(_PLAN)} (docs/parallel.md), or leave pp at 1",
+        )
+    return plan
+
+
+def _refuse_shared_weights(model: nn.Module) -> None:
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            raise ConfigError(
+                f"parallel.pp was asked, but {first} and {name} are one weight, which two stages would need",
+                hint="give each its own: model.tied=false for the shipped GPT",
+            )
+
+
+def _refuse_own_loss(model: nn.Module) -> None:
+    if hasattr(model, "training_loss") or hasattr(model, "evaluation_sums"):
+        raise ConfigError(
+            f"parallel.pp was asked, but {type(model).__name__} brings its own loss, which stages cannot call",
+            hint="let the model give scores and the default loss compare them, or leave pp at 1",
+        )
+    saved = {name for name, _ in model.named_buffers()} & set(model.state_dict())
+    if saved:
+        kept = f"{type(model).__name__} keeps statistics ({min(saved)})"
+        raise ConfigError(
+            f"parallel.pp was asked, but {kept} that stages do not share",
+            hint="use norms without running statistics, or leave pp at 1",
+        )

@@ -1,0 +1,129 @@
+"""The layout of a run before anything runs: solved for the world, and refused where it cannot or should not be.
+
+What can be known without a GPU and without torch is checked here; a model of your own says the rest when it is built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slurm_train.config.batch import BatchPlan
+from slurm_train.config.layout import AXES, ParallelLayout, solve_layout
+from slurm_train.config.schema import RunConfig
+from slurm_train.errors import BatchError, ConfigError
+from slurm_train.launch.world import World
+
+_GPT = "slurm_train.models.gpt.GPT"
+_CNN = "slurm_train.models.cnn.CNN"
+
+
+def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
+    """Returns which rank will stand where.
+
+    Args:
+        config: the run's configuration.
+        world: how many ranks run on which node.
+
+    Raises:
+        ConfigError: the degrees do not fit the world, the nodes or the model, or this version cannot do it.
+    """
+    layout = solve_layout(config.parallel, world_size=world.size)
+    if layout.is_replicated:
+        return layout
+    if not config.trains:
+        raise ConfigError(
+            f"parallel asks for {layout}, but a task or script of your own makes its own groups",
+            hint="leave parallel.* alone; the ranks are told their numbers and where to meet",
+        )
+    if layout.cp > 1:
+        raise ConfigError(
+            f"parallel.cp={layout.cp} was asked; this version has no context parallelism",
+            hint="leave parallel.cp at 1; dp_replicate, dp_shard, tp and pp are there",
+        )
+    _check_nodes(layout, world, allowed=config.parallel.allow_tp_across_nodes)
+    per_rank = config.parallel.stages_per_rank if layout.pp > 1 else 1
+    _check_model(layout, config.model or {}, per_rank=per_rank)
+    if per_rank > 1 and config.parallel.pipeline_schedule != "1f1b":
+        raise ConfigError(
+            f"parallel.stages_per_rank={per_rank} was asked with pipeline_schedule={config.parallel.pipeline_schedule}",
+            hint="several stages on a rank are interleaved in 1f1b order: leave pipeline_schedule out",
+        )
+    return layout
+
+
+def check_pipeline(config: RunConfig, layout: ParallelLayout, batch: BatchPlan) -> None:
+    """Refuses micro-batches that torch's interleaved schedule cannot send around in equal rounds.
+
+    Raises:
+        BatchError: as said.
+    """
+    if layout.pp == 1 or config.parallel.stages_per_rank == 1 or not config.trains:
+        return
+    rounds = max(1, batch.accumulation // layout.pp)
+    if batch.accumulation % rounds:
+        raise BatchError(
+            f"interleaved stages on {layout.pp} ranks need rounds of equally many micro-batches, the batch is "
+            f"{batch.as_sum()}",
+            hint=f"set batch.accumulation to a multiple of {layout.pp}",
+        )
+
+
+def nodes_of(world: World) -> list[tuple[int, int]]:
+    """Returns (node, local rank) of every rank."""
+    return [(node, local) for node, count in enumerate(world.ranks_per_node) for local in range(count)]
+
+
+def _check_nodes(layout: ParallelLayout, world: World, *, allowed: bool) -> None:
+    if allowed or layout.tp == 1 or world.num_nodes == 1:
+        return
+    if any(count % layout.tp for count in world.ranks_per_node):
+        raise ConfigError(
+            f"parallel.tp={layout.tp} does not fit into nodes of {world.ranks_per_node[0]} ranks: "
+            "every layer would wait for the network",
+            hint="choose a tp that divides the ranks of a node, or parallel.allow_tp_across_nodes=true",
+        )
+
+
+def _check_model(layout: ParallelLayout, model: dict[str, Any], *, per_rank: int) -> None:
+    target = model.get("_target_")
+    if target == _CNN and layout.tp * layout.pp > 1:
+        raise ConfigError(
+            f"parallel asks for {layout}, but the CNN does not say how it can be cut",
+            hint="use dp_replicate and dp_shard, or model=gpt",
+        )
+    if target == _GPT:
+        _check_gpt(layout, model, per_rank=per_rank)
+
+
+def _check_gpt(layout: ParallelLayout, model: dict[str, Any], *, per_rank: int) -> None:
+    layers, stages = int(model.get("num_layers", 4)), layout.pp * per_rank
+    if layers < stages:
+        raise ConfigError(
+            f"parallel asks for {stages} stages, but model.num_layers={layers} leaves some without a block",
+            hint=f"choose a parallel.pp x parallel.stages_per_rank of at most {layers}",
+        )
+    if layout.pp > 1 and model.get("tied", True):
+        raise ConfigError(
+            "parallel.pp was asked, but model.tied=true makes embedding and head one weight, in two stages",
+            hint="set model.tied=false",
+        )
+    width, heads = int(model.get("width", 160)), int(model.get("num_heads", 4))
+    hidden = int(model.get("hidden", 0)) or 4 * width
+    for name, value in (("num_heads", heads), ("hidden", hidden)):
+        if value % layout.tp:
+            raise ConfigError(
+                f"parallel.tp={layout.tp} cannot cut model.{name}={value} into equal parts",
+                hint=f"choose a tp that divides {value}, or set model.{name} to a multiple of {layout.tp}",
+            )
+
+
+def table_rows(layout: ParallelLayout, world: World) -> list[tuple[str, ...]]:
+    """Returns one row per rank: rank, node, local rank, then its place on each axis of `AXES`."""
+    places = nodes_of(world)
+    return [
+        (str(rank), str(node), str(local), *map(str, layout.coordinates(rank)))
+        for rank, (node, local) in enumerate(places)
+    ]
+
+
+TABLE_HEADER = ("rank", "node", "local", *AXES)

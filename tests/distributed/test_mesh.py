@@ -1,0 +1,53 @@
+"""Who exchanges with whom: the formula against torch's own DeviceMesh, on a process group that is only pretended."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from slurm_train.config.layout import ParallelLayout
+
+# In a process of its own: a pretended world of 64 must not meet another test's group.
+PROGRAM = """
+import json, sys
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from slurm_train.config.layout import AXES, ParallelLayout
+from slurm_train.distributed.mesh import build_mesh
+
+degrees, ranks = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+layout = ParallelLayout(**degrees)
+for rank in ranks:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    mesh = build_mesh(layout, device=torch.device("cpu"))
+    assert tuple(mesh.get_coordinate()) == tuple(layout.coordinates(rank)), rank
+    for axis in AXES:
+        assert tuple(mesh[axis].mesh.tolist()) == layout.members((axis,), rank), (rank, axis)
+        assert dist.get_process_group_ranks(mesh[axis].get_group()) == list(layout.members((axis,), rank))
+    both = mesh["dp_replicate", "dp_shard"].mesh.flatten().tolist()
+    assert tuple(both) == layout.members(("dp_replicate", "dp_shard"), rank)
+    dist.destroy_process_group()
+print("alike")
+"""
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks"),
+    [
+        ({"dp_shard": 8, "tp": 4, "pp": 2}, [0, 1, 5, 31, 32, 63]),
+        ({"dp_replicate": 2, "dp_shard": 4, "cp": 2, "tp": 2, "pp": 2}, [0, 3, 17, 40, 63]),
+        ({"dp_replicate": 64}, [0, 63]),
+    ],
+)
+def test_groups_are_those_of_torch(degrees: dict[str, int], ranks: list[int]) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(degrees), json.dumps(ranks)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "alike\n", done.stderr
+
+
+def test_another_order_of_the_axes_would_be_seen() -> None:
+    layout = ParallelLayout(tp=2, pp=2)
+    assert layout.members(("tp",), 0) == (0, 1) != layout.members(("pp",), 0)

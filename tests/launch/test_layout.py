@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slurm_train.config.batch import BatchPlan
+from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.schema import ClusterSection, ParallelSection, RunConfig
+from slurm_train.errors import BatchError, ConfigError
+from slurm_train.launch.layout import TABLE_HEADER, check_pipeline, plan_layout, table_rows
+from slurm_train.launch.world import World
+
+GPT = {"_target_": "slurm_train.models.gpt.GPT", "num_layers": 4, "num_heads": 4, "width": 160, "tied": False}
+
+
+def config_of(model: dict[str, Any], **parallel: Any) -> RunConfig:
+    return RunConfig(model=model, cluster=ClusterSection(), parallel=ParallelSection(**parallel))
+
+
+def test_the_layout_of_eight_ranks_on_two_nodes() -> None:
+    layout = plan_layout(config_of(GPT, dp_shard=2, tp=2, pp=2), World((4, 4)))
+    assert layout == ParallelLayout(dp_shard=2, tp=2, pp=2)
+    rows = table_rows(layout, World((4, 4)))
+    assert TABLE_HEADER == ("rank", "node", "local", "pp", "dp_replicate", "dp_shard", "cp", "tp")
+    assert rows[5] == ("5", "1", "1", "1", "0", "0", "0", "1")
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "message"),
+    [
+        (GPT, {"tp": 8}, "parallel.tp=8 does not fit into nodes of 4 ranks"),
+        ({**GPT, "num_heads": 5}, {"tp": 2}, "parallel.tp=2 cannot cut model.num_heads=5 into equal parts"),
+        ({**GPT, "hidden": 33}, {"tp": 2}, "parallel.tp=2 cannot cut model.hidden=33 into equal parts"),
+        ({**GPT, "num_layers": 3}, {"pp": 4}, "parallel asks for 4 stages, but model.num_layers=3 leaves some without"),
+        ({**GPT, "tied": True}, {"pp": 2}, "parallel.pp was asked, but model.tied=true makes embedding and head one"),
+        (
+            GPT,
+            {"pp": 4, "stages_per_rank": 2},
+            "parallel asks for 8 stages, but model.num_layers=4 leaves some without",
+        ),
+        (
+            GPT,
+            {"pp": 2, "stages_per_rank": 2, "pipeline_schedule": "gpipe"},
+            "parallel.stages_per_rank=2 was asked with pipeline_schedule=gpipe",
+        ),
+        (GPT, {"cp": 2}, "parallel.cp=2 was asked; this version has no context parallelism"),
+        ({"_target_": "slurm_train.models.cnn.CNN"}, {"tp": 2}, "parallel asks for dp_replicate 4 x tp 2, but the CNN"),
+    ],
+)
+def test_what_the_nodes_or_the_model_cannot_do_is_refused(
+    model: dict[str, Any], parallel: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_layout(config_of(model, **parallel), World((4, 4)))
+    assert str(caught.value).startswith(message)
+
+
+def test_interleaved_stages_need_equal_rounds() -> None:
+    config, layout = config_of(GPT, pp=2, stages_per_rank=2), ParallelLayout(pp=2)
+    for accumulation in (2, 3, 4):
+        check_pipeline(config, layout, BatchPlan(local_size=1, ranks=1, accumulation=accumulation))
+    with pytest.raises(BatchError, match=r"interleaved stages on 2 ranks need rounds of equally many micro-batches"):
+        check_pipeline(config, layout, BatchPlan(local_size=1, ranks=1, accumulation=5))
+
+
+def test_tensor_parallelism_spans_nodes_where_that_is_wanted() -> None:
+    config = config_of({**GPT, "num_heads": 8}, tp=8, allow_tp_across_nodes=True)
+    assert plan_layout(config, World((4, 4))).tp == 8
+
+
+def test_a_task_makes_its_own_groups() -> None:
+    config = RunConfig(task={"_target_": "x.main"}, parallel=ParallelSection(tp=2))
+    with pytest.raises(ConfigError, match="makes its own groups"):
+        plan_layout(config, World((2,)))

@@ -1,0 +1,122 @@
+"""The formulas against torch: parameters exactly, kept tensors within a hundredth."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slurm_train.config.batch import BatchPlan
+from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.schema import ParallelSection
+from slurm_train.distributed.parallelize import prepare_blocks
+from slurm_train.distributed.pipeline import keep_stages
+from slurm_train.launch.layout_memory import (
+    GptShape,
+    LayoutFacts,
+    fullest_stage,
+    pipeline_bubble,
+    rank_memory,
+    spans_nodes,
+    traffic,
+)
+from slurm_train.launch.world import World
+from slurm_train.models.gpt import GPT
+from slurm_train.models.objective import Objective
+
+SHAPE = {"vocab_size": 300, "context": 64, "num_layers": 3, "num_heads": 4, "width": 64, "hidden": 96, "tied": False}
+
+
+def facts_of(layout: ParallelLayout, *, half: bool = False, **settings: Any) -> LayoutFacts:
+    shape = GptShape.of({"_target_": "slurm_train.models.gpt.GPT", **SHAPE})
+    assert shape is not None
+    return LayoutFacts(
+        shape=shape,
+        layout=layout,
+        batch=BatchPlan(local_size=3, ranks=layout.data_parallel_size, accumulation=4),
+        settings=ParallelSection(**settings),
+        half=half,
+    )
+
+
+def kept_bytes(model: nn.Module, *, half: bool, local: int = 3) -> int:
+    """Returns the bytes that a forward pass keeps for the backward pass, parameters, their casts and tables aside."""
+    tokens = torch.randint(0, 300, (local, 64))
+    own = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
+    matrices = [one for one in model.parameters() if one.dim() == 2]
+    casts = {tuple(one.shape) for matrix in matrices for one in (matrix, matrix.T)}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and not (tensor.dtype == torch.bfloat16 and tuple(tensor.shape) in casts):
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+        loss = Objective(model)(tokens, tokens.clone())
+    del loss
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_a_micro_batch_keeps_what_the_formula_says(half: bool) -> None:
+    expected = rank_memory(facts_of(ParallelLayout(), half=half), stage=0).activations
+    assert kept_bytes(GPT(**SHAPE), half=half) == pytest.approx(expected, rel=0.01)  # type: ignore[arg-type]
+
+
+def test_full_checkpointing_keeps_what_enters_each_block() -> None:
+    model = GPT(**SHAPE)  # type: ignore[arg-type]
+    plain = kept_bytes(model, half=False)
+    prepare_blocks(model, settings=ParallelSection(activation_checkpointing="full"), compiles=False)
+    facts = facts_of(ParallelLayout(), activation_checkpointing="full")
+    one_block = facts.tokens * facts.shape.kept_in_block(tp=1, half=False, recompute="none")
+    expected = rank_memory(facts, stage=0).activations - one_block
+    assert kept_bytes(model, half=False) == pytest.approx(expected, rel=0.01) and expected < plain / 2
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_stages_hold_the_parameters_that_the_formula_says(pp: int) -> None:
+    whole = GPT(**SHAPE)  # type: ignore[arg-type]
+    for stage in range(pp):
+        model = copy.deepcopy(whole)
+        if pp > 1:
+            keep_stages(model, stages=[stage], num_stages=pp)
+        memory = rank_memory(facts_of(ParallelLayout(pp=pp)), stage=stage)
+        assert memory.parameters == memory.gradients == 4 * sum(one.numel() for one in model.parameters())
+        assert memory.optimizer == 2 * memory.parameters
+
+
+def test_shards_and_parts_divide_what_a_rank_holds() -> None:
+    whole = rank_memory(facts_of(ParallelLayout()), stage=0)
+    sharded = rank_memory(facts_of(ParallelLayout(dp_shard=4)), stage=0)
+    cut = rank_memory(facts_of(ParallelLayout(tp=2)), stage=0)
+    assert sharded.optimizer == whole.optimizer / 4 and sharded.gathered > 0 == whole.gathered
+    assert whole.parameters / 2 < cut.parameters < whole.parameters
+    assert cut.activations < whole.activations
+
+
+def test_a_pipeline_keeps_as_many_micro_batches_as_its_schedule() -> None:
+    layout = ParallelLayout(pp=3)
+    ordered, filled = (facts_of(layout, pipeline_schedule=name) for name in ("1f1b", "gpipe"))
+    # Each stage has one block: the first keeps three micro-batches of it, or all four.
+    assert [rank_memory(one, stage=0).activations for one in (ordered, filled)] == [
+        count * ordered.tokens * ordered.shape.kept_in_block(tp=1, half=False, recompute="none") for count in (3, 4)
+    ]
+    assert pipeline_bubble(layout, ordered.batch) == pytest.approx(2 / 6)
+    assert fullest_stage(filled) in range(3)
+
+
+def test_traffic_is_counted_along_each_axis_and_told_by_its_links() -> None:
+    layout = ParallelLayout(dp_shard=2, tp=2, pp=2)
+    world = World((4, 4))
+    sent = {one.axis: one for one in traffic(facts_of(layout), world)}
+    assert set(sent) == {"pp", "dp_shard", "tp"}
+    assert sent["pp"].spans_nodes and not sent["tp"].spans_nodes and not sent["dp_shard"].spans_nodes
+    # Four micro-batches of 3 x 64 positions of 64 float32, there and back.
+    assert sent["pp"].num_bytes == 2 * 4 * 3 * 64 * 64 * 4
+    assert spans_nodes(ParallelLayout(dp_shard=8), world, "dp_shard")
