@@ -17,6 +17,7 @@ from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Checkp
 from slurm_train.checkpoint.shards import check_size, write_file
 from slurm_train.errors import CheckpointError
 from slurm_train.rundir.files import fsync_directory, write_atomic
+from slurm_train.rundir.publishing import publishing
 
 DIRECTORY_MODE = 0o700
 _NUM_STAGING_NAMES = 100
@@ -90,19 +91,25 @@ def commit(
     text = manifest.to_json().encode()
     write_file(staging / MANIFEST_FILE, text)
     fsync_directory(staging)
+    with publishing():
+        _publish(staging, final, digest=digest_of(text), fence=fence)
+    return final
+
+
+def _publish(staging: Path, final: Path, *, digest: str, fence: Callable[[], None] | None) -> None:
+    """Gives a directory that is whole its name and its marker, unless a newer attempt has taken over."""
     if fence is not None:
         fence()
     if final.exists():
         if is_saved(final):  # a newer attempt's, since the look above
             discard(staging)
-            return final
+            return
         move_to_trash(final)
     _rename(staging, final)
     # This process may have been stopped at any line while a newer attempt began, so the fence is asked again.
     _take_back_unless(fence, final)
-    _mark_complete(final, digest_of(text))
+    _mark_complete(final, digest)
     _take_back_unless(fence, final)
-    return final
 
 
 def discard(path: Path) -> None:

@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
 from slurm_train.requeue.orphan import Ties, watch
 from slurm_train.requeue.signals import StopFlag, hold_continue, install, release_continue, was_continued
+from slurm_train.rundir.publishing import end_publishing
+
+_COMMIT_S = 5.0
+"""Longest that a process stays for a checkpoint that is getting its name; a zombie must be gone within 10 s."""
 
 if TYPE_CHECKING:
     from slurm_train.config.schema import RunConfig
@@ -80,7 +84,7 @@ def _watch_ties(path: Path, env: Mapping[str, str], parent: int) -> None:
 
     def on_overtaken() -> None:
         print(f"error: attempt {attempt} was overtaken by a newer one", file=sys.stderr, flush=True)
-        os._exit(EXIT_FAILURE)
+        _leave(EXIT_FAILURE)
 
     def on_orphaned() -> None:
         _fail(path, env, EXIT_ORPHANED, f"the process that started it is gone ({_names_of_parents(env)} was killed?)")
@@ -94,7 +98,8 @@ def _names_of_parents(env: Mapping[str, str]) -> str:
 
 def _leave(code: int) -> NoReturn:
     # Tearing a process group down waits for peers that may never come, and its threads outlive a good end at times;
-    # that has held allocations for hours. Everything that matters is on disk by now.
+    # that has held allocations for hours. Everything that matters is on disk by now, or about to be.
+    end_publishing(within_s=_COMMIT_S)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
