@@ -10,6 +10,7 @@ from typing import Any
 from slurm_train.config.defaults import Setting, read_settings
 from slurm_train.report.markup import Html, join, tag
 from slurm_train.report.quantity import as_float, moment, setting
+from slurm_train.report.surroundings import differences, environment_facts, folder_facts
 from slurm_train.report.table import facts
 
 _MOST_DIFF_LINES = 3000
@@ -24,6 +25,9 @@ _KNOWN = (
     "git_dirty",
     "git_diff",
     "versions",
+    "environment",
+    "folders",
+    "elsewhere",
 )
 
 
@@ -74,35 +78,44 @@ def _section(found: Sequence[Setting]) -> Html:
     return tag("table", tag("tbody", rows), class_="settings")
 
 
-def provenance(origin: Mapping[str, Any]) -> Html:
-    """Returns where the code came from, the command line, versions and the uncommitted difference.
+def provenance(origin: Mapping[str, Any], *, environment: Mapping[str, Any] | None = None) -> Html:
+    """Returns where the code came from, the command line, the environment and the uncommitted changes.
 
     Args:
         origin: what provenance.json holds; keys that this version does not know are shown as they are.
+        environment: of the newest attempt; None: that of the submission.
     """
     if not origin:
         return tag("p", "provenance.json is missing.", class_="none")
+    submitted = origin.get("environment")
+    ran_in = environment or (submitted if isinstance(submitted, Mapping) else {})
+    found = [*_code(origin), *(environment_facts(ran_in) or _versions(origin)), *_others(origin)]
+    return join(facts(found), [_difference(text, path) for path, text in differences(origin)])
+
+
+def _code(origin: Mapping[str, Any]) -> list[tuple[str, str | Html]]:
     words = origin.get("words")
     command = shlex.join(["python", "-m", "slurm_train", *map(str, words)]) if isinstance(words, list) else "-"
     commit = str(origin.get("git_commit") or "not a git repository")
     when, who = moment(as_float(origin.get("time_unix_s"))), f"{origin.get('user', '-')} on {origin.get('host', '-')}"
-    pairs: list[tuple[str, str | Html]] = [
+    return [
         ("command", tag("code", command, class_="command")),
-        ("commit", join(tag("code", commit), " with uncommitted changes" if origin.get("git_dirty") else None)),
-        ("directory", tag("code", str(origin.get("directory", "-")))),
         ("submitted", f"{when} by {who}"),
-        ("python", tag("code", str(origin.get("python", "-")))),
-        *_versions(origin.get("versions")),
-        *_others(origin),
+        ("directory", tag("code", str(origin.get("directory", "-")))),
+        ("commit", join(tag("code", commit), " with uncommitted changes" if origin.get("git_dirty") else None)),
+        *folder_facts("also copied", origin.get("folders")),
+        *folder_facts("not copied", origin.get("elsewhere")),
     ]
-    return join(facts(pairs), _difference(str(origin.get("git_diff") or "")))
 
 
-def _versions(versions: object) -> list[tuple[str, str | Html]]:
-    if not isinstance(versions, Mapping) or not versions:
-        return []
-    texts = [tag("span", f"{name} {version}", class_="version") for name, version in versions.items()]
-    return [("versions", tag("span", texts, class_="versions"))]
+def _versions(origin: Mapping[str, Any]) -> list[tuple[str, str | Html]]:
+    """Returns what runs from before there was an environment on record know of theirs."""
+    versions = origin.get("versions")
+    found: list[tuple[str, str | Html]] = [("python", tag("code", str(origin.get("python", "-"))))]
+    if isinstance(versions, Mapping) and versions:
+        texts = [tag("span", f"{name} {version}", class_="version") for name, version in versions.items()]
+        found.append(("versions", tag("span", texts, class_="versions")))
+    return found
 
 
 def _others(origin: Mapping[str, Any]) -> list[tuple[str, str | Html]]:
@@ -127,15 +140,14 @@ def _lines(value: Any) -> list[str]:
     return [setting(item) for item in value]
 
 
-def _difference(text: str) -> Html | None:
-    if not text:
-        return None
+def _difference(text: str, path: str) -> Html:
     lines = text.splitlines()
     shown = [_diff_line(line) for line in lines[:_MOST_DIFF_LINES]]
     left_out = len(lines) - len(shown)
+    where = f" in {path}" if path else ""
     return tag(
         "details",
-        tag("summary", f"Uncommitted changes: {len(lines)} lines of difference"),
+        tag("summary", f"Uncommitted changes{where}: {len(lines)} lines of difference"),
         tag("pre", shown, f"... {left_out} more lines in provenance.json\n" if left_out else None, class_="diff"),
         class_="difference",
     )

@@ -14,6 +14,7 @@ import yaml
 
 from slurm_train.checkpoint.directory import check_sizes, list_checkpoints, step_of
 from slurm_train.errors import SlurmTrainError
+from slurm_train.launch.provenance import environment_of
 from slurm_train.metrics.series import Series, read_series
 from slurm_train.report.quantity import as_float
 from slurm_train.rundir.attempts import read_ledger
@@ -63,6 +64,8 @@ class RunRecord:
     config: Mapping[str, Any]
     plan: Mapping[str, Any]
     provenance: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    """Of the newest attempt, else of the submission."""
     result: Mapping[str, Any] | None
     attempts: Sequence[Mapping[str, Any]]
     """The ledger; an attempt without an end line has one as far as it is known, and "is_open"."""
@@ -109,6 +112,7 @@ def read_record(run: RunDirectory, verdict: Verdict, *, now_unix_s: float) -> Ru
         config=read_config(run.config),
         plan=read_json(run.plan) or {},
         provenance=read_json(run.provenance) or {},
+        environment=_environment(run),
         result=read_json(run.result),
         attempts=attempts,
         series=read_series(run.metrics),
@@ -133,6 +137,14 @@ def _ledger(run: RunDirectory) -> list[dict[str, Any]]:
         return read_ledger(run)
     except (KeyError, ValueError, TypeError):
         return []
+
+
+def _environment(run: RunDirectory) -> Mapping[str, Any]:
+    try:
+        found = environment_of(run)
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return {}
+    return {} if found is None else found.as_json()
 
 
 def _changes(run: RunDirectory) -> list[Mapping[str, Any]]:

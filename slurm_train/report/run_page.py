@@ -39,7 +39,7 @@ def run_page(record: RunRecord) -> str:
             Section("events", "Events", _events(record)),
             Section("attempts", "Attempts", _attempts(record)),
             Section("settings", "Settings", settings(record.config)),
-            Section("provenance", "Provenance", provenance(record.provenance)),
+            Section("provenance", "Provenance", provenance(record.provenance, environment=record.environment)),
         ],
         now_unix_s=record.now_unix_s,
     )

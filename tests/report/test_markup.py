@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_train.report.markup import Html, as_json, escape, join, tag
@@ -31,6 +31,7 @@ def test_a_text_is_shown_as_it_is_written(text: str) -> None:
     assert [one.name for one in page.elements] == ["body", "p"] and page.problems == []
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_comes_back_but_for_what_a_browser_would_obey(text: str) -> None:
     shown = Page(f"<body>{escape(text)}</body>").text

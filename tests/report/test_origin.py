@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 from slurm_train.report.origin import provenance
 from tests.support.html_pages import Page
 
@@ -34,3 +36,53 @@ def test_facts_that_this_version_does_not_know_are_shown() -> None:
 
 def test_no_provenance_is_said() -> None:
     assert "provenance.json is missing" in shown().text
+
+
+ENVIRONMENT = {
+    "python": "3.11.7",
+    "executable": "/venv/bin/python",
+    "platform": "Linux 6.1 x86_64",
+    "host": "node1",
+    "torch": "2.6.0",
+    "cuda": "12.8",
+    "driver": "550.54",
+    "gpus": ["NVIDIA H100"] * 8,
+    "slurm": None,
+    "packages": {"numpy": "2.1", "mine": "0.1"},
+    "sources": {"mine": {"url": "file:///work/mine", "editable": True}},
+}
+
+
+def rows_of(page: Page) -> dict[str, str]:
+    names, values = page.of("dt"), page.of("dd")
+    return {name.text: value.text for name, value in zip(names, values, strict=True)}
+
+
+def test_the_environment_is_that_of_the_newest_attempt() -> None:
+    origin: dict[str, Any] = {"words": [], "environment": {**ENVIRONMENT, "gpus": []}, "versions": {"torch": "2.6.0"}}
+    rows = rows_of(Page(f"<body>{provenance(origin, environment=ENVIRONMENT)}</body>"))
+    assert rows["python"] == "3.11.7 /venv/bin/python"
+    assert (rows["torch"], rows["GPUs"], rows["driver"]) == ("2.6.0, built for CUDA 12.8", "8 x NVIDIA H100", "550.54")
+    assert rows["packages"] == "2 packagesnumpy 2.1\nmine 0.1 (editable, file:///work/mine)"
+    assert not {"Slurm", "versions", "environment"} & set(rows)
+
+
+def test_a_cpu_build_and_another_maker_are_said() -> None:
+    for cuda, text in ((None, "2.6.0, built for the CPU"), ("rocm 6.2", "2.6.0, built for rocm 6.2")):
+        page = Page(f"<body>{provenance({'words': []}, environment={**ENVIRONMENT, 'cuda': cuda})}</body>")
+        assert rows_of(page)["torch"] == text
+
+
+def test_runs_from_before_there_was_an_environment_show_their_versions() -> None:
+    rows = rows_of(shown(words=[], versions={"torch": "2.6.0"}, python="/venv/bin/python"))
+    assert (rows["versions"], rows["python"]) == ("torch 2.6.0", "/venv/bin/python")
+
+
+def test_code_that_lies_elsewhere_is_named_with_its_commit_and_its_changes() -> None:
+    folders = [{"path": "/work/lib", "copied_to": "x", "git_commit": "a" * 40, "git_dirty": True, "git_diff": "+z"}]
+    elsewhere = [{"path": "/opt/sdk", "packages": ["sdk"], "git_commit": None, "git_dirty": None}]
+    page = shown(words=[], folders=folders, elsewhere=elsewhere)
+    rows = rows_of(page)
+    assert rows["also copied"] == "/work/lib, commit aaaaaaaaaaaa with uncommitted changes"
+    assert rows["not copied"] == "/opt/sdk (sdk), not in git"
+    assert page.of("summary")[0].text == "Uncommitted changes in /work/lib: 1 lines of difference"

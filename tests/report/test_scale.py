@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_train.report.scale import Scale, fit, wants_log
@@ -13,6 +13,7 @@ from slurm_train.report.scale import Scale, fit, wants_log
 NUMBERS = st.floats(min_value=-1e90, max_value=1e90, allow_nan=False)
 
 
+@settings(deadline=None)
 @given(st.lists(NUMBERS, max_size=8), st.booleans(), st.booleans(), st.booleans())
 def test_an_axis_holds_whatever_there_is(values: list[float], from_zero: bool, is_log: bool, is_padded: bool) -> None:
     scale = fit(values, from_zero=from_zero, is_log=is_log, is_padded=is_padded)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_train.errors import ClusterError
@@ -119,6 +119,7 @@ def test_hosts_are_written_in_the_compact_form(hosts: list[str], text: str) -> N
     assert compact_nodelist(hosts) == text
 
 
+@settings(deadline=None)
 @given(st.lists(st.from_regex(r"[a-z]{1,2}(-[a-z])?[0-9]{0,3}", fullmatch=True), max_size=12))
 def test_the_compact_form_gives_the_hosts_back(hosts: list[str]) -> None:
     assert parse_nodelist(compact_nodelist(hosts)) == hosts
