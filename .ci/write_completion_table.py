@@ -41,10 +41,12 @@ KINDS = {
     "only": "states",
     "states": "states",
     "accept": "changes",
+    "parts": "config|code|environment",
+    "trackers": "tensorboard|wandb|mlflow|trackio",
 }
 # How the name of a word begins that means a run or a sweep.
 PLACES = ("RUN", "SWEEP", "A", "B", "WHAT")
-RUNS_ONLY = ("logs", "checkpoint")
+RUNS_ONLY = ("logs", "checkpoint", "diff", "track")
 # Keys that hold a path, which the schema calls a text.
 PATH_KEYS = ("run.root", "checkpoint.local_dir", "data.path", "cluster.python")
 
@@ -85,6 +87,8 @@ def read_verb(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str,
             words.append("|".join(action.choices))
             for inner, its_parser in action.choices.items():
                 yield from read_verb(f"{name} {inner}", its_parser)
+        elif action.help == argparse.SUPPRESS:
+            continue
         elif action.option_strings:
             flags[max(action.option_strings, key=len)] = [_kind(name, action), _short(action.help)]
         else:

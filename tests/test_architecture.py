@@ -47,6 +47,7 @@ TORCH_FREE_MODULES = (
     "metrics.trackers.beside",
     "metrics.trackers.catalogue",
     "metrics.trackers.follow",
+    "metrics.trackers.follower",
     "metrics.trackers.mlflow",
     "metrics.trackers.state",
     "metrics.trackers.tensorboard",

@@ -66,15 +66,14 @@ FLAGS: dict[str, dict[str, tuple[str, str]]] = {
     "diff": {
         "--help": ("-", "show this help message and exit"),
         "--root": ("path", "root of the runs (default: runs)"),
-        "--only": ("states", "some of config,code,environment"),
+        "--only": ("config|code|environment", "some of config,code,environment"),
         "--stat": ("-", "of code, lines added and removed per file"),
         "--json": ("-", "as one JSON object"),
     },
     "track": {
         "--help": ("-", "show this help message and exit"),
         "--root": ("path", "root of the runs (default: runs)"),
-        "--only": ("states", "some of tensorboard,wandb,mlflow,trackio"),
-        "--beside": ("", "==SUPPRESS=="),
+        "--only": ("tensorboard|wandb|mlflow|trackio", "some of tensorboard,wandb,mlflow,trackio"),
     },
     "checkpoint ls": {
         "--help": ("-", "show this help message and exit"),
@@ -151,8 +150,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "resume": ("run or sweep",),
     "collate": ("sweep",),
     "report": ("run or sweep",),
-    "diff": ("run or sweep", "run or sweep"),
-    "track": ("run or sweep",),
+    "diff": ("run", "run"),
+    "track": ("run",),
     "checkpoint ls": ("run",),
     "checkpoint verify": ("run",),
     "checkpoint gc": ("run",),

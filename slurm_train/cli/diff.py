@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.arguments import RUN_HELP, build_run_parser
+from slurm_train.cli.terminal import build_console, takes_escapes
 from slurm_train.config.changes import Change, in_words
 from slurm_train.config.words import read_names
 from slurm_train.errors import ConfigError
@@ -38,7 +39,7 @@ _STYLES = {"title": "bold", "head": "bold", "added": "green", "removed": "red", 
 def main(words: Sequence[str]) -> int:
     """Prints what differs and returns 0, whether or not something does."""
     arguments = _parse(words)
-    parts = _parts(arguments.only)
+    parts = _parts(arguments.parts)
     root = Path(arguments.root)
     old = find_run(root, arguments.run)
     new = find_run(root, arguments.other) if arguments.other else None
@@ -55,7 +56,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = build_run_parser("diff", description=__doc__, examples=_EXAMPLES)
     parser.add_argument("run", metavar="RUN_A", help=RUN_HELP)
     parser.add_argument("other", metavar="RUN_B", nargs="?", help="default: the folder of RUN_A as it is now")
-    parser.add_argument("--only", metavar="PARTS", help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--only", dest="parts", metavar="PARTS", help=f"some of {','.join(PARTS)}")
     parser.add_argument("--stat", action="store_true", help="of code, lines added and removed per file")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     return parser.parse_args(list(words))
@@ -113,13 +114,12 @@ def _style_of(line: str, index: int) -> str:
 
 
 def _put_out(lines: Iterator[Line], env: Mapping[str, str]) -> None:
-    if not sys.stdout.isatty() or env.get("NO_COLOR") or env.get("TERM") == "dumb":
+    if not takes_escapes(sys.stdout, env):
         for text, _ in lines:
             print(text)
         return
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console = build_console(sys.stdout, env)
     for text, style in lines:
-        console.print(Text(text, style=_STYLES.get(style, "")))
+        console.print(Text(text, style=_STYLES.get(style, "")), soft_wrap=True)

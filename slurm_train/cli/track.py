@@ -40,13 +40,13 @@ def main(words: Sequence[str]) -> int:
     arguments, settings = _parse(words)
     if arguments.beside is not None:
         run = RunDirectory(Path(arguments.run))
-        return run_beside(run, arguments.only, arguments.beside, settings, os.environ)
+        return run_beside(run, arguments.trackers, arguments.beside, settings, os.environ)
     run = find_run(Path(arguments.root), arguments.run)
     require_private(run)
     _refuse_active(run, os.environ)
     track = configured(run, settings).track
     require_installed(track)
-    ended = [_send(run, name, track, settings, os.environ) for name in _names(run, track, arguments.only)]
+    ended = [_send(run, name, track, settings, os.environ) for name in _names(run, track, arguments.trackers)]
     return EXIT_DONE if all(ended) else EXIT_FAILURE
 
 
@@ -55,7 +55,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = build_run_parser("track", description=__doc__, examples=_EXAMPLES)
     parser.usage = "%(prog)s [--root ROOT] RUN [track.KEY=value ...] [--only NAMES]"
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
-    parser.add_argument("--only", metavar="NAMES", help=f"some of {','.join(NAMES)}")
+    parser.add_argument("--only", dest="trackers", metavar="NAMES", help=f"some of {','.join(NAMES)}")
     # What the supervisor calls: follow the run until this pipe is closed.
     parser.add_argument("--beside", type=int, help=argparse.SUPPRESS)
     settings = [word for word in words if "=" in word and not word.startswith("-")]

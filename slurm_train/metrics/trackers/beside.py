@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from slurm_train.errors import EXIT_WRONG_USE
+from slurm_train.metrics.trackers.follower import Follower
 from slurm_train.metrics.trackers.state import num_unsent, read_state, why_ended
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
-from slurm_train.rundir.private import create_private, make_private
 
 _LOOK_S = 0.5
 _CLOSING_LOOK_S = 0.1
@@ -27,23 +25,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0
 
 MakeCommand = Callable[[str, int], Sequence[str]]
 """Gives the command line that follows the run for a tracker until a pipe, given by its descriptor, is closed."""
-
-
-@dataclass(slots=True)
-class _Follower:
-    """One tracker's process, or the wait for the next one."""
-
-    name: str
-    process: subprocess.Popen[bytes] | None = None
-    pipe: int = -1
-    due_s: float = 0.0
-    pause_s: float = _FIRST_PAUSE_S
-    said: set[str] = field(default_factory=set)
-    """Problems that the person has been told."""
-    is_placed: bool = False
-    """The person has been told where to find the run."""
-    is_given_up: bool = False
-    had_last_try: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +52,7 @@ class Trackers:
     def __init__(self, surroundings: Surroundings) -> None:
         self._surroundings = surroundings
         pause_s = surroundings.first_pause_s
-        self._followers = [_Follower(name, pause_s=pause_s) for name in surroundings.names]
+        self._followers = [Follower(name, pause_s) for name in surroundings.names]
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="trackers", daemon=True)
@@ -86,7 +67,7 @@ class Trackers:
         self._closing.set()
         with self._lock:
             for follower in self._followers:
-                _close_pipe(follower)
+                follower.close_pipe()
 
     def close(self, within_s: float) -> None:
         """Waits for them to end, kills those that do not, and says what was not delivered.
@@ -109,23 +90,23 @@ class Trackers:
                 time.sleep(_CLOSING_LOOK_S if left else 0.0)
         finally:
             for follower in self._followers:
-                is_late = follower.process is not None and follower.process.poll() is None
-                _kill(follower)
+                is_late = follower.is_running
+                follower.end()
                 self._report(follower, within_s, is_late=is_late)
 
-    def _has_ended(self, follower: _Follower, deadline: float) -> bool:
+    def _has_ended(self, follower: Follower, deadline: float) -> bool:
         """Returns whether nothing is left to wait for; starts the last try where one is due."""
-        if follower.process is not None and follower.process.poll() is None:
+        if follower.is_running:
             return False
         has_worked = follower.process is not None and follower.process.returncode == 0
         if has_worked or follower.is_given_up or follower.had_last_try:
             return True
         if deadline - time.monotonic() < _SHORTEST_TRY_S or not num_unsent(self._surroundings.run, follower.name):
             return True
-        _kill(follower)
+        follower.end()
         follower.had_last_try = True
         self._spawn(follower)
-        _close_pipe(follower)
+        follower.close_pipe()
         return False
 
     def _watch(self) -> None:
@@ -137,42 +118,44 @@ class Trackers:
                     # A full disk, say: the run has troubles of its own then, and trackers add none.
                     self._note(follower, f"cannot be looked after: {err}")
 
-    def _look_after(self, follower: _Follower) -> None:
+    def _look_after(self, follower: Follower) -> None:
         now = time.monotonic()
         if follower.process is None:
             if now >= follower.due_s and not follower.is_given_up:
                 self._start(follower)
         elif (code := follower.process.poll()) is not None:
             with self._lock:
-                _kill(follower)
+                follower.end()
             follower.due_s, follower.pause_s = now + follower.pause_s, min(2 * follower.pause_s, _LONGEST_PAUSE_S)
             self._note_end(follower, code)
         else:
             self._note_place(follower)
 
-    def _start(self, follower: _Follower) -> None:
+    def _start(self, follower: Follower) -> None:
         # Between its start and that of the closing there would be no pipe to close.
         with self._lock:
             if not self._closing.is_set():
                 self._spawn(follower)
 
-    def _spawn(self, follower: _Follower) -> None:
+    def _spawn(self, follower: Follower) -> None:
         reader, follower.pipe = os.pipe()
         try:
-            follower.process = _spawn(self._surroundings, follower.name, reader)
+            around = self._surroundings
+            log = around.run.trackers / f"{follower.name}.log"
+            follower.start(around.command(follower.name, reader), reader, env=around.env, log=log)
         except OSError as err:
-            _close_pipe(follower)
+            follower.close_pipe()
             self._note(follower, f"cannot be started: {err}")
             follower.due_s = time.monotonic() + follower.pause_s
         finally:
             os.close(reader)
 
-    def _note_end(self, follower: _Follower, code: int) -> None:
+    def _note_end(self, follower: Follower, code: int) -> None:
         state = read_state(self._surroundings.run, follower.name)
         follower.is_given_up = code == EXIT_WRONG_USE
         self._note(follower, why_ended(state, code, timeout_s=self._surroundings.timeout_s))
 
-    def _note(self, follower: _Follower, problem: str) -> None:
+    def _note(self, follower: Follower, problem: str) -> None:
         """Says a problem once, and keeps it among the events of the run."""
         if problem in follower.said:
             return
@@ -184,7 +167,7 @@ class Trackers:
             attempt = max(existing_attempts(self._surroundings.run), default=0)
             append_event(self._surroundings.run, "tracker", attempt=attempt, tracker=follower.name, problem=problem)
 
-    def _note_place(self, follower: _Follower) -> None:
+    def _note_place(self, follower: Follower) -> None:
         if follower.is_placed:
             return
         state = read_state(self._surroundings.run, follower.name)
@@ -192,7 +175,7 @@ class Trackers:
             follower.is_placed = True
             self._surroundings.say(f"{follower.name}: {state.place}")
 
-    def _report(self, follower: _Follower, within_s: float, *, is_late: bool) -> None:
+    def _report(self, follower: Follower, within_s: float, *, is_late: bool) -> None:
         run = self._surroundings.run
         num = num_unsent(run, follower.name)
         late = f"did not end within {within_s:g} s" if is_late else ""
@@ -201,41 +184,6 @@ class Trackers:
             text = " and ".join(filter(None, (late, left)))
             more = f"`python -m slurm_train track {run.run_id}` sends what is missing, as does the next attempt"
             self._surroundings.say(f"{follower.name}: {text}; {more}")
-
-
-def _spawn(around: Surroundings, name: str, reader: int) -> subprocess.Popen[bytes]:
-    folder = around.run.trackers
-    make_private(folder)
-    create_private(folder / f"{name}.log")
-    # A session of its own: no Ctrl-C of the terminal, and what it starts itself can be ended with it.
-    with (folder / f"{name}.log").open("ab") as log:
-        return subprocess.Popen(
-            list(around.command(name, reader)),
-            env=dict(around.env),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=(reader,),
-            start_new_session=True,
-        )
-
-
-def _close_pipe(follower: _Follower) -> None:
-    if follower.pipe >= 0:
-        os.close(follower.pipe)
-        follower.pipe = -1
-
-
-def _kill(follower: _Follower) -> None:
-    """Ends what is left of a process and, where it did not end well, of those that it has started."""
-    _close_pipe(follower)
-    if follower.process is None:
-        return
-    if follower.process.poll() != 0:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(follower.process.pid, signal.SIGKILL)
-    follower.process.wait()
-    follower.process = None
 
 
 @contextlib.contextmanager
