@@ -54,6 +54,14 @@ def no_room(person: Person) -> Iterator[str]:
     person.runs("scancel", job)
 
 
+@pytest.fixture
+def held(person: Person) -> Iterator[RunDirectory]:
+    """A run whose job is held."""
+    job, run = person.types("+cluster=1x1", *WORDS, "run.name=held", "cluster.sbatch.hold=true").job_and_run
+    yield run
+    person.runs("scancel", job)
+
+
 class Terminal:
     """A command that runs in a pseudo-terminal, and all that it writes there."""
 
@@ -97,13 +105,14 @@ def facts(person: Person, run: RunDirectory) -> dict[str, Any]:
     return dict(row)
 
 
-def test_a_run_is_watched_from_the_queue_to_its_first_failing_rank(person: Person, no_room: str) -> None:
+def test_a_run_is_watched_from_the_queue_to_its_first_failing_rank(
+    person: Person, no_room: str, held: RunDirectory
+) -> None:
     _, first = person.types("+cluster=2x1", *WORDS).job_and_run
-    assert person.types("+cluster=1x1", *WORDS, "run.name=behind", "cluster.sbatch.hold=true").code == 0
     wait_for(lambda: facts(person, first)["slurm_reason"] == "Resources", within_s=60, what="a reason to wait")
     waiting = person.types("status", str(first.path))
     assert "waits for free nodes (Resources); next in line" in waiting.out
-    assert "held by its user" in person.types("status", "behind").out
+    assert "held by its user" in person.types("status", str(held.path)).out
     live = Terminal(person, "status", "-w", "2", str(first.path), env={"TERM": "xterm-256color"})
     plain = Terminal(person, "status", "-w", "2", str(first.path), env={"TERM": "xterm-256color", "NO_COLOR": "1"})
     following = Terminal(person, "logs", "-f", str(first.path), env={"TERM": "xterm-256color"})
@@ -124,4 +133,3 @@ def test_a_run_is_watched_from_the_queue_to_its_first_failing_rank(person: Perso
     assert "in choose_layer" in shown.out and "attempt 0 failed: " in shown.err
     ended = facts(person, first)
     assert (ended["state"], ended["is_active"], ended["heartbeat_age_s"]) == ("failed", False, None)
-    assert person.types("cancel", "behind").code == 0
