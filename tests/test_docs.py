@@ -23,6 +23,8 @@ from slurm_train.config.compose import compose
 from slurm_train.config.points import Point, read_points
 from slurm_train.config.words import read_words
 from slurm_train.errors import SlurmTrainError
+from slurm_train.standing.schema import KEYS
+from slurm_train.standing.states import MEANINGS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -229,6 +231,18 @@ def test_the_readme_lists_every_verb() -> None:
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([a-z]+)\b[^|]*\|", text, re.MULTILINE)
     assert set(VERBS) <= set(listed), set(VERBS) - set(listed)
+
+
+def rows_under(heading: str, page: str) -> list[tuple[str, str]]:
+    """Returns the rows of the table of a section that begin with a word in backticks."""
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)
+
+
+def test_the_page_about_watching_has_every_state_and_every_key_of_the_json() -> None:
+    page = (REPOSITORY / "docs" / "watching.md").read_text(encoding="utf-8")
+    assert rows_under("States", page) == [(state.value, meaning) for state, meaning in MEANINGS.items()]
+    assert rows_under("JSON", page) == list(KEYS.items())
 
 
 def message_templates() -> list[str]:

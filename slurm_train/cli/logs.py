@@ -24,7 +24,7 @@ from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lookup import find_run, read_job
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import QueueView
-from slurm_train.standing.failure import Failure, find_failure
+from slurm_train.standing.failure import Failure, find_failure, first_failed_rank
 
 _EXAMPLES = """\
 examples:
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
     """Prints the log to stdout; with -f goes on until the run is finished or Ctrl-C."""
     arguments = _parser().parse_args(list(words))
     run = find_run(Path(arguments.root), arguments.run)
-    shown = Shown(run, arguments.rank, env=os.environ)
+    shown = Shown(run, arguments.rank, attempt=arguments.attempt, env=os.environ)
     chosen = choose_log(run, attempt=arguments.attempt, rank=arguments.rank)
     if not arguments.follow:
         if chosen is None:
@@ -87,14 +87,15 @@ class Shown:
     Args:
         run: the run.
         rank: the rank whose logs are printed; -1: the batch script.
+        attempt: the one attempt that is printed; None: the newest.
         env: environment of the caller.
     """
 
-    def __init__(self, run: RunDirectory, rank: int, *, env: Mapping[str, str]) -> None:
+    def __init__(self, run: RunDirectory, rank: int, *, attempt: int | None, env: Mapping[str, str]) -> None:
         self._in_colour = takes_escapes(sys.stdout, env)
         self._notes_in_colour = takes_escapes(sys.stderr, env)
-        self.painter = Painter(in_colour=self._in_colour)
-        self._run, self._rank = run, rank
+        self.painter = Painter(in_colour=self._in_colour, is_cause=self._may_be_cause)
+        self._run, self._rank, self._attempt = run, rank, attempt
 
     def print_all(self, log: ChosenLog) -> None:
         """Prints a log as it is, and how its attempt failed, or that an earlier one did."""
@@ -125,6 +126,11 @@ class Shown:
         entry = next((one for one in read_ledger(self._run) if one["attempt"] == attempt), {})
         if entry.get("action") in ("requeue", "leave", "relaunch"):
             note(f"attempt {attempt}: {entry.get('note', '')}")
+
+    def _may_be_cause(self) -> bool:
+        """Returns whether a traceback of the rank that is printed may be the first of its attempt."""
+        attempt = max(existing_attempts(self._run), default=0) if self._attempt is None else self._attempt
+        return first_failed_rank(self._run, attempt) in (None, self._rank)
 
     def _is_in_log(self, failure: Failure) -> bool:
         """Returns whether what the rank said was printed already."""

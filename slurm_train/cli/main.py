@@ -15,8 +15,8 @@ from slurm_train.errors import ConfigError, SlurmTrainError
 
 VERBS = {
     "plan": "print batch arithmetic, ranks and the exact script; submit nothing",
-    "status": "table of runs: state, step, loss, speed, attempts, reason",
-    "logs": "print a run's log; -f follows it",
+    "status": "table of runs: state, step, loss, speed, nodes, reason; -w goes on looking",
+    "logs": "print a run's log and which rank failed first; -f follows it",
     "cancel": "end a run's job",
     "resume": "continue an unfinished run from its newest checkpoint",
     "collate": "table of a sweep: values, best and last metrics, attempts, GPU-hours",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from slurm_train.standing.tracebacks import HEADLINE
 
-_RED, _BOLD_RED, _PLAIN = b"\x1b[31m", b"\x1b[1;31m", b"\x1b[0m"
+_RED, _BOLD_RED, _FAINT, _PLAIN = b"\x1b[31m", b"\x1b[1;31m", b"\x1b[2m", b"\x1b[0m"
 _HEADLINE = HEADLINE.encode()
 _ERRORS = (b"error: ", b"srun: error: ", b"slurmstepd: error: ")
 
@@ -14,10 +16,12 @@ class Painter:
 
     Args:
         in_colour: False passes everything on as it is.
+        is_cause: asked at each traceback whether it may be the first of its attempt; others are faint.
     """
 
-    def __init__(self, *, in_colour: bool) -> None:
-        self._in_colour = in_colour
+    def __init__(self, *, in_colour: bool, is_cause: Callable[[], bool] = lambda: True) -> None:
+        self._in_colour, self._is_cause = in_colour, is_cause
+        self._inner, self._outer = _RED, _BOLD_RED
         self._in_traceback = False
         self._held = b""
 
@@ -37,12 +41,13 @@ class Painter:
     def _line(self, line: bytes) -> bytes:
         if line == _HEADLINE:
             self._in_traceback = True
-            return _BOLD_RED + line + _PLAIN
+            self._inner, self._outer = (_RED, _BOLD_RED) if self._is_cause() else (_FAINT, _FAINT)
+            return self._outer + line + _PLAIN
         if self._in_traceback:
             if line[:1] in (b" ", b"\t"):
-                return _RED + line + _PLAIN
+                return self._inner + line + _PLAIN
             self._in_traceback = False
-            return _BOLD_RED + line + _PLAIN if line else line
+            return self._outer + line + _PLAIN if line else line
         return _BOLD_RED + line + _PLAIN if line.startswith(_ERRORS) else line
 
 

@@ -106,9 +106,12 @@ def _print_table(standings: Sequence[Standing], choice: Choice, env: Mapping[str
     if is_terminal(sys.stdout):
         from slurm_train.cli.status_screen import render
 
-        build_console(sys.stdout, env).print(render(view, lines_after=after))
+        build_console(sys.stdout, env).print(render(view))
     else:
-        print("\n".join([table(view.header, view.rows), *after]))
+        print(table(view.header, view.rows))
+    # The terminal breaks them where it must; a path that is copied stays whole.
+    for line in after:
+        print(line)
 
 
 def _goodput_lines(run: RunDirectory) -> list[str]:

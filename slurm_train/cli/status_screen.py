@@ -43,5 +43,5 @@ def render(view: View, *, lines_after: Sequence[str] = ()) -> Group:
     for row, state in zip(view.rows, view.states, strict=True):
         styles = [style_of(state) if name == "STATE" else "" for name in view.header]
         table.add_row(*(Text(text, style=style) for text, style in zip(row, styles, strict=True)))
-    below = [Text(f"  {run_id}: {note}") for run_id, note in view.notes_below]
+    below = [Text(f"  {name}: {note}") for name, note in view.notes_below]
     return Group(table, *below, *map(Text, lines_after))

@@ -45,7 +45,7 @@ class View:
     states: tuple[RunState, ...]
     """Of the rows, for their colour."""
     notes_below: tuple[tuple[str, str], ...] = ()
-    """Run id and reason, where there is no column for them."""
+    """Run and reason, where there is no column for them."""
 
 
 def build_view(standings: Sequence[Standing], *, now_unix_s: float, width: int | None, of_sweep: bool = False) -> View:
@@ -69,7 +69,8 @@ def build_view(standings: Sequence[Standing], *, now_unix_s: float, width: int |
         header.append("NOTE")
         rows = [[*row, note] for row, note in zip(rows, notes, strict=True)]
     else:
-        below = [(one.run.run_id, note) for one, note in zip(standings, notes, strict=True) if note]
+        named = [f"run {one.subject.index}" if of_sweep else _name(one) for one in standings]
+        below = [(name, note) for name, note in zip(named, notes, strict=True) if note]
     states = tuple(one.state for one in standings)
     return View(tuple(header), tuple(map(tuple, rows)), states, tuple(below))
 
@@ -82,7 +83,7 @@ def _columns(standings: Sequence[Standing], *, of_sweep: bool) -> list[Column]:
         Column("RUN", lambda one: one.run.run_id, 5),
     ]
     return [
-        *(front if of_sweep else [Column("RUN", lambda one: f"{one.run.name}/{one.run.run_id}", 0)]),
+        *(front if of_sweep else [Column("RUN", _name, 0)]),
         Column("JOB", lambda one: one.job_id or NOTHING, 6),
         Column("STATE", lambda one: one.state.label, 0),
         Column("STEP", _step, 0),
@@ -94,6 +95,10 @@ def _columns(standings: Sequence[Standing], *, of_sweep: bool) -> list[Column]:
         Column("HEARTBEAT", _heartbeat, 8, is_optional=True),
         Column("NODES", lambda one: one.nodelist or NOTHING, 7, is_optional=True),
     ]
+
+
+def _name(one: Standing) -> str:
+    return f"{one.run.name}/{one.run.run_id}"
 
 
 def _value_given(key: str) -> Callable[[Standing], str]:

@@ -146,7 +146,7 @@ class LineScreen:
             of_sweep=picture.of_sweep,
         )
         lines = [_headline(picture), table(view.header, view.rows)]
-        lines += [f"  {run_id}: {text}" for run_id, text in view.notes_below]
+        lines += [f"  {name}: {text}" for name, text in view.notes_below]
         print("\n".join(lines), file=self._stream, flush=True)
 
     def close(self) -> None:

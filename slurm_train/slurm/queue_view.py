@@ -17,6 +17,8 @@ from slurm_train.slurm.records import JobState
 
 # Accounting answers slowly, and what it does not know now it seldom knows soon.
 _ACCOUNT_EVERY_S = 60.0
+# One word of a command line takes 128 KiB on Linux; beyond this many ids the whole queue is the shorter question.
+_MOST_NAMED = 5000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,8 @@ class QueueView:
     def _ask(self, wanted: Wanted) -> None:
         start_s, unsettled = self._clock(), set(wanted.job_ids) - set(wanted.settled)
         try:
-            queue = self._commands.queue(wanted.job_ids, whole=wanted.may_wait)
+            is_whole = wanted.may_wait or len(wanted.job_ids) > _MOST_NAMED
+            queue = self._commands.queue(wanted.job_ids, whole=is_whole)
         except ClusterError as err:
             self._pace.unanswered(self._clock())
             self._problem = "" if self._ask_accounting(unsettled) else err.message

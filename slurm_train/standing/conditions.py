@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from slurm_train.config.frozen import load_values
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.standing.facts import Subject
 
@@ -33,6 +32,9 @@ def value_of(subject: Subject, key: str) -> str | None:
     """Returns a value as it would be typed, None where the run has no such key or no configuration."""
     if key in subject.overrides:
         return subject.overrides[key]
+    # YAML and the schema cost a twentieth of a second, which `status` without --where does not pay.
+    from slurm_train.config.frozen import load_values
+
     try:
         value: Any = load_values(subject.run.config)
     except RunError:

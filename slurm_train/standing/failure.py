@@ -54,6 +54,12 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
     return Failure(attempt=attempt, note=note, rank=rank, host=host, log=log, excerpt=excerpt, kind=kind)
 
 
+def first_failed_rank(run: RunDirectory, attempt: int) -> int | None:
+    """Returns the rank that failed first as far as is known now, also of an attempt that has not ended yet."""
+    entry = next((one for one in read_ledger(run) if one["attempt"] == attempt), {})
+    return _culprit(run, attempt, str(entry.get("note", "")))[0]
+
+
 def _culprit(run: RunDirectory, attempt: int, note: str) -> tuple[int | None, str, str]:
     """Returns rank, host and last words of the first rank to fail, as far as known."""
     named, mark = _RANK.search(note), first_mark(run, attempt)

@@ -11,7 +11,7 @@ KEYS = {
     "run": 'name and id, e.g. "gpt-stdlib/3f9a1c07"',
     "path": "the run directory",
     "index": "its number in the sweep; null for a run that was not asked for by its sweep",
-    "overrides": "what the sweep gave to it, {} likewise",
+    "overrides": "what the sweep gave to it, empty for such a run",
     "state": "one of the words above",
     "note": 'why it waits or ended, in words; "" where there is nothing to say',
     "is_active": "queued, running, or about to come back by itself",

@@ -122,3 +122,14 @@ def test_a_terminal_shows_it_in_red_unless_asked_not_to(env: dict[str, str], she
     assert ("\x1b[1;31mValueError: no such layer\x1b[0m" in done.out) is has_escapes
     assert ("\x1b" in done.out + done.err) is has_escapes
     assert done.out.startswith("step 1\n")
+
+
+def test_only_the_first_traceback_is_red(shell: Any) -> None:
+    run = fails(shell)
+    run.rank_log(0, 0).write_text(f"{ONE.replace('no such layer', 'peer is gone')}\n")
+    shell.patch.setenv("TERM", "xterm")
+    shell.patch.delenv("NO_COLOR", raising=False)
+    shell.patch.setattr("slurm_train.cli.terminal.is_terminal", lambda _stream: True)
+    done = shell.types("logs")
+    assert "\x1b[2mValueError: peer is gone\x1b[0m" in done.out
+    assert "\x1b[1;31mValueError: no such layer\x1b[0m" in done.out

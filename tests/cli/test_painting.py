@@ -30,6 +30,13 @@ def test_tracebacks_and_errors_are_red_and_nothing_else_changes() -> None:
     assert painted == LOG
 
 
+def test_the_traceback_of_a_victim_is_faint() -> None:
+    answers = [False, True]
+    painter = Painter(in_colour=True, is_cause=lambda: answers.pop(0))
+    painted = painter.paint(LOG + b"\n" + LOG)
+    assert painted.count(b"\x1b[2mValueError: no\x1b[0m") == 1 and painted.count(BOLD + b"ValueError: no" + PLAIN) == 1
+
+
 def test_a_log_that_comes_in_pieces_looks_the_same() -> None:
     whole, pieces = Painter(in_colour=True), Painter(in_colour=True)
     expected = whole.paint(LOG) + whole.rest()

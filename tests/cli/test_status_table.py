@@ -55,7 +55,7 @@ def waiting(**facts: Any) -> Standing:
 def lines_of(*standings: Standing, width: int | None) -> list[str]:
     view = build_view(standings, now_unix_s=NOW_S, width=width)
     text = [line.rstrip() for line in table(view.header, view.rows).splitlines()]
-    return [*text, *(f"{run_id}: {note}" for run_id, note in view.notes_below)]
+    return [*text, *(f"{name}: {note}" for name, note in view.notes_below)]
 
 
 def test_a_file_gets_every_column_that_has_a_value() -> None:
@@ -86,7 +86,7 @@ def test_a_reason_goes_below_before_the_numbers_are_lost() -> None:
     assert wide[0].endswith("NOTE") and wide[2].endswith("other jobs come first (Priority)")
     narrow = lines_of(standing(), waiting(), width=80)
     assert "NOTE" not in narrow[0] and narrow[0].split()[-3:] == ["LOSS", "SPEED", "ETA"]
-    assert narrow[3:] == ["77aa0000: other jobs come first (Priority)"]
+    assert narrow[3:] == ["gpt-stdlib/77aa0000: other jobs come first (Priority)"]
 
 
 @pytest.mark.parametrize("width", range(40, 200, 7))

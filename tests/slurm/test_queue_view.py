@@ -63,6 +63,12 @@ def test_the_whole_queue_is_read_only_where_somebody_may_wait() -> None:
     assert [name for name, _ in slurm.told()] == ["whole", "squeue"]
 
 
+def test_more_jobs_than_a_command_line_takes_are_looked_for_in_the_whole_queue() -> None:
+    slurm = Asked()
+    view_of(slurm).look(Wanted(job_ids=[str(number) for number in range(6000)]))
+    assert slurm.told()[0][0] == "whole"
+
+
 def test_nobody_is_asked_about_nothing_or_where_there_is_no_slurm() -> None:
     slurm = Asked()
     assert view_of(slurm).look(Wanted()).age_s is None

@@ -7,7 +7,7 @@ import pytest
 
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.marks import FailureMark, leave_mark
-from slurm_train.standing.failure import find_failure
+from slurm_train.standing.failure import find_failure, first_failed_rank
 from tests.standing.test_tracebacks import LONG, ONE
 from tests.support.run_facts import attempt
 
@@ -72,6 +72,14 @@ def test_a_rank_without_a_log_is_named_all_the_same(has_run: Any) -> None:
     mark(run, 3, "ValueError: no such layer")
     found = find_failure(run, 0)
     assert found is not None and (found.rank, found.log, found.kind) == (3, None, "")
+
+
+def test_while_an_attempt_is_at_it_the_marks_tell(has_run: Any) -> None:
+    run = has_run(ledger=attempt(0))
+    assert first_failed_rank(run, 0) is None
+    mark(run, 3, "ValueError: no such layer")
+    mark(run, 0, "RuntimeError: connection closed by peer")
+    assert first_failed_rank(run, 0) == 3 and find_failure(run, 0) is None
 
 
 @pytest.mark.parametrize(
