@@ -85,5 +85,5 @@ def test_a_bad_tracker_changes_nothing_for_the_run(body: str, problem: str, tmp_
     run = only_run(person)
     assert json.loads(run.result.read_text())["step"] == 20
     assert done.err.count(f"wandb: {problem}; tried again later") == 1
-    assert "wandb: 21 lines of metrics were not delivered" in done.err
+    assert "21 lines of metrics were not delivered" in done.err
     assert [event["problem"] for event in read_events(run, "tracker")] == [problem]

@@ -109,9 +109,8 @@ def test_one_that_raises_is_told_of_once_and_tried_again(
     trackers = start("raises")
     log = run.trackers / "fake.log"
     wait_for(lambda: log.exists() and log.read_text().count("Traceback") == 2, within_s=60, what="a second try")
-    trackers.close(0.0)
-    # On a busy machine its process is still there when nobody waits for it.
-    assert [line.replace("did not end within 0 s and ", "") for line in said] == [
+    trackers.close(30.0)
+    assert said == [
         "fake: ConnectionError: no route to https://[redacted]@host/; tried again later, and nothing is lost: the "
         "lines are in metrics.jsonl",
         "fake: 3 lines of metrics were not delivered; `python -m slurm_train track 3f9a1c07` sends what is missing, as "
