@@ -30,8 +30,9 @@ from slurm_train.config.explain import explain, no_cluster_error
 from slurm_train.config.lean import LeanComposer, is_enough
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.secrets import is_secret_name, refuse_secrets
+from slurm_train.config.site import GROUP, read_site, require_site, user_config_dir, with_site
 from slurm_train.config.structure import build_config
-from slurm_train.config.words import Words, cluster_sizes, prepare_overrides
+from slurm_train.config.words import Words, chosen_sites, cluster_sizes, prepare_overrides, split_word
 from slurm_train.errors import ConfigError
 
 # What Hydra composed, and the chosen option of each group.
@@ -56,7 +57,7 @@ def compose(words: Words) -> Composed:
     """
     overrides = prepare_overrides(words.overrides)
     with explaining(words, overrides):
-        return _read(_compose_settled(words, overrides))
+        return _read(_compose_settled(words, overrides), overrides)
 
 
 def compose_points(words: Words, points: Sequence[Sequence[str]]) -> Iterator[Composed]:
@@ -78,7 +79,8 @@ def compose_points(words: Words, points: Sequence[Sequence[str]]) -> Iterator[Co
     for point in points:
         overrides = prepare_overrides(point)
         with explaining(words, overrides):
-            yield _read(composer.compose(overrides))
+            _require_sites(words, overrides)
+            yield _read(composer.compose(overrides), overrides)
 
 
 def show(words: Words) -> None:
@@ -92,6 +94,8 @@ def show(words: Words) -> None:
         hydra = open_hydra(words, overrides)
         if words.info is not None:
             hydra.show_info(words.info, config_name=words.config_name, overrides=overrides)
+        elif chosen_sites(overrides) and words.show == "job" and words.package is None:
+            _show_with_site(words, overrides)
         else:
             assert words.show is not None
             hydra.show_cfg(
@@ -101,6 +105,17 @@ def show(words: Words) -> None:
                 package=words.package,
                 resolve=words.resolve,
             )
+
+
+def _show_with_site(words: Words, overrides: Sequence[str]) -> None:
+    # Hydra would print the site file beside a cluster that has taken nothing from it.
+    full, choices = _compose_settled(words, overrides)
+    with open_dict(full):
+        full.pop("hydra", None)
+    mapping = OmegaConf.to_container(full, resolve=words.resolve)
+    assert isinstance(mapping, dict)
+    _settle_site(mapping, choices, overrides)
+    print(OmegaConf.to_yaml(OmegaConf.create(mapping)), end="")
 
 
 @contextmanager
@@ -147,7 +162,14 @@ def _compose_settled(words: Words, overrides: Sequence[str]) -> _Full:
         return _compose(words, [word[1:] if word.startswith(plus) else word for word in overrides])
 
 
+def _require_sites(words: Words, overrides: Sequence[str]) -> None:
+    own = [] if words.config_dir is None else [Path(words.config_dir)]
+    for name in chosen_sites(overrides):
+        require_site(name, [*own, user_config_dir()])
+
+
 def _compose(words: Words, overrides: Sequence[str]) -> _Full:
+    _require_sites(words, overrides)
     if is_enough(words):
         _store_sizes(words, overrides)
         return LeanComposer(search_path(words.config_dir), words.config_name).compose(overrides)
@@ -195,11 +217,14 @@ def search_path(config_dir: str | None) -> ConfigSearchPathImpl:
             )
         path.append("command-line", f"file://{Path(config_dir).resolve()}")
     path.append("main", f"file://{asset_dir('conf')}")
+    if (user := user_config_dir()).is_dir():
+        # Behind the shipped files: what lies there can be chosen by its name, and shadows nothing unasked.
+        path.append("user", f"file://{user}")
     path.append("schema", "structured://")
     return path
 
 
-def _read(composed: _Full) -> Composed:
+def _read(composed: _Full, overrides: Sequence[str]) -> Composed:
     full, choices = composed
     OmegaConf.set_readonly(full, False)
     with open_dict(full):
@@ -207,9 +232,27 @@ def _read(composed: _Full) -> Composed:
     mapping = OmegaConf.to_container(full, resolve=True, throw_on_missing=True)
     assert isinstance(mapping, dict)
     plain = {str(key): value for key, value in mapping.items()}
+    _settle_site(plain, choices, overrides)
     refuse_secrets(plain)
     _require_chosen_cluster(plain.get("cluster"), choices)
     return Composed(config=build_config(RunConfig, plain), mapping=plain, choices=choices)
+
+
+def _settle_site(mapping: dict[Any, Any], choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:
+    """Puts the site's values into the cluster's, and the site's name where its file stood."""
+    found = mapping.get(GROUP)
+    if found is None:
+        return
+    name = choices.get(GROUP)
+    if name is None or not isinstance(found, Mapping):
+        raise ConfigError(
+            f"site: {found!r} is not a chosen site", hint="write site=NAME, or `- site: NAME` in defaults"
+        )
+    site = read_site(found, name=name)
+    mapping[GROUP] = name
+    # Without a cluster the run trains here, and the site has nothing to say.
+    if isinstance(mapping.get("cluster"), Mapping):
+        mapping["cluster"] = with_site(mapping["cluster"], site, typed={split_word(word)[1] for word in overrides})
 
 
 def _require_chosen_cluster(cluster: Any, choices: Mapping[str, str | None]) -> None:
