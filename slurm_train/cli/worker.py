@@ -18,7 +18,7 @@ from slurm_train.requeue.signals import StopFlag, hold_continue, install, releas
 
 if TYPE_CHECKING:
     from slurm_train.config.schema import RunConfig
-    from slurm_train.distributed.handshake import MeetingPoint
+    from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.rundir.heartbeat import Heartbeat
     from slurm_train.rundir.layout import RunDirectory
@@ -178,7 +178,7 @@ def _enter(directory: str) -> None:
 
 
 def _meeting_point(run: RunDirectory, env: Mapping[str, str], attempt: int, timeout_s: float) -> MeetingPoint:
-    from slurm_train.distributed.handshake import MeetingPoint
+    from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.launch.meeting import master_of, meeting_ports
     from slurm_train.rundir.attempts import attempt_secret
 

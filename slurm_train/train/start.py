@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.schema import RunConfig
-from slurm_train.distributed.handshake import MeetingPoint
+from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import check_gloo_address, open_store
 from slurm_train.requeue.signals import StopFlag
