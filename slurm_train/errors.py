@@ -8,6 +8,7 @@
     │   └── SilentNodesError a node does not say whether it sees the run directory
     ├── DataError            a data set cannot be read or does not match
     ├── CheckpointError      a checkpoint cannot be written, verified or loaded
+    ├── PreflightError       the nodes of a job are not fit to train on
     └── RendezvousError      the ranks of a job did not find each other
 
 A message says what was asked, what was found and what to do; `hint` carries the last part.
@@ -87,6 +88,19 @@ class DataError(SlurmTrainError):
 
 class CheckpointError(SlurmTrainError):
     """A checkpoint cannot be written, verified or loaded."""
+
+
+class PreflightError(SlurmTrainError):
+    """The nodes of a job are not fit to train on.
+
+    Args:
+        message: the findings in one line.
+        is_lasting: whether the same job would meet the same on any nodes, so that it is not tried again.
+    """
+
+    def __init__(self, message: str, *, is_lasting: bool = False) -> None:
+        super().__init__(message)
+        self.exit_code = EXIT_WRONG_USE if is_lasting else EXIT_FAILURE
 
 
 class RendezvousError(SlurmTrainError):

@@ -29,7 +29,7 @@ LAYERS = [
 ]
 
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
-TORCH_FREE_ROOMS = ("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster", "site")
+TORCH_FREE_ROOMS = ("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster", "site", "doctor")
 TORCH_FREE_MODULES = (
     "errors",
     "assets",

@@ -10,9 +10,11 @@ from slurm_train.cli.display import note
 from slurm_train.cli.liveness import holder_lives, is_active
 from slurm_train.errors import ClusterError, RunError
 from slurm_train.launch.acceptance import require_acceptable
+from slurm_train.launch.avoidance import describe, exclude_flags
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preparation import Source, record_job, write_run_directory
 from slurm_train.launch.script import render_script
+from slurm_train.rundir.bad_nodes import list_file
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import clear_dead, process_lives, read_holder
 from slurm_train.rundir.lookup import read_job
@@ -54,7 +56,9 @@ def submit(
     from slurm_train.launch.submission import submit_script
 
     assert plan.config.cluster is not None
-    job_id = submit_script(script, folder=plan.run.logs / "submitted", env=env, export=plan.config.cluster.export)
+    flags = avoid_bad_nodes(script, plan.run, env)
+    folder, export = plan.run.logs / "submitted", plan.config.cluster.export
+    job_id = submit_script(script, folder=folder, env=env, flags=flags, export=export)
     record_job(plan.run, job_id)
     _say_what_next(plan.run)
     print(f"{job_id} {plan.run.path}", flush=True)
@@ -63,6 +67,14 @@ def submit(
     if source is not None:
         write_provenance(plan.run.provenance, source, words=words)
     return 0
+
+
+def avoid_bad_nodes(script: str, run: RunDirectory, env: Mapping[str, str]) -> list[str]:
+    """Returns words for sbatch that leave out nodes which were found bad lately, and says which."""
+    flags = exclude_flags(script, run, env)
+    if text := describe(flags, run):
+        note(f"  {text}; see {list_file(run)}")
+    return flags
 
 
 def require_slurm(commands: SlurmCommands) -> None:

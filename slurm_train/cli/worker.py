@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
+from slurm_train.cli.preflight import look_first
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
 from slurm_train.requeue.orphan import Ties, watch
 from slurm_train.requeue.signals import StopFlag, hold_continue, install, release_continue, was_continued
 
@@ -115,6 +116,11 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
     heartbeat = _start_heartbeat(run, attempt, config, place, env)
     code_dir = Path.cwd()
     _enter(str(plan.get("directory", "")))
+    point = _meeting_point(run, env, attempt, config.train.start_timeout_s)
+    env = look_first(run, config, place, point, plan=plan, env=env)
+    heartbeat.mark("start")
+    if config.preflight.only:
+        return EXIT_DONE
     if config.script is not None:
         from slurm_train.train.script import run_script
 
@@ -126,7 +132,7 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
         plan=_batch_plan(plan),
         run=run,
         place=place,
-        point=_meeting_point(run, env, attempt, config.train.start_timeout_s),
+        point=point,
         attempt=attempt,
         stop=stop,
         env=env,

@@ -17,6 +17,7 @@ NOT_IDENTITY = (
     "run",
     "cluster",
     "site",
+    "preflight",
     "requeue",
     "health",
     "checkpoint",

@@ -1,0 +1,248 @@
+"""What one node asks of others once all are there: are you reached, what time is it, how fast are we.
+
+Each peer is asked in a thread of its own, so that a node that is cut off takes as long as one blocked port.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.doctor.facts import ProbeFacts, SpeedFacts
+
+# A packet that is lost is sent again after a second, and after three.
+_CONNECT_S = (1.5, 3.5)
+_ANSWER_S = 8.0
+_CLOCK_ROUNDS = 3
+_PING_ROUNDS = 40
+_FIRST_TRANSFER = 1 << 20
+_LONG_ENOUGH_S = 0.1
+_LONGEST_TRANSFER = 1 << 27
+_WORK_ROUNDS = 5
+_WORK = 400_000
+MOST_PEERS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Another node, and where it answers."""
+
+    node: str
+    address: str
+    """Of the route to it."""
+    port: int
+    gloo_address: str = ""
+    """What gloo would announce there, if it is another one."""
+    file: str = ""
+    """The file that it has written into the shared folder."""
+
+
+def peers_of(index: int, num_nodes: int) -> list[int]:
+    """Returns the nodes that a node probes: all of a few; of many the first one, and those 1, 2, 4, ... places on."""
+    if num_nodes <= MOST_PEERS:
+        return [other for other in range(num_nodes) if other != index]
+    distances = [1 << power for power in range(num_nodes.bit_length()) if 1 << power < num_nodes]
+    return sorted({0, *((index + distance) % num_nodes for distance in distances)} - {index})
+
+
+class _Line:
+    """A connection to a peer's probe server, after both sides have proved who they are."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.file: BinaryIO = connection.makefile("rb")
+
+    def ask(self, words: str) -> bytes:
+        self.connection.sendall(f"{words}\n".encode())
+        return self.file.readline(200)
+
+    def close(self) -> None:
+        self.file.close()
+        self.connection.close()
+
+
+def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[_Line | None, str]:
+    """Returns a line to a peer, or None and why packets do not get there, in the kernel's words."""
+    why = "no address"
+    for timeout_s in _CONNECT_S if address else ():
+        try:
+            connection = socket.create_connection((address, port), timeout=timeout_s)
+        except TimeoutError:
+            why = "timed out"
+            continue
+        except OSError as err:
+            return None, (err.strerror or str(err)).lower()
+        line = _Line(connection)
+        try:
+            connection.settimeout(_ANSWER_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            proof = line.file.readline(200).strip()
+            if hmac.compare_digest(proof, point.proof("probe", node).encode()):
+                connection.sendall(f"{point.proof('caller', node)}\n".encode())
+                return line, ""
+            why = "somebody else answers there" if proof else "hung up"
+        except OSError:
+            why = ""  # The packets arrive; a node that is busy answers late.
+        line.close()
+        return None, why
+    return None, why
+
+
+def probe(point: MeetingPoint, node: str, peers: Sequence[Peer], *, folder: Path, master: str) -> ProbeFacts:
+    """Returns what this node finds when it looks at its peers.
+
+    Args:
+        point: gives the proofs.
+        node: this node.
+        peers: whom to look at.
+        folder: the shared folder with everybody's file.
+        master: rank 0's node, whose clock counts.
+    """
+    looks = [_Look(point, peer, folder, asks_time=peer.node == master) for peer in peers]
+    threads = [threading.Thread(target=look.run, daemon=True) for look in looks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    offset_s, error_s = next((look.clock for look in looks if look.clock is not None), (None, 0.0))
+    return ProbeFacts(
+        node=node,
+        reached=[look.peer.node for look in looks if not look.why],
+        unreached={look.peer.node: look.why for look in looks if look.why},
+        unreached_gloo={look.peer.node: look.gloo_why for look in looks if look.gloo_why},
+        seen_after_s={look.peer.node: round(look.seen_s, 3) for look in looks if look.seen_s is not None},
+        unseen=[look.peer.node for look in looks if look.peer.file and look.seen_s is None],
+        clock_offset_s=offset_s,
+        clock_error_s=error_s,
+    )
+
+
+class _Look:
+    """One peer, looked at."""
+
+    def __init__(self, point: MeetingPoint, peer: Peer, folder: Path, *, asks_time: bool) -> None:
+        self.point, self.peer, self.folder, self.asks_time = point, peer, folder, asks_time
+        self.why = self.gloo_why = ""
+        self.seen_s: float | None = None
+        self.clock: tuple[float, float] | None = None
+
+    def run(self) -> None:
+        """Fills in what is found."""
+        line, self.why = reach(self.point, self.peer.node, self.peer.address, self.peer.port)
+        if line is not None:
+            if self.asks_time:
+                self._ask_time(line)
+            line.close()
+            if self.peer.gloo_address and self.peer.gloo_address != self.peer.address:
+                self._try_gloo()
+        self._look_for_file()
+
+    def _try_gloo(self) -> None:
+        line, self.gloo_why = reach(self.point, self.peer.node, self.peer.gloo_address, self.peer.port)
+        if line is not None:
+            line.close()
+
+    def _ask_time(self, line: _Line) -> None:
+        rounds = []
+        for _ in range(_CLOCK_ROUNDS):
+            began_s, began_unix_s = time.monotonic(), time.time()
+            try:
+                theirs = float(line.ask("time"))
+            except (OSError, ValueError):
+                return
+            trip_s = time.monotonic() - began_s
+            rounds.append((trip_s, began_unix_s + trip_s / 2 - theirs))
+        trip_s, offset_s = min(rounds)
+        self.clock = round(offset_s, 6), round(trip_s / 2, 6)
+
+    def _look_for_file(self) -> None:
+        if not self.peer.file:
+            return
+        began_s = time.monotonic()
+        while not self._is_seen():
+            if time.monotonic() - began_s > _ANSWER_S / 2:
+                return
+            time.sleep(0.1)
+        self.seen_s = time.monotonic() - began_s
+
+    def _is_seen(self) -> bool:
+        try:
+            # A network file system keeps in mind that a name was not there; listing the folder makes it look again.
+            return any(entry.name == self.peer.file for entry in self.folder.iterdir())
+        except OSError:
+            return False
+
+
+def measure(point: MeetingPoint, node: str, peers: Sequence[Peer]) -> SpeedFacts:
+    """Returns how fast this node computes, and how fast its connections are; takes about half a second a peer."""
+    rates: dict[str, float] = {}
+    latencies: dict[str, float] = {}
+    for peer in peers:
+        line, _ = reach(point, peer.node, peer.address, peer.port)
+        if line is None:
+            continue
+        try:
+            latencies[peer.node] = round(_latency_us(line), 1)
+            rates[peer.node] = round(min(_rate(line, sends=True), _rate(line, sends=False)) / 1e6, 3)
+        except (OSError, ValueError):
+            continue
+        finally:
+            line.close()
+    return SpeedFacts(node=node, work_ms=_work_ms(), mb_per_s=rates, latency_us=latencies)
+
+
+def _latency_us(line: _Line) -> float:
+    trips = []
+    for _ in range(_PING_ROUNDS):
+        began_s = time.monotonic()
+        line.ask("time")
+        trips.append(time.monotonic() - began_s)
+    return 1e6 * statistics.median(trips) / 2
+
+
+def _rate(line: _Line, *, sends: bool) -> float:
+    """Returns bytes a second; the amount grows until it takes long enough to say something."""
+    size = _FIRST_TRANSFER
+    while True:
+        began_s = time.monotonic()
+        _send(line, size) if sends else _receive(line, size)
+        took_s = time.monotonic() - began_s
+        if took_s > _LONG_ENOUGH_S or size >= _LONGEST_TRANSFER:
+            return size / took_s
+        size *= 4
+
+
+def _send(line: _Line, size: int) -> None:
+    line.connection.sendall(f"take {size}\n".encode())
+    block = bytes(1 << 18)
+    for _ in range(size // len(block)):
+        line.connection.sendall(block)
+    line.file.readline(200)
+
+
+def _receive(line: _Line, size: int) -> None:
+    line.connection.sendall(f"give {size}\n".encode())
+    while size > 0:
+        block = line.file.read(min(size, 1 << 18))
+        if not block:
+            raise OSError("the peer hung up")
+        size -= len(block)
+
+
+def _work_ms() -> float:
+    times = []
+    for _ in range(_WORK_ROUNDS):
+        began_s = time.monotonic()
+        total = 0
+        for number in range(_WORK):
+            total += number & 7
+        times.append(time.monotonic() - began_s)
+    return round(1e3 * statistics.median(times), 2)

@@ -1,0 +1,250 @@
+"""What is wrong with names, addresses, interfaces, ports and clocks. Pure.
+
+Packets that do not arrive are put down to one node only where the others reach each other; of two nodes nobody can say
+which one is to blame.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Sequence
+
+from slurm_train.doctor.facts import Asked, Evidence, NetworkFacts, NodeFacts, Trouble
+from slurm_train.doctor.finding import Finding
+from slurm_train.doctor.majority import listed
+
+_SKEW_S = 2.0
+
+
+def network_findings(evidence: Evidence, asked: Asked) -> Iterator[Finding]:
+    """Yields NAME_RESOLUTION, LOOPBACK, WRONG_MASTER, PORT_*, WRONG_INTERFACE, NODE_MISSING and CLOCK_SKEW."""
+    for trouble in evidence.troubles:
+        yield _way_to_master(trouble, evidence, asked)
+    yield from _port_in_use(evidence, asked)
+    yield from _absent(evidence)
+    if len(asked.nodes) > 1:
+        for node in evidence.nodes:
+            yield from _interfaces(node, evidence)
+        yield from _blocked_pairs(evidence)
+    yield from _clocks(evidence)
+
+
+def is_loopback(address: str) -> bool:
+    """Returns whether an address leads back to the machine that uses it."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _way_to_master(trouble: Trouble, evidence: Evidence, asked: Asked) -> Finding:
+    node, master = trouble.node, asked.nodes[0]
+    own = next((facts.network for facts in evidence.nodes if facts.node == master), NetworkFacts())
+    hosts = f"compare `getent hosts {master}` there and on {master}, mend /etc/hosts or the name server"
+    if not trouble.address:
+        seen = f"cannot resolve {master}, where rank 0 is: {trouble.error}"
+        return Finding(code="NAME_RESOLUTION", level="error", node=node, seen=seen, todo=hosts, blames_node=True)
+    if is_loopback(trouble.address):
+        seen = f"resolves {master}, where rank 0 is, to itself ({trouble.address})"
+        return Finding(code="LOOPBACK", level="error", node=node, seen=seen, todo=hosts, blames_node=True)
+    known = {*own.addresses.values(), own.address} - {""}
+    if known and trouble.address not in known:
+        seen = f"looks for rank 0 at {trouble.address}, but {master} has {listed(sorted(known))}"
+        return Finding(code="WRONG_MASTER", level="error", node=node, seen=seen, todo=hosts, blames_node=True)
+    return _blocked_master(trouble, evidence, asked)
+
+
+def _blocked_master(trouble: Trouble, evidence: Evidence, asked: Asked) -> Finding:
+    master = asked.nodes[0]
+    others = "".join(
+        f"; it {verb} {listed(names)}"
+        for verb, names in (("reaches", trouble.reached), ("does not reach", trouble.unreached))
+        if names
+    )
+    # Somebody else has come to rank 0, and this node gets to nobody.
+    came = {rank.node for rank in evidence.ranks} - {master, trouble.node}
+    return Finding(
+        code="PORT_BLOCKED",
+        level="error",
+        node=trouble.node,
+        seen=f"does not reach rank 0 at {trouble.address}:{trouble.port} ({master}): {trouble.error}{others}",
+        todo="open the ports between the nodes in firewall and routing (`nft list ruleset`, `ip route get` on both)",
+        blames_node=bool(came) and not trouble.reached,
+    )
+
+
+def _port_in_use(evidence: Evidence, asked: Asked) -> Iterator[Finding]:
+    port = evidence.port
+    if port is None or not port.asked or port.bound == port.asked:
+        return
+    holder = f" by {port.holder}" if port.holder else ""
+    is_fatal = asked.needs_port or not port.bound
+    instead = f", the ranks meet at {port.bound}" if port.bound else ", and so are all others on the list"
+    yield Finding(
+        code="PORT_IN_USE",
+        level="error" if is_fatal else "warning",
+        node=asked.nodes[0],
+        seen=f"port {port.asked} was free and is held{holder} now{instead}",
+        todo="the next attempt takes another port" if is_fatal else "nothing: your own code should not count on it",
+    )
+
+
+def _absent(evidence: Evidence) -> Iterator[Finding]:
+    for node in evidence.silent:
+        yield Finding(
+            code="NODE_MISSING",
+            level="error",
+            node=node,
+            seen=f"ranks of it have not come within {evidence.waited_s:.0f} s and left no word",
+            todo="look at their logs and at the node; a slow start is given more time by train.start_timeout_s",
+            blames_node=True,
+        )
+    for node in evidence.late:
+        yield Finding(
+            code="NODE_MISSING",
+            level="warning",
+            node=node,
+            seen=f"did not answer what it was asked within {evidence.waited_s:.0f} s, so less is known of it",
+            todo="raise preflight.budget_s if the nodes are busy at the start",
+        )
+
+
+def _interfaces(node: NodeFacts, evidence: Evidence) -> Iterator[Finding]:
+    """Yields what is wrong with the address that gloo would announce, and with interfaces that somebody has named."""
+    network = node.network
+    missing = _missing_interfaces(network)
+    if missing:
+        variable, name = missing
+        yield Finding(
+            code="WRONG_INTERFACE",
+            level="error",
+            node=node.node,
+            seen=f"{variable}={name}: there is no such interface with an address, but {listed(_shown(network))}",
+            todo=f"set cluster.network_interface={network.interface or 'NAME'}, or drop it",
+        )
+    elif network.gloo_interface:
+        yield from _unreached_gloo(node, evidence)
+    elif (problem := own_name_problem(network)) is not None:
+        code, seen = problem
+        todo = f"mend /etc/hosts there; until then GLOO_SOCKET_IFNAME={network.interface} is set for the ranks"
+        yield Finding(code=code, level="warning", node=node.node, seen=seen, todo=todo)
+    else:
+        yield from _unreached_gloo(node, evidence)
+
+
+def _shown(network: NetworkFacts) -> list[str]:
+    return [f"{name} ({address})" for name, address in network.addresses.items()] or ["none"]
+
+
+def _missing_interfaces(network: NetworkFacts) -> tuple[str, str] | None:
+    for name in network.gloo_interface.split(","):
+        if name and name not in network.addresses:
+            return "GLOO_SOCKET_IFNAME", name
+    asked = network.nccl_interface
+    # "^docker,lo" leaves out, "=eth0" is exact, "eth" is any that begins so.
+    if asked and not asked.startswith("^"):
+        exact, names = asked.startswith("="), asked.lstrip("=").split(",")
+        if not any(own == name if exact else own.startswith(name) for own in network.addresses for name in names):
+            return "NCCL_SOCKET_IFNAME", asked
+    return None
+
+
+def own_name_problem(network: NetworkFacts) -> tuple[str, str] | None:
+    """Returns code and words for a node whose own name leads gloo astray, None where it does not."""
+    name, found = network.own_name, network.own_addresses
+    if not name or not network.interface:
+        return None
+    if not found:
+        return "NAME_RESOLUTION", f"cannot resolve its own name {name}, which gloo announces"
+    if all(is_loopback(address) for address in found):
+        return "LOOPBACK", f"resolves its own name {name} to itself ({listed(found)}), which gloo would announce"
+    if not set(found) & set(network.addresses.values()):
+        seen = f"resolves its own name {name} to {listed(found)}, which is no address of it ({listed(_shown(network))})"
+        return "NAME_RESOLUTION", seen
+    return None
+
+
+def _unreached_gloo(node: NodeFacts, evidence: Evidence) -> Iterator[Finding]:
+    callers = [probe.node for probe in evidence.probes if node.node in probe.unreached_gloo]
+    if not callers:
+        return
+    network = node.network
+    is_named = bool(network.gloo_interface)
+    what = f"{network.gloo_interface} ({network.gloo_address})" if is_named else network.gloo_address
+    mend = f"set cluster.network_interface={network.interface}"
+    yield Finding(
+        code="WRONG_INTERFACE",
+        level="error" if is_named else "warning",
+        node=node.node,
+        seen=f"gloo would announce {what}, which {listed(callers)} cannot reach; "
+        f"{network.interface} ({network.address}) answers",
+        todo=mend if is_named else f"{mend}; until then GLOO_SOCKET_IFNAME={network.interface} is set for the ranks",
+    )
+
+
+def _blocked_pairs(evidence: Evidence) -> Iterator[Finding]:
+    pairs = [(probe.node, peer, why) for probe in evidence.probes for peer, why in probe.unreached.items()]
+    blamed = _blamed(pairs, evidence)
+    for node in blamed:
+        mine = [(caller, peer, why) for caller, peer, why in pairs if node in (caller, peer)]
+        yield _blocked(node, mine, evidence, blames_node=True)
+    for caller, peer, why in pairs:
+        if caller not in blamed and peer not in blamed:
+            yield _blocked(peer, [(caller, peer, why)], evidence, blames_node=False)
+
+
+def _blamed(pairs: Sequence[tuple[str, str, str]], evidence: Evidence) -> list[str]:
+    """Returns the one node that all blocked pairs have in common, where it has several partners."""
+    partners: dict[str, set[str]] = {}
+    for caller, peer, _ in pairs:
+        partners.setdefault(caller, set()).add(peer)
+        partners.setdefault(peer, set()).add(caller)
+    common = [node for node, others in partners.items() if len(others) > 1 and all(node in pair[:2] for pair in pairs)]
+    return common if len(common) == 1 and len(evidence.nodes) > 2 else []
+
+
+def _blocked(node: str, pairs: Sequence[tuple[str, str, str]], evidence: Evidence, *, blames_node: bool) -> Finding:
+    def place(peer: str) -> str:
+        facts = next((facts.network for facts in evidence.nodes if facts.node == peer), NetworkFacts())
+        return f"{facts.address}:{facts.probe_port}"
+
+    shown = [f"{caller} does not reach {peer} at {place(peer)} ({why})" for caller, peer, why in pairs]
+    return Finding(
+        code="PORT_BLOCKED",
+        level="error",
+        node=node,
+        seen=listed(shown, most=3),
+        todo="the collectives take ports from /proc/sys/net/ipv4/ip_local_port_range: open them between the nodes",
+        blames_node=blames_node,
+    )
+
+
+def _clocks(evidence: Evidence) -> Iterator[Finding]:
+    for probe in evidence.probes:
+        offset, error = probe.clock_offset_s, probe.clock_error_s
+        if offset is not None and abs(offset) - error > _SKEW_S:
+            way = "ahead of" if offset > 0 else "behind"
+            yield Finding(
+                code="CLOCK_SKEW",
+                level="warning",
+                node=probe.node,
+                seen=f"its clock is {abs(offset):.1f} s {way} rank 0's",
+                todo="see `chronyc tracking` or `timedatectl` there; times in logs and files of the two do not compare",
+            )
+
+
+def interface_choices(evidence: Evidence) -> dict[str, dict[str, str]]:
+    """Returns by node the variables that its ranks should have so that collectives take the route to their peers.
+
+    Nothing that somebody has named is changed. gloo's is set where its own choice leads nowhere; NCCL's where the node
+    has several interfaces and no InfiniBand, since NCCL then takes the first one that it finds.
+    """
+    choices: dict[str, dict[str, str]] = {}
+    for node in evidence.nodes:
+        network, chosen = node.network, dict[str, str]()
+        unreached = any(node.node in probe.unreached_gloo for probe in evidence.probes)
+        if network.interface and not network.gloo_interface and (own_name_problem(network) or unreached):
+            chosen["GLOO_SOCKET_IFNAME"] = network.interface
+        several = len(network.addresses) > 1 and not network.has_infiniband
+        if network.interface and not network.nccl_interface and several:
+            chosen["NCCL_SOCKET_IFNAME"] = f"={network.interface}"
+        if chosen:
+            choices[node.node] = chosen
+    return choices
