@@ -5,6 +5,7 @@ The stop handlers are installed before torch is imported: importing takes second
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -59,7 +60,9 @@ def _fail(path: Path, env: Mapping[str, str], code: int, message: str) -> NoRetu
 
     rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
     mark = FailureMark(rank=rank, host=socket.gethostname(), exit_code=code, message=message.partition("\n")[0])
-    leave_mark(RunDirectory(path), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), mark)
+    # Where nothing can be written, the log has said what is wrong.
+    with contextlib.suppress(OSError):
+        leave_mark(RunDirectory(path), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), mark)
     _leave(code)
 
 

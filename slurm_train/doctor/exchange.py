@@ -43,6 +43,7 @@ from slurm_train.errors import ConfigError
 
 _PATIENCE_S = 1.0
 _TROUBLE_AFTER_S = 2.0
+_TRIES_AT_FIRST = 8
 _REPORT_S = 10.0
 
 
@@ -220,6 +221,13 @@ def follow(participant: Participant) -> dict[str, Any] | None:
     return None
 
 
+def _ports_to_try(point: MeetingPoint, known: int, tries: int) -> Sequence[int]:
+    """Returns the port that rank 0 has written down; while none is seen, the likely one, and later all in turn."""
+    if known:
+        return [known]
+    return point.ports[:1] if tries < _TRIES_AT_FIRST else point.ports
+
+
 def _knock(participant: Participant) -> socket.socket | None:
     """Returns a connection to rank 0; while there is none, the first rank of a node says in its file what it meets."""
     began_s = time.monotonic()
@@ -228,9 +236,9 @@ def _knock(participant: Participant) -> socket.socket | None:
         addresses, error = (
             resolve(participant.point.master_addr) if participant.place.spans_nodes else (["127.0.0.1"], "")
         )
-        known = int(read_file(participant.folder, 0).get("listens", 0)) if tries else 0
+        known = int(read_file(participant.folder, 0).get("listens", 0))
         for address in addresses:
-            for port in [known] if known else participant.point.ports:
+            for port in _ports_to_try(participant.point, known, tries):
                 connection, error = call(address, port, participant.place, participant.point, patience_s=_PATIENCE_S)
                 if connection is not None:
                     return connection

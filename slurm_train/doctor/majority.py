@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -41,6 +41,23 @@ def median_of_others(values: Mapping[str, float], node: str) -> float | None:
     """Returns the median over all nodes but one, None where it is alone."""
     others = [value for name, value in values.items() if name != node]
     return statistics.median(others) if others else None
+
+
+def common_end(pairs: Sequence[tuple[str, str]], *, num_nodes: int) -> str:
+    """Returns the one node that all pairs have in common and that has several partners, "" where there is none.
+
+    Of two nodes nobody can say which one is to blame.
+
+    Args:
+        pairs: nodes between which something does not get through, in either order.
+        num_nodes: of the job.
+    """
+    partners: dict[str, set[str]] = {}
+    for one, other in pairs:
+        partners.setdefault(one, set()).add(other)
+        partners.setdefault(other, set()).add(one)
+    common = [node for node, others in partners.items() if len(others) > 1 and all(node in pair for pair in pairs)]
+    return common[0] if len(common) == 1 and num_nodes > 2 else ""
 
 
 def listed(names: list[str], *, most: int = 6) -> str:

@@ -5,6 +5,7 @@ Each peer is asked in a thread of its own, so that a node that is cut off takes 
 
 from __future__ import annotations
 
+import errno
 import hmac
 import socket
 import statistics
@@ -79,7 +80,7 @@ def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[_Lin
             why = "timed out"
             continue
         except OSError as err:
-            return None, (err.strerror or str(err)).lower()
+            return None, in_words(err)
         line = _Line(connection)
         try:
             connection.settimeout(_ANSWER_S)
@@ -94,6 +95,13 @@ def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[_Lin
         line.close()
         return None, why
     return None, why
+
+
+def in_words(error: OSError) -> str:
+    """Returns why a connection was not made, e.g. "connection refused"."""
+    if error.errno == errno.EINVAL:
+        return "a route that leads nowhere (blackhole)"
+    return (error.strerror or str(error)).lower()
 
 
 def probe(point: MeetingPoint, node: str, peers: Sequence[Peer], *, folder: Path, master: str) -> ProbeFacts:

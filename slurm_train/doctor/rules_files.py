@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from slurm_train.doctor.facts import DiskFacts, Evidence, NodeFacts
 from slurm_train.doctor.finding import Finding, Level
-from slurm_train.doctor.majority import listed, odd_ones
+from slurm_train.doctor.majority import common_end, listed, odd_ones
 
 _LATE_S = 1.0
 # Free MiB below which a place is called full, or soon full; none: it only makes some things slower.
@@ -102,11 +102,19 @@ def _versions(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _visibility(evidence: Evidence) -> Iterator[Finding]:
+    pairs = [(probe.node, peer) for probe in evidence.probes for peer in probe.unseen]
+    culprit = common_end(pairs, num_nodes=len(evidence.nodes))
+    if pairs:
+        shown = [f"{reader} does not see what {writer} wrote" for reader, writer in pairs]
+        yield Finding(
+            code="FS_STALE",
+            level="error",
+            node=culprit or ", ".join(dict.fromkeys(reader for reader, _ in pairs)),
+            seen=f"{listed(shown, most=2)} into the run directory",
+            todo="the path is not shared, or its cache is late: see `findmnt -T RUN_DIRECTORY` on both nodes",
+            blames_node=bool(culprit),
+        )
     for probe in evidence.probes:
-        if probe.unseen:
-            seen = f"does not see what {listed(probe.unseen)} wrote into the run directory"
-            todo = "the path is not shared, or its cache is late: see `findmnt -T RUN_DIRECTORY` on both nodes"
-            yield Finding(code="FS_STALE", level="error", node=probe.node, seen=seen, todo=todo)
         late = {peer: seconds for peer, seconds in probe.seen_after_s.items() if seconds > _LATE_S}
         if late:
             peer = max(late, key=lambda name: late[name])

@@ -11,20 +11,21 @@ from collections.abc import Iterator, Sequence
 
 from slurm_train.doctor.facts import Asked, Evidence, NetworkFacts, NodeFacts, Trouble
 from slurm_train.doctor.finding import Finding
-from slurm_train.doctor.majority import listed
+from slurm_train.doctor.majority import common_end, listed
 
 _SKEW_S = 2.0
+_OPEN_PORTS = "open the ports between the nodes in firewall and routing (`nft list ruleset`, `ip route get` on both)"
 
 
 def network_findings(evidence: Evidence, asked: Asked) -> Iterator[Finding]:
     """Yields NAME_RESOLUTION, LOOPBACK, WRONG_MASTER, PORT_*, WRONG_INTERFACE, NODE_MISSING and CLOCK_SKEW."""
-    for trouble in evidence.troubles:
-        yield _way_to_master(trouble, evidence, asked)
+    yield from _ways_to_master(evidence, asked)
     yield from _port_in_use(evidence, asked)
     yield from _absent(evidence)
     if len(asked.nodes) > 1:
         for node in evidence.nodes:
-            yield from _interfaces(node, evidence)
+            yield from _interfaces(node)
+        yield from _unreached_interfaces(evidence)
         yield from _blocked_pairs(evidence)
     yield from _clocks(evidence)
 
@@ -34,7 +35,18 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _way_to_master(trouble: Trouble, evidence: Evidence, asked: Asked) -> Finding:
+def _ways_to_master(evidence: Evidence, asked: Asked) -> Iterator[Finding]:
+    astray = {trouble.node: _astray(trouble, evidence, asked) for trouble in evidence.troubles}
+    yield from (finding for finding in astray.values() if finding is not None)
+    blocked = [trouble for trouble in evidence.troubles if astray[trouble.node] is None]
+    if len(blocked) > 1 and len(blocked) == len(asked.nodes) - 1:
+        yield _blocked_at_master(blocked, asked)
+    else:
+        yield from (_blocked_master(trouble, evidence, asked) for trouble in blocked)
+
+
+def _astray(trouble: Trouble, evidence: Evidence, asked: Asked) -> Finding | None:
+    """Returns what is wrong with the address at which a node looks for rank 0, None where it is rank 0's."""
     node, master = trouble.node, asked.nodes[0]
     own = next((facts.network for facts in evidence.nodes if facts.node == master), NetworkFacts())
     hosts = f"compare `getent hosts {master}` there and on {master}, mend /etc/hosts or the name server"
@@ -48,7 +60,20 @@ def _way_to_master(trouble: Trouble, evidence: Evidence, asked: Asked) -> Findin
     if known and trouble.address not in known:
         seen = f"looks for rank 0 at {trouble.address}, but {master} has {listed(sorted(known))}"
         return Finding(code="WRONG_MASTER", level="error", node=node, seen=seen, todo=hosts, blames_node=True)
-    return _blocked_master(trouble, evidence, asked)
+    return None
+
+
+def _blocked_at_master(troubles: Sequence[Trouble], asked: Asked) -> Finding:
+    first = troubles[0]
+    reach = "; they reach each other" if any(trouble.reached for trouble in troubles) else ""
+    return Finding(
+        code="PORT_BLOCKED",
+        level="error",
+        node=asked.nodes[0],
+        seen=f"no other node reaches rank 0 at {first.address}:{first.port}: {first.error}{reach}",
+        todo=_OPEN_PORTS,
+        blames_node=bool(reach),
+    )
 
 
 def _blocked_master(trouble: Trouble, evidence: Evidence, asked: Asked) -> Finding:
@@ -65,7 +90,7 @@ def _blocked_master(trouble: Trouble, evidence: Evidence, asked: Asked) -> Findi
         level="error",
         node=trouble.node,
         seen=f"does not reach rank 0 at {trouble.address}:{trouble.port} ({master}): {trouble.error}{others}",
-        todo="open the ports between the nodes in firewall and routing (`nft list ruleset`, `ip route get` on both)",
+        todo=_OPEN_PORTS,
         blames_node=bool(came) and not trouble.reached,
     )
 
@@ -106,7 +131,7 @@ def _absent(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _interfaces(node: NodeFacts, evidence: Evidence) -> Iterator[Finding]:
+def _interfaces(node: NodeFacts) -> Iterator[Finding]:
     """Yields what is wrong with the address that gloo would announce, and with interfaces that somebody has named."""
     network = node.network
     missing = _missing_interfaces(network)
@@ -119,14 +144,10 @@ def _interfaces(node: NodeFacts, evidence: Evidence) -> Iterator[Finding]:
             seen=f"{variable}={name}: there is no such interface with an address, but {listed(_shown(network))}",
             todo=f"set cluster.network_interface={network.interface or 'NAME'}, or drop it",
         )
-    elif network.gloo_interface:
-        yield from _unreached_gloo(node, evidence)
-    elif (problem := own_name_problem(network)) is not None:
+    elif not network.gloo_interface and (problem := own_name_problem(network)) is not None:
         code, seen = problem
         todo = f"mend /etc/hosts there; until then GLOO_SOCKET_IFNAME={network.interface} is set for the ranks"
         yield Finding(code=code, level="warning", node=node.node, seen=seen, todo=todo)
-    else:
-        yield from _unreached_gloo(node, evidence)
 
 
 def _shown(network: NetworkFacts) -> list[str]:
@@ -161,43 +182,34 @@ def own_name_problem(network: NetworkFacts) -> tuple[str, str] | None:
     return None
 
 
-def _unreached_gloo(node: NodeFacts, evidence: Evidence) -> Iterator[Finding]:
-    callers = [probe.node for probe in evidence.probes if node.node in probe.unreached_gloo]
-    if not callers:
-        return
-    network = node.network
-    is_named = bool(network.gloo_interface)
-    what = f"{network.gloo_interface} ({network.gloo_address})" if is_named else network.gloo_address
-    mend = f"set cluster.network_interface={network.interface}"
-    yield Finding(
-        code="WRONG_INTERFACE",
-        level="error" if is_named else "warning",
-        node=node.node,
-        seen=f"gloo would announce {what}, which {listed(callers)} cannot reach; "
-        f"{network.interface} ({network.address}) answers",
-        todo=mend if is_named else f"{mend}; until then GLOO_SOCKET_IFNAME={network.interface} is set for the ranks",
-    )
+def _unreached_interfaces(evidence: Evidence) -> Iterator[Finding]:
+    """Yields the addresses that gloo would announce and nobody reaches, once for each interface that was named."""
+    callers = {peer: probe.node for probe in evidence.probes for peer in probe.unreached_gloo}
+    unreached = [node for node in evidence.nodes if node.node in callers]
+    for name in dict.fromkeys(node.network.gloo_interface for node in unreached):
+        nodes = [node for node in unreached if node.network.gloo_interface == name]
+        first = nodes[0].network
+        addresses = listed([node.network.gloo_address for node in nodes])
+        mend = f"set cluster.network_interface={first.interface}"
+        yield Finding(
+            code="WRONG_INTERFACE",
+            level="error" if name else "warning",
+            node="" if len(nodes) == len(evidence.nodes) else ", ".join(node.node for node in nodes),
+            seen=f"gloo would announce {f'{name} ({addresses})' if name else addresses}, which "
+            f"{callers[nodes[0].node]} cannot reach; {first.interface} ({first.address}) answers",
+            todo=mend if name else f"{mend}; until then GLOO_SOCKET_IFNAME={first.interface} is set for the ranks",
+        )
 
 
 def _blocked_pairs(evidence: Evidence) -> Iterator[Finding]:
     pairs = [(probe.node, peer, why) for probe in evidence.probes for peer, why in probe.unreached.items()]
-    blamed = _blamed(pairs, evidence)
-    for node in blamed:
-        mine = [(caller, peer, why) for caller, peer, why in pairs if node in (caller, peer)]
-        yield _blocked(node, mine, evidence, blames_node=True)
-    for caller, peer, why in pairs:
-        if caller not in blamed and peer not in blamed:
-            yield _blocked(peer, [(caller, peer, why)], evidence, blames_node=False)
-
-
-def _blamed(pairs: Sequence[tuple[str, str, str]], evidence: Evidence) -> list[str]:
-    """Returns the one node that all blocked pairs have in common, where it has several partners."""
-    partners: dict[str, set[str]] = {}
-    for caller, peer, _ in pairs:
-        partners.setdefault(caller, set()).add(peer)
-        partners.setdefault(peer, set()).add(caller)
-    common = [node for node, others in partners.items() if len(others) > 1 and all(node in pair[:2] for pair in pairs)]
-    return common if len(common) == 1 and len(evidence.nodes) > 2 else []
+    culprit = common_end([pair[:2] for pair in pairs], num_nodes=len(evidence.nodes))
+    if culprit:
+        yield _blocked(culprit, pairs, evidence, blames_node=True)
+        return
+    for two in dict.fromkeys(tuple(sorted(pair[:2])) for pair in pairs):
+        both = [pair for pair in pairs if {*pair[:2]} == {*two}]
+        yield _blocked(", ".join(two), both, evidence, blames_node=False)
 
 
 def _blocked(node: str, pairs: Sequence[tuple[str, str, str]], evidence: Evidence, *, blames_node: bool) -> Finding:

@@ -113,7 +113,8 @@ def tell_trouble(participant: Participant, tries: int, addresses: Sequence[str],
 
 def _in_words(error: str) -> str:
     """Returns the kernel's words without the number: "[Errno 111] Connection refused" -> "connection refused"."""
-    return error.partition("] ")[2].lower() or error
+    text = error.partition("] ")[2].lower() or error
+    return "a route that leads nowhere (blackhole)" if text == "invalid argument" else text
 
 
 def _look_around(participant: Participant) -> tuple[list[str], list[str]]:

@@ -101,7 +101,23 @@ ROWS: list[tuple[str, str, str, bool, Fault, str]] = [
         "node3 does not reach node1 at 10.0.0.1:40000 (timed out) and 1 more",
     ),
     (
-        "PORT_BLOCKED", "error", "node3", False, blocked(("node2", "node3")),
+        "PORT_BLOCKED", "error", "node2, node3", False, blocked(("node2", "node3"), ("node3", "node2")),
+        "node2 does not reach node3 at 10.0.0.3:40002 (timed out), node3 does not reach node2 at 10.0.0.2:40001 "
+        "(timed out)",
+    ),
+    (
+        "PORT_BLOCKED", "error", "node1", True,
+        lambda job: replace(
+            without_node(without_node(job, "node3"), "node2"),
+            troubles=[
+                Trouble(node=name, tries=9, address="10.0.0.1", port=20_001, error="timed out", reached=[other])
+                for name, other in (("node2", "node3"), ("node3", "node2"))
+            ],
+        ),
+        "no other node reaches rank 0 at 10.0.0.1:20001: timed out; they reach each other",
+    ),
+    (
+        "PORT_BLOCKED", "error", "node2, node3", False, blocked(("node2", "node3")),
         "node2 does not reach node3 at 10.0.0.3:40002 (timed out)",
     ),
     (
@@ -233,7 +249,12 @@ ROWS: list[tuple[str, str, str, bool, Fault, str]] = [
     (
         "FS_STALE", "error", "node2", False,
         lambda job: with_probe(job, "node2", seen_after_s={"node1": 0.0}, unseen=["node3"]),
-        "does not see what node3 wrote into the run directory",
+        "node2 does not see what node3 wrote into the run directory",
+    ),
+    (
+        "FS_STALE", "error", "node3", True,
+        lambda job: with_probe(with_probe(job, "node2", unseen=["node3"]), "node3", unseen=["node1", "node2"]),
+        "node2 does not see what node3 wrote, node3 does not see what node1 wrote and 1 more into the run directory",
     ),
     (
         "FS_STALE", "warning", "node2", False,
