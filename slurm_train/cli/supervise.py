@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from slurm_train.cli.liveness import holder_lives
-from slurm_train.cli.node_notes import note_nodes
+from slurm_train.cli.node_notes import note_nodes, note_unfit
 from slurm_train.cli.seal import refused_code
 from slurm_train.config.frozen import load_config
-from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, ConfigError, RunError
+from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, ConfigError, NodesError
 from slurm_train.launch.avoidance import listed_among
 from slurm_train.launch.continuation import cancelled_before, is_new_request, submit_continuation
 from slurm_train.launch.meeting import probe_port
@@ -271,12 +271,12 @@ def _run_step(
     create_private(run.attempt_logs(attempt) / "batch.log")
     with (run.attempt_logs(attempt) / "batch.log").open("ab") as log:
         try:
-            require_seen_by_all(run, nodes, env)
-        except RunError as err:
+            require_seen_by_all(run, nodes, env, attempt=attempt)
+        except NodesError as err:
             text = f"error: {err}"
             print(text, file=sys.stderr, flush=True)
             log.write(f"{text}\n".encode())
-            return err.exit_code
+            return note_unfit(run, attempt, err, nodes=nodes)
         if (code := refused_code(run, attempt)) is not None:
             return code
         return run_step(argv, env=step_env, log=log, is_overdue=lambda: _is_overdue(run, attempt))

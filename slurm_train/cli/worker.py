@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from slurm_train.distributed.place import RankPlace
     from slurm_train.rundir.heartbeat import Heartbeat
     from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.train.start import RankStart
 
 
 def main(words: Sequence[str]) -> NoReturn:
@@ -130,18 +131,23 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
         run_script(config.script, place=place, env=env, code_dir=code_dir)
     from slurm_train.train.start import RankStart
 
-    start = RankStart(
-        config=config,
-        plan=_batch_plan(plan),
-        run=run,
-        place=place,
-        point=point,
-        attempt=attempt,
-        stop=stop,
-        env=env,
-        heartbeat=heartbeat,
+    return _train(
+        RankStart(
+            config=config,
+            plan=_batch_plan(plan),
+            run=run,
+            place=place,
+            point=point,
+            attempt=attempt,
+            stop=stop,
+            env=env,
+            heartbeat=heartbeat,
+        )
     )
-    if config.task is not None:
+
+
+def _train(start: RankStart) -> int:
+    if start.config.task is not None:
         from slurm_train.train.context import run_task
 
         return run_task(start)

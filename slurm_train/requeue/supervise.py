@@ -26,7 +26,7 @@ from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lock import Holder, release_lock, take_lock
 from slurm_train.rundir.marks import first_mark
-from slurm_train.rundir.preflight import bad_nodes, fatal_line, read_record
+from slurm_train.rundir.preflight import bad_nodes, fatal_line, named_node, read_record
 from slurm_train.rundir.progress import last_lines
 from slurm_train.rundir.timing import read_account
 
@@ -202,7 +202,7 @@ def _decide(run: RunDirectory, settings: RequeueSection, site: Site, attempt: in
 def _failed_on(run: RunDirectory, site: Site, attempt: int) -> str:
     """Returns the node that an attempt failed on, "" where that is not known."""
     mark = first_mark(run, attempt)
-    found = _found_bad(run, attempt)
+    found = _found_bad(run, attempt) or named_node(read_record(run, attempt))
     return found or node_of(site.explain(attempt)) or (mark.host if mark is not None else "")
 
 

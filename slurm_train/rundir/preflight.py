@@ -35,6 +35,12 @@ def fatal_line(record: Mapping[str, Any]) -> str:
     return f"{lines[0]}{more}" if lines else ""
 
 
+def named_node(record: Mapping[str, Any]) -> str:
+    """Returns the one node that the worst finding is about, "" where there is none or it is about several."""
+    node = next((str(finding["node"]) for finding in record.get("findings", []) if finding.get("level") == "error"), "")
+    return "" if ", " in node else node
+
+
 def bad_nodes(record: Mapping[str, Any]) -> dict[str, str]:
     """Returns the nodes without which it might have gone well, each with its code and what was seen."""
     found: dict[str, str] = {}
