@@ -157,6 +157,8 @@ class PreflightSection:
     """Look; false: the ranks meet at once."""
     budget_s: float = 10.0
     """Seconds for what is asked once all ranks have come; what is not answered by then is left open."""
+    collective_timeout_s: float = 60.0
+    """Seconds that the first all_reduce of the ranks may take, once they have met."""
     bandwidth: bool = False
     """Also measures how fast the nodes compute and how fast they are connected, and compares them; about a second for
     each node."""

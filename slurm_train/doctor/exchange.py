@@ -57,6 +57,7 @@ class Heard:
     speeds: list[SpeedFacts] = field(default_factory=list)
     troubles: list[Trouble] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
+    mute: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
     port: PortFacts | None = None
 
@@ -123,8 +124,11 @@ def hear_all(participant: Participant, listener: socket.socket, heard: Heard, *,
     deadline = time.monotonic() + participant.point.timeout_s
     gather(listener, callers, deadline=deadline, is_enough=watcher.is_enough, look_every_s=LOOK_EVERY_S)
     lines = Lines(callers.connections)
+    deadline = time.monotonic() + _REPORT_S
     for number in sorted(callers.connections):
-        _take_report(lines.receive(number, deadline=time.monotonic() + _REPORT_S), heard)
+        _take_report(lines.receive(number, deadline=deadline), heard)
+    told = {facts.rank for facts in heard.ranks}
+    heard.mute = nodes_of([number for number in callers.connections if number not in told], participant)
     came = {facts.node for facts in heard.nodes}
     missing = nodes_of(callers.missing, participant)
     heard.troubles = [trouble for trouble in watcher.believed if trouble.node in missing]

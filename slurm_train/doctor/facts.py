@@ -220,6 +220,8 @@ class Evidence:
     port: PortFacts | None = None
     silent: Sequence[str] = ()
     """Nodes of which some ranks never came."""
+    mute: Sequence[str] = ()
+    """Nodes that came, and whose reports did not arrive."""
     late: Sequence[str] = ()
     """Nodes that came, and did not answer what they were asked in time."""
     waited_s: float = 0.0

@@ -147,7 +147,7 @@ class _Preflight:
             lines = hear_all(participant, listener, heard, tell=lambda found: self.keep((found,), Evidence()))
         try:
             came_s = time.monotonic()
-            if not heard.silent and not heard.troubles:
+            if not heard.silent and not heard.troubles and not heard.mute:
                 _question(participant, lines, heard, measures=self.start.config.preflight.bandwidth)
             waited_s = self.point.timeout_s if heard.silent else time.monotonic() - came_s
             verdict = self.decide(_evidence(heard, waited_s))
@@ -252,6 +252,7 @@ def _evidence(heard: Heard, waited_s: float) -> Evidence:
         speeds=heard.speeds,
         troubles=heard.troubles,
         silent=heard.silent,
+        mute=heard.mute,
         late=heard.late,
         port=port,
         waited_s=waited_s,

@@ -121,6 +121,15 @@ def _absent(evidence: Evidence) -> Iterator[Finding]:
             todo="look at their logs and at the node; a slow start is given more time by train.start_timeout_s",
             blames_node=True,
         )
+    for node in evidence.mute:
+        yield Finding(
+            code="PORT_BLOCKED",
+            level="error",
+            node=node,
+            seen="connects to rank 0, and nothing larger arrives from it: a report of a few kB was lost",
+            todo="compare the MTU of the nodes and of what lies between them (`ip link`, `ping -M do -s 1472`)",
+            blames_node=len(evidence.mute) == 1 and len(evidence.nodes) > 2,
+        )
     for node in evidence.late:
         yield Finding(
             code="NODE_MISSING",

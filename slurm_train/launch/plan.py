@@ -274,10 +274,9 @@ def _check_health(health: HealthSection) -> None:
 
 
 def _check_preflight(preflight: PreflightSection) -> None:
-    if not preflight.budget_s > 0:
-        raise ConfigError(
-            f"preflight.budget_s={preflight.budget_s:g} is no time", hint="preflight.enabled=false leaves it out"
-        )
+    for name in ("budget_s", "collective_timeout_s"):
+        if not (value := getattr(preflight, name)) > 0:
+            raise ConfigError(f"preflight.{name}={value:g} is no time", hint="preflight.enabled=false leaves it out")
     if not preflight.exclude_bad_nodes_h >= 0:
         raise ConfigError(
             f"preflight.exclude_bad_nodes_h={preflight.exclude_bad_nodes_h:g} is no time",

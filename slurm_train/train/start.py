@@ -74,7 +74,8 @@ class RankStart:
         """Opens the process group. Collective over all ranks.
 
         Raises:
-            RendezvousError: the ranks do not find each other; the message names the node that saw it.
+            RendezvousError: the ranks do not find each other, or cannot exchange anything; the message names the node
+                that saw it.
         """
         from slurm_train.distributed.group import init_group
 
@@ -82,3 +83,7 @@ class RankStart:
             check_gloo_address(self.place, self.env)
         store, _ = open_store(self.place, self.point)
         init_group(self.place, store, device=device, timeout_s=patient(self.config, self.config.train.start_timeout_s))
+        if self.config.cluster is not None and self.config.preflight.enabled and self.place.world_size > 1:
+            from slurm_train.distributed.first_exchange import exchange_once
+
+            exchange_once(self.place, device=device, timeout_s=self.config.preflight.collective_timeout_s)

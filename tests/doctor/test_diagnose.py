@@ -121,6 +121,10 @@ ROWS: list[tuple[str, str, str, bool, Fault, str]] = [
         "node2 does not reach node3 at 10.0.0.3:40002 (timed out)",
     ),
     (
+        "PORT_BLOCKED", "error", "node3", True, lambda job: replace(without_node(job, "node3"), mute=["node3"]),
+        "connects to rank 0, and nothing larger arrives from it: a report of a few kB was lost",
+    ),
+    (
         "PORT_IN_USE", "warning", "node1", False,
         lambda job: replace(job, port=PortFacts(asked=20_001, bound=20_002, holder="pid 7 (nginx)")),
         "port 20001 was free and is held by pid 7 (nginx) now, the ranks meet at 20002",
