@@ -128,7 +128,7 @@ def hear_all(participant: Participant, listener: socket.socket, heard: Heard, *,
     for number in sorted(callers.connections):
         _take_report(lines.receive(number, deadline=deadline), heard)
     told = {facts.rank for facts in heard.ranks}
-    heard.mute = nodes_of([number for number in callers.connections if number not in told], participant)
+    heard.mute = nodes_of([number for number in sorted(callers.connections) if number not in told], participant)
     came = {facts.node for facts in heard.nodes}
     missing = nodes_of(callers.missing, participant)
     heard.troubles = [trouble for trouble in watcher.believed if trouble.node in missing]
