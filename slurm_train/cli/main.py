@@ -22,6 +22,7 @@ VERBS = {
     "collate": "table of a sweep: values, best and last metrics, attempts, GPU-hours",
     "checkpoint": "ls and verify the checkpoints of a run",
     "prepare": "turn text files into token shards",
+    "doctor": "what this cluster does to a run; with +cluster=NxG: are its nodes and its network fit?",
     "init": "look at this cluster and write a site file for it, to be chosen by site=NAME",
     "devcluster": "a real Slurm on this one machine, for trying and testing",
 }

@@ -8,7 +8,10 @@ from slurm_train.doctor.facts import Evidence, NodeFacts
 from slurm_train.doctor.finding import Finding
 from slurm_train.doctor.majority import as_ranges
 
-_HEADER = ("NODE", "RANKS", "GPUS", "GPU FREE", "CPUS", "WAY TO IT", "CLOCK", "RUN DIR FREE", "VERSIONS", "FOUND")
+_HEADER = (
+    *("NODE", "RANKS", "GPUS", "GPU FREE", "CPUS", "WAY TO IT", "CLOCK", "RUN DIR FREE", "VERSIONS"),
+    *("WORK", "LINK", "LATENCY", "FOUND"),
+)
 
 
 def node_table(evidence: Evidence, findings: Iterable[Finding]) -> list[str]:
@@ -32,6 +35,7 @@ def _row(node: NodeFacts, evidence: Evidence, codes: Sequence[str]) -> tuple[str
     bound = {cpu for rank in ranks for cpu in rank.cpus}
     probe = next((probe for probe in evidence.probes if probe.node == node.node), None)
     offset = None if probe is None else probe.clock_offset_s
+    speed = next((speed for speed in evidence.speeds if speed.node == node.node), None)
     run_disk = next((disk.free_mb for disk in node.disks if disk.role == "run directory"), None)
     return (
         node.node,
@@ -43,6 +47,9 @@ def _row(node: NodeFacts, evidence: Evidence, codes: Sequence[str]) -> tuple[str
         "0" if node.node_rank == 0 else "-" if offset is None else f"{offset:+.3f} s",
         "-" if run_disk is None else f"{run_disk / 1024:,.0f} GiB",
         ", ".join(f"{name} {value}" for name, value in node.versions.items() if name in ("torch", "driver")) or "-",
+        "-" if speed is None else f"{speed.work_ms:.0f} ms",
+        "-" if speed is None or not speed.mb_per_s else f"{max(speed.mb_per_s.values()):,.0f} MB/s",
+        "-" if speed is None or not speed.latency_us else f"{min(speed.latency_us.values()):,.0f} us",
         ", ".join(dict.fromkeys(codes)) or "nothing",
     )
 
