@@ -121,6 +121,8 @@ class FilesFacts:
     """Fingerprint of the data set."""
     data_missing: list[str] = field(default_factory=list)
     """Paths of the configured data that are not there, or cut short."""
+    data_empty: list[str] = field(default_factory=list)
+    """Folders of the configured data with nothing in them, as a mount point without its mount."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,7 @@ def read_files(run: RunDirectory, config: RunConfig, *, directory: Path, hashing
         config=_digest(*(_content(path) for path in (run.config, run.plan))),
         data=(known_fingerprint(data, cwd=directory) or "") if config.trains else "",
         data_missing=_missing(data, directory) if config.trains else [],
+        data_empty=[str(path) for path in _paths(data) if _is_empty(path)] if config.trains else [],
     )
 
 
@@ -84,11 +85,23 @@ def _missing(data: Mapping[str, Any], directory: Path) -> list[str]:
     """Returns what of the configured data is not here: all shards of prepared text, else paths that the keys name."""
     if data.get("_target_") == _TEXT_TARGET:
         return _missing_shards(directory / Path(str(data.get("path"))).expanduser())
-    named = {key: value for key, value in data.items() if _names_path(key) and isinstance(value, str)}
+    return [str(path) for path in _paths(data) if not path.exists()]
+
+
+def _paths(data: Mapping[str, Any]) -> list[Path]:
+    if str(data.get("_target_", "")).startswith("slurm_train."):
+        return []  # Made on demand, or looked at with more knowledge.
+    named = [value for key, value in data.items() if _names_path(key) and isinstance(value, str)]
     # Only what is a path for certain; "train" or "openwebtext" may be the name of anything.
-    paths = [Path(value).expanduser() for value in named.values() if value.startswith(("/", "~"))]
-    is_made_on_demand = str(data.get("_target_", "")).startswith("slurm_train.data.stdlib")
-    return [] if is_made_on_demand else [str(path) for path in paths if not path.exists()]
+    return [Path(value).expanduser() for value in named if value.startswith(("/", "~"))]
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        with os.scandir(path) as entries:
+            return next(entries, None) is None
+    except OSError:
+        return False
 
 
 def _names_path(key: str) -> bool:

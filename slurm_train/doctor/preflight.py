@@ -25,6 +25,7 @@ from slurm_train.doctor.interfaces import resolve
 from slurm_train.doctor.participant import Participant, file_name
 from slurm_train.doctor.probe_server import ProbeServer
 from slurm_train.doctor.probes import Peer, peers_of
+from slurm_train.doctor.rules_hardware import best_speeds, speed_findings
 from slurm_train.doctor.rules_network import interface_choices
 from slurm_train.doctor.rules_ranks import mismatches
 from slurm_train.doctor.table import node_table
@@ -38,6 +39,7 @@ _LASTING = frozenset(
 )
 # Measured one after the other, since few nodes may share a machine or a switch.
 _FEW_NODES = 8
+_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,10 +224,14 @@ def _question(participant: Participant, lines: Lines, heard: Heard, *, measures:
     peers = _peers(heard, spans_nodes=participant.place.spans_nodes)
     if participant.place.spans_nodes:
         take_answers(heard, "probe", ask_nodes(participant, lines, heard, "probe", leaders, peers))
-    if measures:
-        alone = len(leaders) <= _FEW_NODES
-        for group in [[leader] for leader in leaders] if alone else [leaders]:
+    groups = [[leader] for leader in leaders] if len(leaders) <= _FEW_NODES else [leaders]
+    for _ in range(_ROUNDS if measures else 0):
+        for group in groups:
             take_answers(heard, "measure", ask_nodes(participant, lines, heard, "measure", group, peers))
+        heard.speeds = best_speeds(heard.speeds)
+        # Who was slow once may have been disturbed for a moment; who is slow each time is slow.
+        if not any(speed_findings(Evidence(nodes=heard.nodes, speeds=heard.speeds))):
+            break
 
 
 def _peers(heard: Heard, *, spans_nodes: bool) -> dict[str, list[Peer]]:

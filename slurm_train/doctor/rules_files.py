@@ -71,6 +71,16 @@ def _data(evidence: Evidence) -> Iterator[Finding]:
                 todo="mount it there, or name a path that every node sees in data.path",
                 blames_node=bool(elsewhere),
             )
+        empty = [path for path in files.data_empty if any(path not in its.data_empty for its in nodes.values())]
+        if empty:
+            yield Finding(
+                code="DATA_MISSING",
+                level="error",
+                node=name,
+                seen=f"sees nothing in {listed(empty, most=3)}, where other nodes see something",
+                todo="mount it there",
+                blames_node=True,
+            )
     if odd := odd_ones({name: files.data for name, files in nodes.items() if files.data}):
         for name, value in odd.nodes.items():
             yield Finding(

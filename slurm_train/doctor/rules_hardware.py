@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from slurm_train.doctor.facts import Evidence, GpuFacts, NodeFacts
+from slurm_train.doctor.facts import Evidence, GpuFacts, NodeFacts, SpeedFacts
 from slurm_train.doctor.finding import Finding
 from slurm_train.doctor.majority import listed, median_of_others
 
@@ -30,9 +30,8 @@ def gpu_findings(evidence: Evidence) -> Iterator[Finding]:
                 todo="a GPU has fallen off the bus: have the node drained and restarted",
                 blames_node=True,
             )
-        for gpu in node.gpus or ():
-            yield from _busy(node, gpu)
-            yield from _sick(node, gpu)
+        yield from _busy(node)
+        yield from _sick(node)
         if node.gpu_errors:
             yield Finding(
                 code="GPU_SICK",
@@ -44,44 +43,68 @@ def gpu_findings(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def _busy(node: NodeFacts, gpu: GpuFacts) -> Iterator[Finding]:
-    if gpu.used_mb < _BUSY_MB:
+def _busy(node: NodeFacts) -> Iterator[Finding]:
+    busy = [gpu for gpu in node.gpus or () if gpu.used_mb >= _BUSY_MB]
+    if not busy:
         return
-    holders = f" by {listed(gpu.holders, most=3)}" if gpu.holders else ""
-    is_most = 2 * gpu.used_mb > gpu.total_mb
+    worst = max(busy, key=lambda gpu: gpu.used_mb)
+    holders = f" by {listed(worst.holders, most=3)}" if worst.holders else ""
+    is_most = 2 * worst.used_mb > worst.total_mb
     yield Finding(
         code="GPU_BUSY",
         level="error" if is_most else "warning",
         node=node.node,
-        seen=f"{gpu.used_mb} of {gpu.total_mb} MiB of GPU {gpu.name} are taken{holders}",
+        seen=f"{worst.used_mb} of {worst.total_mb} MiB of GPU {_names(busy)} are taken{holders}",
         todo="end what is left over there (`nvidia-smi`), or ask for whole nodes: cluster.sbatch.exclusive=true",
         blames_node=is_most,
     )
 
 
-def _sick(node: NodeFacts, gpu: GpuFacts) -> Iterator[Finding]:
-    if gpu.errors:
+def _names(gpus: Sequence[GpuFacts]) -> str:
+    return listed([gpu.name for gpu in gpus], most=8)
+
+
+def _sick(node: NodeFacts) -> Iterator[Finding]:
+    gpus = node.gpus or []
+    for texts in dict.fromkeys(tuple(gpu.errors) for gpu in gpus if gpu.errors):
         yield Finding(
             code="GPU_SICK",
             level="error",
             node=node.node,
-            seen=f"GPU {gpu.name}: {listed(gpu.errors, most=3)}",
+            seen=f"GPU {_names([gpu for gpu in gpus if (*gpu.errors,) == texts])}: {listed(list(texts), most=3)}",
             todo="have the node drained; the GPU needs a reset or has to be replaced",
             blames_node=True,
         )
-    if gpu.warnings:
+    for texts in dict.fromkeys(tuple(gpu.warnings) for gpu in gpus if gpu.warnings):
         yield Finding(
             code="GPU_SICK",
             level="warning",
             node=node.node,
-            seen=f"GPU {gpu.name}: {listed(gpu.warnings, most=3)}",
+            seen=f"GPU {_names([gpu for gpu in gpus if (*gpu.warnings,) == texts])}: {listed(list(texts), most=3)}",
             todo="expect it to be slower; tell whoever runs the cluster",
         )
+
+
+def best_speeds(speeds: Sequence[SpeedFacts]) -> list[SpeedFacts]:
+    """Returns the best of several measurements of each node."""
+    best: dict[str, SpeedFacts] = {}
+    for speed in speeds:
+        old = best.get(speed.node, speed)
+        rates = {peer: max(rate, old.mb_per_s.get(peer, rate)) for peer, rate in speed.mb_per_s.items()}
+        latencies = {peer: min(one, old.latency_us.get(peer, one)) for peer, one in speed.latency_us.items()}
+        best[speed.node] = SpeedFacts(
+            node=speed.node,
+            work_ms=min(speed.work_ms, old.work_ms),
+            mb_per_s={**old.mb_per_s, **rates},
+            latency_us={**old.latency_us, **latencies},
+        )
+    return list(best.values())
 
 
 def speed_findings(evidence: Evidence) -> Iterator[Finding]:
     """Yields SLOW_NODE and SLOW_LINK from what was measured on request."""
     work = {speed.node: speed.work_ms for speed in evidence.speeds}
+    slow: set[str] = set()
     for node, work_ms in work.items():
         usual = median_of_others(work, node)
         if usual is not None and work_ms > _SLOW * usual:
@@ -94,7 +117,9 @@ def speed_findings(evidence: Evidence) -> Iterator[Finding]:
                 f"{usual:.0f} ms of work, load {load:.1f})",
                 todo="look for other processes and for clock limits there, or leave it out with cluster.exclude",
             )
-    yield from _slow_links(evidence)
+            slow.add(node)
+    # A node that computes slowly sends slowly, too.
+    yield from (finding for finding in _slow_links(evidence) if finding.node not in slow)
 
 
 def _slow_links(evidence: Evidence) -> Iterator[Finding]:

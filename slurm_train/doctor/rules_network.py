@@ -150,7 +150,7 @@ def _interfaces(node: NodeFacts) -> Iterator[Finding]:
             code="WRONG_INTERFACE",
             level="error",
             node=node.node,
-            seen=f"{variable}={name}: there is no such interface with an address, but {listed(_shown(network))}",
+            seen=f"{variable}={name}: there is no such interface with an address, but {_names(network)}",
             todo=f"set cluster.network_interface={network.interface or 'NAME'}, or drop it",
         )
     elif not network.gloo_interface and (problem := own_name_problem(network)) is not None:
@@ -161,6 +161,10 @@ def _interfaces(node: NodeFacts) -> Iterator[Finding]:
 
 def _shown(network: NetworkFacts) -> list[str]:
     return [f"{name} ({address})" for name, address in network.addresses.items()] or ["none"]
+
+
+def _names(network: NetworkFacts) -> str:
+    return listed(list(network.addresses)) or "none"
 
 
 def _missing_interfaces(network: NetworkFacts) -> tuple[str, str] | None:
@@ -194,7 +198,9 @@ def own_name_problem(network: NetworkFacts) -> tuple[str, str] | None:
 def _unreached_interfaces(evidence: Evidence) -> Iterator[Finding]:
     """Yields the addresses that gloo would announce and nobody reaches, once for each interface that was named."""
     callers = {peer: probe.node for probe in evidence.probes for peer in probe.unreached_gloo}
-    unreached = [node for node in evidence.nodes if node.node in callers]
+    # A name that leads astray is said already, and an interface that is not there has no address.
+    explained = {node.node for node in evidence.nodes if any(_interfaces(node))}
+    unreached = [node for node in evidence.nodes if node.node in callers and node.node not in explained]
     for name in dict.fromkeys(node.network.gloo_interface for node in unreached):
         nodes = [node for node in unreached if node.network.gloo_interface == name]
         first = nodes[0].network

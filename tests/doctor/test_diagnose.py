@@ -10,6 +10,7 @@ import pytest
 from slurm_train.doctor.diagnose import diagnose
 from slurm_train.doctor.facts import Asked, Evidence, PortFacts, SpeedFacts, Trouble
 from slurm_train.doctor.finding import RUN_CODES
+from slurm_train.doctor.rules_hardware import best_speeds
 from slurm_train.doctor.rules_network import interface_choices
 from tests.doctor.scenes import (
     VERSIONS,
@@ -135,11 +136,11 @@ ROWS: list[tuple[str, str, str, bool, Fault, str]] = [
     ),
     (
         "WRONG_INTERFACE", "error", "node2", False, lambda job: with_network(job, "node2", gloo_interface="ib0"),
-        "GLOO_SOCKET_IFNAME=ib0: there is no such interface with an address, but eth0 (10.0.0.2)",
+        "GLOO_SOCKET_IFNAME=ib0: there is no such interface with an address, but eth0",
     ),
     (
         "WRONG_INTERFACE", "error", "node2", False, lambda job: with_network(job, "node2", nccl_interface="=eth"),
-        "NCCL_SOCKET_IFNAME==eth: there is no such interface with an address, but eth0 (10.0.0.2)",
+        "NCCL_SOCKET_IFNAME==eth: there is no such interface with an address, but eth0",
     ),
     (
         "WRONG_INTERFACE", "error", "node2", False,
@@ -154,7 +155,9 @@ ROWS: list[tuple[str, str, str, bool, Fault, str]] = [
     ),
     (
         "LOOPBACK", "warning", "node2", False,
-        lambda job: with_network(job, "node2", own_addresses=["127.0.1.1"]),
+        lambda job: with_probe(
+            with_network(job, "node2", own_addresses=["127.0.1.1"]), "node1", unreached_gloo={"node2": "timed out"}
+        ),
         "resolves its own name node2 to itself (127.0.1.1), which gloo would announce",
     ),
     (
@@ -220,6 +223,16 @@ ROWS: list[tuple[str, str, str, bool, Fault, str]] = [
         "GPU 0: slowed down by heat",
     ),
     (
+        "GPU_SICK", "warning", "node2", False,
+        lambda job: with_node(job, "node2", gpus=lambda old: [replace(gpu, warnings=["slow"]) for gpu in old]),
+        "GPU 0, 1: slow",
+    ),
+    (
+        "GPU_BUSY", "error", "node2", True,
+        lambda job: with_node(job, "node2", gpus=lambda old: [replace(gpu, used_mb=70_000) for gpu in old]),
+        "70000 of 81920 MiB of GPU 0, 1 are taken",
+    ),
+    (
         "CODE_DRIFT", "error", "node2", True, lambda job: with_files(job, "node2", code_changes=["train.py"]),
         "sees other code than was submitted: train.py",
     ),
@@ -235,6 +248,10 @@ ROWS: list[tuple[str, str, str, bool, Fault, str]] = [
         "DATA_MISSING", "error", "node2", True,
         lambda job: with_files(job, "node2", data="", data_missing=["/data/train.bin"]),
         "does not see /data/train.bin",
+    ),
+    (
+        "DATA_MISSING", "error", "node2", True, lambda job: with_files(job, "node2", data_empty=["/data"]),
+        "sees nothing in /data, where other nodes see something",
     ),
     (
         "DATA_MISSING", "error", "node2", True, lambda job: with_files(job, "node2", data="0dd0dd0dd0dd"),
@@ -309,6 +326,10 @@ ROWS: list[tuple[str, str, str, bool, Fault, str]] = [
         "computes 2.2 times as long as the others (66 ms for 30 ms of work, load 1.0)",
     ),
     (
+        "SLOW_NODE", "warning", "node2", False, speeds((30, 900, 50), (300, 20, 4000), (30, 900, 50)),
+        "computes 10.0 times as long as the others (300 ms for 30 ms of work, load 1.0)",
+    ),
+    (
         "SLOW_LINK", "warning", "node2", False, speeds((30, 900, 50), (30, 12, 50), (30, 900, 50)),
         "12 MB/s at best, the other nodes 900",
     ),
@@ -359,6 +380,13 @@ def test_of_two_nodes_that_differ_nobody_is_to_blame() -> None:
     assert (found.node, found.level, found.blames_node) == ("node2", "error", False)
     (found,) = diagnose(blocked(("node1", "node2"))(healthy(2)), asked(2))
     assert (found.code, found.blames_node) == ("PORT_BLOCKED", False)
+
+
+def test_a_folder_that_is_empty_everywhere_is_no_fault() -> None:
+    job = healthy()
+    for name in ("node1", "node2", "node3"):
+        job = with_files(job, name, data_empty=["/data"])
+    assert diagnose(job, asked()) == ()
 
 
 def test_errors_come_before_warnings() -> None:
@@ -436,6 +464,14 @@ def test_a_node_that_is_far_from_its_nominal_speed_is_named_though_it_has_but_on
     job = speeds((30, 12, 50), (30, 12, 50))(healthy(2))
     assert [(one.code, one.node, one.seen) for one in diagnose(job, asked(2))] == [
         ("SLOW_LINK", "", "12 MB/s at best, its interface claims 1250")
+    ]
+
+
+def test_of_several_measurements_the_best_counts() -> None:
+    first = SpeedFacts(node="node1", work_ms=90.0, mb_per_s={"node2": 10.0}, latency_us={"node2": 50.0})
+    second = SpeedFacts(node="node1", work_ms=30.0, mb_per_s={"node2": 900.0}, latency_us={"node2": 70.0})
+    assert best_speeds([first, second]) == [
+        SpeedFacts(node="node1", work_ms=30.0, mb_per_s={"node2": 900.0}, latency_us={"node2": 50.0})
     ]
 
 
