@@ -39,7 +39,7 @@ _LASTING = frozenset(
 )
 # Measured one after the other, since few nodes may share a machine or a switch.
 _FEW_NODES = 8
-_ROUNDS = 2
+_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ class ProbeServer:
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError), connection.makefile("rb") as file:
+        with connection, contextlib.suppress(OSError, ValueError, IndexError), connection.makefile("rb") as file:
             connection.settimeout(_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(f"{self._point.proof('probe', self._node)}\n".encode())

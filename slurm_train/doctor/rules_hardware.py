@@ -9,7 +9,7 @@ from slurm_train.doctor.finding import Finding
 from slurm_train.doctor.majority import listed, median_of_others
 
 _BUSY_MB = 2048
-_SLOW = 1.5
+_SLOW = 1.6
 _SLOW_LINK = 0.5
 # One connection alone reaches a fraction of a fast network.
 _SHARE_OF_CLAIM = 0.05

@@ -26,7 +26,7 @@ from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lock import Holder, release_lock, take_lock
 from slurm_train.rundir.marks import first_mark
-from slurm_train.rundir.preflight import bad_nodes, fatal_line, named_node, read_record
+from slurm_train.rundir.preflight import bad_nodes, codes_of, fatal_line, named_node, read_record
 from slurm_train.rundir.progress import last_lines
 from slurm_train.rundir.timing import read_account
 
@@ -125,6 +125,8 @@ def _run_attempt(
         words["asked_by"] = str(stop["asked_by"])
     if decision.reason == "failed":
         words["failed_on"] = _failed_on(run, site, attempt)
+    if found := codes_of(read_record(run, attempt)):
+        words["found"] = found
     wall = {"start_unix_s": start_unix_s, "end_unix_s": time.time()}
     seconds = read_account(run, attempt, **wall, step_before=step_before)
     if not seconds and not is_own_code:

@@ -28,6 +28,11 @@ def finding_lines(record: Mapping[str, Any]) -> list[str]:
     return [str(finding.get("line", "")) for finding in record.get("findings", [])]
 
 
+def codes_of(record: Mapping[str, Any]) -> str:
+    """Returns codes and nodes of all findings in short, e.g. "CLOCK_SKEW node3; LIMITS"; "" where nothing was found."""
+    return "; ".join(f"{found['code']} {found['node']}".strip() for found in record.get("findings", []))
+
+
 def fatal_line(record: Mapping[str, Any]) -> str:
     """Returns what kept the ranks from starting, in one line; "" where nothing did."""
     lines = [str(finding["line"]) for finding in record.get("findings", []) if finding.get("level") == "error"]
