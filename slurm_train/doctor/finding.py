@@ -46,18 +46,18 @@ SITE_CODES: Mapping[str, str] = {
     "OLD_SLURM": "this Slurm is older than what this toolkit was written for",
     "NO_GRACE": "a preempted job has no time to save",
     "SHORT_GRACE": "a preempted job has little time to save",
-    "NO_REQUEUE": "jobs are not requeued unless they ask for it",
     "SUSPENDS": "a preempted job is stopped and stays in memory",
+    "USER_SIGNAL": "preemption sends the job's own warning signal",
+    "NO_REQUEUE": "jobs are not requeued unless they ask for it",
     "REQUEUE_DELAY": "how long a requeued job waits before it may start",
     "LOG_TRUNCATED": "a requeue would empty the log",
+    "JOB_ENDS": "which processes of a job get the signals",
     "NO_ACCOUNTING": "Slurm keeps no accounts",
     "ARRAY_SIZE": "how many runs fit into one job array",
     "GPU_FLAG": "how GPUs are asked for here",
     "CONTAINERS": "container runtimes",
     "TIME_LIMITS": "time limits of the partitions",
     "PARTITION_DOWN": "a partition starts no jobs",
-    "USER_SIGNAL": "preemption sends the job's own warning signal",
-    "JOB_ENDS": "which processes of a job get the signals",
 }
 CODES: Mapping[str, str] = {**RUN_CODES, **SITE_CODES}
 

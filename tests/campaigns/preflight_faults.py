@@ -7,6 +7,7 @@ go inside it.
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from slurm_train.rundir.layout import RunDirectory
 from tests.support import broken_nodes as broken
 from tests.support.node_faults import hidden_from
 
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+FAKETIME = Path(f"/usr/lib/{platform.machine()}-linux-gnu/faketime/libfaketime.so.1")
 _NVML = """
 import json, os, types
 FACTS = json.loads({facts!r})
