@@ -16,7 +16,7 @@ from slurm_train.cli.display import note, plan_rows
 from slurm_train.cli.inputs import refuse_missing_inputs
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.selection import active_runs
-from slurm_train.cli.submit import require_slurm
+from slurm_train.cli.submit import avoid_bad_nodes, require_slurm
 from slurm_train.config.compose import compose_points
 from slurm_train.config.lean import is_enough
 from slurm_train.config.points import Point, read_points
@@ -149,6 +149,8 @@ def _submit(plan: SweepPlan, source: Source, *, words: Sequence[str], env: Mappi
         for run, _ in todo:
             # A dead process on this machine can be told from here, not from the node that the job starts on.
             clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
+        if todo:
+            avoid_bad_nodes(todo[0][1], todo[0][0], env)
         for _, job_id in submit_arrays(sweep, arrays, env=env):
             print(f"{job_id} {sweep.path}", flush=True)
     _say_what_next(sweep)

@@ -70,7 +70,10 @@ def submit(
 
 
 def avoid_bad_nodes(script: str, run: RunDirectory, env: Mapping[str, str]) -> list[str]:
-    """Returns words for sbatch that leave out nodes which were found bad lately, and says which."""
+    """Returns words for sbatch that leave out nodes which were found bad lately, and says which.
+
+    The arrays of a sweep leave them out by themselves; of these it only says so.
+    """
     flags = exclude_flags(script, run, env)
     if text := describe(flags, run):
         note(f"  {text}; see {list_file(run)}")

@@ -10,7 +10,7 @@ from slurm_train.cli.display import note
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.multirun import plan_arrays
 from slurm_train.cli.selection import jobs_of
-from slurm_train.cli.submit import require_slurm
+from slurm_train.cli.submit import avoid_bad_nodes, require_slurm
 from slurm_train.cli.sweep_table import SweepRow, chosen, read_rows, summary
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_DONE, RunError
@@ -70,6 +70,7 @@ def resume_sweep(
         scripts = [(one.element.run, one.element.run.submit_script.read_text(encoding="utf-8")) for one in todo]
         arrays = plan_arrays(sweep, scripts, commands, max_parallel=config.sweep.max_parallel)
         _prepare(sweep, todo, source, commands, words=words)
+        avoid_bad_nodes(scripts[0][1], scripts[0][0], env)
         for _, job_id in submit_arrays(sweep, arrays, env=env):
             print(f"{job_id} {sweep.path}", flush=True)
     note(f"submitted {len(todo)} runs again; each continues from its newest verified checkpoint")

@@ -45,6 +45,7 @@ _PATIENCE_S = 1.0
 _TROUBLE_AFTER_S = 2.0
 _TRIES_AT_FIRST = 8
 _REPORT_S = 10.0
+_LEAST_WAIT_S = 1.0
 
 
 @dataclass(slots=True)
@@ -78,7 +79,8 @@ class Lines:
     def receive(self, rank: int, *, deadline: float) -> dict[str, Any] | None:
         """Returns what a rank says, None where it says nothing until the deadline (`time.monotonic`)."""
         try:
-            self._connections[rank].settimeout(max(deadline - time.monotonic(), 0.05))
+            # After a suspension the deadline is over, and what was sent meanwhile is still on its way.
+            self._connections[rank].settimeout(max(deadline - time.monotonic(), _LEAST_WAIT_S))
             value = json.loads(self._files[rank].readline())
         except (OSError, ValueError, KeyError):
             return None
