@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slurm_train.doctor.facts import Asked, Evidence
+from slurm_train.doctor.evidence import Asked, Evidence
 from slurm_train.doctor.finding import Finding, merge
 from slurm_train.doctor.rules_files import file_findings
 from slurm_train.doctor.rules_hardware import gpu_findings, speed_findings

@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO
 
 from slurm_train.distributed.greeting import Callers, MeetingPoint, call, gather
+from slurm_train.doctor.evidence import PortFacts
 from slurm_train.doctor.facts import (
     NodeFacts,
-    PortFacts,
     ProbeFacts,
     RankFacts,
     SpeedFacts,
@@ -37,7 +37,8 @@ from slurm_train.doctor.facts import (
 from slurm_train.doctor.interfaces import resolve
 from slurm_train.doctor.participant import Participant, nodes_of, read_file
 from slurm_train.doctor.port_holder import holder_of
-from slurm_train.doctor.probes import Peer, measure, probe
+from slurm_train.doctor.probes import Peer, probe
+from slurm_train.doctor.speed import measure
 from slurm_train.doctor.trouble import LOOK_EVERY_S, Tell, Watcher, tell_trouble
 from slurm_train.errors import ConfigError
 

@@ -6,7 +6,7 @@ nobody says, and what nobody says is no finding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,54 +196,6 @@ class Trouble:
     """Other nodes that answer."""
     unreached: list[str] = field(default_factory=list)
     """Other nodes that do not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PortFacts:
-    """Where rank 0 listens."""
-
-    asked: int
-    """The first candidate: MASTER_PORT."""
-    bound: int
-    """The one that was free; 0 if none."""
-    holder: str = ""
-    """Who holds the first one, where that can be told, e.g. "pid 7 (python)"."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """Everything that is known when the verdict is due."""
-
-    ranks: Sequence[RankFacts] = ()
-    nodes: Sequence[NodeFacts] = ()
-    probes: Sequence[ProbeFacts] = ()
-    speeds: Sequence[SpeedFacts] = ()
-    troubles: Sequence[Trouble] = ()
-    port: PortFacts | None = None
-    silent: Sequence[str] = ()
-    """Nodes of which some ranks never came."""
-    mute: Sequence[str] = ()
-    """Nodes that came, and whose reports did not arrive."""
-    late: Sequence[str] = ()
-    """Nodes that came, and did not answer what they were asked in time."""
-    waited_s: float = 0.0
-    """How long was waited for those."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the job should be like."""
-
-    nodes: tuple[str, ...]
-    """In rank order; the first is rank 0's."""
-    world_size: int
-    gpus_per_node: int = 0
-    """GPUs asked of Slurm; 0: none."""
-    cpus_per_gpu: int | None = None
-    needs_port: bool = False
-    """Whether MASTER_PORT itself has to be free, as a script of one's own expects."""
-    local_ranks: int = 1
-    """Ranks on each node."""
 
 
 def read_node(value: Mapping[str, Any]) -> NodeFacts:

@@ -18,15 +18,15 @@ from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.doctor import gather
 from slurm_train.doctor.diagnose import diagnose
+from slurm_train.doctor.evidence import Asked, Evidence, PortFacts
 from slurm_train.doctor.exchange import Heard, Lines, ask_nodes, follow, hear_all, open_port, take_answers
-from slurm_train.doctor.facts import Asked, Evidence, PortFacts
 from slurm_train.doctor.finding import Finding, errors_in, read_finding
 from slurm_train.doctor.interfaces import resolve
 from slurm_train.doctor.participant import Participant, file_name
 from slurm_train.doctor.probe_server import ProbeServer
 from slurm_train.doctor.probes import Peer, peers_of
 from slurm_train.doctor.rules_hardware import best_speeds, speed_findings
-from slurm_train.doctor.rules_network import interface_choices
+from slurm_train.doctor.rules_interfaces import interface_choices
 from slurm_train.doctor.rules_ranks import mismatches
 from slurm_train.doctor.table import node_table
 from slurm_train.errors import PreflightError

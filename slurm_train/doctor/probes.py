@@ -1,4 +1,4 @@
-"""What one node asks of others once all are there: are you reached, what time is it, how fast are we.
+"""What one node asks of others once all are there: are you reached, what time is it.
 
 Each peer is asked in a thread of its own, so that a node that is cut off takes as long as one blocked port.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import hmac
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -17,18 +16,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from slurm_train.distributed.greeting import MeetingPoint
-from slurm_train.doctor.facts import ProbeFacts, SpeedFacts
+from slurm_train.doctor.facts import ProbeFacts
 
 # A packet that is lost is sent again after a second, and after three.
 _CONNECT_S = (1.5, 3.5)
 _ANSWER_S = 8.0
 _CLOCK_ROUNDS = 3
-_PING_ROUNDS = 20
-_FIRST_TRANSFER = 1 << 20
-_LONG_ENOUGH_S = 0.05
-_LONGEST_TRANSFER = 1 << 27
-_WORK_ROUNDS = 9
-_WORK = 400_000
 MOST_PEERS = 16
 
 
@@ -54,7 +47,7 @@ def peers_of(index: int, num_nodes: int) -> list[int]:
     return sorted({0, *((index + distance) % num_nodes for distance in distances)} - {index})
 
 
-class _Line:
+class Line:
     """A connection to a peer's probe server, after both sides have proved who they are."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -62,15 +55,17 @@ class _Line:
         self.file: BinaryIO = connection.makefile("rb")
 
     def ask(self, words: str) -> bytes:
+        """Sends a line and returns the line that comes back."""
         self.connection.sendall(f"{words}\n".encode())
         return self.file.readline(200)
 
     def close(self) -> None:
+        """Hangs up."""
         self.file.close()
         self.connection.close()
 
 
-def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[_Line | None, str]:
+def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[Line | None, str]:
     """Returns a line to a peer, or None and why packets do not get there, in the kernel's words."""
     why = "no address"
     for timeout_s in _CONNECT_S if address else ():
@@ -81,7 +76,7 @@ def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[_Lin
             continue
         except OSError as err:
             return None, in_words(err)
-        line = _Line(connection)
+        line = Line(connection)
         try:
             connection.settimeout(_ANSWER_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -158,7 +153,7 @@ class _Look:
         if line is not None:
             line.close()
 
-    def _ask_time(self, line: _Line) -> None:
+    def _ask_time(self, line: Line) -> None:
         rounds = []
         for _ in range(_CLOCK_ROUNDS):
             began_s, began_unix_s = time.monotonic(), time.time()
@@ -187,71 +182,3 @@ class _Look:
             return any(entry.name == self.peer.file for entry in self.folder.iterdir())
         except OSError:
             return False
-
-
-def measure(point: MeetingPoint, node: str, peers: Sequence[Peer]) -> SpeedFacts:
-    """Returns how fast this node computes, and how fast its connections are; takes about half a second a peer."""
-    rates: dict[str, float] = {}
-    latencies: dict[str, float] = {}
-    for peer in peers:
-        line, _ = reach(point, peer.node, peer.address, peer.port)
-        if line is None:
-            continue
-        try:
-            latencies[peer.node] = round(_latency_us(line), 1)
-            rates[peer.node] = round(min(_rate(line, sends=True), _rate(line, sends=False)) / 1e6, 3)
-        except (OSError, ValueError):
-            continue
-        finally:
-            line.close()
-    return SpeedFacts(node=node, work_ms=_work_ms(), mb_per_s=rates, latency_us=latencies)
-
-
-def _latency_us(line: _Line) -> float:
-    trips = []
-    for _ in range(_PING_ROUNDS):
-        began_s = time.monotonic()
-        line.ask("time")
-        trips.append(time.monotonic() - began_s)
-    return 1e6 * statistics.median(trips) / 2
-
-
-def _rate(line: _Line, *, sends: bool) -> float:
-    """Returns bytes a second; the amount grows until it takes long enough to say something."""
-    size = _FIRST_TRANSFER
-    while True:
-        began_s = time.monotonic()
-        _send(line, size) if sends else _receive(line, size)
-        took_s = time.monotonic() - began_s
-        if took_s > _LONG_ENOUGH_S or size >= _LONGEST_TRANSFER:
-            return size / took_s
-        size *= 4
-
-
-def _send(line: _Line, size: int) -> None:
-    line.connection.sendall(f"take {size}\n".encode())
-    block = bytes(1 << 18)
-    for _ in range(size // len(block)):
-        line.connection.sendall(block)
-    line.file.readline(200)
-
-
-def _receive(line: _Line, size: int) -> None:
-    line.connection.sendall(f"give {size}\n".encode())
-    while size > 0:
-        block = line.file.read(min(size, 1 << 18))
-        if not block:
-            raise OSError("the peer hung up")
-        size -= len(block)
-
-
-def _work_ms() -> float:
-    times = []
-    for _ in range(_WORK_ROUNDS):
-        began_s = time.monotonic()
-        total = 0
-        for number in range(_WORK):
-            total += number & 7
-        times.append(time.monotonic() - began_s)
-    # The quickest: what else runs for a moment is not the node's speed.
-    return round(1e3 * min(times), 2)

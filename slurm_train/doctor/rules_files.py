@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from slurm_train.doctor.facts import DiskFacts, Evidence, NodeFacts
+from slurm_train.doctor.evidence import Evidence
+from slurm_train.doctor.facts import DiskFacts, NodeFacts
 from slurm_train.doctor.finding import Finding, Level
 from slurm_train.doctor.majority import common_end, listed, odd_ones
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from slurm_train.doctor.facts import Evidence, GpuFacts, NodeFacts, SpeedFacts
+from slurm_train.doctor.evidence import Evidence
+from slurm_train.doctor.facts import GpuFacts, NodeFacts, SpeedFacts
 from slurm_train.doctor.finding import Finding
 from slurm_train.doctor.majority import listed, median_of_others
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from slurm_train.doctor.facts import Asked, Evidence, RankFacts
+from slurm_train.doctor.evidence import Asked, Evidence
+from slurm_train.doctor.facts import RankFacts
 from slurm_train.doctor.finding import Finding
 from slurm_train.doctor.majority import as_ranges
 

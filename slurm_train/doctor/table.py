@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from slurm_train.doctor.facts import Evidence, NodeFacts
+from slurm_train.doctor.evidence import Evidence
+from slurm_train.doctor.facts import NodeFacts
 from slurm_train.doctor.finding import Finding
 from slurm_train.doctor.majority import as_ranges
 

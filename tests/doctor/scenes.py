@@ -6,18 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from slurm_train.doctor.facts import (
-    Asked,
-    DiskFacts,
-    Evidence,
-    FilesFacts,
-    GpuFacts,
-    NetworkFacts,
-    NodeFacts,
-    PortFacts,
-    ProbeFacts,
-    RankFacts,
-)
+from slurm_train.doctor.evidence import Asked, Evidence, PortFacts
+from slurm_train.doctor.facts import DiskFacts, FilesFacts, GpuFacts, NetworkFacts, NodeFacts, ProbeFacts, RankFacts
 
 VERSIONS = {"slurm_train": "1.0", "python": "3.11.2", "torch": "2.13.0", "driver": "570.1"}
 

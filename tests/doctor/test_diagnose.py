@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from slurm_train.doctor.diagnose import diagnose
-from slurm_train.doctor.facts import Asked, Evidence, PortFacts, SpeedFacts, Trouble
+from slurm_train.doctor.evidence import Asked, Evidence, PortFacts
+from slurm_train.doctor.facts import SpeedFacts, Trouble
 from slurm_train.doctor.finding import RUN_CODES
 from slurm_train.doctor.rules_hardware import best_speeds
-from slurm_train.doctor.rules_network import interface_choices
+from slurm_train.doctor.rules_interfaces import interface_choices
 from tests.doctor.scenes import (
     VERSIONS,
     asked,

@@ -106,7 +106,7 @@ def test_a_rank_that_is_told_another_number_says_so_by_itself(run: RunDirectory)
 
 
 def test_measuring_is_part_of_it_on_request(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurm_train.doctor.probes._WORK", 1000)
+    monkeypatch.setattr("slurm_train.doctor.speed._WORK", 1000)
     where = point()
     starts = [start(run, rank, where) for rank in range(WORLD)]
     measured = [replace(its, config=replace(its.config, preflight=PreflightSection(bandwidth=True))) for its in starts]

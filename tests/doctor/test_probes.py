@@ -12,7 +12,8 @@ import pytest
 
 from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.doctor.probe_server import ProbeServer
-from slurm_train.doctor.probes import Peer, measure, peers_of, probe, reach
+from slurm_train.doctor.probes import Peer, peers_of, probe, reach
+from slurm_train.doctor.speed import measure
 
 POINT = MeetingPoint(
     master_addr="localhost", ports=[1], run_id="run", attempt=0, timeout_s=5.0, secret="5" * 32, purpose="preflight"
@@ -84,7 +85,7 @@ def test_a_file_that_never_comes_is_not_seen(
 
 
 def test_speed_and_latency_are_measured(server: ProbeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurm_train.doctor.probes._WORK", 1000)
+    monkeypatch.setattr("slurm_train.doctor.speed._WORK", 1000)
     found = measure(POINT, "node1", [peer(server), Peer(node="node3", address="127.0.0.1", port=closed_port())])
     assert found.work_ms > 0
     assert set(found.mb_per_s) == set(found.latency_us) == {"node2"}
