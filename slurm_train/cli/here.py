@@ -20,10 +20,10 @@ from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preparation import Source, write_run_directory
 from slurm_train.launch.provenance import write_provenance
+from slurm_train.requeue.straggler_watch import minding_stragglers
 from slurm_train.requeue.supervise import Site, supervise
 from slurm_train.requeue.watch import hang_of, limits_of, watching
 from slurm_train.rundir.attempts import AttemptStart
-from slurm_train.rundir.heartbeat import Limits
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import release_lock, take_lock, this_process
 from slurm_train.rundir.lookup import read_job
@@ -94,12 +94,12 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         run,
         config.requeue,
         site,
-        lambda attempt: _launch(run, world_size, attempt, limits=limits_of(config), env=env),
+        lambda attempt: _launch(run, world_size, attempt, config=config, env=env),
         is_own_code=is_own_code,
     )
 
 
-def _launch(run: RunDirectory, world_size: int, attempt: int, *, limits: Limits | None, env: Mapping[str, str]) -> int:
+def _launch(run: RunDirectory, world_size: int, attempt: int, *, config: RunConfig, env: Mapping[str, str]) -> int:
     rank_env = scrubbed(env) | {"SLURM_TRAIN_ATTEMPT": str(attempt), "MASTER_ADDR": "127.0.0.1"}
     # The ranks run the snapshot; what it does not hold (ignored by git, say) is found where the run was typed.
     rank_env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(Path.cwd())]))
@@ -108,7 +108,11 @@ def _launch(run: RunDirectory, world_size: int, attempt: int, *, limits: Limits 
     ranks = start_local(command, run=run, attempt=attempt, num_ranks=world_size, env=rank_env)
     if (code := refused_code(run, attempt)) is not None:
         return code
-    with watching(run, attempt, limits=limits, world_size=world_size, end_ranks=lambda _: ranks.kill()):
+    limits = limits_of(config)
+    with (
+        watching(run, attempt, limits=limits, world_size=world_size, end_ranks=lambda _: ranks.kill()),
+        minding_stragglers(run, attempt, config=config, world_size=world_size),
+    ):
         return _wait(ranks)
 
 

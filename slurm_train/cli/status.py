@@ -19,6 +19,7 @@ from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import process_lives, read_holder
 from slurm_train.rundir.lookup import find_runs, read_job
 from slurm_train.rundir.progress import newest_training_line
+from slurm_train.rundir.stragglers import newest_window
 from slurm_train.rundir.sweep import find_sweep
 from slurm_train.rundir.timing import Goodput, goodput
 from slurm_train.slurm.commands import SlurmCommands
@@ -173,8 +174,8 @@ def _note(run: RunDirectory, job: JobState | None, ledger: Sequence[Mapping[str,
         return f"waits: {job.reason}" + (f", expected start {job.start}" if job.start else "")
     if state == "failed" and not ledger and job is not None:
         return never_began(job)
-    if state == "running" and job is not None:
-        return job.nodelist
+    if state == "running":
+        return "; ".join(filter(None, [job.nodelist if job is not None else "", slow_because(run, ledger)]))
     if state in ("finished", "running", "not started"):
         return ""
     if ledger and is_cancelled_since(job, ledger[-1]):
@@ -182,6 +183,14 @@ def _note(run: RunDirectory, job: JobState | None, ledger: Sequence[Mapping[str,
     if ledger and "end_time_unix_s" not in ledger[-1]:
         return without_end(run, job)
     return str(ledger[-1].get("note", "")) if ledger else ""
+
+
+def slow_because(run: RunDirectory, ledger: Sequence[Mapping[str, object]]) -> str:
+    """Returns what makes the steps of a running attempt longer than they would have to be, "" where nothing does."""
+    window = newest_window(run)
+    if window is None or not ledger or window.attempt != ledger[-1].get("attempt"):
+        return ""
+    return "; ".join(f"{finding.sentence} ({finding.advice})" for finding in window.findings)
 
 
 def is_cancelled_since(job: JobState | None, entry: Mapping[str, object]) -> bool:

@@ -21,6 +21,7 @@ from slurm_train.launch.step import LINGER_S, ORPHAN_LINGER_S, end_step, run_ste
 from slurm_train.launch.visibility import require_seen_by_all
 from slurm_train.requeue.decision import Decision
 from slurm_train.requeue.patience import bring_back, with_patience
+from slurm_train.requeue.straggler_watch import minding_stragglers
 from slurm_train.requeue.supervise import Site, ignore_stop_signals, say, supervise
 from slurm_train.requeue.timekeeper import ReadNotice, keeping_time
 from slurm_train.requeue.watch import hang_of, limits_of, watching
@@ -59,12 +60,12 @@ def main(words: Sequence[str]) -> int:
     read = _notice_reader(allocation.requeue_id, commands)
 
     def launch(attempt: int) -> int:
-        end = partial(_kill_steps, commands)
+        end, size, nodes = partial(_kill_steps, commands), allocation.num_tasks, allocation.nodes
         with (
             keeping_time(run, attempt, read=read),
-            watching(run, attempt, limits=limits, world_size=allocation.num_tasks, end_ranks=end),
+            watching(run, attempt, limits=limits, world_size=size, end_ranks=end),
+            minding_stragglers(run, attempt, config=config, world_size=size),
         ):
-            size, nodes = allocation.num_tasks, allocation.nodes
             return _run_step(run, command, attempt=attempt, nodes=nodes, world_size=size, env=env)
 
     site = _site(run, allocation, env, patience_s=config.requeue.controller_patience_s)

@@ -15,12 +15,13 @@ import re
 import struct
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurm_train.rundir.clock import AwakeClock
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.pace import Pace, pace_from
 from slurm_train.rundir.private import create_private, make_private
 
 PHASES = ("start", "data", "step", "evaluate", "gather", "save", "end")
@@ -28,8 +29,10 @@ PHASES = ("start", "data", "step", "evaluate", "gather", "save", "end")
 EVERY_S = 0.5
 _FLUSH_EVERY_S = 10.0
 # Version, step, marks, phase, settled, beats, and the time of the writer for people with a hex editor.
-_RECORD = struct.Struct("<8sqqiiqd16x")
-_VERSION = b"beat-1\0\0"
+_RECORD = struct.Struct("<8sqqiiqd")
+# The sums of the rank's pace follow, then zeros, then the facts about the rank as JSON.
+_FACTS_AT = 128
+_VERSION = b"beat-2\0\0"
 _FILE_SIZE = 512
 
 
@@ -58,6 +61,8 @@ class Beat:
     """Whether the rank has done its first step."""
     beats: int
     """Counts the writings: while it stands still, the process does not run at all."""
+    pace: Pace = field(default_factory=Pace)
+    """What its sampled steps were spent on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,8 @@ class Heartbeat:
         self.phase = "start"
         self.marks = 0
         self.settled = False
+        self.pace = Pace()
+        """What the sampled steps were spent on; a new value each time, so the thread never sees half of one."""
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -132,7 +139,7 @@ class _Writer:
         now = heart.clock()
         self._marks, self._since, self._dumped = -1, now, False
         self._last = self._flushed = now
-        os.pwrite(self._file, self._record() + json.dumps(facts).encode().ljust(_FILE_SIZE - _RECORD.size), 0)
+        os.pwrite(self._file, self._record() + json.dumps(facts).encode().ljust(_FILE_SIZE - _FACTS_AT), 0)
 
     def run(self, done: threading.Event) -> None:
         """Writes until told to end; a file system that refuses costs the heartbeat, never the training."""
@@ -156,7 +163,8 @@ class _Writer:
     def _record(self) -> bytes:
         heart = self._heart
         phase = PHASES.index(heart.phase)
-        return _RECORD.pack(_VERSION, heart.step, heart.marks, phase, heart.settled, self._beats, time.time())
+        beat = _RECORD.pack(_VERSION, heart.step, heart.marks, phase, heart.settled, self._beats, time.time())
+        return (beat + heart.pace.as_bytes()).ljust(_FACTS_AT, b"\0")
 
     def _look_at_own_progress(self, now: float) -> None:
         # Time in which the job was suspended is not on the clock; other long absences do not count either.
@@ -196,7 +204,7 @@ def _read(path: Path) -> Beat | None:
     try:
         content = path.read_bytes()
         version, step, marks, phase, settled, beats, _ = _RECORD.unpack_from(content)
-        facts: dict[str, Any] = json.loads(content[_RECORD.size :])
+        facts: dict[str, Any] = json.loads(content[_FACTS_AT:])
         if version != _VERSION:
             return None
         return Beat(
@@ -206,6 +214,7 @@ def _read(path: Path) -> Beat | None:
             phase=PHASES[phase],
             settled=bool(settled),
             beats=beats,
+            pace=pace_from(content, _RECORD.size),
         )
     except (OSError, ValueError, TypeError, IndexError, struct.error):
         # Half written, or gone meanwhile: the next look will see it.

@@ -124,6 +124,11 @@ class RunDirectory:
         return self.path / "events.jsonl"
 
     @property
+    def stragglers(self) -> Path:
+        """What the ranks spent their steps on: one JSON object per window of some seconds."""
+        return self.path / "stragglers.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard events."""
         return self.path / "tensorboard"

@@ -20,6 +20,7 @@ from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.health import Finding, Health
+from slurm_train.train.pace import PaceProbe
 from slurm_train.train.recorder import Recorder
 from slurm_train.train.save_pace import SavePace
 from slurm_train.train.saving import Checkpointer, Position
@@ -51,6 +52,7 @@ class LoopParts:
     """Called once, after the first step."""
     health: Health
     heartbeat: Heartbeat
+    probe: PaceProbe
     check_replicas: Callable[[int], None]
     """Raises on every rank if the ranks' parameters differ; given the step. Collective."""
 
@@ -157,12 +159,16 @@ class Loop:
         facts = StepFacts(step, samples, self._parts.schedule.lr_at(samples), limit)
         self._parts.heartbeat.step = step
         self._digest = 0
+        self._parts.probe.begin()
         result = self._parts.stepper.step(facts, self._batches)
         if pace.digest:
+            start = self._clock()
             self._digests[step] = _sum_over_ranks(self._digest)
+            self._parts.probe.exchange_s += self._clock() - start
         position.step, position.samples = step, samples
         if result is not None:
             self._take(result)
+        self._parts.probe.end()
 
     def _take(self, result: StepResult) -> None:
         """Reads a step's reduced values; on a GPU they are the previous step's, on every rank alike."""

@@ -44,6 +44,7 @@ from slurm_train.train.health import Health, HealthParts, position_after_rollbac
 from slurm_train.train.local_tier import build_local_saves
 from slurm_train.train.loop import Loop, LoopPace, LoopParts
 from slurm_train.train.module import TrainingModule
+from slurm_train.train.pace import PaceProbe
 from slurm_train.train.recorder import Recorder, RunFacts, open_writers
 from slurm_train.train.replicas import check_replicas
 from slurm_train.train.save_pace import build_save_pace
@@ -147,8 +148,9 @@ def build_loop(
             display.say(note)
     autocast = autocast_dtype(config.train, device=rank_run.device)
     module = TrainingModule(objective, stop=stop, device=rank_run.device, autocast=autocast)
+    stepper = build_stepper(rank_run, module, built.optimizer, before_update=checkpointer.hold_changes)
     parts = LoopParts(
-        stepper=build_stepper(rank_run, module, built.optimizer, before_update=checkpointer.hold_changes),
+        stepper=stepper,
         batches=build_stream(rank_run, built.train, start_samples=position.samples),
         schedule=build_run_schedule(start, position),
         checkpointer=checkpointer,
@@ -160,6 +162,7 @@ def build_loop(
         on_first_step=lambda: _after_first_step(rank_run, checkpointer),
         health=health,
         heartbeat=start.heartbeat,
+        probe=build_probe(rank_run, stepper),
         check_replicas=lambda step: check_replicas(
             built.model.parameters(), step=step, device=rank_run.device, host=start.place.host
         ),
@@ -265,6 +268,17 @@ def build_stepper(
         heartbeat=rank_run.start.heartbeat,
     )
     return Stepper(parts)
+
+
+def build_probe(rank_run: RankRun, stepper: Stepper) -> PaceProbe:
+    """Returns what measures how much of a step is this rank's own work."""
+    return PaceProbe(
+        stepper.ddp,
+        rank_run.start.heartbeat,
+        every=rank_run.start.config.health.pace_every_steps,
+        data_wait_s=lambda: stepper.data_wait_s,
+        on_device=rank_run.device.type != "cpu",
+    )
 
 
 def build_stream(rank_run: RankRun, source: SampleSource, *, start_samples: int) -> BatchStream:
