@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.config.batch import BatchPlan, planned_lr, recut_batch, solve_batch
+from slurm_train.config.batch import BatchPlan, planned_lr, recut_batch, require_parts, solve_batch
 from slurm_train.config.identity import config_hash
 from slurm_train.config.schema import BatchSection, HealthSection, RunConfig
 from slurm_train.config.structure import to_mapping
@@ -138,6 +138,8 @@ def _solve_again(asked: BatchSection, before: Mapping[str, Any], *, ranks: int, 
 
 
 def _assemble(config: RunConfig, world: World, batch: BatchPlan, *, run: RunDirectory, directory: str) -> RunPlan:
+    if config.trains:
+        require_parts(config.batch, batch)
     return RunPlan(
         config=config,
         world=world,
@@ -246,6 +248,7 @@ _COUNTS = (
     "optim.lr_global_size",
     "run.snapshot_limit_mb",
     "sweep.max_parallel",
+    "batch.pool",
 )
 
 
