@@ -23,13 +23,13 @@ LAYERS = [
     {"config"},
     {"slurm", "rundir"},
     {"launch", "distributed", "models", "data", "checkpoint", "requeue", "metrics", "devcluster"},
-    {"train", "doctor", "report"},
+    {"train", "doctor", "report", "scaling"},
     {"cli"},
     {"__main__"},
 ]
 
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
-TORCH_FREE_ROOMS = ("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster")
+TORCH_FREE_ROOMS = ("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster", "scaling")
 TORCH_FREE_MODULES = (
     "errors",
     "assets",

@@ -20,6 +20,7 @@ VERBS = {
     "cancel": "end a run's job",
     "resume": "continue an unfinished run from its newest checkpoint",
     "collate": "table of a sweep: values, best and last metrics, attempts, GPU-hours",
+    "scaling": "short runs from one rank to all nodes: what limits, and whether more nodes pay",
     "checkpoint": "ls and verify the checkpoints of a run",
     "prepare": "turn text files into token shards",
     "devcluster": "a real Slurm on this one machine, for trying and testing",

@@ -38,6 +38,8 @@ from slurm_train.train.build import (
 )
 from slurm_train.train.continuity import build_continuity
 from slurm_train.train.evaluate import Evaluator
+from slurm_train.train.exchange import Exchange
+from slurm_train.train.exchange_choice import build_exchange, fitting_buckets, note_exchange
 from slurm_train.train.feed import build_global_batches, build_stream
 from slurm_train.train.flops import flops_per_token, peak_flops
 from slurm_train.train.health import Health, HealthParts, position_after_rollbacks
@@ -135,20 +137,21 @@ def build_loop(
     """Returns the loop, at the newest checkpoint's position, and rank 0's recorder. Collective over all ranks."""
     start, config, stop = rank_run.start, rank_run.start.config, rank_run.start.stop
     objective = build_objective(built.model, train=config.train)
-    checkpointer = build_checkpointer(rank_run, built)
+    exchange = build_exchange(config, place=start.place, device=rank_run.device)
+    checkpointer = build_checkpointer(rank_run, built, exchange=exchange)
     position, notes = checkpointer.resume()
     batches, health = build_order(rank_run, built, checkpointer=checkpointer, position=position, display=display)
     if position.step == 0:
         seed_everything(config.seed, data_parallel_rank=start.place.rank)
     recorder = None
     if display is not None:
-        spent.first_step = position.step
         recorder = build_recorder(rank_run, built, position=position, display=display, spent=spent)
+        note_exchange(start, built.model, exchange)
         for note in notes:
             display.say(note)
     autocast = autocast_dtype(config.train, device=rank_run.device)
     module = TrainingModule(objective, stop=stop, device=rank_run.device, autocast=autocast)
-    stepper = build_stepper(rank_run, module, built.optimizer, before_update=checkpointer.hold_changes)
+    stepper = build_stepper(rank_run, module, built, exchange=exchange, before_update=checkpointer.hold_changes)
     parts = LoopParts(
         stepper=stepper,
         batches=build_stream(start, built.train, batches, start_samples=position.samples),
@@ -164,11 +167,16 @@ def build_loop(
         health=health,
         heartbeat=start.heartbeat,
         probe=build_probe(rank_run, stepper),
-        check_replicas=lambda step: check_replicas(
-            built.model.parameters(), step=step, device=rank_run.device, host=start.place.host
-        ),
+        exchange=exchange,
+        check_replicas=build_replica_check(rank_run, built),
     )
     return Loop(parts, pace=build_pace(rank_run), position=position), recorder
+
+
+def build_replica_check(rank_run: RankRun, built: Built) -> Callable[[int], None]:
+    """Returns what raises, given the step, where the ranks' parameters differ. Collective when called."""
+    host, parameters = rank_run.start.place.host, built.model.parameters
+    return lambda step: check_replicas(parameters(), step=step, device=rank_run.device, host=host)
 
 
 def peak_lr(start: RankStart) -> float:
@@ -216,8 +224,8 @@ def build_order(
 def build_evaluator(
     rank_run: RankRun, built: Built, *, objective: Objective, autocast: torch.dtype | None
 ) -> Evaluator | None:
-    """Returns what measures the held-out samples, None where there are none."""
-    if built.heldout is None:
+    """Returns what measures the held-out samples, None where there are none, or none shall be."""
+    if built.heldout is None or not rank_run.start.config.train.evaluate:
         return None
     start = rank_run.start
     return Evaluator(
@@ -250,16 +258,21 @@ def build_pace(rank_run: RankRun) -> LoopPace:
 def build_stepper(
     rank_run: RankRun,
     module: TrainingModule,
-    optimizer: Optimizer,
+    built: Built,
     *,
-    before_update: Callable[[], None] | None = None,
+    exchange: Exchange | None,
+    before_update: Callable[[], None],
 ) -> Stepper:
     """Returns what takes steps. Collective: DDP compares the ranks' parameters."""
-    ddp = build_ddp(module, ddp=rank_run.start.config.ddp, device=rank_run.device)
+    settings = fitting_buckets(rank_run.start.config.ddp, built.model, device=rank_run.device)
+    ddp = build_ddp(module, ddp=settings, device=rank_run.device)
+    if exchange is not None:
+        exchange.attach(ddp, module.rider)
+        exchange.watch(built.optimizer, hold_changes=before_update)
     parts = StepParts(
         ddp=ddp,
         module=module,
-        optimizer=optimizer,
+        optimizer=built.optimizer,
         clip_norm=rank_run.start.config.optim.grad_clip_norm,
         accumulation=rank_run.start.plan.accumulation,
         world_size=rank_run.start.place.world_size,
@@ -267,6 +280,7 @@ def build_stepper(
         before_update=before_update,
         applies_spikes=rank_run.start.config.health.on_spike == "log",
         heartbeat=rank_run.start.heartbeat,
+        must_arrange=exchange is not None,
     )
     return Stepper(parts)
 
@@ -282,7 +296,7 @@ def build_probe(rank_run: RankRun, stepper: Stepper) -> PaceProbe:
     )
 
 
-def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
+def build_checkpointer(rank_run: RankRun, built: Built, *, exchange: Exchange | None = None) -> Checkpointer:
     """Returns what saves and restores this run. Collective over all ranks."""
     start = rank_run.start
     settings, optim, clock = start.config.checkpoint, start.config.optim, start.clock
@@ -308,11 +322,13 @@ def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
         if settings.background
         else None,
         local=build_local_saves(start),
+        exchange=exchange,
     )
 
 
 def build_recorder(rank_run: RankRun, built: Built, *, position: Position, display: Display, spent: Spent) -> Recorder:
     """Returns what keeps the metrics. Rank 0 only."""
+    spent.first_step = position.step
     config, run = rank_run.start.config, rank_run.start.run
     unit = "tokens" if hasattr(built.train, "bytes_per_target") else "samples"
     peak = peak_flops(rank_run.device)

@@ -30,6 +30,7 @@ OTHERS: dict[str, Any] = {
     "cluster.gpu_flag": "gres",
     "health.on_non_finite": "skip",
     "health.on_spike": "stop",
+    "ddp.comm": "bf16",
 }
 
 
