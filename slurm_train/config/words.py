@@ -50,6 +50,8 @@ class Words:
     single: bool = False
     multirun: bool = False
     wait: bool = False
+    json: bool = False
+    measure: bool = False
     accept: tuple[str, ...] = ()
     """Changes of a run in progress that the person accepts: keys, "config", "code", "data"."""
     help: bool = False
@@ -148,6 +150,8 @@ _SWITCHES = {
     "--multirun": "multirun",
     "-m": "multirun",
     "--wait": "wait",
+    "--json": "json",
+    "--measure": "measure",
     "--resolve": "resolve",
     "--help": "help",
     "-h": "help",
