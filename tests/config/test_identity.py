@@ -12,6 +12,7 @@ BASE: dict[str, Any] = {
     "model": {"_target_": "my.Model", "width": 64},
     "data": {"_target_": "my.Data"},
     "cluster": {},
+    "container": {"kind": "apptainer", "image": "/image.sif"},
     "batch": {"local_size": 2, "accumulation": 1, "global_size": 64},
 }
 # One other value for each type of key.
@@ -31,6 +32,10 @@ OTHERS: dict[str, Any] = {
     "optim.betas": [0.8, 0.9],
     "train.precision": "float32",
     "cluster.gpu_flag": "gres",
+    "launch": "interactive",
+    "container.kind": "pyxis",
+    "container.mounts": ["/x"],
+    "container.flags": ["--x"],
     "health.on_non_finite": "skip",
     "health.on_spike": "stop",
 }
