@@ -66,6 +66,9 @@ class FakeSlurmCommands:
     def is_available(self) -> bool:
         return self._is_available
 
+    def version(self) -> str | None:
+        return "22.05.8"
+
     def job_states(self, job_ids: Iterable[str]) -> dict[str, JobState]:
         self._fail_if_told()
         asked = set(job_ids)
