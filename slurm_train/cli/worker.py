@@ -5,6 +5,7 @@ The stop handlers are installed before torch is imported: importing takes second
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -106,6 +107,7 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
     from slurm_train.rundir.files import read_json
     from slurm_train.rundir.layout import RunDirectory
 
+    _let_torch_record()
     place = RankPlace.from_env(env)
     run = RunDirectory(path)
     _require_visible(run, place.host)
@@ -139,6 +141,17 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
     from slurm_train.train.trainer import train
 
     return train(start)
+
+
+def _let_torch_record() -> None:
+    # Before torch is imported: what collectives a rank has begun is asked in an autopsy.
+    from importlib.metadata import PackageNotFoundError, version
+
+    from slurm_train.requeue.flight import recording_environment
+
+    with contextlib.suppress(PackageNotFoundError):
+        for name, value in recording_environment(version("torch")).items():
+            os.environ.setdefault(name, value)
 
 
 def _start_heartbeat(
