@@ -29,6 +29,7 @@ ROOT_MEANINGS = {
     "seed": "Seed of everything random: weights, order of the samples, augmentation, dropout",
     "model": "The model: a group (`model=gpt`) or `model._target_=my_package.MyModel`; see below",
     "data": "The data: a group (`data=stdlib`) or `data._target_=my_package.MyData`; see below",
+    "site": "`site=NAME`: a file with your cluster's partition, account and so on; `init` writes it",
     "task": "`task._target_=my_package.main`: your function on every rank instead of the trainer",
     "script": "`script=[train.py,--flag]`: your script on every rank instead of the trainer",
 }
@@ -50,6 +51,7 @@ Settings are words of the command line, `key=value`. Units are in the names: `_s
 | `model=NAME`, `data=NAME` | chooses a file of `conf/model/` or `conf/data/` |
 | `+experiment=NAME` | a file of `conf/experiment/`: several settings under one name |
 | `+cluster=NxG` | Slurm, N nodes with G GPUs each; works for every N and G; `cluster.*` settings go with it |
+| `site=NAME` | what is particular to one cluster: see [site profiles](site-profiles.md) |
 | `+model.KEY=value`, `+data.KEY=value` | adds a keyword that the chosen file does not have |
 | `model._target_=...`, `data._target_=...` | your own class; the chosen file's keywords are not passed to it |
 | `key=null` | no value: the default in words below |
@@ -58,7 +60,8 @@ Settings are words of the command line, `key=value`. Units are in the names: `_s
 | `--config-dir DIR` | YAML files of your own; one of the same name as a shipped one takes its place |
 | `--config-name NAME` | another primary file than `config.yaml` |
 
-A site's own values belong into a file, not into every command. `my_conf/cluster/base.yaml`:
+A site's own values belong into a file, not into every command. `init` [writes one](site-profiles.md) for your cluster.
+Other defaults for every cluster go into a base file of your own, `my_conf/cluster/base.yaml`:
 
 ```yaml
 nodes: 1
@@ -241,7 +244,9 @@ def _not_identity() -> str:
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NOT_IDENTITY":
             names: tuple[str, ...] = ast.literal_eval(node.value)
-            return _wrap([f"`{name}`" + ("" if "." in name else " (all of it)") for name in names])
+            return _wrap(
+                [f"`{name}`" + ("" if "." in name or name in ROOT_MEANINGS else " (all of it)") for name in names]
+            )
     raise AssertionError(f"no NOT_IDENTITY in {IDENTITY}")
 
 

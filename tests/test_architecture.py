@@ -22,14 +22,14 @@ LAYERS = [
     {"errors", "assets", "__init__"},
     {"config"},
     {"slurm", "rundir"},
-    {"launch", "distributed", "models", "data", "checkpoint", "requeue", "metrics", "devcluster", "standing"},
+    {"launch", "distributed", "models", "data", "checkpoint", "requeue", "metrics", "devcluster", "site", "standing"},
     {"train", "doctor", "report"},
     {"cli"},
     {"__main__"},
 ]
 
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
-TORCH_FREE_ROOMS = ("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster", "standing", "report")
+TORCH_FREE_ROOMS = ("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster", "site", "standing", "report")
 TORCH_FREE_MODULES = (
     "errors",
     "assets",

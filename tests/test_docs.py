@@ -21,7 +21,7 @@ import pytest
 from slurm_train.cli.main import VERBS
 from slurm_train.config.compose import compose
 from slurm_train.config.points import Point, read_points
-from slurm_train.config.words import read_words
+from slurm_train.config.words import Words, chosen_sites, read_words
 from slurm_train.errors import SlurmTrainError
 from slurm_train.standing.schema import KEYS
 from slurm_train.standing.states import MEANINGS
@@ -83,6 +83,7 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch, folder: Path) -> No
         flags = read_words(rest)
         if flags.config_dir is not None:
             (folder / flags.config_dir).mkdir(exist_ok=True)
+        _write_sites(flags, monkeypatch, folder)
         for point in read_points(flags) if flags.multirun else [Point(tuple(flags.overrides), {})]:
             compose(replace(flags, overrides=list(point.overrides)))
         return
@@ -95,6 +96,15 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch, folder: Path) -> No
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_read)
     with pytest.raises(_Parsed):
         import_module(f"slurm_train.cli.{verb}").main(rest)
+
+
+def _write_sites(flags: Words, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Puts the site files that the words choose into a home of the test's own: they are a person's."""
+    monkeypatch.setenv("HOME", str(folder))
+    for name in chosen_sites(flags.overrides):
+        path = folder / ".config" / "slurm_train" / "site" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("cluster: {partition: gpu}\n")
 
 
 @pytest.mark.parametrize("command", all_commands(), ids=str)

@@ -29,10 +29,11 @@ from omegaconf.resolvers.oc import env as read_variable
 from slurm_train.config.explain import explain, no_cluster_error, not_known_yet
 from slurm_train.config.lean import LeanComposer, is_enough
 from slurm_train.config.schema import RunConfig
-from slurm_train.config.search_path import search_path, store_sizes
+from slurm_train.config.search_path import own_folders, search_path, store_sizes
 from slurm_train.config.secrets import is_secret_name, refuse_secrets
+from slurm_train.config.site import require_site, settle_site, user_config_dir
 from slurm_train.config.structure import build_config
-from slurm_train.config.words import Words, prepare_overrides
+from slurm_train.config.words import Words, chosen_sites, prepare_overrides
 from slurm_train.errors import ConfigError
 
 T = TypeVar("T")
@@ -67,10 +68,12 @@ def compose(words: Words, *, number: int | None = None) -> Composed:
     overrides = prepare_overrides(words.overrides)
     with explaining(words, overrides):
         try:
-            return _read(settled(overrides, partial(_compose, words, is_lean=is_enough(words), number=number)))
+            return _read(
+                settled(overrides, partial(_compose, words, is_lean=is_enough(words), number=number)), overrides
+            )
         except UnsupportedInterpolationType:
             # A resolver that a plugin in the user's environment registers: only Hydra's whole way loads those.
-            return _read(settled(overrides, partial(_compose, words, is_lean=False, number=number)))
+            return _read(settled(overrides, partial(_compose, words, is_lean=False, number=number)), overrides)
 
 
 def read_whole(words: Words, config: DictConfig) -> Composed:
@@ -79,8 +82,9 @@ def read_whole(words: Words, config: DictConfig) -> Composed:
     Raises:
         ConfigError: as `compose`.
     """
-    with explaining(words, prepare_overrides(words.overrides)):
-        return _read(_with_choices(config))
+    overrides = prepare_overrides(words.overrides)
+    with explaining(words, overrides):
+        return _read(_with_choices(config), overrides)
 
 
 def compose_points(words: Words, points: Sequence[Sequence[str]], *, first: int = 0) -> Iterator[Composed]:
@@ -105,7 +109,8 @@ def compose_points(words: Words, points: Sequence[Sequence[str]], *, first: int 
         overrides = prepare_overrides(point)
         with explaining(words, overrides):
             try:
-                composed = _read(composer.compose(overrides))
+                _require_sites(words, overrides)
+                composed = _read(composer.compose(overrides), overrides)
             except UnsupportedInterpolationType:
                 composed = compose(replace(words, overrides=list(point)))
         yield composed
@@ -122,6 +127,8 @@ def show(words: Words) -> None:
         hydra = open_hydra(words, overrides)
         if words.info is not None:
             hydra.show_info(words.info, config_name=words.config_name, overrides=overrides)
+        elif chosen_sites(overrides) and words.show == "job" and words.package is None:
+            _show_with_site(words, overrides)
         else:
             assert words.show is not None
             if words.package not in (None, "_global_"):
@@ -133,6 +140,16 @@ def show(words: Words) -> None:
                 package=words.package,
                 resolve=words.resolve,
             )
+
+
+def _show_with_site(words: Words, overrides: Sequence[str]) -> None:
+    # Hydra would print the site file beside a cluster that has taken nothing from it.
+    full, choices = settled(overrides, partial(_compose, words, is_lean=False))
+    mapping = OmegaConf.to_container(full, resolve=words.resolve)
+    assert isinstance(mapping, dict)
+    mapping.pop("hydra", None)
+    settle_site(mapping, choices, overrides)
+    print(OmegaConf.to_yaml(OmegaConf.create(mapping)), end="")
 
 
 def _require_part(package: str, words: Words, overrides: list[str], hydra: Hydra) -> None:
@@ -188,7 +205,16 @@ def settled(overrides: Sequence[str], composing: Callable[[list[str]], T]) -> T:
         return composing([word[1:] if word.startswith(plus) else word for word in overrides])
 
 
+def _require_sites(words: Words, overrides: Sequence[str]) -> None:
+    folders = own_folders(words)
+    # What a package holds, Hydra finds.
+    if not any("pkg:" in str(folder) for folder in folders):
+        for name in chosen_sites(overrides):
+            require_site(name, [*folders, user_config_dir()])
+
+
 def _compose(words: Words, overrides: Sequence[str], *, is_lean: bool, number: int | None = None) -> _Full:
+    _require_sites(words, overrides)
     if is_lean:
         store_sizes(words, overrides)
         return LeanComposer(search_path(words), words.config_name).compose(overrides)
@@ -224,9 +250,10 @@ def open_hydra(words: Words, overrides: Sequence[str]) -> Hydra:
     return Hydra.create_main_hydra2(task_name=TASK_NAME, config_search_path=path)
 
 
-def _read(composed: _Full) -> Composed:
+def _read(composed: _Full, overrides: Sequence[str]) -> Composed:
     full, choices = composed
     plain = {str(key): _resolved(full[key]) for key in full if key != "hydra"}
+    settle_site(plain, choices, overrides)
     refuse_secrets(plain)
     _require_chosen_cluster(plain.get("cluster"), choices)
     return Composed(config=build_config(RunConfig, plain), mapping=plain, choices=choices)

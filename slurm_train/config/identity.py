@@ -16,6 +16,7 @@ from slurm_train.config.structure import to_mapping
 NOT_IDENTITY = (
     "run",
     "cluster",
+    "site",
     "requeue",
     "health",
     "checkpoint",

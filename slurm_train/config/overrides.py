@@ -2,6 +2,7 @@
 
 The frozen configuration is the truth, so nothing is composed again but a group that is chosen anew: `cluster=2x8`
 gives another size to the cluster that the run had; `model=`, `data=` and a cluster of another name replace theirs.
+`site=NAME` moves the run to another cluster: of the old one only the size stays.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from slurm_train.errors import ConfigError
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-_GROUPS = ("model", "data", "cluster")
+# In this order: a site fills the cluster that was chosen.
+_GROUPS = ("model", "data", "cluster", "site")
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,2})")
 
 
@@ -44,12 +46,32 @@ def apply_words(config: RunConfig, words: Sequence[str], *, config_dir: str | No
         raise ConfigError(" ".join(str(err).split()), hint="settings are written key=value") from err
     mapping: dict[str, Any] = to_mapping(config)
     # A group first: settings of its parts are meant for what was chosen.
-    for override in sorted(overrides, key=lambda item: item.key_or_group not in _GROUPS):
-        if override.key_or_group in _GROUPS and "." not in override.key_or_group:
+    for override in sorted(overrides, key=_turn):
+        if override.key_or_group == "site":
+            _move(mapping, override, words, config_dir)
+        elif override.key_or_group in _GROUPS:
             _choose(mapping, override, config_dir)
         else:
             _set(mapping, override)
     return build_config(RunConfig, mapping)
+
+
+def _turn(override: Override) -> int:
+    return _GROUPS.index(override.key_or_group) if override.key_or_group in _GROUPS else len(_GROUPS)
+
+
+def _move(mapping: dict[str, Any], override: Override, words: Sequence[str], config_dir: str | None) -> None:
+    site, cluster = override.value(), mapping["cluster"]
+    if site in (None, "null") or cluster is None:
+        mapping["site"] = None
+        return
+    from slurm_train.config.compose import compose
+
+    size = [f"cluster={cluster['nodes']}x1", f"cluster.gpus_per_node={cluster['gpus_per_node']}"]
+    # A typed partition decides what the site gives.
+    typed = [word for word in words if word.startswith("cluster.")]
+    moved = compose(Words(overrides=[*size, f"site={site}", *typed], config_dir=config_dir)).config
+    mapping["site"], mapping["cluster"] = moved.site, to_mapping(moved.cluster)
 
 
 def _choose(mapping: dict[str, Any], override: Override, config_dir: str | None) -> None:

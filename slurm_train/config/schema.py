@@ -267,6 +267,8 @@ class ClusterSection:
     """CPU cores for each rank; default: what Slurm gives."""
     memory_gb_per_node: int | None = None
     """Memory of a node in GiB; 0 asks for all of it; default: the partition's."""
+    memory_gb_per_gpu: int | None = None
+    """Memory of a node in GiB for each of its GPUs, where `memory_gb_per_node` says nothing."""
     partition: str | None = None
     """Partition; default: Slurm's own default."""
     account: str | None = None
@@ -283,6 +285,8 @@ class ClusterSection:
     """Node features, e.g. "h100"."""
     gpu_flag: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """How this site wants GPUs to be asked for; none: CPU ranks only."""
+    gpu_type: str | None = None
+    """Type of GPU as Slurm names it, e.g. "a100"; default: any."""
     network_interface: str | None = None
     """Interface of the collectives, e.g. "ib0"; sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
     env: dict[str, Any] = field(default_factory=dict)
@@ -319,6 +323,7 @@ class RunConfig:
     track: TrackSection = field(default_factory=TrackSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     cluster: ClusterSection | None = None
+    site: str | None = None
     task: dict[str, Any] | None = None
     script: list[str] | None = None
 

@@ -13,6 +13,7 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.config_store import ConfigStore
 
 from slurm_train.assets import asset_dir
+from slurm_train.config.site import user_config_dir
 from slurm_train.config.words import Words, cluster_sizes
 from slurm_train.errors import ConfigError
 
@@ -23,12 +24,13 @@ def store_sizes(words: Words, overrides: Sequence[str]) -> None:
     for name, nodes, gpus in cluster_sizes(overrides):
         # Hydra takes a stored node for the schema of a file of the same name, so a user's file stands alone.
         store.repo.get("cluster", {}).pop(f"{name}.yaml", None)
-        if not any((folder / "cluster" / f"{name}.yaml").is_file() for folder in _own_folders(words)):
+        if not any((folder / "cluster" / f"{name}.yaml").is_file() for folder in own_folders(words)):
             size = {"defaults": ["base", "_self_"], "nodes": nodes, "gpus_per_node": gpus}
             store.store(group="cluster", name=name, node=size, provider="size")
 
 
-def _own_folders(words: Words) -> list[Path]:
+def own_folders(words: Words) -> list[Path]:
+    """Returns the folders with configurations that the words name."""
     places = (words.config_path, words.config_dir, *words.search_path)
     return [Path(place.removeprefix("file://")) for place in places if place is not None]
 
@@ -45,6 +47,9 @@ def search_path(words: Words) -> ConfigSearchPathImpl:
         if place is not None:
             path.append("command-line", _source(flag, place))
     path.append("main", f"file://{asset_dir('conf')}")
+    if (user := user_config_dir()).is_dir():
+        # Behind the shipped files: what lies there can be chosen by its name, and shadows nothing unasked.
+        path.append("user", f"file://{user}")
     for place in words.search_path:
         path.append("hydra.searchpath in command-line", _source("hydra.searchpath", place))
     path.append("schema", "structured://")

@@ -19,7 +19,7 @@ from slurm_train.errors import ConfigError
 _OPEN_MAPPINGS = ("cluster.sbatch.", "cluster.srun.", "cluster.env.", "task.")
 _CUSTOM_GROUPS = ("model", "data")
 # The shipped primary file chooses none of these, so a choice of one is an addition in Hydra's terms.
-_OPTIONAL_GROUPS = ("cluster", "experiment")
+_OPTIONAL_GROUPS = ("cluster", "experiment", "site")
 # Settings of Hydra's own that are texts: paths and names, which may hold an equals sign.
 _HYDRA_TEXTS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.name")
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,2})")
@@ -234,6 +234,8 @@ def _kind_of(key: str) -> Literal["text", "texts", "flag", "other"]:
         return "text"
     if key.startswith(("cluster.sbatch.", "cluster.srun.")):
         return "flag"
+    if key in _OPTIONAL_GROUPS:
+        return "other"
     hint = all_keys(RunConfig).get(key)
     if hint in (str, str | None):
         return "text"
@@ -282,6 +284,12 @@ def _check_key(key: str) -> None:
     known = all_keys(RunConfig)
     if key not in known:
         raise unknown_key_error(key, known)
+
+
+def chosen_sites(overrides: Sequence[str]) -> list[str]:
+    """Returns the names that `site=NAME` words choose."""
+    found = (split_word(word) for word in overrides)
+    return [value for sign, key, value in found if key == "site" and value and value != "null" and sign != "~"]
 
 
 def cluster_sizes(overrides: Sequence[str]) -> list[tuple[str, int, int]]:

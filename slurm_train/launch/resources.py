@@ -13,8 +13,8 @@ from slurm_train.errors import ConfigError
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.notice import warning_lead_s
+from slurm_train.slurm.resource_flags import Flags, resource_flags
 
-Flags = dict[str, str | bool]
 STEP_NAME = "attempt_{attempt}"
 
 # What the launch decides itself, and the key to use instead.
@@ -69,8 +69,7 @@ def sbatch_flags(plan: RunPlan) -> Flags:
         "nodes": str(plan.world.num_nodes),
         "ntasks": str(plan.world.size),
         "ntasks-per-node": str(plan.world.ranks_per_node[0]),
-        **_gpu_flags(cluster, plan.world.ranks_per_node[0]),
-        **_optional_flags(cluster),
+        **resource_flags(cluster, per_node=plan.world.ranks_per_node[0]),
         "output": str(plan.run.logs / "batch.log"),
         # Without it a requeue truncates the log of the attempts before.
         "open-mode": "append",
@@ -136,31 +135,6 @@ def job_environment(config: RunConfig) -> dict[str, str]:
 def _cluster(config: RunConfig) -> ClusterSection:
     assert config.cluster is not None, "only runs on a cluster have Slurm resources"
     return config.cluster
-
-
-def _gpu_flags(cluster: ClusterSection, per_node: int) -> Flags:
-    if cluster.gpu_flag == "none":
-        return {}
-    if cluster.gpu_flag == "gres":
-        return {"gres": f"gpu:{per_node}"}
-    return {"gpus-per-node": str(per_node)}
-
-
-def _optional_flags(cluster: ClusterSection) -> Flags:
-    memory = cluster.memory_gb_per_node
-    values = {
-        "cpus-per-task": cluster.cpus_per_gpu,
-        # --mem=0 means all memory of the node; a unit would be wrong there.
-        "mem": None if memory is None else f"{memory}G" if memory else "0",
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "time": cluster.time_limit_min,
-        "nodelist": cluster.nodelist,
-        "exclude": cluster.exclude,
-        "constraint": cluster.constraint,
-    }
-    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def _own_flags(values: dict[str, Any], key: str, protected: dict[str, str]) -> Flags:

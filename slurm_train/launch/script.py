@@ -15,7 +15,8 @@ from pathlib import Path
 from slurm_train.assets import read_template
 from slurm_train.errors import ConfigError
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.resources import Flags, job_environment, sbatch_flags, srun_flags
+from slurm_train.launch.resources import job_environment, sbatch_flags, srun_flags
+from slurm_train.slurm.resource_flags import Flags
 from slurm_train.slurm.script_text import (
     check_env_name,
     check_env_value,

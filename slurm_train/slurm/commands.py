@@ -19,6 +19,7 @@ from slurm_train.slurm.job_id import by_array, checked_ids, is_step_id, only_ask
 from slurm_train.slurm.runner import Finished, Runner, failed_command, is_away, run_process
 
 if TYPE_CHECKING:
+    from slurm_train.slurm.accounting import Association, Qos
     from slurm_train.slurm.partitions import Partition
     from slurm_train.slurm.records import JobState
     from slurm_train.slurm.verdicts import TestVerdict
@@ -157,6 +158,33 @@ class SlurmCommands:
             return {}
         lines = done.stdout.splitlines()
         return dict(zip(columns, lines[0].split("|"), strict=False)) if lines and not done.return_code else {}
+
+    def show_partitions(self) -> list[dict[str, str]]:
+        """Returns the fields of every partition that this user can see, see `show_partition`."""
+        from slurm_train.slurm.records import parse_partitions
+
+        return parse_partitions(self._run(["scontrol", "show", "partition"]))
+
+    def associations(self, user: str) -> list[Association]:
+        """Returns the accounts that a user may charge; empty where the database knows none.
+
+        Raises:
+            ClusterError: there is no accounting, or it refuses or does not answer.
+        """
+        from slurm_train.slurm.accounting import ASSOCIATION_FORMAT, parse_associations
+
+        asked = ["where", f"name={user}", "withassoc", f"format={ASSOCIATION_FORMAT}"]
+        return parse_associations(self._run(["sacctmgr", "-n", "-P", "show", "user", *asked]))
+
+    def all_qos(self) -> list[Qos]:
+        """Returns every QOS.
+
+        Raises:
+            ClusterError: there is no accounting, or it refuses or does not answer.
+        """
+        from slurm_train.slurm.accounting import QOS_FORMAT, parse_qos
+
+        return parse_qos(self._run(["sacctmgr", "-n", "-P", "show", "qos", f"format={QOS_FORMAT}"]))
 
     def cancel(self, job_ids: Iterable[str]) -> None:
         """Cancels jobs; those that have ended already are no error.

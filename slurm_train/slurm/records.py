@@ -123,6 +123,11 @@ def parse_job(text: str) -> dict[str, str]:
     return fields
 
 
+def parse_partitions(text: str) -> list[dict[str, str]]:
+    """Returns the fields of each partition in the output of `scontrol show partition`."""
+    return [fields for block in text.strip().split("\n\n") if (fields := parse_job(block)).get("PartitionName")]
+
+
 def parse_config(text: str) -> dict[str, str]:
     """Returns the settings in the output of `scontrol show config`, e.g. {"MaxArraySize": "1001", ...}."""
     pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)

@@ -37,7 +37,14 @@ cat {here}/sacct.out
     "scancel": 'echo "$@" >> {here}/cancelled\n',
     "sinfo": "cat {here}/sinfo.out\n",
     "srun": "exit 1\n",
-    "scontrol": 'case "$*" in "show config") cat {here}/config.out;; *) exit 1;; esac\n',
+    "scontrol": """
+case "$*" in
+  "show config") cat {here}/config.out;;
+  "show partition") cat {here}/partitions.out;;
+  *) exit 1;;
+esac
+""",
+    "sacctmgr": 'case "$4" in user) cat {here}/associations.out;; qos) cat {here}/qos.out;; *) exit 1;; esac\n',
 }
 
 
@@ -91,6 +98,13 @@ class SlurmPrograms:
     def account(self, job_id: str, word: str, *, nodes: str = "") -> None:
         """Puts a job into what sacct prints."""
         (self.folder / "sacct.out").write_text(f"{_SACCT.format(job_id=job_id, word=word, nodes=nodes)}\n")
+
+    def be_site(self, recorded: Path) -> None:
+        """Answers questions about the cluster from a folder of recorded answers; what is not there is refused."""
+        for name in ("config", "sinfo", "partitions", "associations", "qos"):
+            (self.folder / f"{name}.out").unlink(missing_ok=True)
+            if (recorded / f"{name}.txt").is_file():
+                (self.folder / f"{name}.out").write_text((recorded / f"{name}.txt").read_text())
 
     def break_down(self, *names: str) -> None:
         """Makes squeue or sacct fail."""

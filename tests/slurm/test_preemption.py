@@ -4,7 +4,7 @@ from datetime import datetime
 
 import pytest
 
-from slurm_train.slurm.preemption import duration_s, end_and_limit, grace_s
+from slurm_train.slurm.preemption import Preemption, duration_s, end_and_limit, grace_s, read_preemption
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,42 @@ PARTITION = {"GraceTime": "40", "PreemptMode": "CANCEL"}
 )
 def test_grace_is_that_of_the_side_that_preempts(preempt_type: str, change: dict[str, str], expected: float) -> None:
     assert grace_s(preempt_type, qos=QOS | change, partition=PARTITION | change) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "cluster_mode", "change", "outcome", "mode"),
+    [
+        ("preempt/qos", "CANCEL", {}, "requeued", "REQUEUE"),
+        ("preempt/qos", "CANCEL", {"PreemptMode": "cluster"}, "cancelled", "CANCEL"),
+        ("preempt/qos", "REQUEUE", {"PreemptMode": ""}, "requeued", "REQUEUE"),
+        ("preempt/partition_prio", "REQUEUE", {}, "cancelled", "CANCEL"),
+        ("preempt/partition_prio", "REQUEUE", {"PreemptMode": "OFF"}, "never", "OFF"),
+        ("preempt/partition_prio", "REQUEUE", {"PreemptMode": "GANG,SUSPEND"}, "suspended", "GANG,SUSPEND"),
+        ("preempt/none", "OFF", {}, "never", "OFF"),
+        ("", "", {}, "never", "OFF"),
+    ],
+)
+def test_what_a_preemption_does(kind: str, cluster_mode: str, change: dict[str, str], outcome: str, mode: str) -> None:
+    settings = {"PreemptType": kind, "PreemptMode": cluster_mode, "KillWait": "30 sec"}
+    found = read_preemption(settings, qos=QOS | change, partition=PARTITION | change)
+    assert (found.outcome, found.mode, found.kill_wait_s) == (outcome, mode, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kill_wait_s", "words"),
+    [
+        ("REQUEUE", 5.0, "preemption requeues here: 15 s grace, then 5 s to end in"),
+        ("REQUEUE", None, "preemption requeues here: 15 s grace"),
+        (
+            "CANCEL",
+            30.0,
+            "preemption cancels here (15 s grace, then 30 s to end in): requeued within that time, else another job "
+            "takes over",
+        ),
+        ("SUSPEND", 5.0, "preemption suspends here: the run waits in memory and goes on in the same attempt"),
+        ("OFF", 30.0, "nobody preempts here; 30 s to end in"),
+        ("OFF", None, "nobody preempts here"),
+    ],
+)
+def test_preemption_in_words(mode: str, kill_wait_s: float | None, words: str) -> None:
+    assert Preemption(by="qos", mode=mode, grace_s=15.0, kill_wait_s=kill_wait_s).in_words == words

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from slurm_train.slurm.records import JobState, parse_config, parse_job, parse_sacct, parse_squeue
+from slurm_train.slurm.records import JobState, parse_config, parse_job, parse_partitions, parse_sacct, parse_squeue
 from slurm_train.slurm.states import Phase
 
 Recorded = Callable[[str], str]
@@ -144,3 +144,10 @@ def test_recorded_config(recorded: Recorded) -> None:
     assert config["MaxArraySize"] == "1001"
     assert config["KillWait"] == "5 sec"
     assert config["SLURM_VERSION"] == "22.05.8"
+
+
+def test_each_partition_is_a_record_of_its_own() -> None:
+    text = "PartitionName=a\n   State=UP TRES=cpu=4,mem=1G\n\nPartitionName=b\n   State=DOWN\n\n"
+    assert [(one["PartitionName"], one["State"]) for one in parse_partitions(text)] == [("a", "UP"), ("b", "DOWN")]
+    assert parse_partitions(text)[0]["TRES"] == "cpu=4,mem=1G"
+    assert parse_partitions("\n") == []

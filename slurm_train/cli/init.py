@@ -1,0 +1,141 @@
+"""`init [NAME]`: asks Slurm what this cluster is like and writes a site file, to be chosen by `site=NAME`.
+
+Reads sinfo, scontrol and sacctmgr, tries the result with `sbatch --test-only`, and asks only what Slurm cannot say.
+Nothing is submitted, and an existing file is not replaced without --force.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import pwd
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurm_train.cli.display import note
+from slurm_train.cli.submit import require_slurm
+from slurm_train.config.site import GROUP, SiteFile, user_config_dir
+from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.rundir.files import write_atomic
+from slurm_train.site.facts import SiteFacts, gather_facts
+from slurm_train.site.profile import build_profile
+from slurm_train.site.questions import Question, open_questions
+from slurm_train.site.text import render_site
+from slurm_train.site.trial import try_site
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.verdicts import TestVerdict
+
+_EXAMPLES = """\
+examples:
+  python -m slurm_train init                      name and answers are proposed
+  python -m slurm_train init mycluster --yes      asks nothing
+  python -m slurm_train init --print              shows the file, writes nothing
+  python -m slurm_train plan +cluster=4x8 site=mycluster
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Writes the site file and returns 0."""
+    arguments = _parse(words)
+    asks = not arguments.yes
+    if asks and not sys.stdin.isatty():
+        raise ConfigError(
+            "init asks questions, and there is no terminal to answer at", hint="add --yes to take the defaults"
+        )
+    commands = SlurmCommands(os.environ)
+    require_slurm(commands)
+    facts = gather_facts(commands, user=pwd.getpwuid(os.getuid()).pw_name)
+    for problem in facts.problems:
+        note(f"Slurm does not say: {problem}")
+    name = _name_of(arguments.name, facts)
+    answers = _ask_all(facts) if asks else {}
+    site, problems = _tried(build_profile(facts, answers), facts, commands)
+    text = render_site(site, name=name, problems=[*facts.problems, *problems])
+    if arguments.print:
+        print(text, end="")
+        return 0
+    folder = Path(arguments.config_dir) if arguments.config_dir else user_config_dir()
+    return _write(folder / GROUP / f"{name}.yaml", text, force=arguments.force, name=name)
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m slurm_train init",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of the site (default: Slurm's ClusterName)")
+    parser.add_argument("--yes", action="store_true", help="take the default of every question")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
+    parser.add_argument("--print", action="store_true", help="print the file and write nothing")
+    parser.add_argument("--config-dir", metavar="DIR", help=f"write below DIR/{GROUP}/ (default: {user_config_dir()})")
+    return parser.parse_args(list(words))
+
+
+def _name_of(given: str | None, facts: SiteFacts) -> str:
+    name = given or re.sub(r"[^A-Za-z0-9_.-]", "-", facts.settings.get("ClusterName", "")) or "site"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        raise ConfigError(f"{name!r} cannot be the name of a site", hint="use letters, digits, '.', '_' and '-'")
+    return name
+
+
+def _ask_all(facts: SiteFacts) -> dict[str, str]:
+    answers: dict[str, str] = {}
+    while left := [one for one in open_questions(facts, answers) if one.key not in answers]:
+        answers[left[0].key] = _ask(left[0])
+    return answers
+
+
+def _ask(question: Question) -> str:
+    choices = f" ({', '.join(question.choices)})" if question.choices else ""
+    prompt = f"{question.text}{choices} [{question.default}] "
+    while True:
+        print(prompt, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            raise ConfigError("the answers ended early", hint="answer every question, or add --yes")
+        try:
+            return question.check(line)
+        except ConfigError as err:
+            note(f"  {err.message}; {err.hint}")
+
+
+def _tried(site: SiteFile, facts: SiteFacts, commands: SlurmCommands) -> tuple[SiteFile, list[str]]:
+    from slurm_train.launch.acceptance import slurm_verdict
+
+    def ask(script: str) -> TestVerdict:
+        return slurm_verdict(script, commands)
+
+    try:
+        site, problems = try_site(site, {one.name: one for one in facts.partitions}, ask)
+    except ClusterError as err:
+        problems = [f"what Slurm would take: {err.message}"]
+    for problem in problems:
+        note(problem)
+    return site, problems
+
+
+def _write(path: Path, text: str, *, force: bool, name: str) -> int:
+    before = path.read_text(encoding="utf-8") if path.is_file() else None
+    if before == text:
+        note(f"{path} is up to date")
+    elif before is None or force:
+        if before is not None:
+            note(_difference(before, text))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text)
+    else:
+        note(_difference(before, text))
+        raise ConfigError(f"{path} exists and says something else, see above", hint="--force replaces it")
+    note(f"next:\n  python -m slurm_train plan +cluster=1x1 site={name}")
+    print(path)
+    return 0
+
+
+def _difference(before: str, text: str) -> str:
+    lines = difflib.unified_diff(before.splitlines(), text.splitlines(), "is", "would be", lineterm="")
+    return "\n".join(lines)

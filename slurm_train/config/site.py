@@ -1,0 +1,185 @@
+"""A site file: what a cluster is like, and the values of `cluster.*` that follow from it.
+
+`site=NAME` finds `site/NAME.yaml` in --config-dir or in the user's own folder. Its values fill what the command line
+and other files leave at the default, so that what is typed wins. The result is frozen with the run: no later edit of
+the file changes a run that exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from slurm_train.config.schema import ClusterSection
+from slurm_train.config.structure import build_config, to_mapping, unknown_key_error
+from slurm_train.config.words import split_word
+from slurm_train.errors import ConfigError
+
+GROUP = "site"
+# The size is the run's own affair.
+_NOT_A_SITES = ("nodes", "gpus_per_node")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SitePartition:
+    """A partition: what its nodes have, and what a run in it is asked for with."""
+
+    num_nodes: int | None = None
+    gpus_per_node: int | None = None
+    max_time_min: int | None = None
+    """Longest time limit; None if unlimited."""
+    preemption: str | None = None
+    """What becomes of a preempted job: never, requeued, cancelled or suspended."""
+    grace_s: float | None = None
+    """From the first TERM of a preemption to the last."""
+    cluster: dict[str, Any] = field(default_factory=dict)
+    """Values of `cluster.*`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteQos:
+    """A QOS that a run may ask for."""
+
+    preempted_by: list[str] = field(default_factory=list)
+    """QOS whose jobs may take its nodes."""
+    preemption: str | None = None
+    grace_s: float | None = None
+    max_time_min: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteFile:
+    """A site file, read."""
+
+    slurm_version: str = ""
+    requeue: str = ""
+    """How a run comes back here, in words."""
+    kill_wait_s: float | None = None
+    """From the last TERM to KILL."""
+    cluster: dict[str, Any] = field(default_factory=dict)
+    """Values of `cluster.*` for every partition."""
+    partitions: dict[str, SitePartition] = field(default_factory=dict)
+    qos: dict[str, SiteQos] = field(default_factory=dict)
+
+
+def user_config_dir() -> Path:
+    """Returns the folder of a person's own configurations."""
+    return Path("~/.config/slurm_train").expanduser()
+
+
+def read_site(mapping: Mapping[str, Any], *, name: str) -> SiteFile:
+    """Returns what a site file holds.
+
+    Args:
+        mapping: the file's content.
+        name: the site, for messages.
+
+    Raises:
+        ConfigError: a key that a site file does not have, or a value that does not fit.
+    """
+    known = {item.name for item in fields(SiteFile)}
+    for key in mapping:
+        if key not in known:
+            raise unknown_key_error(f"{GROUP} {name}: {key}", [f"{GROUP} {name}: {one}" for one in sorted(known)])
+    where = f"{GROUP} {name}: "
+    partitions = _sections(mapping.get("partitions"), SitePartition, f"{where}partitions.")
+    qos = _sections(mapping.get("qos"), SiteQos, f"{where}qos.")
+    values = {key: value for key, value in mapping.items() if key not in ("partitions", "qos") and value is not None}
+    site = build_config(SiteFile, values, path=where)
+    for label, settings in (
+        ("", site.cluster),
+        *((f"partitions.{key}.", one.cluster) for key, one in partitions.items()),
+    ):
+        _check_settings(settings, f"{where}{label}cluster.")
+    return replace(site, partitions=partitions, qos=qos)
+
+
+def _sections(values: Any, cls: Any, where: str) -> dict[str, Any]:
+    if values is not None and not isinstance(values, Mapping):
+        raise ConfigError(
+            f"{where.rstrip('.')} asks for a mapping, found {values!r}", hint="write NAME: {...} below it"
+        )
+    made = ((str(key), value or {}) for key, value in (values or {}).items())
+    return {key: build_config(cls, value, path=f"{where}{key}.") for key, value in made}
+
+
+def _check_settings(settings: Mapping[str, Any], where: str) -> None:
+    for key in _NOT_A_SITES:
+        if key in settings:
+            raise ConfigError(f"{where}{key}: the size of a run is typed, not the site's", hint="+cluster=4x8")
+    build_config(ClusterSection, settings, path=where)
+
+
+def with_site(cluster: Mapping[str, Any], site: SiteFile, *, typed: Collection[str]) -> dict[str, Any]:
+    """Returns the cluster's settings with the site's where they are left at the default.
+
+    Args:
+        cluster: the composed settings.
+        site: the site.
+        typed: keys of the command line, e.g. {"cluster.partition"}: what was typed stays, also where it is a default.
+    """
+    defaults = to_mapping(ClusterSection())
+
+    def is_free(key: str) -> bool:
+        return f"cluster.{key}" not in typed and cluster.get(key, defaults[key]) == defaults[key]
+
+    chosen = site.cluster.get("partition") if is_free("partition") else cluster.get("partition")
+    partition = site.partitions.get(str(chosen), SitePartition())
+    result = dict(cluster)
+    for key, value in {**site.cluster, **partition.cluster}.items():
+        if isinstance(value, Mapping):
+            result[key] = {**value, **cluster.get(key, {})}
+        elif is_free(key) and not (key == "memory_gb_per_gpu" and not is_free("memory_gb_per_node")):
+            result[key] = value
+    if chosen is not None:
+        result["partition"] = chosen
+    return result
+
+
+def settle_site(mapping: dict[Any, Any], choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:
+    """Puts a site's values into the cluster's, and the site's name where its file stood.
+
+    Args:
+        mapping: a composed configuration.
+        choices: the chosen option of each group.
+        overrides: what was typed.
+
+    Raises:
+        ConfigError: as `read_site`.
+    """
+    found = mapping.get(GROUP)
+    if found is None:
+        return
+    name = choices.get(GROUP)
+    if name is None or not isinstance(found, Mapping):
+        raise ConfigError(
+            f"site: {found!r} is not a chosen site", hint="write site=NAME, or `- site: NAME` in defaults"
+        )
+    site = read_site(found, name=name)
+    mapping[GROUP] = name
+    # Without a cluster the run trains here, and the site has nothing to say.
+    if isinstance(mapping.get("cluster"), Mapping):
+        mapping["cluster"] = with_site(mapping["cluster"], site, typed={split_word(word)[1] for word in overrides})
+
+
+def require_site(name: str, folders: Sequence[Path]) -> None:
+    """Does nothing where there is a file for a site.
+
+    Args:
+        name: as typed after `site=`.
+        folders: where configurations are looked for.
+
+    Raises:
+        ConfigError: there is none, with those that there are.
+    """
+    if any((folder / GROUP / f"{name}.yaml").is_file() for folder in folders):
+        return
+    known = sorted({path.stem for folder in folders for path in (folder / GROUP).glob("*.yaml")})
+    looked = ", ".join(str(folder / GROUP) for folder in folders)
+    there_are = f"there are: {', '.join(known)}" if known else "there are none yet"
+    raise ConfigError(
+        f"there is no site {name!r} in {looked}",
+        hint=f"{there_are}; on the cluster's login node `python -m slurm_train init {name}` writes it",
+    )

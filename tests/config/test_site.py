@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slurm_train.config.compose import Composed, compose, compose_points, show
+from slurm_train.config.overrides import apply_words
+from slurm_train.config.schema import ClusterSection
+from slurm_train.config.site import read_site
+from slurm_train.config.words import read_words
+from slurm_train.errors import ConfigError
+
+SITE = """
+slurm_version: 23.02.7
+cluster:
+  partition: a100
+  account: ml
+  gpu_flag: gres
+  env: {NCCL_DEBUG: WARN, OMP_NUM_THREADS: 4}
+  setup: [module load cuda]
+partitions:
+  a100: {num_nodes: 20, cluster: {cpus_per_gpu: 16, memory_gb_per_gpu: 120, time_limit_min: 1440}}
+  debug: {cluster: {time_limit_min: 30, gpu_type: a100, gpu_flag: gpus-per-node}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A person's home with one site file in it."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = tmp_path / "home" / ".config" / "slurm_train" / "site"
+    folder.mkdir(parents=True)
+    (folder / "big.yaml").write_text(SITE)
+    return tmp_path / "home"
+
+
+def composed(*words: str) -> Composed:
+    return compose(read_words(words))
+
+
+def cluster_of(*words: str) -> ClusterSection:
+    cluster = composed("+cluster=4x8", *words).config.cluster
+    assert cluster is not None
+    return cluster
+
+
+@pytest.mark.parametrize("word", ["site=big", "+site=big"])
+def test_a_site_fills_what_was_left_open(word: str) -> None:
+    cluster = cluster_of(word)
+    assert (cluster.nodes, cluster.gpus_per_node) == (4, 8)
+    assert (cluster.partition, cluster.account, cluster.gpu_flag) == ("a100", "ml", "gres")
+    assert (cluster.cpus_per_gpu, cluster.memory_gb_per_gpu, cluster.time_limit_min) == (16, 120, 1440)
+    assert cluster.setup == ["module load cuda"]
+    assert composed("+cluster=4x8", word).config.site == "big"
+
+
+def test_the_order_of_the_words_does_not_matter() -> None:
+    assert composed("site=big", "+cluster=4x8").config == composed("+cluster=4x8", "site=big").config
+
+
+def test_the_command_line_wins() -> None:
+    cluster = cluster_of("site=big", "cluster.account=mine", "cluster.cpus_per_gpu=4", "cluster.env.NCCL_DEBUG=INFO")
+    assert (cluster.account, cluster.cpus_per_gpu, cluster.time_limit_min) == ("mine", 4, 1440)
+    assert cluster.env == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": 4}
+
+
+def test_the_command_line_wins_also_with_a_default() -> None:
+    cluster = cluster_of(
+        "site=big", "cluster.time_limit_min=null", "cluster.gpu_flag=gpus-per-node", "cluster.setup=[]"
+    )
+    assert (cluster.time_limit_min, cluster.gpu_flag, cluster.setup) == (None, "gpus-per-node", [])
+
+
+def test_a_typed_partition_brings_its_own_values() -> None:
+    cluster = cluster_of("site=big", "cluster.partition=debug")
+    assert (cluster.partition, cluster.gpu_type, cluster.time_limit_min) == ("debug", "a100", 30)
+    assert (cluster.cpus_per_gpu, cluster.gpu_flag, cluster.account) == (None, "gpus-per-node", "ml")
+    assert cluster_of("site=big", "cluster.partition=other").time_limit_min is None
+    assert cluster_of("site=big", "cluster.partition=null").partition is None
+
+
+def test_memory_per_node_replaces_memory_per_gpu() -> None:
+    assert cluster_of("site=big", "cluster.memory_gb_per_node=0").memory_gb_per_gpu is None
+
+
+def test_each_point_of_a_sweep_gets_the_values_of_its_partition() -> None:
+    words = read_words(["-m", "+cluster=1x8", "site=big"])
+    points = [[*words.overrides, f"cluster.partition={name}"] for name in ("a100", "debug")]
+    limits = [one.config.cluster.time_limit_min for one in compose_points(words, points) if one.config.cluster]
+    assert limits == [1440, 30]
+
+
+def test_without_a_cluster_a_site_has_nothing_to_say() -> None:
+    config = composed("site=big").config
+    assert (config.cluster, config.site) == (None, "big")
+
+
+def write(folder: Path, files: dict[str, str]) -> str:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return str(folder)
+
+
+def test_a_file_in_config_dir_comes_before_the_users_own(tmp_path: Path) -> None:
+    folder = write(tmp_path / "own", {"site/big.yaml": "cluster: {account: nearer}\n"})
+    assert cluster_of("--config-dir", folder, "site=big").account == "nearer"
+
+
+def test_files_that_are_nearer_to_the_run_win_over_the_site(tmp_path: Path) -> None:
+    experiment = "# @package _global_\ncluster: {time_limit_min: 5}\n"
+    folder = write(tmp_path / "own", {"experiment/quick.yaml": experiment})
+    cluster = cluster_of("--config-dir", folder, "site=big", "+experiment=quick")
+    assert (cluster.time_limit_min, cluster.account) == (5, "ml")
+
+
+def test_a_primary_file_of_ones_own_may_choose_a_site(tmp_path: Path) -> None:
+    text = "defaults: [{model: gpt}, {data: stdlib}, {cluster: 1x2}, {site: big}, _self_]\nsite: null\n"
+    folder = write(tmp_path / "own", {"mine.yaml": text.replace("site: null\n", "")})
+    words = ["--config-dir", folder, "--config-name", "mine", "cluster=1x2"]
+    cluster = composed(*words).config.cluster
+    assert cluster is not None and cluster.account == "ml"
+
+
+def test_the_users_folder_shadows_nothing(home: Path) -> None:
+    write(home / ".config" / "slurm_train", {"cluster/base.yaml": "account: hidden\n", "model/gpt.yaml": "a: 1\n"})
+    config = composed("+cluster=1x1").config
+    assert config.cluster is not None and config.cluster.account is None
+    assert config.model is not None and "a" not in config.model
+
+
+def test_the_whole_way_of_hydra_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    lean = composed("+cluster=4x8", "site=big")
+    monkeypatch.setattr("slurm_train.config.compose.is_enough", lambda _: False)
+    assert composed("+cluster=4x8", "site=big").config == lean.config
+
+
+def test_show_prints_the_values_that_a_run_would_have(capsys: pytest.CaptureFixture[str]) -> None:
+    show(read_words(["--cfg", "job", "+cluster=4x8", "site=big"]))
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["cluster"]["account"], printed["site"]) == ("ml", "big")
+    assert printed["model"]["context"] == "${data.context}", "references stay as they were written"
+
+
+def test_an_absent_site_is_an_error_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        composed("+cluster=1x1", "site=huge")
+    assert "there is no site 'huge'" in caught.value.message
+    assert "there are: big" in caught.value.hint and "init huge" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"clusters": {}}, "there is no configuration key 'site x: clusters'"),
+        ({"cluster": {"acount": "a"}}, "there is no configuration key 'site x: cluster.acount'"),
+        ({"cluster": {"nodes": 4}}, "site x: cluster.nodes: the size of a run is typed"),
+        ({"cluster": {"time_limit_min": "long"}}, "site x: cluster.time_limit_min asks for a whole number"),
+        ({"partitions": {"p": {"cpus": 3}}}, "there is no configuration key 'site x: partitions.p.cpus'"),
+        ({"partitions": {"p": {"cluster": {"gpu_flag": "g"}}}}, "site x: partitions.p.cluster.gpu_flag='g'"),
+        ({"partitions": ["p"]}, "site x: partitions asks for a mapping"),
+        ({"qos": {"q": {"grace": 3}}}, "there is no configuration key 'site x: qos.q.grace'"),
+    ],
+)
+def test_a_mistake_in_a_site_file_is_named_with_its_place(mapping: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_site(mapping, name="x")
+    assert message in caught.value.message and caught.value.hint
+
+
+def test_an_empty_site_file_says_nothing() -> None:
+    assert read_site({"partitions": None, "cluster": None}, name="x").cluster == {}
+
+
+def test_a_secret_in_a_site_file_is_refused(home: Path) -> None:
+    path = home / ".config" / "slurm_train" / "site" / "leaky.yaml"
+    path.write_text("cluster: {env: {WANDB_API_KEY: 0123456789abcdef}}\n")
+    with pytest.raises(ConfigError, match="what looks like a secret"):
+        composed("+cluster=1x1", "site=leaky")
+
+
+def test_a_run_that_exists_moves_to_another_site() -> None:
+    config = composed("+cluster=4x8", "cluster.account=old", "cluster.env.A=1").config
+    moved = apply_words(config, ["site=big"])
+    assert moved.site == "big" and moved.cluster == cluster_of("site=big")
+    moved = apply_words(config, ["site=big", "cluster=2x4", "cluster.partition=debug"])
+    assert moved.cluster is not None
+    assert (moved.cluster.nodes, moved.cluster.gpus_per_node, moved.cluster.time_limit_min) == (2, 4, 30)
+    assert apply_words(moved, ["site=null"]).cluster == moved.cluster
+
+
+def test_another_size_of_a_run_keeps_what_the_site_gave() -> None:
+    config = composed("+cluster=4x8", "site=big").config
+    resized = apply_words(config, ["cluster=2x4"]).cluster
+    assert resized is not None and (resized.gpus_per_node, resized.memory_gb_per_gpu) == (4, 120)
