@@ -54,6 +54,7 @@ TORCH_FREE_MODULES = (
     "metrics.trackers.tracker",
     "metrics.trackers.trackio",
     "metrics.trackers.wandb",
+    "models.footprint",
     "train.script",
 )
 

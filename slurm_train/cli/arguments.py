@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import pwd
 
 RUN_HELP = "run name, run id, job id or path"
+
+
+def login_name() -> str:
+    """Returns the name of the user who types, as accounting knows it."""
+    return pwd.getpwuid(os.getuid()).pw_name
 
 
 def build_run_parser(verb: str, *, description: str | None, examples: str) -> argparse.ArgumentParser:

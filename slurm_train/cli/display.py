@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 def print_plan(plan: RunPlan) -> None:
     """Prints the plan as one table: run, world, batch arithmetic, learning rate, length, requeue."""
-    rows = plan_rows(plan)
+    print_rows(plan_rows(plan))
+
+
+def print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """Prints names and texts as two columns."""
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         note(f"  {name:<{width}}  {text}")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import pwd
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slurm_train.cli.arguments import login_name
 from slurm_train.cli.display import note
 from slurm_train.cli.submit import require_slurm
 from slurm_train.config.site import GROUP, SiteFile, user_config_dir
@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
         )
     commands = SlurmCommands(os.environ)
     require_slurm(commands)
-    facts = gather_facts(commands, user=pwd.getpwuid(os.getuid()).pw_name)
+    facts = gather_facts(commands, user=login_name())
     for problem in facts.problems:
         note(f"Slurm does not say: {problem}")
     name = _name_of(arguments.name, facts)

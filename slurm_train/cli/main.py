@@ -29,8 +29,8 @@ VERBS = {
     "devcluster": "a real Slurm on this one machine, for trying and testing",
     "completion": "print the script that completes words in bash, zsh or fish",
 }
-# What the job and the shell call; people do not.
-_INNER_VERBS = ("supervise", "worker", "complete")
+# What the job, the shell and other verbs call; people do not.
+_INNER_VERBS = ("supervise", "worker", "complete", "measure")
 
 _HELP_HEAD = """\
 Slurm-native training for PyTorch: one line plans, submits, watches, checkpoints and finishes a run.

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slurm_train.cli.composition import compose_one, read_settings_of
-from slurm_train.cli.display import note, print_plan, table
+from slurm_train.cli.display import note, plan_rows, print_rows, table
 from slurm_train.cli.inputs import refuse_missing_inputs
+from slurm_train.cli.outlook import read_outlook
 from slurm_train.cli.outputs import plan_outputs, say_outputs
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.launch.layout import TABLE_HEADER, table_rows
-from slurm_train.launch.plan import plan_run
+from slurm_train.launch.plan import RunPlan, plan_run
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra_settings import HydraSettings
+    from slurm_train.slurm.verdicts import TestVerdict
 
 _HELP = """\
 usage: python -m slurm_train plan [settings]
 
-Prints what the same words without `plan` would do: batch arithmetic and ranks to stderr, the batch script to stdout,
-and Slurm's own verdict (sbatch --test-only) with the estimated start. Nothing is submitted or written. With --ranks
-stdout gets a table instead: each rank's node, its number there, and its place on each axis of `parallel`.
+Prints what the same words without `plan` would do: to stderr batch arithmetic, ranks, memory per rank, GPU-hours, how
+the run comes back at this site, what it may lose at worst, and Slurm's own verdict (sbatch --test-only) with the
+estimated start; to stdout the batch script. Nothing is submitted or written.
+
+  --json       all of it as one JSON object on stdout
+  --measure    memory of a model of your own: it is built without its memory, by a process that imports torch
+  --ranks      on stdout a table instead: each rank's node, its number there, and its place on each axis of `parallel`
 
   python -m slurm_train plan +cluster=4x8 batch.global_size=512
+  python -m slurm_train plan --json +cluster=4x8
   python -m slurm_train plan --ranks +cluster=16x4 "parallel={dp_shard:8,tp:4,pp:2}" model.tied=false
+  python -m slurm_train plan --measure +cluster=4x8 model._target_=my_package.MyModel data._target_=my_package.MyData
   python -m slurm_train plan -m +cluster=1x8 optim.lr=1e-3,3e-4 "seed=range(8)"
 """
 
@@ -41,6 +50,7 @@ def main(words: Sequence[str]) -> int:
     if flags.only_prints:
         raise ConfigError("`plan` prints a plan, --cfg and --info print a configuration", hint="drop `plan`")
     env, cwd = dict(os.environ), Path.cwd()
+    as_json, measure = flags.json, flags.measure
     settings = read_settings_of(flags)
     flags = flags if settings is None else settings.words
     if flags.multirun:
@@ -50,22 +60,43 @@ def main(words: Sequence[str]) -> int:
     plan = plan_run(compose_one(flags, settings), cwd=cwd, env=env)
     outputs = plan_outputs(settings, [plan], [flags.overrides], cwd=cwd)
     refuse_missing_inputs(plan, cwd=cwd)
-    print_plan(plan)
-    say_outputs(outputs)
     if flags.ranks:
+        print_rows(plan_rows(plan))
+        say_outputs(outputs)
         print(table(TABLE_HEADER, table_rows(plan.layout, plan.world)))
         return 0
-    if plan.config.cluster is None:
-        note("  script        none: the run would train on this machine (add +cluster=NxG for Slurm)")
+    outlook = read_outlook(plan, measure=measure, env=env, cwd=cwd)
+    script = _script(plan)
+    verdict, says = (None, "") if script is None else _slurm_says(script, env)
+    if as_json:
+        slurm = None if script is None else {"says": says, **({} if verdict is None else _as_json(verdict))}
+        facts = {"run": str(plan.run.path), **plan.as_json(), **outlook.as_json(), "slurm": slurm, "script": script}
+        print(json.dumps(facts, indent=2))
         return 0
+    print_rows([*plan_rows(plan), *outlook.rows(), *_script_rows(plan, says, env)])
+    say_outputs(outputs)
+    if script is not None:
+        print(script, end="")
+    return 0
+
+
+def _script(plan: RunPlan) -> str | None:
+    if plan.config.cluster is None:
+        return None
     from slurm_train.launch.script import render_script
 
-    script = render_script(plan)
-    note(f"  Slurm         {_slurm_says(script, env)}")
-    note(f"  environment   {_environment(plan.config.cluster.export, env)}")
-    note(f"  comes back    {_comes_back(plan.config.requeue.enabled, env)}")
-    print(script, end="")
-    return 0
+    return render_script(plan)
+
+
+def _script_rows(plan: RunPlan, says: str, env: Mapping[str, str]) -> list[tuple[str, str]]:
+    if plan.config.cluster is None:
+        return [("script", "none: the run would train on this machine (add +cluster=NxG for Slurm)")]
+    return [("environment", _environment(plan.config.cluster.export, env)), ("Slurm", says)]
+
+
+def _as_json(verdict: TestVerdict) -> dict[str, Any]:
+    names = ("is_accepted", "start", "nodelist", "partition", "message")
+    return {name: getattr(verdict, name) for name in names}
 
 
 def _plan_sweep(flags: Words, settings: HydraSettings | None, *, env: Mapping[str, str], cwd: Path) -> int:
@@ -86,25 +117,26 @@ def _plan_sweep(flags: Words, settings: HydraSettings | None, *, env: Mapping[st
     for number, array in enumerate(arrays):
         folder = plan.sweep.array(number)
         script = render_array(array, folder, name=job_name(plan.sweep, folder))
-        note(f"  array {number}       {len(array.runs)} runs; Slurm {_slurm_says(script, env)}")
+        note(f"  array {number}       {len(array.runs)} runs; Slurm {_slurm_says(script, env)[1]}")
         print(script, end="")
     return 0
 
 
-def _slurm_says(script: str, env: Mapping[str, str]) -> str:
+def _slurm_says(script: str, env: Mapping[str, str]) -> tuple[TestVerdict | None, str]:
+    """Returns Slurm's verdict on a script, None where there is none, and the same in words."""
     from slurm_train.launch.acceptance import slurm_verdict
     from slurm_train.slurm.commands import SlurmCommands
 
     commands = SlurmCommands(env)
     if not commands.is_available():
-        return "not here: no sbatch on the PATH, so the script is not checked"
+        return None, "not here: no sbatch on the PATH, so the script is not checked"
     try:
         verdict = slurm_verdict(script, commands)
     except ClusterError as err:
-        return f"does not answer, so the script is not checked: {err.message}"
+        return None, f"does not answer, so the script is not checked: {err.message}"
     if not verdict.is_accepted:
-        return f"would refuse it: {verdict.message}"
-    return f"would take it; estimated start {verdict.start or 'not told'} on {verdict.nodelist or '?'}"
+        return verdict, f"would refuse it: {verdict.message}"
+    return verdict, f"would take it; estimated start {verdict.start or 'not told'} on {verdict.nodelist or '?'}"
 
 
 def _environment(patterns: Sequence[str], env: Mapping[str, str]) -> str:
@@ -115,13 +147,3 @@ def _environment(patterns: Sequence[str], env: Mapping[str, str]) -> str:
     stays = sorted(name for name in env if name not in goes and not is_job_variable(name))
     shown = ", ".join(stays[:12]) + (", ..." if len(stays) > 12 else "")
     return f"{len(goes)} variables travel" + (f"; these do not (cluster.export=[NAME]): {shown}" if stays else "")
-
-
-def _comes_back(requeue_enabled: bool, env: Mapping[str, str]) -> str:
-    from slurm_train.launch.continuation import how_it_returns
-    from slurm_train.slurm.commands import SlurmCommands
-
-    try:
-        return how_it_returns(SlurmCommands(env).show_config(), requeue_enabled=requeue_enabled)
-    except ClusterError as err:
-        return f"not known: {err.message}"

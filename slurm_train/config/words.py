@@ -52,6 +52,8 @@ class Words:
     wait: bool = False
     ranks: bool = False
     """Whether `plan` prints where each rank stands."""
+    json: bool = False
+    measure: bool = False
     accept: tuple[str, ...] = ()
     """Changes of a run in progress that the person accepts: keys, "config", "code", "data"."""
     help: bool = False
@@ -151,6 +153,8 @@ _SWITCHES = {
     "-m": "multirun",
     "--wait": "wait",
     "--ranks": "ranks",
+    "--json": "json",
+    "--measure": "measure",
     "--resolve": "resolve",
     "--help": "help",
     "-h": "help",

@@ -14,6 +14,7 @@ from slurm_train.launch.preparation import continued_job, record_job
 from slurm_train.launch.resources import renewed_warning
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.preemption import Preemption, return_in_words
 from slurm_train.slurm.records import was_submitted_after
 from slurm_train.slurm.states import Phase
 
@@ -70,23 +71,13 @@ def is_new_request(run: RunDirectory, job: Mapping[str, str], env: Mapping[str, 
     return was_submitted_after(job, run.stop_file.stat().st_mtime)
 
 
-def how_it_returns(settings: Mapping[str, str], *, requeue_enabled: bool) -> str:
-    """Returns in one line how a run comes back at a site, from `scontrol show config`.
+def how_it_returns(preemption: Preemption | None, *, requeue_enabled: bool) -> str:
+    """Returns in one line how a run comes back at a site.
 
     Args:
-        settings: the controller's settings.
+        preemption: what a preemption does there; None where that is not known.
         requeue_enabled: the run's `requeue.enabled`.
     """
     if not requeue_enabled:
         return "not by itself (requeue.enabled=false); `resume` continues it"
-    mode = settings.get("PreemptMode", "").upper()
-    if settings.get("PreemptType", "").endswith("/none") or mode in ("", "OFF"):
-        preemption = "this site does not preempt"
-    elif "CANCEL" in mode:
-        preemption = "preemption cancels here: requeue within the grace time, else another job after it"
-    elif "REQUEUE" in mode:
-        preemption = "preemption requeues here"
-    else:
-        preemption = f"preemption is {mode} here"
-    wait = settings.get("KillWait", "")
-    return f"requeue, same job id; {preemption}" + (f"; {wait} to end in" if wait else "")
+    return return_in_words(preemption)

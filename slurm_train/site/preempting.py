@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from slurm_train.site.facts import SiteFacts
 from slurm_train.slurm.nodelist import NodeListError, parse_nodelist
-from slurm_train.slurm.preemption import Preemption, read_preemption
+from slurm_train.slurm.preemption import Preemption, read_preemption, return_in_words
 
 
 def preemption_in(facts: SiteFacts, qos: str, partition: str) -> Preemption:
@@ -42,7 +42,4 @@ def _nodes(record: Mapping[str, str]) -> set[str]:
 
 def requeue_in_words(facts: SiteFacts, qos: str, partition: str) -> str:
     """Returns how a run of a QOS and a partition comes back, in one line."""
-    if not facts.settings:
-        return "requeue, same job id; Slurm did not say what it does on preemption"
-    # JobRequeue=0 is a default only: every script says --requeue.
-    return f"requeue, same job id; {preemption_in(facts, qos, partition).in_words}"
+    return return_in_words(preemption_in(facts, qos, partition) if facts.settings else None)

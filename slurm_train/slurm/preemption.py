@@ -47,6 +47,17 @@ class Preemption:
         return f"preemption requeues here: {grace}"
 
 
+def return_in_words(preemption: Preemption | None) -> str:
+    """Returns in one line how a run comes back from the time limit, a lost node and a preemption.
+
+    Args:
+        preemption: None where Slurm does not say.
+    """
+    # JobRequeue=0 is a default only: every script says --requeue.
+    known = "Slurm does not say what it does on preemption" if preemption is None else preemption.in_words
+    return f"requeue, same job id; {known}"
+
+
 def read_preemption(settings: Mapping[str, str], *, qos: Mapping[str, str], partition: Mapping[str, str]) -> Preemption:
     """Returns how jobs of a QOS and a partition are preempted.
 

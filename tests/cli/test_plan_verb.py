@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from slurm_train.cli.display import plan_rows, table
+from tests.site.sites import RECORDED
+from tests.support.command_line import REPOSITORY, TINY_MODULE
 from tests.support.plans import make_plan
 
 
@@ -83,3 +86,84 @@ def test_a_layout_is_told_with_its_groups_and_its_cost(shell: Any) -> None:
     assert len(table) == 65
     assert " ".join(table[0].split()) == "rank node local pp dp_replicate dp_shard cp tp"
     assert " ".join(table[64].split()) == "63 15 3 1 0 7 0 3"
+
+
+def rows_of(text: str) -> dict[str, str]:
+    """Returns the table that a plan prints."""
+    cells = (line.strip().split("  ", 1) for line in text.splitlines() if line.startswith("  "))
+    return {cell[0]: cell[1].strip() for cell in cells if len(cell) == 2}
+
+
+def test_a_plan_says_what_a_run_needs_costs_and_may_lose(shell: Any) -> None:
+    shell.slurm.be_site(RECORDED / "devcluster")
+    rows = rows_of(shell.types("plan", "+cluster=2x4", "cluster.time_limit_min=480").err)
+    assert rows["memory"].startswith(
+        "36.4 MiB per rank: weights 4.9 MiB, gradients 4.8 MiB, AdamW 9.7 MiB, activations"
+    )
+    assert "(formula, bfloat16); on the host 14.6 MiB for saves" in rows["memory"]
+    assert rows["GPU-hours"] == "at most 64 per attempt (480 min)"
+    assert rows["comes back"] == "requeue, same job id; preemption requeues here: 15 s grace, then 5 s to end in"
+    assert rows["lost at worst"].startswith("100 steps with a lost node; as much by preemption, or nothing if")
+
+
+def test_the_runs_own_qos_and_partition_decide(shell: Any) -> None:
+    shell.slurm.be_site(RECORDED / "devcluster")
+    rows = rows_of(shell.types("plan", "+cluster=2x4", "cluster.qos=urgent").err)
+    assert rows["comes back"] == "requeue, same job id; nobody preempts here; 5 s to end in"
+    assert rows["GPU-hours"] == "at most 8 per attempt (60 min)", "the partition's default limit"
+    shell.slurm.be_site(RECORDED / "typed")
+    rows = rows_of(shell.types("plan", "+cluster=2x4", "cluster.partition=scavenge").err)
+    assert "120 s grace, then 30 s to end in" in rows["comes back"]
+
+
+def test_without_slurm_what_is_known_is_said(shell: Any) -> None:
+    shell.leaves_slurm()
+    rows = rows_of(shell.types("plan", "+cluster=2x4", "cluster.gpu_flag=none", "requeue.enabled=false").err)
+    assert "(formula, float32)" in rows["memory"] and "copy for saves 14.6 MiB" in rows["memory"]
+    assert rows["rank-hours"].startswith("not known")
+    assert rows["comes back"].startswith("not by itself")
+
+
+def test_json_holds_all_of_it_and_nothing_else_is_printed(shell: Any) -> None:
+    shell.slurm.be_site(RECORDED / "devcluster")
+    plain = shell.types("plan", "+cluster=2x4")
+    done = shell.types("plan", "--json", "+cluster=2x4")
+    facts = json.loads(done.out)
+    assert (done.code, done.err) == (0, "")
+    assert facts["script"] == plain.out and facts["world"]["size"] == 8
+    assert facts["memory"]["total_bytes"] > facts["memory"]["weight_bytes"] > 0
+    assert facts["slurm"]["is_accepted"] is True and facts["worst_loss"]["notice_s"] == 20.0
+    assert facts["cost"] == {
+        "unit": "GPU-hours",
+        "per_attempt_h": 8.0,
+        "limit_min": 60,
+        "left_h": None,
+        "left_steps": 300,
+        "speed": None,
+    }
+    assert json.loads(shell.types("plan", "--json", "run.processes=1").out)["script"] is None
+
+
+def test_json_and_measure_belong_to_plan(shell: Any) -> None:
+    for flag in ("--json", "--measure"):
+        done = shell.types(flag, "+cluster=1x1")
+        assert done.code == 2 and f"{flag} goes with `plan`" in done.err and shell.left() == []
+
+
+def test_the_memory_of_a_model_of_ones_own_is_not_guessed(shell: Any) -> None:
+    (shell.folder / "tiny.py").write_text(TINY_MODULE)
+    rows = rows_of(shell.types("plan", "model._target_=tiny.Tiny", "data._target_=tiny.Numbers").err)
+    assert rows["memory"] == "not known; `plan --measure` builds your model without its memory and looks"
+    (shell.folder / "train.py").touch()
+    assert rows_of(shell.types("plan", "script=[train.py]").err)["memory"] == "not known; only your own code knows"
+
+
+def test_measure_builds_it_apart(shell: Any) -> None:
+    shell.patch.setenv("PYTHONPATH", str(REPOSITORY))
+    broken = "class Broken:\n    def __init__(self):\n        raise ValueError('no disk')\n"
+    (shell.folder / "tiny.py").write_text(f"{TINY_MODULE}\n{broken}")
+    words = ("plan", "--measure", "model._target_=tiny.Tiny", "run.processes=1")
+    rows = rows_of(shell.types(*words, "data._target_=tiny.Numbers").err)
+    assert "(measured, float32)" in rows["memory"] and "activations are missing" not in rows["memory"]
+    rows = rows_of(shell.types(*words, "data._target_=tiny.Broken").err)
+    assert rows["memory"] == "not known; the model cannot be measured here: ValueError: no disk"

@@ -20,6 +20,7 @@ from slurm_train.launch.continuation import (
 from slurm_train.launch.preparation import record_job
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import read_job
+from slurm_train.slurm.preemption import Preemption
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 
 
@@ -81,14 +82,13 @@ def test_it_does_not_begin_if_the_one_before_was_cancelled(word: str, expected: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("preemption", "said"),
     [
-        ({"PreemptType": "preempt/none", "PreemptMode": "OFF"}, "this site does not preempt"),
-        ({"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE", "KillWait": "30 sec"}, "requeues here; 30 sec"),
-        ({"PreemptType": "preempt/qos", "PreemptMode": "CANCEL"}, "else another job after it"),
-        ({"PreemptType": "preempt/qos", "PreemptMode": "GANG,SUSPEND"}, "preemption is GANG,SUSPEND here"),
+        (Preemption(by="qos", mode="CANCEL", grace_s=60, kill_wait_s=30), "else another job takes over"),
+        (Preemption(by="nobody", mode="OFF", grace_s=0, kill_wait_s=30), "nobody preempts here"),
+        (None, "Slurm does not say what it does on preemption"),
     ],
 )
-def test_how_a_run_comes_back_is_read_from_the_site(settings: dict[str, str], said: str) -> None:
-    assert said in how_it_returns(settings, requeue_enabled=True)
-    assert "not by itself" in how_it_returns(settings, requeue_enabled=False)
+def test_how_a_run_comes_back_is_read_from_the_site(preemption: Preemption | None, said: str) -> None:
+    assert said in how_it_returns(preemption, requeue_enabled=True)
+    assert "not by itself" in how_it_returns(preemption, requeue_enabled=False)

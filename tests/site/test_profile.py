@@ -132,7 +132,7 @@ def test_commands_that_refuse_are_told_and_the_rest_goes_on(tmp_path: Path) -> N
     assert [problem.partition(":")[0] for problem in facts.problems] == ["settings", "partitions", "accounts", "QOS"]
     site = build_profile(facts, {})
     assert site.cluster == {"partition": "main", "gpu_flag": "gpus-per-node"}
-    assert site.requeue == "requeue, same job id; Slurm did not say what it does on preemption"
+    assert site.requeue == "requeue, same job id; Slurm does not say what it does on preemption"
 
 
 def test_without_sinfo_nothing_is_known(tmp_path: Path) -> None:

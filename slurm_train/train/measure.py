@@ -1,0 +1,83 @@
+"""Measures a model without its memory: tensors that have a shape and no numbers go through it once.
+
+For `plan --measure`: models that no formula is known for. A rank is not needed, nor is a GPU; matrix products run as
+the CPU would run them, in bfloat16 where the run would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from slurm_train.config.schema import RunConfig
+from slurm_train.config.target import TARGET, instantiate
+from slurm_train.data.build import build_source
+from slurm_train.models.objective import Objective
+
+_TEXT = ("slurm_train.data.text.build", "slurm_train.data.stdlib.build")
+
+
+def measure_model(config: RunConfig, *, batch_size: int, half: bool) -> dict[str, Any]:
+    """Returns `trained_bytes` and `other_bytes` of a model and, where a batch passes through it, `activation_bytes`.
+
+    Args:
+        config: the run's configuration.
+        batch_size: samples of a micro-batch.
+        half: matrix products in bfloat16.
+
+    Raises:
+        Exception: whatever building the model or its data raises; models may be anybody's.
+    """
+    batch = _example(config, batch_size)
+    with FakeTensorMode():
+        model = instantiate(config.model or {})
+        trained = [one for one in model.parameters() if one.requires_grad]
+        frozen = [one for one in model.parameters() if not one.requires_grad]
+        return {
+            "trained_bytes": sum(one.nbytes for one in trained),
+            "other_bytes": sum(one.nbytes for one in (*frozen, *model.buffers())),
+            **_try_forward(model, [torch.zeros(one.shape, dtype=one.dtype) for one in batch], half=half),
+        }
+
+
+def _try_forward(model: nn.Module, batch: list[Tensor], *, half: bool) -> dict[str, Any]:
+    # The parameters are known by now, and a model may look at numbers, which are not there.
+    try:
+        kept = _kept_bytes(model, batch, half=half)
+    except Exception as err:
+        return {"problem": f"{type(err).__name__}: {' '.join(str(err).split())[:200]}"}
+    # At the peak the largest of them is there again twice, as a gradient of what comes before and after it.
+    return {"activation_bytes": sum(kept) + 2 * max(kept, default=0)}
+
+
+def _kept_bytes(model: nn.Module, batch: list[Tensor], *, half: bool) -> list[int]:
+    own = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+    storages: dict[int, Any] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=half),
+    ):
+        Objective(model)(*batch)
+    return [storage.nbytes() for key, storage in storages.items() if key not in own]
+
+
+def _example(config: RunConfig, batch_size: int) -> tuple[Tensor, ...]:
+    """Returns a micro-batch of the run's data; of shipped text its shape alone, since it may not be prepared yet."""
+    data = config.data or {}
+    if data.get(TARGET) in _TEXT:
+        tokens = torch.zeros(batch_size, int(data.get("context", 256)), dtype=torch.int64)
+        return tokens, tokens
+    source = build_source(data, split="train", seed=config.seed)
+    assert source is not None
+    import numpy as np
+
+    return source.batch(np.arange(min(batch_size, len(source)), dtype=np.int64))

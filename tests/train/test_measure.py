@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slurm_train.config.schema import RunConfig
+from slurm_train.config.structure import build_config
+from slurm_train.models.footprint import footprint_of
+from slurm_train.train.measure import measure_model
+
+GPT = {"_target_": "slurm_train.models.gpt.GPT", "context": 64, "num_layers": 2}
+TEXT = {"_target_": "slurm_train.data.text.build", "path": "/nowhere", "context": 64}
+
+
+def measured(model: dict[str, Any], *, half: bool = False, data: dict[str, Any] = TEXT) -> dict[str, Any]:
+    return measure_model(build_config(RunConfig, {"model": model, "data": data}), batch_size=4, half=half)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_a_measured_gpt_is_what_the_formula_says(half: bool) -> None:
+    found, formula = measured(GPT, half=half), footprint_of(GPT, batch_size=4, positions=None, half=half)
+    assert formula is not None
+    assert found["trained_bytes"] == 4 * formula.parameters and found["other_bytes"] == formula.buffer_bytes
+    expected = formula.activation_bytes + formula.temporary_bytes
+    assert found["activation_bytes"] == pytest.approx(expected, rel=0.1)
+
+
+class Frozen(nn.Module):
+    """Half of it is not trained, and it looks at numbers."""
+
+    def __init__(self, *, looks: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(257, 8)
+        self.head = nn.Linear(8, 257, bias=False)
+        self.head.weight.requires_grad_(False)
+        self.looks = looks
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.looks and tokens.sum().item() > 0:
+            raise AssertionError
+        return self.head(self.embedding(tokens))
+
+
+FROZEN = {"_target_": f"{__name__}.Frozen"}
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    found = measured(FROZEN)
+    assert (found["trained_bytes"], found["other_bytes"]) == (257 * 8 * 4, 257 * 8 * 4)
+    assert found["activation_bytes"] > 0
+
+
+def test_a_model_that_looks_at_numbers_still_has_its_parameters_counted() -> None:
+    found = measured({**FROZEN, "looks": True})
+    assert found["trained_bytes"] == 257 * 8 * 4 and "activation_bytes" not in found
+    assert found["problem"]
+
+
+def test_no_memory_is_taken() -> None:
+    # 40 GB of weights.
+    found = measured({**GPT, "width": 8192, "num_layers": 12, "num_heads": 64})
+    assert found["trained_bytes"] > 3 * 10**10
