@@ -29,6 +29,7 @@ ROOT_MEANINGS = {
     "seed": "Seed of everything random: weights, order of the samples, augmentation, dropout",
     "model": "The model: a group (`model=gpt`) or `model._target_=my_package.MyModel`; see below",
     "data": "The data: a group (`data=stdlib`) or `data._target_=my_package.MyData`; see below",
+    "launch": "slurm: as a job; interactive: in an salloc, yours or a new one; local: here, even with a cluster",
     "site": "`site=NAME`: a file with your cluster's partition, account and so on; `init` writes it",
     "task": "`task._target_=my_package.main`: your function on every rank instead of the trainer",
     "script": "`script=[train.py,--flag]`: your script on every rank instead of the trainer",
@@ -51,6 +52,7 @@ Settings are words of the command line, `key=value`. Units are in the names: `_s
 | `model=NAME`, `data=NAME` | chooses a file of `conf/model/` or `conf/data/` |
 | `+experiment=NAME` | a file of `conf/experiment/`: several settings under one name |
 | `+cluster=NxG` | Slurm, N nodes with G GPUs each; works for every N and G; `cluster.*` settings go with it |
+| `container=apptainer`, `container=pyxis` | the ranks' Python runs [in an image](interactive.md#containers) |
 | `site=NAME` | what is particular to one cluster: see [site profiles](site-profiles.md) |
 | `+model.KEY=value`, `+data.KEY=value` | adds a keyword that the chosen file does not have |
 | `model._target_=...`, `data._target_=...` | your own class; the chosen file's keywords are not passed to it |
@@ -124,7 +126,8 @@ def read_sections() -> list[Section]:
     root: list[Key] = []
     sections: list[Section] = []
     for field, meaning in _fields(classes["RunConfig"]):
-        name, kind = _name_of(field), ast.unparse(field.annotation)
+        kind = ast.unparse(field.annotation)
+        name, kind = _name_of(field), aliases.get(kind, kind)
         section = classes.get(kind.removesuffix(" | None"))
         if section is None:
             root.append(Key(name, _kind_in_words(kind), meaning or ROOT_MEANINGS[name]))
@@ -196,13 +199,15 @@ def read_defaults() -> dict[str, Any]:
     """Returns every key's default as shipped, by its dotted name."""
     shipped = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
     groups = {key: value for item in shipped["defaults"] if isinstance(item, dict) for key, value in item.items()}
-    flat = {**groups, "cluster": None}
+    flat = {**groups, "cluster": None, "container": None}
     for section, values in shipped.items():
         if isinstance(values, dict):
             flat |= _flat(values, f"{section}.")
-        elif section not in ("defaults", "cluster"):
+        elif section not in ("defaults", "cluster", "container"):
             flat[section] = values
     base = yaml.safe_load((CONF / "cluster" / "base.yaml").read_text(encoding="utf-8"))
+    container = yaml.safe_load((CONF / "container" / "apptainer.yaml").read_text(encoding="utf-8"))
+    flat |= {f"container.{key}": value for key, value in container.items()}
     return flat | {f"cluster.{key}": value for key, value in base.items()}
 
 
@@ -224,7 +229,11 @@ def render() -> str:
         rows = [_row(key, defaults) for key in section.keys]
         parts.append("\n".join([f"## {title}\n", *header, *rows, ""]))
     parts.append(GROUPS)
-    parts += [_group(path) for folder in ("model", "data", "experiment") for path in sorted((CONF / folder).iterdir())]
+    parts += [
+        _group(path)
+        for folder in ("model", "data", "experiment", "container")
+        for path in sorted((CONF / folder).iterdir())
+    ]
     return "\n".join(parts)
 
 

@@ -9,4 +9,4 @@ set -e
 cd {code}
 exec {python} -m slurm_train supervise {run} -- \
   {srun} \
-  {python} -m slurm_train worker {run}
+  {worker}

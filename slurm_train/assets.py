@@ -23,6 +23,11 @@ def asset_dir(name: str) -> Path:
     raise FileNotFoundError(f"{name}/ is neither in {_PACKAGE} nor beside it: reinstall slurm-train")
 
 
+def package_dir() -> Path:
+    """Returns the directory of this package's modules."""
+    return _PACKAGE
+
+
 def read_template(name: str) -> str:
     """Returns the text of a file in `sbatch_templates/`, e.g. "run.sh"."""
     return read_asset("sbatch_templates", name)

@@ -65,13 +65,16 @@ COMMAND_WORDS = {
     "slurm.commands": {"squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "sacctmgr"},
     "launch.submission": {"sbatch"},
     "launch.script": {"srun"},
+    "launch.interactive": {"salloc"},
     "launch.visibility": {"srun"},
 }
 # The one-machine cluster starts, configures and asks its own daemons.
 OWN_CLUSTER = "devcluster."
-# The ranks' stop flag; those that outlive the ranks, which are the supervisor and the local launch; loader workers,
-# which are made deaf; a tracker's process, which hears of the end by a pipe.
-SIGNAL_HANDLERS = {"requeue.signals", "requeue.supervise", "cli.here", "cli.trackers", "data.mapstyle"}
+# The ranks' stop flag; those that outlive the ranks, which are the supervisor, the local launch and whoever waits in an
+# allocation; loader workers, which are made deaf; a tracker's process, which hears of the end by a pipe.
+SIGNAL_HANDLERS = {
+    *("requeue.signals", "requeue.supervise", "cli.here", "cli.interactive", "cli.trackers", "data.mapstyle"),
+}
 ENVIRONMENT_READERS = ("cli.", "__main__")
 # cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.
 ENVIRONMENT_WRITERS = {"train.build"}

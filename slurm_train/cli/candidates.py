@@ -18,7 +18,9 @@ from slurm_train.cli.completion_table import FLAGS, KEYS, SETTINGS_FLAGS, STATES
 _MOST = 500
 _SIZES = ("1x1", "1x4", "1x8", "2x8", "4x8", "8x8")
 _GROUPS = ("model", "data", "cluster", "experiment")
-_ADDED_GROUPS = ("cluster", "experiment")
+_ADDED_GROUPS = ("cluster", "experiment", "site", "container")
+# As `config.site` has it; importing that costs what a TAB has not.
+_USER_FOLDER = "~/.config/slurm_train"
 _DEFAULTS = {"model": "gpt", "data": "stdlib"}
 _HYDRA = (
     *("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.name"),
@@ -197,7 +199,8 @@ def _values(key: str, line: _Line, value: str) -> Iterable[Candidate]:
 
 def _conf_folders(line: _Line) -> list[Path]:
     own = (line.value_of("--config-dir", "-cd"), line.value_of("--config-path", "-cp"))
-    return [*(Path(folder).expanduser() for folder in own if folder), asset_dir("conf")]
+    own_folders = (Path(folder).expanduser() for folder in own if folder)
+    return [*own_folders, asset_dir("conf"), Path(_USER_FOLDER).expanduser()]
 
 
 def _folders(line: _Line) -> set[str]:

@@ -44,9 +44,17 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
         from slurm_train.metrics.trackers.catalogue import asked_trackers
 
         rows.append(("trackers", ", ".join(asked_trackers(config.track)) or "none"))
+    if config.container is not None:
+        rows.append(("container", f"{config.container.kind} {config.container.image}"))
     if config.cluster is not None:
-        rows.append(("requeue", "after preemption, time limit, node failure" if config.requeue.enabled else "never"))
+        rows.append(("requeue", _requeue_text(plan)))
     return rows
+
+
+def _requeue_text(plan: RunPlan) -> str:
+    if plan.config.launch == "interactive":
+        return "never: launch=interactive"
+    return "after preemption, time limit, node failure" if plan.config.requeue.enabled else "never"
 
 
 def _lr_text(plan: RunPlan) -> str:

@@ -18,6 +18,7 @@ from slurm_train.cli.submit import refuse_active
 from slurm_train.cli.surroundings import note_surroundings
 from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.schema import RunConfig
+from slurm_train.launch.container import Ranks
 from slurm_train.launch.local import LocalRanks, start_local
 from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.plan import RunPlan
@@ -27,7 +28,7 @@ from slurm_train.launch.source import Source
 from slurm_train.requeue.supervise import Site, supervise
 from slurm_train.requeue.watch import hang_of, limits_of, watching
 from slurm_train.rundir.attempts import AttemptStart
-from slurm_train.rundir.heartbeat import Limits
+from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import release_lock, take_lock, this_process
 from slurm_train.rundir.lookup import read_job
@@ -57,6 +58,8 @@ def train_here(
     Raises:
         RunError: the run is active already, or it would not be the same training.
     """
+    # A container that cannot be started is found before anything is written.
+    Ranks(plan.config, plan.run, plan.directory).command(python=sys.executable)
     holder = this_process()
     if plan.run.path.is_dir():
         # Nothing of a run that somebody else is training, or that is queued, may be overwritten.
@@ -98,23 +101,30 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
     )
 
     def launch(attempt: int) -> int:
-        return _launch(run, world_size, attempt, limits=limits_of(config), env=env)
+        return _launch(run, config, world_size, attempt, env=env)
 
     with tracking_run(run, config.track, env):
         return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
 
 
-def _launch(run: RunDirectory, world_size: int, attempt: int, *, limits: Limits | None, env: Mapping[str, str]) -> int:
+def _rank_command(run: RunDirectory, config: RunConfig) -> list[str]:
+    directory = str((read_json(run.plan) or {}).get("directory", Path.cwd()))
+    ranks = Ranks(config, run, directory)
+    ranks.make_mount_points()
+    return ranks.command(python=sys.executable)
+
+
+def _launch(run: RunDirectory, config: RunConfig, world_size: int, attempt: int, *, env: Mapping[str, str]) -> int:
     note_surroundings(run, attempt, slurm=lambda: None)
     rank_env = scrubbed(env) | {"SLURM_TRAIN_ATTEMPT": str(attempt), "MASTER_ADDR": "127.0.0.1"}
     # The ranks run the snapshot; what it does not hold (ignored by git, say) is found where the run was typed.
     rank_env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(Path.cwd())]))
     rank_env["MASTER_PORT"] = str(probe_port(str(run.path), attempt=attempt, env=rank_env))
-    command = [sys.executable, "-m", "slurm_train", "worker", str(run.path)]
+    command = _rank_command(run, config)
     ranks = start_local(command, run=run, attempt=attempt, num_ranks=world_size, env=rank_env)
     if (code := refused_code(run, attempt)) is not None:
         return code
-    with watching(run, attempt, limits=limits, world_size=world_size, end_ranks=lambda _: ranks.kill()):
+    with watching(run, attempt, limits=limits_of(config), world_size=world_size, end_ranks=lambda _: ranks.kill()):
         return _wait(ranks)
 
 

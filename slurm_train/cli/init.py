@@ -72,7 +72,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--yes", action="store_true", help="take the default of every question")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     parser.add_argument("--print", action="store_true", help="print the file and write nothing")
-    parser.add_argument("--config-dir", metavar="DIR", help=f"write below DIR/{GROUP}/ (default: {user_config_dir()})")
+    parser.add_argument(
+        "--config-dir", metavar="DIR", help=f"write below DIR/{GROUP}/ (default: ~/.config/slurm_train)"
+    )
     return parser.parse_args(list(words))
 
 

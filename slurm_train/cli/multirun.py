@@ -74,6 +74,10 @@ def multirun(
         nonlocal num_before
         plan, outputs = plan_points(flags, points, settings=settings, env=env, cwd=cwd, first=num_before)
         num_before += len(points)
+        if any(one.config.launch == "interactive" for one in plan.plans):
+            raise ConfigError(
+                "launch=interactive attends to one run, and this is a sweep", hint="drop -m, or launch=interactive"
+            )
         source = read_source(_whose_code(plan), cwd, state, env=env)
         say_source(source)
         if plan.uses_cluster:

@@ -80,7 +80,7 @@ def read_outlook(plan: RunPlan, *, measure: bool, env: Mapping[str, str], cwd: P
     preemption = None if facts is None else _preemption(plan.config, facts)
     on_gpu = cluster.gpu_flag != "none" if cluster is not None else count_local_gpus(env) > 0
     memory, note = _memory(plan, on_gpu=on_gpu, measure=measure, env=env, cwd=cwd)
-    returns = "" if cluster is None else how_it_returns(preemption, requeue_enabled=plan.config.requeue.enabled)
+    returns = "" if cluster is None else _returns(plan.config, preemption)
     loss = None
     if plan.config.trains:
         step_s = None if cost.speed is None else cost.speed.step_s
@@ -93,6 +93,12 @@ def read_outlook(plan: RunPlan, *, measure: bool, env: Mapping[str, str], cwd: P
         returns=returns,
         loss=loss,
     )
+
+
+def _returns(config: RunConfig, preemption: Preemption | None) -> str:
+    if config.launch == "interactive":
+        return "not by itself (launch=interactive); the same words continue it"
+    return how_it_returns(preemption, requeue_enabled=config.requeue.enabled)
 
 
 def _facts(env: Mapping[str, str]) -> SiteFacts | None:

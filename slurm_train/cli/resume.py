@@ -17,7 +17,7 @@ from slurm_train.cli.arguments import RUN_HELP, build_run_parser
 from slurm_train.cli.changes import check_names, tell_of_other_code, weigh
 from slurm_train.cli.display import note, print_plan, say_source
 from slurm_train.cli.liveness import holder_lives
-from slurm_train.cli.submit import refuse_active, require_slurm, submit
+from slurm_train.cli.submit import refuse_active, require_slurm
 from slurm_train.cli.sweep_table import RESUMABLE
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
@@ -73,6 +73,8 @@ def main(words: Sequence[str]) -> int:
     _refuse_finished(run, config, config)
     _refuse_touched(run, config)
     tell_of_other_code(run, config, Path.cwd())
+    if config.launch == "interactive":
+        return _go_on_with(run, config, (), accept=(), words=["resume", *words])
     return resume_here(run, os.environ) if config.cluster is None else resubmit(run, os.environ)
 
 
@@ -119,11 +121,9 @@ def _go_on_with(
         source = read_source(plan, here, read_answers(ask_git(here, os.environ)), env=os.environ)
         say_source(source)
     print_plan(plan)
-    if config.cluster is not None:
-        return submit(plan, source, words=words, env=dict(os.environ), accept=accept)
-    from slurm_train.cli.here import train_here
+    from slurm_train.cli.run import carry_out
 
-    return train_here(plan, source, words=words, env=dict(os.environ), accept=accept)
+    return carry_out(plan, source, words=words, env=dict(os.environ), accept=accept)
 
 
 def _refuse_touched(run: RunDirectory, config: RunConfig) -> None:

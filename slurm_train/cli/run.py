@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,10 @@ from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
 
 if TYPE_CHECKING:
+    from slurm_train.cli.outputs import RunOutput
     from slurm_train.config.hydra_settings import HydraSettings
+    from slurm_train.launch.plan import RunPlan
+    from slurm_train.launch.source import Source
 
 
 def main(words: Sequence[str]) -> int:
@@ -88,13 +91,39 @@ def _run(
     say_keys_left_behind(plan.config, env)
     source = read_source(plan, cwd, read_answers(git), env=env)
     say_source(source)
-    if plan.config.cluster is not None:
-        from slurm_train.cli.submit import submit
+    return carry_out(plan, source, words=words, env=env, accept=flags.accept, outputs=outputs)
 
-        return submit(plan, source, words=words, env=env, accept=flags.accept, outputs=outputs)
-    from slurm_train.cli.here import train_here
 
-    return train_here(plan, source, words=words, env=env, accept=flags.accept, outputs=outputs)
+def carry_out(
+    plan: RunPlan,
+    source: Source | None,
+    *,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    accept: Collection[str],
+    outputs: Sequence[RunOutput] = (),
+) -> int:
+    """Submits a run, trains it here or in an allocation, as it asks; returns the exit code.
+
+    Args:
+        plan: the run.
+        source: its code; None: the snapshot that it has.
+        words: the command line.
+        env: the environment.
+        accept: changes of a run in progress that the person accepts.
+        outputs: what the run shall have besides its own directory.
+    """
+    if plan.config.cluster is None:
+        from slurm_train.cli.here import train_here
+
+        return train_here(plan, source, words=words, env=env, accept=accept, outputs=outputs)
+    if plan.config.launch == "interactive":
+        from slurm_train.cli.interactive import run_interactively
+
+        return run_interactively(plan, source, words=words, env=env, accept=accept, outputs=outputs)
+    from slurm_train.cli.submit import submit
+
+    return submit(plan, source, words=words, env=env, accept=accept, outputs=outputs)
 
 
 def _show_result(run: RunDirectory) -> int:

@@ -11,6 +11,7 @@ from slurm_train.cli.liveness import holder_lives, is_active
 from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.errors import ClusterError, RunError
 from slurm_train.launch.acceptance import require_acceptable
+from slurm_train.launch.container import Ranks
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preparation import record_job, write_run_directory
 from slurm_train.launch.script import render_script
@@ -51,6 +52,7 @@ def submit(
     refuse_active(plan.run, commands)
     change = weigh(plan, source, accept=accept)
     require_acceptable(script, commands, plan)
+    Ranks(plan.config, plan.run, plan.directory).make_mount_points()
     write_run_directory(plan, source, script=script, change=change)
     make_outputs(outputs)
     # A dead process on this machine can be told from here, not from the node that the job starts on.

@@ -29,6 +29,7 @@ from slurm_train.requeue.supervise import Site, ignore_stop_signals, say, superv
 from slurm_train.requeue.timekeeper import ReadNotice, keeping_time
 from slurm_train.requeue.watch import hang_of, limits_of, watching
 from slurm_train.rundir.attempts import AttemptStart
+from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import this_process
@@ -49,9 +50,9 @@ def main(words: Sequence[str]) -> int:
     run, command = _read(words)
     env = _job_environment(os.environ)
     ignore_stop_signals()
-    allocation = Allocation.from_env(env)
     require_private(run)
     config = load_config(run.config)
+    allocation = _share_of(Allocation.from_env(env), run)
     if (cancelled := _cancelled_before(run, allocation, env)) is not None:
         say(f"job {cancelled}, which this one was to continue, was cancelled; `resume` continues the run")
         return EXIT_FAILURE
@@ -73,15 +74,25 @@ def main(words: Sequence[str]) -> int:
             return _run_step(run, command, attempt=attempt, nodes=nodes, world_size=size, env=env)
 
     site = _site(run, allocation, env, patience_s=config.requeue.controller_patience_s)
+    # Whoever waits in an allocation wants to see a failure, and no job that goes on without them.
+    requeue = replace(config.requeue, enabled=config.requeue.enabled and config.launch != "interactive")
     with tracking_run(run, config.track, env) as trackers:
         site = replace(site, requeue=partial(_requeue_last, trackers, site.requeue))
-        return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
+        return supervise(run, requeue, site, launch, is_own_code=not config.trains)
 
 
 def _requeue_last(trackers: Trackers, requeue: Callable[[Decision], bool], decision: Decision) -> bool:
     # Slurm ends this job by it; the trackers get the moment until then.
     trackers.finish_soon()
     return requeue(decision)
+
+
+def _share_of(allocation: Allocation, run: RunDirectory) -> Allocation:
+    """Returns the part of an allocation that the run takes: an salloc may have more nodes, or other task counts."""
+    per_node = (read_json(run.plan) or {}).get("world", {}).get("ranks_per_node") or allocation.tasks_per_node
+    if tuple(per_node) == allocation.tasks_per_node or len(per_node) > allocation.num_nodes:
+        return allocation
+    return replace(allocation, nodes=allocation.nodes[: len(per_node)], tasks_per_node=tuple(per_node))
 
 
 def _forget_old_stop(run: RunDirectory, job_id: str, env: Mapping[str, str], commands: SlurmCommands) -> None:

@@ -27,6 +27,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, Unsu
 from omegaconf.resolvers.oc import env as read_variable
 
 from slurm_train.config.explain import explain, no_cluster_error, not_known_yet
+from slurm_train.config.launch import settle_launch
 from slurm_train.config.lean import LeanComposer, is_enough
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.search_path import own_folders, search_path, store_sizes
@@ -256,6 +257,7 @@ def _read(composed: _Full, overrides: Sequence[str]) -> Composed:
     settle_site(plain, choices, overrides)
     refuse_secrets(plain)
     _require_chosen_cluster(plain.get("cluster"), choices)
+    settle_launch(plain)
     return Composed(config=build_config(RunConfig, plain), mapping=plain, choices=choices)
 
 

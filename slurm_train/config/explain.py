@@ -130,6 +130,10 @@ def _absent(key: str, composed_keys: Callable[[], Sequence[str]]) -> ConfigError
         return no_cluster_error(key)
     if key.startswith("hydra."):
         return ConfigError(f"there is no configuration key {key!r}", hint="`--hydra-help` lists what can be set")
+    if key.startswith("container.") and key in all_keys(RunConfig):
+        return ConfigError(
+            f"{key} was set, but the run asks for no container", hint="add container=apptainer, or container=pyxis"
+        )
     error = unknown_key_error(key, composed_keys())
     if key.startswith(("model.", "data.")):
         return ConfigError(error.message, hint=f"{error.hint} +{key}=... adds one on purpose")

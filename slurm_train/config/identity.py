@@ -17,6 +17,8 @@ NOT_IDENTITY = (
     "run",
     "cluster",
     "site",
+    "launch",
+    "container",
     "requeue",
     "health",
     "checkpoint",

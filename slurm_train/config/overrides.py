@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from slurm_train.config.launch import settle_launch
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.structure import build_config, to_mapping, unknown_key_error
 from slurm_train.config.words import Words, prepare_overrides
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 # In this order: a site fills the cluster that was chosen.
-_GROUPS = ("model", "data", "cluster", "site")
+_GROUPS = ("model", "data", "cluster", "site", "container")
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,2})")
 
 
@@ -50,9 +51,10 @@ def apply_words(config: RunConfig, words: Sequence[str], *, config_dir: str | No
         if override.key_or_group == "site":
             _move(mapping, override, words, config_dir)
         elif override.key_or_group in _GROUPS:
-            _choose(mapping, override, config_dir)
+            _choose(mapping, override, words, config_dir)
         else:
             _set(mapping, override)
+    settle_launch(mapping)
     return build_config(RunConfig, mapping)
 
 
@@ -74,14 +76,16 @@ def _move(mapping: dict[str, Any], override: Override, words: Sequence[str], con
     mapping["site"], mapping["cluster"] = moved.site, to_mapping(moved.cluster)
 
 
-def _choose(mapping: dict[str, Any], override: Override, config_dir: str | None) -> None:
+def _choose(mapping: dict[str, Any], override: Override, words: Sequence[str], config_dir: str | None) -> None:
     group, choice = override.key_or_group, override.value()
-    if group == "cluster" and choice in (None, "null"):
-        mapping["cluster"] = None
+    if group in ("cluster", "container") and choice in (None, "null"):
+        mapping[group] = None
         return
     from slurm_train.config.compose import compose
 
-    composed = compose(Words(overrides=[f"{group}={choice}"], config_dir=config_dir)).config
+    # An image has no default, so it is chosen together with its settings.
+    own = [word for word in words if group == "container" and word.startswith("container.")]
+    composed = compose(Words(overrides=[f"{group}={choice}", *own], config_dir=config_dir)).config
     chosen = to_mapping(getattr(composed, group))
     if group == "cluster" and mapping["cluster"] is not None and _SIZE.fullmatch(str(choice)):
         mapping["cluster"] |= {key: chosen[key] for key in ("nodes", "gpus_per_node")}

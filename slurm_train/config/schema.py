@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 LrRetune = Literal["none", "linear", "sqrt"]
+Launch = Literal["slurm", "interactive", "local"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,10 +306,30 @@ class ClusterSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerSection:
+    """An image that the ranks' Python runs in; everything else stays outside. Chosen by `container=NAME`."""
+
+    kind: Literal["apptainer", "pyxis"]
+    """Who runs the image: Apptainer (or Singularity) as a command, or pyxis (enroot) as a plugin of srun."""
+    image: str
+    """Path of the image on the nodes, or a name that `kind` understands, e.g. "docker://pytorch/pytorch"."""
+    mounts: list[str] = field(default_factory=list)
+    """Further paths that the ranks see, "/path", "/path:/inside" or "/path:/inside:ro"; the runs' root, the submitting
+    directory and paths in `data` are there anyway."""
+    python: str = "python3"
+    """Interpreter inside the image."""
+    command: str | None = None
+    """Of apptainer: the program, e.g. "singularity"; default: apptainer."""
+    flags: list[str] = field(default_factory=list)
+    """Further words for `apptainer exec`; flags of pyxis are `cluster.srun.container_...`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """Everything that decides a run. `model`, `data` and `task` are `_target_` mappings, open for your own code."""
 
     seed: int = 0
+    launch: Launch = "slurm"
     run: RunSection = field(default_factory=RunSection)
     model: dict[str, Any] | None = None
     data: dict[str, Any] | None = None
@@ -324,6 +345,7 @@ class RunConfig:
     parallel: ParallelSection = field(default_factory=ParallelSection)
     cluster: ClusterSection | None = None
     site: str | None = None
+    container: ContainerSection | None = None
     task: dict[str, Any] | None = None
     script: list[str] | None = None
 

@@ -19,7 +19,7 @@ from slurm_train.errors import ConfigError
 _OPEN_MAPPINGS = ("cluster.sbatch.", "cluster.srun.", "cluster.env.", "task.")
 _CUSTOM_GROUPS = ("model", "data")
 # The shipped primary file chooses none of these, so a choice of one is an addition in Hydra's terms.
-_OPTIONAL_GROUPS = ("cluster", "experiment", "site")
+_OPTIONAL_GROUPS = ("cluster", "experiment", "site", "container")
 # Settings of Hydra's own that are texts: paths and names, which may hold an equals sign.
 _HYDRA_TEXTS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.name")
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,2})")

@@ -194,6 +194,11 @@ def check_degrees(config: RunConfig) -> None:
         raise ConfigError(f"script={config.script!r} has a NUL, which no command line can hold", hint="remove it")
     if config.cluster is not None:
         _check_exports(config.cluster.export)
+    elif config.container is not None and config.container.kind == "pyxis":
+        raise ConfigError(
+            "container.kind=pyxis is a plugin of srun, and the run would train on this machine",
+            hint="use container=apptainer, or +cluster=<nodes>x<GPUs per node>",
+        )
     _check_targets(config)
     _check_counts(config)
 

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from slurm_train.assets import read_template
 from slurm_train.errors import ConfigError
+from slurm_train.launch.container import Ranks
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.resources import job_environment, sbatch_flags, srun_flags
 from slurm_train.slurm.resource_flags import Flags
@@ -26,12 +28,13 @@ from slurm_train.slurm.script_text import (
 )
 
 
-def render_script(plan: RunPlan, *, default_python: str = sys.executable) -> str:
+def render_script(plan: RunPlan, *, default_python: str = sys.executable, package: Path | None = None) -> str:
     """Returns the text of `submit.sh`.
 
     Args:
         plan: the run; it must ask for a cluster.
         default_python: interpreter in the job where `cluster.python` names none.
+        package: the folder of this package on the nodes, for containers; default: where it lies here.
 
     Raises:
         ConfigError: a value that cannot reach the script unchanged, with the key it came from.
@@ -40,16 +43,24 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable) -> str
     assert cluster is not None
     python = cluster.python or default_python
     _require_absolute("cluster.python", python)
+    ranks, exports = Ranks(plan.config, plan.run, plan.directory, package), job_environment(plan.config)
     return read_template("run.sh").format(
         title=f"{plan.run.name}/{plan.run.run_id}: global batch {plan.batch.as_sum()}",
         sbatch="\n".join(_sbatch_lines(sbatch_flags(plan))),
-        exports="\n".join(_export_lines(job_environment(plan.config))),
+        exports="\n".join(_export_lines(exports)),
         setup="\n".join(_setup_line(line) for line in cluster.setup),
         code=shlex.quote(str(plan.run.code)),
         python=shlex.quote(python),
         run=shlex.quote(str(plan.run.path)),
-        srun=" ".join(_srun_words(srun_flags(plan))),
+        srun=" ".join([*_srun_words(srun_flags(plan)), *_container_words(ranks.step_flags(exports), cluster.srun)]),
+        worker=" ".join(_quoted(word) for word in ranks.command(python=python)),
     )
+
+
+def _quoted(word: str) -> str:
+    if not word.isprintable():
+        raise ConfigError(f"{word!r} cannot be a word of the batch script", hint="remove what cannot be printed")
+    return shlex.quote(word)
 
 
 def _sbatch_lines(flags: Flags) -> list[str]:
@@ -67,6 +78,17 @@ def _srun_words(flags: Flags) -> list[str]:
             flag = f"--{check_flag_name(name)}"
             words.append(flag if value is True else f"{flag}={check_flag_value(str(value))}")
     return words
+
+
+def _container_words(flags: Mapping[str, str], own: Mapping[str, Any]) -> list[str]:
+    # Lists of mounts and variables may be longer than what Slurm itself takes.
+    twice = [name for name in own if name.replace("_", "-") in flags]
+    if twice:
+        raise ConfigError(
+            f"cluster.srun.{twice[0]} and container.* both say what runs the ranks",
+            hint="use container.image and container.mounts, or leave the container out",
+        )
+    return [f"--{name}={_quoted(value)}" for name, value in flags.items()]
 
 
 def _export_lines(variables: Mapping[str, str]) -> list[str]:

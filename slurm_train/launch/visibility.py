@@ -32,8 +32,9 @@ def require_seen_by_all(run: RunDirectory, nodes: Sequence[str], env: Mapping[st
         RunError: some nodes cannot, by name.
         SilentNodesError: a node does not answer in time.
     """
-    if len(nodes) == 1:
-        # The one node is the one that runs this process, which has read the configuration already.
+    if len(nodes) == 1 and env.get("SLURMD_NODENAME") == nodes[0]:
+        # The one node is the one that runs this process, which has read the configuration already. Under salloc this
+        # is a login node.
         return
     answers, complaint = _ask_with_patience(run, len(nodes), env)
     blind = sorted(name for word, name in answers if word == "blind")

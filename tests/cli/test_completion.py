@@ -120,6 +120,15 @@ def test_a_tab_offers(line: str, texts: list[str], project: Path) -> None:
     assert sorted(offered(line)) == sorted(texts)
 
 
+def test_sites_are_those_of_the_persons_own_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(project / "home"))
+    (project / "home" / ".config" / "slurm_train" / "site").mkdir(parents=True)
+    (project / "home" / ".config" / "slurm_train" / "site" / "jupiter.yaml").touch()
+    assert offered("plan site=") == ["site=jupiter"]
+    assert offered("plan container=") == ["container=apptainer", "container=pyxis"]
+    assert offered("plan launch=in") == ["launch=interactive"]
+
+
 def test_an_empty_word_offers_verbs_groups_and_sections(project: Path) -> None:
     found = offered("")
     assert set(VERBS) <= set(found) and {"+cluster=", "model=", "data=", "+experiment=", "optim.", "train."} <= set(
@@ -142,9 +151,9 @@ def test_what_is_offered_is_accepted(shell: Any) -> None:
     for key in keys:
         values = offered(key) if key.endswith("=") and not key.startswith(("hydra", "run.root", "data.path")) else []
         for word in values:
-            cluster = ["+cluster=1x1"] if word.startswith("cluster.") else []
+            needed = {"cluster": ["+cluster=1x1"], "container": ["container=pyxis", "container.image=x"]}
             if not word.startswith("cluster.python"):
-                compose(read_words([*cluster, word]))
+                compose(read_words([*needed.get(word.partition(".")[0], []), word]))
     assert len(keys) > 80
 
 

@@ -12,6 +12,7 @@ BASE: dict[str, Any] = {
     "model": {"_target_": "my.Model", "width": 64},
     "data": {"_target_": "my.Data"},
     "cluster": {},
+    "container": {"kind": "apptainer", "image": "/image.sif"},
     "batch": {"local_size": 2, "accumulation": 1, "global_size": 64},
 }
 # One other value for each type of key.
@@ -34,6 +35,10 @@ OTHERS: dict[str, Any] = {
     "parallel.pipeline_schedule": "gpipe",
     "parallel.gather_dtype": "bfloat16",
     "cluster.gpu_flag": "gres",
+    "launch": "interactive",
+    "container.kind": "pyxis",
+    "container.mounts": ["/x"],
+    "container.flags": ["--x"],
     "health.on_non_finite": "skip",
     "health.on_spike": "stop",
 }

@@ -37,10 +37,12 @@ cat {here}/sacct.out
     "scancel": 'echo "$@" >> {here}/cancelled\n',
     "sinfo": "cat {here}/sinfo.out\n",
     "srun": "exit 1\n",
+    "salloc": 'echo "$@" > {here}/salloc_words; exit 7\n',
     "scontrol": """
 case "$*" in
   "show config") cat {here}/config.out;;
   "show partition") cat {here}/partitions.out;;
+  "show job "*) cat {here}/job.out;;
   *) exit 1;;
 esac
 """,

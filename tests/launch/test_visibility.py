@@ -44,10 +44,15 @@ def test_nodes_that_see_the_run_raise_nothing_and_leave_nothing(run: RunDirector
     assert list(run.logs.iterdir()) == []
 
 
-def test_a_single_node_is_not_asked(run: RunDirectory, tmp_path: Path) -> None:
-    env = fake_srun(tmp_path, "exit 1")
+def test_a_single_node_is_not_asked_from_itself(run: RunDirectory, tmp_path: Path) -> None:
+    env = fake_srun(tmp_path, "exit 1") | {"SLURMD_NODENAME": "node1"}
     require_seen_by_all(run, ("node1",), env)
     assert not (tmp_path / "words").exists()
+
+
+def test_a_single_node_is_asked_from_a_login_node(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="node node1 does not see"):
+        require_seen_by_all(run, ("node1",), fake_srun(tmp_path, "echo blind node1"))
 
 
 def refusal(run: RunDirectory, env: dict[str, str]) -> RunError:

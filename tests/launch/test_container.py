@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.errors import ConfigError
+from slurm_train.launch.container import Ranks
+from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.script import render_script
+from tests.support.plans import make_plan
+
+GOLDEN = Path(__file__).parent / "golden"
+HOST_PACKAGE = Path("/opt/venv/lib/python3.11/site-packages/slurm_train")
+IMAGE: dict[str, Any] = {"kind": "apptainer", "image": "images/torch.sif"}
+PYXIS: dict[str, Any] = {"kind": "pyxis", "image": "nvcr.io#nvidia/pytorch:24.12-py3"}
+
+
+def planned(container: dict[str, Any], **sections: Any) -> RunPlan:
+    data = {"_target_": "slurm_train.data.text.build", "path": "/shared/books", "context": 256}
+    cluster = {"nodes": 2, "gpus_per_node": 4, "network_interface": "ib0", "export": ["WANDB_API_KEY", "MY_*"]}
+    own = {"container": container, "cluster": cluster, "data": data, "run": {"root": "/scratch/me/runs"}}
+    return make_plan("/home/me/project", **{**own, **sections})
+
+
+def command(plan: RunPlan) -> list[str]:
+    return Ranks(plan.config, plan.run, plan.directory, HOST_PACKAGE).command(python="/usr/bin/python3")
+
+
+def render(plan: RunPlan) -> str:
+    return render_script(plan, default_python="/opt/venv/bin/python", package=HOST_PACKAGE)
+
+
+GOLDENS = {
+    "2x4_apptainer": {**IMAGE, "mounts": ["/datasets:/data:ro", "/local scratch"], "flags": ["--writable-tmpfs"]},
+    "2x4_pyxis": {**PYXIS, "mounts": ["/datasets:/data:ro", "/scratch2"], "python": "/usr/bin/python"},
+}
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_the_script_is_the_golden_file(name: str) -> None:
+    # After a wanted change: print the new text, read the difference, and put it there.
+    text = render(planned(GOLDENS[name]))
+    assert text == (GOLDEN / f"{name}.sh").read_text(encoding="utf-8")
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_supervision_stays_outside_and_python_goes_inside() -> None:
+    words = shlex.split(render(planned(IMAGE)).partition("exec ")[2].replace("\\\n", " "))
+    assert words[:4] == ["/opt/venv/bin/python", "-m", "slurm_train", "supervise"]
+    start = words.index("apptainer")
+    assert words[5:start][0] == "--" and words[6] == "srun"
+    assert words[start:][:2] == ["apptainer", "exec"]
+    assert words[-5:] == ["python3", "-m", "slurm_train", "worker", str(planned(IMAGE).run.path)]
+
+
+def test_without_a_container_nothing_is_different() -> None:
+    plan = make_plan(cluster={})
+    ranks = Ranks(plan.config, plan.run, plan.directory)
+    assert ranks.command(python="/p") == ["/p", "-m", "slurm_train", "worker", str(plan.run.path)]
+    assert ranks.step_flags({}) == {}
+
+
+def binds(plan: RunPlan) -> list[str]:
+    words = command(plan)
+    return [words[index + 1] for index, word in enumerate(words) if word == "--bind"]
+
+
+def test_the_run_its_code_and_its_data_are_there_without_being_named() -> None:
+    assert binds(planned(IMAGE)) == [
+        f"{HOST_PACKAGE}:/opt/slurm_train/slurm_train:ro",
+        "/scratch/me/runs",
+        "/home/me/project",
+        "/shared/books",
+    ]
+
+
+def test_what_lies_below_another_mount_is_not_mounted_again() -> None:
+    data = {"_target_": "my.Data", "path": "/home/me/project/data", "more": ["/a/b", {"deep": "/a"}], "text": "no/path"}
+    assert binds(planned(IMAGE, data=data, run={"root": "runs"}))[1:] == ["/home/me/project", "/a"]
+
+
+def test_the_embedded_text_is_kept_where_later_runs_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    plan = planned(IMAGE, data={"_target_": "slurm_train.data.stdlib.build", "context": 256})
+    assert binds(plan)[-1] == str(tmp_path / ".cache" / "slurm_train")
+    Ranks(plan.config, plan.run, plan.directory).make_mount_points()
+    assert (tmp_path / ".cache" / "slurm_train").is_dir()
+
+
+def test_the_root_is_never_mounted_over_the_image() -> None:
+    data = {"_target_": "my.Data", "path": "/"}
+    assert "/" not in binds(planned(IMAGE, data=data))
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "word"),
+    [
+        ("images/a.sif", "apptainer", "/home/me/project/images/a.sif"),
+        ("/images/a.sif", "apptainer", "/images/a.sif"),
+        ("docker://pytorch/pytorch", "apptainer", "docker://pytorch/pytorch"),
+        ("./a.sqsh", "pyxis", "/home/me/project/a.sqsh"),
+        ("/images/a.sqsh", "pyxis", "/images/a.sqsh"),
+        ("pytorch/pytorch", "pyxis", "pytorch/pytorch"),
+    ],
+)
+def test_an_image_is_a_path_or_a_name(image: str, kind: str, word: str) -> None:
+    plan = planned({"kind": kind, "image": image})
+    flags = Ranks(plan.config, plan.run, plan.directory).step_flags({})
+    assert word in (flags["container-image"] if kind == "pyxis" else command(plan))
+
+
+def test_ranks_without_gpus_ask_for_no_driver() -> None:
+    assert "--nv" in command(planned(IMAGE))
+    assert "--nv" not in command(planned(IMAGE, cluster={"gpu_flag": "none"}))
+
+
+def test_the_program_may_have_another_name() -> None:
+    assert command(planned({**IMAGE, "command": "singularity"}))[0] == "singularity"
+
+
+def test_no_value_of_a_variable_is_on_a_command_line() -> None:
+    plan = planned(PYXIS, cluster={"env": {"NCCL_DEBUG": "verbose-value"}, "export": ["WANDB_API_KEY", "MY_*"]})
+    words = render(plan).partition("srun ")[2]
+    assert "verbose-value" not in words
+    names = words.partition("--container-env=")[2].split()[0].split(",")
+    assert {"SLURM_TRAIN_ATTEMPT", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "WANDB_API_KEY"} <= set(names)
+    assert "MY_*" not in names, "pyxis takes names alone"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mounts": ["data"]}, "container.mounts has 'data'"),
+        ({"mounts": ["/a:/b:ro:x"]}, "container.mounts has '/a:/b:ro:x'"),
+        ({"mounts": ["/a,/b"]}, "which a container cannot be told"),
+        ({"image": ""}, "container.image='' names no image"),
+        ({"image": "a\nb"}, "container.image='a\\nb' names no image"),
+    ],
+)
+def test_what_a_container_cannot_be_told_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        render(planned({**IMAGE, **change}))
+    assert message in caught.value.message and caught.value.hint
+
+
+def test_a_run_in_a_path_with_a_colon_is_refused() -> None:
+    with pytest.raises(ConfigError, match="which a container cannot be told"):
+        render(make_plan("/home/me/a:b", container=IMAGE, cluster={}, run={"root": "/scratch"}))
+
+
+def test_text_that_a_shell_would_run_stays_text() -> None:
+    text = "a $(id) 'b' ; c"
+    words = shlex.split(render(planned({**IMAGE, "flags": [text]})).partition("exec ")[2].replace("\\\n", " "))
+    assert text in words
+
+
+def test_flags_of_pyxis_are_not_given_twice() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.srun\.container_mounts and container"):
+        render(planned(PYXIS, cluster={"srun": {"container_mounts": "/a:/a"}}))
+    assert "--container-mount-home" in render(planned(PYXIS, cluster={"srun": {"container_mount_home": True}}))
