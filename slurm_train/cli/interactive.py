@@ -104,7 +104,7 @@ def _attend(run: RunDirectory, command: Sequence[str], *, env: Mapping[str, str]
     before = max(existing_attempts(run), default=-1)
     # A session of its own keeps Ctrl-C on the terminal from reaching srun, which would kill the ranks.
     process = subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True)
-    wish, shown = _Wish(run, process, before), Shown(run, 0, env=env)
+    wish, shown = _Wish(run, process, before), Shown(run, 0, attempt=None, env=env)
     with wish.heard():
         follow(
             lambda: _newest_log(run, before),

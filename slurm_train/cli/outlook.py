@@ -30,6 +30,8 @@ _FLOAT = 4
 class Outlook:
     """What is known of a run before it begins."""
 
+    is_cut: bool
+    """Whether the ranks hold parts of the model, so that the memory of a whole replica says nothing."""
     memory: MemoryEstimate | None
     memory_note: str
     """Why the memory is not known, or what is missing from it; "" if nothing."""
@@ -44,7 +46,8 @@ class Outlook:
     def rows(self) -> list[tuple[str, str]]:
         """Returns the rows of the plan's table."""
         memory = self.memory.in_words if self.memory is not None else "not known"
-        rows = [("memory", memory + (f"; {self.memory_note}" if self.memory_note else ""))]
+        # Where the model is cut, the layout's own rows say what a rank holds.
+        rows = [] if self.is_cut else [("memory", memory + (f"; {self.memory_note}" if self.memory_note else ""))]
         if self.returns or self.cost.left_h is not None:
             rows.append((self.cost_unit, self.cost.in_words))
         if self.returns:
@@ -79,13 +82,17 @@ def read_outlook(plan: RunPlan, *, measure: bool, env: Mapping[str, str], cwd: P
     cost = estimate_cost(plan, limit_min=limit_min)
     preemption = None if facts is None else _preemption(plan.config, facts)
     on_gpu = cluster.gpu_flag != "none" if cluster is not None else count_local_gpus(env) > 0
-    memory, note = _memory(plan, on_gpu=on_gpu, measure=measure, env=env, cwd=cwd)
+    is_cut = not plan.layout.is_replicated
+    memory, note = None, "the layout cuts the model; its rows say what a rank holds"
+    if not is_cut:
+        memory, note = _memory(plan, on_gpu=on_gpu, measure=measure, env=env, cwd=cwd)
     returns = "" if cluster is None else _returns(plan.config, preemption)
     loss = None
     if plan.config.trains:
         step_s = None if cost.speed is None else cost.speed.step_s
         loss = worst_loss(plan, preemption=preemption, step_s=step_s, limit_min=limit_min)
     return Outlook(
+        is_cut=is_cut,
         memory=memory,
         memory_note=note,
         cost=cost,

@@ -47,8 +47,8 @@ def footprint_of(model: Mapping[str, Any], *, batch_size: int, positions: int | 
 def _gpt(model: Mapping[str, Any], batch: int, positions: int | None, half: bool) -> Footprint:
     """Counts `models.gpt.GPT` without dropout.
 
-    Per layer and position: the residual stream twice (inputs of the two norms, float32); the two norms' outputs, q, k
-    and v in one, turned q and k, the attention's output, and the feed-forward's input and output of GELU (matrix type);
+    Per layer and position: the residual stream twice (inputs of the two norms, float32); the two norms' outputs, v,
+    turned q and k, the attention's output, and the feed-forward's input and output of GELU (matrix type);
     one float32 per head (log-sum-exp) and two per norm. After the layers: residual stream, norm, log-probabilities.
     """
     kwargs = {**_GPT, **model}
@@ -56,7 +56,8 @@ def _gpt(model: Mapping[str, Any], batch: int, positions: int | None, half: bool
     hidden = int(kwargs["hidden"]) or 4 * width
     tokens = batch * (positions or int(kwargs["context"]))
     kept = _HALF if half else _FLOAT
-    per_layer = _FLOAT * (2 * width + heads + 4) + kept * (8 * width + 2 * hidden)
+    # Autocast casts the attention's input anew for each of its three matrices, and keeps all three.
+    per_layer = _FLOAT * (2 * width + heads + 4) + kept * ((8 if half else 6) * width + 2 * hidden)
     # Dropout keeps a byte for each number of the two branches.
     per_layer += 2 * width if kwargs["dropout"] else 0
     last = _FLOAT * (width + vocabulary + 2) + kept * width + 2 * _INDEX

@@ -74,11 +74,11 @@ def test_a_layout_is_told_with_its_groups_and_its_cost(shell: Any) -> None:
     done = shell.types("plan", *words)
     assert done.code == 0, done.err
     for text in (
-        "layout        pp 2 x dp_shard 8 x tp 4; 8 read different samples",
+        "layout         pp 2 x dp_shard 8 x tp 4; 8 read different samples",
         "tp: 16 groups of 4, on one node each; the first: ranks 0-3",
         "pp: 32 groups of 2, over several nodes; the first: ranks 0, 32",
-        "bubble        11% of a step: 2 stages, 8 micro-batches",
-        "global batch  64 = 1 local x 8 ranks x 8 accumulation",
+        "bubble         11% of a step: 2 stages, 8 micro-batches",
+        "global batch   64 = 1 local x 8 ranks x 8 accumulation",
     ):
         assert text in done.err
     assert "along tp (inside nodes)" in done.err and "along dp_shard (between nodes)" in done.err
