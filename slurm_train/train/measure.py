@@ -6,6 +6,7 @@ the CPU would run them, in bfloat16 where the run would.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -49,8 +50,10 @@ def _try_forward(model: nn.Module, batch: list[Tensor], *, half: bool) -> dict[s
         kept = _kept_bytes(model, batch, half=half)
     except Exception as err:
         return {"problem": f"{type(err).__name__}: {' '.join(str(err).split())[:200]}"}
-    # At the peak the largest of them is there again twice, as a gradient of what comes before and after it.
-    return {"activation_bytes": sum(kept) + 2 * max(kept, default=0)}
+    # The backward pass goes from the last to the first: what came later is gone by then, and the tensor it is at is
+    # there again twice, as a gradient of what comes before and after it.
+    peaks = (so_far + 2 * one for so_far, one in zip(accumulate(kept), kept, strict=True))
+    return {"activation_bytes": max(peaks, default=0)}
 
 
 def _kept_bytes(model: nn.Module, batch: list[Tensor], *, half: bool) -> list[int]:
