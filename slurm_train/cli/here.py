@@ -12,6 +12,7 @@ from types import FrameType
 
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.lost_terminal import outlive_terminal
 from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.cli.seal import refused_code
 from slurm_train.cli.submit import refuse_active
@@ -100,6 +101,8 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         explain=lambda attempt: hang_of(run, attempt),
     )
 
+    outlive_terminal(run.logs / "batch.log")
+
     def launch(attempt: int) -> int:
         return _launch(run, config, world_size, attempt, env=env)
 
@@ -132,7 +135,7 @@ def _wait(ranks: LocalRanks) -> int:
     def ask(_number: int, _frame: FrameType | None) -> None:
         ranks.interrupt()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         return ranks.wait()
     finally:

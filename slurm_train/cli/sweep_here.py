@@ -1,14 +1,17 @@
 """Trains the runs of a sweep on this machine: one after the other, or some at a time, each in a process of its own.
 
-A run that fails ends no other. Ctrl-C asks the runs at work to save and stop; the same words continue.
+A run that fails ends no other. Ctrl-C, or a closed terminal, asks the runs at work to save and stop; the same words
+continue.
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -60,10 +63,12 @@ def run_here(
 def train_each(sweep: SweepDirectory, elements: Sequence[Element], *, num_parallel: int, env: Mapping[str, str]) -> int:
     """Trains runs that are on disk, so many at a time, and returns the exit code of the whole."""
     waiting, at_work, failed = list(elements), list[_Started](), 0
-    try:
+    with _heard_stop() as stop:
         while waiting or at_work:
-            while waiting and len(at_work) < num_parallel and not sweep.stop_file.exists():
+            while waiting and len(at_work) < num_parallel and not (stop or sweep.stop_file.exists()):
                 at_work.append(_start(waiting.pop(0), shares_terminal=num_parallel > 1, env=env))
+            if stop:
+                return _stop(at_work, num_waiting=len(waiting))
             if not at_work:
                 break
             ended = [one for one in at_work if one.process.poll() is not None]
@@ -71,15 +76,32 @@ def train_each(sweep: SweepDirectory, elements: Sequence[Element], *, num_parall
             at_work = [one for one in at_work if one not in ended]
             if not ended:
                 time.sleep(_LOOK_S)
-    except KeyboardInterrupt:
-        # The terminal has sent it to the runs as well, which save before they end.
-        for one in at_work:
-            one.process.wait()
-        return _stopped(len(waiting) + len(at_work))
     if waiting:
         return _stopped(len(waiting))
     note(f"{len(elements) - failed} of {len(elements)} runs are finished; `status {sweep.sweep_id}` shows all")
     return EXIT_FAILURE if failed else EXIT_DONE
+
+
+@contextlib.contextmanager
+def _heard_stop() -> Iterator[list[int]]:
+    """Gives the signals that asked for a stop so far (Ctrl-C, `kill`, a closed terminal): no exception at any line."""
+    heard: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, lambda number, _frame: heard.append(number)) for number in numbers}
+    try:
+        yield heard
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _stop(at_work: Sequence[_Started], *, num_waiting: int) -> int:
+    # A terminal tells the runs as well, `kill` does not; asked twice they save once.
+    for one in at_work:
+        one.process.terminate()
+    for one in at_work:
+        one.process.wait()
+    return _stopped(num_waiting + sum(not one.element.run.result.exists() for one in at_work))
 
 
 def _stopped(num_left: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from slurm_train.cli.lost_terminal import outlive_terminal
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
 from slurm_train.requeue.orphan import Ties, watch
 from slurm_train.requeue.signals import StopFlag, hold_continue, install, release_continue, was_continued
@@ -117,6 +118,7 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
     config = load_config(run.config)
     plan = read_json(run.plan) or {}
     attempt = int(env.get("SLURM_TRAIN_ATTEMPT", "0"))
+    outlive_terminal(run.rank_log(attempt, place.rank))
     heartbeat = _start_heartbeat(run, attempt, config, place, env)
     code_dir = Path.cwd()
     env = _import_from_copy(run, place, env)

@@ -68,12 +68,21 @@ def test_a_suspended_job_goes_on_as_if_nothing_had_happened(person: Person) -> N
     print({cause: entry[cause] for cause in CAUSES}, wall_s)
 
 
+def submit_without_warning(person: Person, held: str, run: RunDirectory) -> str:
+    """Submits the script of a job that is held by hand, without the line that asks Slurm for a signal."""
+    subprocess.run(["scancel", held], check=True)
+    wait_for(lambda: job_state(held) == "CANCELLED", within_s=20, what="CANCELLED")
+    lines = run.submit_script.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith(("#SBATCH --signal", "#SBATCH --hold"))]
+    assert len(kept) == len(lines) - 2
+    run.submit_script.write_text("".join(kept))
+    return person.runs("sbatch", "--parsable", str(run.submit_script)).out.strip()
+
+
 def test_a_run_stops_itself_before_a_limit_that_nobody_warns_of(person: Person) -> None:
     words = ("cluster.time_limit_min=1", "train.max_steps=400", "model.step_s=0.3", "checkpoint.every_steps=20")
-    # A warning a second before the limit: Slurm looks twice a minute, so it may be none.
-    job, run = person.types(
-        "+cluster=1x2", *TINY, *words, "run.name=clock", "requeue.warn_before_limit_s=1"
-    ).job_and_run
+    held, run = person.types("+cluster=1x2", *TINY, *words, "run.name=clock", "cluster.sbatch.hold=true").job_and_run
+    job = submit_without_warning(person, held, run)
     wait_for(lambda: len([e for e in read_ledger(run) if "reason" in e]) >= 1, within_s=150, what="the first end")
     subprocess.run(["scancel", job], check=True)
     first = read_ledger(run)[0]
