@@ -65,7 +65,15 @@ def _curves(trials: Sequence[Trial], metric: str, title: str) -> Plot:
     best = best_trial(trials, metric)
     order = sorted(trials, key=lambda trial: (trial.grade is not None, -(trial.grade or 0), trial is best))
     curves = [
-        Curve(name=trial.label, x=steps, y=values, colour=trial.colour, key=str(trial.index))
+        Curve(
+            name=trial.label,
+            x=steps,
+            y=values,
+            colour=trial.colour,
+            key=str(trial.index),
+            # A single point has no line.
+            is_dotted=len(steps) == 1,
+        )
         for trial in order
         if len((points := trial.curves.get(metric, ((), ())))[0])
         for steps, values in (points,)

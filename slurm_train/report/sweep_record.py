@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ class SweepRecord:
     metric: str
     """What the sweep is judged by."""
     config: Mapping[str, Any]
-    """Of its first run."""
+    """What all its runs have in common."""
     provenance: Mapping[str, Any]
     now_unix_s: float
 
@@ -75,7 +76,7 @@ def read_sweep_record(
         ConfigError: no run has the metric.
     """
     runs = [sweep.root / trial.run for trial in trials]
-    config = read_config(runs[0] / "config.yaml") if runs else {}
+    config = _shared([read_config(run / "config.yaml") for run in runs])
     section = config.get("sweep")
     configured = section.get("objective") if isinstance(section, Mapping) else None
     chosen = choose_metric(trials, asked=metric, configured=configured)
@@ -89,3 +90,19 @@ def read_sweep_record(
         provenance=facts | {"words": (read_json(sweep.facts) or {}).get("words", facts.get("words"))},
         now_unix_s=now_unix_s,
     )
+
+
+def _shared(configs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns the settings that all runs have: a file that the sweep names may set more than the sweep's own words."""
+    read = [config for config in configs if config]
+    return functools.reduce(_in_both, read) if read else {}
+
+
+def _in_both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in one.items():
+        if isinstance(value, Mapping) and isinstance(other.get(key), Mapping):
+            found[key] = _in_both(value, other[key])
+        elif key in other and other[key] == value:
+            found[key] = value
+    return found

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 
 from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors
+from tests.support.warm_ranks import start_rank
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).with_name("two_ranks.py")
@@ -24,15 +23,7 @@ REPOSITORY = Path(__file__).parents[2]
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
     env = dict(os.environ) | {"PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), "2", str(folder), *SCENES],
-            env=env,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = [start_rank(WORKER, str(rank), "2", str(folder), *SCENES, env=env) for rank in range(2)]
     try:
         errors = [rank.communicate(timeout=200)[1] for rank in ranks]
     finally:

@@ -45,9 +45,9 @@ WORDS = (
     "data._target_=words.Words",
     "parallel={dp_shard:2,tp:2,pp:2}",
     "batch.global_size=16",
-    "train.max_steps=16",
+    "train.max_steps=10",
     "train.log_every_steps=1",
-    "train.eval_every_steps=8",
+    "train.eval_every_steps=5",
     "train.samples_digest=true",
     "checkpoint.every_steps=3",
 )
@@ -61,7 +61,7 @@ def test_a_preempted_run_of_three_kinds_of_parallelism_ends_as_an_undisturbed_on
     nodes = "node[3-4]"
     where = ("+cluster=2x4", f"cluster.nodelist={nodes}", "run.name=preempted")
     job, run = person.types(*WORDS, *where).job_and_run
-    wait_until_step(run, 5, within_s=300)
+    wait_until_step(run, 4, within_s=300)
     person.runs("sbatch", "--qos=urgent", "--nodes=2", f"--nodelist={nodes}", "--exclusive", "--wrap=sleep 1")
     wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
     found = wait_until_finished(run, within_s=400)
@@ -72,7 +72,7 @@ def test_a_preempted_run_of_three_kinds_of_parallelism_ends_as_an_undisturbed_on
     assert calm.code == 0, calm.err
     (other,) = (person.folder / "runs" / "calm").iterdir()
     undisturbed = type(run)(other)
-    assert losses(run) == losses(undisturbed) and sorted(losses(run)) == list(range(1, 17))
+    assert losses(run) == losses(undisturbed) and sorted(losses(run)) == list(range(1, 11))
     expected = wait_until_finished(undisturbed)
     for key in ("weights_digest", "eval_loss", "samples"):
         assert found[key] == expected[key]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.launch import local
 from slurm_train.launch.local import LocalRanks, start_local
 from slurm_train.rundir.layout import RunDirectory
 from tests.support.waiting import wait_for
@@ -96,13 +95,13 @@ def test_the_first_failing_rank_ends_the_rest(run: RunDirectory, monkeypatch: py
     assert time.monotonic() - began < 20
 
 
-def test_a_rank_that_does_not_listen_is_killed(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_KILL_AFTER_S", 0.2)
+def test_a_rank_that_does_not_listen_is_killed(run: RunDirectory) -> None:
     code = (
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         "os._exit(5) if os.environ['RANK'] == '1' else time.sleep(60)"
     )
     ranks = start(run, code)
+    ranks.kill_after_s = 0.2
     assert ranks.wait() == 5
     assert all(process.returncode is not None for process in ranks.processes)
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from slurm_train.report.page import BAD, mood
+from slurm_train.report.record import read_config
 from slurm_train.report.sweep_page import sweep_page
+from slurm_train.report.sweep_record import _shared
 from slurm_train.standing.states import RunState
 from tests.report.test_markup import HOSTILE
 from tests.support.html_pages import Page
@@ -51,6 +53,16 @@ def test_the_settings_leave_out_what_the_sweep_sets(tmp_path: Path) -> None:
     names = {one.text for one in page.of("th", scope="row")}
     assert "optim.betas" in names and not {"optim.lr", "seed"} & names
     assert page.of("code", class_="command")[0].text.endswith("-m optim.lr=1e-3,1e-2,1e-1 seed=0,1")
+
+
+def test_the_settings_leave_out_what_a_file_of_the_sweep_sets(tmp_path: Path) -> None:
+    sweep_record(tmp_path)
+    folders = sorted((tmp_path / "runs").glob("*/0*/config.yaml"))
+    text = folders[1].read_text()
+    assert "name:" in text and "precision:" in text
+    folders[1].write_text(text.replace("precision: auto", "precision: float32"))
+    shared = _shared([read_config(path) for path in folders])
+    assert "precision" not in shared["train"] and shared["train"]["max_steps"] == 1000
 
 
 @pytest.mark.parametrize(

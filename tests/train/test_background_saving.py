@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.saves import read_saves
 from slurm_train.rundir.step_times import read_step_times
+from tests.support.warm_ranks import start_rank
 
 RANK_PROGRAM = Path(__file__).with_name("training_rank.py")
 pytestmark = pytest.mark.distributed
@@ -42,11 +41,10 @@ def train(run: Path, config: dict[str, Any], *, attempt: int = 0, fault: dict[st
         port = probe.getsockname()[1]
     facts = {"run": str(run), "config": config, "port": port, "attempt": attempt, "fault": fault or {}}
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(RANK_PROGRAM), json.dumps(facts)],
+        start_rank(
+            RANK_PROGRAM,
+            json.dumps(facts),
             env={**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attemp
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.train.local_tier import expand, recent_attempts
 from tests.support.waiting import wait_for
+from tests.support.warm_ranks import WarmRank, start_rank
 
 RANK_PROGRAM = Path(__file__).with_name("training_rank.py")
 START = AttemptStart(job_id=None, restart_count=0, nodes=("n0", "n1"), world_size=2)
@@ -37,7 +36,7 @@ def config_of(**checkpoint: Any) -> dict[str, Any]:
     }
 
 
-def start(run: RunDirectory, config: dict[str, Any], disks: Path) -> list[subprocess.Popen[str]]:
+def start(run: RunDirectory, config: dict[str, Any], disks: Path) -> list[WarmRank]:
     """Starts one rank per node, each with a disk of its own."""
     run.path.mkdir(parents=True, exist_ok=True)
     attempt = open_attempt(run, START)
@@ -51,12 +50,11 @@ def start(run: RunDirectory, config: dict[str, Any], disks: Path) -> list[subpro
         disk.mkdir(parents=True, exist_ok=True)
         env = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
         env["NODE_DISK"] = str(disk)
-        command = [sys.executable, str(RANK_PROGRAM), orders]
-        ranks.append(subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True))
+        ranks.append(start_rank(RANK_PROGRAM, orders, env={**os.environ, **env}))
     return ranks
 
 
-def finish(ranks: list[subprocess.Popen[str]]) -> str:
+def finish(ranks: list[WarmRank]) -> str:
     texts = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "".join(texts)
     return "".join(texts)
@@ -72,7 +70,7 @@ def manifest_step(path: Path) -> int:
     return read_manifest(path).step
 
 
-def kill_when_ahead(run: RunDirectory, ranks: list[subprocess.Popen[str]], disks: Path) -> int:
+def kill_when_ahead(run: RunDirectory, ranks: list[WarmRank], disks: Path) -> int:
     """Kills both ranks when the nodes hold a newer checkpoint than the run directory; returns the newest copied."""
 
     def ahead() -> bool:

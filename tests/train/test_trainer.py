@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from slurm_train.metrics.writer import read_metrics
+from tests.support.warm_ranks import WarmRank, start_rank
 
 RANK_PROGRAM = Path(__file__).with_name("training_rank.py")
 pytestmark = pytest.mark.distributed
@@ -33,24 +32,19 @@ def config_of(
     }
 
 
-def start(run: Path, config: dict[str, Any], *, ranks: int, attempt: int = 0) -> list[subprocess.Popen[str]]:
+def start(run: Path, config: dict[str, Any], *, ranks: int, attempt: int = 0) -> list[WarmRank]:
     run.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     orders = json.dumps({"run": str(run), "config": config, "port": port, "attempt": attempt})
     env = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return [
-        subprocess.Popen(
-            [sys.executable, str(RANK_PROGRAM), orders],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        start_rank(RANK_PROGRAM, orders, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(ranks)
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str]:
+def finish(processes: list[WarmRank]) -> tuple[list[int], str]:
     texts = [process.communicate(timeout=240)[1] for process in processes]
     return [process.returncode for process in processes], "".join(texts)
 
