@@ -5,15 +5,19 @@
     │   └── BatchError       the batch arithmetic has no solution as asked
     ├── ClusterError         Slurm is absent, refuses, or has not what was asked
     ├── RunError             a run directory is missing, active, finished or unusable
-    │   └── SilentNodesError a node does not say whether it sees the run directory
+    │   └── NodesError       nodes of an allocation do not see or cannot write the run directory
+    │       └── SilentNodesError  they do not answer, or not yet see what they should
     ├── DataError            a data set cannot be read or does not match
     ├── CheckpointError      a checkpoint cannot be written, verified or loaded
+    ├── PreflightError       the nodes of a job are not fit to train on
     └── RendezvousError      the ranks of a job did not find each other
 
 A message says what was asked, what was found and what to do; `hint` carries the last part.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 EXIT_DONE = 0
 EXIT_FAILURE = 1
@@ -73,8 +77,23 @@ class RunError(SlurmTrainError):
     exit_code = EXIT_WRONG_USE
 
 
-class SilentNodesError(RunError):
-    """Nodes of an allocation do not answer; asked again, or elsewhere, they may."""
+class NodesError(RunError):
+    """Nodes of an allocation do not see or cannot write the run directory.
+
+    Args:
+        message: what was asked and what was found.
+        code: of the finding, e.g. "FS_READONLY".
+        nodes: their names.
+        hint: what to do about it.
+    """
+
+    def __init__(self, message: str, *, code: str, nodes: Sequence[str], hint: str) -> None:
+        super().__init__(message, hint=hint)
+        self.code, self.nodes = code, tuple(nodes)
+
+
+class SilentNodesError(NodesError):
+    """Nodes of an allocation do not answer, or are behind; asked again, or elsewhere, they may."""
 
     exit_code = EXIT_FAILURE
 
@@ -87,6 +106,20 @@ class DataError(SlurmTrainError):
 
 class CheckpointError(SlurmTrainError):
     """A checkpoint cannot be written, verified or loaded."""
+
+
+class PreflightError(SlurmTrainError):
+    """The nodes of a job are not fit to train on.
+
+    Args:
+        message: the worst finding in one line.
+        hint: what to do about it.
+        is_lasting: whether the same job would meet the same on any nodes, so that it is not tried again.
+    """
+
+    def __init__(self, message: str, *, hint: str, is_lasting: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = EXIT_WRONG_USE if is_lasting else EXIT_FAILURE
 
 
 class RendezvousError(SlurmTrainError):

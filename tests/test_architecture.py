@@ -29,7 +29,9 @@ LAYERS = [
 ]
 
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
-TORCH_FREE_ROOMS = ("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster", "site", "standing", "report")
+TORCH_FREE_ROOMS = (
+    *("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster", "site", "standing", "report", "doctor"),
+)
 TORCH_FREE_MODULES = (
     "errors",
     "assets",

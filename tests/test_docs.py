@@ -22,6 +22,7 @@ from slurm_train.cli.main import VERBS
 from slurm_train.config.compose import compose
 from slurm_train.config.points import Point, read_points
 from slurm_train.config.words import Words, chosen_sites, read_words
+from slurm_train.doctor.finding import CODES, link
 from slurm_train.errors import SlurmTrainError
 from slurm_train.standing.schema import KEYS
 from slurm_train.standing.states import MEANINGS
@@ -281,6 +282,30 @@ def test_the_messages_in_troubleshooting_are_those_of_the_package() -> None:
     templates = message_templates()
     assert len(quoted) > 20
     assert [message for message in quoted if not is_said(message, templates)] == []
+
+
+def code_sections(text: str) -> list[str]:
+    """Returns the headings that are codes."""
+    return re.findall(r"^### ([A-Z][A-Z_]+)$", text, re.MULTILINE)
+
+
+def test_every_code_has_a_section_that_its_line_links_to() -> None:
+    page = REPOSITORY / "docs" / "troubleshooting.md"
+    assert code_sections(page.read_text(encoding="utf-8")) == list(CODES)
+    anchors = _anchors(page)
+    assert [code for code in CODES if link(code) != f"docs/troubleshooting.md#{code.lower()}"] == []
+    assert {code.lower() for code in CODES} <= anchors
+
+
+def test_a_code_without_a_section_is_found() -> None:
+    assert code_sections("### DISK_FULL\n\n### `a message`\n### GPU_SICK\n") == ["DISK_FULL", "GPU_SICK"]
+
+
+def test_codes_that_other_rooms_write_are_in_the_registry() -> None:
+    # Rooms below `doctor` cannot import the registry.
+    said = {*message_templates()}
+    assert {"FS_MISSING", "FS_READONLY", "FS_STALE", "NODE_MISSING"} <= {*CODES} & said
+    assert any(text.startswith("COLLECTIVE \0: ") for text in said) and "COLLECTIVE" in CODES
 
 
 def test_a_message_that_nobody_says_is_found() -> None:

@@ -21,7 +21,7 @@ from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.log_choice import ChosenLog
 from slurm_train.cli.logs import Shown
 from slurm_train.cli.outputs import RunOutput, make_outputs
-from slurm_train.cli.submit import refuse_active, require_slurm
+from slurm_train.cli.submit import avoid_bad_nodes, refuse_active, require_slurm
 from slurm_train.errors import RunError
 from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.container import Ranks
@@ -80,7 +80,7 @@ def run_interactively(
         write_provenance(run.provenance, source, words=words, slurm=commands.version())
     if job_id is not None:
         return _attend(run, ["bash", str(run.submit_script)], env=_inside(env))
-    return _attend(run, salloc_words(plan), env=scrubbed(env))
+    return _attend(run, salloc_words(plan, avoid_bad_nodes(script, run, env)), env=scrubbed(env))
 
 
 def _refuse_active_here(run: RunDirectory, job_id: str, commands: SlurmCommands) -> None:

@@ -25,6 +25,7 @@ VERBS = {
     "track": "send a run's metrics to its trackers: what its job could not send",
     "checkpoint": "ls and verify the checkpoints of a run",
     "prepare": "turn text files into token shards",
+    "doctor": "what this cluster does to a run; with +cluster=NxG: are its nodes and its network fit?",
     "init": "look at this cluster and write a site file for it, to be chosen by site=NAME",
     "devcluster": "a real Slurm on this one machine, for trying and testing",
     "completion": "print the script that completes words in bash, zsh or fish",

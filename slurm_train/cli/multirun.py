@@ -18,7 +18,7 @@ from slurm_train.cli.inputs import refuse_missing_inputs, say_keys_left_behind
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.outputs import RunOutput, make_outputs, plan_outputs, say_outputs
 from slurm_train.cli.selection import active_runs
-from slurm_train.cli.submit import require_slurm
+from slurm_train.cli.submit import require_slurm, tell_of_bad_nodes
 from slurm_train.config.compose import compose_points
 from slurm_train.config.points import Point, read_points
 from slurm_train.config.words import Words
@@ -206,6 +206,7 @@ def _submit(
         for run, _ in todo:
             # A dead process on this machine can be told from here, not from the node that the job starts on.
             clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
+        tell_of_bad_nodes(todo, env)
         for _, job_id in submit_arrays(sweep, arrays, env=env):
             print(f"{job_id} {sweep.path}", flush=True)
         if code is not None:

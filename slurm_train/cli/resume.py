@@ -17,7 +17,7 @@ from slurm_train.cli.arguments import RUN_HELP, build_run_parser
 from slurm_train.cli.changes import check_names, tell_of_other_code, weigh
 from slurm_train.cli.display import note, print_plan, say_source
 from slurm_train.cli.liveness import holder_lives
-from slurm_train.cli.submit import refuse_active, require_slurm
+from slurm_train.cli.submit import avoid_bad_nodes, refuse_active, require_slurm
 from slurm_train.cli.sweep_table import RESUMABLE
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
@@ -185,6 +185,7 @@ def resubmit(run: RunDirectory, env: Mapping[str, str]) -> int:
 
     config = load_config(run.config)
     export, flags = config.cluster.export if config.cluster else (), renewed_warning(config, run)
+    flags = [*flags, *avoid_bad_nodes(script, run, env)]
     job_id = submit_script(script, folder=run.logs / "submitted", env=env, export=export, flags=flags)
     record_job(run, job_id)
     note(f"submitted again; it continues from the newest verified checkpoint in {run.checkpoints}")

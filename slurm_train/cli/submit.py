@@ -11,11 +11,13 @@ from slurm_train.cli.liveness import holder_lives, is_active
 from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.errors import ClusterError, RunError
 from slurm_train.launch.acceptance import require_acceptable
+from slurm_train.launch.avoidance import describe, exclude_flags
 from slurm_train.launch.container import Ranks
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preparation import record_job, write_run_directory
 from slurm_train.launch.script import render_script
 from slurm_train.launch.source import Source
+from slurm_train.rundir.bad_nodes import list_file
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import clear_dead, process_lives, read_holder
 from slurm_train.rundir.lookup import read_job
@@ -61,7 +63,9 @@ def submit(
     from slurm_train.launch.submission import submit_script
 
     assert plan.config.cluster is not None
-    job_id = submit_script(script, folder=plan.run.logs / "submitted", env=env, export=plan.config.cluster.export)
+    flags = avoid_bad_nodes(script, plan.run, env)
+    folder, export = plan.run.logs / "submitted", plan.config.cluster.export
+    job_id = submit_script(script, folder=folder, env=env, flags=flags, export=export)
     record_job(plan.run, job_id)
     _say_what_next(plan.run)
     print(f"{job_id} {plan.run.path}", flush=True)
@@ -70,6 +74,20 @@ def submit(
     if source is not None:
         write_provenance(plan.run.provenance, source, words=words, slurm=commands.version())
     return 0
+
+
+def avoid_bad_nodes(script: str, run: RunDirectory, env: Mapping[str, str]) -> list[str]:
+    """Returns words for sbatch or salloc that leave out nodes which were found bad lately, and says which."""
+    flags = exclude_flags(script, run, env)
+    if text := describe(flags, run):
+        note(f"  {text}; see {list_file(run)}")
+    return flags
+
+
+def tell_of_bad_nodes(scripts: Sequence[tuple[RunDirectory, str]], env: Mapping[str, str]) -> None:
+    """Says which nodes the arrays of a sweep leave out; they do so by themselves."""
+    for run, script in scripts[:1]:
+        avoid_bad_nodes(script, run, env)
 
 
 def require_slurm(commands: SlurmCommands) -> None:

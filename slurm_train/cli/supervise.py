@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.node_notes import note_nodes, note_unfit
 from slurm_train.cli.seal import refused_code
 from slurm_train.cli.surroundings import note_surroundings
 from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.frozen import load_config
-from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, ConfigError, RunError
+from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, ConfigError, NodesError
+from slurm_train.launch.avoidance import listed_among
 from slurm_train.launch.continuation import cancelled_before, is_new_request, submit_continuation
 from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.preparation import record_job
@@ -27,6 +29,7 @@ from slurm_train.requeue.decision import Decision
 from slurm_train.requeue.patience import bring_back, with_patience
 from slurm_train.requeue.supervise import Site, ignore_stop_signals, say, supervise
 from slurm_train.requeue.timekeeper import ReadNotice, keeping_time
+from slurm_train.requeue.told import telling
 from slurm_train.requeue.watch import hang_of, limits_of, watching
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
@@ -36,6 +39,7 @@ from slurm_train.rundir.lock import this_process
 from slurm_train.rundir.lookup import read_job
 from slurm_train.rundir.marks import first_mark
 from slurm_train.rundir.notice import Notice
+from slurm_train.rundir.preflight import fatal_line, read_record
 from slurm_train.rundir.private import create_private, require_private
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import SlurmCommands
@@ -69,16 +73,19 @@ def main(words: Sequence[str]) -> int:
         with (
             keeping_time(run, attempt, read=read),
             watching(run, attempt, limits=limits, world_size=allocation.num_tasks, end_ranks=end),
+            telling(run, attempt, say=say),
         ):
             size, nodes = allocation.num_tasks, allocation.nodes
-            return _run_step(run, command, attempt=attempt, nodes=nodes, world_size=size, env=env)
+            code = _run_step(run, command, attempt=attempt, nodes=nodes, world_size=size, env=env)
+        note_nodes(run, attempt, config)
+        return code
 
     site = _site(run, allocation, env, patience_s=config.requeue.controller_patience_s)
     # Whoever waits in an allocation wants to see a failure, and no job that goes on without them.
     requeue = replace(config.requeue, enabled=config.requeue.enabled and config.launch != "interactive")
     with tracking_run(run, config.track, env) as trackers:
         site = replace(site, requeue=partial(_requeue_last, trackers, site.requeue))
-        return supervise(run, requeue, site, launch, is_own_code=not config.trains)
+        return supervise(run, requeue, site, launch, is_own_code=not config.trains or config.preflight.only)
 
 
 def _requeue_last(trackers: Trackers, requeue: Callable[[Decision], bool], decision: Decision) -> bool:
@@ -139,7 +146,7 @@ def _site(run: RunDirectory, allocation: Allocation, env: Mapping[str, str], *, 
         explain=lambda attempt: _read_step_errors(run, attempt),
         clear=lambda attempt: _clear(run, attempt, job_id=job_id, commands=commands),
         past_ends=lambda old_job: _past_ends(old_job, commands),
-        can_avoid=lambda node: _can_avoid(node, allocation, commands),
+        can_avoid=lambda names: _can_avoid(names, allocation, commands),
         queue_s=_queue_s(job_id, env),
         can_relaunch=True,
     )
@@ -174,12 +181,14 @@ def _read_step_errors(run: RunDirectory, attempt: int) -> str:
     # Ranks that were ended as hung were killed, and srun would name whoever died first.
     if sentence := hang_of(run, attempt):
         return sentence
+    if line := fatal_line(read_record(run, attempt)):
+        return line
     log = run.attempt_logs(attempt) / "batch.log"
     return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""
 
 
-def _can_avoid(node: str, allocation: Allocation, commands: SlurmCommands) -> bool:
-    """Whether the job's partition has working nodes enough without one of them."""
+def _can_avoid(names: str, allocation: Allocation, commands: SlurmCommands) -> bool:
+    """Whether the job's partition has working nodes enough without some of them ("node3", "node3,node4")."""
     try:
         job = commands.show_job(allocation.requeue_id)
         nodes = sum(part.num_usable_nodes for part in commands.partitions() if part.name == job.get("Partition"))
@@ -188,7 +197,7 @@ def _can_avoid(node: str, allocation: Allocation, commands: SlurmCommands) -> bo
     # What is kept from the job already counts, and a job that names its nodes cannot go elsewhere.
     kept_away = [name for name in (job.get("ExcNodeList") or "").split(",") if name and name != "(null)"]
     is_bound = job.get("ReqNodeList", "(null)") not in ("(null)", "")
-    return not is_bound and nodes - len({*kept_away, node}) >= allocation.num_nodes
+    return not is_bound and nodes - len({*kept_away, *names.split(",")}) >= allocation.num_nodes
 
 
 def _queue_s(job_id: str, env: Mapping[str, str]) -> float | None:
@@ -249,14 +258,15 @@ def _cancelled_before(run: RunDirectory, allocation: Allocation, env: Mapping[st
         return None
 
 
-def _keep_off(node: str, job_id: str, commands: SlurmCommands) -> None:
+def _keep_off(names: str, job_id: str, commands: SlurmCommands) -> None:
     # Slurm takes this for a waiting job only, and it may end this process any moment: a wish, not a promise.
     try:
         known = commands.show_job(job_id).get("ExcNodeList", "(null)")
-        if node not in known.split(","):
-            commands.exclude_nodes(job_id, node if known in ("(null)", "") else f"{known},{node}")
+        new = [name for name in names.split(",") if name not in known.split(",")]
+        if new:
+            commands.exclude_nodes(job_id, ",".join([*([] if known in ("(null)", "") else [known]), *new]))
     except ClusterError as err:
-        say(f"job {job_id} may get {node} again: {err.message}")
+        say(f"job {job_id} may get {names} again: {err.message}")
 
 
 def _run_step(
@@ -275,6 +285,8 @@ def _run_step(
         "MASTER_PORT": str(probe_port(str(run.path), attempt=attempt, env=env)),
     }
     say(f"attempt {attempt} of {run.name}/{run.run_id} on {', '.join(nodes)}; rank logs in {run.attempt_logs(attempt)}")
+    for bad in listed_among(nodes, run):
+        say(f"was found bad, is looked at again: {bad}")
     argv = [word.replace("{attempt}", str(attempt)) for word in command]
     # Slurm would make them by the umask of the login shell.
     for rank in range(world_size):
@@ -282,12 +294,12 @@ def _run_step(
     create_private(run.attempt_logs(attempt) / "batch.log")
     with (run.attempt_logs(attempt) / "batch.log").open("ab") as log:
         try:
-            require_seen_by_all(run, nodes, env)
-        except RunError as err:
+            require_seen_by_all(run, nodes, env, attempt=attempt)
+        except NodesError as err:
             text = f"error: {err}"
             print(text, file=sys.stderr, flush=True)
             log.write(f"{text}\n".encode())
-            return err.exit_code
+            return note_unfit(run, attempt, err, nodes=nodes)
         if (code := refused_code(run, attempt)) is not None:
             return code
         return run_step(argv, env=step_env, log=log, is_overdue=lambda: _is_overdue(run, attempt))

@@ -11,7 +11,7 @@ from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.multirun import plan_arrays
 from slurm_train.cli.selection import jobs_of
 from slurm_train.cli.status_table import summary
-from slurm_train.cli.submit import require_slurm
+from slurm_train.cli.submit import require_slurm, tell_of_bad_nodes
 from slurm_train.cli.sweep_table import chosen, read_rows
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_DONE, RunError
@@ -77,6 +77,7 @@ def resume_sweep(
         scripts = [(one.run, one.run.submit_script.read_text(encoding="utf-8")) for one in todo]
         arrays = plan_arrays(sweep, scripts, commands, max_parallel=config.sweep.max_parallel)
         _prepare(sweep, todo, source, commands, words=words)
+        tell_of_bad_nodes(scripts, env)
         for _, job_id in submit_arrays(sweep, arrays, env=env):
             print(f"{job_id} {sweep.path}", flush=True)
     note(f"submitted {len(todo)} runs again; each continues from its newest verified checkpoint")

@@ -5,6 +5,7 @@ The stop handlers are installed before torch is imported: importing takes second
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_train.cli.lost_terminal import outlive_terminal
-from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
+from slurm_train.cli.preflight import look_first
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
 from slurm_train.requeue.orphan import Ties, watch
 from slurm_train.requeue.signals import StopFlag, hold_continue, install, release_continue, was_continued
 from slurm_train.rundir.publishing import end_publishing
@@ -23,10 +25,11 @@ _COMMIT_S = 5.0
 
 if TYPE_CHECKING:
     from slurm_train.config.schema import RunConfig
-    from slurm_train.distributed.handshake import MeetingPoint
+    from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.rundir.heartbeat import Heartbeat
     from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.train.start import RankStart
 
 
 def main(words: Sequence[str]) -> NoReturn:
@@ -63,7 +66,9 @@ def _fail(path: Path, env: Mapping[str, str], code: int, message: str) -> NoRetu
 
     rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
     mark = FailureMark(rank=rank, host=socket.gethostname(), exit_code=code, message=message.partition("\n")[0])
-    leave_mark(RunDirectory(path), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), mark)
+    # Where nothing can be written, the log has said what is wrong.
+    with contextlib.suppress(OSError):
+        leave_mark(RunDirectory(path), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), mark)
     _leave(code)
 
 
@@ -123,24 +128,34 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
     code_dir = Path.cwd()
     env = _import_from_copy(run, place, env)
     _enter(str(plan.get("directory", "")))
+    point = _meeting_point(run, env, attempt, config.train.start_timeout_s)
+    env = look_first(run, config, place, point, plan=plan, env=env)
+    heartbeat.mark("start")
+    if config.preflight.only:
+        return EXIT_DONE
     if config.script is not None:
         from slurm_train.train.script import run_script
 
         run_script(config.script, place=place, env=env, code_dir=code_dir, run=run)
     from slurm_train.train.start import RankStart
 
-    start = RankStart(
-        config=config,
-        plan=_batch_plan(plan),
-        run=run,
-        place=place,
-        point=_meeting_point(run, env, attempt, config.train.start_timeout_s),
-        attempt=attempt,
-        stop=stop,
-        env=env,
-        heartbeat=heartbeat,
+    return _train(
+        RankStart(
+            config=config,
+            plan=_batch_plan(plan),
+            run=run,
+            place=place,
+            point=point,
+            attempt=attempt,
+            stop=stop,
+            env=env,
+            heartbeat=heartbeat,
+        )
     )
-    if config.task is not None:
+
+
+def _train(start: RankStart) -> int:
+    if start.config.task is not None:
         from slurm_train.train.context import run_task
 
         return run_task(start)
@@ -199,7 +214,7 @@ def _enter(directory: str) -> None:
 
 
 def _meeting_point(run: RunDirectory, env: Mapping[str, str], attempt: int, timeout_s: float) -> MeetingPoint:
-    from slurm_train.distributed.handshake import MeetingPoint
+    from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.launch.meeting import master_of, meeting_ports
     from slurm_train.rundir.attempts import attempt_secret
 

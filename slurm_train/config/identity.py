@@ -19,6 +19,7 @@ NOT_IDENTITY = (
     "site",
     "launch",
     "container",
+    "preflight",
     "requeue",
     "health",
     "checkpoint",

@@ -154,6 +154,25 @@ class HealthSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightSection:
+    """The look at nodes and network before the ranks of a Slurm job train."""
+
+    enabled: bool = True
+    """Look; false: the ranks meet at once."""
+    budget_s: float = 10.0
+    """Seconds for what is asked once all ranks have come; what is not answered by then is left open."""
+    collective_timeout_s: float = 60.0
+    """Seconds that the first all_reduce of the ranks may take, once they have met."""
+    bandwidth: bool = False
+    """Also measures how fast the nodes compute and how fast they are connected, and compares them; about a second for
+    each node."""
+    only: bool = False
+    """Ends after the look; this is what `doctor +cluster=NxG` submits."""
+    exclude_bad_nodes_h: float = 4.0
+    """Hours for which later submissions leave out a node that was found bad; 0: they do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequeueSection:
     """Coming back after an interruption."""
 
@@ -339,6 +358,7 @@ class RunConfig:
     ddp: DdpSection = field(default_factory=DdpSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     health: HealthSection = field(default_factory=HealthSection)
+    preflight: PreflightSection = field(default_factory=PreflightSection)
     requeue: RequeueSection = field(default_factory=RequeueSection)
     sweep: SweepSection = field(default_factory=SweepSection)
     track: TrackSection = field(default_factory=TrackSection)

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from slurm_train.distributed.handshake import MeetingPoint, call_rank_zero, serve_greeting
+from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.distributed.handshake import call_rank_zero, serve_greeting
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import RendezvousError
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from slurm_train.errors import ClusterError
 from slurm_train.launch.array import ArrayPlan, render_array
+from slurm_train.launch.avoidance import exclude_flags
 from slurm_train.launch.preparation import record_job
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.lookup import read_job
@@ -55,7 +56,7 @@ def submit_arrays(
         _write(array, plan, script)
         after = [f"--dependency=afterany:{ids[plan.after]}"] if plan.after is not None else []
         try:
-            ids.append(_submit(array, script, flags=after, env=env))
+            ids.append(_submit(array, script, flags=[*after, *exclude_flags(script, plan.runs[0], env)], env=env))
         except ClusterError as err:
             shutil.rmtree(array.path)
             raise _refused(err, plans, position) from err

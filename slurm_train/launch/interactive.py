@@ -7,7 +7,7 @@ the flags of sbatch that are about resources.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from slurm_train.errors import ClusterError
 from slurm_train.launch.plan import RunPlan
@@ -19,11 +19,16 @@ _OF_BATCH = frozenset({"output", "error", "open-mode", "requeue", "no-requeue", 
 _GPUS = re.compile(r"(?:^|,)gres/gpu=(\d+)")
 
 
-def salloc_words(plan: RunPlan) -> list[str]:
-    """Returns the command that makes an allocation for a run and runs its script in it."""
+def salloc_words(plan: RunPlan, more: Sequence[str] = ()) -> list[str]:
+    """Returns the command that makes an allocation for a run and runs its script in it.
+
+    Args:
+        plan: the run.
+        more: further flags of salloc, which win.
+    """
     flags = {name: value for name, value in sbatch_flags(plan).items() if name not in _OF_BATCH}
     words = [f"--{check_flag_name(name)}" + ("" if value is True else f"={value}") for name, value in flags.items()]
-    return ["salloc", *words, "bash", str(plan.run.submit_script)]
+    return ["salloc", *words, *more, "bash", str(plan.run.submit_script)]
 
 
 def require_room(plan: RunPlan, job: Mapping[str, str]) -> None:

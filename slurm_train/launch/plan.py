@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from slurm_train.config.batch import BatchPlan, planned_lr, recut_batch, solve_batch
 from slurm_train.config.identity import config_hash
 from slurm_train.config.layout import ParallelLayout
-from slurm_train.config.schema import BatchSection, HealthSection, RunConfig
+from slurm_train.config.schema import BatchSection, HealthSection, PreflightSection, RunConfig
 from slurm_train.config.structure import to_mapping
 from slurm_train.errors import ConfigError
 from slurm_train.launch.layout import check_pipeline, plan_layout
@@ -271,6 +271,7 @@ def _check_counts(config: RunConfig) -> None:
         if (value := getattr(config.checkpoint, name)) <= 0:
             raise ConfigError(f"checkpoint.{name}={value:g} is not a time", hint=f"set checkpoint.{name} above 0")
     _check_health(config.health)
+    _check_preflight(config.preflight)
 
 
 def _check_health(health: HealthSection) -> None:
@@ -282,6 +283,17 @@ def _check_health(health: HealthSection) -> None:
     if health.hang_timeout_s is not None and not health.hang_timeout_s > 0:
         raise ConfigError(
             f"health.hang_timeout_s={health.hang_timeout_s} is no time", hint="give seconds; null: nobody watches"
+        )
+
+
+def _check_preflight(preflight: PreflightSection) -> None:
+    for name in ("budget_s", "collective_timeout_s"):
+        if not (value := getattr(preflight, name)) > 0:
+            raise ConfigError(f"preflight.{name}={value:g} is no time", hint="preflight.enabled=false leaves it out")
+    if not preflight.exclude_bad_nodes_h >= 0:
+        raise ConfigError(
+            f"preflight.exclude_bad_nodes_h={preflight.exclude_bad_nodes_h:g} is no time",
+            hint="0: nodes are not listed",
         )
 
 

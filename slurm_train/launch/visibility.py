@@ -11,49 +11,87 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from slurm_train.errors import RunError, SilentNodesError
+from slurm_train.errors import NodesError, SilentNodesError
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.runner import is_away
 
 _TIMEOUT_S = 25.0
 _PATIENCE_S = 120.0
 """For a controller that is away; as long as other questions to it are repeated by default."""
+_LATE_S = 12
+"""How long a node may take to see the file of an attempt, which is there before the question is asked."""
 _QUESTION = """
-if [ ! -r "$1/config.yaml" ]; then echo "blind $SLURMD_NODENAME"
-elif ! (: > "$1/logs/.seen_by_$SLURMD_NODENAME") 2>/dev/null; then echo "readonly $SLURMD_NODENAME"
-else rm -f "$1/logs/.seen_by_$SLURMD_NODENAME"; echo "fine $SLURMD_NODENAME"; fi
+if [ ! -r "$1/config.yaml" ]; then echo "blind $SLURMD_NODENAME"; exit; fi
+if ! (: > "$1/logs/.seen_by_$SLURMD_NODENAME") 2>/dev/null; then echo "readonly $SLURMD_NODENAME"; exit; fi
+rm -f "$1/logs/.seen_by_$SLURMD_NODENAME"
+waited=0
+while [ ! -e "$1/$2" ]; do
+  [ "$waited" -lt "$3" ] || { echo "stale $SLURMD_NODENAME"; exit; }
+  waited=$((waited + 1)); sleep 1
+done
+echo "fine $SLURMD_NODENAME"
 """
+_ANSWERS = ("fine", "blind", "readonly", "stale")
 
 
-def require_seen_by_all(run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str]) -> None:
+def require_seen_by_all(
+    run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str], *, attempt: int | None = None
+) -> None:
     """Does nothing where every node can read and write the run directory. Called inside an allocation, once.
 
+    Args:
+        run: the run.
+        nodes: all nodes of the allocation.
+        env: the job's environment.
+        attempt: number of the attempt that was opened right before: the nodes must see it, too.
+
     Raises:
-        RunError: some nodes cannot, by name.
-        SilentNodesError: a node does not answer in time.
+        NodesError: some nodes cannot, by name.
+        SilentNodesError: a node does not answer in time, or does not see the attempt.
     """
     if len(nodes) == 1 and env.get("SLURMD_NODENAME") == nodes[0]:
         # The one node is the one that runs this process, which has read the configuration already. Under salloc this
         # is a login node.
         return
-    answers, complaint = _ask_with_patience(run, len(nodes), env)
-    blind = sorted(name for word, name in answers if word == "blind")
-    readonly = sorted(name for word, name in answers if word == "readonly")
-    if blind:
-        raise RunError(
-            f"{_names(blind)} not see the run directory {run.path}",
-            hint="put the run on a path that every node shares: run.root=/shared/path",
-        )
-    if readonly:
-        raise RunError(
-            f"{_names(readonly)} not write to the run directory {run.path}",
-            hint="check the mount and the permissions there, or name another place with run.root=DIR",
+    newest = run.config if attempt is None else run.epochs / f"attempt_{attempt}"
+    answers, complaint = _ask_with_patience(run, len(nodes), env, newest=str(newest.relative_to(run.path)))
+    said = {word: sorted(name for its, name in answers if its == word) for word in _ANSWERS}
+    _refuse_blind(run, said["blind"])
+    _refuse_readonly(run, said["readonly"])
+    if said["stale"]:
+        raise SilentNodesError(
+            f"{_names(said['stale'])} not see {newest} {_LATE_S} s after it was written",
+            code="FS_STALE",
+            nodes=said["stale"],
+            hint="the path is not shared, or its cache is late: compare `findmnt -T` of it on the nodes",
         )
     silent = sorted(set(nodes) - {name for _, name in answers})
     if silent:
         raise SilentNodesError(
             f"no answer from {', '.join(silent)} within {_TIMEOUT_S:.0f} s, when asked for {run.path}{complaint}",
+            code="NODE_MISSING",
+            nodes=silent,
             hint=f"look at the node, or leave it out with cluster.exclude={','.join(silent)}",
+        )
+
+
+def _refuse_blind(run: RunDirectory, nodes: Sequence[str]) -> None:
+    if nodes:
+        raise NodesError(
+            f"{_names(nodes)} not see the run directory {run.path}",
+            code="FS_MISSING",
+            nodes=nodes,
+            hint="put the run on a path that every node shares: run.root=/shared/path",
+        )
+
+
+def _refuse_readonly(run: RunDirectory, nodes: Sequence[str]) -> None:
+    if nodes:
+        raise NodesError(
+            f"{_names(nodes)} not write to the run directory {run.path}",
+            code="FS_READONLY",
+            nodes=nodes,
+            hint="check the mount and the permissions there, or name another place with run.root=DIR",
         )
 
 
@@ -61,21 +99,25 @@ def _names(nodes: Sequence[str]) -> str:
     return f"node {nodes[0]} does" if len(nodes) == 1 else f"nodes {', '.join(nodes)} do"
 
 
-def _ask_with_patience(run: RunDirectory, num_nodes: int, env: Mapping[str, str]) -> tuple[list[tuple[str, str]], str]:
+def _ask_with_patience(
+    run: RunDirectory, num_nodes: int, env: Mapping[str, str], *, newest: str
+) -> tuple[list[tuple[str, str]], str]:
     """Asks again while nobody at all answers because no step can be made; see `_ask`."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        answers, complaint, may_be_away = _ask(run, num_nodes, env)
+        answers, complaint, may_be_away = _ask(run, num_nodes, env, newest)
         if answers or not may_be_away or time.monotonic() > deadline:
             return answers, complaint
         time.sleep(1.0)
 
 
-def _ask(run: RunDirectory, num_nodes: int, env: Mapping[str, str]) -> tuple[list[tuple[str, str]], str, bool]:
+def _ask(
+    run: RunDirectory, num_nodes: int, env: Mapping[str, str], newest: str
+) -> tuple[list[tuple[str, str]], str, bool]:
     """Returns the nodes' answers as (word, node), srun's last line as "; it said: ...", whether it got no answer."""
     # The working directory may be what is missing, so the step starts at the root.
     command = ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--chdir=/"]
-    command += ["/bin/sh", "-c", _QUESTION, "sh", str(run.path)]
+    command += ["/bin/sh", "-c", _QUESTION, "sh", str(run.path), newest, str(_LATE_S)]
     try:
         done = subprocess.run(
             command, env=dict(env), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, cwd="/"
@@ -85,7 +127,7 @@ def _ask(run: RunDirectory, num_nodes: int, env: Mapping[str, str]) -> tuple[lis
         output, errors = (_text(part) for part in (err.stdout, err.stderr))
         may_be_away = True
     lines = (line.split() for line in output.splitlines())
-    answers = [(words[0], words[1]) for words in lines if len(words) == 2 and words[0] in ("fine", "blind", "readonly")]
+    answers = [(words[0], words[1]) for words in lines if len(words) == 2 and words[0] in _ANSWERS]
     said = errors.strip().splitlines()
     return answers, f"; it said: {said[-1]}" if said else "", may_be_away
 

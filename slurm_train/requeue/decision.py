@@ -44,6 +44,8 @@ class Outcome:
     max_fruitless_failures: int
     bad_node: str = ""
     """The node that the last failures have in common, where the job could do without it; "" if none."""
+    is_bad_for_certain: bool = False
+    """Whether it was looked at and found bad; then `bad_node` may be several with commas."""
     cause: str = ""
     """The first failing rank in its own words, as far as known."""
 
@@ -57,7 +59,7 @@ class Decision:
     note: str
     """One line for the ledger and the person."""
     exclude: str = ""
-    """A node that the job must not get again."""
+    """A node that the job must not get again, or several with commas."""
     is_over: bool = False
     """The job has run into its limit: only the plain form of requeue brings it back."""
 
@@ -158,6 +160,9 @@ def _decide_failure(outcome: Outcome) -> Decision:
     if outcome.fruitless_failures >= outcome.max_fruitless_failures:
         return Decision("failed", "stop", f"{outcome.fruitless_failures} failures in a row without a new step: {what}")
     if outcome.bad_node and outcome.requeue_enabled:
-        note = f"{what}; the second time in a row on {outcome.bad_node}, so the job is requeued without that node"
+        why = f"the second time in a row on {outcome.bad_node}, so the job is requeued without that node"
+        if outcome.is_bad_for_certain:
+            why = f"the job is requeued without {outcome.bad_node}"
+        note = f"{what}; {why}"
         return Decision("failed", "requeue", note, exclude=outcome.bad_node)
     return Decision("failed", "relaunch", f"{what}; the ranks are started again in this allocation")

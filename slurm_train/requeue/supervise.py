@@ -26,6 +26,7 @@ from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lock import Holder, release_lock, take_lock
 from slurm_train.rundir.marks import first_mark
+from slurm_train.rundir.preflight import bad_nodes, codes_of, fatal_line, named_node, read_record
 from slurm_train.rundir.progress import last_lines
 from slurm_train.rundir.timing import read_account
 
@@ -51,7 +52,7 @@ class Site:
     past_ends: Callable[[str], Sequence[str]] = lambda _: ()
     """How the earlier starts of a job ended in Slurm's words, oldest first."""
     can_avoid: Callable[[str], bool] = lambda _: False
-    """Whether there are nodes enough for this job without one of them."""
+    """Whether there are nodes enough for this job without one of them, or several with commas."""
     queue_s: float | None = None
     """Seconds that the job waited, from when it could have started; None where nobody knows."""
     can_relaunch: bool = False
@@ -124,6 +125,8 @@ def _run_attempt(
         words["asked_by"] = str(stop["asked_by"])
     if decision.reason == "failed":
         words["failed_on"] = _failed_on(run, site, attempt)
+    if found := codes_of(read_record(run, attempt)):
+        words["found"] = found
     wall = {"start_unix_s": start_unix_s, "end_unix_s": time.time()}
     seconds = read_account(run, attempt, **wall, step_before=step_before)
     if not seconds and not is_own_code:
@@ -162,6 +165,8 @@ def _decide(run: RunDirectory, settings: RequeueSection, site: Site, attempt: in
     """Returns what follows; ranks that are to be started again have room for it when it returns."""
     failed = end.exit_code not in (EXIT_DONE, EXIT_REQUEUE)
     mark = first_mark(run, attempt)
+    # Nobody's own code has run where the nodes were found unfit before.
+    has_not_begun = failed and bool(fatal_line(read_record(run, attempt)))
     # srun ends with 0 after a node failure, so its words count whatever its code.
     cause = site.explain(attempt) or (str(mark or "") if failed else "")
     outcome = Outcome(
@@ -173,10 +178,11 @@ def _decide(run: RunDirectory, settings: RequeueSection, site: Site, attempt: in
         has_slurm=site.start.job_id is not None,
         job=end.job,
         restart_count=site.start.restart_count,
-        can_relaunch=settings.enabled and site.can_relaunch and not end.is_own_code,
+        can_relaunch=settings.enabled and site.can_relaunch and (not end.is_own_code or has_not_begun),
         fruitless_failures=_fruitless_before(run) + (not end.is_fruitful),
         max_fruitless_failures=settings.max_fruitless_failures,
         bad_node="" if end.is_fruitful else _bad_node(run, site, attempt),
+        is_bad_for_certain=bool(_found_bad(run, attempt)),
         cause=cause,
     )
     decision = decide(outcome)
@@ -198,10 +204,18 @@ def _decide(run: RunDirectory, settings: RequeueSection, site: Site, attempt: in
 def _failed_on(run: RunDirectory, site: Site, attempt: int) -> str:
     """Returns the node that an attempt failed on, "" where that is not known."""
     mark = first_mark(run, attempt)
-    return node_of(site.explain(attempt)) or (mark.host if mark is not None else "")
+    found = _found_bad(run, attempt) or named_node(read_record(run, attempt))
+    return found or node_of(site.explain(attempt)) or (mark.host if mark is not None else "")
+
+
+def _found_bad(run: RunDirectory, attempt: int) -> str:
+    """Returns the nodes that an attempt has found bad before it began, with commas; "" if none."""
+    return ",".join(bad_nodes(read_record(run, attempt)))
 
 
 def _bad_node(run: RunDirectory, site: Site, attempt: int) -> str:
+    if found := _found_bad(run, attempt):
+        return found if site.can_avoid(found) else ""
     node = _failed_on(run, site, attempt)
     return node if node and node == last_bad_node(read_ledger(run)[:-1]) and site.can_avoid(node) else ""
 

@@ -163,6 +163,14 @@ class RunDirectory:
         """How long one rank's steps took in one attempt."""
         return self.attempt_logs(attempt) / f"step_times_{rank}.json"
 
+    def preflight(self, attempt: int) -> Path:
+        """What the look at nodes and network before an attempt has found."""
+        return self.attempt_logs(attempt) / "preflight.json"
+
+    def preflight_folder(self, attempt: int) -> Path:
+        """Where nodes leave word for each other while they are being looked at."""
+        return self.attempt_logs(attempt) / "preflight"
+
     def stacks(self, attempt: int, rank: int) -> Path:
         """Where one rank's threads stood when it had made no progress for long."""
         return self.attempt_logs(attempt) / f"stacks_{rank}.txt"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.layout import ParallelLayout, solve_layout
 from slurm_train.config.schema import RunConfig
-from slurm_train.distributed.handshake import MeetingPoint
+from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import check_gloo_address, open_store
 from slurm_train.requeue.signals import StopFlag
@@ -80,7 +80,8 @@ class RankStart:
         """Opens the process group. Collective over all ranks.
 
         Raises:
-            RendezvousError: the ranks do not find each other; the message names the node that saw it.
+            RendezvousError: the ranks do not find each other, or cannot exchange anything; the message names the node
+                that saw it.
         """
         from slurm_train.distributed.group import init_group
 
@@ -88,3 +89,7 @@ class RankStart:
             check_gloo_address(self.place, self.env)
         store, _ = open_store(self.place, self.point)
         init_group(self.place, store, device=device, timeout_s=patient(self.config, self.config.train.start_timeout_s))
+        if "SLURM_STEP_ID" in self.env and self.config.preflight.enabled and self.place.world_size > 1:
+            from slurm_train.distributed.first_exchange import exchange_once
+
+            exchange_once(self.place, device=device, timeout_s=self.config.preflight.collective_timeout_s)

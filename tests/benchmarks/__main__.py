@@ -15,7 +15,7 @@ from slurm_train.devcluster.requirements import missing_here
 from slurm_train.devcluster.teardown import tear_down
 
 _WITHOUT_SLURM = ("bench_step_time", "bench_stop_agreement", "bench_checkpoint_stall", "bench_sampler", "bench_memory")
-_BENCHMARKS = (*_WITHOUT_SLURM, "bench_submit_time", "bench_sweep_submit", "bench_start_time")
+_BENCHMARKS = (*_WITHOUT_SLURM, "bench_submit_time", "bench_sweep_submit", "bench_start_time", "bench_preflight")
 
 
 def main() -> None:

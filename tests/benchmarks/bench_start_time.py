@@ -93,9 +93,17 @@ def bare(person: Person, number: int) -> float:
     return float(out.read_text()) - started
 
 
-def ours(person: Person, size: str, number: int) -> float:
-    """Returns the seconds from srun to the toolkit's first step, from its own srun line."""
+def ours(person: Person, size: str, number: int, *more: str) -> float:
+    """Returns the seconds from srun to the toolkit's first step, from its own srun line.
+
+    Args:
+        person: who types it.
+        size: of the cluster, e.g. "4x8".
+        number: of the round.
+        more: further words of the run.
+    """
     words = (f"+cluster={size}", *TINY, "batch.global_size=64", f"run.name=start{number}", "cluster.sbatch.hold=true")
+    words += more
     plain = {name: value for name, value in person.environment().items() if not name.startswith("SLURM_")}
     submitted = subprocess.run(
         [sys.executable, "-m", "slurm_train", *words],

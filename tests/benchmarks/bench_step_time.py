@@ -182,7 +182,7 @@ def our_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int],
 
     from slurm_train.config.batch import BatchPlan
     from slurm_train.config.schema import CheckpointSection, OptimSection, RunConfig, TrainSection
-    from slurm_train.distributed.handshake import MeetingPoint
+    from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.metrics.progress import LineDisplay
     from slurm_train.requeue.signals import StopFlag

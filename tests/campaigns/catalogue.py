@@ -113,6 +113,17 @@ CAMPAIGNS: dict[str, Campaign] = {
         module="hang",
         trials=20,
     ),
+    "preflight": Campaign(
+        promise="every fault of nodes and network that has a code is caused on a real Slurm, and named in one line "
+        "within 30 s of the job's start",
+        module="preflight",
+        trials=33,
+    ),
+    "preflight-healthy": Campaign(
+        promise="runs on healthy nodes get no finding",
+        module="preflight_healthy",
+        trials=20,
+    ),
     "controller": Campaign(
         promise="slurmctld killed while runs train, save and requeue: no run is lost",
         module="controller",

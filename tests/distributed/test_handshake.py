@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from slurm_train.distributed.handshake import MeetingPoint, call_rank_zero, serve_greeting
+from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.distributed.handshake import call_rank_zero, serve_greeting
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import RendezvousError
 

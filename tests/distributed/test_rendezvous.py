@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
-from slurm_train.distributed.handshake import MeetingPoint
+from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import check_gloo_address, open_store, resolve_master
 from slurm_train.errors import RendezvousError

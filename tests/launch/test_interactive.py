@@ -41,6 +41,12 @@ def test_an_allocation_is_asked_for_like_a_job() -> None:
     ]
 
 
+def test_further_flags_of_an_allocation_come_last_and_win() -> None:
+    plan = make_plan(cluster={"nodes": 2, "gpus_per_node": 1, "exclude": "node9"})
+    words = salloc_words(plan, ["--exclude=node9,node2"])
+    assert words.index("--exclude=node9") < words.index("--exclude=node9,node2") == len(words) - 3
+
+
 @pytest.mark.parametrize("job", [JOB, NEWER], ids=["22.05", "24.05"])
 @pytest.mark.parametrize(
     ("change", "missing"),

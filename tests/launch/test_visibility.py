@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, RunError, SilentNodesError
+from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, NodesError, RunError, SilentNodesError
 from slurm_train.launch import visibility
 from slurm_train.launch.visibility import require_seen_by_all
 from slurm_train.rundir.layout import RunDirectory
@@ -78,9 +78,25 @@ def test_the_question_itself_finds_a_path_that_cannot_be_written(run: RunDirecto
     assert error.message == f"nodes node1, node2, node3 do not write to the run directory {run.path}"
 
 
+def test_nodes_that_do_not_see_the_attempt_are_behind(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visibility, "_LATE_S", 1)
+    env = fake_srun(tmp_path, ASK_ALL)
+    with pytest.raises(SilentNodesError) as caught:
+        require_seen_by_all(run, NODES, env, attempt=3)
+    path = run.epochs / "attempt_3"
+    assert caught.value.message == f"nodes node1, node2, node3 do not see {path} 1 s after it was written"
+    assert (caught.value.code, caught.value.nodes) == ("FS_STALE", NODES)
+    run.epochs.mkdir()
+    path.touch()
+    require_seen_by_all(run, NODES, env, attempt=3)
+
+
 def test_one_node_that_cannot_write_is_named(run: RunDirectory, tmp_path: Path) -> None:
     error = refusal(run, fake_srun(tmp_path, "echo fine node1; echo readonly node2; echo fine node3"))
     assert error.message == f"node node2 does not write to the run directory {run.path}"
+    assert isinstance(error, NodesError) and (error.code, error.nodes) == ("FS_READONLY", ("node2",))
 
 
 def test_a_silent_node_is_named_and_other_chatter_is_not_an_answer(run: RunDirectory, tmp_path: Path) -> None:
@@ -118,4 +134,4 @@ def test_silence_may_pass_and_blindness_does_not(run: RunDirectory, tmp_path: Pa
     silent = refusal(run, fake_srun(tmp_path, "echo fine node1; echo fine node3"))
     assert (type(silent), silent.exit_code) == (SilentNodesError, EXIT_FAILURE)
     blind = refusal(run, fake_srun(tmp_path, "echo fine node1; echo fine node2; echo blind node3"))
-    assert (type(blind), blind.exit_code) == (RunError, EXIT_WRONG_USE)
+    assert (type(blind), blind.exit_code) == (NodesError, EXIT_WRONG_USE)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.config.schema import RequeueSection
-from slurm_train.errors import RunError
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, RunError
 from slurm_train.requeue import supervise as module
 from slurm_train.requeue.decision import Decision
 from slurm_train.requeue.supervise import Site, ignore_stop_signals, last_step, supervise
@@ -20,6 +20,7 @@ from slurm_train.rundir.files import append_line
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import Holder, read_holder, take_lock
 from slurm_train.rundir.marks import FailureMark, leave_mark
+from slurm_train.rundir.preflight import fatal_line, read_record, write_record
 from slurm_train.rundir.timing import Spent, account_path
 
 ME = Holder(job_id="7", host="node1", pid=1, started="1")
@@ -43,6 +44,7 @@ class World:
     new_job: str = ""
     past_ends: tuple[str, ...] = ()
     restart_count: int = 0
+    explain: Callable[[int], str] = lambda _attempt: ""
     events: list[str] = field(default_factory=list)
     ledger_at_requeue: list[dict[str, object]] = field(default_factory=list)
     holder_at_requeue: Holder | None = ME
@@ -52,6 +54,7 @@ class World:
             start=AttemptStart(job_id="7", restart_count=self.restart_count, nodes=("node1",), world_size=8),
             holder=ME,
             is_alive=lambda _holder: self.lives,
+            explain=self.explain,
             show_job=lambda: self.job if self.next_job is None else self.next_job(),
             requeue=self._requeue,
             resubmit=self._resubmit,
@@ -396,3 +399,50 @@ def test_the_supervisor_outlives_the_signals_that_stop_the_ranks() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def unfit(world: World, *, level: str = "error", node: str = "node3", blames: bool = True) -> Callable[[int], int]:
+    """Returns ranks that the preflight does not let train."""
+
+    def launch(attempt: int) -> int:
+        world.events.append(f"launch {attempt}")
+        line = f"GPU_SICK {node}: seen; todo"
+        facts = {"code": "GPU_SICK", "level": level, "node": node, "seen": "seen", "line": line, "blames_node": blames}
+        write_record(world.run, attempt, {"findings": [facts]})
+        return EXIT_FAILURE if level == "error" else EXIT_DONE
+
+    return launch
+
+
+def test_a_node_that_was_found_bad_is_left_out_at_once(world: World) -> None:
+    world.can_relaunch = True
+    world.explain = lambda attempt: fatal_line(read_record(world.run, attempt))
+    world.supervise(unfit(world))
+    assert world.events[:2] == ["launch 0", "requeue without node3"]
+    (entry,) = read_ledger(world.run)
+    assert entry["note"] == "GPU_SICK node3: seen; todo; the job is requeued without node3"
+    assert (entry["failed_on"], entry["found"]) == ("node3", "GPU_SICK node3")
+
+
+def test_several_bad_nodes_are_left_out_together(world: World) -> None:
+    world.can_relaunch = True
+    world.supervise(unfit(world, node="node3, node4"))
+    assert world.events[:2] == ["launch 0", "requeue without node3,node4"]
+
+
+def test_where_nobody_is_to_blame_the_ranks_are_started_again(world: World) -> None:
+    world.can_relaunch = True
+    world.supervise(unfit(world, blames=False))
+    assert world.events[:2] == ["launch 0", "launch 1"]
+
+
+def test_own_code_that_has_not_begun_may_be_started_again(world: World) -> None:
+    world.can_relaunch = True
+    world.supervise(unfit(world), is_own_code=True)
+    assert world.events[:2] == ["launch 0", "requeue without node3"]
+
+
+def test_a_warning_is_in_the_ledger_and_changes_nothing(world: World) -> None:
+    world.supervise(unfit(world, level="warning"), is_own_code=True)
+    (entry,) = read_ledger(world.run)
+    assert (entry["reason"], entry["found"]) == ("done", "GPU_SICK node3")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.schema import RunConfig, TrainSection
-from slurm_train.distributed.handshake import MeetingPoint
+from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
 from slurm_train.requeue.signals import StopFlag

@@ -1,0 +1,125 @@
+"""`doctor +cluster=NxG`: a job that does what every run does before it trains, measures as well, and ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slurm_train.cli.display import note
+from slurm_train.cli.submit import refuse_active, require_slurm
+from slurm_train.config.compose import compose
+from slurm_train.config.words import Words
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
+from slurm_train.launch.acceptance import require_acceptable
+from slurm_train.launch.container import Ranks
+from slurm_train.launch.plan import RunPlan, plan_run
+from slurm_train.launch.preparation import record_job, write_run_directory
+from slurm_train.launch.script import render_script
+from slurm_train.launch.snapshot import ask_git, read_answers
+from slurm_train.launch.source import read_source
+from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.preflight import fatal_line, read_record
+from slurm_train.slurm.commands import SlurmCommands
+
+_FIRST = ("preflight.bandwidth=true", "run.name=doctor")
+_LAST = ("preflight.enabled=true", "preflight.only=true", "requeue.enabled=false")
+_LOOK_EVERY_S = 1.0
+
+
+def look_at_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bool) -> int:
+    """Runs the job to its end, prints what it found, and returns 0, or 1 where something keeps runs from working.
+
+    Args:
+        settings: words of a run; they name a cluster.
+        env: the environment.
+        as_json: print the record instead of the table.
+
+    Raises:
+        ClusterError: no Slurm here, or it refuses the job.
+        ConfigError: the words ask for no cluster.
+    """
+    plan = plan_run(compose(Words(overrides=[*_FIRST, *settings, *_LAST])), cwd=Path.cwd(), env=env)
+    if plan.config.cluster is None:
+        raise ConfigError(
+            f"doctor {' '.join(settings)} asks for no nodes",
+            hint="`doctor +cluster=NxG` looks at nodes; `doctor` alone looks at the site",
+        )
+    commands = SlurmCommands(env)
+    require_slurm(commands)
+    script = _prepare(plan, commands, env)
+    if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env:
+        note(f"looking at the nodes of this allocation, job {env['SLURM_JOB_ID']}")
+        subprocess.run(["bash", str(plan.run.submit_script)], env=dict(env), stdout=sys.stderr, check=False)
+    else:
+        _submit_and_wait(plan, script, commands, env)
+    return _report(plan.run, as_json=as_json)
+
+
+def _prepare(plan: RunPlan, commands: SlurmCommands, env: Mapping[str, str]) -> str:
+    """Writes the run directory of the job in the place of an earlier one, and returns the script."""
+    script = render_script(plan)
+    if plan.run.path.is_dir():
+        refuse_active(plan.run, commands)
+        shutil.rmtree(plan.run.path)
+    require_acceptable(script, commands, plan)
+    Ranks(plan.config, plan.run, plan.directory).make_mount_points()
+    cwd = Path.cwd()
+    write_run_directory(plan, read_source(plan, cwd, read_answers(ask_git(cwd, env)), env=env), script=script)
+    return script
+
+
+def _submit_and_wait(plan: RunPlan, script: str, commands: SlurmCommands, env: Mapping[str, str]) -> None:
+    from slurm_train.launch.submission import submit_script
+
+    assert plan.config.cluster is not None
+    # A look at nodes is for those that were found bad as well.
+    job_id = submit_script(script, folder=plan.run.logs / "submitted", env=env, export=plan.config.cluster.export)
+    record_job(plan.run, job_id)
+    note(f"submitted job {job_id}; logs in {plan.run.logs}; Ctrl-C cancels it")
+    try:
+        _wait(job_id, commands)
+    except KeyboardInterrupt:
+        commands.cancel([job_id])
+        raise
+
+
+def _wait(job_id: str, commands: SlurmCommands) -> None:
+    told = ""
+    while True:
+        try:
+            state = commands.job_states([job_id]).get(job_id)
+        except ClusterError:
+            time.sleep(_LOOK_EVERY_S)
+            continue
+        if state is None or not state.is_active:
+            return
+        said = f"{state.phase.value} {state.reason or state.nodelist}".strip()
+        if said != told:
+            told = said
+            note(f"job {job_id} is {said}")
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _report(run: RunDirectory, *, as_json: bool) -> int:
+    attempts = existing_attempts(run)
+    record = read_record(run, attempts[-1]) if attempts else {}
+    if not record:
+        log = run.logs / "batch.log"
+        said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:] if log.exists() else []
+        raise RunError(
+            f"the job ended without a word about its nodes: {said[-1] if said else 'its log is empty'}",
+            hint=f"look at {run.logs}",
+        )
+    if as_json:
+        print(json.dumps(record, indent=2))
+    else:
+        print("\n".join(record.get("table", [])))
+        for finding in record.get("findings", []):
+            print(f"{finding['level']}: {finding['line']}")
+        note(f"{len(record.get('findings', []))} findings in {record.get('seconds', 0):g} s")
+    return EXIT_FAILURE if fatal_line(record) else EXIT_DONE

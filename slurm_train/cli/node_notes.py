@@ -1,0 +1,44 @@
+"""What an attempt has found out about its nodes: in its record, and on the list that later submissions read."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+from slurm_train.config.schema import RunConfig
+from slurm_train.doctor.finding import Finding
+from slurm_train.errors import EXIT_FAILURE, NodesError, SilentNodesError
+from slurm_train.requeue.supervise import say
+from slurm_train.rundir.bad_nodes import add_bad_nodes, forgive_nodes, list_file
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.preflight import bad_nodes, fatal_line, read_record, write_record
+
+
+def note_unfit(run: RunDirectory, attempt: int, error: NodesError, *, nodes: Sequence[str]) -> int:
+    """Writes down as a finding what kept the ranks from being started, and returns the attempt's exit code."""
+    # Where few of many nodes are blind it is their fault; of two, or where most are, the path is not shared.
+    blames = 2 * len(error.nodes) < len(nodes) and not isinstance(error, SilentNodesError)
+    finding = Finding(
+        code=error.code,
+        level="error",
+        node=", ".join(error.nodes),
+        seen=error.message,
+        todo=error.hint,
+        blames_node=blames,
+    )
+    write_record(run, attempt, {"findings": [finding.as_json()], "table": [], "nodes": list(nodes)})
+    return EXIT_FAILURE if blames else error.exit_code
+
+
+def note_nodes(run: RunDirectory, attempt: int, config: RunConfig) -> None:
+    """Writes down what an attempt has found out about its nodes; a list that cannot be written costs nobody a run."""
+    record = read_record(run, attempt)
+    found, hours = bad_nodes(record), config.preflight.exclude_bad_nodes_h
+    with contextlib.suppress(OSError):
+        add_bad_nodes(run, found, hours=hours, now_unix_s=time.time())
+        if found and hours > 0:
+            say(f"later submissions leave out {', '.join(found)} for {hours:g} h; see {list_file(run)}")
+        if record and not fatal_line(record):
+            for node in forgive_nodes(run, record.get("nodes", ()), now_unix_s=time.time()):
+                say(f"{node} was found well and is off the list of bad nodes")

@@ -1,0 +1,127 @@
+"""Campaign `preflight`: every fault is caused on the real cluster, and named in one line; healthy runs get no line.
+
+python -m tests.campaigns preflight                # all faults, then as many healthy runs
+python -m tests.campaigns preflight-healthy --trials 20
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from slurm_train.doctor.finding import CODES
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.slurm.commands import SlurmCommands
+from tests.campaigns.on_slurm import Tally, at_work
+from tests.campaigns.preflight_faults import FAULTS, Fault, Scene, missing_for
+from tests.campaigns.result import Result
+from tests.support.command_line import TINY, Person
+from tests.support.slurm_runs import job_state
+from tests.support.waiting import wait_for
+
+_END_S = 90.0
+
+
+class Named(NamedTuple):
+    """How a fault was named."""
+
+    after_s: float
+    """From the start of the job to the line; Slurm counts whole seconds."""
+    problems: list[str]
+
+
+def run(*, seed: int, trials: int, folder: Path) -> Result:
+    """Causes each fault, or the first so many of them; the seed changes nothing."""
+    tally, times = Tally(), dict[str, float]()
+    with at_work(folder) as person:
+        for number, fault in enumerate(FAULTS[:trials]):
+            what = f"{fault.code}: {fault.what}"
+            if lacks := missing_for(fault):
+                tally.add(what, [f"not tried: this machine lacks {lacks}"])
+                continue
+            named = try_fault(person, fault, number)
+            times[fault.code] = max(times.get(fault.code, 0.0), named.after_s)
+            tally.add(f"{what}, after {named.after_s:.0f} s", named.problems)
+    in_time = {code: after_s for code, after_s in times.items() if code != "COLLECTIVE"}
+    slowest = max(in_time, key=lambda code: in_time[code], default="")
+    figures = (
+        {"codes": str(len(times)), "job start to the line": f"{in_time[slowest]:.0f} s at most ({slowest})"}
+        if slowest
+        else {}
+    )
+    return tally.result(figures)
+
+
+def try_fault(person: Person, fault: Fault, number: int) -> Named:
+    """Causes one fault and reads what is said about it."""
+    scratch = person.folder.parent / f"scratch_{number}"
+    scratch.mkdir()
+    name = f"{fault.code.lower().replace('_', '-')}-{number}"
+    words = (*TINY, "train.threads=1", "batch.global_size=24", f"run.name={name}", "requeue.enabled=false")
+    only = () if fault.trains else ("preflight.only=true",)
+    size = (
+        f"+cluster={fault.nodes}x{fault.per_node}",
+        f"cluster.nodelist=node[1-{fault.nodes}]",
+        "cluster.sbatch.hold=true",
+    )
+    job, run = person.types(*size, *words, *only, *fault.words, *fault.prepared(scratch)).job_and_run
+    try:
+        with fault.cause(Scene(run, scratch)):
+            subprocess.run(["scontrol", "release", job], check=True)
+            return _watch(person, fault, job, run)
+    except AssertionError as err:
+        return Named(0.0, [f"{str(err).partition(chr(10))[0]}; {_said(run)}"])
+    finally:
+        person.runs("scancel", "--quiet", job)
+        wait_for(
+            lambda: job_state(job) not in ("RUNNING", "COMPLETING", "PENDING"), within_s=60, what="the end of the job"
+        )
+
+
+def _watch(person: Person, fault: Fault, job: str, run: RunDirectory) -> Named:
+    wait_for(lambda: _codes_said(run), within_s=fault.within_s + 15, what=f"a line about {fault.code}", poll_s=0.1)
+    seen_unix_s = time.time()
+    problems = []
+    after_s = seen_unix_s - _start_of(job)
+    # Slurm rounds the start down to a second.
+    if after_s > fault.within_s + 1.0:
+        problems.append(f"named after {after_s:.1f} s")
+    if fault.code != "NODE_MISSING":
+        wait_for(lambda: "reason" in (read_ledger(run) or [{}])[-1], within_s=_END_S, what="the end of the attempt")
+    lines = _codes_said(run)
+    if len(lines) != 1 or fault.code not in lines[0] or fault.expects not in lines[0]:
+        problems.append(f"said {lines}")
+    if fault.is_error:
+        entry, shown = read_ledger(run)[-1], person.types("status", run.run_id).out
+        if (entry.get("reason"), entry.get("action")) != ("failed", "stop"):
+            problems.append(f"the ledger says {entry.get('reason')}, {entry.get('action')}: {entry.get('note')}")
+        if fault.code not in str(entry.get("note")) or fault.code not in shown:
+            problems.append(f"the note is {entry.get('note')!r}, status shows {shown!r}")
+    elif fault.code != "NODE_MISSING" and not run.result.exists():
+        problems.append("a warning kept the run from its end")
+    return Named(after_s, problems)
+
+
+def _start_of(job: str) -> float:
+    import os
+
+    return datetime.fromisoformat(SlurmCommands(os.environ).show_job(job)["StartTime"]).timestamp()
+
+
+def _codes_said(run: RunDirectory) -> list[str]:
+    """Returns the lines of the batch log that begin with a code."""
+    log = run.logs / "batch.log"
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    said = (line.removeprefix("slurm_train: ") for line in lines if line.startswith("slurm_train: "))
+    found = [line for line in said if line.partition(" ")[0].rstrip(":") in CODES]
+    # A rank that fails after the preflight says so in the attempt's note alone.
+    return found or [line for line in lines if "COLLECTIVE" in line]
+
+
+def _said(run: RunDirectory) -> str:
+    log = run.logs / "batch.log"
+    return " | ".join(log.read_text(errors="replace").splitlines()[-4:]) if log.exists() else "nothing"

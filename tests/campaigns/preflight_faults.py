@@ -1,0 +1,384 @@
+"""The faults of the campaign `preflight`: how each is caused on the real one-machine cluster, and what has to be said.
+
+A fault is a context manager around a held job: it breaks something once the run directory is there, and the job is let
+go inside it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from slurm_train.rundir.layout import RunDirectory
+from tests.support import broken_nodes as broken
+from tests.support.node_faults import hidden_from
+
+FAKETIME = Path(f"/usr/lib/{platform.machine()}-linux-gnu/faketime/libfaketime.so.1")
+_NVML = """
+import json, os, types
+FACTS = json.loads({facts!r})
+class NVMLError(Exception): pass
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlSystemGetDriverVersion(): return "570.1"
+def nvmlDeviceGetCount(): return 2
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetMemoryInfo(handle): return types.SimpleNamespace(total=80 << 30, used=FACTS["used"])
+def nvmlDeviceGetComputeRunningProcesses(handle):
+    return [types.SimpleNamespace(pid=4711, usedGpuMemory=FACTS["used"])] if FACTS["used"] else []
+def nvmlDeviceGetTotalEccErrors(handle, kind, counter): return FACTS["ecc"]
+def nvmlDeviceGetRemappedRows(handle): return (0, 0, 0, 0)
+def nvmlDeviceGetCurrentClocksThrottleReasons(handle): return FACTS["throttle"]
+def nvmlDeviceGetRetiredPagesPendingStatus(handle): return 0
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Where a fault happens."""
+
+    run: RunDirectory
+    scratch: Path
+    """A folder of the trial's own, visible everywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault on a job of three nodes with two ranks each."""
+
+    code: str
+    what: str
+    """How it is caused, for the page."""
+    expects: str
+    """What the line has to hold."""
+    cause: Callable[[Scene], AbstractContextManager[object]] = lambda _: nullcontext()
+    words: tuple[str, ...] = ()
+    """Of the run."""
+    prepared: Callable[[Path], tuple[str, ...]] = lambda _: ()
+    """Puts something into the scratch folder and returns further words."""
+    is_error: bool = True
+    nodes: int = 3
+    per_node: int = 2
+    within_s: float = 30.0
+    trains: bool = False
+    """Whether the run goes on to the training."""
+
+
+def _prolog(node: str, *lines: str) -> Callable[[Path], tuple[str, ...]]:
+    return lambda scratch: (broken.task_prolog(scratch, node, *lines),)
+
+
+def _nvml(**facts: int) -> Callable[[Path], tuple[str, ...]]:
+    """A GPU cannot be made sick on purpose: a stand-in for NVML says so on node2, and that all is well elsewhere."""
+
+    def words(scratch: Path) -> tuple[str, ...]:
+        for name, its in (("well", {}), ("ill", facts)):
+            (scratch / name).mkdir()
+            text = json.dumps({"used": 0, "ecc": 0, "throttle": 0} | its)
+            (scratch / name / "pynvml.py").write_text(_NVML.format(facts=text))
+        ill, well = (f'echo "export PYTHONPATH={scratch}/{name}:$PYTHONPATH"' for name in ("ill", "well"))
+        return (broken.task_prolog(scratch, "node2", ill, elsewhere=(well,)),)
+
+    return words
+
+
+@contextmanager
+def _stale_code(scene: Scene) -> Iterator[None]:
+    with broken.private_copy("node2", scene.run.code, scene.scratch) as copy:
+        (copy / "tiny.py").chmod(0o644)
+        (copy / "tiny.py").write_text("# an older state\n")
+        yield
+
+
+def _old_config(scene: Scene) -> AbstractContextManager[None]:
+    return broken.other_content(
+        "node2", scene.run.config, scene.scratch, lambda text: text.replace("seed: 0", "seed: 9")
+    )
+
+
+@contextmanager
+def _stale_run(scene: Scene) -> Iterator[None]:
+    with broken.private_copy("node3", scene.run.path, scene.scratch):
+        yield
+
+
+def _other_torch(scene: Scene) -> AbstractContextManager[None]:
+    path = Path(str(metadata.distribution("torch").locate_file("")))
+    (folder,) = path.glob("torch-*.dist-info")
+
+    def older(text: str) -> str:
+        return "\n".join("Version: 1.99.0" if line.startswith("Version:") else line for line in text.splitlines())
+
+    return broken.other_content("node2", folder / "METADATA", scene.scratch, older)
+
+
+def _missing_data(scratch: Path) -> tuple[str, ...]:
+    data = scratch / "data"
+    data.mkdir()
+    (data / "part").write_text("x")
+    return (f"+data.root={data}",)
+
+
+def _local_disk(scratch: Path) -> tuple[str, ...]:
+    (scratch / "local").mkdir()
+    return (f"checkpoint.local_dir={scratch / 'local'}",)
+
+
+@contextmanager
+def _busy_cpu(_: Scene) -> Iterator[None]:
+    with broken.bound_to_cpu("node2"), broken.hogs():
+        yield
+
+
+_MEASURED = ("preflight.bandwidth=true",)
+_OPENED = (
+    'import socket, time; s = socket.create_server(("", int(__import__("os").environ["MASTER_PORT"]))); time.sleep(60)'
+)
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        code="WRONG_MASTER",
+        what="the hosts file of node3 gives node1 an address that nobody has",
+        expects="node3: looks for rank 0 at 10.98.76.99, but node1 has 10.98.76.11",
+        cause=lambda scene: broken.other_hosts("node3", scene.scratch, name="node1", address="10.98.76.99"),
+    ),
+    Fault(
+        code="WRONG_MASTER",
+        what="the hosts file of node3 gives node1 the address of node2",
+        expects="node3: looks for rank 0 at 10.98.76.12, but node1 has 10.98.76.11",
+        cause=lambda scene: broken.other_hosts("node3", scene.scratch, name="node1", address="10.98.76.12"),
+    ),
+    Fault(
+        code="NAME_RESOLUTION",
+        what="node1 is gone from the hosts file of node3",
+        expects="node3: cannot resolve node1, where rank 0 is",
+        cause=lambda scene: broken.other_hosts("node3", scene.scratch, name="node1", address=None),
+    ),
+    Fault(
+        code="LOOPBACK",
+        what="the hosts file of node3 gives node1 127.0.1.1",
+        expects="node3: resolves node1, where rank 0 is, to itself (127.0.1.1)",
+        cause=lambda scene: broken.other_hosts("node3", scene.scratch, name="node1", address="127.0.1.1"),
+    ),
+    Fault(
+        code="LOOPBACK",
+        what="node2's own name is 127.0.1.1, as Debian has it; gloo is led along the route",
+        is_error=False,
+        expects="node2: resolves its own name node2 to itself (127.0.1.1)",
+        trains=True,
+        cause=lambda scene: broken.other_hosts("node2", scene.scratch, name="node2", address="127.0.1.1"),
+    ),
+    Fault(
+        code="PORT_BLOCKED",
+        what="nft on node1 drops what node3 sends",
+        expects="node3: does not reach rank 0 at 10.98.76.11:",
+        cause=lambda _: broken.firewall("node1", broken.from_node("node3", "drop")),
+    ),
+    Fault(
+        code="PORT_BLOCKED",
+        what="nft on node1 rejects what node3 sends",
+        expects="connection refused; it reaches node2",
+        cause=lambda _: broken.firewall("node1", broken.from_node("node3", "reject with tcp reset")),
+    ),
+    Fault(
+        code="PORT_BLOCKED",
+        what="nft on node3 drops all but the low ports",
+        expects="node3: node1 does not reach node3 at 10.98.76.13:",
+        cause=lambda _: broken.firewall("node3", "tcp dport 32768-65535 ct state new drop"),
+    ),
+    Fault(
+        code="PORT_BLOCKED",
+        what="a blackhole route from node2 to node3",
+        expects="node2, node3: node2 does not reach node3",
+        cause=lambda _: broken.blackhole("node2", "node3"),
+    ),
+    Fault(
+        code="PORT_IN_USE",
+        what="somebody takes the port on node1 before rank 0 does, and a script needs it",
+        expects="node1: port",
+        prepared=lambda scratch: (
+            "script=[true]",
+            broken.task_prolog(
+                scratch,
+                "node1",
+                f"[ \"$SLURM_LOCALID\" = 0 ] && {{ setsid python3 -c '{_OPENED}' >/dev/null 2>&1 & sleep 1; }}",
+            ),
+        ),
+    ),
+    Fault(
+        code="WRONG_INTERFACE",
+        what="a second interface on every node, named for the collectives, leads nowhere",
+        expects="gloo would announce eth9",
+        words=("cluster.network_interface=eth9",),
+        cause=lambda _: broken.second_interface(("node1", "node2", "node3")),
+    ),
+    Fault(
+        code="WRONG_INTERFACE",
+        what="an interface is named that no node has",
+        expects="GLOO_SOCKET_IFNAME=ib0: there is no such interface",
+        words=("cluster.network_interface=ib0",),
+    ),
+    Fault(
+        code="RANK_MISMATCH",
+        what="a prolog on node2 leaves RANK=0 in the environment",
+        expects="node2: the task that Slurm calls rank",
+        prepared=_prolog(
+            "node2",
+            *(
+                f'echo "export {name}={value}"'
+                for name, value in (("RANK", 0), ("WORLD_SIZE", 6), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 2))
+            ),
+        ),
+    ),
+    Fault(
+        code="NODE_MISSING",
+        what="the tasks of node3 do not begin for 45 s",
+        is_error=False,
+        expects="node3: not all of its ranks have come",
+        prepared=_prolog("node3", "sleep 45"),
+    ),
+    Fault(
+        code="GPU_COUNT",
+        what="srun gives the step one GPU of the two on each node",
+        expects="1 GPUs are visible to the ranks, 2 were asked for",
+        words=("cluster.srun.gpus-per-node=1",),
+    ),
+    Fault(
+        code="GPU_BUSY",
+        what="a stand-in for NVML on node2 says that 60 GiB are taken",
+        expects="node2: 61440 of 81920 MiB of GPU 0, 1 are taken by pid 4711",
+        prepared=_nvml(used=60 << 30),
+    ),
+    Fault(
+        code="GPU_SICK",
+        what="a stand-in for NVML on node2 says that there were uncorrected errors",
+        expects="node2: GPU 0, 1: 3 uncorrected memory errors",
+        prepared=_nvml(ecc=3),
+    ),
+    Fault(
+        code="GPU_SICK",
+        what="a stand-in for NVML on node2 says that the GPUs are slowed down",
+        is_error=False,
+        expects="node2: GPU 0, 1: slowed down by heat",
+        prepared=_nvml(throttle=0x40),
+    ),
+    Fault(
+        code="CODE_DRIFT",
+        what="node2 has an older copy of the code mounted",
+        cause=_stale_code,
+        expects="node2: sees other code than was submitted: tiny.py",
+    ),
+    Fault(
+        code="VERSION_DRIFT",
+        what="node2 has another torch installed",
+        cause=_other_torch,
+        expects="node2: has torch 1.99.0, the other nodes have",
+    ),
+    Fault(
+        code="CONFIG_DRIFT",
+        what="node2 has another config.yaml mounted",
+        cause=_old_config,
+        expects="node2: reads another config.yaml or plan.json",
+    ),
+    Fault(
+        code="DATA_MISSING",
+        what="node2 does not have the data mounted",
+        prepared=_missing_data,
+        cause=lambda scene: broken.mounted_over("node2", scene.scratch / "data", "-t", "tmpfs", "none"),
+        expects="node2: sees nothing in",
+    ),
+    Fault(
+        code="FS_MISSING",
+        what="node2 does not have the run directory mounted",
+        cause=lambda scene: hidden_from("node2", scene.run.path.parent),
+        expects="node2: node node2 does not see the run directory",
+    ),
+    Fault(
+        code="FS_STALE",
+        what="node3 has an older copy of the run directory mounted",
+        cause=_stale_run,
+        expects="node3: node node3 does not see",
+    ),
+    Fault(
+        code="FS_READONLY",
+        what="the run directory is read-only on node2",
+        cause=lambda scene: broken.read_only("node2", scene.run.path),
+        expects="node2: node node2 does not write to",
+    ),
+    Fault(
+        code="FS_READONLY",
+        what="only the checkpoints are read-only on node2",
+        cause=lambda scene: broken.read_only("node2", scene.run.checkpoints),
+        expects="node2: cannot write to",
+    ),
+    Fault(
+        code="DISK_FULL",
+        what="the local disk of node2 is a full tmpfs",
+        prepared=_local_disk,
+        cause=lambda scene: broken.full_disk("node2", scene.scratch / "local"),
+        expects="(checkpoint.local_dir) is full: No space left on device",
+    ),
+    Fault(
+        code="CLOCK_SKEW",
+        what="faketime on node2",
+        is_error=False,
+        expects="node2: its clock is 9",
+        prepared=_prolog(
+            "node2",
+            f'echo "export LD_PRELOAD={FAKETIME}"',
+            'echo "export FAKETIME=+95s"',
+            'echo "export FAKETIME_DONT_FAKE_MONOTONIC=1"',
+        ),
+    ),
+    Fault(
+        code="CPU_AFFINITY",
+        what="slurmd on node2 is bound to one CPU",
+        is_error=False,
+        cause=lambda _: broken.bound_to_cpu("node2"),
+        expects="node2: 2 ranks may use nothing but CPU 0 of",
+    ),
+    Fault(
+        code="LIMITS",
+        what="`ulimit -n 120` in the batch script",
+        words=("cluster.setup=[ulimit -n 120]",),
+        expects="a rank may open 120 files, it needs 1024",
+    ),
+    Fault(
+        code="SLOW_NODE",
+        what="node2 shares its one CPU with hogs",
+        is_error=False,
+        per_node=1,
+        within_s=45.0,
+        cause=_busy_cpu,
+        words=_MEASURED,
+        expects="SLOW_NODE node2: computes",
+    ),
+    Fault(
+        code="SLOW_LINK",
+        what="tbf limits node2 to 20 Mbit/s",
+        is_error=False,
+        cause=lambda _: broken.slow_link("node2"),
+        words=_MEASURED,
+        expects="SLOW_LINK node2:",
+    ),
+    Fault(
+        code="COLLECTIVE",
+        what="nft on node2 loses large packets between the ports of collectives",
+        nodes=2,
+        trains=True,
+        cause=lambda _: broken.firewall("node2", "tcp sport 32768-65535 tcp dport 32768-65535 meta length > 1400 drop"),
+        words=("preflight.collective_timeout_s=8",),
+        within_s=120.0,
+        expects="the first all_reduce of 1 MiB over 4 ranks failed after 8 s",
+    ),
+)
+
+
+def missing_for(fault: Fault) -> str:
+    """Returns what this machine lacks for a fault, "" where nothing."""
+    return "libfaketime (apt-get install libfaketime)" if fault.code == "CLOCK_SKEW" and not FAKETIME.exists() else ""

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.site.sites import RECORDED
+
+
+@pytest.fixture
+def site(shell: Any) -> Any:
+    shell.slurm.be_site(RECORDED / "devcluster")
+    return shell
+
+
+def test_the_doctor_tells_of_a_site_and_submits_nothing(site: Any) -> None:
+    done = site.types("doctor")
+    assert done.code == 0
+    assert "  Slurm          22.05.8, cluster devcluster\n" in done.out
+    assert "can be preempted by jobs of QOS urgent" in " ".join(done.out.split())
+    assert "note: SHORT_GRACE: partition main: " in done.out
+    assert site.slurm.said("submitted_words") is None and site.left() == []
+
+
+def test_json_has_the_same(site: Any) -> None:
+    told = json.loads(site.types("doctor", "--json").out)
+    assert told["site"]["KillWait"] == "5 sec" and len(told["in_words"]) == 3
+    assert "SHORT_GRACE" in {found["code"] for found in told["findings"]}
+
+
+def test_without_slurm_the_exit_code_is_one(shell: Any) -> None:
+    shell.leaves_slurm()
+    done = shell.types("doctor")
+    assert done.code == 1 and done.out.startswith("error: NO_SLURM: ")
+    assert json.loads(shell.types("doctor", "--json").out)["findings"][0]["level"] == "error"
+
+
+def test_a_controller_that_does_not_answer_is_an_error(site: Any) -> None:
+    (site.slurm.folder / "sinfo.out").unlink()
+    done = site.types("doctor")
+    assert done.code == 1 and "error: CONTROLLER_AWAY: " in done.out
+
+
+def test_settings_without_a_cluster_are_refused(shell: Any) -> None:
+    done = shell.types("doctor", "optim.lr=1")
+    assert done.code == 2 and "asks for no nodes" in done.err
+
+
+def test_a_job_that_slurm_would_not_take_is_refused(site: Any) -> None:
+    site.slurm.refuse("sbatch: error: invalid partition specified: nowhere")
+    done = site.types("doctor", "+cluster=2x1", "cluster.partition=nowhere")
+    assert done.code == 2 and "Slurm would not take this job" in done.err
+
+
+def test_the_job_of_the_doctor_looks_and_does_not_train(site: Any) -> None:
+    done = site.types("doctor", "+cluster=2x1")
+    # The fake job ends at once without a word.
+    assert done.code == 2 and "the job ended without a word about its nodes" in done.err
+    script = site.slurm.said("submitted.sh")
+    assert "#SBATCH --job-name=doctor-" in script and "#SBATCH --no-requeue" in script
+    (config,) = site.folder.glob("runs/doctor/*/config.yaml")
+    for line in ("only: true", "bandwidth: true", "enabled: true"):
+        assert f"  {line}\n" in config.read_text().partition("preflight:")[2]

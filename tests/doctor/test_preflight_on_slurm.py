@@ -1,0 +1,94 @@
+"""Some faults of nodes and network, caused on a real Slurm; all of them: `python -m tests.campaigns preflight`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.bad_nodes import list_file
+from slurm_train.rundir.files import read_lines
+from slurm_train.rundir.preflight import read_record
+from tests.campaigns.on_slurm import at_work
+from tests.campaigns.preflight import try_fault
+from tests.campaigns.preflight_faults import FAULTS, Fault
+from tests.campaigns.preflight_healthy import problems_of
+from tests.support import broken_nodes as broken
+from tests.support.command_line import TINY, Person
+from tests.support.slurm_runs import wait_until_finished
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.faults]
+
+_CHOSEN = ("NAME_RESOLUTION", "PORT_BLOCKED", "CODE_DRIFT", "DISK_FULL")
+
+
+@pytest.fixture
+def person(slurm_cluster: object, tmp_path: Path) -> Iterator[Person]:
+    with at_work(tmp_path) as person:
+        yield person
+
+
+@pytest.mark.parametrize("fault", [next(one for one in FAULTS if one.code == code) for code in _CHOSEN], ids=_CHOSEN)
+def test_a_fault_is_named_in_one_line_within_half_a_minute(fault: Fault, person: Person) -> None:
+    assert try_fault(person, fault, 0).problems == []
+
+
+def test_a_healthy_run_has_no_finding_and_trains(person: Person) -> None:
+    _, run = person.types("+cluster=2x2", *TINY, "train.threads=1").job_and_run
+    wait_until_finished(run)
+    assert problems_of(run, read_record(run, 0)) == []
+
+
+def test_a_bad_node_is_left_out_and_listed_until_it_is_well(person: Person, tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    words = (*TINY, "train.threads=1", "batch.global_size=24", "train.max_steps=4")
+    local = f"checkpoint.local_dir={tmp_path / 'local'}"
+    with broken.full_disk("node2", tmp_path / "local"):
+        # Of idle nodes Slurm takes the first ones.
+        _, run = person.types("+cluster=3x2", local, *words, "run.name=left-out").job_and_run
+        wait_until_finished(run, within_s=300)
+    first, second = read_ledger(run)
+    assert "node2" in first["nodes"] and "node2" not in second["nodes"]
+    assert first["note"].startswith("DISK_FULL node2: ") and first["note"].endswith("is requeued without node2")
+    (line,) = read_lines(list_file(run))
+    assert line["node"] == "node2" and line["until_unix_s"] > line["time_unix_s"]
+    submitted = person.types("+cluster=3x1", *words, "run.name=next")
+    assert "left out: node2 (until " in submitted.err and "DISK_FULL" in submitted.err
+    _, run = submitted.job_and_run
+    wait_until_finished(run, within_s=300)
+    assert "node2" not in read_ledger(run)[-1]["nodes"]
+    # Asked for by name it is looked at again, and comes off the list.
+    _, run = person.types("+cluster=2x1", "cluster.nodelist=node[2-3]", *words, "run.name=again").job_and_run
+    wait_until_finished(run, within_s=300)
+    assert "node2 was found well and is off the list" in (run.logs / "batch.log").read_text()
+    assert "left out" not in person.types("+cluster=3x1", *words, "run.name=last", "cluster.sbatch.hold=true").err
+
+
+def test_the_doctor_looks_at_nodes_on_request(person: Person) -> None:
+    done = person.types("doctor", "+cluster=2x2", "cluster.nodelist=node[1-2]", timeout_s=120)
+    assert done.code == 0, done.err
+    table = done.out.splitlines()
+    assert table[0].split()[:2] == ["NODE", "RANKS"] and [row.split()[0] for row in table[1:3]] == ["node1", "node2"]
+    for column in ("WORK", "LINK", "LATENCY"):
+        assert column in table[0]
+
+
+def test_the_doctor_says_with_its_exit_code_that_something_is_wrong(person: Person, tmp_path: Path) -> None:
+    with broken.other_hosts("node2", tmp_path, name="node1", address="10.98.76.99"):
+        words = ("doctor", "+cluster=2x1", "cluster.nodelist=node[1-2]", "preflight.bandwidth=false", "--json")
+        done = person.types(*words, timeout_s=120)
+    assert done.code == 1, done.err
+    (finding,) = json.loads(done.out)["findings"]
+    assert (finding["code"], finding["node"]) == ("WRONG_MASTER", "node2")
+
+
+def test_the_doctor_works_inside_an_allocation(person: Person) -> None:
+    words = ("-m", "slurm_train", "doctor", "+cluster=2x2", "preflight.bandwidth=false")
+    done = person.runs(
+        "salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", person.python, *words
+    )
+    assert done.code == 0, done.err
+    assert done.out.startswith("NODE") and "looking at the nodes of this allocation" in done.err

@@ -1,0 +1,197 @@
+"""Breaks one node of the test cluster for real, and mends it afterwards: names, routes, ports, mounts, CPUs, network.
+
+Mounts are made in the mount namespace of the node's slurmd, rules and routes in its network namespace; the other nodes
+and this process see nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from slurm_train.devcluster.daemons import node_daemon, record_path
+from slurm_train.devcluster.network import NODE_INTERFACE, host_link
+from slurm_train.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan, load_plan
+from slurm_train.devcluster.processes import read_record
+
+_TABLE = "preflight_faults"
+_HOSTS = Path("/etc/hosts")
+
+
+def cluster() -> ClusterPlan:
+    """Returns the cluster that is up."""
+    plan = load_plan(DEFAULT_STATE_DIR)
+    assert plan is not None, "no cluster is up"
+    return plan
+
+
+def slurmd_pid(node: str) -> int:
+    """Returns the process of a node's slurmd."""
+    plan = cluster()
+    record = read_record(record_path(plan, name=node_daemon(plan, node=node).name))
+    assert record is not None and record.is_alive(), f"{node} has no slurmd"
+    return record.pid
+
+
+def on_node(node: str, *command: str, check: bool = True) -> None:
+    """Runs a command as the node sees files and network."""
+    enter = ["nsenter", f"--target={slurmd_pid(node)}", "--mount", "--net", "--"]
+    done = subprocess.run([*enter, *command], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0 or not check, f"{command} on {node}: {done.stdout}{done.stderr}"
+
+
+@contextmanager
+def mounted_over(node: str, path: Path, *mount: str) -> Iterator[None]:
+    """Mounts something over a path as one node sees it, e.g. mounted_over("node2", path, "-t", "tmpfs", "none")."""
+    on_node(node, "mount", *mount, str(path))
+    try:
+        yield
+    finally:
+        on_node(node, "umount", "--lazy", str(path))
+
+
+@contextmanager
+def other_content(node: str, path: Path, scratch: Path, change: Callable[[str], str]) -> Iterator[None]:
+    """Has one node read a file that was changed."""
+    copy = scratch / f"{node}_{path.name}"
+    copy.write_text(change(path.read_text()))
+    with mounted_over(node, path, "--bind", str(copy)):
+        yield
+
+
+@contextmanager
+def other_hosts(node: str, scratch: Path, *, name: str, address: str | None) -> Iterator[None]:
+    """Has one node resolve a name to another address, or to none."""
+
+    def change(text: str) -> str:
+        kept = [line for line in text.splitlines() if name not in line.partition("#")[0].split()[1:]]
+        return "\n".join([*kept, *([f"{address} {name}"] if address else [])]) + "\n"
+
+    with other_content(node, _HOSTS, scratch, change):
+        yield
+
+
+@contextmanager
+def private_copy(node: str, folder: Path, scratch: Path) -> Iterator[Path]:
+    """Has one node see a copy of a folder, as it is now, in the folder's place; gives the copy."""
+    copy = scratch / f"{node}_{folder.name}"
+    shutil.copytree(folder, copy, symlinks=True)
+    with mounted_over(node, folder, "--bind", str(copy)):
+        yield copy
+
+
+@contextmanager
+def read_only(node: str, folder: Path) -> Iterator[None]:
+    """Makes a folder read-only on one node."""
+    with mounted_over(node, folder, "--bind", str(folder)):
+        on_node(node, "mount", "-o", "remount,bind,ro", str(folder))
+        yield
+
+
+@contextmanager
+def full_disk(node: str, folder: Path) -> Iterator[None]:
+    """Puts a small file system over a folder on one node, and fills it."""
+    with mounted_over(node, folder, "-t", "tmpfs", "-o", "size=1m", "none"):
+        on_node(node, "dd", "if=/dev/zero", f"of={folder}/fill", "bs=64k", check=False)
+        yield
+
+
+@contextmanager
+def firewall(node: str, *rules: str) -> Iterator[None]:
+    """Puts rules in front of what comes into a node, e.g. "tcp dport 1024-65535 drop"."""
+    on_node(node, "nft", f"add table inet {_TABLE}")
+    try:
+        on_node(node, "nft", f"add chain inet {_TABLE} incoming {{ type filter hook input priority 0; }}")
+        for rule in rules:
+            on_node(node, "nft", f"add rule inet {_TABLE} incoming {rule}")
+        yield
+    finally:
+        on_node(node, "nft", f"delete table inet {_TABLE}")
+
+
+def from_node(node: str, verdict: str) -> str:
+    """Returns a rule about what comes from another node; the high ports stay open, since srun listens there."""
+    return f"ip saddr {cluster().node_address(node)} tcp dport 10000-32767 {verdict}"
+
+
+@contextmanager
+def blackhole(node: str, peer: str) -> Iterator[None]:
+    """Lets nothing get from one node to another."""
+    route = ("ip", "route", "{}", "blackhole", f"{cluster().node_address(peer)}/32")
+    on_node(node, *(word.format("add") for word in route))
+    try:
+        yield
+    finally:
+        on_node(node, *(word.format("del") for word in route))
+
+
+@contextmanager
+def second_interface(nodes: Sequence[str], name: str = "eth9") -> Iterator[None]:
+    """Gives nodes a second interface each that leads nowhere."""
+    with ExitStack() as made:
+        for index, node in enumerate(nodes, start=1):
+            on_node(node, "ip", "link", "add", name, "type", "veth", "peer", "name", f"{name}p")
+            made.callback(on_node, node, "ip", "link", "del", name)
+            on_node(node, "ip", "address", "add", f"192.168.77.{index}/24", "dev", name)
+            for end in (name, f"{name}p"):
+                on_node(node, "ip", "link", "set", end, "up")
+        yield
+
+
+@contextmanager
+def slow_link(node: str, rate: str = "20mbit") -> Iterator[None]:
+    """Limits a node's network in both directions."""
+    shape = ("root", "tbf", "rate", rate, "burst", "64k", "latency", "50ms")
+    outside = ["tc", "qdisc", "{}", "dev", host_link(node)]
+    inside = ("tc", "qdisc", "{}", "dev", NODE_INTERFACE)
+    subprocess.run([*(word.format("add") for word in outside), *shape], check=True)
+    try:
+        on_node(node, *(word.format("add") for word in inside), *shape)
+        yield
+    finally:
+        subprocess.run([*(word.format("del") for word in outside), "root"], check=True)
+        on_node(node, *(word.format("del") for word in inside), "root", check=False)
+
+
+@contextmanager
+def bound_to_cpu(node: str, cpu: int = 0) -> Iterator[None]:
+    """Lets everything that Slurm starts on a node from now on use one CPU alone."""
+    pid, before = slurmd_pid(node), os.sched_getaffinity(slurmd_pid(node))
+    _bind(pid, {cpu})
+    try:
+        yield
+    finally:
+        _bind(pid, before)
+
+
+def _bind(pid: int, cpus: set[int]) -> None:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), cpus)
+
+
+@contextmanager
+def hogs(cpu: int = 0) -> Iterator[None]:
+    """Keeps a CPU busy with processes of somebody else, with more of them than the machine has to do already."""
+    loop = ["taskset", "--cpu-list", str(cpu), "sh", "-c", "while :; do :; done"]
+    count = 6 + 2 * int(os.getloadavg()[0])
+    running = [subprocess.Popen(loop, start_new_session=True) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def task_prolog(scratch: Path, node: str, *lines: str, elsewhere: Sequence[str] = ("true",)) -> str:
+    """Returns a word for a run whose tasks on one node begin with shell lines; what they print as "export NAME=VALUE"
+    is in the environment of the ranks there."""
+    script = scratch / f"prolog_{node}.sh"
+    here, there = ("\n".join(f"  {line}" for line in part) for part in (lines, elsewhere))
+    script.write_text(f'#!/bin/sh\nif [ "$SLURMD_NODENAME" = {node} ]; then\n{here}\nelse\n{there}\nfi\nexit 0\n')
+    script.chmod(0o755)
+    return f"cluster.srun.task-prolog={script}"
