@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help train test test-returns setup setup-test slurm-packages lint docs bench campaign demo-preemption clean
+.PHONY: help train test test-returns test-faults setup setup-test slurm-packages lint docs bench campaign demo-preemption clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -46,6 +46,9 @@ test: setup-test slurm-packages lint  ## set up everything, Slurm included, and 
 
 test-returns: setup-test slurm-packages  ## kill, preempt and crash runs on a real cluster (about ten minutes)
 	$(BIN)/python -m pytest tests/end_to_end/test_returns_on_slurm.py -m campaign
+
+test-faults: setup-test slurm-packages  ## cause every fault of nodes and network on a real cluster (about ten minutes)
+	$(BIN)/python -m pytest tests/doctor -m faults
 
 $(VENV)/.docs: $(VENV)/.train
 	@echo "== adding what the site needs"

@@ -237,10 +237,11 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         code="NODE_MISSING",
-        what="the tasks of node3 do not begin for 45 s",
+        what="the tasks of node3 are stopped (SIGSTOP) before they begin",
         is_error=False,
         expects="node3: not all of its ranks have come",
-        prepared=_prolog("node3", "sleep 45"),
+        # The parent of a task's prolog is the task itself before it becomes the rank.
+        prepared=_prolog("node3", "kill -STOP $PPID"),
     ),
     Fault(
         code="GPU_COUNT",

@@ -1,9 +1,13 @@
-"""Some faults of nodes and network, caused on a real Slurm; all of them: `python -m tests.campaigns preflight`."""
+"""Every fault that has a code, caused on a real Slurm: one line with the right code, in time; and healthy runs.
+
+The suite has a few of them, `make test-faults` all.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.preflight import read_record
 from tests.campaigns.on_slurm import at_work
 from tests.campaigns.preflight import try_fault
-from tests.campaigns.preflight_faults import FAULTS, Fault
+from tests.campaigns.preflight_faults import FAULTS, Fault, missing_for
 from tests.campaigns.preflight_healthy import problems_of
 from tests.support import broken_nodes as broken
 from tests.support.command_line import TINY, Person
@@ -22,7 +26,19 @@ from tests.support.slurm_runs import wait_until_finished
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.faults]
 
-_CHOSEN = ("NAME_RESOLUTION", "PORT_BLOCKED", "CODE_DRIFT", "DISK_FULL")
+_IN_THE_SUITE = ("PORT_BLOCKED-1", "CODE_DRIFT-1")
+
+
+def _named(faults: Sequence[Fault]) -> Iterator[object]:
+    """Yields each fault under its code and a number, e.g. "PORT_BLOCKED-2"."""
+    count = Counter[str]()
+    for fault in faults:
+        count[fault.code] += 1
+        name = f"{fault.code}-{count[fault.code]}"
+        marks = [] if name in _IN_THE_SUITE else [pytest.mark.campaign]
+        lacks = missing_for(fault)
+        marks += [pytest.mark.skip(reason=f"this machine lacks {lacks}")] if lacks else []
+        yield pytest.param(fault, id=name, marks=marks)
 
 
 @pytest.fixture
@@ -31,17 +47,19 @@ def person(slurm_cluster: object, tmp_path: Path) -> Iterator[Person]:
         yield person
 
 
-@pytest.mark.parametrize("fault", [next(one for one in FAULTS if one.code == code) for code in _CHOSEN], ids=_CHOSEN)
+@pytest.mark.parametrize("fault", [*_named(FAULTS)])
 def test_a_fault_is_named_in_one_line_within_half_a_minute(fault: Fault, person: Person) -> None:
     assert try_fault(person, fault, 0).problems == []
 
 
+@pytest.mark.campaign
 def test_a_healthy_run_has_no_finding_and_trains(person: Person) -> None:
     _, run = person.types("+cluster=2x2", *TINY, "train.threads=1").job_and_run
     wait_until_finished(run)
     assert problems_of(run, read_record(run, 0)) == []
 
 
+@pytest.mark.campaign
 def test_a_bad_node_is_left_out_and_listed_until_it_is_well(person: Person, tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
     words = (*TINY, "train.threads=1", "batch.global_size=24", "train.max_steps=4")
@@ -76,6 +94,7 @@ def test_the_doctor_looks_at_nodes_on_request(person: Person) -> None:
         assert column in table[0]
 
 
+@pytest.mark.campaign
 def test_the_doctor_says_with_its_exit_code_that_something_is_wrong(person: Person, tmp_path: Path) -> None:
     with broken.other_hosts("node2", tmp_path, name="node1", address="10.98.76.99"):
         words = ("doctor", "+cluster=2x1", "cluster.nodelist=node[1-2]", "preflight.bandwidth=false", "--json")
@@ -85,6 +104,7 @@ def test_the_doctor_says_with_its_exit_code_that_something_is_wrong(person: Pers
     assert (finding["code"], finding["node"]) == ("WRONG_MASTER", "node2")
 
 
+@pytest.mark.campaign
 def test_the_doctor_works_inside_an_allocation(person: Person) -> None:
     words = ("-m", "slurm_train", "doctor", "+cluster=2x2", "preflight.bandwidth=false")
     done = person.runs(
