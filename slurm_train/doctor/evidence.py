@@ -48,7 +48,7 @@ class Asked:
     """In rank order; the first is rank 0's."""
     world_size: int
     gpus_per_node: int = 0
-    """GPUs asked of Slurm; 0: none."""
+    """GPUs asked of Slurm, on the node that has most; 0: none."""
     cpus_per_gpu: int | None = None
     needs_port: bool = False
     """Whether MASTER_PORT itself has to be free, as a script of one's own expects."""

@@ -68,7 +68,7 @@ class PreflightStart:
         return Asked(
             nodes=self.nodes,
             world_size=self.world_size,
-            gpus_per_node=gpus if isinstance(gpus, int) else min(gpus),
+            gpus_per_node=gpus if isinstance(gpus, int) else max(gpus),
             cpus_per_gpu=None if cluster is None else cluster.cpus_per_gpu,
             needs_port=self.config.script is not None,
             local_ranks=self.place.local_world_size,

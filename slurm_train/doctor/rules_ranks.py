@@ -52,13 +52,15 @@ def _twice(ranks: Sequence[RankFacts], todo: str) -> Iterator[Finding]:
 
 def _gpu_count(node: str, ranks: Sequence[RankFacts], asked: Asked) -> Iterator[Finding]:
     visible = [rank.visible_gpus for rank in ranks if rank.visible_gpus is not None]
-    if not asked.gpus_per_node or not visible or max(visible) >= asked.gpus_per_node:
+    # There is a rank for each GPU, and not every node need have as many as another.
+    wanted = min([asked.gpus_per_node, *(rank.local_world_size for rank in ranks)])
+    if not wanted or not visible or max(visible) >= wanted:
         return
     yield Finding(
         code="GPU_COUNT",
         level="error",
         node=node,
-        seen=f"{max(visible)} GPUs are visible to the ranks, {asked.gpus_per_node} were asked for",
+        seen=f"{max(visible)} GPUs are visible to the ranks, {wanted} were asked for",
         todo="see CUDA_VISIBLE_DEVICES and the srun flags there; `scontrol show node` says what Slurm counts",
         blames_node=True,
     )

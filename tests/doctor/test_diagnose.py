@@ -425,6 +425,14 @@ def test_a_script_needs_its_port() -> None:
     assert [one.level for one in diagnose(job, asked(needs_port=True))] == ["error"]
 
 
+def test_a_node_of_fewer_ranks_than_another_needs_no_more_gpus_than_ranks() -> None:
+    job = with_ranks(healthy(), "node2", visible_gpus=1, local_world_size=1)
+    assert not [found for found in diagnose(job, asked()) if found.code == "GPU_COUNT"]
+    job = with_ranks(healthy(), "node2", visible_gpus=0, local_world_size=1)
+    (found,) = [found for found in diagnose(job, asked()) if found.code == "GPU_COUNT"]
+    assert found.short == "GPU_COUNT node2: 0 GPUs are visible to the ranks, 1 were asked for"
+
+
 def test_no_gpus_asked_for_is_no_fault() -> None:
     job = healthy()
     for name in ("node1", "node2", "node3"):
