@@ -87,6 +87,14 @@ def _nvml(**facts: int) -> Callable[[Path], tuple[str, ...]]:
     return words
 
 
+def _stopped_ranks(scratch: Path) -> tuple[str, ...]:
+    """A task that is stopped before it becomes the rank could not be killed, and Slurm would drain the node."""
+    (scratch / "stopped").mkdir()
+    text = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+    (scratch / "stopped" / "sitecustomize.py").write_text(text)
+    return (broken.task_prolog(scratch, "node3", f'echo "export PYTHONPATH={scratch}/stopped:$PYTHONPATH"'),)
+
+
 @contextmanager
 def _stale_code(scene: Scene) -> Iterator[None]:
     with broken.private_copy("node2", scene.run.code, scene.scratch) as copy:
@@ -237,11 +245,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         code="NODE_MISSING",
-        what="the tasks of node3 are stopped (SIGSTOP) before they begin",
+        what="the ranks of node3 are stopped (SIGSTOP) as soon as Python has started",
         is_error=False,
         expects="node3: not all of its ranks have come",
-        # The parent of a task's prolog is the task itself before it becomes the rank.
-        prepared=_prolog("node3", "kill -STOP $PPID"),
+        prepared=_stopped_ranks,
     ),
     Fault(
         code="GPU_COUNT",
