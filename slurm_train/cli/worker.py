@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from slurm_train.distributed.place import RankPlace
     from slurm_train.rundir.heartbeat import Heartbeat
     from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.train.start import RankStart
 
 
 def main(words: Sequence[str]) -> NoReturn:
@@ -127,6 +128,7 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
         from slurm_train.train.script import run_script
 
         run_script(config.script, place=place, env=env, code_dir=code_dir, run=run)
+    point = _meeting_point(run, env, attempt, config.train.start_timeout_s)
     from slurm_train.train.start import RankStart
 
     start = RankStart(
@@ -134,13 +136,17 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
         plan=_batch_plan(plan),
         run=run,
         place=place,
-        point=_meeting_point(run, env, attempt, config.train.start_timeout_s),
+        point=point,
         attempt=attempt,
         stop=stop,
         env=env,
         heartbeat=heartbeat,
     )
-    if config.task is not None:
+    return _train(start)
+
+
+def _train(start: RankStart) -> int:
+    if start.config.task is not None:
         from slurm_train.train.context import run_task
 
         return run_task(start)
