@@ -72,10 +72,12 @@ COMMAND_WORDS = {
 }
 # The one-machine cluster starts, configures and asks its own daemons.
 OWN_CLUSTER = "devcluster."
-# The ranks' stop flag; those that outlive the ranks, which are the supervisor, the local launch and whoever waits in an
-# allocation; loader workers, which are made deaf; a tracker's process, which hears of the end by a pipe.
+# The ranks' stop flag; those that outlive the ranks, which are the supervisor, the local launch, a sweep on this
+# machine and whoever waits in an allocation; loader workers, which are made deaf; a tracker's process, which hears of
+# the end by a pipe.
 SIGNAL_HANDLERS = {
-    *("requeue.signals", "requeue.supervise", "cli.here", "cli.interactive", "cli.trackers", "data.mapstyle"),
+    *("requeue.signals", "requeue.supervise", "cli.here", "cli.sweep_here", "cli.interactive"),
+    *("cli.trackers", "data.mapstyle"),
 }
 ENVIRONMENT_READERS = ("cli.", "__main__")
 # cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.

@@ -134,24 +134,29 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
     if config.preflight.only:
         return EXIT_DONE
     if config.script is not None:
-        from slurm_train.train.script import run_script
-
-        run_script(config.script, place=place, env=env, code_dir=code_dir, run=run)
+        _run_script(config.script, place=place, env=env, code_dir=code_dir, run=run)
     from slurm_train.train.start import RankStart
 
-    return _train(
-        RankStart(
-            config=config,
-            plan=_batch_plan(plan),
-            run=run,
-            place=place,
-            point=point,
-            attempt=attempt,
-            stop=stop,
-            env=env,
-            heartbeat=heartbeat,
-        )
+    start = RankStart(
+        config=config,
+        plan=_batch_plan(plan),
+        run=run,
+        place=place,
+        point=point,
+        attempt=attempt,
+        stop=stop,
+        env=env,
+        heartbeat=heartbeat,
     )
+    return _train(start)
+
+
+def _run_script(
+    script: Sequence[str], *, place: RankPlace, env: Mapping[str, str], code_dir: Path, run: RunDirectory
+) -> NoReturn:
+    from slurm_train.train.script import run_script
+
+    run_script(script, place=place, env=env, code_dir=code_dir, run=run)
 
 
 def _train(start: RankStart) -> int:

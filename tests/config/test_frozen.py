@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_train.config.frozen import dump_config, load_config
-from slurm_train.config.schema import ClusterSection, OptimSection, RunConfig, RunSection
+from slurm_train.config.schema import ClusterSection, ContainerSection, OptimSection, RunConfig, RunSection
 from slurm_train.config.structure import all_keys, to_mapping
 from slurm_train.errors import ConfigError, RunError
 
@@ -25,6 +25,13 @@ FULL = RunConfig(
         env={"A": "1e5", "B": "yes", "C": "a: b # c", "D": "\u00e9\u4e2d"},
         setup=["module load x", "export Y='#'"],
         sbatch={"exclusive": True, "mem": "0"},
+    ),
+    container=ContainerSection(
+        kind="apptainer",
+        image="docker://pytorch/pytorch:2.13",
+        mounts=["/data:/in side:ro"],
+        command="singularity",
+        flags=["--nv", "1e3"],
     ),
     task={"_target_": "my.main"},
     script=["train.py", "--flag", "0o7"],

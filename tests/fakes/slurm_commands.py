@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from slurm_train.errors import ClusterError
+from slurm_train.slurm.accounting import Association, Qos
 from slurm_train.slurm.partitions import NodeGroup, Partition
 from slurm_train.slurm.records import JobState
 from slurm_train.slurm.verdicts import TestVerdict
@@ -52,6 +53,7 @@ class FakeSlurmCommands:
         self.config = {"MaxArraySize": "1001", "JobRequeue": "1"}
         self.verdict = TestVerdict(is_accepted=True)
         self.qos: dict[str, dict[str, str]] = {}
+        self.accounts: dict[str, list[str]] = {}
         self.error: ClusterError | None = None
         self.cancelled: list[str] = []
         self.requeued: list[str] = []
@@ -97,6 +99,19 @@ class FakeSlurmCommands:
 
     def show_qos(self, name: str) -> dict[str, str]:
         return dict(self.qos.get(name, {}))
+
+    def show_partitions(self) -> list[dict[str, str]]:
+        return [self.show_partition(partition.name) for partition in self.listed_partitions]
+
+    def associations(self, user: str) -> list[Association]:
+        self._fail_if_told()
+        return [
+            Association(cluster="fake", account=account, is_default=True) for account in self.accounts.get(user, [])
+        ]
+
+    def all_qos(self) -> list[Qos]:
+        self._fail_if_told()
+        return [Qos(name=name) for name in self.qos]
 
     def show_config(self) -> dict[str, str]:
         self._fail_if_told()
