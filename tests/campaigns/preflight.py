@@ -6,8 +6,10 @@ python -m tests.campaigns preflight-healthy --trials 20
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -16,9 +18,10 @@ from slurm_train.doctor.finding import CODES
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
-from tests.campaigns.on_slurm import Tally, at_work
+from tests.campaigns.on_slurm import at_work
 from tests.campaigns.preflight_faults import FAULTS, Fault, Scene, missing_for
 from tests.campaigns.result import Result
+from tests.campaigns.trial import Trial, say, sum_up
 from tests.support.command_line import TINY, Person
 from tests.support.slurm_runs import job_state
 from tests.support.waiting import wait_for
@@ -29,31 +32,46 @@ _END_S = 90.0
 class Named(NamedTuple):
     """How a fault was named."""
 
-    after_s: float
-    """From the start of the job to the line; Slurm counts whole seconds."""
+    after_s: float | None
+    """From the start of the job to the line, None where there was none; Slurm counts whole seconds."""
     problems: list[str]
 
 
 def run(*, seed: int, trials: int, folder: Path) -> Result:
     """Causes each fault, or the first so many of them; the seed changes nothing."""
-    tally, times = Tally(), dict[str, float]()
+    made = []
     with at_work(folder) as person:
-        for number, fault in enumerate(FAULTS[:trials]):
-            what = f"{fault.code}: {fault.what}"
-            if lacks := missing_for(fault):
-                tally.add(what, [f"not tried: this machine lacks {lacks}"])
-                continue
-            named = try_fault(person, fault, number)
-            times[fault.code] = max(times.get(fault.code, 0.0), named.after_s)
-            tally.add(f"{what}, after {named.after_s:.0f} s", named.problems)
-    in_time = {code: after_s for code, after_s in times.items() if code != "COLLECTIVE"}
-    slowest = max(in_time, key=lambda code: in_time[code], default="")
-    figures = (
-        {"codes": str(len(times)), "job start to the line": f"{in_time[slowest]:.0f} s at most ({slowest})"}
-        if slowest
-        else {}
-    )
-    return tally.result(figures)
+        for number in range(len(FAULTS[:trials])):
+            made.append(make_trial(person, number, seed=seed))
+            say(number, made[-1])
+    return sum_up(made, figures_of(made))
+
+
+def make_trial(person: Person, number: int, *, seed: int) -> Trial:
+    """Causes the fault of a number."""
+    fault = FAULTS[number]
+    what = f"{fault.code}: {fault.what}"
+    if lacks := missing_for(fault):
+        return Trial(what=what, problems=(f"not tried: this machine lacks {lacks}",), seconds={})
+    named = try_fault(person, fault, number)
+    seconds = {} if named.after_s is None else {fault.code: named.after_s}
+    said = what if named.after_s is None else f"{what}, after {named.after_s:.0f} s"
+    return Trial(what=said, problems=tuple(named.problems), seconds=seconds)
+
+
+def figures_of(trials: Sequence[Trial]) -> dict[str, str]:
+    """Returns how many codes were seen and how soon; the first all_reduce fails after a time-out of its own."""
+    times = sorted((after_s, code) for trial in trials for code, after_s in trial.seconds.items())
+    looked = [time for time in times if time[1] != "COLLECTIVE"]
+    figures = {"codes": str(len({code for _, code in times}))}
+    if looked:
+        after_s, code = looked[-1]
+        half_s = statistics.median(seconds for seconds, _ in looked)
+        figures["job start to the line, median"] = f"{half_s:.0f} s"
+        figures["at most"] = f"{after_s:.0f} s ({code})"
+    for after_s in (seconds for seconds, code in times if code == "COLLECTIVE"):
+        figures["to COLLECTIVE, with a time-out of 8 s"] = f"{after_s:.0f} s"
+    return figures
 
 
 def try_fault(person: Person, fault: Fault, number: int) -> Named:
@@ -74,7 +92,7 @@ def try_fault(person: Person, fault: Fault, number: int) -> Named:
             subprocess.run(["scontrol", "release", job], check=True)
             return _watch(person, fault, job, run)
     except AssertionError as err:
-        return Named(0.0, [f"{str(err).partition(chr(10))[0]}; {_said(run)}"])
+        return Named(None, [f"{str(err).partition(chr(10))[0]}; {_said(run)}"])
     finally:
         person.runs("scancel", "--quiet", job)
         wait_for(
