@@ -118,7 +118,7 @@ class _Preflight:
     def __init__(self, start: PreflightStart) -> None:
         self.start, self.asked = start, start.asked
         self.point = replace(start.point, purpose="preflight")
-        self.began_s = time.monotonic()
+        self.began_s = self.came_s = time.monotonic()
         self.report = gather.read_rank(start.place, start.env)
 
     def run(self) -> _Verdict | None:
@@ -150,10 +150,10 @@ class _Preflight:
             heard = Heard(ranks=[self.report], nodes=[participant.facts] if participant.facts else [], port=port)
             lines = hear_all(participant, listener, heard, tell=lambda found: self.keep((found,), Evidence()))
         try:
-            came_s = time.monotonic()
+            self.came_s = time.monotonic()
             if not heard.silent and not heard.troubles and not heard.mute:
                 _question(participant, lines, heard, measures=self.start.config.preflight.bandwidth)
-            waited_s = self.point.timeout_s if heard.silent else time.monotonic() - came_s
+            waited_s = self.point.timeout_s if heard.silent else time.monotonic() - self.came_s
             verdict = self.decide(_evidence(heard, waited_s))
             shown = [finding.as_json() for finding in verdict.findings]
             lines.send_all({"verdict": {"findings": shown, "variables": verdict.variables}})
@@ -175,7 +175,9 @@ class _Preflight:
         table = node_table(evidence, findings) if evidence.nodes else []
         for line in (*table, *(f"{finding.level}: {finding.line}" for finding in findings)) if findings else ():
             print(f"preflight: {line}", file=sys.stderr, flush=True)
-        record = {"findings": [one.as_json() for one in findings], "table": table, "seconds": seconds}
+        waited_s = round(self.came_s - self.began_s, 3)
+        found = [one.as_json() for one in findings]
+        record = {"findings": found, "table": table, "seconds": seconds, "waited_s": waited_s}
         write_record(self.start.run, self.start.attempt, {**record, "nodes": list(self.start.nodes)})
 
     @property

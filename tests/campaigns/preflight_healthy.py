@@ -45,18 +45,21 @@ def make_trial(person: Person, number: int, *, seed: int) -> Trial:
     except AssertionError as err:
         return Trial(what=what, problems=(str(err).partition("\n")[0],), seconds={})
     record = read_record(run, 0)
-    took_s = float(record.get("seconds", 0.0))
+    took_s, waited_s = (float(record.get(name, 0.0)) for name in ("seconds", "waited_s"))
     problems = tuple(problems_of(run, record))
-    return Trial(what=f"{what}, looked for {took_s:.2f} s", problems=problems, seconds={what: took_s})
+    said = f"{what}, looked for {took_s:.2f} s, waited {waited_s:.2f} s of them for the last rank"
+    return Trial(what=said, problems=problems, seconds={what: took_s, f"{what} alone": took_s - waited_s})
 
 
 def figures_of(trials: Sequence[Trial]) -> dict[str, str]:
-    """Returns how long rank 0 looked at most, by size; the wait for the last rank is in it."""
+    """Returns how long rank 0 looked at most, by size, with and without its wait for the last rank."""
     longest: dict[str, float] = {}
     for trial in trials:
         for what, took_s in trial.seconds.items():
             longest[what] = max(took_s, longest.get(what, 0.0))
-    return {"longest look": ", ".join(f"{what} {took_s:.2f} s" for what, took_s in sorted(longest.items()))}
+    sizes = sorted(what for what in longest if not what.endswith(" alone"))
+    shown = (f"{what} {longest[what]:.2f} s ({longest[f'{what} alone']:.2f} s)" for what in sizes)
+    return {"longest look (after the last rank came)": ", ".join(shown)}
 
 
 def problems_of(run: RunDirectory, record: dict[str, object]) -> list[str]:

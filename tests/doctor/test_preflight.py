@@ -132,6 +132,8 @@ def test_ranks_that_never_come_are_named_when_the_time_is_over(run: RunDirectory
     found = all_ranks([start(run, rank, where) for rank in range(WORLD - 1)])
     assert {type(err) for err in found} == {PreflightError}
     assert str(found[0]).startswith("NODE_MISSING node1: ranks of it have not come within 1 s and left no word\nhint: ")
+    record = read_record(run, 0)
+    assert 1.0 <= record["waited_s"] <= record["seconds"]
 
 
 def test_no_free_port_is_an_error(run: RunDirectory) -> None:
