@@ -122,7 +122,7 @@ def test_a_fault_of_the_preflight_itself_stops_nothing(
         raise RuntimeError("a mistake")
 
     monkeypatch.setattr(gathering, "read_node", fail)
-    where = point(timeout_s=3.0)
+    where = point(timeout_s=1.0)
     assert all_ranks([start(run, rank, where) for rank in range(WORLD)]) == [{}, {}, {}]
     assert "preflight: not finished, the ranks start without it: RuntimeError: a mistake" in capsys.readouterr().err
 
@@ -248,6 +248,6 @@ def test_the_verdict_of_a_rank_zero_that_dies_is_not_waited_for(run: RunDirector
         done.set()
 
     threading.Thread(target=die, daemon=True).start()
-    its = replace(start(run, 1, where), point=replace(where, timeout_s=2.0))
+    its = replace(start(run, 1, where), point=replace(where, timeout_s=0.5))
     assert preflight.run_preflight(its) == {}
     assert done.wait(5)
