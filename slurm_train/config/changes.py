@@ -22,7 +22,10 @@ _DATA_HARMLESS = ("data.num_workers",)
 _DATA_MOVED = ("data.path",)
 _OURS = "slurm_train."
 _SHAPES = {
-    "slurm_train.models.gpt.GPT": ("vocab_size", "num_layers", "width", "tied"),
+    "slurm_train.models.gpt.GPT": (
+        *("vocab_size", "num_layers", "num_kv_heads", "width"),
+        *("norm", "activation", "positions", "bias", "tied"),
+    ),
     "slurm_train.models.cnn.CNN": ("num_classes", "channels", "features", "side"),
 }
 # Sections that hold whatever a target takes: a key that only one side has counts.

@@ -109,7 +109,8 @@ def _check_gpt(layout: ParallelLayout, model: dict[str, Any], *, per_rank: int) 
         )
     width, heads = int(model.get("width", 160)), int(model.get("num_heads", 4))
     hidden = int(model.get("hidden", 0)) or 4 * width
-    for name, value in (("num_heads", heads), ("hidden", hidden)):
+    shared = int(model.get("num_kv_heads", 0)) or heads
+    for name, value in (("num_heads", heads), ("num_kv_heads", shared), ("hidden", hidden)):
         if value % layout.tp:
             raise ConfigError(
                 f"parallel.tp={layout.tp} cannot cut model.{name}={value} into equal parts",

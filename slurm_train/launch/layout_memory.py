@@ -8,78 +8,13 @@ half of it for a gather or a scatter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.layout import ParallelLayout, stage_blocks, stages_of
 from slurm_train.config.schema import ParallelSection, RunConfig
+from slurm_train.launch.gpt_shape import FLOAT, HALF, GptShape
 from slurm_train.launch.world import World
-
-_GPT = "slurm_train.models.gpt.GPT"
-_FLOAT, _HALF, _INDEX = 4, 2, 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GptShape:
-    """The numbers that decide how large the shipped GPT is."""
-
-    vocabulary: int
-    context: int
-    layers: int
-    heads: int
-    width: int
-    hidden: int
-    dropout: bool
-    tied: bool
-
-    @classmethod
-    def of(cls, model: Mapping[str, Any]) -> GptShape | None:
-        """Returns the shape that the `model` part of a configuration asks for; None for any other model."""
-        if model.get("_target_") != _GPT:
-            return None
-        width = int(model.get("width", 160))
-        return cls(
-            vocabulary=int(model.get("vocab_size", 257)),
-            context=int(model.get("context", 256)),
-            layers=int(model.get("num_layers", 4)),
-            heads=int(model.get("num_heads", 4)),
-            width=width,
-            hidden=int(model.get("hidden", 0)) or 4 * width,
-            dropout=bool(float(model.get("dropout", 0.0))),
-            tied=bool(model.get("tied", True)),
-        )
-
-    def block_parameters(self, *, tp: int) -> int:
-        """Numbers in one block, of which a rank holds its part of the matrices and the whole of the norms."""
-        return (4 * self.width**2 + 2 * self.width * self.hidden) // tp + 2 * self.width
-
-    def end_parameters(self, *, is_first: bool, is_last: bool) -> int:
-        """Numbers in the embedding, and in the last norm and the head, as far as a stage has them."""
-        table = self.vocabulary * self.width
-        head = self.width + (0 if self.tied and is_first else table)
-        return (table if is_first else 0) + (head if is_last else 0)
-
-    def kept_in_block(self, *, tp: int, half: bool, recompute: str) -> int:
-        """Bytes that one block keeps for the backward pass per position."""
-        kept = _HALF if half else _FLOAT
-        if recompute == "full":
-            return _FLOAT * self.width
-        attention, inner = kept * 4 * self.width // tp, kept * self.hidden // tp
-        if recompute == "selective":
-            # Its input, and the results of the six matrix products and of attention.
-            return _FLOAT * self.width + attention + inner + kept * 2 * self.width + _FLOAT * self.heads // tp
-        # Two norms: input, output and two numbers each; q, k, v and attention's result; GELU's input and result.
-        # Autocast casts a norm's output for each of q, k and v anew.
-        norms = 2 * _FLOAT * (self.width + 2) + kept * self.width * (4 if half else 2)
-        dropped = 2 * self.width if self.dropout else 0
-        return norms + attention + _FLOAT * self.heads // tp + 2 * inner + dropped
-
-    def kept_at_end(self, *, half: bool) -> int:
-        """Bytes that last norm, head and loss keep per position, with the input and target tokens."""
-        kept = _HALF if half else _FLOAT
-        return _FLOAT * (self.width + self.vocabulary + 2) + kept * self.width + 2 * _INDEX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +53,13 @@ class LayoutFacts:
     settings: ParallelSection
     half: bool
     """Whether matrix products are in bfloat16."""
+    positions: int
+    """Of one sample: the data's, which may be shorter than what the model could take."""
 
     @property
     def tokens(self) -> int:
         """Positions of one micro-batch."""
-        return self.batch.local_size * self.shape.context
+        return self.batch.local_size * self.positions
 
     def blocks(self, stage: int) -> int:
         """Blocks that a rank has, which is so many-th in its pipeline."""
@@ -143,7 +80,10 @@ def facts_of(config: RunConfig, layout: ParallelLayout, batch: BatchPlan) -> Lay
     if shape is None:
         return None
     half = config.train.precision == "bfloat16"
-    return LayoutFacts(shape=shape, layout=layout, batch=batch, settings=config.parallel, half=half)
+    positions = int((config.data or {}).get("context") or shape.context)
+    return LayoutFacts(
+        shape=shape, layout=layout, batch=batch, settings=config.parallel, half=half, positions=positions
+    )
 
 
 def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
@@ -164,9 +104,9 @@ def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
     if stage == layout.pp - 1:
         kept += facts.tokens * shape.kept_at_end(half=facts.half)
     return RankMemory(
-        parameters=_FLOAT * own,
-        gradients=_FLOAT * own,
-        optimizer=2 * _FLOAT * own,
+        parameters=FLOAT * own,
+        gradients=FLOAT * own,
+        optimizer=2 * FLOAT * own,
         gathered=_gathered(facts, stage) if layout.dp_shard > 1 else 0,
         activations=kept,
     )
@@ -187,17 +127,17 @@ def traffic(facts: LayoutFacts, world: World) -> list[Traffic]:
     layout, passes = facts.layout, facts.batch.accumulation
     held = max(facts.held(stage) for stage in range(layout.pp))
     gathers = 2 if facts.settings.reshard_after_forward else 1
-    gathered = _HALF if facts.settings.gather_dtype == "bfloat16" else _FLOAT
+    gathered = HALF if facts.settings.gather_dtype == "bfloat16" else FLOAT
     # A pipeline keeps its parameters gathered and reduces once; else both happen for every micro-batch.
     rounds = 1 if layout.pp > 1 else passes
-    hidden_state = facts.tokens * facts.shape.width * (_HALF if facts.half else _FLOAT)
+    hidden_state = facts.tokens * facts.shape.width * (HALF if facts.half else FLOAT)
     blocks = -(-facts.shape.layers // layout.pp)
     sent = {
-        "pp": 2 * passes * facts.settings.stages_per_rank * facts.tokens * facts.shape.width * _FLOAT,
-        "dp_replicate": _all_reduce(_FLOAT * held // layout.dp_shard, layout.dp_replicate),
-        "dp_shard": rounds * (gathers * gathered + _FLOAT) * held * (layout.dp_shard - 1) // layout.dp_shard,
+        "pp": 2 * passes * facts.settings.stages_per_rank * facts.tokens * facts.shape.width * FLOAT,
+        "dp_replicate": _all_reduce(FLOAT * held // layout.dp_shard, layout.dp_replicate),
+        "dp_shard": rounds * (gathers * gathered + FLOAT) * held * (layout.dp_shard - 1) // layout.dp_shard,
         # Two sums in the forward pass of a block; in the backward pass one for each matrix that is cut by outputs.
-        "tp": passes * blocks * (2 + 4) * _all_reduce(hidden_state, layout.tp),
+        "tp": passes * blocks * (2 + facts.shape.cut_by_outputs) * _all_reduce(hidden_state, layout.tp),
     }
     return [
         Traffic(axis, num_bytes, spans_nodes(layout, world, axis))
@@ -227,10 +167,10 @@ def _in_flight(facts: LayoutFacts, stage: int) -> float:
 
 def _gathered(facts: LayoutFacts, stage: int) -> int:
     layout, shape = facts.layout, facts.shape
-    size = _HALF if facts.settings.gather_dtype == "bfloat16" else _FLOAT
+    size = HALF if facts.settings.gather_dtype == "bfloat16" else FLOAT
     if layout.pp > 1 or not facts.settings.reshard_after_forward:
         # Gathered parameters stay, and in a pipeline whole gradients add up beside them.
-        return (size + (_FLOAT if layout.pp > 1 else 0)) * facts.held(stage)
+        return (size + (FLOAT if layout.pp > 1 else 0)) * facts.held(stage)
     ends = shape.end_parameters(is_first=stage == 0, is_last=stage == layout.pp - 1)
     block = shape.block_parameters(tp=layout.tp)
     return size * (max(block, ends) + block)

@@ -1,8 +1,8 @@
-"""A small decoder-only transformer: pre-norm, rotary positions, causal scaled-dot-product attention.
+"""A decoder-only transformer: pre-norm, causal scaled-dot-product attention, every published shape by its arguments.
 
-Made for byte-level text at one to three million parameters, and wide enough in its arguments for more. The model knows
-no parallelism, no loss and no optimizer: `model(tokens)` gives logits, everything else is somebody else's room. It only
-says, as data, where it may be cut.
+As it stands, byte-level text at one to three million parameters; `conf/model` has GPT-2's and Llama's shapes. The model
+knows no parallelism, no loss and no optimizer: `model(tokens)` gives logits, everything else is somebody else's room.
+It only says, as data, where it may be cut.
 
 Shapes: B batch, T positions, C width, H heads, D width per head, V vocabulary, M hidden width of the feed-forward.
 """
@@ -10,93 +10,15 @@ Shapes: B batch, T positions, C width, H heads, D width per head, V vocabulary, 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from slurm_train.errors import ConfigError
+from slurm_train.models.blocks import Block, BlockShape
 
-_ROTARY_BASE = 10000.0
 _INIT_STD = 0.02
-
-
-def rotary_table(num_positions: int, head_width: int) -> tuple[Tensor, Tensor]:
-    """Returns the cosines and sines of rotary positions, each float32 (T, D), the two halves of D alike."""
-    frequency = _ROTARY_BASE ** (-torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
-    angle_TD = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequency).repeat(1, 2)
-    return angle_TD.cos(), angle_TD.sin()
-
-
-def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Returns the vectors turned by the angle of their position."""
-    first, second = x_BHTD.chunk(2, dim=-1)
-    turned_BHTD = x_BHTD * cos_TD + torch.cat((-second, first), dim=-1) * sin_TD
-    return turned_BHTD.to(x_BHTD.dtype)
-
-
-class Attention(nn.Module):
-    """Causal multi-head self-attention."""
-
-    def __init__(self, width: int, *, num_heads: int, dropout: float) -> None:
-        super().__init__()
-        self.head_width = width // num_heads
-        self.dropout = dropout
-        # Three matrices: each can be cut by heads.
-        self.q = nn.Linear(width, width, bias=False)
-        self.k = nn.Linear(width, width, bias=False)
-        self.v = nn.Linear(width, width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        """Returns the mixed values, (B, T, C)."""
-        q_BHTD, k_BHTD, v_BHTD = (self._heads(linear(x_BTC)) for linear in (self.q, self.k, self.v))
-        mixed_BHTD = functional.scaled_dot_product_attention(
-            rotate(q_BHTD, cos_TD, sin_TD),
-            rotate(k_BHTD, cos_TD, sin_TD),
-            v_BHTD,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-        )
-        out_BTC: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
-        return out_BTC
-
-    def _heads(self, x_BTC: Tensor) -> Tensor:
-        # As many heads as came: a rank may hold a part of the matrix.
-        batch, positions, _ = x_BTC.shape
-        return x_BTC.view(batch, positions, -1, self.head_width).transpose(1, 2)
-
-
-class FeedForward(nn.Module):
-    """Two linear maps with a GELU between them."""
-
-    def __init__(self, width: int, *, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.out = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        """Returns (B, T, C)."""
-        out_BTC: Tensor = self.out(functional.gelu(self.up(x_BTC)))
-        return out_BTC
-
-
-class Block(nn.Module):
-    """One pre-norm layer: attention, then feed-forward, each added to the residual stream."""
-
-    def __init__(self, width: int, *, num_heads: int, hidden: int, dropout: float) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(width, bias=False)
-        self.attention = Attention(width, num_heads=num_heads, dropout=dropout)
-        self.feed_forward_norm = nn.LayerNorm(width, bias=False)
-        self.feed_forward = FeedForward(width, hidden=hidden)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        """Returns the residual stream after this layer, (B, T, C)."""
-        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), cos_TD, sin_TD))
-        mixed_BTC: Tensor = self.dropout(self.feed_forward(self.feed_forward_norm(x_BTC)))
-        return x_BTC + mixed_BTC
 
 
 class GPT(nn.Module):
@@ -107,17 +29,25 @@ class GPT(nn.Module):
         context: longest sequence it is called with, in tokens.
         num_layers: blocks.
         num_heads: heads of attention; `width / num_heads` must be an even whole number.
+        num_kv_heads: heads of keys and values, a divisor of `num_heads`; 0 means as many.
         width: width of the residual stream.
         hidden: width inside the feed-forward; 0 means 4 x width.
+        norm: "layernorm" or "rmsnorm".
+        norm_eps: what a norm adds to the variance.
+        activation: of the feed-forward: "gelu", "gelu_tanh" (GPT-2's approximation) or "swiglu" (three matrices).
+        positions: "rope" turns queries and keys, "learned" adds an embedding of the position.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: Llama 3.1's stretching of them (`rotary.SCALING_KEYS`); None for none.
+        bias: the matrices of the blocks and layer norms have biases.
         dropout: probability on the residual branches and attention weights.
         tied: the output layer is the embedding's weight.
 
     Raises:
-        ConfigError: the heads do not divide the width into even parts.
+        ConfigError: the heads do not divide the width into even parts or each other, or a choice is none.
     """
 
-    cos_TD: Tensor
-    sin_TD: Tensor
+    cos_TD: Tensor | None
+    sin_TD: Tensor | None
 
     def __init__(
         self,
@@ -126,33 +56,48 @@ class GPT(nn.Module):
         context: int = 256,
         num_layers: int = 4,
         num_heads: int = 4,
+        num_kv_heads: int = 0,
         width: int = 160,
         hidden: int = 0,
+        norm: str = "layernorm",
+        norm_eps: float = 1e-5,
+        activation: str = "gelu",
+        positions: str = "rope",
+        rope_theta: float = 10000.0,
+        rope_scaling: Mapping[str, float] | None = None,
+        bias: bool = False,
         dropout: float = 0.0,
         tied: bool = True,
     ) -> None:
         super().__init__()
-        _require_even_heads(width, num_heads)
-        self.context = context
-        self.embedding = nn.Embedding(vocab_size, width)
+        shape = BlockShape(
+            width=width, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads, hidden=hidden or 4 * width,
+            norm=norm, norm_eps=norm_eps, activation=activation, positions=positions, bias=bias, dropout=dropout,
+        )  # fmt: skip
+        self.context, self.is_gated = context, activation == "swiglu"
+        self.embedding = shape.build_embedding(vocab_size, context=context)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            Block(width, num_heads=num_heads, hidden=hidden or 4 * width, dropout=dropout) for _ in range(num_layers)
-        )
-        self.norm = nn.LayerNorm(width, bias=False)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(num_layers))
+        self.norm = shape.build_norm()
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.initialise()
         if tied:
             self.head.weight = self.embedding.weight
-        for name, table_TD in zip(("cos_TD", "sin_TD"), rotary_table(context, width // num_heads), strict=True):
+        angles = shape.build_angles(context, theta=rope_theta, scaling=rope_scaling)
+        for name, table_TD in zip(("cos_TD", "sin_TD"), angles, strict=True):
             self.register_buffer(name, table_TD, persistent=False)
 
     def initialise(self) -> None:
-        """Draws every matrix from N(0, 0.02), the ones that write to the residual stream scaled by 1/sqrt(2 layers)."""
+        """Draws every matrix from N(0, 0.02), the ones that write to the residual stream scaled by 1/sqrt(2 layers).
+
+        Biases begin at nothing.
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 scale = 1 / math.sqrt(2 * max(len(self.blocks), 1)) if name.endswith("out.weight") else 1.0
                 nn.init.normal_(parameter, std=_INIT_STD * scale)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Returns the logits of the next token at every position.
@@ -170,8 +115,9 @@ class GPT(nn.Module):
                 hint=f"set model.context={positions} or data.context={self.context}",
             )
         x_BTC = self.dropout(self.embedding(tokens_BT))
+        angles = [None if table_TD is None else table_TD[:positions] for table_TD in (self.cos_TD, self.sin_TD)]
         for block in self.blocks:
-            x_BTC = block(x_BTC, self.cos_TD[:positions], self.sin_TD[:positions])
+            x_BTC = block(x_BTC, *angles)
         logits_BTV: Tensor = self.head(self.norm(x_BTC))
         return logits_BTV
 
@@ -184,7 +130,8 @@ class GPT(nn.Module):
 
         Attention is cut by heads. Embedding, norms and head stay whole.
         """
-        by_outputs = ("attention.q", "attention.k", "attention.v", "feed_forward.up")
+        gate = ("feed_forward.gate",) if self.is_gated else ()
+        by_outputs = ("attention.q", "attention.k", "attention.v", "feed_forward.up", *gate)
         by_inputs = ("attention.out", "feed_forward.out")
         return {
             **{f"blocks.*.{name}": "colwise" for name in by_outputs},
@@ -216,11 +163,3 @@ class GPT(nn.Module):
                 next_B1 = logits_BV.argmax(dim=-1, keepdim=True)
             tokens_BT = torch.cat((tokens_BT, next_B1), dim=1)
         return tokens_BT
-
-
-def _require_even_heads(width: int, num_heads: int) -> None:
-    if num_heads < 1 or width % (2 * num_heads):
-        raise ConfigError(
-            f"model.width={width} cannot be split into model.num_heads={num_heads} heads of an even width",
-            hint=f"set model.width to a multiple of {2 * max(num_heads, 1)}",
-        )

@@ -31,6 +31,11 @@ def test_the_layout_of_eight_ranks_on_two_nodes() -> None:
     [
         (GPT, {"tp": 8}, "parallel.tp=8 does not fit into nodes of 4 ranks"),
         ({**GPT, "num_heads": 5}, {"tp": 2}, "parallel.tp=2 cannot cut model.num_heads=5 into equal parts"),
+        (
+            {**GPT, "num_kv_heads": 2},
+            {"tp": 4},
+            "parallel.tp=4 cannot cut model.num_kv_heads=2 into equal parts",
+        ),
         ({**GPT, "hidden": 33}, {"tp": 2}, "parallel.tp=2 cannot cut model.hidden=33 into equal parts"),
         ({**GPT, "num_layers": 3}, {"pp": 4}, "parallel asks for 4 stages, but model.num_layers=3 leaves some without"),
         ({**GPT, "tied": True}, {"pp": 2}, "parallel.pp was asked, but model.tied=true makes embedding and head one"),

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
+from slurm_train.assets import read_asset
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.layout import ParallelLayout
 from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.parallelize import prepare_blocks
 from slurm_train.distributed.pipeline import keep_stages
+from slurm_train.launch.gpt_shape import GptShape
 from slurm_train.launch.layout_memory import (
-    GptShape,
     LayoutFacts,
     fullest_stage,
     pipeline_bubble,
@@ -30,8 +32,16 @@ from slurm_train.models.objective import Objective
 SHAPE = {"vocab_size": 300, "context": 64, "num_layers": 3, "num_heads": 4, "width": 64, "hidden": 96, "tied": False}
 
 
-def facts_of(layout: ParallelLayout, *, half: bool = False, **settings: Any) -> LayoutFacts:
-    shape = GptShape.of({"_target_": "slurm_train.models.gpt.GPT", **SHAPE})
+# A form of each kind: Llama's, GPT-2's, and the one that ships.
+LLAMA = {"num_kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu"}
+GPT2 = {"positions": "learned", "activation": "gelu_tanh", "bias": True, "tied": True}
+FORMS = {"shipped": {}, "llama": LLAMA, "gpt2": GPT2}
+
+
+def facts_of(
+    layout: ParallelLayout, *, half: bool = False, form: dict[str, Any] | None = None, **settings: Any
+) -> LayoutFacts:
+    shape = GptShape.of({"_target_": "slurm_train.models.gpt.GPT", **SHAPE, **(form or {})})
     assert shape is not None
     return LayoutFacts(
         shape=shape,
@@ -39,6 +49,7 @@ def facts_of(layout: ParallelLayout, *, half: bool = False, **settings: Any) -> 
         batch=BatchPlan(local_size=3, ranks=layout.data_parallel_size, accumulation=4),
         settings=ParallelSection(**settings),
         half=half,
+        positions=64,
     )
 
 
@@ -63,10 +74,11 @@ def kept_bytes(model: nn.Module, *, half: bool, local: int = 3) -> int:
     return sum(seen.values())
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
-def test_a_micro_batch_keeps_what_the_formula_says(half: bool) -> None:
-    expected = rank_memory(facts_of(ParallelLayout(), half=half), stage=0).activations
-    assert kept_bytes(GPT(**SHAPE), half=half) == pytest.approx(expected, rel=0.01)  # type: ignore[arg-type]
+def test_a_micro_batch_keeps_what_the_formula_says(half: bool, form: dict[str, Any]) -> None:
+    expected = rank_memory(facts_of(ParallelLayout(), half=half, form=form), stage=0).activations
+    assert kept_bytes(GPT(**{**SHAPE, **form}), half=half) == pytest.approx(expected, rel=0.01)  # type: ignore[arg-type]
 
 
 def test_full_checkpointing_keeps_what_enters_each_block() -> None:
@@ -79,14 +91,16 @@ def test_full_checkpointing_keeps_what_enters_each_block() -> None:
     assert kept_bytes(model, half=False) == pytest.approx(expected, rel=0.01) and expected < plain / 2
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("pp", [1, 2, 3])
-def test_stages_hold_the_parameters_that_the_formula_says(pp: int) -> None:
-    whole = GPT(**SHAPE)  # type: ignore[arg-type]
+def test_stages_hold_the_parameters_that_the_formula_says(pp: int, form: dict[str, Any]) -> None:
+    form = form if pp == 1 else {**form, "tied": False}
+    whole = GPT(**{**SHAPE, **form})  # type: ignore[arg-type]
     for stage in range(pp):
         model = copy.deepcopy(whole)
         if pp > 1:
             keep_stages(model, stages=[stage], num_stages=pp)
-        memory = rank_memory(facts_of(ParallelLayout(pp=pp)), stage=stage)
+        memory = rank_memory(facts_of(ParallelLayout(pp=pp), form=form), stage=stage)
         assert memory.parameters == memory.gradients == 4 * sum(one.numel() for one in model.parameters())
         assert memory.optimizer == 2 * memory.parameters
 
@@ -120,3 +134,16 @@ def test_traffic_is_counted_along_each_axis_and_told_by_its_links() -> None:
     # Four micro-batches of 3 x 64 positions of 64 float32, there and back.
     assert sent["pp"].num_bytes == 2 * 4 * 3 * 64 * 64 * 4
     assert spans_nodes(ParallelLayout(dp_shard=8), world, "dp_shard")
+
+
+PUBLISHED = {"gpt2-124m": 124_439_808, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_have_the_published_number_of_parameters(name: str) -> None:
+    mapping = yaml.safe_load(read_asset("conf/model", f"{name}.yaml"))
+    shape = GptShape.of(mapping)
+    assert shape is not None and shape.parameters == PUBLISHED[name]
+    with torch.device("meta"):
+        model = GPT(**{key: value for key, value in mapping.items() if key != "_target_"})
+    assert sum(one.numel() for one in model.parameters()) == PUBLISHED[name]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -103,3 +105,38 @@ def test_messages_of_wrong_sizes(model: GPT) -> None:
         "model.width=100 cannot be split into model.num_heads=3 heads of an even width\n"
         "hint: set model.width to a multiple of 6"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"num_heads": 4, "num_kv_heads": 3}, "model.num_heads=4 heads cannot share model.num_kv_heads=3 in equal gro"),
+        ({"activation": "relu"}, "model.activation=relu is not known\nhint: use one of gelu, gelu_tanh, swiglu"),
+        ({"positions": "alibi"}, "model.positions=alibi is not known\nhint: use one of rope, learned"),
+        ({"rope_scaling": {"factor": 8.0}}, "model.rope_scaling has the keys factor\nhint: give all of factor, low_f"),
+    ],
+)
+def test_a_form_that_is_none_is_refused(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GPT(**{**SMALL, **words})
+    assert str(caught.value).startswith(message)
+
+
+def test_the_shipped_form_computes_what_it_always_has() -> None:
+    """Weights and logits of the first release, so that a run of then goes on unchanged."""
+    torch.manual_seed(0)
+    model = GPT(**SMALL).eval()  # type: ignore[arg-type]
+    logits_BTV = model(torch.arange(8)[None] % 11)
+    assert list(model.state_dict()) == SHIPPED_NAMES
+    assert logits_BTV[0, 7, :3].tolist() == pytest.approx(SHIPPED_LOGITS, rel=1e-5)
+
+
+BLOCK_NAMES = ("attention_norm", "attention.q", "attention.k", "attention.v", "attention.out", "feed_forward_norm",
+               "feed_forward.up", "feed_forward.out")  # fmt: skip
+SHIPPED_NAMES = [
+    "embedding.weight",
+    *(f"blocks.{number}.{name}.weight" for number in range(2) for name in BLOCK_NAMES),
+    "norm.weight",
+    "head.weight",
+]
+SHIPPED_LOGITS = [-0.030020762, -0.052685230, 0.133970767]

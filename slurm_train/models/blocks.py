@@ -1,0 +1,188 @@
+"""What a GPT is stacked of: attention and feed-forward in all the forms that published models have.
+
+Shapes: B batch, T positions, C width, H heads, D width per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slurm_train.errors import ConfigError
+from slurm_train.models.rotary import rotary_table, rotate
+
+_CHOICES = {
+    "norm": ("layernorm", "rmsnorm"),
+    "activation": ("gelu", "gelu_tanh", "swiglu"),
+    "positions": ("rope", "learned"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockShape:
+    """What all blocks of a model have in common; the meanings are those of `GPT`'s arguments."""
+
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    hidden: int
+    norm: str
+    norm_eps: float
+    activation: str
+    positions: str
+    bias: bool
+    dropout: float
+
+    def __post_init__(self) -> None:
+        """Refuses a choice that is none, and heads that do not divide the width or each other."""
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"model.{name}={getattr(self, name)} is not known", hint=f"use one of {', '.join(known)}"
+                )
+        if self.num_heads < 1 or self.width % (2 * self.num_heads):
+            raise ConfigError(
+                f"model.width={self.width} cannot be split into model.num_heads={self.num_heads} heads of an even "
+                "width",
+                hint=f"set model.width to a multiple of {2 * max(self.num_heads, 1)}",
+            )
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model.num_heads={self.num_heads} heads cannot share model.num_kv_heads={self.num_kv_heads} "
+                "in equal groups",
+                hint=f"set model.num_kv_heads to a divisor of {self.num_heads}; 0: as many",
+            )
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head, D."""
+        return self.width // self.num_heads
+
+    def build_norm(self) -> nn.Module:
+        """Returns a norm over the residual stream."""
+        if self.norm == "rmsnorm":
+            return nn.RMSNorm(self.width, eps=self.norm_eps)
+        return nn.LayerNorm(self.width, eps=self.norm_eps, bias=self.bias)
+
+    def build_embedding(self, vocab_size: int, *, context: int) -> nn.Embedding:
+        """Returns what makes the residual stream of token ids."""
+        if self.positions == "learned":
+            return LearnedPositions(vocab_size, self.width, context=context)
+        return nn.Embedding(vocab_size, self.width)
+
+    def build_angles(
+        self, context: int, *, theta: float, scaling: Mapping[str, float] | None
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Returns the tables of rotary positions, None and None where positions are learned."""
+        if self.positions == "learned":
+            return None, None
+        return rotary_table(context, self.head_width, theta=theta, scaling=scaling)
+
+
+class LearnedPositions(nn.Embedding):
+    """An embedding of tokens to which one of their positions is added: one part, so that one stage has both.
+
+    Args:
+        vocab_size: number of token ids.
+        width: width of the residual stream.
+        context: number of positions.
+    """
+
+    def __init__(self, vocab_size: int, width: int, *, context: int) -> None:
+        super().__init__(vocab_size, width)
+        self.positions = nn.Embedding(context, width)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Returns (B, T, C)."""
+        embedded_BTC: Tensor = super().forward(tokens_BT)
+        position_TC: Tensor = self.positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+        return embedded_BTC + position_TC
+
+
+class Attention(nn.Module):
+    """Causal self-attention; several heads of queries may share one of keys and values."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        width, shared = shape.width, shape.num_kv_heads * shape.head_width
+        self.head_width = shape.head_width
+        self.is_grouped = shape.num_kv_heads != shape.num_heads
+        self.dropout = shape.dropout
+        # Three matrices: each can be cut by heads.
+        self.q = nn.Linear(width, width, bias=shape.bias)
+        self.k = nn.Linear(width, shared, bias=shape.bias)
+        self.v = nn.Linear(width, shared, bias=shape.bias)
+        self.out = nn.Linear(width, width, bias=shape.bias)
+
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor | None, sin_TD: Tensor | None) -> Tensor:
+        """Returns the mixed values, (B, T, C); nothing is turned where no angles are given."""
+        q_BHTD, k_BHTD, v_BHTD = (self._heads(linear(x_BTC)) for linear in (self.q, self.k, self.v))
+        if cos_TD is not None and sin_TD is not None:
+            q_BHTD, k_BHTD = rotate(q_BHTD, cos_TD, sin_TD), rotate(k_BHTD, cos_TD, sin_TD)
+        mixed_BHTD = functional.scaled_dot_product_attention(
+            q_BHTD,
+            k_BHTD,
+            v_BHTD,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.is_grouped,
+        )
+        out_BTC: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
+        return out_BTC
+
+    def _heads(self, x_BTC: Tensor) -> Tensor:
+        # As many heads as came: a rank may hold a part of the matrix.
+        batch, positions, _ = x_BTC.shape
+        return x_BTC.view(batch, positions, -1, self.head_width).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """Two linear maps with a GELU between them."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.width, shape.hidden, bias=shape.bias)
+        self.out = nn.Linear(shape.hidden, shape.width, bias=shape.bias)
+        self.approximation = "tanh" if shape.activation == "gelu_tanh" else "none"
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Returns (B, T, C)."""
+        out_BTC: Tensor = self.out(functional.gelu(self.up(x_BTC), approximate=self.approximation))
+        return out_BTC
+
+
+class GatedFeedForward(nn.Module):
+    """Three linear maps: one lets through what the SiLU of another says (SwiGLU)."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.width, shape.hidden, bias=shape.bias)
+        self.up = nn.Linear(shape.width, shape.hidden, bias=shape.bias)
+        self.out = nn.Linear(shape.hidden, shape.width, bias=shape.bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Returns (B, T, C)."""
+        out_BTC: Tensor = self.out(functional.silu(self.gate(x_BTC)) * self.up(x_BTC))
+        return out_BTC
+
+
+class Block(nn.Module):
+    """One pre-norm layer: attention, then feed-forward, each added to the residual stream."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.attention_norm = shape.build_norm()
+        self.attention = Attention(shape)
+        self.feed_forward_norm = shape.build_norm()
+        self.feed_forward = (GatedFeedForward if shape.activation == "swiglu" else FeedForward)(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor | None, sin_TD: Tensor | None) -> Tensor:
+        """Returns the residual stream after this layer, (B, T, C)."""
+        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), cos_TD, sin_TD))
+        mixed_BTC: Tensor = self.dropout(self.feed_forward(self.feed_forward_norm(x_BTC)))
+        return x_BTC + mixed_BTC
