@@ -23,7 +23,7 @@ $(VENV)/.train: pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.train
 	@echo "== adding what the tests need"
-	$(PIP) install $(CONSTRAINTS) --editable '.[test,dev,bench,track,docs]'
+	$(PIP) install $(CONSTRAINTS) --editable '.[test,dev,bench,track,docs,hf]'
 	@touch $@
 
 setup: $(VENV)/.train  ## set up .venv for training

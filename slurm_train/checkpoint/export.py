@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +62,36 @@ def export_model(path: Path, target: Path) -> int:
     finally:
         temporary.unlink(missing_ok=True)
     return len(tensors)
+
+
+def export_directory(target: Path, write: Callable[[Path], None]) -> None:
+    """Has a directory written and gives it its name when everything in it is on disk.
+
+    Args:
+        target: the directory to make.
+        write: writes the files into a directory that it is given.
+
+    Raises:
+        CheckpointError: it exists already, or cannot be written.
+    """
+    if target.exists():
+        raise CheckpointError(f"{target} exists already", hint="name another directory, or remove it")
+    temporary = target.with_name(f".{target.name}.partial")
+    try:
+        temporary.mkdir()
+        write(temporary)
+        for path in temporary.iterdir():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+        fsync_directory(temporary)
+        temporary.rename(target)
+        fsync_directory(target.parent)
+    except OSError as err:
+        raise CheckpointError(
+            f"cannot write {target}: {err.strerror}", hint="name a place that you may write to and that has room"
+        ) from err
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[tuple[str, str]]:

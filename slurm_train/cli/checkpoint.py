@@ -23,6 +23,7 @@ from slurm_train.checkpoint.retention import prune
 from slurm_train.cli.display import note, table
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.config.frozen import load_config
+from slurm_train.config.structure import nested
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, CheckpointError
 from slurm_train.rundir.layout import existing_attempts
 from slurm_train.rundir.lock import release_lock, take_lock, this_process
@@ -35,6 +36,7 @@ examples:
   python -m slurm_train checkpoint verify 3f9a1c07
   python -m slurm_train checkpoint export gpt-stdlib model.safetensors     the newest that verifies
   python -m slurm_train checkpoint export gpt-stdlib@200 model.safetensors
+  python -m slurm_train checkpoint export llama-text llama --format hf     for transformers
   python -m slurm_train checkpoint diff gpt-stdlib@100 gpt-stdlib@200      exit code 1 if weights differ
   python -m slurm_train checkpoint gc gpt-stdlib --keep 1
 """
@@ -69,9 +71,13 @@ def _build_parser() -> argparse.ArgumentParser:
     diff = actions.add_parser("diff", parents=[common], help="compares facts and weights, bit for bit")
     diff.add_argument("first", metavar="A", help=_ONE_HELP)
     diff.add_argument("second", metavar="B", help="likewise")
-    export = actions.add_parser("export", parents=[common], help="writes the model as one safetensors file")
+    export = actions.add_parser("export", parents=[common], help="writes the model for use elsewhere")
     export.add_argument("checkpoint", metavar="RUN", help=_ONE_HELP)
-    export.add_argument("target", metavar="OUT", help="the file to write, e.g. model.safetensors")
+    export.add_argument("target", metavar="OUT", help="the file to write, e.g. model.safetensors; hf: the directory")
+    export.add_argument(
+        "--format", choices=("safetensors", "hf"), default="safetensors", help="hf: a directory that transformers reads"
+    )
+    export.add_argument("--shard-size", default="5GB", metavar="SIZE", help="hf: largest file (default: 5GB)")
     return parser
 
 
@@ -169,10 +175,23 @@ def _export(arguments: argparse.Namespace) -> int:
     from slurm_train.checkpoint.export import export_model
 
     path = find_checkpoint(arguments.checkpoint, root=Path(arguments.root))
-    num_tensors = export_model(path, Path(arguments.target))
+    if arguments.format == "hf":
+        num_tensors = _export_pretrained(path, Path(arguments.target), shard_size=arguments.shard_size)
+    else:
+        num_tensors = export_model(path, Path(arguments.target))
     note(f"{num_tensors} tensors of {path}")
     print(arguments.target)
     return EXIT_DONE
+
+
+def _export_pretrained(path: Path, target: Path, *, shard_size: str) -> int:
+    from slurm_train.checkpoint.export import export_directory, read_model
+    from slurm_train.models.pretrained import write_pretrained
+
+    manifest, tensors = read_model(path)
+    model = nested(manifest.extra.get("settings", {})).get("model", {})
+    export_directory(target, lambda folder: write_pretrained(folder, tensors, model=model, shard_size=shard_size))
+    return len(tensors)
 
 
 _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from slurm_train.cli.display import note
 from slurm_train.config.schema import RunConfig, TrackSection
 from slurm_train.data.presence import require_readable
+from slurm_train.errors import ConfigError
+from slurm_train.launch.layout import CAUSAL_LM
 from slurm_train.launch.plan import RunPlan
 
 
@@ -25,8 +29,11 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
         from slurm_train.metrics.trackers.catalogue import require_installed
 
         require_installed(config.track)
+    if config.trains and (config.cluster is None or config.cluster.python is None):
+        _require_transformers(config.model or {})
     if config.trains:
         require_readable(config.data or {}, cwd=cwd)
+        _require_start_weights(config.train.init_from, cwd=cwd)
     from slurm_train.config.presence import require_target
 
     # A rank's Python starts in this directory, or in the snapshot of it.
@@ -34,6 +41,19 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
     own = {"task": config.task} if config.task else {"model": config.model, "data": config.data}
     for key, mapping in own.items() if config.script is None else ():
         require_target(key, mapping, search=search)
+
+
+def _require_transformers(model: Mapping[str, Any]) -> None:
+    if model.get("_target_") == CAUSAL_LM and importlib.util.find_spec("transformers") is None:
+        raise ConfigError("model=hf needs transformers, which is not installed", hint="pip install 'slurm-train[hf]'")
+
+
+def _require_start_weights(path: str | None, *, cwd: Path) -> None:
+    if path is not None and not (cwd / Path(path).expanduser()).exists():
+        raise ConfigError(
+            f"train.init_from={path} is not there",
+            hint="name a directory with config.json and model.safetensors, or one safetensors file",
+        )
 
 
 def say_keys_left_behind(config: RunConfig, env: Mapping[str, str]) -> None:

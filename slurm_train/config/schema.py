@@ -94,6 +94,9 @@ class TrainSection:
     """Time-out of collectives after the first step, where nobody watches the ranks (`health.hang_timeout_s`)."""
     threads: int | None = None
     """CPU threads of torch per rank; default: cores of this rank, at least 1."""
+    init_from: str | None = None
+    """Weights that the model starts with: a directory in the layout of transformers (for the shipped GPT in Llama's or
+    GPT-2's form), or a safetensors file with the model's own names; null: drawn at random from `seed`."""
     sample_tokens: int = 0
     """Length of the text generated at the end of a run by models that can; 0: none."""
 

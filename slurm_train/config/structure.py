@@ -59,6 +59,18 @@ def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the mapping that `flat` was made of, e.g. {"optim": {"lr": 0.003}}."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        holder = found
+        for parent in parents:
+            holder = holder.setdefault(parent, {})
+        holder[last] = value
+    return found
+
+
 def unknown_key_error(key: str, known: Iterable[str]) -> ConfigError:
     """Returns the error for a key that does not exist, with the nearest ones that do."""
     nearest = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)

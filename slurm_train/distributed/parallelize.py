@@ -55,6 +55,7 @@ def parallelize(
     # Gathering what is cut and sharded takes two exchanges; torch advises against it in every log, to no use here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if layout.tp > 1:
+        require_equal_parts(model, tp=layout.tp)
         cut_matrices(model, mesh=mesh)
     prepare_blocks(model, settings=settings, compiles=compiles)
     if layout.data_parallel_size > 1:
@@ -84,6 +85,21 @@ def cut_matrices(model: nn.Module, *, mesh: DeviceMesh) -> None:
             )
         found |= {name: styles[way]() for name in names}
     parallelize_module(model, mesh["tp"], found)
+
+
+def require_equal_parts(model: nn.Module, *, tp: int) -> None:
+    """Does nothing where what a model counts (heads, for instance) can be dealt out to so many ranks.
+
+    Raises:
+        ConfigError: it cannot; torch would cut the matrices all the same.
+    """
+    counts: Mapping[str, int] = getattr(model, "tensor_parallel_counts", dict)()
+    for name, count in counts.items():
+        if count % tp:
+            raise ConfigError(
+                f"parallel.tp={tp} cannot cut {name}={count} into equal parts",
+                hint=f"choose a tp that divides {count}, or set {name} to a multiple of {tp}",
+            )
 
 
 def prepare_blocks(model: nn.Module, *, settings: ParallelSection, compiles: bool) -> None:

@@ -15,6 +15,8 @@ from slurm_train.launch.world import World
 
 _GPT = "slurm_train.models.gpt.GPT"
 _CNN = "slurm_train.models.cnn.CNN"
+CAUSAL_LM = "slurm_train.models.causal_lm.causal_lm"
+"""The target of model=hf."""
 
 
 def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
@@ -90,6 +92,11 @@ def _check_model(layout: ParallelLayout, model: dict[str, Any], *, per_rank: int
         raise ConfigError(
             f"parallel asks for {layout}, but the CNN does not say how it can be cut",
             hint="use dp_replicate and dp_shard, or model=gpt",
+        )
+    if target == CAUSAL_LM and layout.pp > 1:
+        raise ConfigError(
+            f"parallel asks for {layout}, but model=hf does not say how it can be cut into stages",
+            hint="use dp_replicate, dp_shard and tp, or the shipped GPT: model=llama3-8b",
         )
     if target == _GPT:
         _check_gpt(layout, model, per_rank=per_rank)

@@ -74,7 +74,7 @@ class GPT(nn.Module):
             width=width, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads, hidden=hidden or 4 * width,
             norm=norm, norm_eps=norm_eps, activation=activation, positions=positions, bias=bias, dropout=dropout,
         )  # fmt: skip
-        self.context, self.is_gated = context, activation == "swiglu"
+        self.context, self.shape = context, shape
         self.embedding = shape.build_embedding(vocab_size, context=context)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(num_layers))
@@ -130,13 +130,17 @@ class GPT(nn.Module):
 
         Attention is cut by heads. Embedding, norms and head stay whole.
         """
-        gate = ("feed_forward.gate",) if self.is_gated else ()
+        gate = ("feed_forward.gate",) if self.shape.activation == "swiglu" else ()
         by_outputs = ("attention.q", "attention.k", "attention.v", "feed_forward.up", *gate)
         by_inputs = ("attention.out", "feed_forward.out")
         return {
             **{f"blocks.*.{name}": "colwise" for name in by_outputs},
             **{f"blocks.*.{name}": "rowwise" for name in by_inputs},
         }
+
+    def tensor_parallel_counts(self) -> dict[str, int]:
+        """Returns the numbers that tensor parallelism must be able to divide, by their keys."""
+        return {f"model.{name}": getattr(self.shape, name) for name in ("num_heads", "num_kv_heads", "hidden")}
 
     def pipeline_plan(self) -> dict[str, tuple[str, ...]]:
         """Returns the parts of the first stage, those that are spread over all stages, and those of the last."""

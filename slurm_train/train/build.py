@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+from slurm_train.checkpoint.directory import list_checkpoints
+from slurm_train.checkpoint.manifest import COMPLETE_FILE
 from slurm_train.config.schema import DdpSection, OptimSection, RunConfig, TrainSection
 from slurm_train.config.target import TARGET, instantiate
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
 from slurm_train.models.objective import Objective
+from slurm_train.rundir.layout import RunDirectory
 from slurm_train.train.module import TrainingModule
 
 _FUSED_TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -38,6 +42,20 @@ def build_model(config: RunConfig, *, device: torch.device) -> nn.Module:
             hint="name a class that derives from torch.nn.Module",
         )
     return model.to(device)
+
+
+def load_start_weights(model: nn.Module, config: RunConfig, *, run: RunDirectory) -> None:
+    """Gives a model the weights of `train.init_from`, where it says any and no checkpoint has later ones.
+
+    Raises:
+        ConfigError: there are none, or they are another model's.
+    """
+    path = config.train.init_from
+    if path is None or any((found / COMPLETE_FILE).is_file() for found in list_checkpoints(run.checkpoints)):
+        return
+    from slurm_train.models.pretrained import load_pretrained
+
+    load_pretrained(model, Path(path).expanduser(), settings=config.model or {})
 
 
 def build_objective(model: nn.Module, *, train: TrainSection) -> Objective:

@@ -36,6 +36,7 @@ from slurm_train.train.build import (
     build_model,
     build_objective,
     build_optimizer,
+    load_start_weights,
     set_determinism,
     set_threads,
 )
@@ -134,6 +135,7 @@ def build_parts(rank_run: RankRun) -> Built:
         )
     # What is cut first need not fit on the device as a whole.
     model = build_model(config, device=rank_run.device if layout.is_replicated else torch.device("cpu"))
+    load_start_weights(model, config, run=rank_run.start.run)
     train_source = build_source(config.data, split="train", seed=config.seed)
     assert train_source is not None
     return Built(

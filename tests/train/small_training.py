@@ -95,6 +95,14 @@ class DoubleGPT(GPT):
         return logits_BTV * float("nan") if self.training and self.passes == self.bad_at else logits_BTV
 
 
+def double_llama() -> nn.Module:
+    """Transformers' Llama in double precision, as small as `TINY`; its norms compute in float32 all the same."""
+    from slurm_train.models.causal_lm import causal_lm
+
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return causal_lm(model_type="llama", config={"vocab_size": 13, "num_key_value_heads": 2, **shape}).double()
+
+
 TINY: dict[str, Any] = {"vocab_size": 13, "context": 8, "num_layers": 4, "num_heads": 4, "width": 16, "hidden": 32}
 
 

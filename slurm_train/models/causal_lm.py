@@ -1,0 +1,213 @@
+"""Any causal language model of the transformers library, from its configuration or from a directory with weights.
+
+The library is imported when a model is built, and not before: it is the extra `hf`. Nothing is ever downloaded, and no
+code that lies beside weights is run.
+
+Shapes: B batch, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slurm_train.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+PREFIX = "network."
+"""Of the names of a `CausalLM`'s parameters, before those that transformers gives them."""
+_WAYS = ("colwise", "rowwise")
+# Former names of rope_parameters, which the library still takes.
+_FORMER_KEYS = ("rope_theta", "rope_scaling")
+_COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+class CausalLM(nn.Module):
+    """A causal language model of transformers: token ids in, logits out, and where it may be cut, as data.
+
+    Args:
+        network: the library's model, e.g. a LlamaForCausalLM.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network: Any = network
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Returns the logits of the next token at every position, (B, T, V).
+
+        Args:
+            tokens_BT: int64 (B, T).
+        """
+        logits_BTV: Tensor = self.network(input_ids=tokens_BT, use_cache=False).logits
+        return logits_BTV
+
+    def sharding_plan(self) -> tuple[str, ...]:
+        """Returns the names of the decoder's blocks: what the library says is not to be split, else what is listed."""
+        whole = set(getattr(self.network, "_no_split_modules", None) or ())
+        found = [name for name, module in self.named_modules() if type(module).__name__ in whole]
+        if found:
+            return tuple(found)
+        lists = [name for name, module in self.named_modules() if isinstance(module, nn.ModuleList)]
+        return tuple(f"{name}.*" for name in lists if not any(name.startswith(f"{other}.") for other in lists))
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """Returns which matrices may be cut, from the library's own plan for the architecture.
+
+        Embedding, norms and head stay whole.
+
+        Raises:
+            ConfigError: there is no plan, or one that asks for more than whole matrices cut by outputs and inputs.
+        """
+        kind = self.network.config.model_type
+        plan = dict(getattr(self.network.config, "base_model_tp_plan", None) or {})
+        if not plan:
+            raise _no_plan(kind, "transformers has no tensor parallel plan for it")
+        if other := sorted({str(way) for way in plan.values() if way not in _WAYS}):
+            raise _no_plan(kind, f"its plan in transformers has the ways {', '.join(other)}, which are not known here")
+        own = {f"{PREFIX}{self.network.base_model_prefix}.{pattern}": way for pattern, way in plan.items()}
+        if left := self._left_between(own):
+            raise _no_plan(kind, f"its plan in transformers leaves {left} whole between matrices that are cut")
+        return own
+
+    def tensor_parallel_counts(self) -> dict[str, int]:
+        """Returns the numbers that tensor parallelism must be able to divide."""
+        config = self.network.config
+        found = {f"model.config.{name}": getattr(config, name, None) for name in _COUNTS}
+        return {name: count for name, count in found.items() if isinstance(count, int)}
+
+    def _left_between(self, plan: Mapping[str, str]) -> str:
+        """Returns a parameter that stands beside cut matrices without being cut, "" where there is none.
+
+        It would get a gradient from a part of the heads only.
+        """
+        patterns = [re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")) for pattern in plan]
+        cut = {name for name, _ in self.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)}
+        parents = tuple(sorted({f"{name.rpartition('.')[0]}." for name in cut}))
+        beside = (name for name, _ in self.named_parameters() if name.startswith(parents))
+        return next((name for name in beside if name.rpartition(".")[0] not in cut), "")
+
+
+def causal_lm(
+    *, model_type: str | None = None, path: str | None = None, config: Mapping[str, Any] | None = None
+) -> CausalLM:
+    """Returns a model in float32.
+
+    Args:
+        model_type: transformers' name of an architecture, e.g. "llama"; its weights are drawn at random.
+        path: instead of it, a directory with config.json and safetensors, or the path of a config.json alone, whose
+            weights are drawn at random.
+        config: values of the architecture's configuration, in place of its defaults or of the file's.
+
+    Raises:
+        ConfigError: transformers is missing or does not know the architecture or a key, or the directory lacks files.
+    """
+    library = require_transformers()
+    settings = pretrained_config(model_type=model_type, path=path, config=config)
+    if path is None or Path(path).is_file():
+        return CausalLM(build_network(settings).train())
+    if not any(Path(path).glob("model*.safetensors")):
+        raise ConfigError(
+            f"model.path={path} holds no model.safetensors",
+            hint=f"for weights drawn at random name the file: model.path={Path(path) / CONFIG_FILE}",
+        )
+    network = library.AutoModelForCausalLM.from_pretrained(
+        path, config=settings, dtype=torch.float32, local_files_only=True, use_safetensors=True
+    )
+    return CausalLM(network.train())
+
+
+def build_network(config: Any) -> nn.Module:
+    """Returns transformers' model of a configuration with random weights, in float32, on the default device.
+
+    Raises:
+        ConfigError: the architecture is no causal language model.
+    """
+    library = require_transformers()
+    try:
+        network: nn.Module = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ValueError as err:
+        raise ConfigError(
+            f"transformers has no causal language model of type {config.model_type}: {_first_line(err)}",
+            hint="choose another model.model_type, e.g. llama, or name the class: model._target_=my_package.MyModel",
+        ) from err
+    return network
+
+
+def pretrained_config(*, model_type: str | None, path: str | None, config: Mapping[str, Any] | None) -> Any:
+    """Returns the library's configuration object; arguments as for `causal_lm`.
+
+    Raises:
+        ConfigError: as `causal_lm`.
+    """
+    library, changes = require_transformers(), dict(config or {})
+    if (model_type is None) == (path is None):
+        raise ConfigError(
+            f"model=hf was given model.model_type={model_type} and model.path={path}; it takes one of them",
+            hint="e.g. model.model_type=llama 'model.config={hidden_size: 64, num_hidden_layers: 2}'",
+        )
+    if path is not None and not (file := Path(path) if Path(path).is_file() else Path(path) / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"model.path={path}: there is no {file}",
+            hint="name a directory on this machine; nothing is downloaded (`hf download NAME --local-dir DIR` does)",
+        )
+    try:
+        if model_type is not None:
+            _require_keys(library.AutoConfig.for_model(model_type), changes)
+            return library.AutoConfig.for_model(model_type, **changes)
+        _require_keys(library.AutoConfig.from_pretrained(path, local_files_only=True), changes)
+        return library.AutoConfig.from_pretrained(path, local_files_only=True, **changes)
+    except ConfigError:
+        raise
+    except Exception as err:  # the library's checks raise classes of several other libraries
+        raise ConfigError(
+            f"transformers does not take the model's configuration: {_first_line(err)}",
+            hint="compare model.model_type, model.path and model.config with transformers' pages of the architecture",
+        ) from err
+
+
+def require_transformers() -> Any:
+    """Returns the library, told to be quiet.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as err:
+        raise ConfigError(
+            f"transformers was asked for and cannot be imported: {err}", hint="pip install 'slurm-train[hf]'"
+        ) from err
+    # Every rank would say the same into its log.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _require_keys(known: Any, changes: Mapping[str, Any]) -> None:
+    """Refuses a key that the architecture does not have: the library would keep it and pass it over."""
+    for key in changes:
+        if not hasattr(known, key) and key not in _FORMER_KEYS:
+            names = [*known.to_dict(), *getattr(known, "attribute_map", {})]
+            near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+            raise ConfigError(
+                f"model.config has {key!r}, which the architecture {known.model_type} does not know",
+                hint=f"did you mean {' or '.join(near)}?" if near else f"it knows {', '.join(sorted(names))}",
+            )
+
+
+def _no_plan(kind: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"parallel.tp was asked, but {kind} cannot be cut: {reason}",
+        hint="leave parallel.tp at 1; parallel.dp_shard spreads any model",
+    )
+
+
+def _first_line(err: Exception) -> str:
+    return next((line.strip() for line in reversed(str(err).splitlines()) if line.strip()), type(err).__name__)[:300]

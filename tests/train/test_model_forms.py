@@ -1,0 +1,47 @@
+"""The forms of the GPT, and a model of transformers, in parts on gloo ranks: they train as one process does."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_for_forms", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+layouts = _load("test_layouts")
+
+GPT = {"_target_": "small_training.DoubleGPT", "tied": False}
+LLAMA = {**GPT, "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
+GPT2 = {**GPT, "positions": "learned", "activation": "gelu_tanh", "bias": True}
+STAGES = {"dp_replicate": 1, "tp": 2, "pp": 2}
+SHARDS = {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
+# Model, layout, tolerance of losses and of weights. Llama's norms in transformers round to float32 on the way.
+FORMS: dict[str, Any] = {
+    "llama": (LLAMA, STAGES, {}, {}),
+    "gpt2": (GPT2, STAGES, {}, {}),
+    "transformers": ({"_target_": "small_training.double_llama"}, SHARDS, {"rel": 1e-6}, {"rel": 1e-3, "abs": 1e-6}),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_parts_train_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model, parallel, losses, weights = FORMS[name]
+    monkeypatch.setattr(layouts, "LOSSES", losses or layouts.LOSSES)
+    monkeypatch.setattr(layouts, "WEIGHTS", weights or layouts.WEIGHTS)
+    for run, wanted in (("alone", {}), ("parts", parallel)):
+        config = layouts.config_of(wanted)
+        config["model"] = model
+        layouts.trainer.run_to_end(tmp_path / run, config, ranks=layouts.ranks_of(wanted))
+    layouts.assert_same_training(tmp_path / "parts", tmp_path / "alone")
