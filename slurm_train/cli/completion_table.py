@@ -97,6 +97,8 @@ FLAGS: dict[str, dict[str, tuple[str, str]]] = {
     "checkpoint export": {
         "--help": ("-", "show this help message and exit"),
         "--root": ("path", "root of the runs (default: runs)"),
+        "--format": ("safetensors|hf", "hf: a directory that transformers reads"),
+        "--shard-size": ("", "hf: largest file (default: 5GB)"),
     },
     "checkpoint": {
         "--help": ("-", "show this help message and exit"),
@@ -262,6 +264,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "train.start_timeout_s": ("", "Time-out of the rendezvous, and of what comes before the..."),
     "train.steady_timeout_s": ("", "Time-out of collectives after the first step, where nobod..."),
     "train.threads": ("", "CPU threads of torch per rank"),
+    "train.init_from": ("", "Weights that the model starts with: a directory in the la..."),
     "train.sample_tokens": ("", "Length of the text generated at the end of a run by model..."),
     "ddp.bucket_cap_mb": ("", "Size of a gradient bucket."),
     "ddp.static_graph": ("true|false", "Promise that every step uses the same parameters."),

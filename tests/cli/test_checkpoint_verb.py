@@ -11,6 +11,7 @@ from safetensors.torch import load_file, safe_open
 
 from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.save import save_checkpoint
+from slurm_train.models.gpt import GPT
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import process_lives, take_lock, this_process
 
@@ -69,6 +70,28 @@ def test_export_takes_a_step_and_overwrites_nothing(shell, run):
     again = shell.types("checkpoint", "export", "gpt-stdlib@2", "one.safetensors")
     assert again.code == 1 and "exists already" in again.err
     assert shell.left().count("one.safetensors") == 1 and not [name for name in shell.left() if "partial" in name]
+
+
+def test_export_writes_a_directory_for_transformers_and_overwrites_nothing(shell, run):
+    settings = {"norm": "rmsnorm", "activation": "swiglu", "tied": False, "width": 16, "num_layers": 1, "vocab_size": 9}
+    model = {"_target_": "slurm_train.models.gpt.GPT", **settings}
+    header = CheckpointHeader(
+        step=3, samples=24, epoch=0, world_size=1, mesh={}, batch_plan={}, config_hash="3f9a1c07", data_fingerprint="d",
+        torch_version="2", attempt=0, epoch_fence=0,
+        extra={"settings": {f"model.{key}": value for key, value in model.items()}},
+    )  # fmt: skip
+    weights = GPT(**settings).state_dict()
+    save_checkpoint(run.checkpoints, tensors={"model": weights}, rank_state={}, header=header, group=None, keep=9)
+    done = shell.types("checkpoint", "export", "gpt-stdlib", "out", "--format", "hf", "--shard-size", "5KB")
+    assert (done.code, done.out) == (0, "out\n"), done.err
+    written = [name for name in shell.left() if name.startswith("out/")]
+    assert {"out/config.json", "out/model.safetensors.index.json"} < set(written) and len(written) > 4
+    again = shell.types("checkpoint", "export", "gpt-stdlib@3", "out", "--format", "hf")
+    assert again.code == 1 and "out exists already" in again.err
+    # A model of one's own: step 2 was not saved with the settings of one that is known.
+    done = shell.types("checkpoint", "export", "gpt-stdlib@2", "other", "--format", "hf")
+    assert done.code == 2 and "is known for the shipped GPT and for model=hf, not for None" in done.err
+    assert not [name for name in shell.left() if "partial" in name or name.startswith("other")]
 
 
 def test_export_refuses_a_damaged_step_and_an_absent_one(shell, run):

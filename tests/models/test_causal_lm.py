@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slurm_train.errors import ConfigError
+from slurm_train.models.causal_lm import causal_lm
+
+SHAPE = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA: dict[str, Any] = {"model_type": "llama", "config": {**SHAPE, "intermediate_size": 24, "num_key_value_heads": 2}}
+GPT2: dict[str, Any] = {"model_type": "gpt2", "config": SHAPE}
+QWEN3: dict[str, Any] = {**LLAMA, "model_type": "qwen3"}
+TOKENS = torch.arange(12)[None]
+
+
+def test_logits_and_blocks_of_two_architectures() -> None:
+    for words, blocks in ((LLAMA, "network.model.layers"), (GPT2, "network.transformer.h")):
+        model = causal_lm(**words)
+        assert model.training and model(TOKENS).shape == (1, 12, 13)
+        assert model.sharding_plan() == (f"{blocks}.0", f"{blocks}.1")
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_blocks_are_the_listed_ones_where_the_library_names_none() -> None:
+    model = causal_lm(**GPT2)
+    model.network._no_split_modules = None
+    assert model.sharding_plan() == ("network.transformer.h.*",)
+
+
+def test_the_plan_of_the_library_becomes_ours() -> None:
+    model = causal_lm(**LLAMA)
+    names = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+    assert model.tensor_parallel_plan() == {
+        f"network.model.layers.*.{part}.{name}": "rowwise" if name in ("o_proj", "down_proj") else "colwise"
+        for part, matrices in names.items()
+        for name in matrices
+    }
+    assert model.tensor_parallel_counts() == {
+        "model.config.num_attention_heads": 4,
+        "model.config.num_key_value_heads": 2,
+        "model.config.intermediate_size": 24,
+    }
+
+
+def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
+    for words, reason in (
+        (GPT2, "gpt2 cannot be cut: transformers has no tensor parallel plan for it"),
+        (QWEN3, "qwen3 cannot be cut: its plan in transformers has the ways replicated_with_grad_allreduce"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            causal_lm(**words).tensor_parallel_plan()
+        assert caught.value.message.startswith(f"parallel.tp was asked, but {reason}")
+    model = causal_lm(**LLAMA)
+    plan = dict(model.network.config.base_model_tp_plan)
+    del plan["layers.*.self_attn.k_proj"]
+    model.network.config.base_model_tp_plan = plan
+    with pytest.raises(ConfigError, match=r"leaves network\.model\.layers\.0\.self_attn\.k_proj\.weight whole"):
+        model.tensor_parallel_plan()
+
+
+def test_a_directory_gives_its_weights_and_its_configuration_alone_gives_others(tmp_path: Path) -> None:
+    model = causal_lm(**LLAMA)
+    model.network.to(torch.bfloat16).save_pretrained(tmp_path / "out")
+    back, other = (causal_lm(path=str(tmp_path / "out" / name)) for name in ("", "config.json"))
+    saved = model.state_dict()
+    assert all(tensor.equal(saved[name].float()) for name, tensor in back.state_dict().items())
+    assert not other.state_dict()["network.lm_head.weight"].equal(saved["network.lm_head.weight"].float())
+    assert {parameter.dtype for parameter in back.parameters()} == {torch.float32}
+    (tmp_path / "out" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"holds no model\.safetensors\nhint: for weights drawn at random name the f"):
+        causal_lm(path=str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({}, "model=hf was given model.model_type=None and model.path=None; it takes one of them"),
+        ({**LLAMA, "path": "x"}, "model=hf was given model.model_type=llama and model.path=x; it takes one of them"),
+        ({"path": "meta-llama/none"}, "model.path=meta-llama/none: there is no meta-llama/none/config.json"),
+        ({"model_type": "lama"}, "transformers does not take the model's configuration: Unrecognized model identif"),
+        ({"model_type": "vit"}, "transformers has no causal language model of type vit"),
+        (
+            {"model_type": "llama", "config": {"hiden_size": 3}},
+            "model.config has 'hiden_size', which the architecture llama does not know\nhint: did you mean hidden_size",
+        ),
+        (
+            {"model_type": "llama", "config": {"hidden_size": "x"}},
+            "transformers does not take the model's configuration: TypeError: Field 'hidden_size' expected int",
+        ),
+    ],
+)
+def test_words_that_name_no_model_are_refused(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        causal_lm(**words)
+    assert str(caught.value).startswith(message)
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"hint: pip install 'slurm-train\[hf\]'"):
+        causal_lm(**LLAMA)
