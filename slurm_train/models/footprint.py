@@ -3,7 +3,7 @@
 Counted is what autograd keeps of a micro-batch until the backward pass has used it, operation by operation as the
 models' `forward` has them. The way of counting is that of Korthikanti et al., "Reducing Activation Recomputation in
 Large Transformer Models" (arXiv:2205.05198), section 4.1; the numbers differ, since these models are other ones (rotary
-positions, no bias, attention that keeps no matrix of positions). `tests/models/test_footprint.py` holds each term
+positions, attention that keeps no matrix of positions). `tests/models/test_footprint.py` holds each term
 against torch's own saved tensors.
 
 Shapes: B samples, T positions, C width, H heads, V vocabulary, M hidden width, L layers; for images K, F, S and N.
@@ -45,36 +45,69 @@ def footprint_of(model: Mapping[str, Any], *, batch_size: int, positions: int | 
 
 
 def _gpt(model: Mapping[str, Any], batch: int, positions: int | None, half: bool) -> Footprint:
-    """Counts `models.gpt.GPT` without dropout.
-
-    Per layer and position: the residual stream twice (inputs of the two norms, float32); the two norms' outputs, v,
-    turned q and k, the attention's output, and the feed-forward's input and output of GELU (matrix type);
-    one float32 per head (log-sum-exp) and two per norm. After the layers: residual stream, norm, log-probabilities.
-    """
+    """Counts `models.gpt.GPT` in all its forms; dropout as on a GPU."""
     kwargs = {**_GPT, **model}
-    vocabulary, layers, heads, width = (int(kwargs[key]) for key in ("vocab_size", "num_layers", "num_heads", "width"))
-    hidden = int(kwargs["hidden"]) or 4 * width
-    tokens = batch * (positions or int(kwargs["context"]))
-    kept = _HALF if half else _FLOAT
-    # Autocast casts the attention's input anew for each of its three matrices, and keeps all three.
-    per_layer = _FLOAT * (2 * width + heads + 4) + kept * ((8 if half else 6) * width + 2 * hidden)
-    # Dropout keeps a byte for each number of the two branches.
-    per_layer += 2 * width if kwargs["dropout"] else 0
-    last = _FLOAT * (width + vocabulary + 2) + kept * width + 2 * _INDEX
-    matrices = layers * (4 * width * width + 2 * width * hidden) + vocabulary * width
-    parameters = matrices + (2 * layers + 1) * width + (0 if kwargs["tied"] else vocabulary * width)
+    vocabulary, layers, width = (int(kwargs[key]) for key in ("vocab_size", "num_layers", "width"))
+    hidden, context = int(kwargs["hidden"]) or 4 * width, int(kwargs["context"])
+    is_turned, is_gated = kwargs["positions"] == "rope", kwargs["activation"] == "swiglu"
+    tokens, kept = batch * (positions or context), _HALF if half else _FLOAT
+    matrices, vectors = _gpt_parameters(kwargs)
+    table = vocabulary * width
+    last = _kept_in_norm(kwargs) + _FLOAT * vocabulary + kept * width + 2 * _INDEX
     # Autocast keeps a copy of each matrix that it has cast.
-    cast = kept * matrices if half else 0
+    cast = kept * (matrices + table) if half else 0
+    # What the positions are looked up by.
+    looked_up = 0 if is_turned else _INDEX * (positions or context)
     largest = width * max(hidden, 3 * width)
     # The sum is largest either where the loss turns into gradients of the logits, or in the last feed-forward.
     at_loss = 2 * _FLOAT * vocabulary * tokens
-    in_layer = (_FLOAT * width + kept * (hidden - width) - _FLOAT * (width + vocabulary)) * tokens
+    inner = (2 if is_gated else 1) * hidden
+    in_layer = (_FLOAT * width + kept * (inner - width) - _FLOAT * (width + vocabulary)) * tokens
     return Footprint(
-        parameters=parameters,
-        buffer_bytes=2 * _FLOAT * int(kwargs["context"]) * (width // heads),
-        activation_bytes=tokens * (layers * per_layer + last) + cast,
+        parameters=matrices + vectors + table * (1 if kwargs["tied"] else 2) + (0 if is_turned else context * width),
+        buffer_bytes=2 * _FLOAT * context * (width // int(kwargs["num_heads"])) if is_turned else 0,
+        activation_bytes=tokens * (layers * _kept_in_layer(kwargs, half=half) + last) + cast + looked_up,
         temporary_bytes=max(at_loss, in_layer + largest * (_FLOAT + (kept if half else 0))),
     )
+
+
+def _gpt_parameters(kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the numbers in the matrices of all blocks, and those in norms and biases."""
+    layers, width, shared = int(kwargs["num_layers"]), int(kwargs["width"]), _shared_width(kwargs)
+    hidden = int(kwargs["hidden"]) or 4 * width
+    inner = (2 if kwargs["activation"] == "swiglu" else 1) * hidden
+    matrices = layers * (2 * width * (width + shared) + width * (inner + hidden))
+    norm = width * (2 if kwargs["bias"] and kwargs["norm"] == "layernorm" else 1)
+    biases = layers * (3 * width + 2 * shared + inner) if kwargs["bias"] else 0
+    return matrices, biases + (2 * layers + 1) * norm
+
+
+def _kept_in_layer(kwargs: Mapping[str, Any], *, half: bool) -> int:
+    """Returns the bytes per position: norms, what enters the matrices, q, k, v and attention's result, feed-forward.
+
+    Of attention also one float32 per head (log-sum-exp). Of the feed-forward input and result of GELU, or both inputs
+    and both results of SwiGLU's product and SiLU.
+    """
+    width, shared, heads = int(kwargs["width"]), _shared_width(kwargs), int(kwargs["num_heads"])
+    hidden, is_gated = int(kwargs["hidden"]) or 4 * width, kwargs["activation"] == "swiglu"
+    # Autocast casts a norm's result anew for each matrix behind it, and keeps all of them.
+    inputs = (5 if is_gated else 4) if half else 2
+    numbers = inputs * width + 2 * (width + shared) + (4 if is_gated else 2) * hidden
+    # Dropout keeps a byte for each number of the two branches.
+    dropped = 2 * width if kwargs["dropout"] else 0
+    return 2 * _kept_in_norm(kwargs) + _FLOAT * heads + (_HALF if half else _FLOAT) * numbers + dropped
+
+
+def _kept_in_norm(kwargs: Mapping[str, Any]) -> int:
+    """Returns the bytes per position beside the result: the input and two numbers, or RMSNorm's input and one."""
+    width = int(kwargs["width"])
+    return _FLOAT * (width + 2) if kwargs["norm"] == "layernorm" else _FLOAT * (2 * width + 1)
+
+
+def _shared_width(kwargs: Mapping[str, Any]) -> int:
+    """Returns the width of all keys of a position, and of all values."""
+    heads = int(kwargs["num_heads"])
+    return int(kwargs["width"]) // heads * (int(kwargs["num_kv_heads"]) or heads)
 
 
 def _cnn(model: Mapping[str, Any], batch: int, _positions: int | None, half: bool) -> Footprint:
@@ -109,8 +142,16 @@ _GPT = {
     "context": 256,
     "num_layers": 4,
     "num_heads": 4,
+    "num_kv_heads": 0,
     "width": 160,
     "hidden": 0,
+    "norm": "layernorm",
+    "norm_eps": 1e-5,
+    "activation": "gelu",
+    "positions": "rope",
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "bias": False,
     "dropout": 0.0,
     "tied": True,
 }

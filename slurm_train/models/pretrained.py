@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,6 @@ from slurm_train.models.causal_lm import (
 )
 from slurm_train.models.gpt import GPT
 from slurm_train.models.pretrained_names import Architecture, GptForm, Place, gpt_form
-
-if TYPE_CHECKING:
-    from safetensors import safe_open
 
 _GPT = f"{GPT.__module__}.{GPT.__qualname__}"
 _CAUSAL_LM = f"{causal_lm.__module__}.{causal_lm.__qualname__}"
@@ -107,7 +104,10 @@ class _Tensors:
 
     def __init__(self, path: Path, files: ExitStack, architecture: Architecture | None) -> None:
         self._path, self._architecture = path, architecture
-        self._holders = {name: file for file in _open_all(path, files) for name in file.keys()}  # noqa: SIM118
+        # The library's handle has no types, and is no mapping.
+        self._holders: dict[str, Any] = {}
+        for file in _open_all(path, files):
+            self._holders |= dict.fromkeys(file.keys(), file)
 
     def require(self, places: Any, *, names: set[str]) -> None:
         """Refuses files that lack a tensor, or have one that belongs nowhere."""
@@ -207,7 +207,7 @@ def _as_meant(value: Any, config: Any) -> Any:
     return 4 * config.hidden_size if value is None else value
 
 
-def _open_all(path: Path, files: ExitStack) -> Iterator[safe_open]:
+def _open_all(path: Path, files: ExitStack) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     for file in _files_of(path):

@@ -14,6 +14,7 @@ from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import process_lives, take_lock, this_process
+from tests.support.extras import NEEDS_TRANSFORMERS
 
 
 def has_checkpoints(run: RunDirectory, *values: float, **changes: Any) -> None:
@@ -72,6 +73,7 @@ def test_export_takes_a_step_and_overwrites_nothing(shell, run):
     assert shell.left().count("one.safetensors") == 1 and not [name for name in shell.left() if "partial" in name]
 
 
+@NEEDS_TRANSFORMERS
 def test_export_writes_a_directory_for_transformers_and_overwrites_nothing(shell, run):
     settings = {"norm": "rmsnorm", "activation": "swiglu", "tied": False, "width": 16, "num_layers": 1, "vocab_size": 9}
     model = {"_target_": "slurm_train.models.gpt.GPT", **settings}

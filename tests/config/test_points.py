@@ -43,7 +43,7 @@ def test_a_point_knows_what_the_sweep_gave_to_it() -> None:
 
 
 def test_a_glob_gives_the_options_of_a_group() -> None:
-    assert values("model", "model=glob(*,exclude=custom)") == ["cnn", "gpt"]
+    assert values("model", "model=glob(*,exclude=[custom,hf,*-*])") == ["cnn", "gpt"]
 
 
 ONE_VALUE = [

@@ -12,8 +12,9 @@ from slurm_train.checkpoint.export import read_model
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.models.causal_lm import causal_lm
 from tests.support.command_line import Person
+from tests.support.extras import NEEDS_TRANSFORMERS
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.distributed, pytest.mark.slow]
 
 SHAPE = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 
 from slurm_train.errors import ConfigError
 from slurm_train.models.causal_lm import causal_lm
+from tests.support.extras import NEEDS_TRANSFORMERS
 
 SHAPE = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = {"model_type": "llama", "config": {**SHAPE, "intermediate_size": 24, "num_key_value_heads": 2}}
@@ -17,6 +18,7 @@ QWEN3: dict[str, Any] = {**LLAMA, "model_type": "qwen3"}
 TOKENS = torch.arange(12)[None]
 
 
+@NEEDS_TRANSFORMERS
 def test_logits_and_blocks_of_two_architectures() -> None:
     for words, blocks in ((LLAMA, "network.model.layers"), (GPT2, "network.transformer.h")):
         model = causal_lm(**words)
@@ -25,12 +27,14 @@ def test_logits_and_blocks_of_two_architectures() -> None:
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+@NEEDS_TRANSFORMERS
 def test_blocks_are_the_listed_ones_where_the_library_names_none() -> None:
     model = causal_lm(**GPT2)
     model.network._no_split_modules = None
     assert model.sharding_plan() == ("network.transformer.h.*",)
 
 
+@NEEDS_TRANSFORMERS
 def test_the_plan_of_the_library_becomes_ours() -> None:
     model = causal_lm(**LLAMA)
     names = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
@@ -46,6 +50,7 @@ def test_the_plan_of_the_library_becomes_ours() -> None:
     }
 
 
+@NEEDS_TRANSFORMERS
 def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
     for words, reason in (
         (GPT2, "gpt2 cannot be cut: transformers has no tensor parallel plan for it"),
@@ -62,6 +67,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
         model.tensor_parallel_plan()
 
 
+@NEEDS_TRANSFORMERS
 def test_a_directory_gives_its_weights_and_its_configuration_alone_gives_others(tmp_path: Path) -> None:
     model = causal_lm(**LLAMA)
     model.network.to(torch.bfloat16).save_pretrained(tmp_path / "out")
@@ -75,6 +81,7 @@ def test_a_directory_gives_its_weights_and_its_configuration_alone_gives_others(
         causal_lm(path=str(tmp_path / "out"))
 
 
+@NEEDS_TRANSFORMERS
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -42,6 +42,9 @@ GPTS = [
     {"context": 128},
     {"context": 32, "num_layers": 1, "num_heads": 2, "width": 32, "vocab_size": 1000},
     {"context": 64, "num_layers": 3, "num_heads": 8, "width": 64, "hidden": 96, "tied": False},
+    # The forms of Llama and of GPT-2.
+    {"context": 64, "num_heads": 8, "num_kv_heads": 2, "width": 64, "norm": "rmsnorm", "activation": "swiglu"},
+    {"context": 64, "width": 64, "positions": "learned", "activation": "gelu_tanh", "bias": True},
 ]
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from slurm_train.config.target import instantiate
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.models.pretrained import load_pretrained, write_pretrained
+from tests.support.extras import NEEDS_TRANSFORMERS
+
+pytestmark = NEEDS_TRANSFORMERS
 
 TINY = {"_target_": "slurm_train.models.gpt.GPT", "vocab_size": 13, "context": 64, "num_layers": 2, "num_heads": 4,
         "width": 32, "hidden": 48}  # fmt: skip
@@ -49,6 +51,8 @@ def written(folder: Path, settings: dict[str, Any], *, shard_size: str = "5GB") 
 def test_transformers_computes_the_same_logits_and_the_way_back_is_exact(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
     model = written(tmp_path / "out", settings)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     with torch.no_grad():

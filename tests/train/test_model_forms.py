@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.extras import NEEDS_TRANSFORMERS
+
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
@@ -34,7 +36,7 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", ["GPT", pytest.param("transformers", marks=NEEDS_TRANSFORMERS)])
 def test_parts_train_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     model, parallel, losses, weights = FORMS[name]
     monkeypatch.setattr(layouts, "LOSSES", losses or layouts.LOSSES)

@@ -1,0 +1,11 @@
+"""Marks for tests of what comes with an extra."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+NEEDS_TRANSFORMERS = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed: pip install '.[hf]'"
+)
