@@ -78,7 +78,8 @@ def train_each(sweep: SweepDirectory, elements: Sequence[Element], *, num_parall
                 time.sleep(_LOOK_S)
     if waiting:
         return _stopped(len(waiting))
-    note(f"{len(elements) - failed} of {len(elements)} runs are finished; `status {sweep.sweep_id}` shows all")
+    if elements:
+        note(f"{len(elements) - failed} of {len(elements)} runs are finished; `status {sweep.sweep_id}` shows all")
     return EXIT_FAILURE if failed else EXIT_DONE
 
 

@@ -103,6 +103,12 @@ CAMPAIGNS: dict[str, Campaign] = {
         module="arrays",
         trials=16,
     ),
+    "cut-off": Campaign(
+        promise="the command of a sweep killed, interrupted or without its terminal at any moment: typed again, each "
+        "run is in the queue exactly once",
+        module="cut_off",
+        trials=41,
+    ),
     "goodput": Campaign(
         promise="one failure a minute: at least 0.90 of the allocated time are productive steps",
         module="goodput",

@@ -140,9 +140,11 @@ def watch(
     reasons = [entry.get("reason") for entry in read_ledger(elements[victim].run)]
     if reasons != ["preempted", "done"] or begun_again(elements) != [victim]:
         yield f"the preempted run's attempts ended with {reasons}; runs {begun_again(elements)} began again"
-    counts = {job: restarts(job) for job in jobs}
-    if sum(number for count in counts.values() for number in count.values()) != 1:
-        yield f"Slurm counts other than one restart: {counts}"
+    # The one that crashes is tried again in its allocation, once more without that node, and then it ends.
+    counts = {f"{job}_{index}": count for job in jobs for index, count in restarts(job).items()}
+    restarted = {element.index: counts[str(element.job)] for element in elements if counts[str(element.job)]}
+    if restarted != {victim: 1, _CRASHING: 1}:
+        yield f"Slurm counts restarts {restarted}, expected one of run {victim} and one of run {_CRASHING}"
 
 
 def mend(person: Person, sweep: SweepDirectory, elements: list[Element], jobs: list[str], victim: int) -> Iterator[str]:
