@@ -143,7 +143,7 @@ def plan_points(
     _refuse_missing_inputs(plan.plans, cwd=cwd)
     require_writable(RunDirectory(plan.sweep.path))
     for name, text in sweep_rows(plan):
-        note(f"  {name:<12}  {text}")
+        note(f"  {name:<13}  {text}")
     say_outputs(outputs)
     return plan, outputs
 

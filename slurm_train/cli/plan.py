@@ -102,12 +102,15 @@ def _as_json(verdict: TestVerdict) -> dict[str, Any]:
 def _plan_sweep(flags: Words, settings: HydraSettings | None, *, env: Mapping[str, str], cwd: Path) -> int:
     """Prints the sweep's table, and the script of each array to stdout."""
     from slurm_train.cli.multirun import plan_words
+    from slurm_train.cli.sweep_outlook import sweep_outlook_rows
     from slurm_train.launch.array import cut_arrays, max_array_size, render_array
     from slurm_train.launch.array_submission import job_name
     from slurm_train.launch.script import render_script
     from slurm_train.slurm.commands import SlurmCommands
 
     plan, _ = plan_words(flags, settings=settings, env=env, cwd=cwd)
+    for name, text in sweep_outlook_rows(plan, env=env, cwd=cwd):
+        note(f"  {name:<13}  {text}")
     if not plan.uses_cluster:
         return 0
     commands = SlurmCommands(env)
@@ -117,7 +120,8 @@ def _plan_sweep(flags: Words, settings: HydraSettings | None, *, env: Mapping[st
     for number, array in enumerate(arrays):
         folder = plan.sweep.array(number)
         script = render_array(array, folder, name=job_name(plan.sweep, folder))
-        note(f"  array {number}       {len(array.runs)} runs; Slurm {_slurm_says(script, env)[1]}")
+        name = f"array {number}"
+        note(f"  {name:<13}  {len(array.runs)} runs; Slurm {_slurm_says(script, env)[1]}")
         print(script, end="")
     return 0
 

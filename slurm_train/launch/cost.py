@@ -81,10 +81,10 @@ class Cost:
         """One line, e.g. "at most 256 per attempt (480 min); about 37 for 300 steps (estimate: ...)"."""
         parts = []
         if self.per_attempt_h is not None:
-            parts.append(f"at most {_hours(self.per_attempt_h)} per attempt ({self.limit_min} min)")
+            parts.append(f"at most {hours_in_words(self.per_attempt_h)} per attempt ({self.limit_min} min)")
         if self.left_h is not None and self.speed is not None:
             measured = f"{self.speed.step_s:.3g} s a step in {self.speed.source}"
-            parts.append(f"about {_hours(self.left_h)} for {self.left_steps} steps (estimate: {measured})")
+            parts.append(f"about {hours_in_words(self.left_h)} for {self.left_steps} steps (estimate: {measured})")
         return "; ".join(parts) or "not known: no time limit is set, and no run like it was measured"
 
 
@@ -113,5 +113,6 @@ def _last_step(run: RunDirectory) -> int:
     return max((int(line.get("step", 0)) for line in last_lines(run.metrics)), default=0)
 
 
-def _hours(number: float) -> str:
+def hours_in_words(number: float) -> str:
+    """Returns e.g. "256" or "0.37"."""
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"

@@ -167,3 +167,12 @@ def test_measure_builds_it_apart(shell: Any) -> None:
     assert "(measured, float32)" in rows["memory"] and "activations are missing" not in rows["memory"]
     rows = rows_of(shell.types(*words, "data._target_=tiny.Broken").err)
     assert rows["memory"] == "not known; the model cannot be measured here: ValueError: no disk"
+
+
+def test_a_sweep_tells_each_kind_of_run_and_the_hours_of_all(shell: Any) -> None:
+    words = ("cluster.time_limit_min=60", "seed=1,2,3", "model.width=64,128")
+    lines = shell.types("plan", "-m", "+cluster=2x4", *words).err.splitlines()
+    rows = {line[2:15].strip(): line[15:].strip() for line in lines}
+    assert rows["memory"].count(" | ") == 1
+    assert rows["all 6"] == "GPU-hours: at most 48 if each run has one attempt"
+    assert rows["lost at worst"].startswith("100 steps with a lost node")
