@@ -47,7 +47,7 @@ def make_trial(person: Person, number: int, *, seed: int) -> Trial:
     record = read_record(run, 0)
     took_s, waited_s = (float(record.get(name, 0.0)) for name in ("seconds", "waited_s"))
     problems = tuple(problems_of(run, record))
-    said = f"{what}, looked for {took_s:.2f} s, waited {waited_s:.2f} s of them for the last rank"
+    said = f"{what}, looked for {took_s:.2f} s, {waited_s:.2f} s of them until the last rank had come"
     return Trial(what=said, problems=problems, seconds={what: took_s, f"{what} alone": took_s - waited_s})
 
 
