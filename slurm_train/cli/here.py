@@ -26,6 +26,7 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preparation import write_run_directory
 from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.source import Source
+from slurm_train.requeue.straggler_watch import minding_stragglers
 from slurm_train.requeue.supervise import Site, supervise
 from slurm_train.requeue.watch import hang_of, limits_of, watching
 from slurm_train.rundir.attempts import AttemptStart
@@ -127,7 +128,11 @@ def _launch(run: RunDirectory, config: RunConfig, world_size: int, attempt: int,
     ranks = start_local(command, run=run, attempt=attempt, num_ranks=world_size, env=rank_env)
     if (code := refused_code(run, attempt)) is not None:
         return code
-    with watching(run, attempt, limits=limits_of(config), world_size=world_size, end_ranks=lambda _: ranks.kill()):
+    limits = limits_of(config)
+    with (
+        watching(run, attempt, limits=limits, world_size=world_size, end_ranks=lambda _: ranks.kill()),
+        minding_stragglers(run, attempt, config=config, world_size=world_size),
+    ):
         return _wait(ranks)
 
 

@@ -27,6 +27,7 @@ from slurm_train.launch.visibility import require_seen_by_all
 from slurm_train.metrics.trackers.beside import Trackers
 from slurm_train.requeue.decision import Decision
 from slurm_train.requeue.patience import bring_back, with_patience
+from slurm_train.requeue.straggler_watch import minding_stragglers
 from slurm_train.requeue.supervise import Site, ignore_stop_signals, say, supervise
 from slurm_train.requeue.timekeeper import ReadNotice, keeping_time
 from slurm_train.requeue.told import telling
@@ -69,13 +70,13 @@ def main(words: Sequence[str]) -> int:
 
     def launch(attempt: int) -> int:
         note_surroundings(run, attempt, slurm=commands.version)
-        end = partial(_kill_steps, commands)
+        end, size, nodes = partial(_kill_steps, commands), allocation.num_tasks, allocation.nodes
         with (
             keeping_time(run, attempt, read=read),
-            watching(run, attempt, limits=limits, world_size=allocation.num_tasks, end_ranks=end),
+            watching(run, attempt, limits=limits, world_size=size, end_ranks=end),
             telling(run, attempt, say=say),
+            minding_stragglers(run, attempt, config=config, world_size=size),
         ):
-            size, nodes = allocation.num_tasks, allocation.nodes
             code = _run_step(run, command, attempt=attempt, nodes=nodes, world_size=size, env=env)
         note_nodes(run, attempt, config)
         return code

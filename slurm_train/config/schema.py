@@ -154,6 +154,12 @@ class HealthSection:
     `train.start_timeout_s` where it is longer. null: nobody watches."""
     check_replicas_every_steps: int | None = None
     """Optimizer steps between comparisons of the ranks' parameters, also made before each save; null: never."""
+    pace_every_steps: int | Literal["auto"] | None = "auto"
+    """Optimizer steps between looks at what a rank spends a step on, which find stragglers; auto: about four looks a
+    second, one in 64 steps at least (on a GPU at most one in 50); null: stragglers are not looked for."""
+    straggler_excess: float = 0.1
+    """A rank is a straggler if its own part of a step takes so much longer than the others', and far more than they
+    differ among each other; 0.1 is a tenth longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

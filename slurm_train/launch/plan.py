@@ -252,6 +252,7 @@ _COUNTS = (
     "parallel.stages_per_rank",
     "health.max_rollbacks",
     "health.check_replicas_every_steps",
+    "health.pace_every_steps",
     "requeue.warn_before_limit_s",
     "requeue.max_fruitless_failures",
     "requeue.controller_patience_s",

@@ -16,12 +16,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurm_train.rundir.clock import AwakeClock
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.pace import Pace, pace_from
 from slurm_train.rundir.private import create_private, make_private
 
 PHASES = ("start", "data", "step", "evaluate", "gather", "save", "end")
@@ -29,8 +30,10 @@ PHASES = ("start", "data", "step", "evaluate", "gather", "save", "end")
 EVERY_S = 0.5
 _FLUSH_EVERY_S = 10.0
 # Version, step, marks, phase, settled, beats, and the time of the writer.
-_RECORD = struct.Struct("<8sqqiiqd16x")
-_VERSION = b"beat-1\0\0"
+_RECORD = struct.Struct("<8sqqiiqd")
+# The sums of the rank's pace follow, then zeros, then the facts about the rank as JSON.
+_FACTS_AT = 128
+_VERSION = b"beat-2\0\0"
 _FILE_SIZE = 512
 
 
@@ -61,6 +64,8 @@ class Beat:
     """Counts the writings: while it stands still, the process does not run at all."""
     written_unix_s: float = 0.0
     """When it was written, by the clock of the rank's node: for people, since clocks differ."""
+    pace: Pace = field(default_factory=Pace)
+    """What its sampled steps were spent on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,8 @@ class Heartbeat:
         self.settled = False
         self.also: Callable[[], None] | None = None
         """Called after each beat, in the heartbeat's thread: what else is to be written now and then."""
+        self.pace = Pace()
+        """What the sampled steps were spent on; a new value each time, so the thread never sees half of one."""
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -137,7 +144,7 @@ class _Writer:
         now = heart.clock()
         self._marks, self._since, self._dumped = -1, now, False
         self._last = self._flushed = now
-        os.pwrite(self._file, self._record() + json.dumps(facts).encode().ljust(_FILE_SIZE - _RECORD.size), 0)
+        os.pwrite(self._file, self._record() + json.dumps(facts).encode().ljust(_FILE_SIZE - _FACTS_AT), 0)
 
     def run(self, done: threading.Event) -> None:
         """Writes until told to end; a file system that refuses costs the heartbeat, never the training."""
@@ -163,7 +170,8 @@ class _Writer:
     def _record(self) -> bytes:
         heart = self._heart
         phase = PHASES.index(heart.phase)
-        return _RECORD.pack(_VERSION, heart.step, heart.marks, phase, heart.settled, self._beats, time.time())
+        beat = _RECORD.pack(_VERSION, heart.step, heart.marks, phase, heart.settled, self._beats, time.time())
+        return (beat + heart.pace.as_bytes()).ljust(_FACTS_AT, b"\0")
 
     def _look_at_own_progress(self, now: float) -> None:
         # Time in which the job was suspended is not on the clock; other long absences do not count either.
@@ -203,7 +211,7 @@ def _read(path: Path) -> Beat | None:
     try:
         content = path.read_bytes()
         version, step, marks, phase, settled, beats, written_unix_s = _RECORD.unpack_from(content)
-        facts: dict[str, Any] = json.loads(content[_RECORD.size :])
+        facts: dict[str, Any] = json.loads(content[_FACTS_AT:])
         if version != _VERSION:
             return None
         return Beat(
@@ -214,6 +222,7 @@ def _read(path: Path) -> Beat | None:
             settled=bool(settled),
             beats=beats,
             written_unix_s=written_unix_s,
+            pace=pace_from(content, _RECORD.size),
         )
     except (OSError, ValueError, TypeError, IndexError, struct.error):
         # Half written, or gone meanwhile: the next look will see it.

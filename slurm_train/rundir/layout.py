@@ -134,6 +134,11 @@ class RunDirectory:
         return self.path / "report.html"
 
     @property
+    def stragglers(self) -> Path:
+        """What the ranks spent their steps on: one JSON object per window of some seconds."""
+        return self.path / "stragglers.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard events."""
         return self.path / "tensorboard"

@@ -39,7 +39,7 @@ class Standing:
     subject: Subject
     state: RunState
     note: str
-    """Why it waits or ended, in words."""
+    """Why it waits, is slow, or ended, in words."""
     is_settled: bool
     """Whether the files say that it has ended for good; else Slurm may know more."""
     job: JobState | None

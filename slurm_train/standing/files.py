@@ -15,6 +15,7 @@ from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import process_lives, read_holder
 from slurm_train.rundir.lookup import JobRecord, read_job
 from slurm_train.rundir.progress import newest_training_line
+from slurm_train.rundir.stragglers import newest_window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class RunFiles:
     """Whether a living process of this machine holds the run."""
     weakest_beat: Beat | None
     """The oldest heartbeat of the ranks that are at work; None where nobody keeps one."""
+    slow_because: str
+    """What makes the steps of the open attempt longer than they would have to be, and what helps; "" for nothing."""
 
     @property
     def is_open(self) -> bool:
@@ -61,6 +64,7 @@ def read_files(run: RunDirectory) -> RunFiles:
         is_finished=run.result.exists(),
         lives_here=holder is not None and holder.job_id is None and process_lives(holder),
         weakest_beat=_weakest_beat(run, int(ledger[-1]["attempt"])) if is_open else None,
+        slow_because=_slow_because(run, int(ledger[-1]["attempt"])) if is_open else "",
     )
 
 
@@ -75,6 +79,13 @@ def _weakest_beat(run: RunDirectory, attempt: int) -> Beat | None:
     # A rank that has saved for the last time stops beating while others may still be at it.
     at_work = [beat for beat in beats if beat.phase != "end"]
     return min(at_work or beats, key=lambda beat: beat.written_unix_s, default=None)
+
+
+def _slow_because(run: RunDirectory, attempt: int) -> str:
+    window = newest_window(run)
+    if window is None or window.attempt != attempt:
+        return ""
+    return "; ".join(f"{finding.sentence} ({finding.advice})" for finding in window.findings)
 
 
 class FilesReader:

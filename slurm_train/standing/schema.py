@@ -13,7 +13,7 @@ KEYS = {
     "index": "its number in the sweep; null for a run that was not asked for by its sweep",
     "overrides": "what the sweep gave to it, empty for such a run",
     "state": "one of the words above",
-    "note": 'why it waits or ended, in words; "" where there is nothing to say',
+    "note": 'why it waits, is slow, or ended, in words; "" where there is nothing to say',
     "is_active": "queued, running, or about to come back by itself",
     "job_id": 'its newest job, e.g. "12" or "12_3"',
     "slurm_state": 'Slurm\'s own word, e.g. "PENDING"',

@@ -53,12 +53,12 @@ def is_beating(files: RunFiles, *, now_unix_s: float) -> bool:
 
 
 def explain(files: RunFiles, job: JobState | None, state: RunState, *, slurm_answers: bool = True) -> str:
-    """Returns why a run waits, or why it ended, in words; "" where there is nothing to say."""
+    """Returns why a run waits, is slow, or has ended, in words; "" where there is nothing to say."""
     if state is RunState.QUEUED and job is not None:
         return "its nodes are made ready" if job.word == "CONFIGURING" else explain_reason(job.reason)
-    if state is RunState.RUNNING and job is not None:
-        return _HALTED.get(job.word, "")
-    if state in (RunState.FINISHED, RunState.RUNNING):
+    if state is RunState.RUNNING:
+        return (_HALTED.get(job.word, "") if job is not None else "") or files.slow_because
+    if state is RunState.FINISHED:
         return ""
     if not files.ledger:
         return _explain_without_attempt(files, job, state, slurm_answers=slurm_answers)

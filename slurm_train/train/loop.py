@@ -22,6 +22,7 @@ from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.step_times import StepTimes
 from slurm_train.train.health import Finding, Health
+from slurm_train.train.pace import PaceProbe
 from slurm_train.train.recorder import Recorder
 from slurm_train.train.save_pace import SavePace
 from slurm_train.train.saving import Checkpointer, Position
@@ -81,6 +82,7 @@ class LoopParts:
     health: Health
     heartbeat: Heartbeat
     step_times: StepTimes
+    probe: PaceProbe
     check_replicas: Callable[[int], None]
     """Raises on every rank if the ranks' parameters differ; given the step. Collective."""
 
@@ -191,12 +193,16 @@ class Loop:
         facts = StepFacts(step, samples, self._parts.schedule.lr_at(samples), limit)
         self._parts.heartbeat.step = step
         self._digest = 0
+        self._parts.probe.begin()
         result = self._timed(facts)
         if pace.digest:
+            start = self._clock()
             self._digests[step] = _sum_over_ranks(self._digest if pace.counts else 0)
+            self._parts.probe.exchange_s += self._clock() - start
         position.step, position.samples = step, samples
         if result is not None:
             self._take(result)
+        self._parts.probe.end()
 
     def _timed(self, facts: StepFacts) -> StepResult | None:
         """Takes the step; an attempt's first is not counted, its time is start-up."""

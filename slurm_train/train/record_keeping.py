@@ -1,4 +1,4 @@
-"""Builds what keeps record of a training: rank 0's recorder, and each rank's counts of step times."""
+"""Builds what keeps record of a training: rank 0's recorder, each rank's counts of step times and its pace."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from slurm_train.metrics.writer import MetricsWriter
 from slurm_train.rundir.step_times import StepTimes
 from slurm_train.rundir.timing import Spent, account_path
 from slurm_train.train.flops import peak_flops
+from slurm_train.train.loop import TakesSteps
+from slurm_train.train.pace import PaceProbe
 from slurm_train.train.recorder import Recorder, RunFacts
 from slurm_train.train.start import RankStart
+from slurm_train.train.step import Stepper
 
 if TYPE_CHECKING:
     from slurm_train.train.trainer import Built, RankRun
@@ -45,3 +48,14 @@ def build_step_times(start: RankStart) -> StepTimes:
     times = StepTimes(start.run, start.attempt, rank=place.rank, host=place.host, clock=start.clock)
     start.heartbeat.also = times.keep_when_due
     return times
+
+
+def build_probe(rank_run: RankRun, stepper: TakesSteps) -> PaceProbe:
+    """Returns what measures how much of a step is this rank's own work; nothing where DDP and its timers are not."""
+    return PaceProbe(
+        stepper.ddp if isinstance(stepper, Stepper) else None,
+        rank_run.start.heartbeat,
+        every=rank_run.start.config.health.pace_every_steps,
+        data_wait_s=lambda: stepper.data_wait_s,
+        on_device=rank_run.device.type != "cpu",
+    )

@@ -107,7 +107,8 @@ class Stepper:
         self.data_wait_s = 0.0
         self._parts = parts
         self._mark, self._clock = parts.heartbeat.mark, parts.heartbeat.clock
-        self._ddp, self._module, self._optimizer = parts.ddp, parts.module, parts.optimizer
+        self.ddp = self._ddp = parts.ddp
+        self._module, self._optimizer = parts.module, parts.optimizer
         self._update = Update(parts.optimizer)
         self._parameters = self._update.parameters
         self._rider = parts.module.rider

@@ -54,7 +54,7 @@ from slurm_train.train.layout import (
 from slurm_train.train.local_tier import build_local_saves
 from slurm_train.train.loop import Evaluates, Loop, LoopPace, LoopParts, TakesSteps
 from slurm_train.train.module import TrainingModule
-from slurm_train.train.record_keeping import build_recorder, build_step_times
+from slurm_train.train.record_keeping import build_probe, build_recorder, build_step_times
 from slurm_train.train.recorder import Recorder
 from slurm_train.train.save_pace import build_save_pace
 from slurm_train.train.saving import Checkpointer, Position
@@ -167,8 +167,9 @@ def build_loop(
         for note in notes:
             display.say(note)
     autocast = autocast_dtype(config.train, device=rank_run.device)
+    stepper = build_any_stepper(rank_run, built, objective=objective, before_update=checkpointer.hold_changes)
     parts = LoopParts(
-        stepper=build_any_stepper(rank_run, built, objective=objective, before_update=checkpointer.hold_changes),
+        stepper=stepper,
         batches=build_stream(rank_run, built.train, start_samples=position.samples),
         schedule=build_run_schedule(start, position),
         checkpointer=checkpointer,
@@ -181,6 +182,7 @@ def build_loop(
         health=health,
         heartbeat=start.heartbeat,
         step_times=build_step_times(start),
+        probe=build_probe(rank_run, stepper),
         check_replicas=build_replica_check(rank_run, built.model),
     )
     return Loop(parts, pace=build_pace(rank_run), position=position), recorder

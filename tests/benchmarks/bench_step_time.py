@@ -2,8 +2,9 @@
 
 All four train the same model on the same in-memory batches with the same optimizer flags in one process group, in
 turns (A B C D A B C D ...), so noise of the machine hits all alike. "Everything on" is: rider, clipping, schedule,
-metrics.jsonl every 10 steps, display, stop flag and STOP file, heartbeat, garbage collector control. Peers get what
-they offer for the same: clipping and a schedule; Lightning a CSV log every 10 steps too. No peer pays for a DataLoader.
+metrics.jsonl every 10 steps, display, stop flag and STOP file, heartbeat, look for stragglers, garbage collector
+control. Peers get what they offer for the same: clipping and a schedule; Lightning a CSV log every 10 steps too. No
+peer pays for a DataLoader.
 
     python tests/benchmarks/bench_step_time.py [--rounds 20] [--out result.json]
 """
@@ -177,17 +178,20 @@ def bare_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int]
     return lambda steps: timed(run, steps)
 
 
-def our_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int], tuple[float, float]]:
+def our_loop(
+    hidden: int, layers: int, batch: int, rank: int, pace: Any = "auto"
+) -> Callable[[int], tuple[float, float]]:
     import torch
 
     from slurm_train.config.batch import BatchPlan
-    from slurm_train.config.schema import CheckpointSection, OptimSection, RunConfig, TrainSection
+    from slurm_train.config.schema import CheckpointSection, HealthSection, OptimSection, RunConfig, TrainSection
     from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.metrics.progress import LineDisplay
     from slurm_train.requeue.signals import StopFlag
     from slurm_train.rundir.heartbeat import BeatSource, Limits
     from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.timing import Spent
     from slurm_train.train.build import build_optimizer
     from slurm_train.train.start import RankStart
     from slurm_train.train.trainer import Built, RankRun, build_loop
@@ -196,6 +200,7 @@ def our_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int],
         optim=OptimSection(lr=LR, betas=[0.9, 0.999], weight_decay=0.01, grad_clip_norm=CLIP),
         train=TrainSection(max_steps=10**6),
         checkpoint=CheckpointSection(every_steps=None),
+        health=HealthSection(pace_every_steps=pace),
     )
     start = RankStart(
         config=config,
@@ -214,7 +219,7 @@ def our_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int],
     optimizer = build_optimizer(model, optim=config.optim)
     built = Built(model=model, optimizer=optimizer, train=TensorSource(), heldout=None, flops_per_token=0.0)
     display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if rank == 0 else None
-    loop, _ = build_loop(rank_run, built, display=display)
+    loop, _ = build_loop(rank_run, built, display=display, spent=Spent(begin_unix_s=time.time()))
     return lambda steps: timed(lambda count: loop.advance(loop.position.step + count), steps)
 
 

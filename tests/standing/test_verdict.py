@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir.lock import Holder, take_lock, this_process
+from slurm_train.rundir.stragglers import Finding, PaceWindow, append_window
 from slurm_train.slurm.queue_view import Look
 from slurm_train.standing.facts import Standing, Subject, standing_of
 from slurm_train.standing.files import read_files
@@ -167,3 +168,22 @@ def test_a_dead_process_is_not(has_run: Any) -> None:
     take_lock(run, dead, is_alive=lambda _holder: True)
     found = standing_of(Subject(run), read_files(run), Look(), now_unix_s=time.time())
     assert (found.state, found.note) == (RunState.INTERRUPTED, "what ran it is gone; `resume 3f9a1c07` continues")
+
+
+def test_a_running_attempt_says_who_slows_it_down(has_run: Any) -> None:
+    run = has_run(ledger=attempt(0) + attempt(1), job_ids=("12",))
+    finding = Finding(
+        kind="straggler",
+        ranks=(3,),
+        hosts=("node2",),
+        factor=1.6,
+        lost_share=0.3,
+        sentence="rank 3 on node2 is 1.60x as slow as the others",
+        advice="leave its node out",
+    )
+    for number, note in ((0, ""), (1, "rank 3 on node2 is 1.60x as slow as the others (leave its node out)")):
+        facts = {"begin_unix_s": 1.0, "end_unix_s": 2.0, "from_step": 1, "to_step": 9, "samples": 4}
+        append_window(run, PaceWindow(attempt=number, ranks=(), findings=(finding,), **facts))
+        look = Look(jobs={"12": job_state("12", "RUNNING", **NODE_1)}, age_s=0.0)
+        found = standing_of(Subject(run), read_files(run), look, now_unix_s=time.time())
+        assert (found.state, found.note) == (RunState.RUNNING, note)

@@ -1,0 +1,90 @@
+"""The look for stragglers: a thread of the supervisor that reads the ranks' heartbeats and writes what it finds.
+
+It changes nothing about the run. The ranks pay for their own sampling only; a rank that is slow cannot keep this
+thread from saying so, since it runs outside of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from slurm_train.config.schema import RunConfig
+from slurm_train.requeue.stragglers import Judge, WindowCutter
+from slurm_train.rundir.events import append_event
+from slurm_train.rundir.heartbeat import read_beats
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.stragglers import Finding, PaceWindow, append_window
+
+_LOOK_EVERY_S = 2.0
+_LONGEST_WINDOW_S = 60.0
+# A line has some 40 bytes per rank: a thousand ranks get one in eight minutes.
+_RANKS_PER_LONGEST = 128
+
+
+@contextlib.contextmanager
+def minding_stragglers(run: RunDirectory, attempt: int, *, config: RunConfig, world_size: int) -> Iterator[None]:
+    """Looks for stragglers among an attempt's ranks while the body waits for them.
+
+    Args:
+        run: the run.
+        attempt: number of the attempt.
+        config: says whether and how; a user's own function or script measures nothing.
+        world_size: ranks; one alone has nobody to wait for.
+    """
+    if config.health.pace_every_steps is None or not config.trains:
+        yield
+        return
+    done = threading.Event()
+    longest_s = _LONGEST_WINDOW_S * max(1.0, world_size / _RANKS_PER_LONGEST)
+    watch = _Watch(
+        run, attempt, config.health.straggler_excess, WindowCutter(attempt, world_size=world_size, longest_s=longest_s)
+    )
+    thread = threading.Thread(target=watch.run, args=(done,), name="stragglers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class _Watch:
+    """The thread's part."""
+
+    def __init__(self, run: RunDirectory, attempt: int, excess: float, cutter: WindowCutter) -> None:
+        self._run, self._attempt, self._cutter = run, attempt, cutter
+        self._judge = Judge(excess=excess)
+        self._said: set[tuple[str, tuple[int, ...]]] = set()
+
+    def run(self, done: threading.Event) -> None:
+        """Looks until told to end, and then at what the ranks have left."""
+        while not done.wait(_LOOK_EVERY_S):
+            self._take(self._cutter.look(read_beats(self._run, self._attempt), time.time()))
+        self._take(self._cutter.look(read_beats(self._run, self._attempt), time.time()))
+        if (rest := self._cutter.rest()) is not None:
+            # What is left is shorter than a window, so nothing is concluded from it.
+            append_window(self._run, rest)
+
+    def _take(self, window: PaceWindow | None) -> None:
+        if window is None:
+            return
+        judged = self._judge.take(window)
+        append_window(self._run, judged)
+        for finding in judged.findings:
+            if (finding.kind, finding.ranks) not in self._said:
+                self._said.add((finding.kind, finding.ranks))
+                self._say(finding)
+
+    def _say(self, finding: Finding) -> None:
+        facts: dict[str, Any] = {"kind": finding.kind, "ranks": list(finding.ranks), "hosts": list(finding.hosts)}
+        facts |= {"factor": finding.factor, "lost_share": finding.lost_share}
+        with contextlib.suppress(OSError):
+            append_event(
+                self._run, "slow", attempt=self._attempt, sentence=finding.sentence, advice=finding.advice, **facts
+            )
+        print(f"slurm_train: {finding.sentence}; {finding.advice}", file=sys.stderr, flush=True)
