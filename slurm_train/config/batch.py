@@ -13,6 +13,8 @@ from slurm_train.config.schema import BatchSection, LrRetune, OptimSection
 from slurm_train.errors import BatchError
 
 _BATCHES_PER_STAGE = 4
+LEAST_SHARE = 4
+"""A batch by length has at least a fourth of the mean number of samples, however long they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,27 @@ def _solve(asked: BatchSection, ranks: int) -> BatchPlan:
     if asked.local_size is not None:
         return BatchPlan(local_size=asked.local_size, ranks=ranks, accumulation=rest)
     return BatchPlan(local_size=rest, ranks=ranks, accumulation=asked.accumulation or 1)
+
+
+def require_parts(asked: BatchSection, plan: BatchPlan, *, stages: int = 1) -> None:
+    """Does nothing where every micro-batch gets a sample, however long the samples of a batch are.
+
+    Raises:
+        BatchError: batches by length may have fewer samples than there are micro-batches, or flow through a pipeline.
+    """
+    if asked.by_length and stages > 1:
+        raise BatchError(
+            f"batch.by_length=true in a pipeline of {stages} stages, which exchange micro-batches of one shape",
+            hint="leave batch.by_length at false, or parallel.pp at 1",
+        )
+    parts = plan.ranks * plan.accumulation
+    if not asked.by_length or parts == 1 or plan.global_size >= LEAST_SHARE * parts:
+        return
+    raise BatchError(
+        f"batch.by_length=true with a global batch of {plan.as_sum()}: a batch of long samples has as few as "
+        f"{max(1, plan.global_size // LEAST_SHARE)} of them, for {parts} micro-batches",
+        hint=f"set batch.global_size to {LEAST_SHARE * parts} or more, or lower batch.accumulation",
+    )
 
 
 def recut_batch(global_size: int, *, ranks: int, local_size: int, stages: int = 1) -> BatchPlan:

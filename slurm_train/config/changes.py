@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slurm_train.config.identity import NOT_IDENTITY, identity
+from slurm_train.config.identity import LATER, NOT_IDENTITY, identity
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.structure import flat, to_mapping
 
 Kind = Literal["harmless", "training", "impossible"]
 
 # The data set's own fingerprint tells whether these matter.
-_DATA_HARMLESS = ("data.num_workers",)
+_DATA_HARMLESS = ("data.num_workers", "data.prefetch")
 _DATA_MOVED = ("data.path",)
 _OURS = "slurm_train."
 _SHAPES = {
@@ -33,6 +33,8 @@ _OPEN = ("model", "data", "task")
 _CONSEQUENCES = {
     "seed": "another order: some samples of this epoch come twice, others not at all",
     "data": "what is left of this epoch is drawn from other samples",
+    "batch.by_length": "other batches from here on: of the samples of one pool some come twice, others not at all",
+    "batch.pool": "other batches from here on: of the samples of one pool some come twice, others not at all",
     "batch.global_size": "other steps; optim.lr_retune says what becomes of the learning rate",
     "train.max_steps": "the schedule is stretched or cut from here on",
 }
@@ -128,6 +130,7 @@ def training_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Cha
     A key that only one of them has is another version's, and does not count; in open sections it does.
     """
     found = []
+    old, new = {**LATER, **old}, {**LATER, **new}
     for key in _keys(old, new):
         is_open = key.split(".")[0] in _OPEN
         was, now = _get(old, key), _get(new, key)

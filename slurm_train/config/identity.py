@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from slurm_train.config.schema import RunConfig
@@ -40,6 +41,10 @@ NOT_IDENTITY = (
 )
 
 
+LATER: Mapping[str, Any] = {"batch.by_length": False, "batch.pool": 64}
+"""Keys that came later, with what was before them: at that value the hash leaves them out: old runs keep ids."""
+
+
 def identity(config: RunConfig, *, global_size: int) -> dict[str, Any]:
     """Returns the part of a configuration that decides what is trained.
 
@@ -63,7 +68,12 @@ def identity(config: RunConfig, *, global_size: int) -> dict[str, Any]:
 
 def config_hash(config: RunConfig, *, global_size: int) -> str:
     """Returns the hash of what is trained, 64 hex digits (sha256 of canonical JSON)."""
-    text = json.dumps(identity(config, global_size=global_size), sort_keys=True, separators=(",", ":"), default=str)
+    mapping = identity(config, global_size=global_size)
+    for key, before in LATER.items():
+        section, name = key.split(".")
+        if mapping.get(section, {}).get(name) == before:
+            del mapping[section][name]
+    text = json.dumps(mapping, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -42,6 +42,11 @@ class BatchSection:
     """Samples per optimizer step over all ranks."""
     default_global_size: int = 32
     """Global batch where none of the three is given, rounded to the nearest that the ranks can share."""
+    by_length: bool = False
+    """Batches of equal padded size, of samples of about equal length; sizes are means then. The data set says how long
+    its samples are. Other batches than without, but alike for any number of ranks, and as exact to resume."""
+    pool: int = 64
+    """With `by_length`: global batches whose samples are sorted together. More: less padding, less mixing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

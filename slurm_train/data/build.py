@@ -8,6 +8,8 @@ arguments a user's data set may have
 - `collate`: dotted path of a function that makes a batch of a list of items;
 - `keyed_randomness`: seed the random generators before each sample (true); false is faster where nothing is random.
 
+Beside any source may stand `prefetch`: micro-batches that a thread of the training process reads ahead (0).
+
 A callable that takes `split` gets "train" or "heldout", unless the configuration sets `split` itself. One that does
 not, and has no `heldout` beside it, has no held-out samples, and evaluation is left out.
 """
@@ -25,6 +27,7 @@ from slurm_train.errors import ConfigError
 
 _HELDOUT = "heldout"
 _READING = ("num_workers", "collate", "keyed_randomness")
+_PREFETCH = "prefetch"
 
 
 def build_source(config: Mapping[str, Any], *, split: Split, seed: int) -> SampleSource | None:
@@ -53,9 +56,31 @@ def build_source(config: Mapping[str, Any], *, split: Split, seed: int) -> Sampl
     return _adapt(made, reading, seed=seed)
 
 
+def prefetch_depth(config: Mapping[str, Any], source: SampleSource) -> int:
+    """Returns how many micro-batches of the training samples a thread reads ahead, 0 for none.
+
+    Raises:
+        ConfigError: it is no count, or reading these samples in a thread would disturb the training.
+    """
+    depth = config.get(_PREFETCH) or 0
+    if not isinstance(depth, int) or depth < 0:
+        raise ConfigError(f"data.prefetch={depth!r} is no count", hint="set it to 0 or more")
+    if depth and config.get("num_workers"):
+        raise ConfigError(
+            "data.prefetch and data.num_workers both read ahead", hint="keep data.num_workers and drop data.prefetch"
+        )
+    if depth and isinstance(source, MapStyleSource) and source.draws_at_random:
+        raise ConfigError(
+            "data.prefetch reads in a thread, which would share its random generators with the training",
+            hint="read ahead in processes: data.num_workers=N; or say that reading draws nothing at random: "
+            "data.keyed_randomness=false",
+        )
+    return depth
+
+
 def _words_of(config: Mapping[str, Any], split: Split) -> dict[str, Any] | None:
     """Returns the mapping to build a split from, or None where there is none."""
-    words = {str(key): value for key, value in config.items() if key != _HELDOUT}
+    words = {str(key): value for key, value in config.items() if key not in (_HELDOUT, _PREFETCH)}
     if split == "train":
         return words
     other = config.get(_HELDOUT)

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from slurm_train.data.even_cuts import cut_evenly
 from slurm_train.data.permutation import Int64Array
+from slurm_train.data.source import Lengths
 
 
 def evaluation_indices(num_samples: int, *, rank: int, size: int, batch_size: int) -> Iterator[Int64Array]:
@@ -25,3 +27,21 @@ def evaluation_indices(num_samples: int, *, rank: int, size: int, batch_size: in
     first, last = rank * num_samples // size, (rank + 1) * num_samples // size
     for start in range(first, last, batch_size):
         yield np.arange(start, min(start + batch_size, last), dtype=np.int64)
+
+
+def evaluation_by_length(lengths: Lengths, *, rank: int, size: int, batch_size: int) -> Iterator[Int64Array]:
+    """Yields the samples that one rank evaluates, in batches of about equal length; all ranks get equal work.
+
+    Args:
+        lengths: what each held-out sample costs.
+        rank: this data-parallel rank, from 0.
+        size: number of data-parallel ranks.
+        batch_size: samples of a batch on average.
+    """
+    num_parts = min(size * -(-len(lengths) // (size * batch_size)), len(lengths))
+    if not num_parts:
+        return
+    ascending = np.argsort(lengths, kind="stable")
+    borders = cut_evenly(lengths[ascending].astype(np.int64), num_parts)
+    for part in range(rank, num_parts, size):
+        yield ascending[borders[part] : borders[part + 1]]

@@ -60,6 +60,17 @@ class MapStyleSource:
     def __len__(self) -> int:
         return len(self._reader)
 
+    @property
+    def lengths(self) -> Any:
+        """What the data set says about the lengths of its samples, None where it says nothing."""
+        found = getattr(self._reader.dataset, "lengths", None)
+        return found() if callable(found) else found
+
+    @property
+    def draws_at_random(self) -> bool:
+        """Whether reading uses the random generators of this process."""
+        return self._seed is not None and self._tensors is None
+
     def fingerprint(self) -> str:
         """Returns the data set's own `fingerprint()`, else a hash of its class and length."""
         dataset = self._reader.dataset

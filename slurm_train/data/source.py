@@ -7,11 +7,16 @@ stream's. Whatever is random about reading a sample is keyed by the draw, never 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slurm_train.data.permutation import Int64Array
+from slurm_train.errors import DataError
+
+Lengths = NDArray[np.integer[Any]]
 
 
 class Draw(NamedTuple):
@@ -46,6 +51,28 @@ class SampleSource(Protocol):
     def fingerprint(self) -> str:
         """Returns 32 hex digits that change when the samples or their numbering change."""
         ...
+
+
+def lengths_of(source: SampleSource) -> Lengths:
+    """Returns what each sample costs, whole numbers (len(source),).
+
+    A source, or the map-style data set that it reads, says it by an attribute or method `lengths`: a numpy array (a
+    memory-mapped one will do), a tensor or a list.
+
+    Raises:
+        DataError: it does not.
+    """
+    found = getattr(source, "lengths", None)
+    found = found() if callable(found) else found
+    if found is None:
+        raise DataError(
+            f"batch.by_length was asked, but {type(source).__name__} does not say how long its samples are",
+            hint="give the data set an attribute `lengths`: one whole number per sample",
+        )
+    lengths = np.asarray(found)
+    if not np.issubdtype(lengths.dtype, np.integer):
+        raise DataError(f"lengths of samples are {lengths.dtype}", hint="they must be whole numbers")
+    return lengths
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""The micro-batches of one data-parallel rank, in order, from any position on.
+"""The micro-batches of one data-parallel rank, in order, from any position on; here all are of the same size.
 
 Optimizer step s of a run consumes the global positions [c, c + G), c being the samples consumed before it and G the
 global batch. The slice of rank r is contiguous, and so is each of its micro-batches within it; hence every split of G
@@ -16,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from slurm_train.data.evaluation import evaluation_indices
+from slurm_train.data.evaluation import evaluation_by_length, evaluation_indices
+from slurm_train.data.global_batches import Split
 from slurm_train.data.order import SampleOrder
 from slurm_train.data.permutation import Int64Array
-from slurm_train.data.source import Draw, SampleSource, StreamingSource
+from slurm_train.data.source import Draw, Lengths, SampleSource, StreamingSource
 
 # Indices permuted in one call. One step at a time would cost 30 us a step; this many cost 0.1 ms once in many steps.
 _LOOKAHEAD_INDICES = 4096
@@ -69,14 +70,12 @@ class BatchStream:
 
     Args:
         source: where samples come from.
-        order: the run's order of samples.
-        slice: this rank's part of each global batch.
-        start_samples: global samples consumed before the first batch.
+        draws: which ones each micro-batch is made of.
     """
 
-    def __init__(self, source: SampleSource, order: SampleOrder, *, slice: BatchSlice, start_samples: int) -> None:
+    def __init__(self, source: SampleSource, draws: Iterator[Draw]) -> None:
         self._source = source
-        self._draws = draws(order, slice=slice, start_samples=start_samples)
+        self._draws = draws
         self._waiting: deque[Int64Array] = deque()
         self._batches = (
             source.stream(_remember(self._draws, self._waiting)) if isinstance(source, StreamingSource) else None
@@ -100,6 +99,39 @@ def _remember(draws: Iterator[Draw], waiting: deque[Int64Array]) -> Iterator[Dra
         yield draw
 
 
+class EvenBatches:
+    """Global batches of the same number of samples, in the run's order.
+
+    Args:
+        order: the run's order of samples.
+        global_size: samples of a global batch.
+    """
+
+    def __init__(self, order: SampleOrder, *, global_size: int) -> None:
+        self._order, self._global_size = order, global_size
+
+    def size_at(self, _samples: int) -> int:
+        """Returns the number of samples of any global batch."""
+        return self._global_size
+
+    def size_before(self, _samples: int) -> int:
+        """Returns the number of samples of any global batch."""
+        return self._global_size
+
+    def align(self, samples: int) -> int:
+        """Returns the position itself: a global batch may begin anywhere."""
+        return samples
+
+    def sample_ids(self, first: int, count: int) -> Int64Array:
+        """Returns the samples at consecutive positions, int64 (count,)."""
+        return self._order.indices(first, count)
+
+    def draws(self, split: Split, *, start_samples: int) -> Iterator[Draw]:
+        """Yields a rank's micro-batches from a position on, without end."""
+        part = BatchSlice(self._global_size, self._global_size // split.num_parts, split.accumulation, split.rank)
+        return draws(self._order, slice=part, start_samples=start_samples)
+
+
 def draws(order: SampleOrder, *, slice: BatchSlice, start_samples: int) -> Iterator[Draw]:
     """Yields the samples of one micro-batch after another, many steps permuted in one call."""
     # No further ahead than one epoch, or a few samples would need the permutations of thousands of epochs at once.
@@ -116,7 +148,9 @@ def draws(order: SampleOrder, *, slice: BatchSlice, start_samples: int) -> Itera
         consumed += num_steps * slice.global_size
 
 
-def evaluation_batches(source: SampleSource, *, rank: int, size: int, batch_size: int) -> Iterator[tuple[Tensor, ...]]:
+def evaluation_batches(
+    source: SampleSource, *, rank: int, size: int, batch_size: int, lengths: Lengths | None = None
+) -> Iterator[tuple[Tensor, ...]]:
     """Yields the micro-batches that one data-parallel rank evaluates: over all ranks each sample exactly once.
 
     Ranks may get unequal numbers of batches. Randomness of a sample is keyed by its number: every evaluation is alike.
@@ -126,8 +160,12 @@ def evaluation_batches(source: SampleSource, *, rank: int, size: int, batch_size
         rank: this data-parallel rank, from 0.
         size: number of data-parallel ranks.
         batch_size: samples of a batch; the last may be smaller.
+        lengths: what each sample costs, to give all ranks equal work; None: equal numbers of samples.
     """
-    indices = evaluation_indices(len(source), rank=rank, size=size, batch_size=batch_size)
+    if lengths is None:
+        indices = evaluation_indices(len(source), rank=rank, size=size, batch_size=batch_size)
+    else:
+        indices = evaluation_by_length(lengths, rank=rank, size=size, batch_size=batch_size)
     if isinstance(source, StreamingSource):
         return source.stream(Draw(batch, batch) for batch in indices)
     return (source.batch(batch) for batch in indices)

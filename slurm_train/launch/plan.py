@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.config.batch import BatchPlan, planned_lr, recut_batch, solve_batch
+from slurm_train.config.batch import BatchPlan, planned_lr, recut_batch, require_parts, solve_batch
 from slurm_train.config.identity import config_hash
 from slurm_train.config.layout import ParallelLayout
 from slurm_train.config.schema import BatchSection, HealthSection, PreflightSection, RunConfig
@@ -151,6 +151,8 @@ def _assemble(
     config: RunConfig, world: World, layout: ParallelLayout, batch: BatchPlan, *, run: RunDirectory, directory: str
 ) -> RunPlan:
     check_pipeline(config, layout, batch)
+    if config.trains:
+        require_parts(config.batch, batch, stages=layout.pp)
     return RunPlan(
         config=config,
         world=world,
@@ -259,6 +261,7 @@ _COUNTS = (
     "optim.lr_global_size",
     "run.snapshot_limit_mb",
     "sweep.max_parallel",
+    "batch.pool",
 )
 
 

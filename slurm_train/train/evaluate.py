@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurm_train.data.source import SampleSource
+from slurm_train.data.source import Lengths, SampleSource
 from slurm_train.data.stream import evaluation_batches
 from slurm_train.distributed.place import RankPlace
 from slurm_train.models.objective import Objective
@@ -36,6 +36,8 @@ class Evaluator:
     autocast: torch.dtype | None
     stop: StopFlag
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    lengths: Lengths | None = None
+    """What each sample costs, where all ranks shall have equal work."""
 
     def evaluate(self) -> dict[str, float] | None:
         """Returns "eval_loss" and what else the objective counts, the same on every rank. Collective.
@@ -45,11 +47,7 @@ class Evaluator:
         broadcast_buffers(self.objective)
         self.objective.eval()
         try:
-            sums = self._sums(
-                evaluation_batches(
-                    self.source, rank=self.place.rank, size=self.place.world_size, batch_size=self.batch_size
-                )
-            )
+            sums = self._sums(self._batches())
         finally:
             self.objective.train()
         self.heartbeat.mark("gather")
@@ -58,6 +56,16 @@ class Evaluator:
         if any(of_rank is None for of_rank in of_ranks):
             return None
         return measures(of_ranks, bytes_per_item=getattr(self.source, "bytes_per_target", None))
+
+    def _batches(self) -> Iterator[tuple[Tensor, ...]]:
+        place = self.place
+        return evaluation_batches(
+            self.source,
+            rank=place.rank,
+            size=place.world_size,
+            batch_size=self.batch_size,
+            lengths=self.lengths,
+        )
 
     @torch.no_grad()
     def _sums(self, batches: Iterator[tuple[Tensor, ...]]) -> dict[str, float] | None:

@@ -43,7 +43,8 @@ class HealthParts:
     attempt: int
     is_first: bool
     """Whether this is rank 0, which writes."""
-    global_size: int
+    size_before: Callable[[int], int]
+    """Gives the number of samples of the step that brought the run to a position."""
     sample_ids: Callable[[int, int], list[int]]
     """Gives the samples at so many positions of the run's order, from one on."""
     say: Callable[[str], None]
@@ -155,7 +156,8 @@ class Health:
     def _tell(self, finding: Finding) -> None:
         if not self._parts.is_first:
             return
-        facts, size = finding.result.facts, self._parts.global_size
+        facts = finding.result.facts
+        size = self._parts.size_before(facts.samples)
         first = facts.samples - size
         append_event(
             self._parts.run,

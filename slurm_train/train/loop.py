@@ -68,6 +68,8 @@ class LoopParts:
 
     stepper: TakesSteps
     batches: Iterator[MicroBatch]
+    size_at: Callable[[int], int]
+    """Samples of the global batch at a position."""
     schedule: Schedule
     checkpointer: Checkpointer
     save_pace: SavePace
@@ -94,7 +96,6 @@ class LoopPace:
     max_steps: int
     log_every: int
     eval_every: int | None
-    global_size: int
     seed: int
     random_stream: int
     """Number of this rank's stream of dropout."""
@@ -186,7 +187,7 @@ class Loop:
 
     def _step(self) -> None:
         position, pace = self.position, self._pace
-        step, samples = position.step + 1, position.samples + pace.global_size
+        step, samples = position.step + 1, position.samples + self._parts.size_at(position.samples)
         # Dropout is keyed by the step, so a resumed run draws what an uninterrupted one would have drawn.
         _reseed(mix(pace.seed, step, pace.random_stream))
         limit = self._parts.health.loss_limit(position)

@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 
 from slurm_train.config.batch import planned_lr
 from slurm_train.data.build import build_source
-from slurm_train.data.order import SampleOrder
-from slurm_train.data.source import SampleSource
-from slurm_train.data.stream import BatchSlice, BatchStream
+from slurm_train.data.global_batches import GlobalBatches
+from slurm_train.data.source import SampleSource, lengths_of
 from slurm_train.distributed.group import choose_device, shutdown, use_steady_timeout
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import seed_everything
@@ -42,6 +41,7 @@ from slurm_train.train.build import (
 )
 from slurm_train.train.continuity import build_continuity
 from slurm_train.train.evaluate import Evaluator
+from slurm_train.train.feed import build_global_batches, build_stream
 from slurm_train.train.flops import flops_per_token
 from slurm_train.train.health import Health, HealthParts, position_after_rollbacks
 from slurm_train.train.layout import (
@@ -157,7 +157,7 @@ def build_loop(
     objective = build_objective(built.model, train=config.train) if layout.is_replicated else Objective(built.model)
     checkpointer = build_checkpointer(rank_run, built)
     position, notes = checkpointer.resume()
-    health = build_health(rank_run, built, checkpointer=checkpointer, position=position, display=display)
+    batches, health = build_order(rank_run, built, checkpointer=checkpointer, position=position, display=display)
     if position.step == 0:
         seed_everything(config.seed, data_parallel_rank=layout.data_parallel_index(start.place.rank))
     recorder = None
@@ -170,7 +170,8 @@ def build_loop(
     stepper = build_any_stepper(rank_run, built, objective=objective, before_update=checkpointer.hold_changes)
     parts = LoopParts(
         stepper=stepper,
-        batches=build_stream(rank_run, built.train, start_samples=position.samples),
+        batches=build_stream(start, built.train, batches, start_samples=position.samples),
+        size_at=batches.size_at,
         schedule=build_run_schedule(start, position),
         checkpointer=checkpointer,
         save_pace=build_save_pace(config.checkpoint, run=start.run, start_step=position.step, clock=start.clock),
@@ -209,25 +210,25 @@ def build_stopping(rank_run: RankRun, *, spent: Spent | None) -> Stopping:
     return Stopping(start.run, start.attempt, stop=start.stop, spent=spent, group=dist.group.WORLD)
 
 
-def build_health(
+def build_order(
     rank_run: RankRun, built: Built, *, checkpointer: Checkpointer, position: Position, display: Display | None
-) -> Health:
-    """Returns what judges the steps; moves the position past what a rollback has passed over. Collective."""
+) -> tuple[GlobalBatches, Health]:
+    """Returns what every step takes, and what judges it; moves the position past what was passed over. Collective."""
     start, group = rank_run.start, dist.group.WORLD
-    order = SampleOrder(len(built.train), seed=start.config.seed)
     position.samples, num_rollbacks = position_after_rollbacks(start.run, position, group=group)
+    batches = build_global_batches(start, built.train, position)
     parts = HealthParts(
         settings=start.config.health,
         run=start.run,
         attempt=start.attempt,
         is_first=start.place.is_first,
-        global_size=start.plan.global_size,
-        sample_ids=lambda first, count: [int(sample) for sample in order.indices(first, count)],
+        size_before=batches.size_before,
+        sample_ids=lambda first, count: [int(sample) for sample in batches.sample_ids(first, count)],
         say=print if display is None else display.say,
         checkpointer=checkpointer,
         group=group,
     )
-    return Health(parts, num_rollbacks=num_rollbacks)
+    return batches, Health(parts, num_rollbacks=num_rollbacks)
 
 
 def build_evaluator(
@@ -248,6 +249,7 @@ def build_evaluator(
         autocast=autocast,
         stop=start.stop,
         heartbeat=start.heartbeat,
+        lengths=lengths_of(built.heldout) if start.config.batch.by_length else None,
     )
 
 
@@ -258,7 +260,6 @@ def build_pace(rank_run: RankRun) -> LoopPace:
         max_steps=config.train.max_steps,
         log_every=config.train.log_every_steps,
         eval_every=config.train.eval_every_steps,
-        global_size=rank_run.start.plan.global_size,
         seed=config.seed,
         random_stream=layout.random_stream(rank),
         counts=layout.speaks_for_samples(rank),
@@ -300,15 +301,6 @@ def build_stepper(
         heartbeat=rank_run.start.heartbeat,
     )
     return Stepper(parts)
-
-
-def build_stream(rank_run: RankRun, source: SampleSource, *, start_samples: int) -> BatchStream:
-    """Returns this rank's micro-batches from a position on."""
-    plan, place = rank_run.start.plan, rank_run.start.place
-    index = rank_run.start.layout.data_parallel_index(place.rank)
-    part = BatchSlice(plan.global_size, plan.local_size, plan.accumulation, index)
-    order = SampleOrder(len(source), seed=rank_run.start.config.seed)
-    return BatchStream(source, order, slice=part, start_samples=start_samples)
 
 
 def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_train.config.batch import BatchPlan, nearest_divisors, nearest_multiples, planned_lr, retune_lr, solve_batch
+from slurm_train.config.batch import (
+    BatchPlan,
+    nearest_divisors,
+    nearest_multiples,
+    planned_lr,
+    require_parts,
+    retune_lr,
+    solve_batch,
+)
 from slurm_train.config.schema import BatchSection, LrRetune, OptimSection
 from slurm_train.errors import BatchError
 
@@ -143,3 +151,13 @@ def test_the_learning_rate_stays_where_it_was_tuned_for_this_very_batch(rule: Lr
 def test_the_arithmetic_reads_as_a_sum() -> None:
     plan = BatchPlan(local_size=2, ranks=32, accumulation=1)
     assert plan.as_sum() == "64 = 2 local x 32 ranks x 1 accumulation"
+
+
+def test_batches_by_length_need_four_samples_per_micro_batch() -> None:
+    asked = BatchSection(global_size=24, by_length=True)
+    require_parts(asked, solve_batch(asked, ranks=6))
+    with pytest.raises(BatchError, match="as few as 6 of them, for 8 micro-batches") as caught:
+        require_parts(asked, solve_batch(asked, ranks=8))
+    assert caught.value.hint == "set batch.global_size to 32 or more, or lower batch.accumulation"
+    require_parts(BatchSection(global_size=24), solve_batch(asked, ranks=8))
+    require_parts(asked, BatchPlan(local_size=1, ranks=1, accumulation=1))

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from slurm_train.data.build import build_source
+from slurm_train.data.build import build_source, prefetch_depth
 from slurm_train.data.digits import DigitsSource
 from slurm_train.data.mapstyle import MapStyleSource
-from slurm_train.errors import ConfigError
+from slurm_train.data.source import lengths_of
+from slurm_train.errors import ConfigError, DataError
 
 HERE = __name__
 
@@ -79,3 +80,45 @@ def test_unknown_keyword_names_the_accepted_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         build_source({"_target_": "my_data.Plain", "lenght": 3}, split="train", seed=0)
     assert str(caught.value) == "my_data.Plain does not take 'lenght'; it takes length\nhint: did you mean length?"
+
+
+class Measured(Plain):
+    lengths = (3, 1, 4, 1, 5)
+
+
+class Wrong(Plain):
+    lengths = (3.5, 1.0, 4.0, 1.0, 5.0)
+
+
+def source_of(name: str, **words: Any) -> MapStyleSource:
+    source = build_source({"_target_": f"my_data.{name}", **words}, split="train", seed=0)
+    assert isinstance(source, MapStyleSource)
+    return source
+
+
+def test_lengths_are_those_that_the_data_set_says() -> None:
+    assert lengths_of(source_of("Measured")).tolist() == [3, 1, 4, 1, 5]
+    with pytest.raises(DataError, match="MapStyleSource does not say how long its samples are"):
+        lengths_of(source_of("Plain"))
+    with pytest.raises(DataError, match="lengths of samples are float64"):
+        lengths_of(source_of("Wrong"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"prefetch": -1}, "data.prefetch=-1 is no count"),
+        ({"prefetch": 2, "num_workers": 1, "keyed_randomness": False}, "both read ahead"),
+        ({"prefetch": 2}, "would share its random generators with the training"),
+    ],
+)
+def test_reading_ahead_in_a_thread_is_refused_where_it_would_disturb(words: dict[str, Any], message: str) -> None:
+    source = source_of("Plain", **words)
+    with pytest.raises(ConfigError, match=message):
+        prefetch_depth({"_target_": "my_data.Plain", **words}, source)
+
+
+def test_reading_ahead_in_a_thread_takes_any_source_that_draws_nothing() -> None:
+    words = {"prefetch": 3, "keyed_randomness": False}
+    assert prefetch_depth(words, source_of("Plain", **words)) == 3
+    assert prefetch_depth({}, source_of("Plain")) == 0

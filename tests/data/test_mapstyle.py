@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from slurm_train.data.mapstyle import MapStyleSource
 from slurm_train.data.order import SampleOrder
-from slurm_train.data.stream import BatchSlice, BatchStream
+from slurm_train.data.stream import BatchSlice, BatchStream, draws
 from slurm_train.errors import DataError
 
 
@@ -45,12 +45,8 @@ class KillsItsWorker(Noisy):
 
 
 def read(source: MapStyleSource, *, local: int = 4, rank: int = 0, ranks: int = 1, count: int = 10) -> list[Any]:
-    stream = BatchStream(
-        source,
-        SampleOrder(len(source), seed=1),
-        slice=BatchSlice(local * ranks, local, 1, rank),
-        start_samples=0,
-    )
+    part = BatchSlice(local * ranks, local, 1, rank)
+    stream = BatchStream(source, draws(SampleOrder(len(source), seed=1), slice=part, start_samples=0))
     return list(islice(stream, count))
 
 
@@ -109,7 +105,7 @@ class Ones(Dataset):
         return torch.ones(1)
 
 source = MapStyleSource(Ones(), num_workers=2)
-stream = BatchStream(source, SampleOrder(100, seed=0), slice=BatchSlice(4, 4, 1, 0), start_samples=0)
+stream = BatchStream(source, draws(SampleOrder(100, seed=0), slice=BatchSlice(4, 4, 1, 0), start_samples=0))
 next(stream)
 print("read", flush=True)
 sys.exit(3)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slurm_train.data.order import SampleOrder
-from slurm_train.data.stream import BatchSlice, BatchStream, MicroBatch, evaluation_batches
+from slurm_train.data.stream import BatchSlice, BatchStream, MicroBatch, draws, evaluation_batches
 
 
 class Numbers:
@@ -34,7 +34,7 @@ def read_steps(num_samples: int, *, local: int, accumulation: int, ranks: int, s
     per_rank = []
     for rank in range(ranks):
         part = BatchSlice(local * accumulation * ranks, local, accumulation, rank)
-        stream = BatchStream(source, order, slice=part, start_samples=start)
+        stream = BatchStream(source, draws(order, slice=part, start_samples=start))
         batches = list(islice(stream, steps * accumulation))
         assert all(np.array_equal(batch.indices, batch.tensors[0].numpy()) for batch in batches)
         per_rank.append(np.stack([batch.indices for batch in batches]).reshape(steps, -1))
@@ -80,7 +80,7 @@ def test_resume_with_another_world_size_continues_the_stream() -> None:
 
 
 def test_micro_batch_unpacks_into_indices_and_tensors() -> None:
-    stream = BatchStream(Numbers(8), SampleOrder(8, seed=0), slice=BatchSlice(4, 4, 1, 0), start_samples=0)
+    stream = BatchStream(Numbers(8), draws(SampleOrder(8, seed=0), slice=BatchSlice(4, 4, 1, 0), start_samples=0))
     batch = next(iter(stream))
     assert isinstance(batch, MicroBatch)
     indices, (numbers,) = batch

@@ -125,6 +125,29 @@ class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return self.tokens[index, :-1], self.tokens[index, 1:]
 
 
+class Sequences(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Sequences of very unequal lengths; each number is to be told by its sign.
+
+    Args:
+        split: "train" or "heldout".
+    """
+
+    def __init__(self, *, split: str = "train") -> None:
+        generator = torch.Generator().manual_seed(5 if split == "train" else 6)
+        size = NUM_SAMPLES if split == "train" else 23
+        self.lengths = torch.randint(1, 40, (size,), generator=generator).tolist()
+        self.items = [
+            torch.randn(length, FEATURES, generator=generator, dtype=torch.float64) for length in self.lengths
+        ]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        item = self.items[index]
+        return item, (item.sum(dim=1) > 0).long()
+
+
 class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """Random points with a rule; an odd number of them, so that no split is even.
 

@@ -1,0 +1,307 @@
+"""Variable-length data: batches by length and reading ahead, beside torch's DistributedSampler. Two gloo ranks.
+
+    python -m tests.benchmarks.bench_lengths [--rounds 6] [--out result.json]
+
+A small GPT on sequences of log-normal length (4 to 512 tokens), the same model, data, optimizer and global batch in
+turns: a bare DDP loop over DistributedSampler and DataLoader; our loop with batches of equal numbers of samples; with
+batches by length. Then all over again with samples that take time to read, our loop with and without `data.prefetch`.
+The figures are of whole pools: mean step, its spread from step to step (standard deviation over mean, 95th percentile
+over median), the same spread of the larger rank's padded tokens (what there is to do, whatever else the machine does),
+the part of a step that a rank waits for the other, padding, tokens (padding not counted) per second, and the ratio of
+that to DistributedSampler's in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RANKS, LOCAL, POOL = 2, 16, 32
+NUM_SAMPLES, VOCABULARY, LONGEST = 4096, 257, 512
+READ_S = 0.0015
+"""What reading one sample takes in the second part: a file on a busy disk."""
+WAYS = {
+    "memory": ("DistributedSampler", "even", "by length"),
+    "slow reading": ("DistributedSampler", "by length", "by length, prefetch 4"),
+}
+
+
+class Turn(NamedTuple):
+    """What one rank saw of the steps of one turn."""
+
+    step_s: list[float]
+    tokens: int
+    sizes: list[int]
+    """Padded tokens of each step; with reading ahead, of what was read meanwhile."""
+    wait_share: float
+
+
+Run = Callable[[int], Turn]
+
+
+def main() -> None:
+    """Starts the ranks of each part and prints rank 0's table; in a rank, measures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--part", choices=list(WAYS), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.part:
+        measure(options.part, rounds=options.rounds, out=options.out)
+        return
+    results = {part: run_ranks(part, options.rounds) for part in WAYS}
+    head = ("step ms", "std/mean", "p95/p50", "work std", "waits", "padding", "tokens/s", "x sampler")
+    for part, ways in results.items():
+        print(f"{part:<24}" + "".join(f"{name:>11}" for name in head))
+        for name, facts in ways.items():
+            print(
+                f"  {name:<22}{facts['ms']:>11.1f}{facts['spread']:>11.2f}{facts['tail']:>11.2f}{facts['work']:>11.2f}"
+                f"{facts['waits']:>11.0%}"
+                f"{facts['padding']:>11.0%}{facts['tokens_per_s']:>11,.0f}{facts['ratio']:>11.2f}"
+            )
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def run_ranks(part: str, rounds: int) -> dict[str, dict[str, float]]:
+    """Runs the ranks of a part; returns what rank 0 measured."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "out.json")
+        words = [sys.executable, "-m", "tests.benchmarks.bench_lengths", "--part", part]
+        words += ["--rounds", str(rounds), "--out", str(out)]
+        env = {**os.environ, "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "GROUP_RANK": "0"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "BENCH_SCRATCH": scratch, "OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen(words, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(RANKS)
+        ]
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            raise SystemExit("a rank failed")
+        found: dict[str, dict[str, float]] = json.loads(out.read_text())
+        return found
+
+
+def measure(part: str, *, rounds: int, out: Path) -> None:
+    """One rank: all ways in turns, whole pools each."""
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    read_s = READ_S if part == "slow reading" else 0.0
+    runs = {name: make_run(name, read_s) for name in WAYS[part]}
+    for run in runs.values():
+        run(POOL // 4)
+    turns: dict[str, list[Turn]] = {name: [] for name in runs}
+    names = list(runs)
+    for number in range(rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            dist.barrier()
+            turns[name].append(runs[name](POOL))
+    of_ranks: list[Any] = [None] * RANKS
+    dist.all_gather_object(of_ranks, turns)
+    if dist.get_rank() == 0:
+        both = {name: [together(pair) for pair in zip(*(own[name] for own in of_ranks), strict=True)] for name in names}
+        out.write_text(json.dumps({name: summary(list_, both[names[0]]) for name, list_ in both.items()}))
+    dist.barrier()
+    os._exit(0)
+
+
+def together(pair: tuple[Turn, ...]) -> Turn:
+    """Returns what the ranks of one turn saw together."""
+    waits = statistics.fmean(turn.wait_share for turn in pair)
+    both = list(zip(*(turn.sizes for turn in pair), strict=True))
+    # A step takes as long as the larger part: the rest of the other is padding, too.
+    return Turn(pair[0].step_s, sum(turn.tokens for turn in pair), [RANKS * max(sizes) for sizes in both], waits)
+
+
+def summary(turns: list[Turn], sampler: list[Turn]) -> dict[str, float]:
+    """Returns the figures of one way."""
+    times = [seconds for turn in turns for seconds in turn.step_s]
+    rates, others = ([turn.tokens / sum(turn.step_s) for turn in some] for some in (turns, sampler))
+    sizes, tokens = [size for turn in turns for size in turn.sizes], sum(turn.tokens for turn in turns)
+    return {
+        "ms": 1e3 * statistics.fmean(times),
+        "spread": statistics.pstdev(times) / statistics.fmean(times),
+        "tail": statistics.quantiles(times, n=20)[-1] / statistics.median(times),
+        "work": statistics.pstdev(sizes) / statistics.fmean(sizes),
+        "waits": statistics.fmean(turn.wait_share for turn in turns),
+        "padding": 1 - tokens / sum(sizes),
+        "tokens_per_s": statistics.median(rates),
+        "ratio": statistics.median(ours / theirs for ours, theirs in zip(rates, others, strict=True)),
+    }
+
+
+def make_run(name: str, read_s: float) -> Run:
+    """Returns what runs so many steps of one way."""
+    if name == "DistributedSampler":
+        return sampler_run(read_s)
+    return our_run(by_length=name != "even", prefetch=4 if "prefetch" in name else 0, read_s=read_s)
+
+
+def make_model() -> Any:
+    import torch
+
+    from slurm_train.models.gpt import GPT
+
+    torch.manual_seed(0)
+    return GPT(vocab_size=VOCABULARY, context=LONGEST, num_layers=2, num_heads=2, width=64)
+
+
+class Sequences:
+    """Sequences of log-normal length; counts what was asked for and how large it was when padded."""
+
+    def __init__(self, read_s: float) -> None:
+        import numpy as np
+        import torch
+
+        lengths = np.random.default_rng(1).lognormal(4.2, 0.8, NUM_SAMPLES).clip(4, LONGEST).astype(np.int64)
+        self.lengths, self.read_s = lengths, read_s
+        self.tokens = torch.randint(0, VOCABULARY, (LONGEST + 1,), generator=torch.Generator().manual_seed(2))
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        time.sleep(self.read_s)
+        length = int(self.lengths[index])
+        return self.tokens[:length], self.tokens[1 : length + 1]
+
+
+class Counts:
+    """Tokens of this rank's batches, with and without padding."""
+
+    def __init__(self) -> None:
+        self.tokens = self.padded = 0
+
+    def pad(self, samples: list[Any]) -> Any:
+        """Collates and counts."""
+        from slurm_train.data.padding import IGNORED, pad
+
+        inputs, targets = pad(samples)
+        self.padded += inputs.numel()
+        self.tokens += int((targets != IGNORED).sum())
+        return inputs, targets
+
+
+class Stopwatch:
+    """Times steps one by one."""
+
+    def __init__(self, counts: Counts, heartbeat: Any) -> None:
+        self._counts, self._heartbeat = counts, heartbeat
+
+    def run(self, step: Callable[[], None], steps: int) -> Turn:
+        """Takes so many steps."""
+        before, pace = self._counts.tokens, self._heartbeat.pace
+        times, sizes = [], []
+        for _ in range(steps):
+            start, padded = time.perf_counter(), self._counts.padded
+            step()
+            times.append(time.perf_counter() - start)
+            sizes.append(self._counts.padded - padded)
+        spent = self._heartbeat.pace.since(pace)
+        share = spent.wait_s / max(spent.wait_s + spent.own_s, 1e-9)
+        return Turn(times, self._counts.tokens - before, sizes, share)
+
+
+def sampler_run(read_s: float) -> Run:
+    """The bare loop over DistributedSampler and DataLoader."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
+
+    from slurm_train.rundir.heartbeat import Heartbeat
+    from slurm_train.train.pace import PaceProbe
+
+    counts, data, heartbeat = Counts(), Sequences(read_s), Heartbeat()
+    sampler: Any = DistributedSampler(data, shuffle=True, seed=3, drop_last=True)  # type: ignore[arg-type]
+    loader = DataLoader(data, batch_size=LOCAL, sampler=sampler, collate_fn=counts.pad, drop_last=True)  # type: ignore
+    model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    probe = PaceProbe(model, heartbeat, every=2, data_wait_s=lambda: 0.0, on_device=False)
+
+    def batches() -> Any:
+        epoch = 0
+        while True:
+            sampler.set_epoch(epoch)
+            yield from loader
+            epoch += 1
+
+    stream = batches()
+
+    def step() -> None:
+        probe.begin()
+        inputs, targets = next(stream)
+        cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        probe.end()
+
+    watch = Stopwatch(counts, heartbeat)
+    return lambda steps: watch.run(step, steps)
+
+
+def our_run(*, by_length: bool, prefetch: int, read_s: float) -> Run:
+    """Our loop with everything on."""
+    import torch
+
+    from slurm_train.config.batch import BatchPlan
+    from slurm_train.config.schema import BatchSection, CheckpointSection, HealthSection, RunConfig, TrainSection
+    from slurm_train.data.mapstyle import MapStyleSource
+    from slurm_train.distributed.greeting import MeetingPoint
+    from slurm_train.distributed.place import RankPlace
+    from slurm_train.metrics.progress import LineDisplay
+    from slurm_train.requeue.signals import StopFlag
+    from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.timing import Spent
+    from slurm_train.train.build import build_optimizer
+    from slurm_train.train.start import RankStart
+    from slurm_train.train.trainer import Built, RankRun, build_loop
+
+    config = RunConfig(
+        batch=BatchSection(by_length=by_length, pool=POOL),
+        data={"_target_": "none", "prefetch": prefetch},
+        train=TrainSection(max_steps=10**6),
+        checkpoint=CheckpointSection(every_steps=None),
+        health=HealthSection(pace_every_steps=2),
+    )
+    start = RankStart(
+        config=config,
+        plan=BatchPlan(local_size=LOCAL, ranks=RANKS, accumulation=1),
+        run=RunDirectory(Path(os.environ["BENCH_SCRATCH"])),
+        place=RankPlace.from_env(os.environ),
+        point=MeetingPoint(master_addr="127.0.0.1", ports=[], run_id="bench", attempt=0, timeout_s=60),
+        attempt=0,
+        stop=StopFlag(),
+        env={},
+    )
+    counts, model = Counts(), make_model()
+    source = MapStyleSource(Sequences(read_s), collate=counts.pad)  # type: ignore[arg-type]
+    built = Built(model=model, optimizer=build_optimizer(model, optim=config.optim), train=source, heldout=None)
+    display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if start.place.is_first else None
+    rank_run = RankRun(start, torch.device("cpu"))
+    loop, _ = build_loop(rank_run, built, display=display, spent=Spent(begin_unix_s=time.time()))
+    watch = Stopwatch(counts, start.heartbeat)
+    return lambda steps: watch.run(lambda: loop.advance(loop.position.step + 1), steps)
+
+
+if __name__ == "__main__":
+    main()
