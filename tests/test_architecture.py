@@ -23,14 +23,15 @@ LAYERS = [
     {"config"},
     {"slurm", "rundir"},
     {"launch", "distributed", "models", "data", "checkpoint", "requeue", "metrics", "devcluster", "site", "standing"},
-    {"train", "doctor", "report"},
+    {"train", "doctor", "report", "scaling"},
     {"cli"},
     {"__main__"},
 ]
 
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
 TORCH_FREE_ROOMS = (
-    *("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster", "site", "standing", "report", "doctor"),
+    *("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster", "site", "standing"),
+    *("report", "doctor", "scaling"),
 )
 TORCH_FREE_MODULES = (
     "errors",

@@ -23,6 +23,7 @@ VERBS = {
     "report": "one HTML page of a run or sweep: curves, speed, where the hours went; needs no network",
     "diff": "what differs between two runs: configuration, code, environment",
     "track": "send a run's metrics to its trackers: what its job could not send",
+    "scaling": "short runs from one rank to all nodes: what limits, and whether more nodes pay",
     "checkpoint": "ls and verify the checkpoints of a run",
     "prepare": "turn text files into token shards",
     "doctor": "what this cluster does to a run; with +cluster=NxG: are its nodes and its network fit?",

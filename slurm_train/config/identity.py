@@ -27,11 +27,13 @@ NOT_IDENTITY = (
     "sweep",
     "track",
     "parallel",
-    "ddp",
+    "ddp.bucket_cap_mb",
+    "ddp.static_graph",
     "batch.local_size",
     "batch.accumulation",
     "batch.default_global_size",
     "train.eval_every_steps",
+    "train.evaluate",
     "train.log_every_steps",
     "train.samples_digest",
     "train.start_timeout_s",
@@ -41,7 +43,14 @@ NOT_IDENTITY = (
 )
 
 
-LATER: Mapping[str, Any] = {"batch.by_length": False, "batch.pool": 64}
+LATER: Mapping[str, Any] = {
+    "batch.by_length": False,
+    "batch.pool": 64,
+    "ddp.comm": "none",
+    "ddp.comm_start_step": 100,
+    "ddp.powersgd_rank": 2,
+    "ddp.average_every_steps": 8,
+}
 """Keys that came later, with what was before them: at that value the hash leaves them out: old runs keep ids."""
 
 
@@ -73,6 +82,8 @@ def config_hash(config: RunConfig, *, global_size: int) -> str:
         section, name = key.split(".")
         if mapping.get(section, {}).get(name) == before:
             del mapping[section][name]
+    if not mapping.get("ddp", True):
+        del mapping["ddp"]
     text = json.dumps(mapping, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

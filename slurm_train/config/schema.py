@@ -83,6 +83,8 @@ class TrainSection:
     """Optimizer steps of the whole run."""
     eval_every_steps: int | None = None
     """Optimizer steps between evaluations; null: only at the end."""
+    evaluate: bool = True
+    """Whether the held-out samples are looked at, where there are some; false for a run that is only timed."""
     log_every_steps: int = 10
     """Optimizer steps between lines of metrics.jsonl."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -114,6 +116,15 @@ class DdpSection:
     """Size of a gradient bucket."""
     static_graph: bool = False
     """Promise that every step uses the same parameters."""
+    comm: Literal["none", "bf16", "powersgd", "post_local_sgd"] = "none"
+    """How gradients are exchanged, for slow networks: in full; in bfloat16; as thin matrices (PowerSGD); within each
+    node only, with averages of the parameters now and then. All but none train a little differently."""
+    comm_start_step: int = 100
+    """Steps that powersgd and post_local_sgd exchange in full at the beginning of a run."""
+    powersgd_rank: int = 2
+    """Columns of PowerSGD's matrices: more are nearer to the gradients and more bytes."""
+    average_every_steps: int = 8
+    """Optimizer steps between averages of the parameters with post_local_sgd."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,11 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
             f"parallel.cp={layout.cp} was asked; this version has no context parallelism",
             hint="leave parallel.cp at 1; dp_replicate, dp_shard, tp and pp are there",
         )
+    if config.ddp.comm != "none":
+        raise ConfigError(
+            f"ddp.comm={config.ddp.comm} sends less of whole gradients, which {layout} does not exchange",
+            hint="leave ddp.comm at none, or parallel.* alone",
+        )
     _check_nodes(layout, world, allowed=config.parallel.allow_tp_across_nodes)
     per_rank = config.parallel.stages_per_rank if layout.pp > 1 else 1
     _check_model(layout, config.model or {}, per_rank=per_rank)

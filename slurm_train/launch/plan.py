@@ -262,6 +262,8 @@ _COUNTS = (
     "run.snapshot_limit_mb",
     "sweep.max_parallel",
     "batch.pool",
+    "ddp.powersgd_rank",
+    "ddp.average_every_steps",
 )
 
 
@@ -276,6 +278,27 @@ def _check_counts(config: RunConfig) -> None:
             raise ConfigError(f"checkpoint.{name}={value:g} is not a time", hint=f"set checkpoint.{name} above 0")
     _check_health(config.health)
     _check_preflight(config.preflight)
+    _check_exchange(config)
+
+
+def _check_exchange(config: RunConfig) -> None:
+    ddp, health = config.ddp, config.health
+    if ddp.comm_start_step < 0:
+        raise ConfigError(f"ddp.comm_start_step={ddp.comm_start_step} is no step", hint="set it to 0 or more")
+    if ddp.comm != "post_local_sgd":
+        return
+    # The nodes' parameters differ between two averages, and a gradient may be infinite on one node only.
+    every = health.check_replicas_every_steps
+    if every is not None and every % ddp.average_every_steps:
+        raise ConfigError(
+            f"health.check_replicas_every_steps={every} would compare ranks that ddp.comm=post_local_sgd lets differ",
+            hint=f"set it to a multiple of ddp.average_every_steps={ddp.average_every_steps}, or to null",
+        )
+    if health.on_non_finite == "rollback":
+        raise ConfigError(
+            "ddp.comm=post_local_sgd cannot roll back: a gradient that is not finite is seen by one node alone",
+            hint="set health.on_non_finite to stop or skip",
+        )
 
 
 def _check_health(health: HealthSection) -> None:

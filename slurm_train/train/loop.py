@@ -21,6 +21,7 @@ from slurm_train.distributed.seeds import mix
 from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.step_times import StepTimes
+from slurm_train.train.exchange import Exchange
 from slurm_train.train.health import Finding, Health
 from slurm_train.train.pace import PaceProbe
 from slurm_train.train.recorder import Recorder
@@ -85,6 +86,8 @@ class LoopParts:
     heartbeat: Heartbeat
     step_times: StepTimes
     probe: PaceProbe
+    exchange: Exchange | None
+    """How gradients are exchanged if not in full."""
     check_replicas: Callable[[int], None]
     """Raises on every rank if the ranks' parameters differ; given the step. Collective."""
 
@@ -195,11 +198,10 @@ class Loop:
         self._parts.heartbeat.step = step
         self._digest = 0
         self._parts.probe.begin()
+        if self._parts.exchange is not None:
+            self._parts.exchange.begin(step)
         result = self._timed(facts)
-        if pace.digest:
-            start = self._clock()
-            self._digests[step] = _sum_over_ranks(self._digest if pace.counts else 0)
-            self._parts.probe.exchange_s += self._clock() - start
+        self._exchange_more(step)
         position.step, position.samples = step, samples
         if result is not None:
             self._take(result)
@@ -214,6 +216,18 @@ class Loop:
             self._parts.step_times.add(self._clock() - start, stepper.data_wait_s - waited_s)
         return result
 
+    def _exchange_more(self, step: int) -> None:
+        """Does what has to be exchanged beside the gradients."""
+        exchange, digest = self._parts.exchange, self._pace.digest
+        if exchange is None and not digest:
+            return
+        start = self._clock()
+        if exchange is not None:
+            exchange.after_update(step)
+        if digest:
+            self._digests[step] = _sum_over_ranks(self._digest if self._pace.counts else 0)
+        self._parts.probe.exchange_s += self._clock() - start
+
     def _take(self, result: StepResult) -> None:
         """Reads a step's reduced values; on a GPU they are the previous step's, on every rank alike."""
         finding = self._parts.health.take(result, self.position)
@@ -222,6 +236,8 @@ class Loop:
         if result.applied:
             self.position.items += result.num_items
             self.position.loss = result.loss
+        elif self._parts.exchange is not None:
+            self._parts.exchange.forget()
         self._stopping = self._stopping or result.stop
         digest = self._digests.pop(result.facts.step, None)
         recorder = self._parts.recorder
@@ -287,6 +303,7 @@ class Loop:
         if evaluator is None:
             return
         start = self._clock()
+        self._settle_exchange()
         measures = evaluator.evaluate()
         self._charge(start, "evaluate_s")
         if measures is None:
@@ -328,7 +345,12 @@ class Loop:
         self._hear()
         self._charge(start, "checkpoint_stall_s")
 
+    def _settle_exchange(self) -> None:
+        if self._parts.exchange is not None:
+            self._parts.exchange.settle()
+
     def _before_save(self) -> None:
+        self._settle_exchange()
         if self._pace.check_every:
             self._check_replicas()
         self._parts.heartbeat.mark("save")

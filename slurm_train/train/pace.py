@@ -19,6 +19,8 @@ _MOST_STEPS = 64
 # On a GPU reading the timers waits for the device once.
 _LEAST_STEPS_ON_DEVICE = 50
 _NEVER = 2**30
+# What comes before is still warming up.
+_FIRST_STEP = 5
 _NS = 1e-9
 
 
@@ -36,7 +38,8 @@ class PaceProbe:
     Args:
         ddp: the wrapped module; torch itself measures its first ten passes. None: nothing is measured.
         heartbeat: carries the sums.
-        every: steps between samples; "auto": about four samples a second, at least one in 64 steps; None: none.
+        every: steps between samples, the first of which is step 5; "auto": about four samples a second, at least one
+            in 64 steps; None: none.
         data_wait_s: gives the seconds that this rank has waited for data so far.
         on_device: whether steps run beside the host.
     """
@@ -58,7 +61,7 @@ class PaceProbe:
         self._data_wait_s, self._every, self._on_device = data_wait_s, every, on_device
         # The interface is a prototype of torch's (2.6 to 2.13): without it, or unasked, nothing is measured.
         can_measure = every is not None and hasattr(ddp, "_set_ddp_runtime_logging_sample_rate")
-        self._steps_left = 1 if can_measure else _NEVER
+        self._steps_left = _FIRST_STEP if can_measure else _NEVER
         self._before: _Counters | None = None
         self._step: _Counters | None = None
         self._iteration = -1

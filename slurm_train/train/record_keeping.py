@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slurm_train.metrics.progress import Display
@@ -19,8 +20,12 @@ if TYPE_CHECKING:
     from slurm_train.train.trainer import Built, RankRun
 
 
-def build_recorder(rank_run: RankRun, built: Built, *, display: Display, spent: Spent) -> Recorder:
-    """Returns what keeps the metrics. Rank 0 only."""
+def build_recorder(
+    rank_run: RankRun, built: Built, *, display: Display, spent: Spent, notes: Sequence[str] = ()
+) -> Recorder:
+    """Returns what keeps the metrics; says the notes about the checkpoint that was resumed from. Rank 0 only."""
+    for note in notes:
+        display.say(note)
     run = rank_run.start.run
     unit = "tokens" if hasattr(built.train, "bytes_per_target") else "samples"
     peak = peak_flops(rank_run.device)

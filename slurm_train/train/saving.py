@@ -28,6 +28,7 @@ from slurm_train.rundir.saves import SaveLog
 from slurm_train.train.beside import SavingBeside
 from slurm_train.train.continuity import Continuity
 from slurm_train.train.evaluate import broadcast_buffers
+from slurm_train.train.exchange import Exchange
 
 if TYPE_CHECKING:
     from slurm_train.checkpoint.background import Outcome
@@ -91,6 +92,8 @@ class Checkpointer:
     """Periodic checkpoints go to the nodes' own disks first."""
     log: SaveLog | None = None
     """Rank 0's record of the saves."""
+    exchange: Exchange | None = None
+    """What is exchanged if not whole gradients; it may have a state of each rank."""
     blocked_s: float = 0.0
     """Seconds that saves have kept the training waiting."""
     longest_save_s: float = 0.0
@@ -111,7 +114,7 @@ class Checkpointer:
         if choice is None:
             return Position(), []
         accepted = self.continuity.check(choice.manifest)
-        self._restore(choice)
+        accepted += self._restore(choice)
         manifest = choice.manifest
         extra = manifest.extra
         position = Position(
@@ -268,7 +271,7 @@ class Checkpointer:
         """Returns the save of these tensors with everything else as it is now, into the run directory or a node's."""
         from slurm_train.checkpoint.save import save_checkpoint
 
-        rank_state, header, fence = {"rng": rng_state()}, self._header(position), self._fence
+        rank_state, header, fence = self._rank_state(), self._header(position), self._fence
         group = dist.group.WORLD if self.beside is None else self.beside.group
         if local is not None:
             return local.work(tensors, rank_state, header, group)
@@ -282,6 +285,10 @@ class Checkpointer:
             fence=fence,
         )
 
+    def _rank_state(self) -> dict[str, Any]:
+        own = {"rng": rng_state()}
+        return own if self.exchange is None else {**own, "exchange": {self.exchange.name: self.exchange.state()}}
+
     @property
     def _fence(self) -> Callable[[], None]:
         return lambda: check_fence(self.run, self.attempt)
@@ -290,7 +297,8 @@ class Checkpointer:
     def _groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
-    def _restore(self, choice: Choice) -> None:
+    def _restore(self, choice: Choice) -> list[str]:
+        """Restores what a checkpoint holds; returns what a person should know about it."""
         from slurm_train.checkpoint.load import load_rank_state, load_tensors, require_fit
         from slurm_train.checkpoint.state import (
             names_of_groups,
@@ -315,6 +323,20 @@ class Checkpointer:
         rank_state = None if rank is None else load_rank_state(choice.path, rank)
         if rank_state is not None:
             set_rng_state(rank_state["rng"])
+        return self._restore_exchange(choice.manifest, (rank_state or {}).get("exchange", {}))
+
+    def _restore_exchange(self, manifest: Manifest, states: dict[str, Any]) -> list[str]:
+        if self.exchange is None:
+            return []
+        state = states.get(self.exchange.name)
+        if manifest.world_size == self.place.world_size or not state:
+            self.exchange.load(state or {})
+            return []
+        self.exchange.forget()
+        return [
+            f"{self.exchange.name}: what {manifest.world_size} ranks have kept of their gradients fits no "
+            f"{self.place.world_size}, so it begins anew"
+        ]
 
     def _batch_since(self, manifest: Manifest) -> tuple[int, int]:
         if manifest.batch_plan.get("global_size") != self.plan.global_size:

@@ -94,6 +94,8 @@ class StepParts:
     applies_spikes: bool = True
     """Whether a step whose loss is above its limit is applied all the same."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    must_arrange: bool = False
+    """What is kept about the buckets has to fit from the first step on."""
 
 
 class Stepper:
@@ -132,7 +134,8 @@ class Stepper:
             tensors: a micro-batch of this rank.
         """
         parts = self._parts
-        if parts.world_size <= _ORDER_COUNTS_ABOVE and (self._may_accumulate or parts.accumulation == 1):
+        is_spared = parts.world_size <= _ORDER_COUNTS_ABOVE and (self._may_accumulate or parts.accumulation == 1)
+        if is_spared and not parts.must_arrange:
             return
         streams = rng_state()
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]

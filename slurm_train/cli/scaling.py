@@ -1,0 +1,152 @@
+"""`scaling +cluster=4x2 [settings]`: short runs from one rank to all nodes, and what they say about adding nodes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slurm_train.cli.display import note
+from slurm_train.cli.scaling_series import LOG_EVERY, Series, plan_of, read_series
+from slurm_train.config.words import read_words
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, SlurmTrainError
+from slurm_train.rundir.lookup import read_job
+from slurm_train.slurm.commands import SlurmCommands
+
+if TYPE_CHECKING:
+    from slurm_train.launch.plan import RunPlan
+    from slurm_train.scaling.measure import Measured
+    from slurm_train.scaling.points import Point
+
+_EXAMPLES = """\
+examples:
+  python -m slurm_train scaling +cluster=4x8                          1 rank, 1, 2 and 4 nodes, one run after the other
+  python -m slurm_train scaling +cluster=4x8 data.path=/data model=gpt train.precision=bfloat16
+  python -m slurm_train scaling +cluster=4x2 ddp.comm=none,bf16,powersgd,post_local_sgd
+  python -m slurm_train scaling run.processes=2                       on this machine
+
+The same command again takes up what is missing, waits for what runs, and prints the report when all is there.
+"""
+_PAUSE_S = 5.0
+
+
+def main(words: Sequence[str]) -> int:
+    """Makes the runs that are missing, waits for them, prints the report and returns 0."""
+    arguments, rest = _parser().parse_known_args(list(words))
+    env, cwd = dict(os.environ), Path.cwd()
+    series = read_series(read_words(rest), steps=arguments.steps, env=env, cwd=cwd)
+    plans = {point: plan_of(series.words(point), env=env, cwd=cwd) for point in series.points}
+    note(f"{len(plans)} runs of {series.steps} steps, one after the other:")
+    for point, plan in plans.items():
+        note(f"  {point!s:<48} {'finished' if plan.run.result.exists() else plan.run.run_id}")
+    made = _make(series, plans, words=words, env=env, cwd=cwd)
+    if series.uses_cluster and arguments.no_wait and made:
+        note("the same command again waits for the runs and prints the report")
+        return EXIT_DONE
+    if series.uses_cluster:
+        _wait(plans, SlurmCommands(env))
+    return _report(series, plans)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m slurm_train scaling",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=8 * LOG_EVERY, help="optimizer steps of each run")
+    parser.add_argument("--no-wait", action="store_true", help="return when all is submitted")
+    return parser
+
+
+def _make(
+    series: Series, plans: Mapping[Point, RunPlan], *, words: Sequence[str], env: Mapping[str, str], cwd: Path
+) -> bool:
+    """Makes the runs that are not there yet, or submits them; returns whether there were any."""
+    from slurm_train.cli.inputs import refuse_missing_inputs
+    from slurm_train.cli.run import carry_out
+    from slurm_train.launch.preparation import require_writable
+    from slurm_train.launch.snapshot import ask_git, read_answers
+    from slurm_train.launch.source import read_source
+
+    missing = _missing(plans, SlurmCommands(env) if series.uses_cluster else None)
+    if not missing:
+        return False
+    require_writable(plans[missing[0]].run)
+    refuse_missing_inputs(plans[missing[0]], cwd=cwd)
+    state, after = read_answers(ask_git(cwd, env)), _newest_job(plans.values())
+    for point in missing:
+        plan = plan_of(series.words(point, after=after), env=env, cwd=cwd)
+        source = read_source(plan, cwd, state, env=env)
+        # What they print on stdout is not this verb's data.
+        with contextlib.redirect_stdout(sys.stderr):
+            if carry_out(plan, source, words=words, env=env, accept=()) != EXIT_DONE:
+                note(f"the run {point} failed; see {plan.run.path}")
+        after = _newest_job([plan]) if series.uses_cluster else ""
+    return True
+
+
+def _missing(plans: Mapping[Point, RunPlan], commands: SlurmCommands | None) -> list[Point]:
+    from slurm_train.cli.selection import active_runs
+
+    left = [point for point, plan in plans.items() if not plan.run.result.exists()]
+    active = active_runs([plans[point].run for point in left], commands) if commands is not None else set()
+    return [point for point in left if plans[point].run not in active]
+
+
+def _newest_job(plans: Iterable[RunPlan]) -> str:
+    """Returns the job that the next one has to wait for, "" where there is none."""
+    records = [read_job(plan.run) for plan in plans]
+    ids = [int(record.job_id) for record in records if record is not None and record.job_id.isdigit()]
+    return str(max(ids)) if ids else ""
+
+
+def _wait(plans: Mapping[Point, RunPlan], commands: SlurmCommands) -> None:
+    from slurm_train.cli.selection import active_runs
+
+    said = -1
+    while left := [plan.run for plan in plans.values() if not plan.run.result.exists()]:
+        try:
+            if not active_runs(left, commands):
+                note(f"{len(left)} runs ended without a result; `status {left[0].run_id}` says why")
+                return
+        except SlurmTrainError as err:
+            note(f"Slurm does not answer, asking again: {err.message}")
+        if len(left) != said:
+            said = len(left)
+            note(f"{len(plans) - said} of {len(plans)} runs are finished; Ctrl-C leaves the others alone")
+        time.sleep(_PAUSE_S)
+
+
+def _report(series: Series, plans: Mapping[Point, RunPlan]) -> int:
+    from slurm_train.rundir.files import write_atomic
+    from slurm_train.rundir.private import make_private
+    from slurm_train.scaling.measure import measure
+    from slurm_train.scaling.page import render_page
+    from slurm_train.scaling.text import render_text
+    from slurm_train.scaling.verdict import sort_study
+
+    found = {point: measure(plan.run, point) for point, plan in plans.items() if plan.run.result.exists()}
+    measured: list[Measured] = [one for one in found.values() if one is not None]
+    for point in plans:
+        if found.get(point) is None:
+            note(f"nothing is known of {point}; `status {plans[point].run.run_id}` may say why")
+    study = sort_study(measured, comm=series.comms[0])
+    if not study.local:
+        note("no run at a fixed local batch has a result, so there is nothing to compare")
+        return EXIT_FAILURE
+    print(render_text(study))
+    make_private(series.folder)
+    stem = series.folder / f"scaling_{series.nodes}x{series.per_node}"
+    write_atomic(stem.with_suffix(".json"), json.dumps([one.as_json() for one in measured], indent=1) + "\n")
+    title = f"{series.name}: from 1 rank to {series.nodes} nodes x {series.per_node}"
+    write_atomic(stem.with_suffix(".html"), render_page(study, title=title))
+    note(f"the same as a page: {stem.with_suffix('.html')}")
+    return EXIT_DONE

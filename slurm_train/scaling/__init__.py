@@ -1,0 +1,1 @@
+"""Is multi-node worth it? Which runs to time, what they say, and what limits. Imports no torch."""

@@ -1,0 +1,105 @@
+"""Campaign `stragglers`: a rank, a node or its reading is slowed down, and must be named; healthy runs must not.
+
+Runs of two nodes with two ranks. Slow ranks are stopped half of the time, so their cores are there for the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from slurm_train.rundir.events import read_events
+from slurm_train.rundir.heartbeat import read_beats
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.stragglers import read_windows
+from tests.campaigns.on_slurm import PATIENCE_S, Tally
+from tests.campaigns.result import Result
+from tests.support.command_line import TINY, TINY_MODULE, Person, new_project
+from tests.support.process_faults import rank_pid
+from tests.support.waiting import wait_for
+
+# Whoever reads on the second node reads slowly.
+SLOW_READER = """
+import socket
+class SlowThere(Numbers):
+    def __getitem__(self, index):
+        if socket.gethostname().endswith("2"):
+            time.sleep(0.02)
+        return super().__getitem__(index)
+"""
+KINDS = ("rank", "node", "data", "healthy")
+_WORDS = (
+    "+cluster=2x2",
+    "cluster.nodelist=node[1-2]",
+    "train.max_steps=100000",
+    "train.log_every_steps=50",
+    "checkpoint.every_steps=null",
+    "model.step_s=0.05",
+    "cluster.time_limit_min=10",
+)
+_HEALTHY_WINDOWS = 6
+
+
+def run(*, seed: int, trials: int, folder: Path) -> Result:
+    """Runs the trials and returns how often the right one was named."""
+    person, tally = Person(new_project(folder / "project")), Tally()
+    (person.folder / "tiny.py").write_text(TINY_MODULE + SLOW_READER)
+    took: list[float] = []
+    for number in range(trials):
+        kind = KINDS[number % len(KINDS)]
+        words = ["data._target_=tiny.SlowThere"] if kind == "data" else []
+        job, own = person.types(*TINY, *_WORDS, *words, f"run.name=s{number}", f"seed={seed + number}").job_and_run
+        try:
+            tally.add(f"{kind} {number}", _try(kind, own, took))
+        except AssertionError as err:
+            tally.add(f"{kind} {number}", [str(err).partition("\n")[0]])
+        finally:
+            person.runs("scancel", "--quiet", job)
+    figures = {"from the first slow step to the finding": f"{max(took):.0f} s at most"} if took else {}
+    return tally.result(figures)
+
+
+def _try(kind: str, run: RunDirectory, took: list[float]) -> list[str]:
+    wait_for(lambda: len(read_windows(run)) >= 2, within_s=PATIENCE_S, what="two windows")
+    if kind == "healthy":
+        wait_for(lambda: len(read_windows(run)) >= _HEALTHY_WINDOWS, within_s=PATIENCE_S, what="windows")
+        return [f"said {event['sentence']}" for event in read_events(run, "slow") if event["kind"] == "straggler"]
+    began_s = time.monotonic()
+    slow = {"rank": [3], "node": [2, 3], "data": []}[kind]
+    with stopped_half_the_time([rank_pid(run, rank) for rank in slow]):
+        event = wait_for(lambda: read_events(run, "slow"), within_s=PATIENCE_S, what="a finding")[0]
+    took.append(time.monotonic() - began_s)
+    expected = slow or [2, 3]
+    host = read_beats(run, 0)[3].source.host
+    cause = "data come late" if kind == "data" else "computing takes longer"
+    is_right = event["ranks"] == expected and event["hosts"] == [host] and cause in event["sentence"]
+    return [] if is_right else [f"said {event['sentence']!r}, slow were ranks {expected} on {host}"]
+
+
+@contextlib.contextmanager
+def stopped_half_the_time(pids: Sequence[int]) -> Iterator[None]:
+    """Stops processes for 40 ms, lets them run for 40 ms, and so on."""
+    done = threading.Event()
+
+    def disturb() -> None:
+        while not done.is_set() and pids:
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in pids:
+                    os.kill(pid, number)
+                done.wait(0.04)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
