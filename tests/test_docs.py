@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from slurm_train.cli.main import VERBS
+from slurm_train.cli.scaling import build_parser as build_scaling_parser
+from slurm_train.cli.scaling_series import read_series
 from slurm_train.config.compose import compose
 from slurm_train.config.points import Point, read_points
 from slurm_train.config.words import Words, chosen_sites, read_words
@@ -88,6 +90,10 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch, folder: Path) -> No
         for point in read_points(flags) if flags.multirun else [Point(tuple(flags.overrides), {})]:
             compose(replace(flags, overrides=list(point.overrides)))
         return
+    if verb == "scaling":
+        asked, settings = build_scaling_parser().parse_known_args(rest)
+        read_series(read_words(settings), steps=asked.steps, env={}, cwd=folder)
+        return
     read = argparse.ArgumentParser.parse_args
 
     def only_read(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> argparse.Namespace:
@@ -124,6 +130,7 @@ def test_a_command_line_in_the_documentation_is_accepted(
         f"{COMMAND} model=gtp  # no such model",
         f"    {COMMAND} logs --attempt x",
         f"    {COMMAND} devcluster sideways",
+        f"    {COMMAND} scaling +cluster=4x8 optim.lrr=1",
     ],
 )
 def test_a_wrong_command_line_is_found(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

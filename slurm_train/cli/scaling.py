@@ -38,7 +38,7 @@ _PAUSE_S = 5.0
 
 def main(words: Sequence[str]) -> int:
     """Makes the runs that are missing, waits for them, prints the report and returns 0."""
-    arguments, rest = _parser().parse_known_args(list(words))
+    arguments, rest = build_parser().parse_known_args(list(words))
     env, cwd = dict(os.environ), Path.cwd()
     series = read_series(read_words(rest), steps=arguments.steps, env=env, cwd=cwd)
     plans = {point: plan_of(series.words(point), env=env, cwd=cwd) for point in series.points}
@@ -54,7 +54,8 @@ def main(words: Sequence[str]) -> int:
     return _report(series, plans)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of what is not a setting."""
     parser = argparse.ArgumentParser(
         prog="python -m slurm_train scaling",
         description=__doc__,

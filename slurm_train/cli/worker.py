@@ -117,6 +117,7 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
     from slurm_train.rundir.files import read_json
     from slurm_train.rundir.layout import RunDirectory
 
+    _let_torch_record()
     place = RankPlace.from_env(env)
     run = RunDirectory(path)
     _require_visible(run, place.host)
@@ -167,6 +168,17 @@ def _train(start: RankStart) -> int:
     from slurm_train.train.trainer import train
 
     return train(start)
+
+
+def _let_torch_record() -> None:
+    # Before torch is imported: what collectives a rank has begun is asked in an autopsy.
+    from importlib.metadata import PackageNotFoundError, version
+
+    from slurm_train.requeue.flight import recording_environment
+
+    with contextlib.suppress(PackageNotFoundError):
+        for name, value in recording_environment(version("torch")).items():
+            os.environ.setdefault(name, value)
 
 
 def _start_heartbeat(

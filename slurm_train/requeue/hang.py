@@ -2,7 +2,8 @@
 
 In synchronous training one rank that stands still stops all others at their next exchange, so a hang is when nobody
 makes progress, and the question is who is behind: first a process that does not run at all, then the rank that is at
-the earliest point of the program, then the one whose stack is not in an exchange.
+the earliest point of the program, then the one that has not come to the collective that others wait in, then the one
+whose stack is in no exchange.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from slurm_train.requeue.flight import Flight, disagreement, not_come, waited_for_in
 from slurm_train.rundir.heartbeat import Beat, Limits
 
 _STAGES = {"start": 0, "data": 1, "step": 1, "evaluate": 2, "gather": 3, "save": 4}
@@ -28,6 +30,8 @@ _EXCHANGES = {
     "init_process_group": "the rendezvous",
 }
 _INNERMOST = 8
+_IN_WORDS = {"data": "data loading", "evaluate": "the evaluation", "gather": "the exchange after the evaluation"}
+"""What a phase is called; the others are words of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class Hang:
     step: int
     phase: str
     what: str
-    """What they do, e.g. "is in data at step 1204 since 310 s; 7 ranks wait for it in all_reduce"."""
+    """What they do, e.g. "is in data loading at step 1204 since 310 s; 7 ranks wait for it in all_reduce"."""
 
     def __str__(self) -> str:
         names = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
@@ -97,27 +101,31 @@ class Observer:
             return False
         return all(now_s - seen.moved_s > self._limit(seen.beat) for seen in working.values())
 
-    def explain(self, now_s: float, stacks: Mapping[int, str]) -> Hang:
+    def explain(self, now_s: float, stacks: Mapping[int, str], flights: Mapping[int, Flight] | None = None) -> Hang:
         """Returns who is behind and where.
 
         Args:
             now_s: as in `look`.
             stacks: what ranks have written down, by rank; those that do not run have none.
+            flights: which collectives they have begun, where that is recorded; likewise.
         """
+        flights = flights or {}
         working = self._working()
         frozen = [rank for rank, seen in working.items() if now_s - seen.ran_s > 0.5 * self._limit(seen.beat)]
-        behind = frozen or _behind(working, stacks)
+        behind = frozen or _behind(working, stacks, flights)
         first = working[behind[0]]
         others = [rank for rank in working if rank not in behind]
         several = len(behind) > 1
         state = f"{'do' if several else 'does'} not run (stopped or lost), " if frozen else "are " if several else "is "
-        where = f"in {first.beat.phase} at step {first.beat.step} since {now_s - first.moved_s:.0f} s"
+        phase = _IN_WORDS.get(first.beat.phase, first.beat.phase)
+        where = f"in {phase} at step {first.beat.step} since {now_s - first.moved_s:.0f} s"
+        differ = disagreement(flights)
         return Hang(
             ranks=tuple(behind),
             host=first.beat.source.host,
             step=first.beat.step,
             phase=first.beat.phase,
-            what=f"{state}{where}{_waiting(others, stacks, len(behind))}",
+            what=f"{state}{where}{_waiting(others, stacks, flights, len(behind))}{f'; {differ}' if differ else ''}",
         )
 
     def _working(self) -> dict[int, _Seen]:
@@ -127,19 +135,24 @@ class Observer:
         return self._limits.of(settled=beat.settled)
 
 
-def _behind(working: Mapping[int, _Seen], stacks: Mapping[int, str]) -> list[int]:
-    """Returns the ranks at the earliest point; of several, those that are not in an exchange."""
+def _behind(working: Mapping[int, _Seen], stacks: Mapping[int, str], flights: Mapping[int, Flight]) -> list[int]:
+    """Returns the ranks at the earliest point; of several, those that have not come, or that are not in an exchange."""
     points = {rank: (seen.beat.step, _STAGES[seen.beat.phase], seen.beat.marks) for rank, seen in working.items()}
     earliest = [rank for rank, point in points.items() if point == min(points.values())]
+    absent = [rank for rank in not_come(flights) if rank in earliest]
+    if absent:
+        return absent
     busy = [rank for rank in earliest if rank in stacks and exchange_in(stacks[rank]) is None]
     return busy or earliest
 
 
-def _waiting(others: list[int], stacks: Mapping[int, str], num_behind: int) -> str:
+def _waiting(others: list[int], stacks: Mapping[int, str], flights: Mapping[int, Flight], num_behind: int) -> str:
     if not others:
         return "; no rank stands out" if num_behind > 1 else ""
     found = [name for rank in others if rank in stacks and (name := exchange_in(stacks[rank]))]
-    name = max(set(found), key=found.count) if found else None
+    recorded = waited_for_in({rank: flights[rank] for rank in others if rank in flights})
+    by_stacks = max(set(found), key=found.count) if found else None
+    name = by_stacks if recorded is None else str(recorded)
     verb = "rank waits" if len(others) == 1 else "ranks wait"
     return f"; {len(others)} {verb} for {'them' if num_behind > 1 else 'it'}" + (f" in {name}" if name else "")
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_FAILURE, ClusterError
+from slurm_train.requeue.flight import Flight, read_flight
 from slurm_train.requeue.hang import Hang, Observer
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.heartbeat import Beat, Limits, read_beats
@@ -82,9 +83,9 @@ def _watch(
             break
     else:
         return
-    _report(
-        run, attempt, observer.explain(time.monotonic(), _read_stacks(run, attempt, world=read_beats(run, attempt)))
-    )
+    world = read_beats(run, attempt)
+    stacks, flights = _read_stacks(run, attempt, world=world), _read_flights(run, attempt, world=world)
+    _report(run, attempt, observer.explain(time.monotonic(), stacks, flights))
     while not done.is_set():
         try:
             end_ranks(read_beats(run, attempt))
@@ -108,6 +109,16 @@ def _read_stacks(run: RunDirectory, attempt: int, world: Mapping[int, Beat]) -> 
         with contextlib.suppress(OSError):
             stacks[rank] = run.stacks(attempt, rank).read_text(encoding="utf-8", errors="replace")
     return stacks
+
+
+def _read_flights(run: RunDirectory, attempt: int, world: Mapping[int, Beat]) -> dict[int, Flight]:
+    flights: dict[int, Flight] = {}
+    for rank in world:
+        with contextlib.suppress(OSError):
+            flight = read_flight(run.flight(attempt, rank).read_bytes())
+            if flight is not None:
+                flights[rank] = flight
+    return flights
 
 
 def _say(text: str) -> None:

@@ -99,6 +99,8 @@ class Heartbeat:
         """Called after each beat, in the heartbeat's thread: what else is to be written now and then."""
         self.pace = Pace()
         """What the sampled steps were spent on; a new value each time, so the thread never sees half of one."""
+        self.record: Callable[[], bytes | None] | None = None
+        """Gives what is known of the newest collectives; asked by the heartbeat's thread in a long stall."""
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -134,7 +136,7 @@ class _Writer:
         self, heart: Heartbeat, run: RunDirectory, attempt: int, source: BeatSource, limits: Limits | None
     ) -> None:
         self._heart, self._limits = heart, limits
-        self._stacks = run.stacks(attempt, source.rank)
+        self._stacks, self._flight = run.stacks(attempt, source.rank), run.flight(attempt, source.rank)
         self._main = threading.main_thread().ident or 0
         path = run.heartbeat(attempt, source.rank)
         make_private(path.parent)
@@ -179,6 +181,7 @@ class _Writer:
         if was_away or self._heart.marks != self._marks:
             if self._dumped:  # it went on after all: what was written is not where it is
                 self._stacks.unlink(missing_ok=True)
+                self._flight.unlink(missing_ok=True)
             self._marks, self._since, self._dumped = self._heart.marks, now, False
             return
         if self._limits is None or self._dumped or self._heart.phase == "end":
@@ -190,6 +193,17 @@ class _Writer:
                 file.write(f"main thread {self._main:#018x}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
+            self._keep_record()
+
+    def _keep_record(self) -> None:
+        # After the stacks: whatever torch says or does now, those are there.
+        try:
+            record = None if self._heart.record is None else self._heart.record()
+        except Exception:  # a private interface of torch; an autopsy without it is still one
+            return
+        if record is not None:
+            create_private(self._flight)
+            self._flight.write_bytes(record)
 
 
 def read_beats(run: RunDirectory, attempt: int) -> dict[int, Beat]:

@@ -180,6 +180,10 @@ class RunDirectory:
         """Where one rank's threads stood when it had made no progress for long."""
         return self.attempt_logs(attempt) / f"stacks_{rank}.txt"
 
+    def flight(self, attempt: int, rank: int) -> Path:
+        """Which collectives one rank had begun when it had made no progress for long."""
+        return self.attempt_logs(attempt) / f"flight_{rank}.json"
+
 
 def require_room(run: RunDirectory) -> None:
     """Does nothing where the files of a run have room in the length of a path.

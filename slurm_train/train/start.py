@@ -83,12 +83,14 @@ class RankStart:
             RendezvousError: the ranks do not find each other, or cannot exchange anything; the message names the node
                 that saw it.
         """
+        from slurm_train.distributed.flight import newest_collectives
         from slurm_train.distributed.group import init_group
 
         if device.type == "cpu":
             check_gloo_address(self.place, self.env)
         store, _ = open_store(self.place, self.point)
         init_group(self.place, store, device=device, timeout_s=patient(self.config, self.config.train.start_timeout_s))
+        self.heartbeat.record = newest_collectives
         if "SLURM_STEP_ID" in self.env and self.config.preflight.enabled and self.place.world_size > 1:
             from slurm_train.distributed.first_exchange import exchange_once
 

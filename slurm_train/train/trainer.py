@@ -153,8 +153,7 @@ def build_loop(
     rank_run: RankRun, built: Built, *, display: Display | None, spent: Spent
 ) -> tuple[Loop, Recorder | None]:
     """Returns the loop, at the newest checkpoint's position, and rank 0's recorder. Collective over all ranks."""
-    start, config, stop = rank_run.start, rank_run.start.config, rank_run.start.stop
-    layout = start.layout
+    start, config, layout = rank_run.start, rank_run.start.config, rank_run.start.layout
     # Blocks of a model that is cut are compiled one by one, when it is.
     objective = build_objective(built.model, train=config.train) if layout.is_replicated else Objective(built.model)
     exchange = build_exchange(config, place=start.place, device=rank_run.device)
@@ -180,7 +179,7 @@ def build_loop(
         save_pace=build_save_pace(config.checkpoint, run=start.run, start_step=position.step, clock=start.clock),
         evaluator=build_evaluator(rank_run, built, objective=objective, autocast=autocast),
         recorder=recorder,
-        stop=stop,
+        stop=start.stop,
         stopping=build_stopping(rank_run, spent=None if recorder is None else spent),
         on_first_step=lambda: _after_first_step(rank_run, checkpointer),
         health=health,

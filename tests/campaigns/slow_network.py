@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.campaigns.on_slurm import at_work
 from tests.campaigns.result import Result
-from tests.support.command_line import TINY, Person, new_project
+from tests.support.command_line import TINY
 from tests.support.node_faults import limited_links
 from tests.support.wide_model import WIDE_MODULE
 
@@ -27,9 +28,9 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
     problems: list[str] = []
     figures: dict[str, str] = {}
     for number in range(trials):
-        person = Person(new_project(folder / f"project{number}"))
-        (person.folder / "tiny.py").write_text(WIDE_MODULE)
-        with limited_links(f"{MBIT_PER_S}mbit"):
+        # Whatever ends this early, its jobs and the limit go with it.
+        with at_work(folder / str(number)) as person, limited_links(f"{MBIT_PER_S}mbit"):
+            (person.folder / "tiny.py").write_text(WIDE_MODULE)
             done = person.types(
                 "scaling",
                 f"+cluster={NODES}x{PER_NODE}",

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from slurm_train.requeue.flight import Collective, Flight
 from slurm_train.requeue.hang import Observer, exchange_in
 from slurm_train.rundir.heartbeat import Beat, BeatSource, Limits
 
@@ -85,7 +86,7 @@ def test_a_process_that_does_not_run_is_named_first() -> None:
 def test_the_rank_at_the_earliest_point_is_named() -> None:
     beats = [beat(rank, phase="data", marks=19) if rank == 5 else beat(rank) for rank in range(8)]
     hang = observed(*beats, for_s=310).explain(310, dict.fromkeys(range(8), BACKWARD))
-    assert str(hang) == "rank 5 on node3 is in data at step 7 since 310 s; 7 ranks wait for it in all_reduce"
+    assert str(hang) == "rank 5 on node3 is in data loading at step 7 since 310 s; 7 ranks wait for it in all_reduce"
     assert (hang.ranks, hang.host) == ((5,), "node3")
 
 
@@ -115,3 +116,30 @@ def test_the_main_thread_is_found_in_a_real_dump() -> None:
         file.seek(0)
         assert exchange_in(file.read()) == "barrier"
     assert exchange_in(BUSY) is None and exchange_in("") is None
+
+
+def flight(begun: int, over: int, name: str = "all_reduce") -> Flight:
+    return Flight(begun, over, (Collective(over, "all_reduce", 64), Collective(begun, name, 64)))
+
+
+def test_where_all_stand_alike_the_one_that_has_not_come_is_behind() -> None:
+    # On a GPU the host waits for the device on all ranks, so stacks and phases tell nothing.
+    observer = observed(*(beat(rank) for rank in range(4)), for_s=400)
+    flights = {rank: flight(8, 8 if rank == 2 else 7) for rank in range(4)} | {2: flight(7, 7)}
+    hang = observer.explain(400, dict.fromkeys(range(4), BACKWARD), flights)
+    assert str(hang) == (
+        "rank 2 on node2 is in step at step 7 since 400 s; 3 ranks wait for it in all_reduce #8 of 64 elements"
+    )
+
+
+def test_ranks_that_wait_in_different_collectives_are_told() -> None:
+    observer = observed(beat(0), beat(1), for_s=400)
+    hang = observer.explain(400, {}, {0: flight(8, 7), 1: flight(8, 7, "broadcast")})
+    assert "as collective #8 of all ranks rank 0 has begun all_reduce of 64 elements, but rank 1 has begun" in str(hang)
+
+
+def test_waiting_for_data_is_called_data_loading() -> None:
+    observer = observed(beat(0, phase="data", marks=19), beat(1), for_s=400)
+    assert str(observer.explain(400, {1: BACKWARD})) == (
+        "rank 0 on node1 is in data loading at step 7 since 400 s; 1 rank waits for it in all_reduce"
+    )

@@ -18,7 +18,7 @@ from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import Beat, read_beats
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.marks import first_mark
-from tests.support.command_line import TINY, Person, new_project
+from tests.support.command_line import TINY, TINY_MODULE, Person, new_project
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
@@ -68,7 +68,7 @@ def test_a_stopped_rank_is_named_and_the_ranks_are_ended(tmp_path: Path, rank: i
     assert trainer.returncode not in (0, 75)
     (event,) = read_events(run, "hang")
     assert event["ranks"] == [rank]
-    where = r"in (step|data|save) at step \d+ since \d+ s; 1 rank waits"
+    where = r"in (step|data loading|save) at step \d+ since \d+ s; 1 rank waits"
     pattern = rf"rank {rank} on \S+ does not run \(stopped or lost\), {where}"
     assert re.match(pattern, event["sentence"]), event["sentence"]
     assert event["sentence"] in err
@@ -85,3 +85,42 @@ def test_a_slow_run_that_makes_progress_is_left_alone(tmp_path: Path) -> None:
     _, err = trainer.communicate(timeout=120)
     assert trainer.returncode == 0, err
     assert read_events(the_run(person), "hang") == []
+
+
+STUCK_READER = """
+class StuckNumbers(Numbers):
+    def __getitem__(self, index):
+        if os.environ["RANK"] == "1" and os.path.exists("stick"):
+            time.sleep(3600)
+        return super().__getitem__(index)
+"""
+
+
+def test_a_rank_that_reads_for_ever_is_said_to_be_in_data_loading(tmp_path: Path) -> None:
+    person = Person(new_project(tmp_path / "project"))
+    (person.folder / "tiny.py").write_text(TINY_MODULE + STUCK_READER)
+    words = (
+        "data._target_=tiny.StuckNumbers",
+        "model.step_s=0.1",
+        "train.max_steps=2000",
+        "checkpoint.every_steps=null",
+    )
+    trainer = trains(person, *words, f"health.hang_timeout_s={TIMEOUT_S}")
+    run = the_run(person)
+    try:
+        wait_for(lambda: settled_beats(run), within_s=120, what="steps")
+        (person.folder / "stick").touch()
+        _, err = trainer.communicate(timeout=TIMEOUT_S + 60)
+    finally:
+        for beat in read_beats(run, 0).values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(beat.source.pid, signal.SIGKILL)
+        trainer.kill()
+        trainer.communicate(timeout=20)
+    (event,) = read_events(run, "hang")
+    where = r"is in data loading at step \d+ since \d+ s; 1 rank waits for it in all_reduce"
+    # Torch before 2.9 records nothing between gloo ranks.
+    pattern = rf"rank 1 on \S+ {where}( #\d+ of 1\d\d elements)?"
+    assert re.fullmatch(pattern, event["sentence"]), event["sentence"]
+    assert event["ranks"] == [1] and "StuckNumbers" not in err
+    assert "in __getitem__" in run.stacks(0, 1).read_text(), "its stack shows where it reads"

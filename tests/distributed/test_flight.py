@@ -1,0 +1,82 @@
+"""The record of torch's own flight recorder: two real gloo ranks, one of which does not come."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from slurm_train.distributed.flight import shortened
+from slurm_train.requeue.flight import not_come, read_flight, waited_for_in
+
+# Rank 1 stays away from the third all-reduce until rank 0 has told what it knows.
+PROGRAM = """
+import os, sys, time, torch
+import torch.distributed as dist
+from slurm_train.distributed.flight import newest_collectives
+dist.init_process_group("gloo")
+rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+for _ in range(2):
+    dist.all_reduce(torch.ones(1000))
+if rank == 0:
+    work = dist.all_reduce(torch.ones(1000), async_op=True)
+record = newest_collectives()
+print((record or b"").decode(), flush=True)
+store.set(f"told {rank}", "yes")
+store.wait(["told 0", "told 1"])
+if rank == 1:
+    work = dist.all_reduce(torch.ones(1000), async_op=True)
+work.wait()
+os._exit(0)
+"""
+
+
+@pytest.mark.distributed
+def test_real_ranks_tell_who_has_not_come() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    texts = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    if not any(text.strip() for text in texts):
+        pytest.skip(f"torch {torch.__version__} records nothing between gloo ranks")
+    flights = {rank: flight for rank, text in enumerate(texts) if (flight := read_flight(text)) is not None}
+    assert len(flights) == 2, texts
+    assert not_come(flights) == (1,)
+    assert str(waited_for_in(flights)).endswith(" of 1,000 elements")
+    assert (flights[0].begun, flights[0].over, flights[1].begun) == (
+        flights[1].begun + 1,
+        flights[1].begun,
+        flights[1].over,
+    )
+
+
+def test_a_record_is_shortened_to_the_newest_of_each_group() -> None:
+    entries = [
+        {
+            "pg_id": group,
+            "process_group": [str(group), ""],
+            "collective_seq_id": number,
+            "is_p2p": number == 9,
+            "frames": [],
+        }
+        for group in (0, 1)
+        for number in range(10)
+    ]
+    kept = json.loads(shortened(json.dumps({"entries": entries, "pg_status": {"0": {}}})) or b"")
+    assert [(one["pg_id"], one["collective_seq_id"]) for one in kept["entries"]] == [
+        (group, number) for group in (0, 1) for number in (5, 6, 7, 8)
+    ]
+    assert kept["pg_status"] == {"0": {}}
+    assert shortened('{"entries": []}') is None
