@@ -15,6 +15,7 @@ from slurm_train.report.ranks import rank_plots, shown_attempt
 from slurm_train.report.record import RunRecord
 from slurm_train.report.run_plots import run_plots
 from slurm_train.report.saved import save_plot
+from slurm_train.report.stragglers import HeatMap, build_heat_map, mapped_attempt
 from slurm_train.report.sweep_plots import best_so_far, run_curves
 from slurm_train.report.sweep_record import SweepRecord
 from slurm_train.report.timeline import CAUSES, Bar, bars_of
@@ -80,6 +81,8 @@ def write_run_pictures(record: RunRecord, folder: Path) -> list[Path]:
     ranks = [] if attempt is None else rank_plots(record.step_times[attempt])
     found = [*run_plots(record), *ranks, save_plot(record.saves)]
     drawings: dict[str, Callable[[], Figure]] = dict(_drawings(found))
+    if (slowed := mapped_attempt(record.windows)) is not None:
+        drawings["stragglers"] = lambda: _heat_map(build_heat_map(record.windows, slowed))
     bars = bars_of(record.attempts)
     if bars:
         drawings["timeline"] = lambda: _timeline(bars[-_MOST_BARS:], record.name)
@@ -197,6 +200,22 @@ def _timeline(bars: Sequence[Bar], name: str) -> Figure:
     axes.set_ylabel("attempt", fontsize=9)
     axes.set_title(f"What the hours went to: {_plain(name)}", loc="left", fontsize=11, fontweight="bold")
     figure.legend(loc="outside right upper", frameon=False, fontsize=7)
+    return figure
+
+
+def _heat_map(heat: HeatMap) -> Figure:
+    figure, axes = _canvas(8.0, max(2.4, min(5.0, 1.4 + 0.28 * len(heat.hosts))))
+    size, unit = heat.unit
+    edges = [(at - heat.begins_unix_s[0]) / size for at in (*heat.begins_unix_s, heat.end_unix_s)]
+    rows = [[100 * column[rank] for column in heat.excess] for rank in range(len(heat.hosts))]
+    borders = [rank - 0.5 for rank in range(len(heat.hosts) + 1)]
+    mesh = axes.pcolormesh(edges, borders, rows, cmap="Reds", vmin=0, vmax=100)
+    figure.colorbar(mesh, ax=axes, label="% longer than the middle rank")
+    axes.invert_yaxis()
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel(unit, fontsize=9)
+    axes.set_ylabel("rank", fontsize=9)
+    axes.set_title("Own part of a step, by rank", loc="left", fontsize=11, fontweight="bold")
     return figure
 
 

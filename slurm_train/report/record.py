@@ -25,6 +25,7 @@ from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.progress import last_lines
 from slurm_train.rundir.saves import read_saves
 from slurm_train.rundir.step_times import RankTimes, read_step_times
+from slurm_train.rundir.stragglers import PaceWindow, read_windows
 from slurm_train.rundir.timing import account_path, read_account
 
 
@@ -76,6 +77,8 @@ class RunRecord:
     changes: Sequence[Mapping[str, Any]]
     step_times: Mapping[int, Sequence[RankTimes]]
     """By attempt; only attempts that left some."""
+    windows: Sequence[PaceWindow]
+    """What ranks spent their steps on."""
 
     @property
     def name(self) -> str:
@@ -121,6 +124,7 @@ def read_record(run: RunDirectory, verdict: Verdict, *, now_unix_s: float) -> Ru
         stored=_stored(run),
         changes=_changes(run),
         step_times={attempt: times for attempt, times in step_times.items() if times},
+        windows=read_windows(run),
     )
 
 

@@ -15,6 +15,7 @@ from slurm_train.report.ranks import NOTE, rank_plots, shown_attempt
 from slurm_train.report.record import RunRecord
 from slurm_train.report.run_plots import run_plots
 from slurm_train.report.saved import save_plot, summary
+from slurm_train.report.stragglers_figure import stragglers
 from slurm_train.report.table import Cell, cell_of, table
 from slurm_train.report.timeline import Bar, bars_of, device_s, goodput
 from slurm_train.report.timeline_figure import timeline
@@ -34,6 +35,7 @@ def run_page(record: RunRecord) -> str:
         sections=[
             Section("training", "Training", _figures(_of_training(found))),
             Section("speed", "Speed", _speed(record, [plot for plot in found if plot not in _of_training(found)])),
+            Section("stragglers", "Who holds the others up", stragglers(record.windows)),
             Section("time", "What the hours went to", timeline(bars)),
             Section("checkpoints", "Checkpoints", _checkpoints(record)),
             Section("events", "Events", _events(record)),

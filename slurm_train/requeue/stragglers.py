@@ -174,7 +174,7 @@ def explain_stragglers(ranks: Sequence[RankPace], slow: Sequence[int]) -> Findin
     lost = median([rank.wait_s for rank in others]) - min(rank.wait_s for rank in theirs)
     step_s = fmean([rank.own_s + rank.wait_s for rank in ranks])
     share = min(max(lost / step_s, 0.0), 1.0) if step_s > 0 else 0.0
-    factor = own_s / usual_s if usual_s > 0 else float("inf")
+    factor = own_s / max(usual_s, 1e-6)
     verb, what = ("is", "its") if len(theirs) == 1 else ("are", "their")
     where = f"data come late ({_ms(more_data_s)} of it)" if is_data else "computing takes longer"
     sentence = (

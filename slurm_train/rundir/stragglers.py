@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -99,23 +100,36 @@ def _short(value: float) -> float:
 
 def _window_from(line: Mapping[str, Any]) -> PaceWindow | None:
     try:
-        hosts = [host for host, count in line["hosts"] for _ in range(count)]
-        columns = zip(hosts, *(line[name] for name in _COLUMNS), strict=True)
+        hosts = [str(host) for host, count in line["hosts"] for _ in range(count)]
+        columns = zip(hosts, *(map(_number, line[name]) for name in _COLUMNS), strict=True)
         ranks = tuple(
             RankPace(rank=rank, host=host, **dict(zip(_COLUMNS, values, strict=True)))
             for rank, (host, *values) in enumerate(columns)
         )
         findings = tuple(_finding_from(finding) for finding in line["findings"])
-        rest = {
-            name: line[name] for name in ("attempt", "begin_unix_s", "end_unix_s", "from_step", "to_step", "samples")
-        }
-        return PaceWindow(**rest, ranks=ranks, findings=findings)
-    except (KeyError, TypeError, ValueError):
+        return PaceWindow(
+            **{name: int(line[name]) for name in ("attempt", "from_step", "to_step", "samples")},
+            begin_unix_s=_number(line["begin_unix_s"]),
+            end_unix_s=_number(line["end_unix_s"]),
+            ranks=ranks,
+            findings=findings,
+        )
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
+def _number(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
 def _finding_from(value: Mapping[str, Any]) -> Finding:
-    return Finding(**{**value, "ranks": tuple(value["ranks"]), "hosts": tuple(value["hosts"])})
+    texts = {name: str(value[name]) for name in ("kind", "sentence", "advice")}
+    numbers = {name: _number(value[name]) for name in ("factor", "lost_share")}
+    ranks, hosts = tuple(map(int, value["ranks"])), tuple(map(str, value["hosts"]))
+    return Finding(**texts, **numbers, ranks=ranks, hosts=hosts)
 
 
 def all_findings(windows: Sequence[PaceWindow]) -> list[tuple[PaceWindow, Finding]]:

@@ -1,6 +1,6 @@
 """Campaign `stragglers`: a rank, a node or its reading is slowed down, and must be named; healthy runs must not.
 
-Runs of two nodes with two ranks. Slow ranks are stopped half of the time, so their cores are there for the others.
+Runs of two nodes with two ranks. Slow ranks are stopped most of the time, so their cores are there for the others.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _try(kind: str, run: RunDirectory, took: list[float]) -> list[str]:
         return [f"said {event['sentence']}" for event in read_events(run, "slow") if event["kind"] == "straggler"]
     began_s = time.monotonic()
     slow = {"rank": [3], "node": [2, 3], "data": []}[kind]
-    with stopped_half_the_time([rank_pid(run, rank) for rank in slow]):
+    with stopped_most_of_the_time([rank_pid(run, rank) for rank in slow]):
         event = wait_for(lambda: read_events(run, "slow"), within_s=PATIENCE_S, what="a finding")[0]
     took.append(time.monotonic() - began_s)
     expected = slow or [2, 3]
@@ -82,16 +82,16 @@ def _try(kind: str, run: RunDirectory, took: list[float]) -> list[str]:
 
 
 @contextlib.contextmanager
-def stopped_half_the_time(pids: Sequence[int]) -> Iterator[None]:
-    """Stops processes for 40 ms, lets them run for 40 ms, and so on."""
+def stopped_most_of_the_time(pids: Sequence[int]) -> Iterator[None]:
+    """Stops processes for 60 ms, lets them run for 20 ms, and so on."""
     done = threading.Event()
 
     def disturb() -> None:
         while not done.is_set() and pids:
-            for number in (signal.SIGSTOP, signal.SIGCONT):
+            for number, for_s in ((signal.SIGSTOP, 0.06), (signal.SIGCONT, 0.02)):
                 for pid in pids:
                     os.kill(pid, number)
-                done.wait(0.04)
+                done.wait(for_s)
 
     thread = threading.Thread(target=disturb)
     thread.start()

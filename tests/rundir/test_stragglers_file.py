@@ -53,7 +53,9 @@ def test_lines_that_are_no_windows_are_passed_over(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     append_window(run, WINDOW)
     with run.stragglers.open("a") as file:
-        file.write('{"attempt": 1, "hosts": [["node1", 2]], "own_s": [1]}\n{"torn')
+        file.write('{"attempt": 1, "hosts": [["node1", 2]], "own_s": [1]}\n')
+        file.write(run.stragglers.read_text().splitlines()[0].replace("10.0", "Infinity") + "\n")
+        file.write(run.stragglers.read_text().splitlines()[0].replace("[0.1,", '["<b>",') + '\n{"torn')
     assert read_windows(run) == [WINDOW]
     assert newest_window(run) == WINDOW
 

@@ -13,6 +13,7 @@ from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.step_times import StepTimes
+from slurm_train.rundir.stragglers import PaceWindow, append_window
 
 BEGAN_UNIX_S = 1_790_000_000.0
 CAUSES = {
@@ -80,6 +81,8 @@ class RunFiles:
     max_steps: int | None = 100
     slow_ranks: Mapping[int, float] = field(default_factory=dict)
     """Seconds of a step by rank; such a rank leaves its step times of attempt 0."""
+    windows: Sequence[PaceWindow] = ()
+    """What ranks spent their steps on."""
 
     def write(self, run: RunDirectory) -> RunDirectory:
         """Writes it."""
@@ -101,6 +104,8 @@ class RunFiles:
                 path.write_text(json.dumps(value))
         for rank, seconds in self.slow_ranks.items():
             _write_step_times(run, rank, seconds)
+        for window in self.windows:
+            append_window(run, window)
         return run
 
 
