@@ -98,6 +98,11 @@ def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) 
 def _require_something_to_time(plan: RunPlan) -> None:
     if not plan.config.trains:
         raise ConfigError("a function or script of your own measures nothing", hint="scaling is for the trainer")
+    if not plan.layout.is_replicated:
+        raise ConfigError(
+            f"scaling times whole replicas, parallel asks for {plan.layout}",
+            hint="leave parallel.* out: a cut model does not fit the smallest size, and sends other things",
+        )
     if plan.world.size == 1:
         raise ConfigError("scaling needs two ranks or more", hint="write +cluster=NxG, e.g. +cluster=4x8")
 

@@ -14,7 +14,15 @@ from slurm_train.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
 from slurm_train.devcluster.requirements import missing_here
 from slurm_train.devcluster.teardown import tear_down
 
-_WITHOUT_SLURM = ("bench_step_time", "bench_stop_agreement", "bench_checkpoint_stall", "bench_sampler", "bench_memory")
+_WITHOUT_SLURM = (
+    "bench_step_time",
+    "bench_pace",
+    "bench_lengths",
+    "bench_stop_agreement",
+    "bench_checkpoint_stall",
+    "bench_sampler",
+    "bench_memory",
+)
 _BENCHMARKS = (*_WITHOUT_SLURM, "bench_submit_time", "bench_sweep_submit", "bench_start_time", "bench_preflight")
 
 

@@ -161,3 +161,5 @@ def test_batches_by_length_need_four_samples_per_micro_batch() -> None:
     assert caught.value.hint == "set batch.global_size to 32 or more, or lower batch.accumulation"
     require_parts(BatchSection(global_size=24), solve_batch(asked, ranks=8))
     require_parts(asked, BatchPlan(local_size=1, ranks=1, accumulation=1))
+    with pytest.raises(BatchError, match="in a pipeline of 2 stages"):
+        require_parts(asked, solve_batch(asked, ranks=2), stages=2)

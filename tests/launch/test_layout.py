@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.layout import ParallelLayout
-from slurm_train.config.schema import ClusterSection, ParallelSection, RunConfig
+from slurm_train.config.schema import ClusterSection, DdpSection, ParallelSection, RunConfig
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.layout import TABLE_HEADER, check_pipeline, plan_layout, table_rows
 from slurm_train.launch.world import World
@@ -78,3 +79,10 @@ def test_a_task_makes_its_own_groups() -> None:
     config = RunConfig(task={"_target_": "x.main"}, parallel=ParallelSection(tp=2))
     with pytest.raises(ConfigError, match="makes its own groups"):
         plan_layout(config, World((2,)))
+
+
+def test_a_cut_model_does_not_send_less_of_whole_gradients() -> None:
+    config = replace(config_of(GPT, dp_shard=4), ddp=DdpSection(comm="bf16"))
+    with pytest.raises(ConfigError, match=r"sends less of whole gradients, which .* does not exchange"):
+        plan_layout(config, World((4,)))
+    assert plan_layout(replace(config, parallel=ParallelSection()), World((4,))).is_replicated
