@@ -44,6 +44,7 @@ def main(words: Sequence[str]) -> NoReturn:
     if "SLURM_TRAIN_ATTEMPT" in env:
         _watch_ties(path, env, parent)
     try:
+        _let_torch_record()
         _leave(_work(path, env, stop))
     except SlurmTrainError as err:
         print(f"error: {err}", file=sys.stderr, flush=True)
@@ -117,7 +118,6 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
     from slurm_train.rundir.files import read_json
     from slurm_train.rundir.layout import RunDirectory
 
-    _let_torch_record()
     place = RankPlace.from_env(env)
     run = RunDirectory(path)
     _require_visible(run, place.host)

@@ -38,6 +38,7 @@ def test_the_names_of_the_contract() -> None:
         "trackers": "trackers",
         "saves": "saves.jsonl",
         "report": "report.html",
+        "stragglers": "stragglers.jsonl",
     }
     assert run.rank_log(2, 31) == run.path / "logs" / "attempt_2" / "rank_31.log"
 
