@@ -212,7 +212,7 @@ def _heat_map(heat: HeatMap) -> Figure:
     mesh = axes.pcolormesh(edges, borders, rows, cmap="Reds", vmin=0, vmax=100)
     figure.colorbar(mesh, ax=axes, label="% longer than the middle rank")
     axes.invert_yaxis()
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_yticks(range(0, len(heat.hosts), -(-len(heat.hosts) // 16)))
     axes.set_xlabel(unit, fontsize=9)
     axes.set_ylabel("rank", fontsize=9)
     axes.set_title("Own part of a step, by rank", loc="left", fontsize=11, fontweight="bold")

@@ -54,12 +54,11 @@ def _findings(windows: Sequence[PaceWindow]) -> Html:
             Cell(moment(first.begin_unix_s), first.begin_unix_s, "time"),
             Cell(duration(last.end_unix_s - first.begin_unix_s), last.end_unix_s - first.begin_unix_s, "num"),
             Cell(share(finding.lost_share), finding.lost_share, "num"),
-            Cell(finding.sentence, finding.sentence, "words"),
-            Cell(finding.advice, finding.advice, "words"),
+            Cell(join(tag("div", finding.sentence), tag("small", finding.advice)), finding.sentence, "words"),
         ]
         for first, last, finding in found
     ]
-    return table(["attempt", "since", "for", "of each step lost", "what was found", "what helps"], rows)
+    return table(["attempt", "since", "for", "of each step lost", "what was found, and what helps"], rows)
 
 
 def heat_map(heat: HeatMap) -> Html:
@@ -91,7 +90,7 @@ def heat_map(heat: HeatMap) -> Html:
 
 
 def _meaning(level: int) -> str:
-    return f"{LEVELS[level - 1]:.0%} longer" + (" or more" if level == len(LEVELS) else "")
+    return f"{share(LEVELS[level - 1])} longer" + (" or more" if level == len(LEVELS) else "")
 
 
 def _paths(heat: HeatMap) -> list[tuple[int, str]]:

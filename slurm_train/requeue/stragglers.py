@@ -175,11 +175,11 @@ def explain_stragglers(ranks: Sequence[RankPace], slow: Sequence[int]) -> Findin
     step_s = fmean([rank.own_s + rank.wait_s for rank in ranks])
     share = min(max(lost / step_s, 0.0), 1.0) if step_s > 0 else 0.0
     factor = own_s / max(usual_s, 1e-6)
-    verb, what = ("is", "its") if len(theirs) == 1 else ("are", "their")
+    verb, what, whom = ("is", "its", "it") if len(theirs) == 1 else ("are", "their", "them")
     where = f"data come late ({_ms(more_data_s)} of it)" if is_data else "computing takes longer"
     sentence = (
         f"{_names(theirs, ranks)} {verb} {factor:.2f}x as slow as the others: {_ms(own_s)} of {what} own per step "
-        f"instead of {_ms(usual_s)}, because {where}; the others wait {share:.0%} of each step for it"
+        f"instead of {_ms(usual_s)}, because {where}; the others wait {share:.0%} of each step for {whom}"
     )
     advice = _advice_on_data(hosts, ranks) if is_data else _advice_on_nodes(hosts, ranks)
     return Finding(

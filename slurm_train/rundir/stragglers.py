@@ -126,10 +126,15 @@ def _number(value: Any) -> float:
 
 
 def _finding_from(value: Mapping[str, Any]) -> Finding:
-    texts = {name: str(value[name]) for name in ("kind", "sentence", "advice")}
-    numbers = {name: _number(value[name]) for name in ("factor", "lost_share")}
-    ranks, hosts = tuple(map(int, value["ranks"])), tuple(map(str, value["hosts"]))
-    return Finding(**texts, **numbers, ranks=ranks, hosts=hosts)
+    return Finding(
+        kind=str(value["kind"]),
+        ranks=tuple(map(int, value["ranks"])),
+        hosts=tuple(map(str, value["hosts"])),
+        factor=_number(value["factor"]),
+        lost_share=_number(value["lost_share"]),
+        sentence=str(value["sentence"]),
+        advice=str(value["advice"]),
+    )
 
 
 def all_findings(windows: Sequence[PaceWindow]) -> list[tuple[PaceWindow, Finding]]:
