@@ -55,13 +55,15 @@ def measure(run: RunDirectory, point: Point) -> Measured | None:
     paces = [beat.pace for beat in read_beats(run, attempt).values() if beat.pace.samples]
     if not lines or not paces:
         return None
+    step_s = median(line["step_time_s"] for line in lines)
     unit = "tokens" if "tokens_per_s" in lines[-1] else "samples"
     waits = [pace.wait_s / pace.samples for pace in paces]
     facts = read_exchange(run, attempt)
     return Measured(
         point=point,
-        step_s=median(line["step_time_s"] for line in lines),
-        per_s=median(line[f"{unit}_per_s"] for line in lines),
+        step_s=step_s,
+        # Of the step, not a median of its own: of few lines the mean of rates is more than the rate of the mean.
+        per_s=median(line[f"{unit}_per_s"] * line["step_time_s"] for line in lines) / step_s,
         unit=unit,
         compute_s=fmean((pace.own_s - pace.data_s) / pace.samples for pace in paces),
         data_s=fmean(pace.data_s / pace.samples for pace in paces),
