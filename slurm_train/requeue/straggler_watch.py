@@ -20,14 +20,21 @@ from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.stragglers import Finding, PaceWindow, append_window
 
-_LOOK_EVERY_S = 2.0
 _LONGEST_WINDOW_S = 60.0
 # A line has some 40 bytes per rank: a thousand ranks get one in eight minutes.
 _RANKS_PER_LONGEST = 128
 
 
 @contextlib.contextmanager
-def minding_stragglers(run: RunDirectory, attempt: int, *, config: RunConfig, world_size: int) -> Iterator[None]:
+def minding_stragglers(
+    run: RunDirectory,
+    attempt: int,
+    *,
+    config: RunConfig,
+    world_size: int,
+    look_every_s: float = 2.0,
+    first_window_s: float = 3.0,
+) -> Iterator[None]:
     """Looks for stragglers among an attempt's ranks while the body waits for them.
 
     Args:
@@ -35,16 +42,17 @@ def minding_stragglers(run: RunDirectory, attempt: int, *, config: RunConfig, wo
         attempt: number of the attempt.
         config: says whether and how; a user's own function or script measures nothing.
         world_size: ranks; one alone has nobody to wait for.
+        look_every_s: seconds between looks at the heartbeats.
+        first_window_s: length of the first window; later ones grow.
     """
     if config.health.pace_every_steps is None or not config.trains:
         yield
         return
     done = threading.Event()
     longest_s = _LONGEST_WINDOW_S * max(1.0, world_size / _RANKS_PER_LONGEST)
-    watch = _Watch(
-        run, attempt, config.health.straggler_excess, WindowCutter(attempt, world_size=world_size, longest_s=longest_s)
-    )
-    thread = threading.Thread(target=watch.run, args=(done,), name="stragglers", daemon=True)
+    cutter = WindowCutter(attempt, world_size=world_size, first_s=first_window_s, longest_s=longest_s)
+    watch = _Watch(run, attempt, config.health.straggler_excess, cutter)
+    thread = threading.Thread(target=watch.run, args=(done, look_every_s), name="stragglers", daemon=True)
     thread.start()
     try:
         yield
@@ -61,9 +69,9 @@ class _Watch:
         self._judge = Judge(excess=excess)
         self._said: set[tuple[str, tuple[int, ...]]] = set()
 
-    def run(self, done: threading.Event) -> None:
+    def run(self, done: threading.Event, look_every_s: float) -> None:
         """Looks until told to end, and then at what the ranks have left."""
-        while not done.wait(_LOOK_EVERY_S):
+        while not done.wait(look_every_s):
             self._take(self._cutter.look(read_beats(self._run, self._attempt), time.time()))
         self._take(self._cutter.look(read_beats(self._run, self._attempt), time.time()))
         if (rest := self._cutter.rest()) is not None:

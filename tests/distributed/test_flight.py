@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from slurm_train.distributed.flight import shortened
 from slurm_train.requeue.flight import not_come, read_flight, waited_for_in
+from tests.support.rank_pair import run_pair
 
 # Rank 1 stays away from the third all-reduce until rank 0 has told what it knows.
 PROGRAM = """
-import os, sys, time, torch
+import json, os, torch
 import torch.distributed as dist
 from slurm_train.distributed.flight import newest_collectives
 dist.init_process_group("gloo")
@@ -26,29 +24,24 @@ for _ in range(2):
 if rank == 0:
     work = dist.all_reduce(torch.ones(1000), async_op=True)
 record = newest_collectives()
-print((record or b"").decode(), flush=True)
+with open(os.environ["OUT"], "w") as file:
+    json.dump((record or b"").decode(), file)
 store.set(f"told {rank}", "yes")
 store.wait(["told 0", "told 1"])
 if rank == 1:
     work = dist.all_reduce(torch.ones(1000), async_op=True)
 work.wait()
+# Rank 0 has the store, and leaves last.
+store.set(f"done {rank}", "yes")
+if rank == 0:
+    store.wait(["done 1"])
 os._exit(0)
 """
 
 
 @pytest.mark.distributed
-def test_real_ranks_tell_who_has_not_come() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM], env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    texts = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
+def test_real_ranks_tell_who_has_not_come(tmp_path: Path) -> None:
+    texts = run_pair(tmp_path, PROGRAM)
     if not any(text.strip() for text in texts):
         pytest.skip(f"torch {torch.__version__} records nothing between gloo ranks")
     flights = {rank: flight for rank, text in enumerate(texts) if (flight := read_flight(text)) is not None}

@@ -42,8 +42,8 @@ def settled_beats(run: RunDirectory) -> dict[int, Beat]:
     return beats if len(beats) == 2 else {}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_is_named_and_the_ranks_are_ended(tmp_path: Path, rank: int) -> None:
+def test_a_stopped_rank_is_named_and_the_ranks_are_ended(tmp_path: Path) -> None:
+    rank = 0
     person = Person(new_project(tmp_path / "project"))
     trainer = trains(
         person,
@@ -123,4 +123,6 @@ def test_a_rank_that_reads_for_ever_is_said_to_be_in_data_loading(tmp_path: Path
     pattern = rf"rank 1 on \S+ {where}( #\d+ of 1\d\d elements)?"
     assert re.fullmatch(pattern, event["sentence"]), event["sentence"]
     assert event["ranks"] == [1] and "StuckNumbers" not in err
+    mark = first_mark(run, 0)
+    assert mark is not None and mark.rank == 1
     assert "in __getitem__" in run.stacks(0, 1).read_text(), "its stack shows where it reads"

@@ -169,3 +169,21 @@ class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.inputs[index], self.targets[index]
+
+
+class LateData(Data):
+    """Points that rank 1 reads slowly while a file exists.
+
+    Args:
+        late_while: the file.
+        split: "train" or "heldout".
+    """
+
+    def __init__(self, *, late_while: str, split: str = "train") -> None:
+        super().__init__(split=split)
+        self.late_while = Path(late_while)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if os.environ["RANK"] == "1" and self.late_while.exists():
+            time.sleep(0.005)
+        return super().__getitem__(index)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +14,9 @@ from torch import nn
 from slurm_train.errors import RunError
 from slurm_train.train.exchange import Exchange
 from slurm_train.train.powersgd import PowerSgd, one_bucket_mb
+from tests.support.rank_pair import run_pair
 from tests.train.test_trainer import config_of, result_of, run_to_end, steps_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CASES = [
     ("none", "float32"),
     ("bf16", "float32"),
@@ -43,8 +39,7 @@ from slurm_train.train.build import build_ddp
 from slurm_train.train.exchange_choice import build_exchange, fitting_buckets
 from slurm_train.train.module import TrainingModule
 
-cases, steps, folder = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-torch.set_num_threads(1)
+cases, steps = json.loads(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo")
 rank, device = dist.get_rank(), torch.device("cpu")
 # Each rank is a node of its own.
@@ -81,7 +76,7 @@ def steps_of(way, dtype):
             parameter.grad = None
 
 found = {f"{way} {dtype}": list(steps_of(way, dtype)) for way, dtype in cases}
-with open(f"{folder}/{rank}", "w") as file:
+with open(os.environ["OUT"], "w") as file:
     json.dump(found, file)
 dist.barrier()
 os._exit(0)
@@ -93,16 +88,7 @@ Found = list[list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     """What each of two ranks has after each step, by case."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    folder = tmp_path_factory.mktemp("exchange")
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    words = [sys.executable, "-c", PROGRAM, json.dumps(CASES), str(STEPS), str(folder)]
-    processes = [
-        subprocess.Popen(words, env={**env, "RANK": str(rank), "LOCAL_RANK": "0"}, cwd=REPOSITORY) for rank in range(2)
-    ]
-    assert [process.wait(timeout=240) for process in processes] == [0, 0]
-    ranks = [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
+    ranks = run_pair(tmp_path_factory.mktemp("exchange"), PROGRAM, json.dumps(CASES), str(STEPS))
     return {case: [of_rank[case] for of_rank in ranks] for case in ranks[0]}
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,57 +13,47 @@ from torch.nn.parallel import DistributedDataParallel
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.pace import Pace
 from slurm_train.train.pace import PaceProbe
+from tests.support.rank_pair import run_pair
 
-# Rank 1 computes 30 ms longer in each step; each rank prints its sums.
+# Rank 1 computes 30 ms longer in each step; each rank leaves its sums, by kind of DDP.
 PROGRAM = """
-import os, sys, time, torch
+import json, os, time, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.train.pace import PaceProbe
-torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-static = sys.argv[1] == "static"
-ddp = DistributedDataParallel(torch.nn.Linear(64, 64), static_graph=static)
-heart = Heartbeat()
-probe = PaceProbe(ddp, heart, every=5, data_wait_s=lambda: 0.0, on_device=False)
-for _ in range(40):
-    probe.begin()
-    loss = ddp(torch.ones(8, 64)).sum()
-    time.sleep(0.03 * rank)
-    loss.backward()
-    ddp.zero_grad(set_to_none=True)
-    probe.end()
-pace = heart.pace
-print(pace.samples, pace.own_s / pace.samples, pace.wait_s / pace.samples, flush=True)
+
+def pace_of(kind):
+    ddp = DistributedDataParallel(torch.nn.Linear(64, 64), static_graph=kind == "static")
+    heart = Heartbeat()
+    probe = PaceProbe(ddp, heart, every=5, data_wait_s=lambda: 0.0, on_device=False)
+    for _ in range(40):
+        probe.begin()
+        loss = ddp(torch.ones(8, 64)).sum()
+        time.sleep(0.03 * rank)
+        loss.backward()
+        ddp.zero_grad(set_to_none=True)
+        probe.end()
+    pace = heart.pace
+    return pace.samples, pace.own_s / pace.samples, pace.wait_s / pace.samples
+
+with open(os.environ["OUT"], "w") as file:
+    json.dump({kind: pace_of(kind) for kind in ("plain", "static")}, file)
 dist.barrier()
 os._exit(0)
 """
 
 
-def paces_of_two(kind: str) -> list[list[float]]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, kind], env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    texts = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    return [[float(word) for word in text.split()] for text in texts]
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["plain", "static"])
-def test_the_victim_waits_and_the_cause_does_not(kind: str) -> None:
-    victim, cause = paces_of_two(kind)
-    assert victim[0] == cause[0] == 7
-    assert victim[2] > 0.025 and cause[1] > 0.03
-    assert cause[2] < 0.5 * victim[2] and victim[1] < 0.5 * cause[1]
+def test_the_victim_waits_and_the_cause_does_not(tmp_path: Path) -> None:
+    victims, causes = run_pair(tmp_path, PROGRAM)
+    for kind, victim in victims.items():
+        cause = causes[kind]
+        assert victim[0] == cause[0] == 7, kind
+        assert victim[2] > 0.025 and cause[1] > 0.03, kind
+        assert cause[2] < 0.5 * victim[2] and victim[1] < 0.5 * cause[1], kind
 
 
 @pytest.fixture

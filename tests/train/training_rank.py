@@ -48,6 +48,11 @@ def main() -> int:
         stop=stop,
         env=dict(os.environ),
     )
+    if orders.get("beats"):
+        from slurm_train.rundir.heartbeat import BeatSource
+
+        source = BeatSource(rank=place.rank, host=os.uname().nodename, pid=os.getpid(), step_id="")
+        start.heartbeat.start(start.run, orders["attempt"], source, limits=None)
     if orders.get("fault"):
         import rank_faults
 
