@@ -20,14 +20,19 @@ def by_length(global_size: int = 16, accumulation: int | None = None, **facts: A
     return config | {"data": {"_target_": "small_training.Sequences", **pads}}
 
 
-SPLITS = {"one rank": (1, None), "two ranks": (2, None), "two ranks, two micro-batches": (2, 2)}
+SPLITS: dict[str, tuple[int, int | None, dict[str, int]]] = {
+    "one rank": (1, None, {}),
+    "two ranks": (2, None, {}),
+    "two ranks, two micro-batches": (2, 2, {}),
+    "sharded over two ranks": (2, None, {"dp_shard": 2}),
+}
 
 
 @pytest.fixture(scope="module")
 def split_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     runs = {name: tmp_path_factory.mktemp("lengths") / "run" for name in SPLITS}
-    for name, (ranks, accumulation) in SPLITS.items():
-        run_to_end(runs[name], by_length(accumulation=accumulation), ranks=ranks)
+    for name, (ranks, accumulation, parallel) in SPLITS.items():
+        run_to_end(runs[name], by_length(accumulation=accumulation) | {"parallel": parallel}, ranks=ranks)
     return runs
 
 
