@@ -6,6 +6,7 @@ What is wrong inside the preflight itself is told and stops nothing.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import sys
@@ -20,6 +21,7 @@ from slurm_train.doctor import gather
 from slurm_train.doctor.diagnose import diagnose
 from slurm_train.doctor.evidence import Asked, Evidence, PortFacts
 from slurm_train.doctor.exchange import Heard, Lines, ask_nodes, follow, hear_all, open_port, take_answers
+from slurm_train.doctor.facts import NodeFacts
 from slurm_train.doctor.finding import Finding, errors_in, read_finding
 from slurm_train.doctor.interfaces import resolve
 from slurm_train.doctor.participant import Participant, file_name
@@ -143,25 +145,29 @@ class _Preflight:
         if listener is None:
             evidence = Evidence(port=port)
             return self.decide(evidence)
-        server = self.open_server()
-        with listener:
-            participant = self.participant(server)
-            participant.write({"listens": port.bound})
-            heard = Heard(ranks=[self.report], nodes=[participant.facts] if participant.facts else [], port=port)
-            lines = hear_all(participant, listener, heard, tell=lambda found: self.keep((found,), Evidence()))
-        try:
-            self.came_s = time.monotonic()
-            if not heard.silent and not heard.troubles and not heard.mute:
-                _question(participant, lines, heard, measures=self.start.config.preflight.bandwidth)
-            waited_s = self.point.timeout_s if heard.silent else time.monotonic() - self.came_s
-            verdict = self.decide(_evidence(heard, waited_s))
-            shown = [finding.as_json() for finding in verdict.findings]
-            lines.send_all({"verdict": {"findings": shown, "variables": verdict.variables}})
-        finally:
-            lines.close()
-            server.close()
+        with contextlib.ExitStack() as opened:
+            with listener:
+                server = self.open_server()
+                opened.callback(server.close)
+                participant = self.participant(server)
+                participant.write({"listens": port.bound})
+                heard = Heard(ranks=[self.report], nodes=[participant.facts] if participant.facts else [], port=port)
+                lines = hear_all(participant, listener, heard, tell=lambda found: self.keep((found,), Evidence()))
+                opened.callback(lines.close)
+            verdict = self.judge(participant, lines, heard)
         if not errors_in(verdict.findings):
             shutil.rmtree(participant.folder, ignore_errors=True)
+        return verdict
+
+    def judge(self, participant: Participant, lines: Lines, heard: Heard) -> _Verdict:
+        """Has the nodes look around, decides, and tells everybody."""
+        self.came_s = time.monotonic()
+        if not heard.silent and not heard.troubles and not heard.mute:
+            _question(participant, lines, heard, measures=self.start.config.preflight.bandwidth)
+        waited_s = self.point.timeout_s if heard.silent else time.monotonic() - self.came_s
+        verdict = self.decide(_evidence(heard, waited_s))
+        shown = [finding.as_json() for finding in verdict.findings]
+        lines.send_all({"verdict": {"findings": shown, "variables": verdict.variables}})
         return verdict
 
     def decide(self, evidence: Evidence) -> _Verdict:
@@ -178,7 +184,8 @@ class _Preflight:
         waited_s = round(self.came_s - self.began_s, 3)
         found = [one.as_json() for one in findings]
         record = {"findings": found, "table": table, "seconds": seconds, "waited_s": waited_s}
-        write_record(self.start.run, self.start.attempt, {**record, "nodes": list(self.start.nodes)})
+        # Nobody is found well by a word that is said while ranks are waited for.
+        write_record(self.start.run, self.start.attempt, {**record, "nodes": [node.node for node in evidence.nodes]})
 
     @property
     def own_address(self) -> str:
@@ -196,12 +203,7 @@ class _Preflight:
         return server
 
     def participant(self, server: ProbeServer | None) -> Participant:
-        start, facts = self.start, None
-        if server is not None:
-            master = start.point.master_addr
-            peer = start.nodes[1] if start.place.is_first and len(start.nodes) > 1 else master
-            network = gather.read_network(start.place, start.env, master=master, peer=peer, probe_port=server.port)
-            facts = gather.read_node(start.run, start.config, start.place, start.env, network=network)
+        start = self.start
         return Participant(
             place=start.place,
             point=self.point,
@@ -210,9 +212,21 @@ class _Preflight:
             ranks_per_node=start.ranks_per_node,
             folder=start.run.preflight_folder(start.attempt),
             report=self.report,
-            facts=facts,
+            facts=None if server is None else self.facts(server),
             budget_s=start.config.preflight.budget_s,
         )
+
+    def facts(self, server: ProbeServer) -> NodeFacts | None:
+        """Returns what this node is like; None where that cannot be found out, and then the others go on without."""
+        start, master = self.start, self.start.point.master_addr
+        peer = start.nodes[1] if start.place.is_first and len(start.nodes) > 1 else master
+        try:
+            network = gather.read_network(start.place, start.env, master=master, peer=peer, probe_port=server.port)
+            return gather.read_node(start.run, start.config, start.place, start.env, network=network)
+        except Exception as err:  # nobody knows what a node has in store; a rank that left here would be waited for
+            said = f"{type(err).__name__}: {err}"
+            print(f"preflight: what {self.report.node} is like is not known: {said}", file=sys.stderr, flush=True)
+            return None
 
 
 def _read_verdict(value: Mapping[str, object] | None) -> _Verdict | None:
@@ -225,7 +239,8 @@ def _read_verdict(value: Mapping[str, object] | None) -> _Verdict | None:
 
 def _question(participant: Participant, lines: Lines, heard: Heard, *, measures: bool) -> None:
     """Has every node look at others, and measure on request."""
-    leaders = [rank.rank for rank in heard.ranks if rank.local_rank == 0]
+    known = {node.node for node in heard.nodes}
+    leaders = [rank.rank for rank in heard.ranks if rank.local_rank == 0 and rank.node in known]
     peers = _peers(heard, spans_nodes=participant.place.spans_nodes)
     if participant.place.spans_nodes:
         take_answers(heard, "probe", ask_nodes(participant, lines, heard, "probe", leaders, peers))

@@ -1,7 +1,7 @@
 """What the look before an attempt has found, on disk: rank 0 writes it, the supervisor and `status` read it.
 
-The file holds `findings`, each with its line for people, the table of nodes, how long it took (`seconds`) and
-when the last rank had come (`waited_s`).
+The file holds `findings`, each with its line for people, `nodes`, which are those that were looked at, their table, how
+long it took (`seconds`) and when the last rank had come (`waited_s`).
 """
 
 from __future__ import annotations

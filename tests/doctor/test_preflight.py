@@ -122,8 +122,12 @@ def test_a_fault_of_the_preflight_itself_stops_nothing(
         raise RuntimeError("a mistake")
 
     monkeypatch.setattr(gathering, "read_node", fail)
-    where = point(timeout_s=1.0)
+    where = point()
     assert all_ranks([start(run, rank, where) for rank in range(WORLD)]) == [{}, {}, {}]
+    assert "preflight: what node1 is like is not known: RuntimeError: a mistake" in capsys.readouterr().err
+    assert read_record(run, 0)["nodes"] == [], "nobody is found well"
+    monkeypatch.setattr("slurm_train.doctor.preflight.ProbeServer", fail)
+    assert run_preflight(start(run, 0, point())) == {}
     assert "preflight: not finished, the ranks start without it: RuntimeError: a mistake" in capsys.readouterr().err
 
 
