@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from slurm_train.rundir.files import read_lines
@@ -93,20 +94,25 @@ def bare(person: Person, number: int) -> float:
     return float(out.read_text()) - started
 
 
-def ours(person: Person, size: str, number: int, *more: str) -> float:
-    """Returns the seconds from srun to the toolkit's first step, from its own srun line.
+def ours(person: Person, size: str, number: int) -> float:
+    """Returns the seconds from srun to the toolkit's first step, from its own srun line."""
+    run, command = srun_line(person, size, *TINY, "batch.global_size=64", f"run.name=start{number}")
+    started = run_step(person, run, command)
+    first = next(line for line in read_lines(run.metrics) if line.get("step") == 1)
+    return float(first["time_unix_s"]) - started
+
+
+def srun_line(person: Person, size: str, *words: str) -> tuple[RunDirectory, list[str]]:
+    """Returns a run that is prepared for its first attempt, and the srun command of its script.
 
     Args:
         person: who types it.
         size: of the cluster, e.g. "4x8".
-        number: of the round.
-        more: further words of the run.
+        words: of the run.
     """
-    words = (f"+cluster={size}", *TINY, "batch.global_size=64", f"run.name=start{number}", "cluster.sbatch.hold=true")
-    words += more
     plain = {name: value for name, value in person.environment().items() if not name.startswith("SLURM_")}
     submitted = subprocess.run(
-        [sys.executable, "-m", "slurm_train", *words],
+        [sys.executable, "-m", "slurm_train", f"+cluster={size}", *words, "cluster.sbatch.hold=true"],
         cwd=person.folder, env=plain, capture_output=True, text=True, check=True,
     )  # fmt: skip
     job, path = submitted.stdout.split()
@@ -115,12 +121,15 @@ def ours(person: Person, size: str, number: int, *more: str) -> float:
     run.attempt_logs(0).mkdir(parents=True)
     script = run.submit_script.read_text().replace("\\\n", " ")
     line = next(line for line in script.splitlines() if "supervise" in line)
-    command = [word.replace("{attempt}", "0") for word in shlex.split(line.partition(" -- ")[2])]
+    return run, [word.replace("{attempt}", "0") for word in shlex.split(line.partition(" -- ")[2])]
+
+
+def run_step(person: Person, run: RunDirectory, command: Sequence[str]) -> float:
+    """Runs the ranks of a run to their end inside this allocation, and returns when srun was called (unix time)."""
     env = person.environment() | {"SLURM_TRAIN_ATTEMPT": "0", "MASTER_ADDR": master(), "PYTHONUNBUFFERED": "1"}
     started = time.time()
     subprocess.run(command, cwd=run.code, env=env, check=True)
-    first = next(line for line in read_lines(run.metrics) if line.get("step") == 1)
-    return float(first["time_unix_s"]) - started
+    return started
 
 
 def master() -> str:
