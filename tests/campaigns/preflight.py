@@ -54,7 +54,7 @@ def make_trial(person: Person, number: int, *, seed: int) -> Trial:
     if lacks := missing_for(fault):
         return Trial(what=what, problems=(f"not tried: this machine lacks {lacks}",), seconds={})
     named = try_fault(person, fault, number)
-    seconds = {} if named.after_s is None else {fault.code: named.after_s}
+    seconds = {} if named.after_s is None or named.problems else {fault.code: named.after_s}
     said = what if named.after_s is None else f"{what}, after {named.after_s:.0f} s"
     return Trial(what=said, problems=tuple(named.problems), seconds=seconds)
 
