@@ -122,7 +122,9 @@ def _no_option(name: str, options: str) -> ConfigError:
             f"there is no configuration {name!r}",
             hint=f"write +cluster=<nodes>x<GPUs per node>, e.g. +cluster=4x8, or one of: {options}",
         )
-    return ConfigError(f"there is no configuration {name!r}", hint=f"there are: {options}")
+    group, _, option = name.partition("/")
+    own = f"a class of your own: {group}._target_={option}; " if group in ("model", "data") and "." in option else ""
+    return ConfigError(f"there is no configuration {name!r}", hint=f"{own}there are: {options}")
 
 
 def _absent(key: str, composed_keys: Callable[[], Sequence[str]]) -> ConfigError:

@@ -13,12 +13,13 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+from slurm_train.config.signature import read_signature, require_keywords
 from slurm_train.config.target_policy import refuse_path
 from slurm_train.errors import ConfigError
 
 
 def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Sequence[str]) -> None:
-    """Does nothing where the mapping's `_target_` exists, as far as can be told without importing it.
+    """Does nothing where the mapping's `_target_` exists and takes its keywords, as far as its source tells.
 
     Args:
         key: where the mapping stands, e.g. "model".
@@ -26,7 +27,7 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
         search: directories in which Python would look, e.g. sys.path.
 
     Raises:
-        ConfigError: there is no such module, or it has no such name.
+        ConfigError: there is no such module, it has no such name, or that takes other keywords.
     """
     for nested in targets_in(mapping or {}):
         refuse_path(nested)
@@ -42,7 +43,8 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
             f"{key}._target_={target}: there is no module {words[0]!r}",
             hint="start from the folder that holds it, or install it",
         )
-    names = _names_in(spec)
+    tree = _source_of(spec)
+    names = _names_in(tree) if tree is not None else None
     if rest and names is not None and rest[0] not in names:
         near = difflib.get_close_matches(rest[0], names, n=1)
         module = ".".join(words[: len(words) - len(rest)])
@@ -50,6 +52,8 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
             f"{key}._target_={target}: {module} has no {rest[0]!r}",
             hint=f"did you mean {module}.{near[0]}?" if near else f"it is looked for in {spec.origin}",
         )
+    if tree is not None and len(rest) == 1 and (signature := read_signature(tree, rest[0])) is not None:
+        require_keywords(key, mapping, signature)
 
 
 def targets_in(value: Any) -> Iterator[str]:
@@ -80,14 +84,18 @@ def _find_longest(words: Sequence[str], search: Sequence[str]) -> tuple[ModuleSp
     return found, []
 
 
-def _names_in(spec: ModuleSpec) -> set[str] | None:
-    """Returns the names that a module's source binds at its top, None where that cannot be told."""
+def _source_of(spec: ModuleSpec) -> ast.Module | None:
+    """Returns a module's source, None where there is none to read."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return None
+
+
+def _names_in(tree: ast.Module) -> set[str] | None:
+    """Returns the names that a module's source binds at its top, None where that cannot be told."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -174,4 +174,16 @@ _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text
 
 
 def _type_error(path: str, value: Any, asked: str) -> ConfigError:
-    return ConfigError(f"{path} asks for {asked}, found {value!r} ({type(value).__name__})", hint=f"set {path}=...")
+    return ConfigError(
+        f"{path} asks for {asked}, found {value!r} ({type(value).__name__})", hint=_example(path, value, asked)
+    )
+
+
+def _example(path: str, value: Any, asked: str) -> str:
+    """Returns how a value of that kind is typed."""
+    if asked == "a list" and isinstance(value, str):
+        # Who has a script types its command line, as a shell would take it.
+        words = ",".join(value.split())
+        return f'write "{path}=[{words}]", with the quotes, since the shell reads brackets'
+    forms = {"a list": "[a,b]", "a mapping": "{name:value}", "a number": "0.5 or 1e-3", "a whole number": "8"}
+    return f"set {path}=..., written like {forms[asked]}" if asked in forms else f"set {path}=..."

@@ -46,6 +46,12 @@ def test_what_is_not_there_is_said(target: str, text: str, hint: str, search: li
     assert hint in caught.value.hint
 
 
+def test_a_keyword_that_the_target_does_not_take_is_said(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("raise RuntimeError\nclass Net:\n    def __init__(self, width): ...\n")
+    with pytest.raises(ConfigError, match=r"own\.Net does not take 'widht'; it takes width"):
+        require_target("model", {"_target_": "own.Net", "widht": 1}, search=[str(tmp_path)])
+
+
 def test_our_own_and_none_are_not_looked_for() -> None:
     require_target("model", {"_target_": "slurm_train.models.gpt.GPT"}, search=[])
     require_target("task", None, search=[])
