@@ -80,7 +80,8 @@ SIGNAL_HANDLERS = {
     *("requeue.signals", "requeue.supervise", "cli.here", "cli.sweep_here", "cli.interactive"),
     *("cli.trackers", "data.mapstyle"),
 }
-ENVIRONMENT_READERS = ("cli.", "__main__")
+# A script's runner is a program of its own, started by its path.
+ENVIRONMENT_READERS = ("cli.", "__main__", "train.script_main")
 # cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.
 ENVIRONMENT_WRITERS = {"train.build"}
 # Where the hint comes with the values: rank 0's verdict, which all ranks repeat.

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from slurm_train.cli.changes import weigh
+from slurm_train.cli.failure_lines import tell_unseen_failure
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.lost_terminal import outlive_terminal
 from slurm_train.cli.outputs import RunOutput, make_outputs
@@ -108,7 +109,9 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         return _launch(run, config, world_size, attempt, env=env)
 
     with tracking_run(run, config.track, env):
-        return supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
+        code = supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
+    tell_unseen_failure(run)
+    return code
 
 
 def _rank_command(run: RunDirectory, config: RunConfig) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slurm_train.cli.arguments import RUN_HELP, build_run_parser
 from slurm_train.cli.display import note
+from slurm_train.cli.failure_lines import failure_lines
 from slurm_train.cli.following import follow, print_from, wait_for_log
 from slurm_train.cli.log_choice import ChosenLog, choose_log
 from slurm_train.cli.painting import Painter, emphasised
@@ -42,6 +43,9 @@ def main(words: Sequence[str]) -> int:
     chosen = choose_log(run, attempt=arguments.attempt, rank=arguments.rank)
     if not arguments.follow:
         if chosen is None:
+            newest = max(existing_attempts(run), default=0)
+            if shown.print_failure(newest if arguments.attempt is None else arguments.attempt):
+                return 0
             raise RunError(f"{run.path} has no log yet", hint=_where_the_log_is(run))
         shown.print_all(chosen)
         return 0
@@ -72,7 +76,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _where_the_log_is(run: RunDirectory) -> str:
     if read_job(run) is None and existing_attempts(run):
-        return "rank 0 of a run on this machine writes to its terminal; --rank 1 shows another rank"
+        curves = f"`report {run.run_id}` draws its curves"
+        return f"rank 0 of a run on this machine writes to its terminal; {curves}, --rank 1 shows another rank"
     return "`status` says whether it waits; -f waits for the log"
 
 
@@ -104,14 +109,17 @@ class Shown:
         sys.stdout.buffer.flush()
         if not self.print_failure(log.attempt):
             self._point_to_earlier(log.attempt)
+            self._tell_return(log.attempt)
 
     def print_failure(self, attempt: int) -> bool:
         """Prints how an attempt failed; returns whether it did."""
         failure = find_failure(self._run, attempt)
         if failure is None:
             return False
-        for line in _lines(failure, rank_shown=self._rank):
+        for line in failure_lines(failure, rank_shown=self._rank):
             note(emphasised(line, in_colour=self._notes_in_colour))
+        if not failure.kind and read_job(self._run) is None:
+            note(_where_the_log_is(self._run))
         if failure.kind and not self._is_in_log(failure):
             excerpt = Painter(in_colour=self._in_colour)
             text = excerpt.paint(failure.excerpt.encode() + b"\n") + excerpt.rest()
@@ -121,8 +129,10 @@ class Shown:
 
     def tell_end(self, attempt: int) -> None:
         """Prints how an attempt ended that was followed, where the run goes on after it or the attempt failed."""
-        if self.print_failure(attempt):
-            return
+        if not self.print_failure(attempt):
+            self._tell_return(attempt)
+
+    def _tell_return(self, attempt: int) -> None:
         entry = next((one for one in read_ledger(self._run) if one["attempt"] == attempt), {})
         if entry.get("action") in ("requeue", "leave", "relaunch"):
             note(f"attempt {attempt}: {entry.get('note', '')}")
@@ -143,17 +153,3 @@ class Shown:
         if failed:
             number, text = failed[-1]["attempt"], failed[-1].get("note", "")
             note(f"attempt {number} failed: {text}; `logs {self._run.run_id} --attempt {number}` shows it")
-
-
-def _lines(failure: Failure, *, rank_shown: int) -> list[str]:
-    """Returns what is said before the failing rank's own words."""
-    lines = [f"attempt {failure.attempt} failed: {failure.note}"]
-    if failure.rank is None:
-        return lines
-    rank = f"rank {failure.rank}{f' on {failure.host}' if failure.host else ''}"
-    if failure.log is None:
-        return [*lines, f"{rank} failed first; it has no log of its own"]
-    if failure.rank == rank_shown and failure.kind != "stacks":
-        where = "its traceback is above" if failure.kind == "traceback" else "its last lines are above"
-        return [*lines, f"{rank} failed first; {where}"]
-    return [*lines, f"{rank} failed first; its {failure.kind or 'log is empty'}, from {failure.log}:"]

@@ -45,7 +45,7 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
     _require_absolute("cluster.python", python)
     ranks, exports = Ranks(plan.config, plan.run, plan.directory, package), job_environment(plan.config)
     return read_template("run.sh").format(
-        title=f"{plan.run.name}/{plan.run.run_id}: global batch {plan.batch.as_sum()}",
+        title=f"{plan.run.name}/{plan.run.run_id}: {_what_runs(plan)}",
         sbatch="\n".join(_sbatch_lines(sbatch_flags(plan))),
         exports="\n".join(_export_lines(exports)),
         setup="\n".join(_setup_line(line) for line in cluster.setup),
@@ -61,6 +61,15 @@ def _quoted(word: str) -> str:
     if not word.isprintable():
         raise ConfigError(f"{word!r} cannot be a word of the batch script", hint="remove what cannot be printed")
     return shlex.quote(word)
+
+
+def _what_runs(plan: RunPlan) -> str:
+    """Returns what the ranks do, in a line; the batch of a user's own script or function is not known."""
+    if plan.config.trains:
+        return f"global batch {plan.batch.as_sum()}"
+    # Not its arguments, which may hold a secret; and on one line, since this is a comment.
+    name = plan.config.script[0] if plan.config.script else str((plan.config.task or {}).get("_target_"))
+    return " ".join(f"{name} on {plan.world.size} ranks".split())
 
 
 def _sbatch_lines(flags: Flags) -> list[str]:

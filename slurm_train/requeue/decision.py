@@ -6,17 +6,20 @@ are the same; so the marks that ranks leave and the job's own record decide. A c
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
+from slurm_train.slurm.step_errors import WARNED
 
 Reason = Literal[
     "done", "preempted", "time_limit", "requeued", "node_failure", "cancelled", "stopped", "failed", "unknown"
 ]
 NODE_FAILURE = "node failure"
 """How the cause of a lost node begins."""
+_KILLED_BY_WARNING = 128 + signal.SIGUSR2
 Action = Literal["finish", "requeue", "relaunch", "leave", "stop"]
 
 
@@ -98,12 +101,20 @@ def _reason(outcome: Outcome) -> Reason:
             return "node_failure"
         if by_slurm is not None:
             return by_slurm
+    if _was_ended_by_the_warning(outcome) and (outcome.job is not None or not outcome.has_slurm):
+        # On this machine the same signal passes Ctrl-C on.
+        return "time_limit" if outcome.has_slurm else "stopped"
     if outcome.exit_code != EXIT_REQUEUE:
         return "failed"
     if outcome.job is None:
         return "unknown" if outcome.has_slurm else "stopped"
     # The ranks saved because of the warning signal, and nothing else is on record: the limit is near.
     return "time_limit"
+
+
+def _was_ended_by_the_warning(outcome: Outcome) -> bool:
+    """Returns whether ranks died of the signal that comes before the limit, as a script does as it is."""
+    return outcome.exit_code == _KILLED_BY_WARNING or WARNED in outcome.cause
 
 
 def slurm_reason(job: Mapping[str, str], restart_count: int) -> Reason | None:

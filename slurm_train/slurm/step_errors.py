@@ -9,8 +9,19 @@ _NODE_FAILURE = re.compile(r"^srun: error: Node failure on (?P<nodes>\S+)", re.M
 _SRUN_KILLED = re.compile(r"^srun: error: (?P<what>srun itself was killed by signal \d+)$", re.MULTILINE)
 # What the supervisor writes when a node did not say whether it sees the run.
 _SILENT = re.compile(r"^error: (?P<what>no answer from .+ within \d+ s)", re.MULTILINE)
+WARNED = "User defined signal 2"
+"""The end of a rank that does not handle the warning before the time limit: a script as it is."""
 # Terminated and a plain exit code are what the peers of the culprit show.
-_VIOLENT = ("Killed", "Segmentation fault", "Aborted", "Bus error", "Out Of Memory", "Illegal instruction", "Floating")
+_VIOLENT = (
+    "Killed",
+    "Segmentation fault",
+    "Aborted",
+    "Bus error",
+    "Out Of Memory",
+    "Illegal instruction",
+    "Floating",
+    WARNED,
+)
 
 
 def violent_end(text: str) -> str:

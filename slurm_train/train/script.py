@@ -16,6 +16,8 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.layout import RunDirectory
 
+RUN_DIR = "SLURM_TRAIN_RUN_DIR"
+"""Variable that names the directory of the run to a script: a place for its checkpoints, the same at each attempt."""
 _RUNNER = Path(__file__).with_name("script_main.py")
 
 
@@ -35,7 +37,7 @@ def run_script(
         ConfigError: there is no such script, or nobody set MASTER_ADDR and MASTER_PORT.
     """
     command = script_command(words, code_dir=code_dir, run=run)
-    script_env = torchrun_env(place, env)
+    script_env = torchrun_env(place, env) | {RUN_DIR: str(run.path)}
     # What a user's file imports from beside it must come from the same snapshot.
     script_env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(code_dir), env.get("PYTHONPATH", ""))))
     sys.stdout.flush()

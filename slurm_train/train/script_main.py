@@ -12,19 +12,26 @@ from __future__ import annotations
 import atexit
 import os
 import runpy
+import socket
 import sys
 import threading
 import traceback
 from types import TracebackType
 
+_RUN_AGAIN = 75
+"""EXIT_REQUEUE of slurm_train.errors: saved, and wants to be run again."""
+
 
 def main() -> None:
     """Runs the script named by the second argument; never returns."""
     sys.argv = sys.argv[1:]
-    import_from_copy(sys.argv.pop(0))
+    run_directory = sys.argv.pop(0)
+    import_from_copy(run_directory)
     script = sys.argv[0]
     sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120  # sys.path holds strings
-    code = run(script)
+    code, words = run(script)
+    if words and "RANK" in os.environ:
+        tell_supervisor(run_directory, code, words)
     # What the interpreter does first when it ends by itself; both are private, and have been there since 3.4.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -43,23 +50,40 @@ def import_from_copy(run_directory: str) -> None:
     take_snapshot(run_directory, python_path="")
 
 
-def run(script: str) -> int:
-    """Runs a script to its end and returns its exit code; an exception is printed as Python would."""
+def run(script: str) -> tuple[int, str]:
+    """Runs a script to its end; an exception is printed as Python would.
+
+    Returns:
+        The exit code, and how it failed in a few words, "" where it did not.
+    """
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         return _exit_code(end)
     except BaseException as err:
         traceback.print_exception(type(err), err, _from_script(err.__traceback__, script))
-        return 130 if isinstance(err, KeyboardInterrupt) else 1
-    return 0
+        return 130 if isinstance(err, KeyboardInterrupt) else 1, f"{type(err).__name__}: {err}"
+    return 0, ""
 
 
-def _exit_code(end: SystemExit) -> int:
+def tell_supervisor(run_directory: str, code: int, words: str) -> None:
+    """Leaves the mark by which the rank that failed first is named, as ranks that the toolkit trains do."""
+    from pathlib import Path
+
+    from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.marks import FailureMark, leave_mark
+
+    env = os.environ
+    mark = FailureMark(rank=int(env["RANK"]), host=socket.gethostname(), exit_code=code, message=words.split("\n")[0])
+    leave_mark(RunDirectory(Path(run_directory)), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), mark)
+
+
+def _exit_code(end: SystemExit) -> tuple[int, str]:
     if end.code is None or isinstance(end.code, int):
-        return end.code or 0
+        code = end.code or 0
+        return code, f"the script ended with code {code}" if code not in (0, _RUN_AGAIN) else ""
     print(end.code, file=sys.stderr)
-    return 1
+    return 1, str(end.code)
 
 
 def _from_script(trace: TracebackType | None, script: str) -> TracebackType | None:

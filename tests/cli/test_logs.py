@@ -95,6 +95,13 @@ def test_a_rank_without_a_log_is_named(shell: Any) -> None:
     assert done.err.splitlines()[1] == "rank 3 on node2 failed first; it has no log of its own"
 
 
+def test_here_the_failure_of_another_rank_is_shown_without_a_log_of_rank_0(shell: Any) -> None:
+    run = fails(shell, logs={"attempt_0/rank_3.log": "usage: train.py\n", "attempt_0/rank_0.log": ""})
+    done = shell.types("logs")
+    assert (done.code, done.out) == (0, "usage: train.py\n")
+    assert done.err.splitlines()[1] == f"rank 3 on node2 failed first; its last lines, from {run.rank_log(0, 3)}:"
+
+
 def test_an_earlier_failure_is_pointed_to(shell: Any) -> None:
     fails(shell, ledger=(*FAILED, *attempt(1)), logs={**LOGS, "attempt_1/rank_0.log": "step 2\n"})
     done = shell.types("logs")
@@ -103,10 +110,10 @@ def test_an_earlier_failure_is_pointed_to(shell: Any) -> None:
     assert ONE in shell.types("logs", "--attempt", "0").out
 
 
-def test_an_attempt_that_did_not_fail_is_its_log_and_nothing_else(shell: Any) -> None:
+def test_an_attempt_that_came_back_is_its_log_and_why(shell: Any) -> None:
     shell.has_run(ledger=attempt(0, reason="preempted", action="requeue", note="n"), logs=LOGS)
     done = shell.types("logs")
-    assert (done.out, done.err) == ("step 1\n", "")
+    assert (done.out, done.err) == ("step 1\n", "attempt 0: n\n")
 
 
 @pytest.mark.parametrize("env", [{"TERM": "xterm"}, {"TERM": "xterm", "NO_COLOR": "1"}, {"TERM": "dumb"}])

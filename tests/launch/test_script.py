@@ -64,6 +64,12 @@ def test_the_script_is_the_golden_file(name: str) -> None:
     assert render(plan_named(name)) == (GOLDEN / f"{name}.sh").read_text(encoding="utf-8")
 
 
+def test_a_script_of_the_users_own_has_no_batch_in_the_title() -> None:
+    plan = make_plan(cluster={"nodes": 2, "gpus_per_node": 2}, script=["mytrain", "--key", "secret"])
+    title = render(plan).splitlines()[1]
+    assert title == f"# {plan.run.name}/{plan.run.run_id}: mytrain on 4 ranks"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_bash_accepts_the_script(name: str) -> None:
     done = subprocess.run(["bash", "-n"], input=render(plan_named(name)), capture_output=True, text=True, check=False)

@@ -61,7 +61,8 @@ def test_a_missing_master_is_said() -> None:
 
 def test_the_worker_becomes_the_script_without_torch(tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(
-        "import json, os, sys; print(json.dumps([os.getpid(), os.environ['RANK'], sys.argv[1:]])); sys.exit(3)"
+        "import json, os, sys; e = os.environ;"
+        "print(json.dumps([os.getpid(), e['RANK'], e['SLURM_TRAIN_RUN_DIR'], sys.argv[1:]])); sys.exit(3)"
     )
     code = (
         "import os, sys; from pathlib import Path; from slurm_train.distributed.place import RankPlace;"
@@ -74,4 +75,4 @@ def test_the_worker_becomes_the_script_without_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     pid, line = done.stdout.splitlines()
-    assert json.loads(line) == [int(pid), "0", ["a b"]]
+    assert json.loads(line) == [int(pid), "0", str(tmp_path), ["a b"]]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.marks import first_mark
 from slurm_train.train import script_main
 
 
@@ -43,6 +45,31 @@ def test_an_exception_is_told_from_the_script_on(tmp_path: Path) -> None:
     done = _run(tmp_path, "def f():\n    raise ValueError('odd')\nf()\n")
     assert done.returncode == 1 and done.stderr.endswith("ValueError: odd\n")
     assert "runpy" not in done.stderr and "script_main" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("", (0, "")),
+        ("raise SystemExit(75)", (75, "")),
+        ("raise SystemExit(2)", (2, "the script ended with code 2")),
+        ("raise ValueError('odd')", (1, "ValueError: odd")),
+    ],
+)
+def test_how_it_failed_is_told_in_a_few_words(tmp_path: Path, line: str, found: tuple[int, str]) -> None:
+    (tmp_path / "train.py").write_text(line)
+    assert script_main.run(str(tmp_path / "train.py")) == found
+
+
+def test_the_supervisor_learns_which_rank_failed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(2).mkdir(parents=True)
+    for rank in ("3", "0"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("SLURM_TRAIN_ATTEMPT", "2")
+        script_main.tell_supervisor(str(tmp_path), 2, "ValueError: odd\nand more")
+    mark = first_mark(run, 2)
+    assert mark is not None and (mark.rank, mark.exit_code, mark.message) == (3, 2, "ValueError: odd")
 
 
 def test_threads_are_joined_and_exit_functions_run(tmp_path: Path) -> None:
