@@ -19,7 +19,7 @@ from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.sweep import find_sweep, list_sweeps, read_table
+from slurm_train.rundir.sweep import SweepDirectory, find_sweep, list_sweeps, read_table, sweeps_named
 from slurm_train.rundir.timing import goodput, held_s
 from slurm_train.standing.facts import Standing, subjects_of
 
@@ -37,17 +37,46 @@ Cells = dict[str, Any]
 def main(words: Sequence[str]) -> int:
     """Prints or writes the table and returns 0."""
     parser = build_run_parser("collate", description=__doc__, examples=_EXAMPLES)
-    parser.add_argument("sweep", metavar="SWEEP", help="id of a sweep or its beginning, job id of an array, or path")
+    parser.add_argument("sweep", metavar="SWEEP", help="run name or id of a sweep, job id of an array, or path")
     parser.add_argument("--format", choices=sorted(_FORMATS.values()), help="default: after --out, else markdown")
     parser.add_argument("--out", metavar="FILE", help="default: stdout")
     arguments = parser.parse_args(list(words))
-    sweep = find_sweep(Path(arguments.root), arguments.sweep)
-    if sweep is None:
-        known = ", ".join(one.sweep_id for one in list_sweeps(Path(arguments.root))[:8]) or "none"
-        raise RunError(f"no sweep matches {arguments.sweep!r} below {arguments.root}", hint=f"sweeps there: {known}")
+    sweep = _find(Path(arguments.root), arguments.sweep)
     standings = look_once(subjects_of(read_table(sweep)), os.environ)
-    _put_out(collate(standings), arguments.format, arguments.out)
+    rows = collate(standings)
+    _put_out(rows, arguments.format, arguments.out)
+    for line in best_lines(rows, standings):
+        note(line)
     return 0
+
+
+def _find(root: Path, word: str) -> SweepDirectory:
+    if (sweep := find_sweep(root, word)) is not None:
+        return sweep
+    if found := sweeps_named(root, word):
+        if len(found) > 1:
+            older = ", ".join(one.sweep_id for one in found[1:])
+            note(f"{word} is the name of {len(found)} sweeps; this is the newest, {found[0].sweep_id}, not {older}")
+        return found[0]
+    known = ", ".join(f"{one.sweep_id} ({_name_of(one)})" for one in list_sweeps(root)[:8]) or "none"
+    one_run = "; `status RUN` and `report RUN` show one run"
+    raise RunError(f"no sweep matches {word!r} below {root}", hint=f"sweeps there: {known}{one_run}")
+
+
+def _name_of(sweep: SweepDirectory) -> str:
+    return ", ".join(dict.fromkeys(element.run.name for element in read_table(sweep)))
+
+
+def best_lines(rows: Sequence[Cells], standings: Sequence[Standing]) -> list[str]:
+    """Returns which run is the best so far, by held-out loss, or by training loss where nothing is evaluated."""
+    metric = next((name for name in ("eval_loss", "loss") if any(row.get(f"best_{name}") for row in rows)), None)
+    valued = [pair for pair in zip(rows, standings, strict=True) if metric and pair[0][f"best_{metric}"] is not None]
+    if not valued:
+        return []
+    row, one = min(valued, key=lambda pair: pair[0][f"best_{metric}"])
+    given = " ".join(f"{key}={value}" for key, value in one.subject.overrides.items())
+    value, step = row[f"best_{metric}"], row[f"best_{metric}_step"]
+    return [f"best {metric}: {value:.5g} at step {step} of run {row['index']}, {row['run']}: {given}"]
 
 
 def collate(rows: Sequence[Standing]) -> list[Cells]:

@@ -265,5 +265,5 @@ def _refuse_overtaken(sweep: SweepDirectory) -> None:
 
 
 def _say_what_next(sweep: SweepDirectory) -> None:
-    verbs = ("status", "cancel", "collate")
+    verbs = ("status", "cancel", "collate", "report")
     note("next:\n" + "\n".join(f"  python -m slurm_train {verb} {sweep.sweep_id}" for verb in verbs))

@@ -16,7 +16,7 @@ from slurm_train.report.quantity import byte_size
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_run
-from slurm_train.rundir.sweep import SweepDirectory, find_sweep
+from slurm_train.rundir.sweep import SweepDirectory, find_sweep, sweep_of
 from slurm_train.standing.facts import Subject, subjects_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ def main(words: Sequence[str]) -> int:
     sweep = find_sweep(root, arguments.what) if arguments.what else None
     if sweep is not None:
         return _report_sweep(sweep, out=arguments.out, png=png, metric=arguments.metric)
-    return _report_run(find_run(root, arguments.what), out=arguments.out, png=png)
+    run = find_run(root, arguments.what)
+    if arguments.what in (None, run.name) and (of := sweep_of(run)) is not None:
+        note(f"the newest run, one of a sweep; all of it: `report {of.sweep_id}`")
+    return _report_run(run, out=arguments.out, png=png)
 
 
 def _report_run(run: RunDirectory, *, out: str | None, png: Path | None) -> int:

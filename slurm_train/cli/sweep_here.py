@@ -79,7 +79,9 @@ def train_each(sweep: SweepDirectory, elements: Sequence[Element], *, num_parall
     if waiting:
         return _stopped(len(waiting))
     if elements:
-        note(f"{len(elements) - failed} of {len(elements)} runs are finished; `status {sweep.sweep_id}` shows all")
+        note(f"{len(elements) - failed} of {len(elements)} runs are finished; next:")
+        for verb in ("status", "collate", "report"):
+            note(f"  python -m slurm_train {verb} {sweep.sweep_id}")
     return EXIT_FAILURE if failed else EXIT_DONE
 
 

@@ -213,7 +213,8 @@ def sweep_of(run: RunDirectory) -> SweepDirectory | None:
 
 
 def find_sweep(root: Path, word: str) -> SweepDirectory | None:
-    """Returns the sweep that a word names: its id or the beginning of it, a path, or the job id of one of its arrays.
+    """Returns the sweep that a word names: its id or the beginning of it, a path, the job id of one of its arrays, or
+    a run name that no other run has.
 
     Raises:
         RunError: the word is the beginning of several ids.
@@ -228,4 +229,17 @@ def find_sweep(root: Path, word: str) -> SweepDirectory | None:
         raise RunError(f"{word!r} is the beginning of several sweeps: {ids}", hint="type more of it")
     if not found and word.isdigit():
         found = [sweep for sweep in sweeps if any(array_job_id(one) == word for one in existing_arrays(sweep))]
-    return found[0] if found else None
+    return found[0] if found else _sweep_with_name(root.resolve() / word, sweeps)
+
+
+def sweeps_named(root: Path, name: str) -> list[SweepDirectory]:
+    """Returns the sweeps that have runs of this name, newest first."""
+    return [sweep for sweep in list_sweeps(root) if any(one.run.name == name for one in read_table(sweep))]
+
+
+def _sweep_with_name(folder: Path, sweeps: Iterable[SweepDirectory]) -> SweepDirectory | None:
+    """Returns the newest sweep whose runs are all that a folder of runs holds: then the name means all of them."""
+    named = {config.parent for config in folder.glob("*/config.yaml")}
+    if not named:
+        return None
+    return next((sweep for sweep in sweeps if named <= {one.run.path for one in read_table(sweep)}), None)

@@ -196,7 +196,19 @@ def test_collate_has_a_row_per_run(sweep: SweepDirectory, shell: Any) -> None:
     assert (first["last_eval_accuracy"], first["best_eval_accuracy"]) == ("0.4", "0.5"), "of an accuracy, the largest"
     assert float(first["gpu_hours"]) == pytest.approx(8 * 5 / 3600, abs=1e-4)
     assert (rows[3]["state"], rows[3]["last_loss"], rows[3]["attempts"]) == ("not_started", "", "0")
+    assert done.err == f"best loss: 2 at step 10 of run 0, {first['run']}: optim.lr=0.001 seed=0\n"
     assert rows[2]["note"].startswith("rank 3 on node2")
+
+
+def test_a_name_leads_from_a_run_to_its_sweep(sweep: SweepDirectory, shell: Any) -> None:
+    told = f"6 of them are a sweep: `status {sweep.sweep_id}` shows what each was given\n"
+    assert told in shell.types("status").err
+    table = shell.types("collate", sweep.sweep_id).out
+    assert shell.types("collate", "gpt-stdlib").out == table and shell.types("report", "gpt-stdlib").code == 0
+    assert sweep.report.exists(), "the name means all its runs"
+    shell.has_run("gpt-stdlib", "ffffffff")
+    assert shell.types("collate", "gpt-stdlib").out == table, "only a sweep is meant"
+    assert f"sweeps there: {sweep.sweep_id} (gpt-stdlib)" in shell.types("collate", "gpt").err
 
 
 def test_collate_writes_a_file_after_its_ending(sweep: SweepDirectory, shell: Any) -> None:

@@ -85,6 +85,18 @@ def test_a_word_that_names_no_sweep_or_several(tmp_path: Path) -> None:
     assert {sweep.sweep_id for sweep in list_sweeps(tmp_path)} == {"9b1c44e0", "9b1c0000"}
 
 
+def test_a_run_name_means_the_sweep_that_has_all_runs_of_it(tmp_path: Path) -> None:
+    sweep = new_sweep(tmp_path)
+    for element in read_table(sweep):
+        element.run.path.mkdir(parents=True)
+        element.run.config.touch()
+    assert find_sweep(tmp_path, "gpt-stdlib") == sweep and find_sweep(tmp_path, "gpt") is None
+    alone = RunDirectory(tmp_path / "gpt-stdlib" / "ffffffff")
+    alone.path.mkdir()
+    alone.config.touch()
+    assert find_sweep(tmp_path, "gpt-stdlib") is None, "the name means a run of its own as well"
+
+
 def test_one_submitter_at_a_time(tmp_path: Path) -> None:
     sweep = SweepDirectory(tmp_path / "sweeps" / "9b1c44e0")
     refused = pytest.raises(RunError, match="being submitted or run by another command")
