@@ -21,8 +21,10 @@ from slurm_train.cli.survey import build_surveyor, look_once
 from slurm_train.cli.terminal import build_console, is_terminal, width_of
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import read_events
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.timing import Goodput, goodput
+from slurm_train.rundir.sweep import list_sweeps, read_table
+from slurm_train.rundir.timing import Goodput, goodput, held_s
 from slurm_train.standing.facts import Standing
 from slurm_train.standing.schema import as_mapping
 
@@ -49,6 +51,7 @@ _LOSSES = {
     "lost_work_s": "steps done again",
     "end_s": "ending",
 }
+_SWEEPS_TOLD, _ATTEMPTS_TOLD = 3, 5
 _SECONDS = re.compile(r"\d{1,3}(?:\.\d+)?")
 
 
@@ -100,7 +103,8 @@ def _print_table(standings: Sequence[Standing], choice: Choice, env: Mapping[str
     if sweep is not None:
         after = [summary(standings), str(sweep.path)]
     elif len(standings) == 1:
-        after = [str(standings[0].run.path), *_goodput_lines(standings[0].run)]
+        run = standings[0].run
+        after = [str(run.path), *_goodput_lines(run), *([] if standings[0].is_finished else _attempt_lines(run))]
     width = width_of(sys.stdout)
     view = build_view(standings, now_unix_s=time.time(), width=width, of_sweep=sweep is not None)
     if is_terminal(sys.stdout):
@@ -112,6 +116,31 @@ def _print_table(standings: Sequence[Standing], choice: Choice, env: Mapping[str
     # The terminal breaks them where it must; a path that is copied stays whole.
     for line in after:
         print(line)
+    if sweep is None and len(standings) > 1:
+        _tell_of_sweeps([one.run for one in standings], choice)
+
+
+def _tell_of_sweeps(runs: Sequence[RunDirectory], choice: Choice) -> None:
+    """Says which of the runs are a sweep, whose own table has what each was given."""
+    for sweep in list_sweeps(choice.root)[:_SWEEPS_TOLD]:
+        if (num := len({one.run for one in read_table(sweep)}.intersection(runs))) > 1:
+            note(f"{num} of them are a sweep: `status {sweep.sweep_id}` shows what each was given")
+
+
+def _attempt_lines(run: RunDirectory) -> list[str]:
+    """Returns how the last attempts of a run ended that has had several: what the newest state does not say."""
+    ledger, stopped = read_ledger(run), {event.get("attempt"): event["step"] for event in read_events(run, "stop")}
+    ended = [one for one in ledger if "end_time_unix_s" in one] if len(ledger) > 1 else []
+    lines = []
+    for one in ended[-_ATTEMPTS_TOLD:]:
+        reason = str(one.get("reason", "unknown"))
+        why = f": {one.get('note', '')}" if reason == "failed" else ""
+        end = "finished" if reason == "done" else reason.replace("_", " ")
+        # A script of the user's own has steps that nobody else counts.
+        last_step = stopped.get(one["attempt"], one.get("last_step"))
+        step = f", step {last_step}" if last_step else ""
+        lines.append(f"attempt {one['attempt']}: {end} after {held_s(one):,.0f} s{step}{why}")
+    return lines
 
 
 def _goodput_lines(run: RunDirectory) -> list[str]:

@@ -18,6 +18,13 @@ from slurm_train.standing.states import RunState, state_of_phase, state_of_reaso
 SILENT_AFTER_S = 60.0
 """A heartbeat is written twice a second; a network file system may keep it back for half a minute."""
 
+_CAME_BACK = {
+    "preempted": "was preempted",
+    "time_limit": "its time limit came",
+    "node_failure": "a node was lost",
+    "failed": "failed",
+    "requeued": "was requeued",
+}
 _HALTED = {"SUSPENDED": "Slurm has suspended the job", "STOPPED": "the job's processes are stopped"}
 
 
@@ -55,7 +62,8 @@ def is_beating(files: RunFiles, *, now_unix_s: float) -> bool:
 def explain(files: RunFiles, job: JobState | None, state: RunState, *, slurm_answers: bool = True) -> str:
     """Returns why a run waits, is slow, or has ended, in words; "" where there is nothing to say."""
     if state is RunState.QUEUED and job is not None:
-        return "its nodes are made ready" if job.word == "CONFIGURING" else explain_reason(job.reason)
+        waits = "its nodes are made ready" if job.word == "CONFIGURING" else explain_reason(job.reason)
+        return "; ".join(filter(None, [_why_again(files), waits]))
     if state is RunState.RUNNING:
         return (_HALTED.get(job.word, "") if job is not None else "") or files.slow_because
     if state is RunState.FINISHED:
@@ -68,6 +76,12 @@ def explain(files: RunFiles, job: JobState | None, state: RunState, *, slurm_ans
     if files.is_open:
         return _explain_without_end(files, job, slurm_answers=slurm_answers)
     return str(last.get("note", ""))
+
+
+def _why_again(files: RunFiles) -> str:
+    """Returns why a run waits that has run before, "" for one that somebody has submitted again."""
+    last = files.ledger[-1] if files.ledger else {}
+    return _CAME_BACK.get(str(last.get("reason")), "") if last.get("action") in ("requeue", "leave") else ""
 
 
 def is_cancelled_since(job: JobState | None, entry: Mapping[str, object]) -> bool:

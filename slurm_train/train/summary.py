@@ -14,6 +14,7 @@ from slurm_train.data.source import SampleSource
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.sweep import sweep_of
 from slurm_train.train.loop import Loop, in_words
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # A table of all pairs of ids: for bytes, not for a vocabulary of words.
 _LARGEST_BIGRAM_VOCABULARY = 1024
+_NOT_PRINTABLE = "\N{REPLACEMENT CHARACTER}"
+_NOT_EVALUATED = "nothing was evaluated, the data have no held-out samples (set data.heldout, or take a `split`)"
 
 
 def write_result(run: RunDirectory, loop: Loop, *, weights_digest: str, attempt: int, world_size: int) -> None:
@@ -45,19 +48,32 @@ def write_result(run: RunDirectory, loop: Loop, *, weights_digest: str, attempt:
 
 def say_finished(say: Callable[[str], None], run: RunDirectory, loop: Loop) -> None:
     """Says the held-out numbers, where everything is, and what to do next."""
-    say(f"finished step {loop.position.step}" + (f": {in_words(loop.measures)}" if loop.measures else ""))
+    say(f"finished step {loop.position.step}: {in_words(loop.measures) if loop.measures else _NOT_EVALUATED}")
     say(f"run directory: {run.path}")
+    if sweep_of(run) is not None:
+        return  # The sweep says what is next, once.
     say(f"next: python -m slurm_train status {run.run_id}")
     say("      another run of the same: the same words with seed=N or run.name=NAME")
 
 
-def say_stopped(say: Callable[[str], None], run: RunDirectory, loop: Loop) -> None:
-    """Says where the run stopped and how it goes on."""
+def say_stopped(say: Callable[[str], None], run: RunDirectory, loop: Loop, *, returns: bool) -> None:
+    """Says where the run stopped and how it goes on.
+
+    Args:
+        say: prints a line.
+        run: the run.
+        loop: where it stands.
+        returns: its job is requeued after a preemption or a time limit; a rank does not know which it was.
+    """
     if loop.not_saved:
         say(f"stopped at step {loop.position.step} without a save: {loop.not_saved}; the newest checkpoint counts")
     else:
         say(f"stopped at step {loop.position.step}; everything is saved in {run.path}")
-    say(f"next: python -m slurm_train resume {run.run_id}")
+    if returns:
+        say("next: nothing to do after a preemption or at the time limit: the job comes back by itself")
+        say(f"      after a cancel: python -m slurm_train resume {run.run_id}")
+    else:
+        say(f"next: python -m slurm_train resume {run.run_id}")
 
 
 def say_text(
@@ -72,7 +88,10 @@ def say_text(
         heldout_tokens: TokenSource = heldout  # type: ignore[assignment]
         say(f"a bigram model on the same held-out bytes: {_bigram(train_tokens, heldout_tokens):.4f} bits per byte")
     if num_tokens > 0 and hasattr(model, "generate"):
-        say("the model writes:\n" + _sample(model, train_tokens, num_tokens))
+        text = _sample(model, train_tokens, num_tokens)
+        # The bytes of a model that has hardly begun are no text, and no news.
+        is_text = text.count(_NOT_PRINTABLE) * 4 < len(text)
+        say(f"the model writes:\n{text}" if is_text else "the model does not write text yet; train it longer")
 
 
 def _bigram(train: TokenSource, heldout: TokenSource) -> float:
@@ -102,4 +121,4 @@ def _sample(model: Any, source: TokenSource, num_tokens: int) -> str:
 
 def _printable(text: str) -> str:
     # A model may write any byte; a terminal obeys some of them.
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return "".join(char if char.isprintable() or char in "\n\t" else _NOT_PRINTABLE for char in text)

@@ -365,7 +365,9 @@ def _last_words(rank_run: RankRun, built: Built, loop: Loop, display: Display | 
     if display is None:
         return
     if not finished:
-        say_stopped(display.say, rank_run.start.run, loop)
+        config = rank_run.start.config
+        returns = config.cluster is not None and config.requeue.enabled and config.launch != "interactive"
+        say_stopped(display.say, rank_run.start.run, loop, returns=returns)
         return
     write_result(
         rank_run.start.run,

@@ -104,6 +104,18 @@ def test_one_run_shows_its_path_and_json_shows_all(shell: Any) -> None:
     assert len(shell.types("status").out.splitlines()) == 3
 
 
+def test_one_run_tells_how_its_attempts_ended(shell: Any) -> None:
+    once = attempt(0, reason="preempted", action="requeue", last_step=180)
+    twice = (*once, *attempt(1, reason="failed", note="rank 3 on node2: x"))
+    shell.has_run("gpt", "3f9a1c07", ledger=(*twice, *attempt(2)))
+    assert shell.types("status").out.splitlines()[-2:] == [
+        "attempt 0: preempted after 5 s, step 180",
+        "attempt 1: failed after 5 s: rank 3 on node2: x",
+    ]
+    shell.has_run("cnn", "77aa0000", ledger=once)
+    assert "attempt 0" not in shell.types("status", "cnn").out, "the table has said it"
+
+
 def test_json_has_numbers_where_the_table_has_words(shell: Any) -> None:
     shell.has_run(job_ids=("12",), ledger=attempt(0), metrics=(LINE,))
     shell.slurm.queue("12", "RUNNING", nodes="node1")

@@ -48,9 +48,16 @@ STATES = [
     (
         "preempted and queued again",
         job_state("12", "PENDING", reason="BeginTime"),
-        {"ledger": attempt(0, reason="preempted", note="preempted; requeued")},
+        {"ledger": attempt(0, reason="preempted", action="requeue", note="preempted; requeued")},
         "queued",
-        "its earliest start has not come yet; after a requeue Slurm waits for two minutes (BeginTime)",
+        "was preempted; its earliest start has not come yet; after a requeue Slurm waits for two minutes (BeginTime)",
+    ),
+    (
+        "cancelled and submitted again",
+        job_state("12", "PENDING", reason="Resources"),
+        {"ledger": attempt(0, reason="cancelled", action="stop", note="n")},
+        "queued",
+        "waits for free nodes (Resources)",
     ),
     (
         "failed",

@@ -10,7 +10,7 @@ import pytest
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.train.summary import write_result
+from slurm_train.train.summary import say_finished, say_stopped, write_result
 
 
 def test_only_the_newest_attempt_writes_the_result(tmp_path: Path) -> None:
@@ -24,3 +24,18 @@ def test_only_the_newest_attempt_writes_the_result(tmp_path: Path) -> None:
     write_result(run, loop, weights_digest="0a", attempt=newer, world_size=1)
     result = json.loads(run.result.read_text())
     assert (result["step"], result["eval_loss"], result["attempt"]) == (3, 0.25, 1)
+
+
+def test_a_run_without_held_out_samples_says_so(tmp_path: Path) -> None:
+    loop: Any = SimpleNamespace(position=SimpleNamespace(step=3), measures={})
+    said: list[str] = []
+    say_finished(said.append, RunDirectory(tmp_path / "runs" / "a" / "b"), loop)
+    assert "nothing was evaluated" in said[0] and "data.heldout" in said[0]
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_stopped_rank_says_what_comes_by_itself(returns: bool, tmp_path: Path) -> None:
+    loop: Any = SimpleNamespace(position=SimpleNamespace(step=3), not_saved="")
+    said: list[str] = []
+    say_stopped(said.append, RunDirectory(tmp_path / "a" / "b"), loop, returns=returns)
+    assert ("the job comes back by itself" in said[1]) is returns and said[-1].endswith("slurm_train resume b")
