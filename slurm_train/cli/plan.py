@@ -67,7 +67,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     outlook = read_outlook(plan, measure=measure, env=env, cwd=cwd)
     script = _script(plan)
-    verdict, says = (None, "") if script is None else _slurm_says(script, env)
+    verdict, says = (None, "") if script is None else _slurm_says(script, env, plan)
     if as_json:
         slurm = None if script is None else {"says": says, **({} if verdict is None else _as_json(verdict))}
         facts = {"run": str(plan.run.path), **plan.as_json(), **outlook.as_json(), "slurm": slurm, "script": script}
@@ -121,14 +121,14 @@ def _plan_sweep(flags: Words, settings: HydraSettings | None, *, env: Mapping[st
         folder = plan.sweep.array(number)
         script = render_array(array, folder, name=job_name(plan.sweep, folder))
         name = f"array {number}"
-        note(f"  {name:<13}  {len(array.runs)} runs; Slurm {_slurm_says(script, env)[1]}")
+        note(f"  {name:<13}  {len(array.runs)} runs; Slurm {_slurm_says(script, env, plan.plans[0])[1]}")
         print(script, end="")
     return 0
 
 
-def _slurm_says(script: str, env: Mapping[str, str]) -> tuple[TestVerdict | None, str]:
+def _slurm_says(script: str, env: Mapping[str, str], plan: RunPlan) -> tuple[TestVerdict | None, str]:
     """Returns Slurm's verdict on a script, None where there is none, and the same in words."""
-    from slurm_train.launch.acceptance import slurm_verdict
+    from slurm_train.launch.acceptance import advice, slurm_verdict, too_long
     from slurm_train.slurm.commands import SlurmCommands
 
     commands = SlurmCommands(env)
@@ -136,10 +136,13 @@ def _slurm_says(script: str, env: Mapping[str, str]) -> tuple[TestVerdict | None
         return None, "not here: no sbatch on the PATH, so the script is not checked"
     try:
         verdict = slurm_verdict(script, commands)
+        if not verdict.is_accepted:
+            return verdict, f"would refuse it: {verdict.message}; {advice(verdict, commands, plan)}"
+        waits = too_long(plan, commands)
     except ClusterError as err:
         return None, f"does not answer, so the script is not checked: {err.message}"
-    if not verdict.is_accepted:
-        return verdict, f"would refuse it: {verdict.message}"
+    if waits is not None:
+        return verdict, f"would let it wait for ever: {waits.message}; {waits.hint}"
     return verdict, f"would take it; estimated start {verdict.start or 'not told'} on {verdict.nodelist or '?'}"
 
 

@@ -39,29 +39,40 @@ def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | Non
         ClusterError: it would not, with its reason and the key to change.
     """
     verdict = slurm_verdict(script, commands)
-    if verdict.is_accepted:
-        if plan is not None:
-            _refuse_too_long(plan, commands)
-        return
-    advice = (verdict.refusal or Refusal.OTHER).value
+    if not verdict.is_accepted:
+        hint = advice(verdict, commands, plan)
+        raise ClusterError(f"Slurm would not take this job: {verdict.message}", hint=hint)
+    if plan is not None and (error := too_long(plan, commands)) is not None:
+        raise error
+
+
+def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) -> str:
+    """Returns which key to change so that Slurm takes what it refused, by what the partition has where that tells."""
+    general = (verdict.refusal or Refusal.OTHER).value
     if plan is not None and verdict.refusal in (Refusal.RESOURCES, Refusal.PARTITION):
-        advice = _explain(plan, commands.partitions()) or advice
-    raise ClusterError(f"Slurm would not take this job: {verdict.message}", hint=advice)
+        return _explain(plan, commands.partitions()) or general
+    return general
 
 
-def _refuse_too_long(plan: RunPlan, commands: SlurmCommands) -> None:
+def too_long(plan: RunPlan, commands: SlurmCommands) -> ClusterError | None:
+    """Returns what is wrong with a time limit that the partition does not allow, None for one that it does.
+
+    Raises:
+        ClusterError: no answer from the controller.
+    """
     # Without EnforcePartLimits Slurm takes such a job and leaves it in the queue for ever.
     cluster = plan.config.cluster
     assert cluster is not None
     if cluster.time_limit_min is None:
-        return
+        return None
     part = _partition_of(plan, commands.partitions())
     if part is not None and part.max_time_min is not None and cluster.time_limit_min > part.max_time_min:
-        raise ClusterError(
+        return ClusterError(
             f"cluster.time_limit_min={cluster.time_limit_min} is more than partition {part.name} allows "
             f"({part.max_time_min})",
             hint=f"set cluster.time_limit_min={part.max_time_min} or less: the run is requeued and continues",
         )
+    return None
 
 
 def _partition_of(plan: RunPlan, partitions: list[Partition]) -> Partition | None:

@@ -23,7 +23,8 @@ def test_slurms_verdict_is_told(shell: Any) -> None:
     assert "would take it; estimated start 2026-01-31T09:41:24 on node[1-4]" in shell.types("plan", "+cluster=4x8").err
     shell.slurm.refuse("sbatch: error: Batch job submission failed: Invalid qos specification")
     done = shell.types("plan", "+cluster=4x8")
-    assert done.code == 0 and "would refuse it: Invalid qos specification" in done.err
+    assert done.code == 0 and "would refuse it: Invalid qos specification; " in done.err
+    assert "set cluster.qos" in done.err, "and what to do"
     shell.slurm.refuse(
         "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
     )
