@@ -64,6 +64,16 @@ class ParallelLayout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def shard_size(self) -> int:
+        """Ranks that parameters are sharded over: those that share a sequence share them, too."""
+        return self.dp_shard * self.cp
+
+    @property
+    def reducing_size(self) -> int:
+        """Ranks whose gradients are of different items, and are averaged."""
+        return self.dp_replicate * self.shard_size
+
+    @property
     def is_replicated(self) -> bool:
         """Whether every rank is a whole replica: plain data parallelism (DDP)."""
         return self.dp_replicate == self.world_size
@@ -118,9 +128,21 @@ class ParallelLayout:
         own = self.coordinates(rank)
         return own.pp == self.pp - 1 and own.cp == own.tp == 0
 
-    def random_stream(self, rank: int) -> int:
-        """Returns the number of a rank's stream of dropout: ranks that compute the same draw the same."""
-        return self.data_parallel_index(rank) + self.coordinates(rank).pp * self.data_parallel_size
+    def speaks_for_items(self, rank: int) -> bool:
+        """Returns whether a rank counts for the items whose loss it computes: each part of a sequence has its own."""
+        own = self.coordinates(rank)
+        return own.pp == self.pp - 1 and own.tp == 0
+
+    def random_stream(self, rank: int, *, splits_positions: bool = False) -> int:
+        """Returns the number of a rank's stream of dropout: ranks that compute the same draw the same.
+
+        Args:
+            rank: whose.
+            splits_positions: whether tensor-parallel ranks have positions of their own (sequence parallelism).
+        """
+        own = self.coordinates(rank)
+        part = own.cp * self.tp + own.tp if splits_positions else own.cp
+        return self.data_parallel_index(rank) + (own.pp + part * self.pp) * self.data_parallel_size
 
     def first_reader(self, data_parallel_index: int) -> int | None:
         """Returns the first rank that reads the samples of an index, None where there is no such index."""

@@ -26,8 +26,7 @@ class RunSection:
     snapshot_limit_mb: int = 100
     """Largest code snapshot (of each folder); more is refused, since it is data rather than code."""
     snapshot_folders: list[str] = field(default_factory=list)
-    """Further folders of yours that the run gets a copy of, e.g. ["../mylib"]: packages that are imported from outside
-    the submitting directory, in editable mode or by PYTHONPATH."""
+    """Further folders that the run gets a copy of, e.g. ["../mylib"]: packages imported from outside this directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +188,7 @@ class PreflightSection:
     collective_timeout_s: float = 60.0
     """Seconds that the first all_reduce of the ranks may take, once they have met."""
     bandwidth: bool = False
-    """Also measures how fast the nodes compute and how fast they are connected, and compares them; about a second for
-    each node."""
+    """Also measures and compares how fast nodes compute and are connected; about a second for each node."""
     only: bool = False
     """Ends after the look; this is what `doctor +cluster=NxG` submits."""
     exclude_bad_nodes_h: float = 4.0
@@ -284,18 +282,21 @@ class ParallelSection:
     pp: int = 1
     """Pipeline stages; the micro-batches of `batch.accumulation` flow through them."""
     cp: int = 1
-    """Context parallel."""
+    """Context parallel: parts of each sequence; these ranks shard the parameters, too."""
+    sequence_parallel: bool = False
+    """Deals the positions of norms and residuals out among the ranks of `tp`: less memory, the same traffic or less."""
     allow_tp_across_nodes: bool = False
     """Lets a tensor-parallel group span nodes, where every layer waits for the network."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Computes activations again; selective keeps matrix products and attention, full only what enters each block."""
     stages_per_rank: int = 1
-    """Stages on each rank of a pipeline; more than one interleaves them, which makes the bubble smaller and the traffic
-    larger."""
+    """Stages on each rank of a pipeline; more than one interleaves them: a smaller bubble, more traffic."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a pipeline's micro-batches: 1f1b keeps at most `pp` of them in memory, gpipe all."""
     gather_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type that sharded parameters are gathered and computed in; float32 means the parameters' own."""
+    cpu_offload: bool = False
+    """Keeps sharded parameters, gradients and optimizer state in host memory, where they are updated: much slower."""
     reshard_after_forward: bool = True
     """Gives gathered parameters back between forward and backward pass; false: more memory, less traffic."""
 
@@ -358,8 +359,7 @@ class ContainerSection:
     image: str
     """Path of the image on the nodes, or a name that `kind` understands, e.g. "docker://pytorch/pytorch"."""
     mounts: list[str] = field(default_factory=list)
-    """Further paths that the ranks see, "/path", "/path:/inside" or "/path:/inside:ro"; the runs' root, the submitting
-    directory and paths in `data` are there anyway."""
+    """Further paths that ranks see, "/path", "/path:/inside" or "/path:/inside:ro"; run, code and data are there."""
     python: str = "python3"
     """Interpreter inside the image."""
     command: str | None = None

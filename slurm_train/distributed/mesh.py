@@ -21,3 +21,12 @@ def build_mesh(layout: ParallelLayout, *, device: torch.device) -> DeviceMesh:
         device: this rank's; its kind decides what carries the exchanges.
     """
     return init_device_mesh(device.type, layout.degrees, mesh_dim_names=AXES)
+
+
+def sharding_mesh(mesh: DeviceMesh, layout: ParallelLayout) -> DeviceMesh:
+    """Returns the axes that parameters are sharded over, behind the one that copies of them lie along. Collective."""
+    axis = "cp" if layout.dp_shard == 1 < layout.cp else "dp_shard"
+    if layout.dp_shard > 1 and layout.cp > 1:
+        axis = "shard"
+        mesh["dp_shard", "cp"]._flatten(axis)
+    return mesh[axis] if layout.dp_replicate == 1 else mesh["dp_replicate", axis]

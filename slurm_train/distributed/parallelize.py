@@ -1,9 +1,11 @@
 """Puts torch's parallelism around a model that knows nothing of it, in one written order.
 
-1. Tensor parallel: matrices are cut as the model's `tensor_parallel_plan` says.
-2. Activation checkpointing of each block, around what computes, inside of what communicates for it.
-3. torch.compile of each block, so that equal blocks are compiled once and gathering stays outside.
-4. FSDP2 or HSDP over the data-parallel axes: each block of `sharding_plan`, then what is left.
+1. Tensor parallel: matrices are cut as the model's `tensor_parallel_plan` says, and positions between them dealt out
+   as `sequence_parallel_plan` says.
+2. Context parallel: attention gathers keys and values (`distributed.context`).
+3. Activation checkpointing of each block, around what computes, inside of what communicates for it.
+4. torch.compile of each block, so that equal blocks are compiled once and gathering stays outside.
+5. FSDP2 or HSDP over the data-parallel axes and `cp`: each block of `sharding_plan`, then what is left.
 
 The parameters are then DTensors with their full shapes and names, which is what lets a checkpoint be read under another
 layout. All functions that touch a mesh are collective.
@@ -22,6 +24,8 @@ from torch import nn
 
 from slurm_train.config.layout import ParallelLayout
 from slurm_train.config.schema import ParallelSection
+from slurm_train.distributed.context import share_context
+from slurm_train.distributed.mesh import sharding_mesh
 from slurm_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,16 +60,26 @@ def parallelize(
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if layout.tp > 1:
         require_equal_parts(model, tp=layout.tp)
-        cut_matrices(model, mesh=mesh)
+        cut_matrices(model, mesh=mesh, roots=roots, splits_positions=settings.sequence_parallel)
+    if layout.cp > 1:
+        share_context(model, roots=roots, mesh=mesh["cp"])
     prepare_blocks(model, settings=settings, compiles=compiles)
-    if layout.data_parallel_size > 1:
+    if layout.reducing_size > 1:
         shard(model, layout=layout, mesh=mesh, roots=roots, settings=settings)
     else:
         model.to(mesh.device_type)
 
 
-def cut_matrices(model: nn.Module, *, mesh: DeviceMesh) -> None:
+def cut_matrices(
+    model: nn.Module, *, mesh: DeviceMesh, roots: Sequence[nn.Module] = (), splits_positions: bool = False
+) -> None:
     """Cuts the matrices that the model's plan names over the `tp` axis; the inputs and outputs of each pair are whole.
+
+    Args:
+        model: all that this rank has.
+        mesh: what `build_mesh` gave.
+        roots: what is called: the model itself, or its stages.
+        splits_positions: whether inputs and outputs are of a part of the positions each (sequence parallelism).
 
     Raises:
         ConfigError: the model has no plan, or one that names no matrix or an unknown way.
@@ -84,6 +98,15 @@ def cut_matrices(model: nn.Module, *, mesh: DeviceMesh) -> None:
                 hint=f"the ways are {', '.join(sorted(styles))}; patterns are names with *, e.g. 'blocks.*.up'",
             )
         found |= {name: styles[way]() for name in names}
+    if splits_positions:
+        from slurm_train.distributed.sequence import OWN_POSITIONS, passing_styles, position_styles
+
+        by_inputs = [name for name, style in found.items() if isinstance(style, RowwiseParallel)]
+        found |= {name: RowwiseParallel(output_layouts=OWN_POSITIONS) for name in by_inputs}
+        found |= position_styles(model, found)
+        for root in roots:
+            if root is not model:
+                parallelize_module(root, mesh["tp"], passing_styles(root, found))
     parallelize_module(model, mesh["tp"], found)
 
 
@@ -130,14 +153,15 @@ def shard(
     roots: Sequence[nn.Module],
     settings: ParallelSection,
 ) -> None:
-    """Shards the parameters over `dp_shard` and keeps copies of the shards over `dp_replicate`."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    """Shards the parameters over `dp_shard` and `cp` and keeps copies of the shards over `dp_replicate`."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    over = mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"]
     lower = settings.gather_dtype == "bfloat16"
     # Gradients are added up in float32 also where they were computed in bfloat16.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if lower else None
-    options: dict[str, Any] = {"mesh": over, **({"mp_policy": policy} if policy else {})}
+    options: dict[str, Any] = {"mesh": sharding_mesh(mesh, layout), **({"mp_policy": policy} if policy else {})}
+    if settings.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for block in units(model):
         fully_shard(block, **options, reshard_after_forward=settings.reshard_after_forward)
     for root in roots:

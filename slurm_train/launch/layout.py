@@ -5,11 +5,13 @@ What can be known without a GPU and without torch is checked here; a model of yo
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.layout import AXES, ParallelLayout, solve_layout
-from slurm_train.config.schema import RunConfig
+from slurm_train.config.schema import ParallelSection, RunConfig
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.world import World
 
@@ -30,17 +32,13 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
         ConfigError: the degrees do not fit the world, the nodes or the model, or this version cannot do it.
     """
     layout = solve_layout(config.parallel, world_size=world.size)
+    _check_options(layout, config.parallel)
     if layout.is_replicated:
         return layout
     if not config.trains:
         raise ConfigError(
             f"parallel asks for {layout}, but a task or script of your own makes its own groups",
             hint="leave parallel.* alone; the ranks are told their numbers and where to meet",
-        )
-    if layout.cp > 1:
-        raise ConfigError(
-            f"parallel.cp={layout.cp} was asked; this version has no context parallelism",
-            hint="leave parallel.cp at 1; dp_replicate, dp_shard, tp and pp are there",
         )
     if config.ddp.comm != "none":
         raise ConfigError(
@@ -50,6 +48,7 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
     _check_nodes(layout, world, allowed=config.parallel.allow_tp_across_nodes)
     per_rank = config.parallel.stages_per_rank if layout.pp > 1 else 1
     _check_model(layout, config.model or {}, per_rank=per_rank)
+    _check_positions(layout, config)
     if per_rank > 1 and config.parallel.pipeline_schedule != "1f1b":
         raise ConfigError(
             f"parallel.stages_per_rank={per_rank} was asked with pipeline_schedule={config.parallel.pipeline_schedule}",
@@ -83,7 +82,7 @@ def nodes_of(world: World) -> list[tuple[int, int]]:
 def _check_nodes(layout: ParallelLayout, world: World, *, allowed: bool) -> None:
     if allowed or layout.tp == 1 or world.num_nodes == 1:
         return
-    if any(count % layout.tp for count in world.ranks_per_node):
+    if any(count % layout.tp for count in set(world.ranks_per_node)):
         raise ConfigError(
             f"parallel.tp={layout.tp} does not fit into nodes of {world.ranks_per_node[0]} ranks: "
             "every layer would wait for the network",
@@ -91,9 +90,22 @@ def _check_nodes(layout: ParallelLayout, world: World, *, allowed: bool) -> None
         )
 
 
+def _check_options(layout: ParallelLayout, settings: ParallelSection) -> None:
+    if settings.sequence_parallel and layout.tp == 1:
+        raise ConfigError(
+            f"parallel.sequence_parallel=true was asked of {layout}, but positions are dealt out among the ranks of tp",
+            hint="set parallel.tp=2 or more, or leave sequence_parallel out; parallel.cp cuts sequences without tp",
+        )
+    if settings.cpu_offload and layout.shard_size == 1:
+        raise ConfigError(
+            f"parallel.cpu_offload=true was asked of {layout}, but only sharded parameters are kept in host memory",
+            hint="set parallel.dp_shard=2 or more, or leave cpu_offload out",
+        )
+
+
 def _check_model(layout: ParallelLayout, model: dict[str, Any], *, per_rank: int) -> None:
     target = model.get("_target_")
-    if target == _CNN and layout.tp * layout.pp > 1:
+    if target == _CNN and layout.tp * layout.pp * layout.cp > 1:
         raise ConfigError(
             f"parallel asks for {layout}, but the CNN does not say how it can be cut",
             hint="use dp_replicate and dp_shard, or model=gpt",
@@ -128,6 +140,43 @@ def _check_gpt(layout: ParallelLayout, model: dict[str, Any], *, per_rank: int) 
                 f"parallel.tp={layout.tp} cannot cut model.{name}={value} into equal parts",
                 hint=f"choose a tp that divides {value}, or set model.{name} to a multiple of {layout.tp}",
             )
+
+
+def _check_positions(layout: ParallelLayout, config: RunConfig) -> None:
+    """Refuses sequences that the shipped models cannot share; a model of your own says it when it is built."""
+    model, splits = config.model or {}, config.parallel.sequence_parallel
+    if layout.cp == 1 and not splits:
+        return
+    asked = f"parallel.cp={layout.cp}" if layout.cp > 1 else "parallel.sequence_parallel=true"
+    if config.batch.by_length:
+        raise ConfigError(
+            f"{asked} was asked with batch.by_length=true, whose sequences are of many lengths",
+            hint="leave batch.by_length at false, or use dp_replicate, dp_shard and tp",
+        )
+    if model.get("_target_") == CAUSAL_LM:
+        raise ConfigError(
+            f"{asked} was asked, but model=hf does not say where its positions meet",
+            hint="use dp_replicate, dp_shard and tp, or the shipped GPT: model=llama3-8b",
+        )
+    if model.get("_target_") != _GPT:
+        return
+    key = "data.context" if (config.data or {}).get("context") else "model.context"
+    context = positions_of(config.data, default=int(model.get("context", 256)))
+    if layout.cp > 1 and context % (2 * layout.cp):
+        raise ConfigError(
+            f"parallel.cp={layout.cp} cannot cut {key}={context} into {2 * layout.cp} equal chunks",
+            hint=f"set {key} to a multiple of {2 * layout.cp}",
+        )
+    if splits and context // layout.cp % layout.tp:
+        raise ConfigError(
+            f"parallel.sequence_parallel cannot deal {context // layout.cp} positions out among tp {layout.tp} ranks",
+            hint=f"set {key} to a multiple of {math.lcm(2 * layout.cp if layout.cp > 1 else 1, layout.cp * layout.tp)}",
+        )
+
+
+def positions_of(data: Mapping[str, Any] | None, *, default: int) -> int:
+    """Returns the positions of one sample: the data's, which may be shorter than what the model could take."""
+    return int((data or {}).get("context") or default)
 
 
 def table_rows(layout: ParallelLayout, world: World) -> list[tuple[str, ...]]:

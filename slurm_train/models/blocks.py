@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,15 +93,26 @@ class LearnedPositions(nn.Embedding):
         context: number of positions.
     """
 
+    order_T: Tensor
+
     def __init__(self, vocab_size: int, width: int, *, context: int) -> None:
         super().__init__(vocab_size, width)
         self.positions = nn.Embedding(context, width)
+        self.register_buffer("order_T", torch.arange(context), persistent=False)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Returns (B, T, C)."""
         embedded_BTC: Tensor = super().forward(tokens_BT)
-        position_TC: Tensor = self.positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+        position_TC: Tensor = self.positions(self.order_T[: tokens_BT.shape[1]])
         return embedded_BTC + position_TC
+
+
+class Mixing(nn.Module):
+    """Scaled-dot-product attention as a part with a name, where the positions of a sequence meet."""
+
+    def forward(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, **options: Any) -> Tensor:
+        """Returns (B, H, T, D); options are those of torch's `scaled_dot_product_attention`."""
+        return functional.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, **options)
 
 
 class Attention(nn.Module):
@@ -117,13 +129,14 @@ class Attention(nn.Module):
         self.k = nn.Linear(width, shared, bias=shape.bias)
         self.v = nn.Linear(width, shared, bias=shape.bias)
         self.out = nn.Linear(width, width, bias=shape.bias)
+        self.mix = Mixing()
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor | None, sin_TD: Tensor | None) -> Tensor:
         """Returns the mixed values, (B, T, C); nothing is turned where no angles are given."""
         q_BHTD, k_BHTD, v_BHTD = (self._heads(linear(x_BTC)) for linear in (self.q, self.k, self.v))
         if cos_TD is not None and sin_TD is not None:
             q_BHTD, k_BHTD = rotate(q_BHTD, cos_TD, sin_TD), rotate(k_BHTD, cos_TD, sin_TD)
-        mixed_BHTD = functional.scaled_dot_product_attention(
+        mixed_BHTD = self.mix(
             q_BHTD,
             k_BHTD,
             v_BHTD,

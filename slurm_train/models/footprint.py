@@ -57,7 +57,6 @@ def _gpt(model: Mapping[str, Any], batch: int, positions: int | None, half: bool
     # Autocast keeps a copy of each matrix that it has cast.
     cast = kept * (matrices + table) if half else 0
     # What the positions are looked up by.
-    looked_up = 0 if is_turned else _INDEX * (positions or context)
     largest = width * max(hidden, 3 * width)
     # The sum is largest either where the loss turns into gradients of the logits, or in the last feed-forward.
     at_loss = 2 * _FLOAT * vocabulary * tokens
@@ -65,8 +64,8 @@ def _gpt(model: Mapping[str, Any], batch: int, positions: int | None, half: bool
     in_layer = (_FLOAT * width + kept * (inner - width) - _FLOAT * (width + vocabulary)) * tokens
     return Footprint(
         parameters=matrices + vectors + table * (1 if kwargs["tied"] else 2) + (0 if is_turned else context * width),
-        buffer_bytes=2 * _FLOAT * context * (width // int(kwargs["num_heads"])) if is_turned else 0,
-        activation_bytes=tokens * (layers * _kept_in_layer(kwargs, half=half) + last) + cast + looked_up,
+        buffer_bytes=context * (2 * _FLOAT * (width // int(kwargs["num_heads"])) if is_turned else _INDEX),
+        activation_bytes=tokens * (layers * _kept_in_layer(kwargs, half=half) + last) + cast,
         temporary_bytes=max(at_loss, in_layer + largest * (_FLOAT + (kept if half else 0))),
     )
 

@@ -142,6 +142,26 @@ class GPT(nn.Module):
         """Returns the numbers that tensor parallelism must be able to divide, by their keys."""
         return {f"model.{name}": getattr(self.shape, name) for name in ("num_heads", "num_kv_heads", "hidden")}
 
+    def sequence_parallel_plan(self) -> dict[str, str]:
+        """Returns where the positions are dealt out among the ranks that have a part of each matrix.
+
+        "split" deals out what a part gives, "own" works on a rank's own positions, "gather" gets them all.
+        """
+        return {
+            "embedding": "split",
+            "blocks.*.attention_norm": "own",
+            "blocks.*.attention": "gather",
+            "blocks.*.feed_forward_norm": "own",
+            "blocks.*.feed_forward": "gather",
+            "norm": "own",
+            "head": "gather",
+        }
+
+    def context_parallel_plan(self) -> dict[str, tuple[str, ...]]:
+        """Returns the buffers whose first dimension is the position, and the parts where positions meet."""
+        tables = ("embedding.order_T",) if self.cos_TD is None else ("cos_TD", "sin_TD")
+        return {"positions": tables, "attention": ("blocks.*.attention.mix",)}
+
     def pipeline_plan(self) -> dict[str, tuple[str, ...]]:
         """Returns the parts of the first stage, those that are spread over all stages, and those of the last."""
         return {"first": ("embedding", "dropout"), "spread": ("blocks",), "last": ("norm", "head")}

@@ -14,6 +14,7 @@ from slurm_train.checkpoint.digest import saved_weights, weights_digest
 from slurm_train.checkpoint.directory import checkpoint_name
 from slurm_train.checkpoint.state import names_of_groups
 from slurm_train.config.layout import stages_of
+from slurm_train.distributed.context import SequencePart
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.errors import ConfigError
 from slurm_train.models.objective import Objective
@@ -107,16 +108,18 @@ def _build_passes(rank_run: RankRun, built: Built, objective: Objective) -> Pass
         "device": rank_run.device,
         "autocast": autocast_dtype(start.config.train, device=rank_run.device),
         "stop": start.stop,
-        "counts": start.layout.speaks_for_samples(start.place.rank),
+        "counts": start.layout.speaks_for_items(start.place.rank),
+        "part": _sequence_part(rank_run),
         "heartbeat": start.heartbeat,
     }
     if pipeline is None:
         return Passes(**facts)
-    from slurm_train.train.pipeline_step import PipelinePasses, summed_loss
+    from slurm_train.train.pipeline_step import PipelinePasses, summed_loss, without_outputs
 
     name, num_batches = start.config.parallel.pipeline_schedule, start.plan.accumulation
     schedule = pipeline.build_schedule(name=name, num_batches=num_batches, loss=summed_loss)
-    return PipelinePasses(**facts, schedule=schedule, is_first=pipeline.is_first, is_last=pipeline.is_last)
+    facts |= {"schedule": schedule, "is_first": pipeline.is_first, "is_last": pipeline.is_last}
+    return PipelinePasses(**facts, options=without_outputs(schedule))
 
 
 def build_layout_evaluator(
@@ -135,8 +138,15 @@ def build_layout_evaluator(
         autocast=autocast,
         stop=start.stop,
         pipeline=built.pipeline,
+        part=_sequence_part(rank_run),
         heartbeat=start.heartbeat,
     )
+
+
+def _sequence_part(rank_run: RankRun) -> SequencePart | None:
+    layout = rank_run.start.layout
+    place = layout.coordinates(rank_run.start.place.rank).cp
+    return SequencePart(place, layout.cp) if layout.cp > 1 else None
 
 
 def build_replica_check(rank_run: RankRun, model: nn.Module) -> Callable[[int], None]:

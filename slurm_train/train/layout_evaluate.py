@@ -20,6 +20,7 @@ from slurm_train.config.layout import ParallelLayout
 from slurm_train.data.evaluation import evaluation_indices
 from slurm_train.data.permutation import Int64Array
 from slurm_train.data.source import Draw, SampleSource, StreamingSource
+from slurm_train.distributed.context import SequencePart
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.models.objective import Objective, default_sums
 from slurm_train.requeue.signals import StopFlag
@@ -42,6 +43,8 @@ class LayoutEvaluator:
     stop: StopFlag
     pipeline: Pipeline | None = None
     """This rank's stage; None where every rank computes all layers."""
+    part: SequencePart | None = None
+    """This rank's positions of each sequence; None for all."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     def evaluate(self) -> dict[str, float] | None:
@@ -59,7 +62,7 @@ class LayoutEvaluator:
             return None
         self.heartbeat.mark("gather")
         of_ranks: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(of_ranks, sums if self.layout.speaks_for_samples(self.rank) else {})
+        dist.all_gather_object(of_ranks, sums if self.layout.speaks_for_items(self.rank) else {})
         return measures(of_ranks, bytes_per_item=getattr(self.source, "bytes_per_target", None))
 
     @torch.no_grad()
@@ -71,6 +74,8 @@ class LayoutEvaluator:
             self.heartbeat.mark("evaluate")
             if any_asks(self.stop):
                 return None
+            if self.part is not None:
+                batch = self.part.cut(batch)
             if self.device.type != "cpu":
                 batch = to_device(batch, self.device)
             with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurm_train.config.layout import ParallelLayout
+from slurm_train.distributed.context import SequencePart
 from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.train.step import HasTensors, LateValues, StepFacts, StepResult, to_device
@@ -104,7 +105,9 @@ class LayoutStepper:
     def _gradients(self, values: Tensor) -> list[Tensor]:
         """Returns this rank's parts of the gradients, and adds their squares to the values."""
         found = [number for number, parameter in enumerate(self._update.parameters) if parameter.grad is not None]
-        gradients = [local_part(gradient) for p in self._update.parameters if (gradient := p.grad) is not None]
+        gradients = [
+            local_part(_settled(parameter)) for parameter in self._update.parameters if parameter.grad is not None
+        ]
         if gradients:
             weights = self._weights if len(found) == len(self._weights) else self._weights[found]
             norms = torch.stack(torch._foreach_norm(gradients)).double()
@@ -115,13 +118,13 @@ class LayoutStepper:
         result = self._read(facts, values.tolist())
         if result.applied:
             clipping = max(1.0, (result.grad_norm + _EPSILON) / self._limit)
-            average = result.num_items / self._parts.layout.data_parallel_size
+            average = result.num_items / self._parts.layout.reducing_size
             self._update.apply(gradients, torch.tensor(average * clipping))
         return result
 
     def _apply_late(self, facts: StepFacts, gradients: list[Tensor], values: Tensor) -> StepResult | None:
         assert self._late is not None
-        size = self._parts.layout.data_parallel_size
+        size = self._parts.layout.reducing_size
         norm = values[SQUARES].sqrt() * size / values[COUNT]
         divisor = values[COUNT] / size * ((norm + _EPSILON) / self._limit).clamp(min=1.0)
         if self._parts.before_update is not None:
@@ -138,8 +141,8 @@ class LayoutStepper:
     def _read(self, facts: StepFacts, values: list[float]) -> StepResult:
         """Turns sums over the ranks, and from a GPU its verdict, into the result of the step."""
         count = round(values[COUNT])
-        # FSDP gives averages over the ranks that read different samples.
-        norm_of_sum = math.sqrt(values[SQUARES]) * self._parts.layout.data_parallel_size
+        # FSDP gives averages over the ranks that have different items.
+        norm_of_sum = math.sqrt(values[SQUARES]) * self._parts.layout.reducing_size
         result = StepResult(
             facts,
             stop=values[STOP] > 0,
@@ -165,7 +168,9 @@ class Passes:
     autocast: torch.dtype | None
     stop: StopFlag
     counts: bool
-    """Whether this rank counts for its samples; others that read the same do not."""
+    """Whether this rank counts for its items; others that compute the same do not."""
+    part: SequencePart | None = None
+    """This rank's positions of each sequence; None for all."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     data_wait_s: float = 0.0
 
@@ -191,6 +196,8 @@ class Passes:
         tensors = next(batches).tensors
         self.data_wait_s += self.heartbeat.clock() - start
         self.heartbeat.mark("step")
+        if self.part is not None:
+            tensors = self.part.cut(tensors)
         return tensors if self.device.type == "cpu" else to_device(tensors, self.device)
 
     def in_precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -212,6 +219,19 @@ def add_outcome(values: Tensor, loss: Tensor, count: Tensor) -> None:
     values[COUNT] += count
     values[LOSS] += loss
     values[NON_FINITE] += loss.isfinite().logical_not()
+
+
+def _settled(parameter: Tensor) -> Tensor:
+    """Returns the gradient of a parameter, laid out as the parameter is.
+
+    That of a norm which saw a part of the positions is a part of a sum; FSDP adds such up itself, else it is done here.
+    """
+    gradient: Any = parameter.grad
+    placements = getattr(parameter, "placements", None)
+    if placements is not None and gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
+    settled: Tensor = gradient
+    return settled
 
 
 def _weight(parameter: Tensor, layout: ParallelLayout) -> float:

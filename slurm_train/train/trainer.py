@@ -264,7 +264,7 @@ def build_pace(rank_run: RankRun) -> LoopPace:
         log_every=config.train.log_every_steps,
         eval_every=config.train.eval_every_steps,
         seed=config.seed,
-        random_stream=layout.random_stream(rank),
+        random_stream=layout.random_stream(rank, splits_positions=config.parallel.sequence_parallel),
         counts=layout.speaks_for_samples(rank),
         digest=config.train.samples_digest,
         check_every=config.health.check_replicas_every_steps,

@@ -79,6 +79,16 @@ def test_ranks_that_compute_the_same_draw_the_same_and_others_do_not() -> None:
     assert streams == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+def test_ranks_that_share_a_sequence_count_for_their_own_part_of_it() -> None:
+    layout = ParallelLayout(dp_shard=2, cp=2, tp=2)
+    assert (layout.data_parallel_size, layout.shard_size, layout.reducing_size) == (2, 4, 4)
+    assert [rank for rank in range(8) if layout.speaks_for_samples(rank)] == [0, 4]
+    assert [rank for rank in range(8) if layout.speaks_for_items(rank)] == [0, 2, 4, 6]
+    # Other positions, other dropout; with positions dealt out over tp no two ranks have the same.
+    assert [layout.random_stream(rank) for rank in range(8)] == [0, 0, 2, 2, 1, 1, 3, 3]
+    assert len({layout.random_stream(rank, splits_positions=True) for rank in range(8)}) == 8
+
+
 @pytest.mark.parametrize(("blocks", "stages"), [(4, 2), (7, 3), (80, 8), (3, 3)])
 def test_stages_hold_every_block_once_and_evenly(blocks: int, stages: int) -> None:
     held = [stage_blocks(blocks, stage=stage, num_stages=stages) for stage in range(stages)]

@@ -16,7 +16,7 @@ import json, sys
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from slurm_train.config.layout import AXES, ParallelLayout
-from slurm_train.distributed.mesh import build_mesh
+from slurm_train.distributed.mesh import build_mesh, sharding_mesh
 
 degrees, ranks = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 layout = ParallelLayout(**degrees)
@@ -29,7 +29,16 @@ for rank in ranks:
         assert dist.get_process_group_ranks(mesh[axis].get_group()) == list(layout.members((axis,), rank))
     both = mesh["dp_replicate", "dp_shard"].mesh.flatten().tolist()
     assert tuple(both) == layout.members(("dp_replicate", "dp_shard"), rank)
+    over = [axis for axis in ("dp_replicate", "dp_shard", "cp") if axis != "dp_replicate" or layout.dp_replicate > 1]
+    assert sorted(sharding_mesh(mesh, layout).mesh.flatten().tolist()) == list(layout.members(over, rank))
+    whole = mesh.mesh
     dist.destroy_process_group()
+# Every rank of the world, not only those that made a mesh.
+places = zip(*(axis.tolist() for axis in torch.unravel_index(whole.flatten().argsort(), whole.shape)))
+assert [tuple(place) for place in places] == [tuple(layout.coordinates(rank)) for rank in range(layout.world_size)]
+for number, axis in enumerate(AXES):
+    rows = whole.movedim(number, -1).reshape(-1, whole.shape[number]).tolist()
+    assert {tuple(row) for row in rows} == set(layout.groups((axis,))), axis
 print("alike")
 """
 
@@ -40,6 +49,7 @@ print("alike")
         ({"dp_shard": 8, "tp": 4, "pp": 2}, [0, 1, 5, 31, 32, 63]),
         ({"dp_replicate": 2, "dp_shard": 4, "cp": 2, "tp": 2, "pp": 2}, [0, 3, 17, 40, 63]),
         ({"dp_replicate": 64}, [0, 63]),
+        ({"dp_replicate": 2, "dp_shard": 64, "cp": 2, "tp": 8, "pp": 8}, [9999]),
     ],
 )
 def test_groups_are_those_of_torch(degrees: dict[str, int], ranks: list[int]) -> None:

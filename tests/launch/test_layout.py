@@ -7,7 +7,7 @@ import pytest
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.layout import ParallelLayout
-from slurm_train.config.schema import ClusterSection, DdpSection, ParallelSection, RunConfig
+from slurm_train.config.schema import BatchSection, ClusterSection, DdpSection, ParallelSection, RunConfig
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.layout import TABLE_HEADER, check_pipeline, plan_layout, table_rows
 from slurm_train.launch.world import World
@@ -50,12 +50,33 @@ def test_the_layout_of_eight_ranks_on_two_nodes() -> None:
             {"pp": 2, "stages_per_rank": 2, "pipeline_schedule": "gpipe"},
             "parallel.stages_per_rank=2 was asked with pipeline_schedule=gpipe",
         ),
-        (GPT, {"cp": 2}, "parallel.cp=2 was asked; this version has no context parallelism"),
+        (
+            {**GPT, "context": 250},
+            {"cp": 2},
+            "parallel.cp=2 cannot cut model.context=250 into 4 equal chunks",
+        ),
+        (
+            {**GPT, "context": 254},
+            {"tp": 4, "sequence_parallel": True},
+            "parallel.sequence_parallel cannot deal 254 positions out among tp 4 ranks",
+        ),
+        (
+            GPT,
+            {"dp_shard": 2, "sequence_parallel": True},
+            "parallel.sequence_parallel=true was asked of dp_replicate 4",
+        ),
+        (
+            {"_target_": "slurm_train.models.causal_lm.causal_lm"},
+            {"cp": 2},
+            "parallel.cp=2 was asked, but model=hf does not say where its positions meet",
+        ),
+        (GPT, {"cpu_offload": True}, "parallel.cpu_offload=true was asked of dp_replicate 8, but only sharded"),
+        (GPT, {"tp": 2, "cpu_offload": True}, "parallel.cpu_offload=true was asked of dp_replicate 4 x tp 2, but only"),
         ({"_target_": "slurm_train.models.cnn.CNN"}, {"tp": 2}, "parallel asks for dp_replicate 4 x tp 2, but the CNN"),
     ],
 )
 def test_what_the_nodes_or_the_model_cannot_do_is_refused(
-    model: dict[str, Any], parallel: dict[str, int], message: str
+    model: dict[str, Any], parallel: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_layout(config_of(model, **parallel), World((4, 4)))
@@ -86,3 +107,9 @@ def test_a_cut_model_does_not_send_less_of_whole_gradients() -> None:
     with pytest.raises(ConfigError, match=r"sends less of whole gradients, which .* does not exchange"):
         plan_layout(config, World((4,)))
     assert plan_layout(replace(config, parallel=ParallelSection()), World((4,))).is_replicated
+
+
+def test_sequences_of_many_lengths_are_not_cut() -> None:
+    config = replace(config_of(GPT, cp=2), batch=BatchSection(by_length=True))
+    with pytest.raises(ConfigError, match=r"parallel\.cp=2 was asked with batch\.by_length=true"):
+        plan_layout(config, World((4,)))

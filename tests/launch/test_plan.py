@@ -84,7 +84,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint": {"every_steps": "sometimes"}}, "checkpoint.every_steps asks for a whole number or auto"),
     ({"requeue": {"warn_before_limit_s": -5}}, "requeue.warn_before_limit_s=-5 is not a count"),
     ({"optim": {"lr_global_size": 0}}, "optim.lr_global_size=0 is not a count"),
-    ({"parallel": {"cp": 2}}, "parallel.cp=2 was asked; this version has no context parallelism"),
     ({"parallel": {"dp_shard": -1}}, "parallel.dp_replicate=-1 and parallel.dp_shard=-1 are both left open"),
     *(
         ({"run": {"name": name}}, f"run.name={name!r} cannot be the name of a folder and of a job")

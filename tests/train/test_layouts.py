@@ -46,18 +46,30 @@ def config_of(parallel: dict[str, Any], *, batch: dict[str, Any] | None = None, 
 
 def ranks_of(parallel: dict[str, Any]) -> int:
     size = 1
-    for axis in ("dp_replicate", "dp_shard", "tp", "pp"):
+    for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
         size *= int(parallel.get(axis, 1))
     return size
 
 
+# DP2 x TP2 is where a shard is damaged, below; CP2 x TP2 by positions is in test_model_forms.py.
 LAYOUTS = {
     "FSDP2 over 2": {"dp_replicate": 1, "dp_shard": 2},
     "FSDP2 over 4": {"dp_replicate": 1, "dp_shard": 4},
     "HSDP 2x2": {"dp_replicate": 2, "dp_shard": 2},
     "TP2": {"dp_replicate": 1, "tp": 2},
-    "DP2 x TP2": {"dp_replicate": 1, "dp_shard": 2, "tp": 2},
     "replicas 2 x TP2": {"dp_replicate": 2, "tp": 2},
+    "TP2 by positions": {"dp_replicate": 1, "tp": 2, "sequence_parallel": True},
+    "DP2 x TP2 by positions": {
+        "dp_replicate": 1,
+        "dp_shard": 2,
+        "tp": 2,
+        "sequence_parallel": True,
+        "activation_checkpointing": "selective",
+    },
+    "CP2": {"dp_replicate": 1, "cp": 2},
+    "DP2 x CP2": {"dp_replicate": 1, "dp_shard": 2, "cp": 2, "activation_checkpointing": "full"},
+    "HSDP over CP2": {"dp_replicate": 2, "cp": 2},
+    "FSDP2 over 2 from the host": {"dp_replicate": 1, "dp_shard": 2, "cpu_offload": True},
     "DDP over 4": {"dp_replicate": 4},
     "FSDP2 over 2, two micro-batches": {"dp_replicate": 1, "dp_shard": 2},
     "HSDP 2x2, two micro-batches": {"dp_replicate": 2, "dp_shard": 2},
@@ -67,11 +79,18 @@ LAYOUTS = {
 PIPELINES = {
     "PP2": {"dp_replicate": 1, "pp": 2},
     "PP2 x DP2": {"dp_replicate": 1, "dp_shard": 2, "pp": 2},
-    "PP2 x TP2": {"dp_replicate": 1, "tp": 2, "pp": 2},
     "PP4, GPipe": {"dp_replicate": 1, "pp": 4, "pipeline_schedule": "gpipe"},
     "PP2, two stages each": {"dp_replicate": 1, "pp": 2, "stages_per_rank": 2},
     "PP2 x DP2, two stages each": {"dp_replicate": 1, "dp_shard": 2, "pp": 2, "stages_per_rank": 2},
     "PP2 x DP2 x TP2": {"dp_replicate": 1, "dp_shard": 2, "tp": 2, "pp": 2},
+    "PP2 x TP2 by positions, two stages each": {
+        "dp_replicate": 1,
+        "tp": 2,
+        "pp": 2,
+        "stages_per_rank": 2,
+        "sequence_parallel": True,
+    },
+    "PP2 x CP2": {"dp_replicate": 1, "cp": 2, "pp": 2},
 }
 
 
@@ -135,11 +154,12 @@ def test_a_pipeline_trains_as_one_process(tmp_path: Path, alone_untied: Path, na
     assert saved == weights_digest(weights_of(tmp_path / "run").items())
 
 
-# Stopped in its fifth forward pass each, but for the last; the global batch stays 16.
+# Stopped in its fourth forward pass each, but for the last; the global batch stays 16.
 CHAIN = [
     {"dp_replicate": 1, "dp_shard": 2, "tp": 2},
     {"dp_replicate": 4},
     {"dp_replicate": 1, "dp_shard": 2, "pp": 2},
+    {"dp_replicate": 1, "cp": 2},
     {"dp_replicate": 1},
     {"dp_replicate": 1, "dp_shard": 2, "tp": 2},
 ]
@@ -153,13 +173,13 @@ def test_a_run_goes_on_under_another_layout_and_back(tmp_path: Path, alone_untie
             sent.touch()
         else:
             sent.unlink(missing_ok=True)
-        config = config_of(parallel, tied=False, signal_at=5, only_in=str(sent))
+        config = config_of(parallel, tied=False, signal_at=4, only_in=str(sent))
         trainer.run_to_end(
             tmp_path / "run", config, ranks=ranks_of(parallel), attempt=attempt, code=0 if is_last else 75
         )
     # DDP on more than two ranks makes one pass before the first step; through a pipeline flow eight in one step.
     steps = trainer.steps_of(tmp_path / "run")
-    assert [line["world_size"] for line in steps] == [4] * (5 + 4 + 1) + [1] * 5 + [4] * 5
+    assert [line["world_size"] for line in steps] == [4] * (4 + 3 + 1) + [2] * 4 + [1] * 4 + [4] * 4
     assert_same_training(tmp_path / "run", alone_untied)
     manifest = read_manifest(tmp_path / "run" / "checkpoints" / "checkpoint_0000020")
     assert manifest.mesh == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
@@ -188,10 +208,12 @@ def test_dropout_belongs_to_the_samples_not_to_the_ranks(tmp_path: Path) -> None
     assert_same_training(tmp_path / "shards", tmp_path / "replicas")
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_a_step_that_is_not_finite_is_treated_as_with_replicas(tmp_path: Path, policy: str) -> None:
+@pytest.mark.parametrize(("policy", "parts"), [("skip", {"dp_shard": 2, "tp": 2}), ("rollback", {"cp": 2})])
+def test_a_step_that_is_not_finite_is_treated_as_with_replicas(
+    tmp_path: Path, policy: str, parts: dict[str, int]
+) -> None:
     found = {}
-    for name, parallel in (("replicas", {"dp_replicate": 2}), ("parts", {"dp_replicate": 1, "dp_shard": 2, "tp": 2})):
+    for name, parallel in (("replicas", {"dp_replicate": 2}), ("parts", {"dp_replicate": 1, **parts})):
         config = config_of(parallel, bad_at=7)
         config["health"] = {"on_non_finite": policy, "check_replicas_every_steps": 5}
         config["checkpoint"]["every_steps"] = 4
@@ -199,9 +221,9 @@ def test_a_step_that_is_not_finite_is_treated_as_with_replicas(tmp_path: Path, p
         found[name] = trainer.steps_of(tmp_path / name)
         assert len([line for line in found[name] if line["loss"] is None]) == (1 if policy == "skip" else 0)
     # The step that was not applied has no loss.
-    parts, replicas = ([line for line in found[name] if line["loss"] is not None] for name in ("parts", "replicas"))
+    ours, theirs = ([line for line in found[name] if line["loss"] is not None] for name in ("parts", "replicas"))
     for key in ("step", "loss", "samples"):
-        assert [line[key] for line in parts] == pytest.approx([line[key] for line in replicas], rel=1e-9)
+        assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=1e-9)
 
 
 @pytest.mark.parametrize("parallel", [{"dp_replicate": 1, "dp_shard": 2}, {"dp_replicate": 1, "pp": 2}])

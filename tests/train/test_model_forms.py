@@ -28,21 +28,22 @@ layouts = _load("test_layouts")
 GPT = {"_target_": "small_training.DoubleGPT", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2,
        "positions": "learned", "bias": True, "tied": False}  # fmt: skip
 STAGES = {"dp_replicate": 1, "tp": 2, "pp": 2}
+POSITIONS = {"dp_replicate": 1, "cp": 2, "tp": 2, "sequence_parallel": True}
 SHARDS = {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
-# Model, layout, tolerance of losses and of weights. Llama's norms in transformers round to float32 on the way.
+# Model, layouts, tolerance of losses and of weights. Llama's norms in transformers round to float32 on the way.
 FORMS: dict[str, Any] = {
-    "GPT": (GPT, STAGES, {}, {}),
-    "transformers": ({"_target_": "small_training.double_llama"}, SHARDS, {"rel": 1e-6}, {"rel": 1e-3, "abs": 1e-6}),
+    "GPT": (GPT, [STAGES, POSITIONS], {}, {}),
+    "transformers": ({"_target_": "small_training.double_llama"}, [SHARDS], {"rel": 1e-6}, {"rel": 1e-3, "abs": 1e-6}),
 }
 
 
 @pytest.mark.parametrize("name", ["GPT", pytest.param("transformers", marks=NEEDS_TRANSFORMERS)])
 def test_parts_train_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    model, parallel, losses, weights = FORMS[name]
+    model, layouts_of_it, losses, weights = FORMS[name]
     monkeypatch.setattr(layouts, "LOSSES", losses or layouts.LOSSES)
     monkeypatch.setattr(layouts, "WEIGHTS", weights or layouts.WEIGHTS)
-    for run, wanted in (("alone", {}), ("parts", parallel)):
-        config = layouts.config_of(wanted)
+    for number, parallel in enumerate([{}, *layouts_of_it]):
+        config = layouts.config_of(parallel)
         config["model"] = model
-        layouts.trainer.run_to_end(tmp_path / run, config, ranks=layouts.ranks_of(wanted))
-    layouts.assert_same_training(tmp_path / "parts", tmp_path / "alone")
+        layouts.trainer.run_to_end(tmp_path / str(number), config, ranks=layouts.ranks_of(parallel))
+        layouts.assert_same_training(tmp_path / str(number), tmp_path / "0")
