@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 from slurm_train.config.layout import AXES
 from slurm_train.launch.layout_memory import (
     LayoutFacts,
-    RankMemory,
     Traffic,
     facts_of,
-    fullest_stage,
     pipeline_bubble,
-    rank_memory,
     spans_nodes,
     traffic,
 )
+from slurm_train.launch.layout_peak import RankMemory, fullest_stage, rank_memory
 
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan
@@ -61,7 +59,8 @@ def _memory_text(memory: RankMemory) -> str:
         "activations": memory.activations,
     }
     parts = " + ".join(f"{size(value)} {name}" for name, value in named.items() if value)
-    return f"{size(memory.total)} = {parts}"
+    host = f"; {size(memory.host)} in host memory" if memory.host else ""
+    return f"{size(memory.total)} = {parts}{host}"
 
 
 def _traffic_text(one: Traffic) -> str:

@@ -75,9 +75,13 @@ class GptShape:
     def block_parameters(self, *, tp: int) -> int:
         """Numbers in one block, of which a rank holds its part of the matrices and the whole of the norms."""
         by_outputs = self.width + 2 * self.shared_width + self.inner_width
-        cut = self.width * by_outputs + self.width * (self.width + self.hidden)
         biases = by_outputs // tp + 2 * self.width if self.bias else 0
-        return cut // tp + biases + 2 * self._norm_parameters
+        return self.matrices_in_block(tp=tp) + biases + 2 * self._norm_parameters
+
+    def matrices_in_block(self, *, tp: int) -> int:
+        """Numbers in one block's matrices, as far as a rank has them."""
+        by_outputs = self.width + 2 * self.shared_width + self.inner_width
+        return self.width * (by_outputs + self.width + self.hidden) // tp
 
     def end_parameters(self, *, is_first: bool, is_last: bool) -> int:
         """Numbers in the embeddings, and in the last norm and the head, as far as a stage has them."""
@@ -86,21 +90,42 @@ class GptShape:
         head = self._norm_parameters + (0 if self.tied and is_first else table)
         return (table + positions if is_first else 0) + (head if is_last else 0)
 
-    def kept_in_block(self, *, tp: int, half: bool, recompute: str) -> int:
-        """Bytes that one block keeps for the backward pass per position."""
-        kept = HALF if half else FLOAT
+    def kept_in_block(self, *, tp: int, half: bool, recompute: str, splits: bool = False) -> int:
+        """Bytes that one block keeps for the backward pass per position.
+
+        Args:
+            tp: parts of each matrix.
+            half: whether matrix products are in bfloat16.
+            recompute: kind of activation checkpointing.
+            splits: whether the ranks of `tp` have positions of their own between the matrices.
+        """
+        kept, dealt = HALF if half else FLOAT, tp if splits else 1
+        stream = FLOAT * self.width // dealt
         if recompute == "full":
-            return FLOAT * self.width
+            return stream
         attention = kept * 2 * (self.width + self.shared_width) // tp
         inner = kept * self.inner_width // tp
         if recompute == "selective":
             # Its input, and the results of the matrix products and of attention.
-            return FLOAT * self.width + attention + inner + kept * 2 * self.width + FLOAT * self.heads // tp
+            return stream + attention + inner + kept * 2 * self.width + FLOAT * self.heads // tp
         # Two norms; q, k, v and attention's result; input and result of the activation, and of SwiGLU's product.
         # Autocast casts a norm's output for each of the matrices behind it anew.
         outputs = kept * self.width * (self.cut_by_outputs if half else 2)
-        dropped = 2 * self.width if self.dropout else 0
-        return 2 * self._kept_in_norm + outputs + attention + FLOAT * self.heads // tp + 2 * inner + dropped
+        dropped = 2 * self.width // dealt if self.dropout else 0
+        return 2 * self._kept_in_norm // dealt + outputs + attention + FLOAT * self.heads // tp + 2 * inner + dropped
+
+    def kept_for_context(self, *, cp: int, tp: int, half: bool) -> int:
+        """Bytes that attention keeps in addition where it is shared by `cp` ranks, per position of a rank's own.
+
+        Keys and values as far as either of two chunks looks back, in place of the rank's own, and the joined result.
+        """
+        looked_at = (2 * cp - 1) * self.shared_width + self.width
+        return 0 if cp == 1 else (HALF if half else FLOAT) * looked_at // tp
+
+    def passing_in_block(self, *, tp: int, cp: int) -> int:
+        """Bytes that come and go in the backward pass of one block, per position: two gradients, or those of keys."""
+        feed_forward = self.inner_width // tp + self.width
+        return FLOAT * max(feed_forward, 4 * cp * self.shared_width // tp if cp > 1 else 0)
 
     def kept_at_end(self, *, half: bool) -> int:
         """Bytes that last norm, head and loss keep per position, with the input and target tokens."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ class PipelinePasses(Passes):
     """What `Pipeline.build_schedule` gave."""
     is_first: bool
     is_last: bool
+    options: dict[str, bool] = field(default_factory=dict)
+    """Further words for the schedule: `without_outputs`."""
 
     def run(self, batches: Iterator[HasTensors]) -> Tensor:
         """Adds up the gradients of one step; returns this rank's five numbers (float64, on its device)."""
@@ -33,6 +36,7 @@ class PipelinePasses(Passes):
                 *((inputs,) if self.is_first else ()),
                 target=targets if self.is_last else None,
                 losses=losses if self.is_last else None,
+                **self.options,
             )
         values = torch.zeros(NUM_VALUES, dtype=torch.float64, device=self.device)
         if self.counts:
@@ -43,6 +47,11 @@ class PipelinePasses(Passes):
         if self.stop.requested:
             values[STOP] = 1.0
         return values
+
+
+def without_outputs(schedule: Any) -> dict[str, bool]:
+    """Returns what lets a schedule give up scores before the step ends; nothing where torch keeps them always."""
+    return {"return_outputs": False} if "return_outputs" in inspect.signature(schedule.step).parameters else {}
 
 
 def summed_loss(outputs: Tensor, targets: Tensor) -> Tensor:

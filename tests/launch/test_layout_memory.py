@@ -12,19 +12,18 @@ from torch import nn
 
 from slurm_train.assets import read_asset
 from slurm_train.config.batch import BatchPlan
-from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.layout import AXES, ParallelLayout
 from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.parallelize import prepare_blocks
 from slurm_train.distributed.pipeline import keep_stages
 from slurm_train.launch.gpt_shape import GptShape
 from slurm_train.launch.layout_memory import (
     LayoutFacts,
-    fullest_stage,
     pipeline_bubble,
-    rank_memory,
     spans_nodes,
     traffic,
 )
+from slurm_train.launch.layout_peak import fullest_stage, kept_by_forward, rank_memory
 from slurm_train.launch.world import World
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
@@ -77,7 +76,7 @@ def kept_bytes(model: nn.Module, *, half: bool, local: int = 3) -> int:
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 def test_a_micro_batch_keeps_what_the_formula_says(half: bool, form: dict[str, Any]) -> None:
-    expected = rank_memory(facts_of(ParallelLayout(), half=half, form=form), stage=0).activations
+    expected = kept_by_forward(facts_of(ParallelLayout(), half=half, form=form), stage=0)
     assert kept_bytes(GPT(**{**SHAPE, **form}), half=half) == pytest.approx(expected, rel=0.01)  # type: ignore[arg-type]
 
 
@@ -86,8 +85,7 @@ def test_full_checkpointing_keeps_what_enters_each_block() -> None:
     plain = kept_bytes(model, half=False)
     prepare_blocks(model, settings=ParallelSection(activation_checkpointing="full"), compiles=False)
     facts = facts_of(ParallelLayout(), activation_checkpointing="full")
-    one_block = facts.tokens * facts.shape.kept_in_block(tp=1, half=False, recompute="none")
-    expected = rank_memory(facts, stage=0).activations - one_block
+    expected = kept_by_forward(facts, stage=0)
     assert kept_bytes(model, half=False) == pytest.approx(expected, rel=0.01) and expected < plain / 2
 
 
@@ -101,7 +99,7 @@ def test_stages_hold_the_parameters_that_the_formula_says(pp: int, form: dict[st
         if pp > 1:
             keep_stages(model, stages=[stage], num_stages=pp)
         memory = rank_memory(facts_of(ParallelLayout(pp=pp), form=form), stage=stage)
-        assert memory.parameters == memory.gradients == 4 * sum(one.numel() for one in model.parameters())
+        assert memory.parameters == 4 * sum(one.numel() for one in model.parameters())
         assert memory.optimizer == 2 * memory.parameters
 
 
@@ -118,7 +116,7 @@ def test_a_pipeline_keeps_as_many_micro_batches_as_its_schedule() -> None:
     layout = ParallelLayout(pp=3)
     ordered, filled = (facts_of(layout, pipeline_schedule=name) for name in ("1f1b", "gpipe"))
     # Each stage has one block: the first keeps three micro-batches of it, or all four.
-    assert [rank_memory(one, stage=0).activations for one in (ordered, filled)] == [
+    assert [kept_by_forward(one, stage=0) for one in (ordered, filled)] == [
         count * ordered.tokens * ordered.shape.kept_in_block(tp=1, half=False, recompute="none") for count in (3, 4)
     ]
     assert pipeline_bubble(layout, ordered.batch) == pytest.approx(2 / 6)
@@ -147,3 +145,34 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str) -> 
     with torch.device("meta"):
         model = GPT(**{key: value for key, value in mapping.items() if key != "_target_"})
     assert sum(one.numel() for one in model.parameters()) == PUBLISHED[name]
+
+
+def test_links_of_equal_nodes_are_told_without_looking_at_any_rank() -> None:
+    for ranks_per_node in (1, 2, 3, 4, 6, 12, 24):
+        world = World((ranks_per_node,) * (24 // ranks_per_node))
+        for layout in (ParallelLayout(pp=2, dp_shard=3, tp=4), ParallelLayout(dp_replicate=4, cp=3, tp=2)):
+            for axis in (axis for axis in AXES if getattr(layout, axis) > 1):
+                nodes = [{rank // ranks_per_node for rank in group} for group in layout.groups((axis,))]
+                assert spans_nodes(layout, world, axis) == any(len(one) > 1 for one in nodes), (world, layout, axis)
+
+
+def test_a_rank_keeps_less_of_a_sequence_that_it_shares() -> None:
+    whole = facts_of(ParallelLayout(tp=2))
+    dealt = facts_of(ParallelLayout(tp=2), sequence_parallel=True)
+    shared = facts_of(ParallelLayout(tp=2, cp=2))
+    assert kept_by_forward(dealt, stage=0) < kept_by_forward(whole, stage=0)
+    assert shared.tokens == whole.tokens / 2 and kept_by_forward(shared, stage=0) < kept_by_forward(whole, stage=0)
+    sharded = facts_of(ParallelLayout(tp=2, dp_shard=2))
+    one, two, alone = (rank_memory(one, stage=0) for one in (whole, shared, sharded))
+    # They share the parameters as ranks of dp_shard do, and gather keys and values besides.
+    assert two.optimizer == alone.optimizer < one.optimizer
+    sent = {one.axis: one.num_bytes for one in traffic(shared, World((4,)))}
+    keys = 4 * 3 * 2 * (2 * shared.tokens * 64 // 2 * 4)
+    shards = {one.axis: one.num_bytes for one in traffic(sharded, World((4,)))}["dp_shard"]
+    assert sent["cp"] == keys + shards
+
+
+def test_what_is_kept_in_host_memory_is_no_part_of_the_device() -> None:
+    held, away = (rank_memory(facts_of(ParallelLayout(dp_shard=2), cpu_offload=offload), stage=0) for offload in (0, 1))
+    assert away.host == held.parameters + held.gradients + held.optimizer
+    assert away.total == held.gathered + held.activations
