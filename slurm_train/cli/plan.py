@@ -20,6 +20,7 @@ from slurm_train.launch.plan import RunPlan, plan_run
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra_settings import HydraSettings
+    from slurm_train.config.schema import RunConfig
     from slurm_train.slurm.verdicts import TestVerdict
 
 _HELP = """\
@@ -32,10 +33,12 @@ estimated start; to stdout the batch script. Nothing is submitted or written.
   --json       all of it as one JSON object on stdout
   --measure    memory of a model of your own: it is built without its memory, by a process that imports torch
   --ranks      on stdout a table instead: each rank's node, its number there, and its place on each axis of `parallel`
+  --suggest GB on stdout a table instead: layouts of `parallel` that fit into devices of so much memory, best first
 
   python -m slurm_train plan +cluster=4x8 batch.global_size=512
   python -m slurm_train plan --json +cluster=4x8
   python -m slurm_train plan --ranks +cluster=16x4 "parallel={dp_shard:8,tp:4,pp:2}" model.tied=false
+  python -m slurm_train plan --suggest 80 +cluster=8x8 model.width=4096 model.num_layers=32 model.tied=false
   python -m slurm_train plan --measure +cluster=4x8 model._target_=my_package.MyModel data._target_=my_package.MyData
   python -m slurm_train plan -m +cluster=1x8 optim.lr=1e-3,3e-4 "seed=range(8)"
 """
@@ -50,14 +53,17 @@ def main(words: Sequence[str]) -> int:
     if flags.only_prints:
         raise ConfigError("`plan` prints a plan, --cfg and --info print a configuration", hint="drop `plan`")
     env, cwd = dict(os.environ), Path.cwd()
-    as_json, measure = flags.json, flags.measure
+    as_json, measure, suggest = flags.json, flags.measure, flags.suggest
     settings = read_settings_of(flags)
     flags = flags if settings is None else settings.words
     if flags.multirun:
-        if flags.ranks:
-            raise ConfigError("--ranks is for one run", hint="drop -m and give each key one value")
+        if suggest is not None:
+            raise _only_one("--suggest")
         return _plan_sweep(flags, settings, env=env, cwd=cwd)
-    plan = plan_run(compose_one(flags, settings), cwd=cwd, env=env)
+    composed = compose_one(flags, settings)
+    if suggest is not None:
+        return _suggest(composed.config, suggest, env)
+    plan = plan_run(composed, cwd=cwd, env=env)
     outputs = plan_outputs(settings, [plan], [flags.overrides], cwd=cwd)
     refuse_missing_inputs(plan, cwd=cwd)
     if flags.ranks:
@@ -78,6 +84,16 @@ def main(words: Sequence[str]) -> int:
     if script is not None:
         print(script, end="")
     return 0
+
+
+def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
+    from slurm_train.cli.suggestions import print_suggestions
+
+    return print_suggestions(config, memory=memory, env=env)
+
+
+def _only_one(flag: str) -> ConfigError:
+    return ConfigError(f"{flag} is for one run", hint="drop -m and give each key one value")
 
 
 def _script(plan: RunPlan) -> str | None:
@@ -101,6 +117,8 @@ def _as_json(verdict: TestVerdict) -> dict[str, Any]:
 
 def _plan_sweep(flags: Words, settings: HydraSettings | None, *, env: Mapping[str, str], cwd: Path) -> int:
     """Prints the sweep's table, and the script of each array to stdout."""
+    if flags.ranks:
+        raise _only_one("--ranks")
     from slurm_train.cli.multirun import plan_words
     from slurm_train.cli.sweep_outlook import sweep_outlook_rows
     from slurm_train.launch.array import cut_arrays, max_array_size, render_array

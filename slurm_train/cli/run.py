@@ -32,8 +32,8 @@ def main(words: Sequence[str]) -> int:
 
         print(version_text() if flags.version else hydra_help_text())
         return EXIT_DONE
-    if flags.json or flags.measure:
-        flag = "--json" if flags.json else "--measure"
+    if flags.json or flags.measure or flags.suggest is not None:
+        flag = "--json" if flags.json else "--measure" if flags.measure else "--suggest"
         raise ConfigError(f"{flag} goes with `plan`", hint=f"write `plan {flag} ...` to look at the run first")
     if flags.only_prints:
         from slurm_train.config.compose import show

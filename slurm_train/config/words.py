@@ -52,6 +52,8 @@ class Words:
     wait: bool = False
     ranks: bool = False
     """Whether `plan` prints where each rank stands."""
+    suggest: str | None = None
+    """GiB of one device, for which `plan` prints layouts that fit."""
     json: bool = False
     measure: bool = False
     accept: tuple[str, ...] = ()
@@ -145,6 +147,7 @@ _FLAGS = {
     "-c": "show",
     "--package": "package",
     "-p": "package",
+    "--suggest": "suggest",
 }
 _SWITCHES = {
     "--run": "single",

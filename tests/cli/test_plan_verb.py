@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from slurm_train.cli.display import plan_rows, table
 from tests.site.sites import RECORDED
 from tests.support.command_line import REPOSITORY, TINY_MODULE
@@ -146,9 +148,9 @@ def test_json_holds_all_of_it_and_nothing_else_is_printed(shell: Any) -> None:
 
 
 def test_json_and_measure_belong_to_plan(shell: Any) -> None:
-    for flag in ("--json", "--measure"):
+    for flag in ("--json", "--measure", "--suggest=80"):
         done = shell.types(flag, "+cluster=1x1")
-        assert done.code == 2 and f"{flag} goes with `plan`" in done.err and shell.left() == []
+        assert done.code == 2 and f"{flag.partition('=')[0]} goes with `plan`" in done.err and shell.left() == []
 
 
 def test_the_memory_of_a_model_of_ones_own_is_not_guessed(shell: Any) -> None:
@@ -177,3 +179,26 @@ def test_a_sweep_tells_each_kind_of_run_and_the_hours_of_all(shell: Any) -> None
     assert rows["memory"].count(" | ") == 1
     assert rows["all 6"] == "GPU-hours: at most 48 if each run has one attempt"
     assert rows["lost at worst"].startswith("100 steps with a lost node")
+
+
+def test_suggestions_are_a_table_of_words_to_type(shell: Any) -> None:
+    done = shell.types("plan", "--suggest", "80", "+cluster=2x8", "model.tied=false")
+    lines = done.out.splitlines()
+    assert done.code == 0 and lines[0].split() == ["WHAT", "NODES", "MEMORY", "SPEED", "WORDS"]
+    assert lines[1].startswith("best") and '"parallel={dp_replicate:' in lines[1] and "100%" in lines[1]
+    assert lines[-1].split()[:2] == ["smallest", "1x8"]
+    assert "legal layouts of 16 ranks; speed by a simple model: 400 TFLOP/s a device" in done.err
+    assert shell.left() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--suggest", "much"], "--suggest much is no amount of memory"),
+        (["--suggest", "0.001", "+cluster=1x2"], "legal layouts of 2 ranks fits into 0.001 GiB a device"),
+        (["-m", "--suggest", "80", "seed=1,2"], "--suggest is for one run"),
+    ],
+)
+def test_suggestions_that_cannot_be_made_are_refused(shell: Any, words: list[str], message: str) -> None:
+    done = shell.types("plan", *words)
+    assert done.code == 2 and message in done.err

@@ -1,0 +1,107 @@
+"""Layouts that are suggested: all legal, all fit, and typed they are what was meant."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from slurm_train.assets import read_asset
+from slurm_train.config.batch import solve_batch
+from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.schema import BatchSection, ClusterSection, ParallelSection, RunConfig, TrainSection
+from slurm_train.config.structure import build_config
+from slurm_train.errors import ConfigError
+from slurm_train.launch.layout import plan_layout
+from slurm_train.launch.layout_speed import Machine, tokens_per_s
+from slurm_train.launch.layout_suggest import Suggestion, suggest_layouts
+from slurm_train.launch.world import World
+
+GPT = "slurm_train.models.gpt.GPT"
+GIB = 1 << 30
+
+
+def config_of(model: dict[str, object], **batch: int) -> RunConfig:
+    return RunConfig(model=model, cluster=ClusterSection(), train=TrainSection(), batch=BatchSection(**batch))
+
+
+def published(name: str, **others: object) -> dict[str, object]:
+    found: dict[str, object] = yaml.safe_load(read_asset("conf/model", f"{name}.yaml"))
+    return {**found, **others}
+
+
+def typed(config: RunConfig, one: Suggestion) -> RunConfig:
+    """Returns the configuration that the suggestion's words give."""
+    parallel, *others = shlex.split(one.words)
+    section = yaml.safe_load(parallel.partition("=")[2].replace(":", ": "))
+    batch = {key.removeprefix("batch."): int(value) for key, _, value in (other.partition("=") for other in others)}
+    return replace(config, parallel=build_config(ParallelSection, section), batch=build_config(BatchSection, batch))
+
+
+def test_layouts_fit_and_typed_are_what_was_meant() -> None:
+    config, world = config_of(published("llama3-8b")), World((8,) * 8)
+    found = suggest_layouts(config, world, memory_bytes=80 * GIB)
+    assert found.num_legal > 100 and len(found.best) == 5 and found.smallest is not None
+    assert found.smallest.world.num_nodes == 1
+    for one in (*found.best, found.smallest):
+        assert one.memory_bytes < 0.9 * 80 * GIB and one.facts.layout.shard_size * one.facts.layout.tp > 1
+        again = typed(config, one)
+        layout = plan_layout(again, one.world)
+        assert layout == one.facts.layout
+        assert solve_batch(again.batch, ranks=layout.data_parallel_size, stages=layout.pp) == one.facts.batch
+        assert one.facts.batch.global_size == 256 and one.facts.half
+
+
+# What people train these with on nodes of eight GPUs of 80 GiB.
+EXPECTED = {
+    "gpt2-124m": ParallelLayout(dp_replicate=64),
+    "llama3-8b": ParallelLayout(dp_shard=64),
+    "llama3-70b": ParallelLayout(dp_shard=8, tp=8),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_best_for_published_shapes_is_what_is_in_use(name: str) -> None:
+    found = suggest_layouts(config_of(published(name)), World((8,) * 8), memory_bytes=80 * GIB)
+    assert found.best[0].facts.layout == EXPECTED[name]
+    fastest = max(one.tokens_per_s for one in found.best)
+    assert found.best[0].tokens_per_s > 0.9 * fastest
+
+
+def test_less_memory_makes_blocks_compute_again_before_it_fits_nowhere() -> None:
+    config, world = config_of(published("llama3-8b"), global_size=64), World((8,) * 8)
+    ways = []
+    for memory in (1000, 30, 4):
+        found = suggest_layouts(config, world, memory_bytes=memory * GIB)
+        ways.append(found.best[0].facts.settings.activation_checkpointing if found.best else "nothing fits")
+    assert ways[0] == "none" and ways[1] in ("selective", "full") and ways[-1] == "nothing fits"
+
+
+def test_links_bubbles_and_short_micro_batches_slow_a_layout_down() -> None:
+    model = published("llama3-8b")
+    found = suggest_layouts(config_of(model, global_size=64), World((8,) * 2), memory_bytes=10_000 * GIB, count=999)
+    by_layout = {str(one.facts.layout): one for one in found.best}
+    inside, alone = by_layout["dp_replicate 8 x tp 2"], by_layout["dp_replicate 16"]
+    slow = Machine(inside_node=1e9)
+    assert tokens_per_s(inside.facts, inside.world, machine=slow) < inside.tokens_per_s
+    assert by_layout["pp 2 x dp_replicate 8"].tokens_per_s < alone.tokens_per_s
+    short = replace(alone.facts, positions=128)
+    assert tokens_per_s(short, alone.world, machine=Machine()) < alone.tokens_per_s / 2
+
+
+def test_sixteen_thousand_ranks_are_looked_through_in_seconds() -> None:
+    start = time.process_time()
+    found = suggest_layouts(config_of(published("llama3-70b")), World((8,) * 2048), memory_bytes=80 * GIB)
+    assert found.num_legal > 1000 and time.process_time() - start < 10
+    # No more than sixteen million tokens in a step, however many ranks there are.
+    assert {one.facts.batch.global_size for one in found.best} == {2048}
+
+
+def test_other_models_and_uneven_nodes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no estimate for this model"):
+        suggest_layouts(config_of({"_target_": "my.Model"}), World((4,)), memory_bytes=GIB)
+    with pytest.raises(ConfigError, match=r"layouts are suggested for equal nodes, not for \[4, 2\]"):
+        suggest_layouts(config_of({"_target_": GPT}), World((4, 2)), memory_bytes=GIB)
