@@ -42,7 +42,8 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
             seen = _try(person, trial)
             problem = what_is_wrong(seen)
             over.append(seen.ended_s - seen.limit_s)
-            how = f"ended {seen.ended_s:.1f} s after the stop (time-out {seen.limit_s:.0f} s)"
+            said = "; ".join(event["sentence"] for event in seen.events)
+            how = f"ended {seen.ended_s:.1f} s after the stop (time-out {seen.limit_s:.0f} s): {said}"
         except (AssertionError, OSError, subprocess.TimeoutExpired) as err:
             problem, how = f"no trial: {str(err).partition(chr(10))[0]}", ""
         print(f"{trial}: {problem or how}", flush=True)
