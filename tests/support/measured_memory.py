@@ -176,7 +176,8 @@ def _build(rank_run: Any) -> tuple[Any, Any]:
     unused: Any = None
     built = lay_out(rank_run, Built(model=model, optimizer=optimizer, train=unused, heldout=None, flops_per_token=0.0))
     del model, optimizer
-    stepper = build_any_stepper(rank_run, built, objective=Objective(built.model), before_update=lambda: None)
+    objective = Objective(built.model)
+    stepper = build_any_stepper(rank_run, built, objective=objective, exchange=None, before_update=lambda: None)
     tokens = torch.randint(0, config.model["vocab_size"], (plan.local_size, config.model["context"]))
     return stepper, itertools.repeat(_Batch((tokens, tokens.clone())))
 
