@@ -6,7 +6,6 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from slurm_train.cli.display import note
 from slurm_train.config.schema import RunConfig, TrackSection
@@ -14,6 +13,7 @@ from slurm_train.data.presence import require_readable
 from slurm_train.errors import ConfigError
 from slurm_train.launch.layout import CAUSAL_LM
 from slurm_train.launch.plan import RunPlan
+from slurm_train.models.pretrained_source import require_source
 
 
 def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
@@ -29,8 +29,8 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
         from slurm_train.metrics.trackers.catalogue import require_installed
 
         require_installed(config.track)
-    if config.trains and (config.cluster is None or config.cluster.python is None):
-        _require_transformers(config.model or {})
+    if config.trains and (config.model or {}).get("_target_") == CAUSAL_LM:
+        _require_causal_lm(config, cwd=cwd)
     if config.trains:
         require_readable(config.data or {}, cwd=cwd)
         _require_start_weights(config.train.init_from, cwd=cwd)
@@ -43,8 +43,11 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
         require_target(key, mapping, search=search)
 
 
-def _require_transformers(model: Mapping[str, Any]) -> None:
-    if model.get("_target_") == CAUSAL_LM and importlib.util.find_spec("transformers") is None:
+def _require_causal_lm(config: RunConfig, *, cwd: Path) -> None:
+    model = config.model or {}
+    require_source(model_type=model.get("model_type"), path=model.get("path"), cwd=cwd)
+    has_other_python = config.cluster is not None and config.cluster.python is not None
+    if not has_other_python and importlib.util.find_spec("transformers") is None:
         raise ConfigError("model=hf needs transformers, which is not installed", hint="pip install 'slurm-train[hf]'")
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from slurm_train.errors import ConfigError
+from slurm_train.models.pretrained_source import CONFIG_FILE, require_source
 
-CONFIG_FILE = "config.json"
 PREFIX = "network."
 """Of the names of a `CausalLM`'s parameters, before those that transformers gives them."""
 _WAYS = ("colwise", "rowwise")
@@ -147,16 +147,7 @@ def pretrained_config(*, model_type: str | None, path: str | None, config: Mappi
         ConfigError: as `causal_lm`.
     """
     library, changes = require_transformers(), dict(config or {})
-    if (model_type is None) == (path is None):
-        raise ConfigError(
-            f"model=hf was given model.model_type={model_type} and model.path={path}; it takes one of them",
-            hint="e.g. model.model_type=llama 'model.config={hidden_size: 64, num_hidden_layers: 2}'",
-        )
-    if path is not None and not (file := Path(path) if Path(path).is_file() else Path(path) / CONFIG_FILE).is_file():
-        raise ConfigError(
-            f"model.path={path}: there is no {file}",
-            hint="name a directory on this machine; nothing is downloaded (`hf download NAME --local-dir DIR` does)",
-        )
+    require_source(model_type=model_type, path=path, cwd=Path())
     try:
         if model_type is not None:
             _require_keys(library.AutoConfig.for_model(model_type), changes)

@@ -10,6 +10,13 @@ BAD = [
     ("an unknown key", ["optim.lrr=3e-4"], "there is no configuration key 'optim.lrr'"),
     ("an unknown key of a model", ["model.widht=3"], "did you mean model.width"),
     ("an unknown key of a cluster", ["+cluster=4x8", "cluster.nods=3"], "did you mean cluster.nodes"),
+    ("a model of transformers without a name", ["model=hf"], "model.model_type=None and model.path=None; it takes one"),
+    (
+        "a directory without a model",
+        ["+cluster=4x8", "model=hf", "model.path=llama"],
+        "model.path=llama: there is no llama/config.json",
+    ),
+    ("weights that are not there", ["train.init_from=nowhere"], "train.init_from=nowhere is not there"),
     ("an unknown option", ["model=gptt"], "there is no configuration 'model/gptt'"),
     ("a wrong type", ["optim.lr=fast"], "optim.lr asks for a number, found 'fast'"),
     ("an unknown flag", ["--foo"], "there is no flag '--foo'"),
