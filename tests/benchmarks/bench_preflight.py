@@ -19,6 +19,8 @@ from pathlib import Path
 from tests.benchmarks.bench_start_time import run_step, srun_line
 from tests.support.command_line import Person, new_project
 
+_PORT = "15900"
+
 
 def main() -> None:
     """Takes an allocation per size and prints a line for each."""
@@ -67,7 +69,7 @@ def _pair(person: Person, size: str, number: int) -> tuple[float, float]:
 
 def _last_begins_s(person: Person, size: str, name: str, word: str) -> float:
     run, command = srun_line(person, size, "script=[date,+%s.%N]", f"run.name={name}", word)
-    started = run_step(person, run, command)
+    started = run_step(person, run, command, MASTER_PORT=_PORT)
     logs = list(run.attempt_logs(0).glob("rank_*.log"))
     return max(float(log.read_text().split()[-1]) for log in logs) - started
 

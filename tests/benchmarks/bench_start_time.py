@@ -124,11 +124,18 @@ def srun_line(person: Person, size: str, *words: str) -> tuple[RunDirectory, lis
     return run, [word.replace("{attempt}", "0") for word in shlex.split(line.partition(" -- ")[2])]
 
 
-def run_step(person: Person, run: RunDirectory, command: Sequence[str]) -> float:
-    """Runs the ranks of a run to their end inside this allocation, and returns when srun was called (unix time)."""
+def run_step(person: Person, run: RunDirectory, command: Sequence[str], **more: str) -> float:
+    """Runs the ranks of a run to their end inside this allocation, and returns when srun was called (unix time).
+
+    Args:
+        person: who types it.
+        run: what `srun_line` gave.
+        command: likewise.
+        more: of the ranks' environment.
+    """
     env = person.environment() | {"SLURM_TRAIN_ATTEMPT": "0", "MASTER_ADDR": master(), "PYTHONUNBUFFERED": "1"}
     started = time.time()
-    subprocess.run(command, cwd=run.code, env=env, check=True)
+    subprocess.run(command, cwd=run.code, env=env | more, check=True)
     return started
 
 

@@ -91,7 +91,7 @@ OFFERS = [
     ("train.compile=t", ["train.compile=true"]),
     ("checkpoint.every_steps=", ["checkpoint.every_steps=auto", "checkpoint.every_steps=null"]),
     ("mod", ["model.", "model="]),
-    ("model=", ["model=cnn", "model=custom", "model=gpt"]),
+    ("model=", [f"model={name}" for name in ("cnn", "custom", "gpt", "gpt2-124m", "hf", "llama3-70b", "llama3-8b")]),
     ("plan -m model=gpt,c", ["model=gpt,cnn", "model=gpt,custom"]),
     ("model.wi", ["model.width="]),
     ("model=cnn model.fe", ["model.features="]),

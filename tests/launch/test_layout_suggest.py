@@ -72,7 +72,7 @@ def test_the_best_for_published_shapes_is_what_is_in_use(name: str) -> None:
 
 
 def test_less_memory_makes_blocks_compute_again_before_it_fits_nowhere() -> None:
-    config, world = config_of(published("llama3-8b"), global_size=64), World((8,) * 8)
+    config, world = config_of(published("llama3-8b"), global_size=32), World((8,) * 4)
     ways = []
     for memory in (1000, 30, 4):
         found = suggest_layouts(config, world, memory_bytes=memory * GIB)

@@ -179,6 +179,9 @@ def hogs(cpu: int = 0) -> Iterator[None]:
     loop = ["taskset", "--cpu-list", str(cpu), "sh", "-c", "while :; do :; done"]
     count = 6 + 2 * int(os.getloadavg()[0])
     running = [subprocess.Popen(loop, start_new_session=True) for _ in range(count)]
+    for process in running:
+        # As important as the ranks, however little this process is.
+        os.setpriority(os.PRIO_PROCESS, process.pid, 0)
     try:
         yield
     finally:
