@@ -29,8 +29,7 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
 def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     """Returns the rows of the plan's table."""
     config, world = plan.config, plan.world
-    nodes = "1 node" if world.num_nodes == 1 else f"{world.num_nodes} nodes"
-    place = "this machine" if config.cluster is None else f"{nodes} x {world.ranks_per_node[0]}"
+    place = "this machine" if config.cluster is None else world.nodes_in_words
     rows = [("run", str(plan.run.path)), ("ranks", f"{world.size} = {place}")]
     if config.trains:
         samples = plan.batch.global_size * config.train.max_steps

@@ -305,10 +305,14 @@ class ParallelSection:
 class ClusterSection:
     """What Slurm is asked for, and what the job's environment needs."""
 
-    nodes: int = 1
-    """Number of nodes."""
+    nodes: int | str = 1
+    """Number of nodes; with `launcher=torchrun` also a range, "2-4": as many of them as Slurm has."""
     gpus_per_node: int | list[int] = 1
-    """GPUs, and so ranks, on each node; a list for uneven nodes."""
+    """GPUs, and so ranks, on each node; a list for uneven nodes, in rank order, e.g. [4,2]."""
+    launcher: Literal["srun", "torchrun"] = "srun"
+    """What starts the ranks: srun each of them, or srun one torchrun on each node, which restarts its ranks itself."""
+    max_restarts: int = 3
+    """How often torchrun starts failed ranks again before the step ends; only with `launcher=torchrun`."""
     cpus_per_gpu: int | None = None
     """CPU cores for each rank; default: what Slurm gives."""
     memory_gb_per_node: int | None = None

@@ -40,7 +40,7 @@ class Ranks:
     """The folder of this package on the nodes; None: where it lies here."""
 
     def command(self, *, python: str) -> list[str]:
-        """Returns the words that start a rank, inside its container where it has one.
+        """Returns the words of a task: what starts a rank or torchrun's launcher, in its container where it has one.
 
         Args:
             python: interpreter on the nodes, for runs without a container.
@@ -48,7 +48,7 @@ class Ranks:
         Raises:
             ConfigError: a path that a container cannot be told.
         """
-        container, worker = self.config.container, ["-m", "slurm_train", "worker", str(self.run.path)]
+        container, worker = self.config.container, ["-m", "slurm_train", self._verb, str(self.run.path)]
         if container is None:
             return [python, *worker]
         # The host's packages and those of the user's home are for another Python.
@@ -81,6 +81,12 @@ class Ranks:
         """Makes the folder that the embedded text will be put into: what is not there cannot be mounted."""
         if self.config.container is not None and _uses_cache(self.config):
             Path(_CACHE).expanduser().mkdir(parents=True, exist_ok=True)
+
+    @property
+    def _verb(self) -> str:
+        # One launcher per node, which starts the ranks inside the container as well.
+        cluster = self.config.cluster
+        return "torchrun" if cluster is not None and cluster.launcher == "torchrun" else "worker"
 
     def _image(self, container: ContainerSection) -> str:
         # A relative path starts where the run was typed, since the job starts elsewhere.

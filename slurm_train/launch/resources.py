@@ -6,13 +6,17 @@ Every flag has its reason in a fact about Slurm; see docs/slurm.md. Values are c
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.world import NodeGroup, World
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.notice import warning_lead_s
+from slurm_train.slurm.nodelist import parse_nodelist
 from slurm_train.slurm.resource_flags import Flags, resource_flags
 
 STEP_NAME = "attempt_{attempt}"
@@ -33,6 +37,7 @@ _PROTECTED_SBATCH = {
     "error": "run.root",
     "open-mode": "",
     "array": "",
+    "hetjob": "cluster.gpus_per_node",
     "wrap": "script",
     "parsable": "",
     "test-only": "",
@@ -52,33 +57,92 @@ _PROTECTED_SRUN = {
     "cpus-per-task": "cluster.cpus_per_gpu",
     "gpus-per-task": "cluster.gpus_per_node",
     "kill-on-bad-exit": "",
+    "het-group": "cluster.gpus_per_node",
     "job-name": "",
     "multi-prog": "script",
 }
 
 
-def sbatch_flags(plan: RunPlan) -> Flags:
+def sbatch_components(plan: RunPlan) -> list[Flags]:
     """Returns the sbatch flags of a run, long names without dashes; True is a flag without a value.
 
+    Nodes with different numbers of GPUs cannot be asked for in one request: there are as many components of a
+    heterogeneous job then. Its name and its log are those of the first; all else is said of each, since Slurm hands
+    down some flags only.
+
     Raises:
-        ConfigError: `cluster.sbatch` names a flag that the launch decides.
+        ConfigError: `cluster.sbatch` names a flag that the launch decides, or `cluster.nodelist` cannot be shared.
     """
     cluster = _cluster(plan.config)
-    flags: Flags = {
+    own = _own_flags(cluster.sbatch, "cluster.sbatch", _PROTECTED_SBATCH)
+    hosts = _hosts_of_groups(cluster, plan.world)
+    components = []
+    for index, group in enumerate(plan.world.groups):
+        named = {} if hosts is None else {"nodelist": ",".join(hosts[index])}
+        flags = {
+            **_size_flags(plan, group),
+            **resource_flags(
+                replace(cluster, cpus_per_gpu=_cpus_per_task(cluster, group)), per_node=group.ranks_per_node
+            ),
+            **named,
+        }
+        components.append(_first_flags(plan, flags) | own if index == 0 else flags | _rest_flags(plan) | own)
+    return components
+
+
+def _first_flags(plan: RunPlan, flags: Flags) -> Flags:
+    return {
         "job-name": f"{plan.run.name}-{plan.run.run_id}",
-        "nodes": str(plan.world.num_nodes),
-        "ntasks": str(plan.world.size),
-        "ntasks-per-node": str(plan.world.ranks_per_node[0]),
-        **resource_flags(cluster, per_node=plan.world.ranks_per_node[0]),
+        **flags,
         "output": str(plan.run.logs / "batch.log"),
         # Without it a requeue truncates the log of the attempts before.
         "open-mode": "append",
+        **_rest_flags(plan),
+    }
+
+
+def _rest_flags(plan: RunPlan) -> Flags:
+    return {
         # A site's JobRequeue may be either; say it always.
         ("requeue" if plan.config.requeue.enabled else "no-requeue"): True,
         # No "B:": the warning goes to the ranks. USR2, since NCCL may catch USR1.
         "signal": warning_signal(plan.config, plan.run),
     }
-    return flags | _own_flags(cluster.sbatch, "cluster.sbatch", _PROTECTED_SBATCH)
+
+
+def _size_flags(plan: RunPlan, group: NodeGroup) -> Flags:
+    if _cluster(plan.config).launcher == "torchrun":
+        if plan.world.min_nodes is not None:
+            # How many tasks follows from how many nodes Slurm grants.
+            return {"nodes": f"{plan.world.min_nodes}-{group.num_nodes}", "ntasks-per-node": "1"}
+        return {"nodes": str(group.num_nodes), "ntasks": str(group.num_nodes), "ntasks-per-node": "1"}
+    return {
+        "nodes": str(group.num_nodes),
+        "ntasks": str(group.num_nodes * group.ranks_per_node),
+        "ntasks-per-node": str(group.ranks_per_node),
+    }
+
+
+def _cpus_per_task(cluster: ClusterSection, group: NodeGroup) -> int | None:
+    if cluster.launcher == "torchrun":
+        # One task has all ranks of its node; Slurm's default would be one core for it.
+        return (cluster.cpus_per_gpu or 1) * group.ranks_per_node
+    return cluster.cpus_per_gpu
+
+
+def _hosts_of_groups(cluster: ClusterSection, world: World) -> list[list[str]] | None:
+    """Returns the hosts of `cluster.nodelist` for each component; None where there is one component, or no list."""
+    if len(world.groups) == 1 or cluster.nodelist is None:
+        return None
+    hosts = parse_nodelist(cluster.nodelist)
+    if len(hosts) != world.num_nodes:
+        raise ConfigError(
+            f"cluster.nodelist={cluster.nodelist} names {len(hosts)} nodes, cluster.gpus_per_node "
+            f"{list(world.ranks_per_node)} asks for {world.num_nodes}",
+            hint="with uneven nodes name all of them, in the order of cluster.gpus_per_node",
+        )
+    rest = iter(hosts)
+    return [list(itertools.islice(rest, group.num_nodes)) for group in world.groups]
 
 
 def renewed_warning(config: RunConfig, run: RunDirectory) -> list[str]:
@@ -95,16 +159,16 @@ def warning_signal(config: RunConfig, run: RunDirectory) -> str:
 
 
 def srun_flags(plan: RunPlan) -> Flags:
-    """Returns the srun flags of a run; "{attempt}" in a value is replaced when an attempt starts.
+    """Returns the srun flags of a run.
+
+    "{attempt}" in a value is replaced when an attempt starts, "{nodes}" by the number of nodes that Slurm has granted.
 
     Raises:
         ConfigError: `cluster.srun` names a flag that the launch decides.
     """
     cluster = _cluster(plan.config)
     flags: Flags = {
-        "nodes": str(plan.world.num_nodes),
-        "ntasks": str(plan.world.size),
-        "ntasks-per-node": str(plan.world.ranks_per_node[0]),
+        **_step_size_flags(plan),
         "distribution": "block",
         # The supervisor ends what is left of a step by this name; other steps of an allocation are not ours.
         "job-name": STEP_NAME,
@@ -114,12 +178,30 @@ def srun_flags(plan: RunPlan) -> Flags:
         "open-mode": "append",
         # Under `sbatch --export=NAME` srun would pass NAME alone on, without the attempt and the meeting point.
         "export": "ALL",
-        "output": str(plan.run.logs / "attempt_{attempt}" / "rank_%t.log"),
+        "output": str(plan.run.logs / "attempt_{attempt}" / task_log(cluster)),
     }
-    if cluster.cpus_per_gpu is not None:
+    if cluster.launcher == "torchrun" and len(plan.world.groups) > 1:
+        # The components' tasks have different numbers of cores, of which srun could be told one.
+        flags["cpu-bind"] = "none"
+    elif (cpus := _cpus_per_task(cluster, plan.world.groups[0])) is not None:
         # srun inherits it in some releases only (not from 22.05 to 23.02), so it is said again.
-        flags["cpus-per-task"] = str(cluster.cpus_per_gpu)
+        flags["cpus-per-task"] = str(cpus)
     return flags | _own_flags(cluster.srun, "cluster.srun", _PROTECTED_SRUN)
+
+
+def task_log(cluster: ClusterSection) -> str:
+    """Returns the name of the log that srun writes for each task; torchrun's ranks write logs of their own."""
+    return "node_%t.log" if cluster.launcher == "torchrun" else "rank_%t.log"
+
+
+def _step_size_flags(plan: RunPlan) -> Flags:
+    groups, is_torchrun = plan.world.groups, _cluster(plan.config).launcher == "torchrun"
+    if len(groups) > 1:
+        # Numbers of nodes and tasks would be meant for each component; without them each gives what it has.
+        return {"het-group": ",".join(map(str, range(len(groups))))}
+    if is_torchrun and plan.world.min_nodes is not None:
+        return {"nodes": "{nodes}", "ntasks": "{nodes}", "ntasks-per-node": "1"}
+    return _size_flags(plan, groups[0])
 
 
 def job_environment(config: RunConfig) -> dict[str, str]:
@@ -145,8 +227,8 @@ def _own_flags(values: dict[str, Any], key: str, protected: dict[str, str]) -> F
             instead = protected[flag]
             hint = f"use {instead} instead" if instead else f"drop {key}.{name}"
             raise ConfigError(f"{key}.{name} would break the launch, which sets it itself", hint=hint)
-        if "{attempt}" in str(value):
-            raise ConfigError(f"{key}.{name}={value}: {{attempt}} is a word of the launch", hint="write another text")
+        if found := next((word for word in ("{attempt}", "{nodes}") if word in str(value)), None):
+            raise ConfigError(f"{key}.{name}={value}: {found} is a word of the launch", hint="write another text")
         if value is not None and value is not False:
             flags[flag] = value if value is True else _text(f"{key}.{name}", value)
     return flags

@@ -17,7 +17,7 @@ from slurm_train.assets import read_template
 from slurm_train.errors import ConfigError
 from slurm_train.launch.container import Ranks
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.resources import job_environment, sbatch_flags, srun_flags
+from slurm_train.launch.resources import job_environment, sbatch_components, srun_flags
 from slurm_train.slurm.resource_flags import Flags
 from slurm_train.slurm.script_text import (
     check_env_name,
@@ -46,7 +46,7 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
     ranks, exports = Ranks(plan.config, plan.run, plan.directory, package), job_environment(plan.config)
     return read_template("run.sh").format(
         title=f"{plan.run.name}/{plan.run.run_id}: {_what_runs(plan)}",
-        sbatch="\n".join(_sbatch_lines(sbatch_flags(plan))),
+        sbatch="\n#SBATCH hetjob\n".join("\n".join(_sbatch_lines(flags)) for flags in sbatch_components(plan)),
         exports="\n".join(_export_lines(exports)),
         setup="\n".join(_setup_line(line) for line in cluster.setup),
         code=shlex.quote(str(plan.run.code)),

@@ -117,6 +117,13 @@ def _refuse_mixture(plans: Sequence[RunPlan]) -> None:
         raise ConfigError(
             "some runs of the sweep ask for a cluster and some do not", hint="sweep sizes, e.g. +cluster=1x8,2x8"
         )
+    uneven = next((plan for plan in plans if not plan.world.is_even), None)
+    if uneven is not None:
+        raise ConfigError(
+            f"cluster.gpus_per_node={list(uneven.world.ranks_per_node)}: a sweep is a job array, and Slurm has no "
+            "arrays of heterogeneous jobs",
+            hint="give one number of GPUs for all nodes, or submit the runs one by one",
+        )
     limits = {plan.config.sweep.max_parallel for plan in plans}
     if len(limits) > 1:
         raise ConfigError("sweep.max_parallel differs between the runs of one sweep", hint="give it one value")

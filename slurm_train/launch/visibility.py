@@ -7,12 +7,14 @@ are asked again.
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
 from slurm_train.errors import NodesError, SilentNodesError
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.slurm.allocation import het_node_counts
 from slurm_train.slurm.runner import is_away
 
 _TIMEOUT_S = 25.0
@@ -116,8 +118,12 @@ def _ask(
 ) -> tuple[list[tuple[str, str]], str, bool]:
     """Returns the nodes' answers as (word, node), srun's last line as "; it said: ...", whether it got no answer."""
     # The working directory may be what is missing, so the step starts at the root.
-    command = ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--chdir=/"]
-    command += ["/bin/sh", "-c", _QUESTION, "sh", str(run.path), newest, str(_LATE_S)]
+    question = ["/bin/sh", "-c", _QUESTION, "sh", str(run.path), newest, str(_LATE_S)]
+    command = ["srun", *_one_task_per_node(num_nodes), *question]
+    if components := het_node_counts(env):
+        # Each component has a number of nodes of its own, and so a command of its own.
+        parts = ([f"--het-group={i}", *_one_task_per_node(n), *question] for i, n in enumerate(components))
+        command = ["srun", *itertools.chain.from_iterable((*part, ":") for part in parts)][:-1]
     try:
         done = subprocess.run(
             command, env=dict(env), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, cwd="/"
@@ -130,6 +136,10 @@ def _ask(
     answers = [(words[0], words[1]) for words in lines if len(words) == 2 and words[0] in _ANSWERS]
     said = errors.strip().splitlines()
     return answers, f"; it said: {said[-1]}" if said else "", may_be_away
+
+
+def _one_task_per_node(num_nodes: int) -> list[str]:
+    return [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--chdir=/"]
 
 
 def _text(part: str | bytes | None) -> str:

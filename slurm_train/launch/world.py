@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from slurm_train.config.schema import RunConfig
+from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """Nodes next to each other in rank order that have equally many ranks."""
+
+    num_nodes: int
+    ranks_per_node: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +26,9 @@ class World:
     """Ranks per node, in rank order."""
 
     ranks_per_node: tuple[int, ...]
+    """Of the largest world, where Slurm may grant fewer nodes."""
+    min_nodes: int | None = None
+    """The fewest nodes that will do; None: all of them."""
 
     @property
     def num_nodes(self) -> int:
@@ -32,6 +45,24 @@ class World:
         """Whether every node has the same number of ranks."""
         return len(set(self.ranks_per_node)) == 1
 
+    @property
+    def groups(self) -> tuple[NodeGroup, ...]:
+        """The nodes in rank order, equal neighbours put together: (4, 4, 2) is 2 nodes of 4 and 1 of 2."""
+        return tuple(NodeGroup(len(list(same)), ranks) for ranks, same in itertools.groupby(self.ranks_per_node))
+
+    @property
+    def nodes_in_words(self) -> str:
+        """Returns the nodes for a person, e.g. "4 nodes x 8", "2 nodes of 4 + 2", "2 to 4 nodes x 8"."""
+        if not self.is_even:
+            return f"{self.num_nodes} nodes of {' + '.join(map(str, self.ranks_per_node))}"
+        count = str(self.num_nodes) if self.min_nodes is None else f"{self.min_nodes} to {self.num_nodes}"
+        return f"{count} node{'s' * (self.num_nodes > 1)} x {self.ranks_per_node[0]}"
+
+    def possible(self) -> Iterator[World]:
+        """Yields every world that Slurm may grant, the smallest first."""
+        for count in range(self.num_nodes if self.min_nodes is None else self.min_nodes, self.num_nodes + 1):
+            yield World(self.ranks_per_node[:count])
+
 
 def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
     """Returns the world that a configuration asks for.
@@ -41,7 +72,8 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
         env: environment; CUDA_VISIBLE_DEVICES limits the GPUs of a local run.
 
     Raises:
-        ConfigError: counts below one, or a GPU list that does not name every node.
+        ConfigError: counts below one, a GPU list that does not name every node, or a range of nodes where the number
+            of ranks cannot change.
     """
     cluster = config.cluster
     if cluster is None:
@@ -49,22 +81,47 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
         processes = (count_local_gpus(env) or 2) if asked is None else asked
         _require_positive("run.processes", processes)
         return World((processes,))
-    _require_positive("cluster.nodes", cluster.nodes)
+    fewest, most = _read_nodes(cluster.nodes)
     gpus = cluster.gpus_per_node
-    per_node = (gpus,) * cluster.nodes if isinstance(gpus, int) else tuple(gpus)
+    per_node = (gpus,) * most if isinstance(gpus, int) else tuple(gpus)
     for count in per_node:
         _require_positive("cluster.gpus_per_node", count)
-    if len(per_node) != cluster.nodes:
+    if len(per_node) != most:
         raise ConfigError(
             f"cluster.gpus_per_node={list(per_node)} names {len(per_node)} nodes, cluster.nodes={cluster.nodes}",
             hint=f"set cluster.nodes={len(per_node)}, or give one number for all nodes",
         )
-    if len(set(per_node)) > 1:
+    if fewest is None:
+        return World(per_node)
+    _require_elastic(cluster, is_even=len(set(per_node)) == 1)
+    return World(per_node, min_nodes=fewest)
+
+
+def _read_nodes(nodes: int | str) -> tuple[int | None, int]:
+    """Returns the fewest nodes, None where the number is fixed, and the most."""
+    if isinstance(nodes, int):
+        _require_positive("cluster.nodes", nodes)
+        return None, nodes
+    match = re.fullmatch(r"([1-9]\d{0,4})-([1-9]\d{0,4})", nodes)
+    if match is None or int(match[1]) > int(match[2]):
         raise ConfigError(
-            f"cluster.gpus_per_node={list(per_node)} asks for uneven nodes, which this version does not launch",
-            hint=f"use the same number on every node, e.g. cluster.gpus_per_node={min(per_node)}",
+            f"cluster.nodes={nodes!r} is neither a number nor a range",
+            hint="write cluster.nodes=4, or cluster.nodes=2-4",
         )
-    return World(per_node)
+    return (None if match[1] == match[2] else int(match[1])), int(match[2])
+
+
+def _require_elastic(cluster: ClusterSection, *, is_even: bool) -> None:
+    if cluster.launcher != "torchrun":
+        raise ConfigError(
+            f"cluster.nodes={cluster.nodes} leaves the number of nodes open, but srun is told how many ranks to start",
+            hint="add cluster.launcher=torchrun, or give one number of nodes",
+        )
+    if not is_even:
+        raise ConfigError(
+            f"cluster.nodes={cluster.nodes} leaves the number of nodes open, and cluster.gpus_per_node names them",
+            hint="give one number of GPUs for all nodes, or one number of nodes",
+        )
 
 
 def count_local_gpus(env: Mapping[str, str]) -> int:

@@ -141,6 +141,16 @@ class TaskPlace:
             raise _disagrees("SLURM_LOCALID", self.local_rank, f"{self.local_world_size} tasks on this node")
 
 
+def het_node_counts(env: Mapping[str, str]) -> tuple[int, ...]:
+    """Returns the number of nodes of each component of a heterogeneous job, in rank order; () in any other job.
+
+    Raises:
+        ClusterError: a variable is missing or malformed.
+    """
+    components = _optional_int(env, "SLURM_HET_SIZE") or 0
+    return tuple(len(_nodes(env, (f"SLURM_JOB_NODELIST_HET_GROUP_{index}",))) for index in range(components))
+
+
 def _layout(env: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Returns the nodes in rank order and the number of tasks on each."""
     components = _optional_int(env, "SLURM_HET_SIZE") or 0

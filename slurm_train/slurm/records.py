@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from slurm_train.slurm.states import Phase, expand_array_id, phase_of
@@ -65,6 +65,8 @@ def parse_squeue(text: str) -> dict[str, JobState]:
     found: dict[str, JobState] = {}
     for fields in _rows(text, SQUEUE_FORMAT.count("|") + 1):
         job_ids, word, reason, nodelist, start, end, partition, name = fields
+        if (leader := _leader(job_ids)) in found:
+            found[leader] = _with_nodes(found[leader], _known(nodelist))
         for job_id in _ids(job_ids):
             found[job_id] = JobState(
                 job_id=job_id,
@@ -85,6 +87,8 @@ def parse_sacct(text: str) -> dict[str, JobState]:
     found: dict[str, JobState] = {}
     for fields in _rows(text, SACCT_FORMAT.count(",") + 1):
         job_ids, word, reason, nodelist, start, end, partition, exit_code, name = fields
+        if (leader := _leader(job_ids)) in found:
+            found[leader] = _with_nodes(found[leader], _known(nodelist))
         for job_id in _ids(job_ids):
             found[job_id] = JobState(
                 job_id=job_id,
@@ -161,6 +165,17 @@ def _ids(text: str) -> list[str]:
     # "12+0" leads a heterogeneous job and stands for it; "12+1" and on are its other components.
     job_id, plus, component = text.partition("+")
     return [] if plus and component != "0" else expand_array_id(job_id)
+
+
+def _leader(text: str) -> str:
+    """Returns the id by which a heterogeneous job is known for the row of a further component, "" for other rows."""
+    job_id, _, component = text.partition("+")
+    return job_id if component not in ("", "0") else ""
+
+
+def _with_nodes(job: JobState, nodelist: str) -> JobState:
+    """Returns a heterogeneous job with the nodes of another of its components."""
+    return replace(job, nodelist=",".join(filter(None, (job.nodelist, nodelist))))
 
 
 def _known(text: str) -> str:

@@ -51,7 +51,7 @@ BAD = [
     ("a size without nodes", ["+cluster=0x8"], "write +cluster=<nodes>x<GPUs per node>"),
     ("cluster settings without a cluster", ["cluster.nodes=2"], "the run asks for no cluster"),
     ("cluster variables without a cluster", ["cluster.env.A=1"], "the run asks for no cluster"),
-    ("uneven nodes", ["+cluster=2x2", "cluster.gpus_per_node=[4,2]"], "asks for uneven nodes"),
+    ("a sweep on uneven nodes", ["-m", "+cluster=2x2", "cluster.gpus_per_node=[4,2]", "seed=1,2"], "no arrays of"),
     ("a name that is a path", ["run.name=../x"], "cannot be the name of a folder and of a job"),
     ("a root that Slurm would expand", ["run.root=runs/%j"], "has a character that Slurm reads as a pattern"),
     ("a newline in a partition", ["+cluster=1x1", "cluster.partition=a\nb"], "a line break at character 2"),

@@ -5,19 +5,19 @@ from typing import Any
 import pytest
 
 from slurm_train.errors import ConfigError
-from slurm_train.launch.resources import job_environment, sbatch_flags, srun_flags
+from slurm_train.launch.resources import job_environment, sbatch_components, srun_flags
 from tests.support.plans import make_plan
 
 
 def flags_of(**cluster: Any) -> tuple[dict[str, str | bool], dict[str, str | bool]]:
     plan = make_plan(cluster=cluster)
-    return sbatch_flags(plan), srun_flags(plan)
+    return sbatch_components(plan)[0], srun_flags(plan)
 
 
 def test_flags_of_a_plain_cluster_are_these_and_no_others() -> None:
     plan = make_plan(cluster={"nodes": 4, "gpus_per_node": 8})
     logs = plan.run.logs
-    assert sbatch_flags(plan) == {
+    assert sbatch_components(plan)[0] == {
         "job-name": f"gpt-stdlib-{plan.run.run_id}",
         "nodes": "4",
         "ntasks": "32",
@@ -92,7 +92,7 @@ def test_cpus_are_said_again_to_srun() -> None:
 
 @pytest.mark.parametrize(("enabled", "flag"), [(True, "requeue"), (False, "no-requeue")])
 def test_requeue_is_always_said_one_way_or_the_other(enabled: bool, flag: str) -> None:
-    flags = sbatch_flags(make_plan(cluster={}, requeue={"enabled": enabled, "warn_before_limit_s": 300}))
+    flags = sbatch_components(make_plan(cluster={}, requeue={"enabled": enabled, "warn_before_limit_s": 300}))[0]
     assert {"requeue", "no-requeue"} & set(flags) == {flag}
     assert flags["signal"] == "USR2@300", "to the ranks (no B:), and not the USR1 that NCCL may catch"
 

@@ -40,6 +40,15 @@ EVERYTHING: dict[str, Any] = {
 def plan_named(name: str) -> RunPlan:
     if name == "4x8_default":
         return make_plan("/home/user/project", cluster={"nodes": 4, "gpus_per_node": 8})
+    if name == "uneven":
+        cluster = EVERYTHING | {"nodes": 3, "gpus_per_node": [4, 2, 2], "nodelist": "node[3,1-2]"}
+        return make_plan("/home/user/project", cluster=cluster, batch={"global_size": 32})
+    if name == "torchrun_uneven":
+        cluster = {"nodes": 2, "gpus_per_node": [4, 2], "launcher": "torchrun", "cpus_per_gpu": 3}
+        return make_plan("/home/user/project", cluster=cluster, batch={"global_size": 60})
+    if name == "torchrun_elastic":
+        cluster = {"nodes": "2-4", "gpus_per_node": 2, "launcher": "torchrun"}
+        return make_plan("/home/user/project", cluster=cluster, batch={"global_size": 48})
     assert name == "1x2_everything"
     requeue = {"enabled": False, "warn_before_limit_s": 300}
     run = {"root": "/scratch/it's mine/runs", "name": "my-run_1.0"}
@@ -55,7 +64,7 @@ def render(plan: RunPlan) -> str:
     return render_script(plan, default_python="/usr/bin/python3")
 
 
-NAMES = ["4x8_default", "1x2_everything"]
+NAMES = ["4x8_default", "1x2_everything", "uneven", "torchrun_uneven", "torchrun_elastic"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,7 +8,7 @@ import pytest
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.structure import build_config
 from slurm_train.errors import ConfigError
-from slurm_train.launch.world import World, count_local_gpus, plan_world
+from slurm_train.launch.world import NodeGroup, World, count_local_gpus, plan_world
 
 WORLDS = [
     ({"cluster": {"nodes": 4, "gpus_per_node": 8}}, {}, (8, 8, 8, 8)),
@@ -30,6 +30,21 @@ def test_the_world_that_was_asked_for(values: dict[str, Any], env: dict[str, str
     assert (world.num_nodes, world.size, world.is_even) == (len(ranks), sum(ranks), True)
 
 
+def test_uneven_nodes_are_grouped_in_rank_order() -> None:
+    config = build_config(RunConfig, {"cluster": {"nodes": 4, "gpus_per_node": [4, 4, 2, 4]}})
+    world = plan_world(config, {})
+    assert (world.size, world.is_even) == (14, False)
+    assert world.groups == (NodeGroup(2, 4), NodeGroup(1, 2), NodeGroup(1, 4))
+    assert world.nodes_in_words == "4 nodes of 4 + 4 + 2 + 4"
+
+
+def test_a_range_of_nodes_is_every_world_that_slurm_may_grant() -> None:
+    cluster = {"nodes": "2-4", "gpus_per_node": 8, "launcher": "torchrun"}
+    world = plan_world(build_config(RunConfig, {"cluster": cluster}), {})
+    assert [one.size for one in world.possible()] == [16, 24, 32]
+    assert world.nodes_in_words == "2 to 4 nodes x 8"
+
+
 REFUSED = [
     ({"cluster": {"nodes": 0}}, "cluster.nodes=0 leaves nothing to run on", "set cluster.nodes to 1 or more"),
     ({"cluster": {"gpus_per_node": 0}}, "cluster.gpus_per_node=0 leaves nothing", "set cluster.gpus_per_node to 1"),
@@ -41,10 +56,13 @@ REFUSED = [
         "cluster.gpus_per_node=[4, 2] names 2 nodes, cluster.nodes=3",
         "set cluster.nodes=2, or give one number for all nodes",
     ),
+    ({"cluster": {"nodes": "4-2"}}, "cluster.nodes='4-2' is neither a number nor a range", "write cluster.nodes=4"),
+    ({"cluster": {"nodes": "many"}}, "cluster.nodes='many' is neither a number nor a range", "write cluster.nodes=4"),
+    ({"cluster": {"nodes": "2-4"}}, "cluster.nodes=2-4 leaves the number of nodes open", "add cluster.launcher="),
     (
-        {"cluster": {"nodes": 2, "gpus_per_node": [4, 2]}},
-        "cluster.gpus_per_node=[4, 2] asks for uneven nodes, which this version does not launch",
-        "use the same number on every node, e.g. cluster.gpus_per_node=2",
+        {"cluster": {"nodes": "1-2", "gpus_per_node": [4, 2], "launcher": "torchrun"}},
+        "cluster.nodes=1-2 leaves the number of nodes open, and cluster.gpus_per_node names them",
+        "give one number of GPUs for all nodes, or one number of nodes",
     ),
     ({"cluster": {"nodes": 1, "gpus_per_node": []}}, "cluster.gpus_per_node=[] names 0 nodes", "set cluster.nodes=0"),
 ]

@@ -36,7 +36,7 @@ def test_recorded_squeue(recorded: Recorded) -> None:
         name="real | one",
     )
     assert found["42"].name == "x JobState=FAILED | y"
-    assert (found["40"].nodelist, found["40"].end) == ("node1", "2026-11-20T10:53:24")
+    assert (found["40"].nodelist, found["40"].end) == ("node1,node2", "2026-11-20T10:53:24")
 
 
 def test_recorded_sacct(recorded: Recorded) -> None:

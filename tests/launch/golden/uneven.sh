@@ -1,0 +1,58 @@
+#!/bin/bash
+# gpt-stdlib/a993f667: global batch 32 = 4 local x 8 ranks x 1 accumulation
+# Works by hand as well: `sbatch submit.sh`, or `bash submit.sh` inside an salloc.
+#SBATCH --job-name=gpt-stdlib-a993f667
+#SBATCH --nodes=1
+#SBATCH --ntasks=4
+#SBATCH --ntasks-per-node=4
+#SBATCH --gres=gpu:4
+#SBATCH --cpus-per-task=6
+#SBATCH --mem=0
+#SBATCH --partition=gpu
+#SBATCH --account=lab-7
+#SBATCH --qos=high
+#SBATCH --time=90
+#SBATCH --nodelist=node3
+#SBATCH --exclude='node[7-8]'
+#SBATCH --constraint='h100&ib'
+#SBATCH --output=/home/user/project/runs/gpt-stdlib/a993f667/logs/batch.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=USR2@120
+#SBATCH --reservation='maint window'
+#SBATCH --exclusive
+#SBATCH --mail-type=END,FAIL
+#SBATCH hetjob
+#SBATCH --nodes=2
+#SBATCH --ntasks=4
+#SBATCH --ntasks-per-node=2
+#SBATCH --gres=gpu:2
+#SBATCH --cpus-per-task=6
+#SBATCH --mem=0
+#SBATCH --partition=gpu
+#SBATCH --account=lab-7
+#SBATCH --qos=high
+#SBATCH --time=90
+#SBATCH --nodelist=node1,node2
+#SBATCH --exclude='node[7-8]'
+#SBATCH --constraint='h100&ib'
+#SBATCH --requeue
+#SBATCH --signal=USR2@120
+#SBATCH --reservation='maint window'
+#SBATCH --exclusive
+#SBATCH --mail-type=END,FAIL
+
+set -e
+export PYTHONUNBUFFERED=1
+export NCCL_SOCKET_IFNAME=ib0
+export GLOO_SOCKET_IFNAME=ib0
+export NCCL_DEBUG=INFO
+export GREETING='it'"'"'s $HOME & more'
+export EMPTY=''
+module load cuda/12.4
+source /opt/venv/bin/activate
+export EXTRA="$HOME/x y"
+cd /home/user/project/runs/gpt-stdlib/a993f667/code
+exec '/opt/my env/bin/python' -m slurm_train supervise /home/user/project/runs/gpt-stdlib/a993f667 -- \
+  srun --het-group=0,1 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/home/user/project/runs/gpt-stdlib/a993f667/logs/attempt_{attempt}/rank_%t.log' --cpus-per-task=6 --mpi=none --label \
+  '/opt/my env/bin/python' -m slurm_train worker /home/user/project/runs/gpt-stdlib/a993f667
