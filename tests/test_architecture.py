@@ -70,6 +70,8 @@ COMMAND_WORDS = {
     "launch.script": {"srun"},
     "launch.interactive": {"salloc"},
     "launch.visibility": {"srun"},
+    # A value of cluster.launcher.
+    "config.schema": {"srun"},
 }
 # The one-machine cluster starts, configures and asks its own daemons.
 OWN_CLUSTER = "devcluster."

@@ -38,7 +38,7 @@ PAGES = sorted(
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
 COMMAND = "python -m slurm_train"
 # Composed by Hydra, not read by argparse.
-SETTINGS = (None, "plan")
+SETTINGS = (None, "plan", "write")
 LONGEST_LINE = 120
 
 

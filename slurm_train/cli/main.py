@@ -25,6 +25,7 @@ VERBS = {
     "track": "send a run's metrics to its trackers: what its job could not send",
     "scaling": "short runs from one rank to all nodes: what limits, and whether more nodes pay",
     "checkpoint": "ls and verify the checkpoints of a run",
+    "write": "write a run directory and start nothing, for a launcher of your own (torchrun)",
     "prepare": "turn text files into token shards",
     "doctor": "what this cluster does to a run; with +cluster=NxG: are its nodes and its network fit?",
     "init": "look at this cluster and write a site file for it, to be chosen by site=NAME",
@@ -32,7 +33,7 @@ VERBS = {
     "completion": "print the script that completes words in bash, zsh or fish",
 }
 # What the job, the shell and other verbs call; people do not.
-_INNER_VERBS = ("supervise", "worker", "complete", "measure")
+_INNER_VERBS = ("supervise", "torchrun", "worker", "complete", "measure")
 
 _HELP_HEAD = """\
 Slurm-native training for PyTorch: one line plans, submits, watches, checkpoints and finishes a run.

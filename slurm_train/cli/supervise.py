@@ -16,6 +16,7 @@ from slurm_train.cli.seal import refused_code
 from slurm_train.cli.surroundings import note_surroundings
 from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.frozen import load_config
+from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, ConfigError, NodesError
 from slurm_train.launch.avoidance import listed_among
 from slurm_train.launch.continuation import cancelled_before, is_new_request, submit_continuation
@@ -42,7 +43,8 @@ from slurm_train.rundir.marks import first_mark
 from slurm_train.rundir.notice import Notice
 from slurm_train.rundir.preflight import fatal_line, read_record
 from slurm_train.rundir.private import create_private, require_private
-from slurm_train.slurm.allocation import Allocation
+from slurm_train.rundir.rounds import first_round, newest_round
+from slurm_train.slurm.allocation import Allocation, het_job_ids
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import is_job_variable
 from slurm_train.slurm.preemption import duration_s, end_and_limit, grace_s
@@ -57,7 +59,7 @@ def main(words: Sequence[str]) -> int:
     ignore_stop_signals()
     require_private(run)
     config = load_config(run.config)
-    allocation = _share_of(Allocation.from_env(env), run)
+    allocation = _share_of(Allocation.from_env(env), run, config)
     if (cancelled := _cancelled_before(run, allocation, env)) is not None:
         say(f"job {cancelled}, which this one was to continue, was cancelled; `resume` continues the run")
         return EXIT_FAILURE
@@ -65,28 +67,50 @@ def main(words: Sequence[str]) -> int:
         record_job(run, allocation.requeue_id)
 
     commands, limits = SlurmCommands(env), limits_of(config)
+    size, logs = _num_ranks(run, config, allocation), _task_logs(command, allocation, env)
     _forget_old_stop(run, allocation.requeue_id, env, commands)
     read = _notice_reader(allocation.requeue_id, commands)
 
     def launch(attempt: int) -> int:
         note_surroundings(run, attempt, slurm=commands.version)
-        end, size, nodes = partial(_kill_steps, commands), allocation.num_tasks, allocation.nodes
+        end = partial(_kill_steps, commands, _job_ids(allocation, env))
         with (
             keeping_time(run, attempt, read=read),
             watching(run, attempt, limits=limits, world_size=size, end_ranks=end),
             telling(run, attempt, say=say),
             minding_stragglers(run, attempt, config=config, world_size=size),
         ):
-            code = _run_step(run, command, attempt=attempt, nodes=nodes, world_size=size, env=env)
+            code = _run_step(run, command, attempt=attempt, nodes=allocation.nodes, logs=logs, env=env)
         note_nodes(run, attempt, config)
         return code
 
-    site = _site(run, allocation, env, patience_s=config.requeue.controller_patience_s)
+    site = _site(run, allocation, env, world_size=size, patience_s=config.requeue.controller_patience_s)
     # Whoever waits in an allocation wants to see a failure, and no job that goes on without them.
     requeue = replace(config.requeue, enabled=config.requeue.enabled and config.launch != "interactive")
     with tracking_run(run, config.track, env) as trackers:
         site = replace(site, requeue=partial(_requeue_last, trackers, site.requeue))
         return supervise(run, requeue, site, launch, is_own_code=not config.trains or config.preflight.only)
+
+
+def _num_ranks(run: RunDirectory, config: RunConfig, allocation: Allocation) -> int:
+    if not _is_torchrun(config):
+        return allocation.num_tasks
+    # One task has all ranks of its node.
+    per_node = (read_json(run.plan) or {})["world"]["ranks_per_node"]
+    return sum(per_node[: allocation.num_nodes])
+
+
+def _task_logs(command: Sequence[str], allocation: Allocation, env: Mapping[str, str]) -> list[str]:
+    """Returns the names of the logs that srun may write, from its --output."""
+    output = next((word for word in command if word.startswith("--output=")), "rank_%t.log")
+    num_components = max(1, len(het_job_ids(env)))
+    # srun counts "%t" on by one with each component of a heterogeneous step (22.05).
+    tasks = range(allocation.num_tasks + num_components - 1)
+    return [Path(output).name.replace("%t", str(task)) for task in tasks]
+
+
+def _is_torchrun(config: RunConfig) -> bool:
+    return config.cluster is not None and config.cluster.launcher == "torchrun"
 
 
 def _requeue_last(trackers: Trackers, requeue: Callable[[Decision], bool], decision: Decision) -> bool:
@@ -95,12 +119,16 @@ def _requeue_last(trackers: Trackers, requeue: Callable[[Decision], bool], decis
     return requeue(decision)
 
 
-def _share_of(allocation: Allocation, run: RunDirectory) -> Allocation:
+def _share_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> Allocation:
     """Returns the part of an allocation that the run takes: an salloc may have more nodes, or other task counts."""
     per_node = (read_json(run.plan) or {}).get("world", {}).get("ranks_per_node") or allocation.tasks_per_node
-    if tuple(per_node) == allocation.tasks_per_node or len(per_node) > allocation.num_nodes:
+    nodes = allocation.nodes[: len(per_node)]
+    if _is_torchrun(config):
+        # Slurm may have granted fewer nodes than were planned for.
+        return replace(allocation, nodes=nodes, tasks_per_node=(1,) * len(nodes))
+    if len(per_node) > allocation.num_nodes:
         return allocation
-    return replace(allocation, nodes=allocation.nodes[: len(per_node)], tasks_per_node=tuple(per_node))
+    return replace(allocation, nodes=nodes, tasks_per_node=tuple(per_node))
 
 
 def _forget_old_stop(run: RunDirectory, job_id: str, env: Mapping[str, str], commands: SlurmCommands) -> None:
@@ -130,22 +158,26 @@ def _read(words: Sequence[str]) -> tuple[RunDirectory, list[str]]:
     return RunDirectory(Path(words[0])), list(words[2:])
 
 
-def _site(run: RunDirectory, allocation: Allocation, env: Mapping[str, str], *, patience_s: float) -> Site:
-    job_id, commands = allocation.requeue_id, SlurmCommands(env)
+def _site(
+    run: RunDirectory, allocation: Allocation, env: Mapping[str, str], *, world_size: int, patience_s: float
+) -> Site:
+    job_id, commands, job_ids = allocation.requeue_id, SlurmCommands(env), _job_ids(allocation, env)
     return Site(
         start=AttemptStart(
             job_id=job_id,
             restart_count=allocation.restart_count,
             nodes=allocation.nodes,
-            world_size=allocation.num_tasks,
+            world_size=world_size,
         ),
         holder=this_process(job_id=job_id),
         is_alive=lambda holder: holder_lives(holder, commands),
         show_job=lambda: _show_job(job_id, commands, patience_s),
-        requeue=lambda decision: _requeue(allocation, commands, decision, patience_s),
+        requeue=lambda decision: _requeue(
+            allocation, commands, decision, patience_s, job_ids=_job_ids(allocation, env)
+        ),
         resubmit=lambda decision: _resubmit(run, job_id, decision, env),
         explain=lambda attempt: _read_step_errors(run, attempt),
-        clear=lambda attempt: _clear(run, attempt, job_id=job_id, commands=commands),
+        clear=lambda attempt: all(_clear(run, attempt, job_id=one, commands=commands) for one in job_ids),
         past_ends=lambda old_job: _past_ends(old_job, commands),
         can_avoid=lambda names: _can_avoid(names, allocation, commands),
         queue_s=_queue_s(job_id, env),
@@ -173,9 +205,17 @@ def _notice_reader(job_id: str, commands: SlurmCommands) -> ReadNotice:
     return read
 
 
-def _kill_steps(commands: SlurmCommands, beats: Mapping[int, Beat]) -> None:
+def _kill_steps(commands: SlurmCommands, job_ids: Sequence[str], beats: Mapping[int, Beat]) -> None:
     for step_id in {beat.source.step_id for beat in beats.values()} - {""}:
-        commands.kill_step(step_id)
+        job, _, step = step_id.partition(".")
+        # The step has the same number in each component.
+        for one in (job, *(other for other in job_ids if job in job_ids and other != job)):
+            commands.kill_step(f"{one}.{step}")
+
+
+def _job_ids(allocation: Allocation, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the ids by which this job's steps and nodes are known: those of all components of a heterogeneous one."""
+    return het_job_ids(env) or (allocation.requeue_id,)
 
 
 def _read_step_errors(run: RunDirectory, attempt: int) -> str:
@@ -184,7 +224,7 @@ def _read_step_errors(run: RunDirectory, attempt: int) -> str:
         return sentence
     if line := fatal_line(read_record(run, attempt)):
         return line
-    log = run.attempt_logs(attempt) / "batch.log"
+    log = run.attempt_logs(first_round(run, attempt)) / "batch.log"
     return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""
 
 
@@ -213,7 +253,7 @@ def _clear(run: RunDirectory, attempt: int, *, job_id: str, commands: SlurmComma
     mark = first_mark(run, attempt)
     # Slurm has nobody left who could end the step of a killed slurmstepd (22.05: it stays until the job ends).
     within_s = 10.0 if mark is not None and mark.exit_code == EXIT_ORPHANED else 60.0
-    return end_step(job_id, STEP_NAME.format(attempt=attempt), commands, within_s=within_s)
+    return end_step(job_id, STEP_NAME.format(attempt=first_round(run, attempt)), commands, within_s=within_s)
 
 
 def _past_ends(job_id: str, commands: SlurmCommands) -> list[str]:
@@ -231,12 +271,20 @@ def _show_job(job_id: str, commands: SlurmCommands, patience_s: float) -> dict[s
         return None
 
 
-def _requeue(allocation: Allocation, commands: SlurmCommands, decision: Decision, patience_s: float) -> bool:
+def _requeue(
+    allocation: Allocation,
+    commands: SlurmCommands,
+    decision: Decision,
+    patience_s: float,
+    *,
+    job_ids: Sequence[str],
+) -> bool:
     job_id, count = allocation.requeue_id, allocation.restart_count
     try:
         done = bring_back(job_id, commands, restart_count=count, is_over=decision.is_over, limit_s=patience_s)
         if done and decision.exclude:
-            _keep_off(decision.exclude, job_id, commands)
+            for one in job_ids:
+                _keep_off(decision.exclude, one, commands)
     except ClusterError as err:
         say(f"job {job_id} could not be requeued: {err.message}")
         return False
@@ -276,7 +324,7 @@ def _run_step(
     *,
     attempt: int,
     nodes: Sequence[str],
-    world_size: int,
+    logs: Sequence[str],
     env: Mapping[str, str],
 ) -> int:
     step_env = {
@@ -288,11 +336,10 @@ def _run_step(
     say(f"attempt {attempt} of {run.name}/{run.run_id} on {', '.join(nodes)}; rank logs in {run.attempt_logs(attempt)}")
     for bad in listed_among(nodes, run):
         say(f"was found bad, is looked at again: {bad}")
-    argv = [word.replace("{attempt}", str(attempt)) for word in command]
+    argv = [word.replace("{attempt}", str(attempt)).replace("{nodes}", str(len(nodes))) for word in command]
     # Slurm would make them by the umask of the login shell.
-    for rank in range(world_size):
-        create_private(run.rank_log(attempt, rank))
-    create_private(run.attempt_logs(attempt) / "batch.log")
+    for name in (*logs, "batch.log"):
+        create_private(run.attempt_logs(attempt) / name)
     with (run.attempt_logs(attempt) / "batch.log").open("ab") as log:
         try:
             require_seen_by_all(run, nodes, env, attempt=attempt)
@@ -307,7 +354,7 @@ def _run_step(
 
 
 def _is_overdue(run: RunDirectory, attempt: int) -> bool:
-    mark = first_mark(run, attempt)
+    mark = first_mark(run, newest_round(run, attempt))
     if mark is None:
         return False
     linger_s = ORPHAN_LINGER_S if mark.exit_code == EXIT_ORPHANED else LINGER_S

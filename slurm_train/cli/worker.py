@@ -24,6 +24,8 @@ _COMMIT_S = 5.0
 """Longest that a process stays for a checkpoint that is getting its name; a zombie must be gone within 10 s."""
 
 if TYPE_CHECKING:
+    from slurm_train.cli.joining import Joined
+    from slurm_train.config.batch import BatchPlan
     from slurm_train.config.schema import RunConfig
     from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
@@ -41,16 +43,23 @@ def main(words: Sequence[str]) -> NoReturn:
     if len(words) != 1:
         raise RunError(f"worker takes one run directory, found {list(words)}", hint="worker RUN_DIR")
     path, env = Path(words[0]), dict(os.environ)
-    if "SLURM_TRAIN_ATTEMPT" in env:
-        _watch_ties(path, env, parent)
+    joined: Joined | None = None
     try:
         _let_torch_record()
-        _leave(_work(path, env, stop))
+        if "TORCHELASTIC_RUN_ID" in env:
+            joined = _join(path, env)
+            env = joined.env
+        elif "SLURM_HET_SIZE" in env and "SLURM_TRAIN_ATTEMPT" in env:
+            _open_own_log(path, env)
+        if "SLURM_TRAIN_ATTEMPT" in env:
+            _watch_ties(path, env, parent)
+        _leave(_told(path, joined, _work(path, env, stop)))
     except SlurmTrainError as err:
         print(f"error: {err}", file=sys.stderr, flush=True)
         _fail(path, env, err.exit_code, err.message)
     except SystemExit as err:
-        _leave(err.code if isinstance(err.code, int) else 0 if err.code is None else EXIT_FAILURE)
+        code = err.code if isinstance(err.code, int) else 0 if err.code is None else EXIT_FAILURE
+        _leave(_told(path, joined, code))
     except BaseException as err:
         import traceback
 
@@ -60,11 +69,49 @@ def main(words: Sequence[str]) -> NoReturn:
         _fail(path, env, EXIT_FAILURE, f"{type(err).__name__}: {err}")
 
 
+def _join(path: Path, env: Mapping[str, str]) -> Joined:
+    """Returns the attempt of a rank that torchrun has started; ends it where the run is finished already."""
+    from slurm_train.cli.joining import join_round
+    from slurm_train.config.frozen import load_config
+    from slurm_train.rundir.layout import RunDirectory
+
+    run = RunDirectory(path)
+    _require_visible(run, socket.gethostname())
+    joined = join_round(run, env, timeout_s=load_config(run.config).train.start_timeout_s)
+    if joined is None:
+        _leave(EXIT_DONE)
+    return joined
+
+
+def _open_own_log(path: Path, env: Mapping[str, str]) -> None:
+    """Has a rank write where it is looked for; srun has given its log another number (see `resources.task_log`)."""
+    from slurm_train.cli.joining import write_to_own_log
+    from slurm_train.distributed.place import RankPlace
+    from slurm_train.rundir.layout import RunDirectory
+
+    place, run = RankPlace.from_env(env), RunDirectory(path)
+    _require_visible(run, place.host)
+    write_to_own_log(run, int(env["SLURM_TRAIN_ATTEMPT"]), place.rank)
+
+
+def _told(path: Path, joined: Joined | None, code: int) -> int:
+    """Returns the exit code for whoever started this rank."""
+    if joined is None:
+        return code
+    from slurm_train.cli.joining import leave_round
+    from slurm_train.rundir.layout import RunDirectory
+
+    return leave_round(RunDirectory(path), joined, code)
+
+
 def _fail(path: Path, env: Mapping[str, str], code: int, message: str) -> NoReturn:
     """Leaves a mark that names the cause, for the supervisor, and ends the process."""
     from slurm_train.rundir.layout import RunDirectory
     from slurm_train.rundir.marks import FailureMark, leave_mark
 
+    if "TORCHELASTIC_RUN_ID" in env and "SLURM_TRAIN_ATTEMPT" not in env:
+        # No attempt knows this rank yet.
+        _leave(code)
     rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
     mark = FailureMark(rank=rank, host=socket.gethostname(), exit_code=code, message=message.partition("\n")[0])
     # Where nothing can be written, the log has said what is wrong.
@@ -140,7 +187,7 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
 
     start = RankStart(
         config=config,
-        plan=_batch_plan(plan),
+        plan=_batch_plan(config, plan, place),
         run=run,
         place=place,
         point=point,
@@ -238,16 +285,26 @@ def _meeting_point(run: RunDirectory, env: Mapping[str, str], attempt: int, time
     return MeetingPoint(
         master_addr=master_of(env),
         ports=meeting_ports(run.run_id, attempt=attempt, env=env),
-        run_id=str(run.path),
+        # torchrun's machines may have the run directory at different places.
+        run_id=f"{run.name}/{run.run_id}" if "TORCHELASTIC_RUN_ID" in env else str(run.path),
         attempt=attempt,
         timeout_s=timeout_s,
         secret=attempt_secret(run, attempt, wait_s=60.0 if "SLURM_TRAIN_ATTEMPT" in env else 0.0),
     )
 
 
-def _batch_plan(plan: Mapping[str, Any]) -> Any:
-    from slurm_train.config.batch import BatchPlan
+def _batch_plan(config: RunConfig, plan: Mapping[str, Any], place: RankPlace) -> BatchPlan:
+    """Returns the cut of the global batch for the ranks that there are, which may be fewer than were planned for."""
+    from slurm_train.config.batch import BatchPlan, recut_batch, solve_batch
+    from slurm_train.config.layout import solve_layout
+    from slurm_train.config.schema import BatchSection
 
     batch, world = plan["batch"], plan["world"]
-    ranks = batch.get("ranks", world["size"])
-    return BatchPlan(local_size=batch["local_size"], ranks=ranks, accumulation=batch["accumulation"])
+    if place.world_size == world["size"]:
+        ranks = batch.get("ranks", world["size"])
+        return BatchPlan(local_size=batch["local_size"], ranks=ranks, accumulation=batch["accumulation"])
+    if not config.trains:
+        return solve_batch(BatchSection(), ranks=place.world_size)
+    layout = solve_layout(config.parallel, world_size=place.world_size)
+    ranks, local_size = layout.data_parallel_size, int(batch["local_size"])
+    return recut_batch(int(batch["global_size"]), ranks=ranks, local_size=local_size, stages=layout.pp)

@@ -69,7 +69,7 @@ def _move(mapping: dict[str, Any], override: Override, words: Sequence[str], con
         return
     from slurm_train.config.compose import compose
 
-    size = [f"cluster={cluster['nodes']}x1", f"cluster.gpus_per_node={cluster['gpus_per_node']}"]
+    size = ["cluster=1x1", *(f"cluster.{key}={cluster[key]}" for key in ("nodes", "gpus_per_node", "launcher"))]
     # A typed partition decides what the site gives.
     typed = [word for word in words if word.startswith("cluster.")]
     moved = compose(Words(overrides=[*size, f"site={site}", *typed], config_dir=config_dir)).config

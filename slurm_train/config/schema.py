@@ -173,8 +173,7 @@ class HealthSection:
     """Optimizer steps between looks at what a rank spends a step on, which find stragglers; auto: about four looks a
     second, one in 64 steps at least (on a GPU at most one in 50); null: stragglers are not looked for."""
     straggler_excess: float = 0.1
-    """A rank is a straggler if its own part of a step takes so much longer than the others', and far more than they
-    differ among each other; 0.1 is a tenth longer."""
+    """A rank is a straggler if its own part of a step takes so much longer (0.1: a tenth) than others' usually differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

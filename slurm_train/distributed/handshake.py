@@ -11,7 +11,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from slurm_train.distributed.greeting import LONGEST_GREETING_TIMEOUT_S, Callers, MeetingPoint, call, gather, read_line
 from slurm_train.distributed.place import RankPlace
@@ -21,7 +21,12 @@ _GREETING_TIMEOUT_S = 0.5
 
 
 def serve_greeting(
-    place: RankPlace, point: MeetingPoint, *, family: socket.AddressFamily, address: str = ""
+    place: RankPlace,
+    point: MeetingPoint,
+    *,
+    family: socket.AddressFamily,
+    address: str = "",
+    news: Callable[[Mapping[int, str]], Mapping[str, int]] | None = None,
 ) -> tuple[socket.socket, int]:
     """Returns the listening socket and its port after every other rank has called. Rank 0 only.
 
@@ -32,6 +37,8 @@ def serve_greeting(
         point: where to meet.
         family: of the addresses at which the others call.
         address: to listen at; "": at all of this machine.
+        news: called when all have come, with the host of each rank; what it gives is told to them, see
+            `hear_rank_zero`.
 
     Raises:
         RendezvousError: no candidate port is free, or ranks are missing when the time is over.
@@ -42,9 +49,13 @@ def serve_greeting(
     try:
         gather(listener, callers, deadline=deadline)
         verdict = _verdict(place, point, callers.hosts)
+        told = verdict if verdict is not None or news is None else {"news": dict(news(callers.hosts))}
         for connection in callers.connections.values():
             with contextlib.suppress(OSError):  # a caller that died now is missed by the process group
-                connection.sendall(json.dumps(verdict).encode() + b"\n")
+                connection.sendall(json.dumps(told).encode() + b"\n")
+    except BaseException:
+        listener.close()
+        raise
     finally:
         callers.close()
     if verdict is not None:
@@ -88,6 +99,19 @@ def call_rank_zero(place: RankPlace, point: MeetingPoint, *, addresses: Sequence
     Raises:
         RendezvousError: nobody of this attempt answered in time, or rank 0 says that ranks are missing.
     """
+    address, port, _ = _find_rank_zero(place, point, addresses)
+    return address, port
+
+
+def hear_rank_zero(place: RankPlace, point: MeetingPoint, *, addresses: Sequence[str]) -> dict[str, int]:
+    """Returns what rank 0 tells all ranks once they are there. All ranks but 0; arguments and errors as above."""
+    _, _, news = _find_rank_zero(place, point, addresses)
+    return {str(key): int(value) for key, value in news.items()}
+
+
+def _find_rank_zero(
+    place: RankPlace, point: MeetingPoint, addresses: Sequence[str]
+) -> tuple[str, int, Mapping[str, int]]:
     deadline = time.monotonic() + point.timeout_s
     patience_s, pause_s = _GREETING_TIMEOUT_S, 0.005
     answers: dict[int, str] = {}
@@ -96,8 +120,7 @@ def call_rank_zero(place: RankPlace, point: MeetingPoint, *, addresses: Sequence
             for port in point.ports:
                 connection, answers[port] = call(address, port, place, point, patience_s=patience_s)
                 if connection is not None:
-                    _wait_for_all(connection, place, deadline=deadline)
-                    return address, port
+                    return address, port, _wait_for_all(connection, place, deadline=deadline)
         time.sleep(pause_s)
         # Short at first, because rank 0 is usually milliseconds away; gentle on the head node of a large job later.
         pause_s, patience_s = min(pause_s * 1.5, 0.25), min(patience_s * 1.2, LONGEST_GREETING_TIMEOUT_S)
@@ -109,7 +132,7 @@ def call_rank_zero(place: RankPlace, point: MeetingPoint, *, addresses: Sequence
     )
 
 
-def _wait_for_all(connection: socket.socket, place: RankPlace, *, deadline: float) -> None:
+def _wait_for_all(connection: socket.socket, place: RankPlace, *, deadline: float) -> Mapping[str, int]:
     with connection:
         try:
             # Rank 0 began to wait after this rank at most; its verdict comes a little after this rank's deadline.
@@ -120,5 +143,6 @@ def _wait_for_all(connection: socket.socket, place: RankPlace, *, deadline: floa
                 f"rank {place.rank} on {place.host} met rank 0, which then fell silent ({err})",
                 hint="look at rank 0's log: it ended while it waited for the others",
             ) from err
-    if verdict is not None:
-        raise RendezvousError(**verdict)
+    if verdict is None or "news" in verdict:
+        return {} if verdict is None else dict(verdict["news"])
+    raise RendezvousError(**verdict)

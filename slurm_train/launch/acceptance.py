@@ -95,9 +95,11 @@ def _explain(plan: RunPlan, partitions: list[Partition]) -> str:
             f"{gpus} GPUs per node were asked; the nodes of partition {part.name} have at most {part.gpus_per_node}: "
             "lower cluster.gpus_per_node, or name another cluster.partition"
         )
-    if part.num_nodes_with(gpus=gpus) < plan.world.num_nodes:
+    # Of a range of nodes the fewest will do, and of uneven ones not all have the most GPUs.
+    wanted, least = next(plan.world.possible()).num_nodes, min(gpus, *plan.world.ranks_per_node)
+    if part.num_nodes_with(gpus=least) < wanted:
         return (
-            f"{plan.world.num_nodes} nodes with {gpus} GPUs were asked; partition {part.name} has "
-            f"{part.num_nodes_with(gpus=gpus)} such nodes: lower cluster.nodes, or name another cluster.partition"
+            f"{wanted} nodes with {least} GPUs were asked; partition {part.name} has "
+            f"{part.num_nodes_with(gpus=least)} such nodes: lower cluster.nodes, or name another cluster.partition"
         )
     return ""

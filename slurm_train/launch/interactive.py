@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from slurm_train.errors import ClusterError
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.resources import sbatch_flags
+from slurm_train.launch.resources import sbatch_components
 from slurm_train.slurm.script_text import check_flag_name
 
 # Of a batch script alone; salloc does not know them, and an allocation is not run again.
@@ -26,7 +26,8 @@ def salloc_words(plan: RunPlan, more: Sequence[str] = ()) -> list[str]:
         plan: the run.
         more: further flags of salloc, which win.
     """
-    flags = {name: value for name, value in sbatch_flags(plan).items() if name not in _OF_BATCH}
+    (asked,) = sbatch_components(plan)
+    flags = {name: value for name, value in asked.items() if name not in _OF_BATCH}
     words = [f"--{check_flag_name(name)}" + ("" if value is True else f"={value}") for name, value in flags.items()]
     return ["salloc", *words, *more, "bash", str(plan.run.submit_script)]
 
@@ -61,9 +62,11 @@ def _missing(plan: RunPlan, job: Mapping[str, str]) -> list[str]:
     # Until 23.02 TRES is what the job has, later AllocTRES; where GPUs are not accounted for, neither tells.
     tres = job.get("AllocTRES") or job.get("TRES", "")
     gpus = _GPUS.search(tres)
-    ranks = plan.world.size
+    # Of a range of nodes the fewest will do.
+    world = next(plan.world.possible())
+    ranks = world.size
     asked = [
-        ("nodes", plan.world.num_nodes, _number(job.get("NumNodes", ""))),
+        ("nodes", world.num_nodes, _number(job.get("NumNodes", ""))),
         ("GPUs", ranks, 0 if gpus is None else int(gpus[1])) if cluster.gpu_flag != "none" and tres else None,
         ("CPUs", ranks * (cluster.cpus_per_gpu or 1), _number(job.get("NumCPUs", ""))),
     ]

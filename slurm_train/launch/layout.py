@@ -82,9 +82,10 @@ def nodes_of(world: World) -> list[tuple[int, int]]:
 def _check_nodes(layout: ParallelLayout, world: World, *, allowed: bool) -> None:
     if allowed or layout.tp == 1 or world.num_nodes == 1:
         return
-    if any(count % layout.tp for count in set(world.ranks_per_node)):
+    misfit = next((count for count in sorted(set(world.ranks_per_node)) if count % layout.tp), None)
+    if misfit is not None:
         raise ConfigError(
-            f"parallel.tp={layout.tp} does not fit into nodes of {world.ranks_per_node[0]} ranks: "
+            f"parallel.tp={layout.tp} does not fit into nodes of {misfit} ranks: "
             "every layer would wait for the network",
             hint="choose a tp that divides the ranks of a node, or parallel.allow_tp_across_nodes=true",
         )

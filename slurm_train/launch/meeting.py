@@ -36,8 +36,14 @@ def meeting_ports(run_id: str, *, attempt: int, env: Mapping[str, str]) -> list[
     """Returns the ports to try, the same list on every rank; a MASTER_PORT that was probed comes first."""
     seed = f"{run_id}.{env.get('SLURM_JOB_ID', 'local')}.{env.get('SLURM_STEP_ID', '0')}:{attempt}"
     ports = candidate_ports(seed=seed, count=_NUM_PORTS, ephemeral_low=ephemeral_low())
-    probed = env.get("MASTER_PORT", "")
+    # torchrun's is where its agents meet, and stays taken.
+    probed = "" if "TORCHELASTIC_RUN_ID" in env else env.get("MASTER_PORT", "")
     return [int(probed), *ports] if probed.isdigit() else ports
+
+
+def lobby_ports(name: str) -> list[int]:
+    """Returns the ports at which ranks that torchrun has started meet before they know their attempt."""
+    return candidate_ports(seed=name, count=_NUM_PORTS, ephemeral_low=ephemeral_low())
 
 
 def probe_port(run_id: str, *, attempt: int, env: Mapping[str, str]) -> int:

@@ -6,18 +6,19 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.config.batch import BatchPlan, planned_lr, recut_batch, require_parts, solve_batch
+from slurm_train.config.batch import BatchPlan, nearest_multiples, planned_lr, recut_batch, require_parts, solve_batch
 from slurm_train.config.identity import config_hash
 from slurm_train.config.layout import ParallelLayout
 from slurm_train.config.schema import BatchSection, HealthSection, PreflightSection, RunConfig
 from slurm_train.config.structure import to_mapping
-from slurm_train.errors import ConfigError
+from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.layout import check_pipeline, plan_layout
 from slurm_train.launch.world import World, plan_world
 from slurm_train.rundir.layout import RunDirectory, require_room
@@ -42,12 +43,16 @@ class RunPlan:
     directory: str
     """Submitting directory; relative paths in a user's code start there."""
 
+    @property
+    def _fewest(self) -> dict[str, int]:
+        return {} if self.world.min_nodes is None else {"min_nodes": self.world.min_nodes}
+
     def as_json(self) -> dict[str, Any]:
         """Returns what `plan.json` holds."""
         return {
             "config_hash": self.config_hash,
             "directory": self.directory,
-            "world": {"size": self.world.size, "ranks_per_node": list(self.world.ranks_per_node)},
+            "world": {"size": self.world.size, "ranks_per_node": list(self.world.ranks_per_node), **self._fewest},
             "layout": self.layout.as_mapping,
             "batch": {
                 "ranks": self.batch.ranks,
@@ -87,7 +92,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     layout = plan_layout(config, world)
     # A user's own function or script has a batch of its own; ours would be a made-up number.
     asked = config.batch if config.trains else BatchSection()
-    batch = solve_batch(asked, ranks=layout.data_parallel_size, stages=layout.pp)
+    batch = _solve(config, asked, layout, world)
     name = default_name(composed) if config.run.name is None else config.run.name
     check_path_part("run.name", name)
     check_path("run.root", config.run.root)
@@ -96,6 +101,43 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     run = RunDirectory(root / name / config_hash(config, global_size=batch.global_size)[:8])
     require_room(run)
     return _assemble(config, world, layout, batch, run=run, directory=str(cwd))
+
+
+def _solve(config: RunConfig, asked: BatchSection, layout: ParallelLayout, world: World) -> BatchPlan:
+    """Returns the cut of the batch for the largest world; every smaller one that Slurm may grant has one as well."""
+    ranks, stages = layout.data_parallel_size, layout.pp
+    if world.min_nodes is None or not config.trains:
+        return solve_batch(asked, ranks=ranks, stages=stages)
+    possible = {one: plan_layout(config, one).data_parallel_size for one in world.possible()}
+    if asked.global_size is asked.local_size is asked.accumulation is None:
+        unit = math.lcm(*possible.values())
+        asked = replace(asked, global_size=max(1, round(asked.default_global_size / unit)) * unit)
+    batch = solve_batch(asked, ranks=ranks, stages=stages)
+    require_cut_for_all(batch, possible, stages=stages)
+    return batch
+
+
+def require_cut_for_all(batch: BatchPlan, possible: Mapping[World, int], *, stages: int) -> None:
+    """Does nothing where every world that Slurm may grant can share the global batch.
+
+    Args:
+        batch: the cut for the largest.
+        possible: data-parallel ranks of each.
+        stages: stages of the pipeline.
+
+    Raises:
+        BatchError: one cannot.
+    """
+    for world, ranks in possible.items():
+        try:
+            recut_batch(batch.global_size, ranks=ranks, local_size=batch.local_size, stages=stages)
+        except BatchError as err:
+            unit = math.lcm(*possible.values()) * stages
+            sizes = [size for size in nearest_multiples(batch.global_size, unit) if size]
+            raise BatchError(
+                f"Slurm may grant {world.nodes_in_words}: {err.message}",
+                hint=f"set batch.global_size={' or '.join(map(str, sizes))}, or another range of cluster.nodes",
+            ) from err
 
 
 def replan_run(
@@ -122,6 +164,9 @@ def replan_run(
     batch = solve_batch(BatchSection(), ranks=layout.data_parallel_size, stages=layout.pp)
     if config.trains:
         batch = _solve_again(config.batch, before["batch"], layout=layout, typed=typed)
+        if world.min_nodes is not None:
+            possible = {one: plan_layout(config, one).data_parallel_size for one in world.possible()}
+            require_cut_for_all(batch, possible, stages=layout.pp)
         if batch.global_size != before["batch"]["global_size"] and _follows_batch(config):
             tuned_for = int(before.get("lr", {}).get("tuned_for_global_size", before["batch"]["global_size"]))
             config = replace(config, optim=replace(config.optim, lr_global_size=tuned_for))

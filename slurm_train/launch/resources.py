@@ -178,7 +178,7 @@ def srun_flags(plan: RunPlan) -> Flags:
         "open-mode": "append",
         # Under `sbatch --export=NAME` srun would pass NAME alone on, without the attempt and the meeting point.
         "export": "ALL",
-        "output": str(plan.run.logs / "attempt_{attempt}" / task_log(cluster)),
+        "output": str(plan.run.logs / "attempt_{attempt}" / task_log(plan.config, plan.world)),
     }
     if cluster.launcher == "torchrun" and len(plan.world.groups) > 1:
         # The components' tasks have different numbers of cores, of which srun could be told one.
@@ -189,9 +189,15 @@ def srun_flags(plan: RunPlan) -> Flags:
     return flags | _own_flags(cluster.srun, "cluster.srun", _PROTECTED_SRUN)
 
 
-def task_log(cluster: ClusterSection) -> str:
-    """Returns the name of the log that srun writes for each task; torchrun's ranks write logs of their own."""
-    return "node_%t.log" if cluster.launcher == "torchrun" else "rank_%t.log"
+def task_log(config: RunConfig, world: World) -> str:
+    """Returns the name of the log that srun writes for each task: the rank's own, where srun knows its number.
+
+    In a step over several components srun counts "%t" on by one with each component (22.05), so there, and where a task
+    is torchrun, the ranks open their logs themselves.
+    """
+    if _cluster(config).launcher == "torchrun":
+        return "node_%t.log"
+    return "rank_%t.log" if world.is_even else "task_%t.log"
 
 
 def _step_size_flags(plan: RunPlan) -> Flags:

@@ -128,13 +128,18 @@ def count_local_gpus(env: Mapping[str, str]) -> int:
     """Returns the number of GPUs that this machine offers, without importing torch."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+        return count_visible(visible)
     if shutil.which("nvidia-smi", path=env.get("PATH")) is None:
         return 0
     listing = subprocess.run(
         ["nvidia-smi", "-L"], env=dict(env), capture_output=True, text=True, timeout=20, check=False
     )
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def count_visible(devices: str) -> int:
+    """Returns how many devices a value of CUDA_VISIBLE_DEVICES names."""
+    return len([device for device in devices.split(",") if device.strip() not in ("", "-1")])
 
 
 def _require_positive(key: str, value: int) -> None:

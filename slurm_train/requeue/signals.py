@@ -84,6 +84,22 @@ def install(flag: StopFlag, *, signals: Iterable[signal.Signals] = STOP_SIGNALS)
 
     for number in signals:
         signal.signal(number, set_flag)
+    # What came before this process was ready comes now, if whoever started it kept it back.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, list(signals))
+
+
+def hold_stop_signals() -> None:
+    """Keeps the stop signals for `next_stop_signal`; called before any other thread or process exists.
+
+    Both inherit it: a rank gets what came meanwhile when it calls `install`.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, list(STOP_SIGNALS))
+
+
+def next_stop_signal(within_s: float) -> int | None:
+    """Returns the next stop signal, None where none comes in time; needs `hold_stop_signals`."""
+    found = signal.sigtimedwait(list(STOP_SIGNALS), within_s)
+    return None if found is None else found.si_signo
 
 
 def hold_continue() -> None:

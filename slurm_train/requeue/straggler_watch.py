@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from slurm_train.config.schema import RunConfig
@@ -18,6 +18,7 @@ from slurm_train.requeue.stragglers import Judge, WindowCutter
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.rounds import newest_round, read_round
 from slurm_train.rundir.stragglers import Finding, PaceWindow, append_window
 
 _LONGEST_WINDOW_S = 60.0
@@ -49,9 +50,12 @@ def minding_stragglers(
         yield
         return
     done = threading.Event()
-    longest_s = _LONGEST_WINDOW_S * max(1.0, world_size / _RANKS_PER_LONGEST)
-    cutter = WindowCutter(attempt, world_size=world_size, first_s=first_window_s, longest_s=longest_s)
-    watch = _Watch(run, attempt, config.health.straggler_excess, cutter)
+
+    def build_cutter(of_attempt: int, ranks: int) -> WindowCutter:
+        longest_s = _LONGEST_WINDOW_S * max(1.0, ranks / _RANKS_PER_LONGEST)
+        return WindowCutter(of_attempt, world_size=ranks, first_s=first_window_s, longest_s=longest_s)
+
+    watch = _Watch(run, attempt, config.health.straggler_excess, build_cutter, world_size)
     thread = threading.Thread(target=watch.run, args=(done, look_every_s), name="stragglers", daemon=True)
     thread.start()
     try:
@@ -64,19 +68,29 @@ def minding_stragglers(
 class _Watch:
     """The thread's part."""
 
-    def __init__(self, run: RunDirectory, attempt: int, excess: float, cutter: WindowCutter) -> None:
-        self._run, self._attempt, self._cutter = run, attempt, cutter
-        self._judge = Judge(excess=excess)
+    def __init__(
+        self, run: RunDirectory, attempt: int, excess: float, build: Callable[[int, int], WindowCutter], world_size: int
+    ) -> None:
+        self._run, self._first, self._attempt, self._build, self._excess = run, attempt, attempt, build, excess
+        self._cutter, self._judge = build(attempt, world_size), Judge(excess=excess)
         self._said: set[tuple[str, tuple[int, ...]]] = set()
 
     def run(self, done: threading.Event, look_every_s: float) -> None:
         """Looks until told to end, and then at what the ranks have left."""
         while not done.wait(look_every_s):
-            self._take(self._cutter.look(read_beats(self._run, self._attempt), time.time()))
-        self._take(self._cutter.look(read_beats(self._run, self._attempt), time.time()))
+            self._look()
+        self._look()
         if (rest := self._cutter.rest()) is not None:
             # What is left is shorter than a window, so nothing is concluded from it.
             append_window(self._run, rest)
+
+    def _look(self) -> None:
+        newest = newest_round(self._run, self._first)
+        if newest != self._attempt and (begun := read_round(self._run, newest)) is not None:
+            # torchrun has started the ranks again: other processes, and at times other numbers.
+            self._attempt, self._judge = newest, Judge(excess=self._excess)
+            self._cutter = self._build(newest, begun.world_size)
+        self._take(self._cutter.look(read_beats(self._run, self._attempt), time.time()))
 
     def _take(self, window: PaceWindow | None) -> None:
         if window is None:

@@ -27,7 +27,8 @@ from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lock import Holder, release_lock, take_lock
 from slurm_train.rundir.marks import first_mark
 from slurm_train.rundir.preflight import bad_nodes, codes_of, fatal_line, named_node, read_record
-from slurm_train.rundir.progress import last_lines
+from slurm_train.rundir.progress import last_step
+from slurm_train.rundir.rounds import newest_round, read_round
 from slurm_train.rundir.timing import read_account
 
 
@@ -108,10 +109,14 @@ def _run_attempt(
 ) -> tuple[int, Decision]:
     """Runs the ranks once; the ledger has both lines when it returns."""
     start_unix_s, is_first_here = time.time(), not _has_attempt_of(run, site.start)
-    attempt = open_attempt(run, site.start)
+    first = open_attempt(run, site.start)
     step_before = last_step(run)
-    exit_code = launch(attempt)
+    exit_code = launch(first)
     job, step_after = site.show_job(), last_step(run)
+    # torchrun starts failed ranks again by itself; then the newest of its rounds is the attempt that has ended.
+    attempt = newest_round(run, first)
+    if attempt != first and (begun := read_round(run, attempt)) is not None:
+        start_unix_s, step_before = begun.start_unix_s, begun.first_step
     # After a node loss this process may live on beside its successor; then nothing more is its business.
     check_fence(run, attempt)
     if is_own_code and exit_code == EXIT_DONE and _is_undisturbed(job):
@@ -223,11 +228,6 @@ def _bad_node(run: RunDirectory, site: Site, attempt: int) -> str:
 def _has_attempt_of(run: RunDirectory, start: AttemptStart) -> bool:
     same = (start.job_id, start.restart_count)
     return any((entry.get("job_id"), entry.get("restart_count")) == same for entry in read_ledger(run))
-
-
-def last_step(run: RunDirectory) -> int:
-    """Returns the newest optimizer step on record in metrics.jsonl, 0 before the first."""
-    return max((int(line.get("step", 0)) for line in last_lines(run.metrics)), default=0)
 
 
 def say(text: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.notice import Notice, write_notice
+from slurm_train.rundir.rounds import newest_round
 
 ReadNotice = Callable[[], Notice]
 """Asks Slurm; raises ClusterError where it does not answer."""
@@ -52,16 +53,28 @@ def next_look_s(notice: Notice, *, now_unix_s: float) -> float:
 
 def _keep(run: RunDirectory, attempt: int, read: ReadNotice, done: threading.Event) -> None:
     known: Notice | None = None
+    told = attempt
     due_s = looked_s = time.monotonic()
     while True:
         now_s = time.monotonic()
         # After a suspension, of which this process was a part, the limit has moved.
         if now_s >= due_s or now_s - looked_s > 5 * _PAUSE_S:
-            known = _renew(run, attempt, read, known)
+            known = _renew(run, told, read, known)
             due_s = now_s + (_AGAIN_S if known is None else next_look_s(known, now_unix_s=time.time()))
         looked_s = now_s
+        if known is not None and (newest := newest_round(run, attempt)) != told:
+            # torchrun has started the ranks again, as another attempt, whose folder may not be there yet.
+            told = newest if _is_told(run, newest, known) else told
         if done.wait(_PAUSE_S):
             return
+
+
+def _is_told(run: RunDirectory, attempt: int, notice: Notice) -> bool:
+    try:
+        write_notice(run, attempt, notice)
+    except OSError:
+        return False
+    return True
 
 
 def _renew(run: RunDirectory, attempt: int, read: ReadNotice, known: Notice | None) -> Notice | None:

@@ -21,6 +21,7 @@ from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.heartbeat import Beat, Limits, read_beats
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.marks import FailureMark, leave_mark
+from slurm_train.rundir.rounds import newest_round, read_round
 
 EndRanks = Callable[[Mapping[int, Beat]], None]
 """Kills the ranks, whose heartbeats are given; called again every few seconds until they have ended."""
@@ -75,20 +76,23 @@ def _watch(
     end_ranks: EndRanks,
     done: threading.Event,
 ) -> None:
-    pause_s = min(max(limits.steady_s / 30, 0.2), 3.0)
+    pause_s, watched = min(max(limits.steady_s / 30, 0.2), 3.0), attempt
     while not done.wait(pause_s):
-        now_s = time.monotonic()
-        observer.look(read_beats(run, attempt), now_s, pause_s=pause_s)
+        now_s, newest = time.monotonic(), newest_round(run, attempt)
+        if newest != watched and (begun := read_round(run, newest)) is not None:
+            # torchrun has started the ranks again.
+            watched, observer = newest, Observer(limits, world_size=begun.world_size)
+        observer.look(read_beats(run, watched), now_s, pause_s=pause_s)
         if observer.is_hung(now_s):
             break
     else:
         return
-    world = read_beats(run, attempt)
-    stacks, flights = _read_stacks(run, attempt, world=world), _read_flights(run, attempt, world=world)
-    _report(run, attempt, observer.explain(time.monotonic(), stacks, flights))
+    world = read_beats(run, watched)
+    stacks, flights = _read_stacks(run, watched, world=world), _read_flights(run, watched, world=world)
+    _report(run, watched, observer.explain(time.monotonic(), stacks, flights))
     while not done.is_set():
         try:
-            end_ranks(read_beats(run, attempt))
+            end_ranks(read_beats(run, watched))
         except ClusterError as err:
             _say(f"the hung ranks could not be ended yet: {err.message}")
         done.wait(_AGAIN_S)

@@ -34,10 +34,15 @@ class AttemptStart:
     """Ranks."""
 
 
-def open_attempt(run: RunDirectory, start: AttemptStart) -> int:
+def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None = None) -> int:
     """Opens the next attempt and returns its number, counted from 0.
 
     The number is taken by creating its file exclusively, so this also works when two jobs start at once.
+
+    Args:
+        run: the run.
+        start: who opens it, and where.
+        follows: the attempt in whose step the ranks were started again, see `rounds`.
     """
     run.epochs.mkdir(mode=0o700, exist_ok=True)
     facts: dict[str, Any] = {
@@ -45,6 +50,8 @@ def open_attempt(run: RunDirectory, start: AttemptStart) -> int:
         "restart_count": start.restart_count,
         "nodes": list(start.nodes),
     }
+    if follows is not None:
+        facts["follows"] = follows
     attempt = max(existing_attempts(run), default=-1) + 1
     while True:
         try:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from slurm_train.rundir.layout import RunDirectory
+
 _TAIL_BYTES = 65536
 
 
@@ -36,3 +38,8 @@ def last_lines(path: Path, *, tail_bytes: int = _TAIL_BYTES) -> list[dict[str, A
 def newest_training_line(path: Path) -> dict[str, Any] | None:
     """Returns the newest line with a training loss, None before the first."""
     return next((line for line in reversed(last_lines(path)) if "loss" in line), None)
+
+
+def last_step(run: RunDirectory) -> int:
+    """Returns the newest optimizer step on record in metrics.jsonl, 0 before the first."""
+    return max((int(line.get("step", 0)) for line in last_lines(run.metrics)), default=0)

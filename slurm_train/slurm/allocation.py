@@ -151,6 +151,13 @@ def het_node_counts(env: Mapping[str, str]) -> tuple[int, ...]:
     return tuple(len(_nodes(env, (f"SLURM_JOB_NODELIST_HET_GROUP_{index}",))) for index in range(components))
 
 
+def het_job_ids(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the job id of each component of a heterogeneous job, the leader's first; () in any other job."""
+    components = _optional_int(env, "SLURM_HET_SIZE") or 0
+    ids = (_int(env, (f"SLURM_JOB_ID_HET_GROUP_{index}",), _IN_A_JOB) for index in range(components))
+    return tuple(map(str, ids))
+
+
 def _layout(env: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Returns the nodes in rank order and the number of tasks on each."""
     components = _optional_int(env, "SLURM_HET_SIZE") or 0

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from slurm_train.errors import ConfigError
+from slurm_train.config.batch import BatchPlan
+from slurm_train.errors import BatchError, ConfigError
+from slurm_train.launch.plan import RunPlan
 from tests.support.plans import make_plan
 
 CLUSTER = {"nodes": 4, "gpus_per_node": 8}
@@ -128,3 +130,24 @@ def test_what_could_not_arrive_as_it_was_given_is_refused(sections: dict[str, An
     (tmp_path / "train.py").touch()
     with pytest.raises(ConfigError):
         make_plan(tmp_path, **sections)
+
+
+def elastic(**sections: Any) -> RunPlan:
+    return make_plan(cluster={"nodes": "2-4", "gpus_per_node": 2, "launcher": "torchrun"}, **sections)
+
+
+def test_a_range_of_nodes_keeps_one_global_batch_that_each_number_can_share() -> None:
+    plan = elastic(batch={"default_global_size": 60})
+    assert plan.batch == BatchPlan(local_size=6, ranks=8, accumulation=1)
+    assert plan.as_json()["world"] == {"size": 8, "ranks_per_node": [2, 2, 2, 2], "min_nodes": 2}
+    assert elastic(batch={"local_size": 3, "accumulation": 2}).batch.global_size == 48
+
+
+@pytest.mark.parametrize("batch", [{"global_size": 64}, {"local_size": 1}])
+def test_a_number_of_nodes_that_cannot_share_the_batch_is_refused_before_it_is_granted(batch: dict[str, int]) -> None:
+    with pytest.raises(
+        BatchError, match=r"Slurm may grant \d nodes x 2: batch.global_size=.* cannot be split"
+    ) as caught:
+        elastic(batch=batch)
+    sizes = "48 or 72" if batch == {"global_size": 64} else "24"
+    assert caught.value.hint == f"set batch.global_size={sizes}, or another range of cluster.nodes"

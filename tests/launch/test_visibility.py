@@ -44,6 +44,21 @@ def test_nodes_that_see_the_run_raise_nothing_and_leave_nothing(run: RunDirector
     assert list(run.logs.iterdir()) == []
 
 
+def test_the_components_of_uneven_nodes_are_asked_in_one_step(run: RunDirectory, tmp_path: Path) -> None:
+    het = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "node3",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "node[1-2]",
+    }
+    env = fake_srun(tmp_path, "for n in node1 node2 node3; do echo fine $n; done") | het
+    require_seen_by_all(run, ("node3", "node1", "node2"), env)
+    words = (tmp_path / "words").read_text().splitlines()
+    first, second = words[: words.index(":")], words[words.index(":") + 1 :]
+    assert first[:3] == ["--het-group=0", "--nodes=1", "--ntasks=1"]
+    assert second[:3] == ["--het-group=1", "--nodes=2", "--ntasks=2"]
+    assert first[-1] == second[-1] == str(run.path) and words[-1] != ":"
+
+
 def test_a_single_node_is_not_asked_from_itself(run: RunDirectory, tmp_path: Path) -> None:
     env = fake_srun(tmp_path, "exit 1") | {"SLURMD_NODENAME": "node1"}
     require_seen_by_all(run, ("node1",), env)

@@ -8,8 +8,10 @@ import pytest
 from slurm_train.errors import ClusterError
 from slurm_train.requeue import timekeeper
 from slurm_train.requeue.timekeeper import keeping_time, next_look_s
+from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.notice import Notice, notice_path, read_notice
+from slurm_train.rundir.rounds import begin_round
 from tests.support.waiting import wait_for
 
 
@@ -64,3 +66,12 @@ def test_a_run_directory_that_is_gone_is_no_second_failure(run: RunDirectory) ->
     slurm = Slurm(5e9)
     with keeping_time(run, 0, read=slurm):
         wait_for(lambda: slurm.asked, within_s=5, what="a look", poll_s=0.01)
+
+
+def test_ranks_that_torchrun_starts_again_are_told_as_well(run: RunDirectory) -> None:
+    start = AttemptStart(job_id="7", restart_count=0, nodes=("here",), world_size=1)
+    begin_round(run, start, first=open_attempt(run, start))
+    with keeping_time(run, 0, read=Slurm(5e9)):
+        wait_for(lambda: read_notice(run, 0).end_unix_s == 5e9, within_s=5, what="a notice", poll_s=0.01)
+        assert begin_round(run, start, first=0) == 1
+        wait_for(lambda: read_notice(run, 1).end_unix_s == 5e9, within_s=5, what="the next round's", poll_s=0.01)

@@ -8,16 +8,20 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
+from slurm_train.requeue.watch import watching
+from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
 from slurm_train.rundir.events import read_events
-from slurm_train.rundir.heartbeat import Beat, read_beats
+from slurm_train.rundir.heartbeat import Beat, BeatSource, Heartbeat, Limits, read_beats
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.marks import first_mark
+from slurm_train.rundir.rounds import begin_round
 from tests.support.command_line import TINY, TINY_MODULE, Person, new_project
 from tests.support.waiting import wait_for
 
@@ -126,3 +130,36 @@ def test_a_rank_that_reads_for_ever_is_said_to_be_in_data_loading(tmp_path: Path
     mark = first_mark(run, 0)
     assert mark is not None and mark.rank == 1
     assert "in __getitem__" in run.stacks(0, 1).read_text(), "its stack shows where it reads"
+
+
+def test_ranks_that_torchrun_has_started_again_are_the_ones_that_are_watched(tmp_path: Path) -> None:
+    run, ended = RunDirectory(tmp_path), threading.Event()
+    start = AttemptStart(job_id="7", restart_count=0, nodes=("here",), world_size=1)
+    begin_round(run, start, first=open_attempt(run, start))
+    # What is left of the round before looks hung, and is over.
+    beating(run, 0).stop()
+    assert begin_round(run, start, first=0) == 1
+    limits, asked = Limits(0.6, 0.6), []
+
+    def end_ranks(beats: Mapping[int, Beat]) -> None:
+        asked.append({rank: beat.step for rank, beat in beats.items()})
+        ended.set()
+
+    heart = beating(run, 1)
+    with watching(run, 0, limits=limits, world_size=1, end_ranks=end_ranks):
+        for heart.step in range(1, 8):
+            heart.mark("step")
+            assert not ended.wait(0.2), "it makes progress"
+        assert ended.wait(20)
+    heart.stop()
+    assert asked[0] == {0: 7}
+    assert [event["attempt"] for event in read_events(run, "hang")] == [1]
+    assert first_mark(run, 0) is None and first_mark(run, 1) is not None
+
+
+def beating(run: RunDirectory, attempt: int) -> Heartbeat:
+    heart = Heartbeat()
+    heart.settled = True
+    heart.mark("step")
+    heart.start(run, attempt, BeatSource(rank=0, host="here", pid=1), limits=None)
+    return heart

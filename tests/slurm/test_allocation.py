@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.allocation import Allocation, TaskPlace
+from slurm_train.slurm.allocation import Allocation, TaskPlace, het_job_ids, het_node_counts
 from slurm_train.slurm.job_id import is_job_id
 
 Recorded = Callable[[str], dict[str, str]]
@@ -98,6 +98,12 @@ def test_recorded_places_of_slurm_22_05(name: str, place: TaskPlace, recorded_en
     env = recorded_env(name)
     assert TaskPlace.from_env(env) == place
     assert Allocation.from_env(env).nodes[place.node_rank] == env["SLURMD_NODENAME"]
+
+
+def test_the_components_of_a_heterogeneous_job_are_counted_and_named(recorded_env: Recorded) -> None:
+    env = recorded_env("het_batch")
+    assert het_node_counts(env) == (2, 2) and het_job_ids(env) == ("30", "31")
+    assert het_node_counts(recorded_env("batch")) == het_job_ids(recorded_env("batch")) == ()
 
 
 def test_a_step_on_one_component_of_a_heterogeneous_job_has_only_its_nodes(recorded_env: Recorded) -> None:

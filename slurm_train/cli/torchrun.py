@@ -1,0 +1,149 @@
+"""`torchrun RUN_DIR`: one node's launcher where `cluster.launcher=torchrun`; srun starts one on each node.
+
+It runs torch's elastic agent and passes on to the ranks what Slurm asks of the step: under proctrack/cgroup no other
+process hears it. It ends with its step, and with the attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from slurm_train.config.frozen import load_config
+from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.distributed.agent import NodeRanks, run_ranks
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, EXIT_WRONG_USE, RunError
+from slurm_train.launch.world import count_visible
+from slurm_train.requeue.orphan import FENCE_EVERY_S
+from slurm_train.requeue.signals import hold_stop_signals, next_stop_signal
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.marks import first_mark
+from slurm_train.rundir.rounds import newest_round
+from slurm_train.slurm.allocation import TaskPlace
+
+_LOOK_EVERY_S = 0.5
+
+
+def main(words: Sequence[str]) -> NoReturn:
+    """Runs this node's ranks and ends the process with 0 (done), 75 (saved), or a failure's code."""
+    # Before any thread exists: all of them, and the ranks until they listen, keep the signals for later.
+    hold_stop_signals()
+    if len(words) != 1:
+        raise RunError(f"torchrun takes one run directory, found {list(words)}", hint="torchrun RUN_DIR")
+    run, env, parent = RunDirectory(Path(words[0])), dict(os.environ), os.getppid()
+    attempt, config = int(env["SLURM_TRAIN_ATTEMPT"]), load_config(run.config)
+    node = node_ranks(run, config, env)
+    codes: list[int] = []
+    command = [sys.executable, "-u", "-m", "slurm_train", "worker", str(run.path)]
+    thread = threading.Thread(target=lambda: codes.append(run_ranks(node, command)), name="agent", daemon=True)
+    thread.start()
+    _stand_by(run, attempt, thread, parent=parent)
+    _leave(_outcome(run, config, codes[0] if codes else EXIT_FAILURE))
+
+
+def node_ranks(run: RunDirectory, config: RunConfig, env: Mapping[str, str]) -> NodeRanks:
+    """Returns what this node starts, from what Slurm has granted.
+
+    Raises:
+        ClusterError: not a task of a step.
+    """
+    cluster = config.cluster or ClusterSection()
+    task, plan = TaskPlace.from_env(env), read_json(run.plan) or {}
+    return NodeRanks(
+        run_id=f"{run.run_id}.{env['SLURM_TRAIN_ATTEMPT']}",
+        num_nodes=task.world_size,
+        node_rank=task.rank,
+        host=env["SLURMD_NODENAME"],
+        num_ranks=granted_ranks(env, plan, node=task.rank),
+        endpoint=f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}",
+        max_restarts=cluster.max_restarts,
+        timeout_s=config.train.start_timeout_s,
+    )
+
+
+def granted_ranks(env: Mapping[str, str], plan: Mapping[str, Any], *, node: int) -> int:
+    """Returns how many ranks a node gets: one for each GPU that Slurm has granted here, else what was planned.
+
+    Args:
+        env: environment of the task.
+        plan: the run's `plan.json`.
+        node: number of the node in rank order.
+    """
+    granted = env.get("SLURM_GPUS_ON_NODE", "")
+    if granted.isdigit() and int(granted):
+        return int(granted)
+    return count_visible(env.get("CUDA_VISIBLE_DEVICES", "")) or int(plan["world"]["ranks_per_node"][node])
+
+
+def _stand_by(run: RunDirectory, attempt: int, agent: threading.Thread, *, parent: int) -> None:
+    """Passes signals on to the ranks until the agent has ended; ends the process where nobody holds it any more."""
+    asked: set[int] = set()
+    told: set[tuple[int, int]] = set()
+    due_s = time.monotonic() + FENCE_EVERY_S
+    while agent.is_alive():
+        if (number := next_stop_signal(_LOOK_EVERY_S)) is not None:
+            asked.add(number)
+        # Ranks that are started again meanwhile are asked as well.
+        for pid, number in {(pid, number) for pid in children_of(os.getpid()) for number in asked} - told:
+            _kill(pid, number)
+            told.add((pid, number))
+        if os.getppid() != parent:
+            _end_ranks(EXIT_ORPHANED, "the process that started it is gone (slurmstepd was killed?)")
+        if time.monotonic() >= due_s:
+            due_s = time.monotonic() + FENCE_EVERY_S
+            _look_at_attempt(run, attempt)
+
+
+def _look_at_attempt(run: RunDirectory, attempt: int) -> None:
+    newest = newest_round(run, attempt)
+    if max(existing_attempts(run), default=newest) > newest:
+        _end_ranks(EXIT_FAILURE, f"attempt {newest} was overtaken by a newer one")
+    mark = first_mark(run, newest)
+    if mark is not None and mark.exit_code == EXIT_WRONG_USE:
+        # The same input fails the same way, so nothing is started again.
+        _end_ranks(EXIT_WRONG_USE, str(mark))
+
+
+def children_of(parent: int) -> list[int]:
+    """Returns the processes whose parent is this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):
+            # The command name before the last ")" may hold blanks.
+            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def _end_ranks(code: int, why: str) -> NoReturn:
+    print(f"error: {why}; the ranks of this node are ended", file=sys.stderr, flush=True)
+    for pid in children_of(os.getpid()):
+        _kill(pid, signal.SIGKILL)
+    _leave(code)
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _outcome(run: RunDirectory, config: RunConfig, code: int) -> int:
+    # torchrun knows well and not well; ranks that have saved and want to continue have ended well.
+    if code != EXIT_DONE or not config.trains or run.result.exists():
+        return code
+    return EXIT_REQUEUE
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The agent's threads wait for the other nodes at times; what matters is on disk.
+    os._exit(code)

@@ -1,0 +1,96 @@
+"""The launcher of one node: how many ranks it starts, and what becomes of a rank that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.cli.torchrun import children_of, granted_ranks
+from slurm_train.launch.meeting import probe_port
+from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.heartbeat import read_beats
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lookup import find_run
+from tests.support.command_line import TINY, Person, new_project
+from tests.support.slurm_runs import losses
+from tests.support.waiting import wait_for
+
+PLAN: dict[str, Any] = {"world": {"ranks_per_node": [4, 2]}}
+GRANTED = [
+    ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1"}, 0, 8),
+    ({"CUDA_VISIBLE_DEVICES": "3,5,7"}, 0, 3),
+    ({"SLURM_GPUS_ON_NODE": "0", "CUDA_VISIBLE_DEVICES": ""}, 0, 4),
+    ({}, 1, 2),
+]
+
+
+@pytest.mark.parametrize(("env", "node", "ranks"), GRANTED)
+def test_a_node_starts_what_slurm_has_granted_it(env: dict[str, str], node: int, ranks: int) -> None:
+    assert granted_ranks(env, PLAN, node=node) == ranks
+
+
+def test_children_are_found_by_their_parent() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            assert child.pid in children_of(os.getpid())
+            assert children_of(child.pid) == []
+        finally:
+            child.kill()
+
+
+def starts_launcher(person: Person, run: RunDirectory) -> subprocess.Popen[bytes]:
+    """Starts one node's launcher as the supervisor and srun would, on two GPUs of this node."""
+    nodes = ("localhost",)
+    attempt = open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=nodes, world_size=2))
+    env = person.environment() | {
+        "SLURM_TRAIN_ATTEMPT": str(attempt),
+        "MASTER_ADDR": "localhost",
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURMD_NODENAME": "localhost",
+    }
+    env["MASTER_PORT"] = str(probe_port(str(run.path), attempt=attempt, env=env))
+    return subprocess.Popen([sys.executable, "-m", "slurm_train", "torchrun", str(run.path)], cwd=run.code, env=env)
+
+
+def settled_pid(run: RunDirectory, attempt: int, rank: int) -> int:
+    beat = read_beats(run, attempt).get(rank)
+    return beat.source.pid if beat is not None and beat.settled and beat.step >= 5 else 0
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_in_the_step_and_a_warning_saves(tmp_path: Path) -> None:
+    person = Person(new_project(tmp_path / "project"))
+    words = (*TINY, "train.max_steps=40", "checkpoint.every_steps=2", "run.processes=2")
+    run = RunDirectory(Path(person.types("write", *words, "run.name=again", "model.step_s=0.1").out.strip()))
+    launcher = starts_launcher(person, run)
+    assert launcher.poll() is None
+    os.kill(wait_for(lambda: settled_pid(run, 0, 1), within_s=90, what="five steps"), signal.SIGKILL)
+    wait_for(lambda: settled_pid(run, 1, 1), within_s=90, what="the next round")
+    # Under proctrack/cgroup the launcher alone hears the warning before the time limit.
+    launcher.send_signal(signal.SIGUSR2)
+    assert launcher.wait(timeout=60) == 75
+    killed, stopped = read_ledger(run)
+    assert (killed["reason"], killed["action"], stopped["job_id"]) == ("failed", "relaunch", "1")
+    assert int(killed["last_step"]) < 40 and not run.result.exists()
+    assert starts_launcher(person, run).wait(timeout=90) == 0
+    assert person.types(*words, "run.name=alone").code == 0
+    alone = find_run(person.folder / "runs", "alone")
+    ours, theirs = (read_json(one.result) or {} for one in (run, alone))
+    assert ours["weights_digest"] == theirs["weights_digest"]
+    assert losses(run) == losses(alone)
+    assert (run.attempt_logs(1) / "rank_1.log").is_file()
