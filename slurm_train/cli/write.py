@@ -60,6 +60,11 @@ def main(words: Sequence[str]) -> int:
             "`write` is for a launcher of your own, and a cluster is asked for",
             hint="drop +cluster; with it, `plan` prints the batch script and the words alone submit it",
         )
+    if plan.config.container is not None:
+        raise ConfigError(
+            "`write` is for a launcher of your own, which does not know of the container",
+            hint="drop container=, and start torchrun inside the image",
+        )
     require_writable(plan.run)
     refuse_missing_inputs(plan, cwd=cwd)
     print_plan(plan)

@@ -72,8 +72,8 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
         env: environment; CUDA_VISIBLE_DEVICES limits the GPUs of a local run.
 
     Raises:
-        ConfigError: counts below one, a GPU list that does not name every node, or a range of nodes where the number
-            of ranks cannot change.
+        ConfigError: counts below one, a GPU list that does not name every node, uneven nodes in an allocation of one's
+            own, or a range of nodes where the number of ranks cannot change.
     """
     cluster = config.cluster
     if cluster is None:
@@ -90,6 +90,12 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
         raise ConfigError(
             f"cluster.gpus_per_node={list(per_node)} names {len(per_node)} nodes, cluster.nodes={cluster.nodes}",
             hint=f"set cluster.nodes={len(per_node)}, or give one number for all nodes",
+        )
+    if config.launch == "interactive" and len(set(per_node)) > 1:
+        raise ConfigError(
+            f"cluster.gpus_per_node={list(per_node)} is a heterogeneous job, and launch=interactive runs in "
+            "allocations of equal nodes only",
+            hint="drop launch=interactive to submit a job, or give one number of GPUs for all nodes",
         )
     if fewest is None:
         return World(per_node)
