@@ -49,6 +49,11 @@ def look_at_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: b
             f"doctor {' '.join(settings)} asks for no nodes",
             hint="`doctor +cluster=NxG` looks at nodes; `doctor` alone looks at the site",
         )
+    if plan.config.cluster.launcher == "torchrun":
+        raise ConfigError(
+            f"doctor {' '.join(settings)} would start its ranks by torchrun, under which there is no preflight",
+            hint="add cluster.launcher=srun, and give one number of nodes: they are the same nodes",
+        )
     commands = SlurmCommands(env)
     require_slurm(commands)
     script = _prepare(plan, commands, env)

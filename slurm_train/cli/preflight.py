@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
     from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.rundir.layout import RunDirectory
+
+_NOT_UNDER_TORCHRUN = (
+    "left out, as torchrun's ranks have met before they come to it, and torchrun would start them again after a "
+    "finding; `doctor` with cluster.launcher=srun looks at the same nodes"
+)
 
 
 def look_first(
@@ -39,6 +45,10 @@ def look_first(
     """
     # On this machine alone there is nothing between the ranks, and nobody else's node to be warned of.
     if config.cluster is None or not config.preflight.enabled or "SLURM_STEP_ID" not in env:
+        return dict(env)
+    if "TORCHELASTIC_RUN_ID" in env:
+        if place.is_first:
+            print(f"preflight: {_NOT_UNDER_TORCHRUN}", file=sys.stderr, flush=True)
         return dict(env)
     from slurm_train.doctor.preflight import PreflightStart, run_preflight
 

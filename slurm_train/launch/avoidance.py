@@ -14,6 +14,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.nodelist import NodeListError, parse_nodelist
 
 _DIRECTIVE = re.compile(r"^#SBATCH --(?P<name>[a-z-]+)(?:=(?P<value>.*))?$", re.MULTILINE)
+_IS_HETEROGENEOUS = re.compile(r"^#SBATCH hetjob$", re.MULTILINE)
 
 
 def exclude_flags(script: str, run: RunDirectory, env: Mapping[str, str]) -> list[str]:
@@ -28,6 +29,9 @@ def exclude_flags(script: str, run: RunDirectory, env: Mapping[str, str]) -> lis
     if not listed:
         return []
     directives = _directives(script)
+    if _IS_HETEROGENEOUS.search(script):
+        # Words for sbatch would reach its first component only.
+        return []
     # Whoever names nodes wants these.
     left_out = [bad.node for bad in listed] if "nodelist" not in directives else []
     if not left_out or not _has_enough_without(left_out, directives, SlurmCommands(env)):
@@ -47,7 +51,8 @@ def describe(flags: Sequence[str], run: RunDirectory) -> str:
     if not listed:
         return ""
     names = "; ".join(map(str, listed))
-    return f"left out: {names}" if flags else f"found bad, and not left out, since the job needs them: {names}"
+    kept = "found bad, and not left out, since the job needs them or its nodes are uneven"
+    return f"left out: {names}" if flags else f"{kept}: {names}"
 
 
 def _directives(script: str) -> dict[str, str]:
@@ -66,7 +71,8 @@ def _has_enough_without(nodes: Sequence[str], directives: Mapping[str, str], com
         return False
     wanted = directives.get("partition", "")
     usable = sum(part.num_usable_nodes for part in parts if (part.name == wanted if wanted else part.is_default))
-    return usable - len(kept_away) >= int(directives.get("nodes", "1"))
+    # "2-4": as many as there are, and the fewest will do.
+    return usable - len(kept_away) >= int(directives.get("nodes", "1").partition("-")[0])
 
 
 def listed_among(nodes: Sequence[str], run: RunDirectory) -> list[BadNode]:

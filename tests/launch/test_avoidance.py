@@ -67,7 +67,7 @@ def test_a_job_that_needs_the_nodes_gets_them(
     bad(run, *names)
     flags = exclude_flags(script(*directives), run, env)
     assert flags == []
-    assert describe(flags, run).startswith("found bad, and not left out, since the job needs them: ")
+    assert describe(flags, run).startswith("found bad, and not left out, since the job needs them or its nodes are uneven: ")
 
 
 def test_where_slurm_does_not_say_nothing_is_left_out(run: RunDirectory) -> None:
