@@ -69,7 +69,9 @@ def _move(mapping: dict[str, Any], override: Override, words: Sequence[str], con
         return
     from slurm_train.config.compose import compose
 
-    size = ["cluster=1x1", *(f"cluster.{key}={cluster[key]}" for key in ("nodes", "gpus_per_node", "launcher"))]
+    # A range of nodes belongs to its launcher.
+    keys = ("nodes", "gpus_per_node", *(("launcher",) if isinstance(cluster["nodes"], str) else ()))
+    size = ["cluster=1x1", *(f"cluster.{key}={cluster[key]}" for key in keys)]
     # A typed partition decides what the site gives.
     typed = [word for word in words if word.startswith("cluster.")]
     moved = compose(Words(overrides=[*size, f"site={site}", *typed], config_dir=config_dir)).config

@@ -47,6 +47,13 @@ def test_settings_without_a_cluster_are_refused(shell: Any) -> None:
     assert done.code == 2 and "asks for no nodes" in done.err
 
 
+def test_under_torchrun_there_is_nothing_to_look_with(site: Any) -> None:
+    done = site.types("doctor", "+cluster=2x1", "cluster.launcher=torchrun")
+    assert (
+        done.code == 2 and "under which there is no preflight" in done.err and "add cluster.launcher=srun" in done.err
+    )
+
+
 def test_a_job_that_slurm_would_not_take_is_refused(site: Any) -> None:
     site.slurm.refuse("sbatch: error: invalid partition specified: nowhere")
     done = site.types("doctor", "+cluster=2x1", "cluster.partition=nowhere")

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from slurm_train.cli.preflight import look_first
 from slurm_train.cli.torchrun import children_of, granted_ranks
+from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.distributed.place import RankPlace
 from slurm_train.launch.meeting import probe_port
 from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
 from slurm_train.rundir.files import read_json
@@ -34,6 +38,18 @@ GRANTED = [
 @pytest.mark.parametrize(("env", "node", "ranks"), GRANTED)
 def test_a_node_starts_what_slurm_has_granted_it(env: dict[str, str], node: int, ranks: int) -> None:
     assert granted_ranks(env, PLAN, node=node) == ranks
+
+
+def test_the_preflight_is_left_out_under_torchrun_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig(cluster=ClusterSection(launcher="torchrun"))
+    env = {"SLURM_STEP_ID": "0", "TORCHELASTIC_RUN_ID": "1"}
+    for rank in range(2):
+        place = RankPlace(rank=rank, local_rank=rank, node_rank=0, world_size=2, local_world_size=2, host="node1")
+        point = MeetingPoint(master_addr="node1", ports=[1], run_id="run", attempt=0, timeout_s=1.0, secret="s")
+        assert look_first(RunDirectory(tmp_path), config, place, point, plan={}, env=env) == env
+    assert capsys.readouterr().err.count("preflight: left out, as torchrun's ranks have met") == 1
 
 
 def test_children_are_found_by_their_parent() -> None:

@@ -23,6 +23,7 @@ OTHERS: dict[str, Any] = {
     "track.wandb.mode": "offline",
     "track.wandb.tags": ["x"],
     "cluster.env": {"A": "1"},
+    "cluster.launcher": "torchrun",
     "cluster.setup": ["x"],
     "cluster.export": ["X"],
     "cluster.sbatch": {"a": "1"},

@@ -190,6 +190,9 @@ def test_a_run_that_exists_moves_to_another_site() -> None:
     assert moved.cluster is not None
     assert (moved.cluster.nodes, moved.cluster.gpus_per_node, moved.cluster.time_limit_min) == (2, 4, 30)
     assert apply_words(moved, ["site=null"]).cluster == moved.cluster
+    open_size = composed("+cluster=base", "cluster.nodes=2-4", "cluster.launcher=torchrun").config
+    moved = apply_words(open_size, ["site=big"])
+    assert moved.cluster is not None and (moved.cluster.nodes, moved.cluster.launcher) == ("2-4", "torchrun")
 
 
 def test_another_size_of_a_run_keeps_what_the_site_gave() -> None:

@@ -46,6 +46,11 @@ def test_listed_nodes_are_left_out_and_told(run: RunDirectory, env: dict[str, st
     assert [one.node for one in listed_among(("node2", "node3"), run)] == ["node3"]
 
 
+def test_of_a_range_of_nodes_the_fewest_must_be_left(run: RunDirectory, env: dict[str, str]) -> None:
+    bad(run, "node3")
+    assert exclude_flags(script("nodes=2-4"), run, env) == ["--exclude=node3"]
+
+
 def test_nodes_that_the_script_leaves_out_stay_left_out(run: RunDirectory, env: dict[str, str]) -> None:
     bad(run, "node3")
     assert exclude_flags(script('exclude="node[1]"'), run, env) == ["--exclude=node[1],node3"]
@@ -59,6 +64,7 @@ def test_nodes_that_the_script_leaves_out_stay_left_out(run: RunDirectory, env: 
         (("exclude=node1",), ("node2", "node3")),
         (("nodelist=node[3-4]",), ("node3",)),
         (("partition=other",), ("node3",)),
+        (("mem=0\n#SBATCH hetjob", "nodes=1"), ("node3",)),
     ],
 )
 def test_a_job_that_needs_the_nodes_gets_them(
@@ -67,7 +73,7 @@ def test_a_job_that_needs_the_nodes_gets_them(
     bad(run, *names)
     flags = exclude_flags(script(*directives), run, env)
     assert flags == []
-    assert describe(flags, run).startswith("found bad, and not left out, since the job needs them or its nodes are uneven: ")
+    assert describe(flags, run).startswith("found bad, and not left out, since the job needs them or its nodes are ")
 
 
 def test_where_slurm_does_not_say_nothing_is_left_out(run: RunDirectory) -> None:

@@ -56,6 +56,8 @@ def test_supervision_stays_outside_and_python_goes_inside() -> None:
     assert words[5:start][0] == "--" and words[6] == "srun"
     assert words[start:][:2] == ["apptainer", "exec"]
     assert words[-5:] == ["python3", "-m", "slurm_train", "worker", str(planned(IMAGE).run.path)]
+    by_torchrun = planned(IMAGE, cluster={"nodes": 2, "gpus_per_node": 4, "launcher": "torchrun"})
+    assert command(by_torchrun)[-2:] == ["torchrun", str(by_torchrun.run.path)]
 
 
 def test_without_a_container_nothing_is_different() -> None:

@@ -47,6 +47,13 @@ def test_further_flags_of_an_allocation_come_last_and_win() -> None:
     assert words.index("--exclude=node9") < words.index("--exclude=node9,node2") == len(words) - 3
 
 
+def test_for_torchrun_there_is_one_task_on_each_node_and_the_fewest_nodes_will_do() -> None:
+    cluster = {"nodes": "2-4", "gpus_per_node": 4, "cpus_per_gpu": 3, "launcher": "torchrun"}
+    plan = make_plan(cluster=cluster, batch={})
+    assert salloc_words(plan)[2:6] == ["--nodes=2-4", "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=12"]
+    require_room(plan, JOB)
+
+
 @pytest.mark.parametrize("job", [JOB, NEWER], ids=["22.05", "24.05"])
 @pytest.mark.parametrize(
     ("change", "missing"),

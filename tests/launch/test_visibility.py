@@ -56,7 +56,7 @@ def test_the_components_of_uneven_nodes_are_asked_in_one_step(run: RunDirectory,
     first, second = words[: words.index(":")], words[words.index(":") + 1 :]
     assert first[:3] == ["--het-group=0", "--nodes=1", "--ntasks=1"]
     assert second[:3] == ["--het-group=1", "--nodes=2", "--ntasks=2"]
-    assert first[-1] == second[-1] == str(run.path) and words[-1] != ":"
+    assert first[-3] == second[-3] == str(run.path) and words[-1] != ":"
 
 
 def test_a_single_node_is_not_asked_from_itself(run: RunDirectory, tmp_path: Path) -> None:

@@ -64,6 +64,11 @@ REFUSED = [
         "cluster.nodes=1-2 leaves the number of nodes open, and cluster.gpus_per_node names them",
         "give one number of GPUs for all nodes, or one number of nodes",
     ),
+    (
+        {"cluster": {"nodes": 2, "gpus_per_node": [4, 2]}, "launch": "interactive"},
+        "cluster.gpus_per_node=[4, 2] is a heterogeneous job, and launch=interactive runs in allocations of equal",
+        "drop launch=interactive to submit a job",
+    ),
     ({"cluster": {"nodes": 1, "gpus_per_node": []}}, "cluster.gpus_per_node=[] names 0 nodes", "set cluster.nodes=0"),
 ]
 
