@@ -139,8 +139,7 @@ class CheckpointSection:
     background: bool = True
     """Writes while training goes on, from a copy in host memory; false: training waits until all is on disk."""
     local_dir: str | None = None
-    """Fast folder on each node's own disk that periodic checkpoints are written to first, e.g. /tmp or $SLURM_TMPDIR;
-    null: straight into the run directory. The save at a stop and at the end always goes there."""
+    """Fast folder on each node's own disk for the periodic checkpoints, e.g. $SLURM_TMPDIR; a stop saves in the run."""
     local_keep: int = 2
     """Checkpoints that stay on each node."""
     copy_every: int = 5
@@ -165,15 +164,13 @@ class HealthSection:
     max_rollbacks: int = 3
     """Rollbacks of the whole run; the next one stops it."""
     hang_timeout_s: float | None = 300.0
-    """Seconds without progress of any rank after which the ranks are ended as hung; before the first step
-    `train.start_timeout_s` where it is longer. null: nobody watches."""
+    """Seconds without progress after which ranks are ended as hung; at first `train.start_timeout_s` if longer; null: never."""
     check_replicas_every_steps: int | None = None
     """Optimizer steps between comparisons of the ranks' parameters, also made before each save; null: never."""
     pace_every_steps: int | Literal["auto"] | None = "auto"
-    """Optimizer steps between looks at what a rank spends a step on, which find stragglers; auto: about four looks a
-    second, one in 64 steps at least (on a GPU at most one in 50); null: stragglers are not looked for."""
+    """Optimizer steps between looks for stragglers; auto: about four a second, one in 64 steps at least; null: none."""
     straggler_excess: float = 0.1
-    """A rank is a straggler if its own part of a step takes so much longer (0.1: a tenth) than others' usually differs."""
+    """A rank is a straggler if its own part of a step takes so much longer than the others' usually; 0.1: a tenth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
