@@ -18,7 +18,7 @@ from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, RunError
 from slurm_train.rundir.attempts import AttemptStart, close_attempt
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.progress import last_step
-from slurm_train.rundir.rounds import begin_round, lobby_secret, read_round
+from slurm_train.rundir.rounds import begin_round, lobby_secret, note_saved, read_round
 
 _NOTHING_TO_DO = -1
 
@@ -70,7 +70,10 @@ def leave_round(run: RunDirectory, joined: Joined, code: int) -> int:
             "last_step": last_step(run),
         }
         close_attempt(run, attempt, facts)
-    return EXIT_DONE if code == EXIT_REQUEUE else code
+    if code == EXIT_REQUEUE:
+        note_saved(run, int(joined.env["SLURM_TRAIN_ATTEMPT"]))
+        return EXIT_DONE
+    return code
 
 
 def _lobby(run: RunDirectory, place: RankPlace, env: Mapping[str, str], *, timeout_s: float) -> MeetingPoint:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ from slurm_train.requeue.signals import hold_stop_signals, next_stop_signal
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.marks import first_mark
-from slurm_train.rundir.rounds import newest_round
+from slurm_train.rundir.rounds import newest_round, was_saved
 from slurm_train.slurm.allocation import TaskPlace
 
 _LOOK_EVERY_S = 0.5
@@ -45,8 +45,8 @@ def main(words: Sequence[str]) -> NoReturn:
     command = [sys.executable, "-u", "-m", "slurm_train", "worker", str(run.path)]
     thread = threading.Thread(target=lambda: codes.append(run_ranks(node, command)), name="agent", daemon=True)
     thread.start()
-    _stand_by(run, attempt, thread, parent=parent)
-    _leave(_outcome(run, config, codes[0] if codes else EXIT_FAILURE))
+    asked = _stand_by(run, attempt, thread, parent=parent)
+    _leave(outcome(run, config, attempt, codes[0] if codes else EXIT_FAILURE, asked=asked))
 
 
 def node_ranks(run: RunDirectory, config: RunConfig, env: Mapping[str, str]) -> NodeRanks:
@@ -83,8 +83,11 @@ def granted_ranks(env: Mapping[str, str], plan: Mapping[str, Any], *, node: int)
     return count_visible(env.get("CUDA_VISIBLE_DEVICES", "")) or int(plan["world"]["ranks_per_node"][node])
 
 
-def _stand_by(run: RunDirectory, attempt: int, agent: threading.Thread, *, parent: int) -> None:
-    """Passes signals on to the ranks until the agent has ended; ends the process where nobody holds it any more."""
+def _stand_by(run: RunDirectory, attempt: int, agent: threading.Thread, *, parent: int) -> set[int]:
+    """Passes signals on to the ranks until the agent has ended, and returns them.
+
+    Ends the process where nobody holds it any more.
+    """
     asked: set[int] = set()
     told: set[tuple[int, int]] = set()
     due_s = time.monotonic() + FENCE_EVERY_S
@@ -100,6 +103,7 @@ def _stand_by(run: RunDirectory, attempt: int, agent: threading.Thread, *, paren
         if time.monotonic() >= due_s:
             due_s = time.monotonic() + FENCE_EVERY_S
             _look_at_attempt(run, attempt)
+    return asked
 
 
 def _look_at_attempt(run: RunDirectory, attempt: int) -> None:
@@ -135,11 +139,23 @@ def _kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _outcome(run: RunDirectory, config: RunConfig, code: int) -> int:
+def outcome(run: RunDirectory, config: RunConfig, attempt: int, code: int, *, asked: Collection[int]) -> int:
+    """Returns the exit code of this node's task.
+
+    Args:
+        run: the run.
+        config: its configuration.
+        attempt: the one that the step has begun with.
+        code: what the agent has ended with.
+        asked: signals that were passed on to the ranks.
+    """
+    if code != EXIT_DONE and not config.trains and signal.SIGUSR2 in asked:
+        # A script that knows nothing of the warning dies of it, and so do those that are started after it.
+        return 128 + signal.SIGUSR2
     # torchrun knows well and not well; ranks that have saved and want to continue have ended well.
-    if code != EXIT_DONE or not config.trains or run.result.exists():
-        return code
-    return EXIT_REQUEUE
+    if code == EXIT_DONE and was_saved(run, newest_round(run, attempt)) and not run.result.exists():
+        return EXIT_REQUEUE
+    return code
 
 
 def _leave(code: int) -> NoReturn:

@@ -23,6 +23,8 @@ from slurm_train.rundir.marks import first_mark
 from slurm_train.rundir.progress import last_step
 from slurm_train.rundir.timing import read_account
 
+_SAVED = "saved"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
@@ -106,6 +108,16 @@ def close_round(run: RunDirectory, attempt: int, *, action: str) -> None:
         facts["failed_on"] = mark.host
     wall = {"start_unix_s": float(entry["time_unix_s"]), "end_unix_s": time.time()}
     close_attempt(run, attempt, facts | read_account(run, attempt, **wall, step_before=first_step))
+
+
+def note_saved(run: RunDirectory, attempt: int) -> None:
+    """Leaves a mark that a rank of the attempt has saved and wants to be run again: torchrun cannot be told so."""
+    (run.attempt_logs(attempt) / _SAVED).touch(mode=0o600)
+
+
+def was_saved(run: RunDirectory, attempt: int) -> bool:
+    """Returns whether a rank has left that mark."""
+    return (run.attempt_logs(attempt) / _SAVED).exists()
 
 
 def lobby_secret(run: RunDirectory, *, is_first: bool, wait_s: float) -> str:

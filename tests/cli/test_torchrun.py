@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from slurm_train.cli.joining import Joined, leave_round
 from slurm_train.cli.preflight import look_first
-from slurm_train.cli.torchrun import children_of, granted_ranks
+from slurm_train.cli.torchrun import children_of, granted_ranks, outcome
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
@@ -47,6 +48,22 @@ def test_the_preflight_is_left_out_under_torchrun_and_says_so(
         point = MeetingPoint(master_addr="node1", ports=[1], run_id="run", attempt=0, timeout_s=1.0, secret="s")
         assert look_first(RunDirectory(tmp_path), config, place, point, plan={}, env=env) == env
     assert capsys.readouterr().err.count("preflight: left out, as torchrun's ranks have met") == 1
+
+
+def test_a_script_that_the_warning_has_ended_has_not_failed(tmp_path: Path) -> None:
+    run, script = RunDirectory(tmp_path), RunConfig(script=["train.py"])
+    open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=1))
+    assert outcome(run, script, 0, 1, asked={signal.SIGUSR2}) == 128 + signal.SIGUSR2
+    assert outcome(run, script, 0, 1, asked={signal.SIGTERM}) == 1
+    assert outcome(run, script, 0, 0, asked={signal.SIGUSR2}) == 0
+
+
+def test_ranks_that_have_saved_want_to_be_run_again(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=1))
+    joined = Joined(env={"SLURM_TRAIN_ATTEMPT": "0"}, closes=False)
+    assert (leave_round(run, joined, 0), outcome(run, RunConfig(), 0, 0, asked=())) == (0, 0)
+    assert (leave_round(run, joined, 75), outcome(run, RunConfig(), 0, 0, asked=())) == (0, 75)
 
 
 def test_children_are_found_by_their_parent() -> None:
