@@ -291,7 +291,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "health.spike_window": ("", "Losses that the median is taken over"),
     "health.on_spike": ("log|skip|rollback|stop", "What follows a spike"),
     "health.max_rollbacks": ("", "Rollbacks of the whole run"),
-    "health.hang_timeout_s": ("", "Seconds without progress after which ranks are ended as hung"),
+    "health.hang_timeout_s": ("", "Seconds without progress that end ranks as hung"),
     "health.check_replicas_every_steps": ("", "Optimizer steps between comparisons of the ranks' paramet..."),
     "health.pace_every_steps": ("auto|null", "Optimizer steps between looks for stragglers"),
     "health.straggler_excess": ("", "A rank is a straggler if its own part of a step takes so..."),

@@ -164,7 +164,7 @@ class HealthSection:
     max_rollbacks: int = 3
     """Rollbacks of the whole run; the next one stops it."""
     hang_timeout_s: float | None = 300.0
-    """Seconds without progress after which ranks are ended as hung; at first `train.start_timeout_s` if longer; null: never."""
+    """Seconds without progress that end ranks as hung; at first `train.start_timeout_s` if longer; null: never."""
     check_replicas_every_steps: int | None = None
     """Optimizer steps between comparisons of the ranks' parameters, also made before each save; null: never."""
     pace_every_steps: int | Literal["auto"] | None = "auto"
