@@ -17,10 +17,19 @@ PROGRAM = """
 import json, os, torch
 import torch.distributed as dist
 from slurm_train.distributed.flight import newest_collectives
+from slurm_train.requeue.flight import read_flight
+from tests.support.waiting import wait_for
 dist.init_process_group("gloo")
 rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
 for _ in range(2):
     dist.all_reduce(torch.ones(1000))
+
+def is_over():
+    # What is over is written down by a thread of gloo's, a little later.
+    flight = read_flight(newest_collectives() or b"")
+    return flight is None or flight.over == flight.begun
+
+wait_for(is_over, within_s=20, what="a record of what is over")
 if rank == 0:
     work = dist.all_reduce(torch.ones(1000), async_op=True)
 record = newest_collectives()

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from tests.support.process_groups import leave_group
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def group_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    leave_group()

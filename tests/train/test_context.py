@@ -21,6 +21,7 @@ from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.train.context import TaskContext, run_task
 from slurm_train.train.start import RankStart
+from tests.support.process_groups import leave_group
 
 SEEN: list[tuple[TaskContext, float]] = []
 
@@ -28,7 +29,7 @@ SEEN: list[tuple[TaskContext, float]] = []
 @pytest.fixture(autouse=True)
 def closed_group() -> Iterator[None]:
     yield
-    dist.destroy_process_group()
+    leave_group()
 
 
 def task(*, context: TaskContext, answer: Any = None) -> Any:
