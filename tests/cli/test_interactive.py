@@ -10,6 +10,7 @@ import pytest
 
 from slurm_train.cli.interactive import _attend
 from slurm_train.cli.supervise import _share_of
+from slurm_train.config.schema import RunConfig
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from tests.support.waiting import wait_for
@@ -178,5 +179,5 @@ def test_a_run_takes_its_share_of_an_allocation(
     ranks_per_node: list[int], nodes: tuple[str, ...], tasks: tuple[int, ...], run: RunDirectory
 ) -> None:
     run.plan.write_text(f'{{"world": {{"ranks_per_node": {ranks_per_node}}}}}')
-    found = _share_of(allocation(("n1", "n2"), (1, 1)), run)
+    found = _share_of(allocation(("n1", "n2"), (1, 1)), run, RunConfig())
     assert (found.nodes, found.tasks_per_node) == (nodes, tasks)
