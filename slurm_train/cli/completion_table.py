@@ -247,6 +247,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "batch.accumulation": ("", "Micro-batches per optimizer step (gradient accumulation)."),
     "batch.global_size": ("", "Samples per optimizer step over all ranks."),
     "batch.default_global_size": ("", "Global batch where none of the three is given, rounded to..."),
+    "batch.shares": ("even|measured", "Ranks' parts of a micro-batch: equal"),
     "batch.by_length": ("true|false", "Batches of equal padded size, of samples of about equal l..."),
     "batch.pool": ("", "With `by_length`: global batches whose samples are sorted..."),
     "optim.lr": ("", "Peak learning rate, tuned for `lr_global_size`."),

@@ -35,6 +35,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
         samples = plan.batch.global_size * config.train.max_steps
         rows += [
             ("global batch", plan.batch.as_sum()),
+            *_shares_rows(plan),
             ("length", f"{config.train.max_steps} steps, {samples:,} samples"),
             ("peak lr", _lr_text(plan)),
             ("checkpoints", _checkpoint_text(plan)),
@@ -49,6 +50,21 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     if config.cluster is not None:
         rows.append(("requeue", _requeue_text(plan)))
     return rows
+
+
+def _shares_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    if plan.config.batch.shares == "even":
+        return []
+    from slurm_train.config.shares import largest_local_size, planned_sizes, sizes_in_words
+
+    batch, ranks_per_node = plan.batch, plan.world.ranks_per_node
+    sizes = planned_sizes(plan.config, batch, ranks_per_node=ranks_per_node)
+    if sizes is None:
+        most = largest_local_size(plan.config, batch, ranks_per_node=ranks_per_node)
+        return [("shares", f"by speed, measured at each start; a rank has at most {most} samples of a micro-batch")]
+    nodes = [f"node {number}:" for number in range(1, plan.world.num_nodes + 1)]
+    words = sizes_in_words(sizes, ranks_per_node=ranks_per_node, nodes=nodes)
+    return [("shares", f"{words} of the {sum(sizes)} samples of a micro-batch")]
 
 
 def _requeue_text(plan: RunPlan) -> str:

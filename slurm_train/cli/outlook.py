@@ -9,6 +9,7 @@ from typing import Any
 
 from slurm_train.cli.arguments import login_name
 from slurm_train.config.schema import RunConfig
+from slurm_train.config.shares import largest_local_size
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.launch.continuation import how_it_returns
 from slurm_train.launch.cost import Cost, estimate_cost
@@ -153,7 +154,7 @@ def _memory(
     context = (config.data or {}).get("context")
     found = footprint_of(
         config.model,
-        batch_size=plan.batch.local_size,
+        batch_size=largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node),
         positions=context if isinstance(context, int) else None,
         half=half,
     )
@@ -176,8 +177,9 @@ def _measured(
 ) -> tuple[MemoryEstimate | None, str]:
     from slurm_train.cli.measure import measure_apart
 
+    size = largest_local_size(plan.config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
     try:
-        found = measure_apart(plan.config, batch_size=plan.batch.local_size, half=half, env=env, cwd=cwd)
+        found = measure_apart(plan.config, batch_size=size, half=half, env=env, cwd=cwd)
     except ConfigError as err:
         return None, err.message
     kept = found.get("activation_bytes")

@@ -32,6 +32,8 @@ NOT_IDENTITY = (
     "batch.local_size",
     "batch.accumulation",
     "batch.default_global_size",
+    # As the number of ranks: the same global batches in the same order, with the same weight for every item.
+    "batch.shares",
     "train.eval_every_steps",
     "train.evaluate",
     "train.log_every_steps",

@@ -1,7 +1,6 @@
 """The typed configuration of a run: every key a person may set, with its meaning, unit and default.
 
-The YAML files in `conf/` compose to a plain mapping; `structure.build_config` turns it into these frozen values and
-refuses what does not fit. Both halves read them; nothing here imports torch, Hydra or submitit.
+`structure.build_config` makes these frozen values of what `conf/` composes to, and refuses what does not fit.
 """
 
 from __future__ import annotations
@@ -41,9 +40,10 @@ class BatchSection:
     """Samples per optimizer step over all ranks."""
     default_global_size: int = 32
     """Global batch where none of the three is given, rounded to the nearest that the ranks can share."""
+    shares: Literal["even", "measured"] | list[float] = "even"
+    """Ranks' parts of a micro-batch: equal; by their speed, measured at each start; by weights of nodes or ranks."""
     by_length: bool = False
-    """Batches of equal padded size, of samples of about equal length; sizes are means then. The data set says how long
-    its samples are. Other batches than without, but alike for any number of ranks, and as exact to resume."""
+    """Batches of equal padded size, of samples of about equal length, which the data set tells; sizes are means."""
     pool: int = 64
     """With `by_length`: global batches whose samples are sorted together. More: less padding, less mixing."""
 

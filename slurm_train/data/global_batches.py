@@ -29,6 +29,8 @@ class Split:
     ranks: int
     accumulation: int
     """Micro-batches of one optimizer step."""
+    sizes: tuple[int, ...] | None = None
+    """Samples of a micro-batch, rank by rank, where they are not equal; not for batches by length."""
 
     @property
     def num_parts(self) -> int:
@@ -120,6 +122,7 @@ class LengthBatches:
 
     def draws(self, split: Split, *, start_samples: int) -> Iterator[Draw]:
         """Yields a rank's micro-batches: parts of about equal cost, neighbours in length."""
+        assert split.sizes is None, "batches by length are shared out by length"
         samples = start_samples
         while True:
             pool, offset = self._find(samples)

@@ -2,8 +2,8 @@
 
 Optimizer step s of a run consumes the global positions [c, c + G), c being the samples consumed before it and G the
 global batch. The slice of rank r is contiguous, and so is each of its micro-batches within it; hence every split of G
-into ranks x local x accumulation reads the same global batches, and resuming is a seek. The trainer counts what the
-optimizer consumed; the stream only runs ahead of it.
+into ranks x local x accumulation reads the same global batches, equal or not, and resuming is a seek. The trainer
+counts what the optimizer consumed; the stream only runs ahead of it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,24 @@ class BatchSlice:
         local_size: samples of one micro-batch on this rank.
         accumulation: micro-batches of one optimizer step.
         data_parallel_rank: place of this rank among the data-parallel ranks, from 0.
+        first: where in the global batch the slice begins; None: all ranks have equal slices.
     """
 
     global_size: int
     local_size: int
     accumulation: int
     data_parallel_rank: int
+    first: int | None = None
 
     def __post_init__(self) -> None:
         assert self.share > 0, f"an empty slice: {self}"
-        assert self.global_size % self.share == 0, f"unequal slices: {self}"
-        assert 0 <= self.data_parallel_rank < self.global_size // self.share, f"no such rank: {self}"
+        assert self.first is not None or self.global_size % self.share == 0, f"unequal slices: {self}"
+        assert 0 <= self.begin <= self.global_size - self.share, f"no such rank: {self}"
+
+    @property
+    def begin(self) -> int:
+        """Where in the global batch the slice begins."""
+        return self.data_parallel_rank * self.share if self.first is None else self.first
 
     @property
     def share(self) -> int:
@@ -128,7 +135,10 @@ class EvenBatches:
 
     def draws(self, split: Split, *, start_samples: int) -> Iterator[Draw]:
         """Yields a rank's micro-batches from a position on, without end."""
-        part = BatchSlice(self._global_size, self._global_size // split.num_parts, split.accumulation, split.rank)
+        sizes = split.sizes or (self._global_size // split.num_parts,) * split.ranks
+        assert sum(sizes) * split.accumulation == self._global_size, f"not the whole global batch: {split}"
+        first = sum(sizes[: split.rank]) * split.accumulation
+        part = BatchSlice(self._global_size, sizes[split.rank], split.accumulation, split.rank, first)
         return draws(self._order, slice=part, start_samples=start_samples)
 
 
@@ -136,7 +146,7 @@ def draws(order: SampleOrder, *, slice: BatchSlice, start_samples: int) -> Itera
     """Yields the samples of one micro-batch after another, many steps permuted in one call."""
     # No further ahead than one epoch, or a few samples would need the permutations of thousands of epochs at once.
     num_steps = max(1, min(_LOOKAHEAD_INDICES // slice.share, order.num_samples // slice.global_size))
-    within = np.arange(slice.share, dtype=np.int64) + slice.data_parallel_rank * slice.share
+    within = np.arange(slice.share, dtype=np.int64) + slice.begin
     offsets = (np.arange(num_steps, dtype=np.int64)[:, None] * slice.global_size + within).reshape(-1)
     consumed = start_samples
     while True:

@@ -17,6 +17,7 @@ from slurm_train.config.batch import BatchPlan, nearest_multiples, planned_lr, r
 from slurm_train.config.identity import config_hash
 from slurm_train.config.layout import ParallelLayout
 from slurm_train.config.schema import BatchSection, HealthSection, PreflightSection, RunConfig
+from slurm_train.config.shares import require_shares, sizes_as_mapping
 from slurm_train.config.structure import to_mapping
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.layout import check_pipeline, plan_layout
@@ -59,6 +60,7 @@ class RunPlan:
                 "global_size": self.batch.global_size,
                 "local_size": self.batch.local_size,
                 "accumulation": self.batch.accumulation,
+                **sizes_as_mapping(self.config, self.batch, ranks_per_node=self.world.ranks_per_node),
             },
             "lr": {
                 "planned": self.lr,
@@ -198,6 +200,7 @@ def _assemble(
     check_pipeline(config, layout, batch)
     if config.trains:
         require_parts(config.batch, batch, stages=layout.pp)
+        require_shares(config, batch, layout=layout, ranks_per_node=world.ranks_per_node)
     return RunPlan(
         config=config,
         world=world,

@@ -64,7 +64,7 @@ def events_table(events: Sequence[Mapping[str, Any]]) -> Html:
 
 
 def _kind(event: Mapping[str, Any]) -> str:
-    return "calm" if event.get("event") == "stop" else "bad"
+    return "calm" if event.get("event") in ("stop", "shares") else "bad"
 
 
 def _said(event: Mapping[str, Any]) -> str:

@@ -87,7 +87,7 @@ def _row(bar: Bar, first: float, whole: float) -> Html:
     events = [
         tag(
             "i",
-            class_="event calm" if name == "stop" else "event",
+            class_="event calm" if name in ("stop", "shares") else "event",
             style=f"left:{100 * (at - first) / whole:.3f}%",
             title=f"{name}, {moment(at)}",
         )

@@ -38,9 +38,21 @@ def build_global_batches(start: RankStart, source: SampleSource, position: Posit
 
 
 def build_stream(
-    start: RankStart, source: SampleSource, batches: GlobalBatches, *, start_samples: int
+    start: RankStart,
+    source: SampleSource,
+    batches: GlobalBatches,
+    *,
+    start_samples: int,
+    sizes: tuple[int, ...] | None = None,
 ) -> Iterator[MicroBatch]:
     """Returns this rank's micro-batches from a position on.
+
+    Args:
+        start: what this rank knows.
+        source: where samples come from.
+        batches: which ones each step takes.
+        start_samples: the position.
+        sizes: samples of a micro-batch, rank by rank; None: equal numbers of them.
 
     Raises:
         ConfigError: they cannot be read ahead as asked.
@@ -50,6 +62,7 @@ def build_stream(
         rank=layout.data_parallel_index(start.place.rank),
         ranks=layout.data_parallel_size,
         accumulation=start.plan.accumulation,
+        sizes=sizes,
     )
     stream = BatchStream(source, batches.draws(split, start_samples=start_samples))
     depth = prefetch_depth(_data_of(start.config), source)

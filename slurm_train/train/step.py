@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.train.module import COUNT, LOSS, NON_FINITE, STOP, TrainingModule
+from slurm_train.train.traces import without_traces
 from slurm_train.train.update import Update
 
 _EPSILON = 1e-6
@@ -137,15 +137,9 @@ class Stepper:
         is_spared = parts.world_size <= _ORDER_COUNTS_ABOVE and (self._may_accumulate or parts.accumulation == 1)
         if is_spared and not parts.must_arrange:
             return
-        streams = rng_state()
-        buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
-        self._module.backward(self._ddp(*(tensors if self._on_cpu else to_device(tensors, self._parts.device))))
+        with without_traces(self._module):
+            self._module.backward(self._ddp(*(tensors if self._on_cpu else to_device(tensors, self._parts.device))))
         self._may_accumulate = True
-        self._drop_gradients()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        set_rng_state(streams)
 
     def step(self, facts: StepFacts, batches: Iterator[HasTensors]) -> StepResult | None:
         """Takes one step; returns its result, or on a GPU the previous one's (None after the first).

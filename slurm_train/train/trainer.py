@@ -61,6 +61,7 @@ from slurm_train.train.recorder import Recorder
 from slurm_train.train.save_pace import build_save_pace
 from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.schedule import Schedule, build_schedule
+from slurm_train.train.shares import build_shares
 from slurm_train.train.start import RankStart, patient
 from slurm_train.train.step import StepParts, Stepper
 from slurm_train.train.stopping import Stopping
@@ -167,17 +168,17 @@ def build_loop(
         spent.first_step = position.step
         recorder = build_recorder(rank_run, built, display=display, spent=spent, notes=notes)
         note_exchange(start, built.model, exchange)
-    autocast = autocast_dtype(config.train, device=rank_run.device)
     hold = checkpointer.hold_changes
+    sizes = build_shares(rank_run, built, objective=objective, batches=batches, position=position, display=display)
     stepper = build_any_stepper(rank_run, built, objective=objective, exchange=exchange, before_update=hold)
     parts = LoopParts(
         stepper=stepper,
-        batches=build_stream(start, built.train, batches, start_samples=position.samples),
+        batches=build_stream(start, built.train, batches, start_samples=position.samples, sizes=sizes),
         size_at=batches.size_at,
         schedule=build_run_schedule(start, position),
         checkpointer=checkpointer,
         save_pace=build_save_pace(config.checkpoint, run=start.run, start_step=position.step, clock=start.clock),
-        evaluator=build_evaluator(rank_run, built, objective=objective, autocast=autocast),
+        evaluator=build_evaluator(rank_run, built, objective=objective),
         recorder=recorder,
         stop=start.stop,
         stopping=build_stopping(rank_run, spent=None if recorder is None else spent),
@@ -234,13 +235,12 @@ def build_order(
     return batches, Health(parts, num_rollbacks=num_rollbacks)
 
 
-def build_evaluator(
-    rank_run: RankRun, built: Built, *, objective: Objective, autocast: torch.dtype | None
-) -> Evaluates | None:
+def build_evaluator(rank_run: RankRun, built: Built, *, objective: Objective) -> Evaluates | None:
     """Returns what measures the held-out samples, None where there are none, or none shall be."""
     if built.heldout is None or not rank_run.start.config.train.evaluate:
         return None
     start = rank_run.start
+    autocast = autocast_dtype(start.config.train, device=rank_run.device)
     if not start.layout.is_replicated:
         return build_layout_evaluator(rank_run, built, objective=objective, autocast=autocast)
     return Evaluator(

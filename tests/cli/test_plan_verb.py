@@ -68,6 +68,21 @@ def test_the_rows_of_the_table() -> None:
     ]
 
 
+def test_unequal_shares_are_told_and_their_memory_counted(shell: Any) -> None:
+    uneven = ("plan", "+cluster=2x4", "cluster.gpus_per_node=[4,2]", "batch.global_size=24")
+    even, measured, weights = (
+        rows_of(shell.types(*uneven, f"batch.shares={shares}").err) for shares in ("even", "measured", "[2,1]")
+    )
+    assert "shares" not in even
+    assert measured["shares"] == "by speed, measured at each start; a rank has at most 8 samples of a micro-batch"
+    assert weights["shares"] == "node 1: 5+5+5+5, node 2: 2+2 of the 24 samples of a micro-batch"
+    assert even["run"] == measured["run"] == weights["run"], "the same run, however it is shared out"
+    sizes = [float(rows["memory"].split()[0]) for rows in (even, weights, measured)]
+    assert sizes == sorted(set(sizes))
+    done = shell.types(*uneven, "batch.shares=[2,1,1]")
+    assert (done.code, done.out) == (2, "") and "3 weights, for 6 ranks on nodes of 4 + 2" in done.err
+
+
 def test_a_table_is_aligned() -> None:
     assert table(["A", "LONG"], [["wide cell", "x"], ["y", ""]]) == "A          LONG\nwide cell  x\ny"
 

@@ -43,6 +43,7 @@ OTHERS: dict[str, Any] = {
     "health.on_non_finite": "skip",
     "health.on_spike": "stop",
     "ddp.comm": "bf16",
+    "batch.shares": "measured",
 }
 
 

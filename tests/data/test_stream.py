@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slurm_train.data.global_batches import Split
 from slurm_train.data.order import SampleOrder
-from slurm_train.data.stream import BatchSlice, BatchStream, MicroBatch, draws, evaluation_batches
+from slurm_train.data.stream import BatchSlice, BatchStream, EvenBatches, MicroBatch, draws, evaluation_batches
 
 
 class Numbers:
@@ -62,6 +63,23 @@ def test_any_split_reads_the_same_global_batches(
     )
     whole = SampleOrder(num_samples, seed=5).indices(0, (start_step + 4) * global_size)
     assert np.array_equal(found.reshape(-1), whole[start_step * global_size :])
+
+
+@given(
+    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=4), accumulation=st.integers(1, 3), step=st.integers(0, 9)
+)
+@settings(deadline=None)
+def test_unequal_shares_read_the_same_global_batches(sizes: list[int], accumulation: int, step: int) -> None:
+    global_size, order = sum(sizes) * accumulation, SampleOrder(50, seed=5)
+    batches = EvenBatches(order, global_size=global_size)
+    found = []
+    for rank, size in enumerate(sizes):
+        split = Split(rank=rank, ranks=len(sizes), accumulation=accumulation, sizes=tuple(sizes))
+        own = list(islice(batches.draws(split, start_samples=step * global_size), 3 * accumulation))
+        assert {len(draw.indices) for draw in own} == {size}
+        found.append(np.stack([draw.indices for draw in own]).reshape(3, -1))
+    whole = np.concatenate(found, axis=1).reshape(-1)
+    assert np.array_equal(whole, order.indices(step * global_size, 3 * global_size))
 
 
 def test_resume_at_any_step_continues_the_stream_beyond_its_lookahead() -> None:

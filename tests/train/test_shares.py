@@ -1,0 +1,87 @@
+"""Unequal shares of the batch on real gloo ranks: what equal ones train, and quicker where a rank is slow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slurm_train.models.objective import Objective
+from slurm_train.requeue.signals import StopFlag
+from slurm_train.rundir.events import read_events
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train.module import TrainingModule
+from slurm_train.train.shares import time_passes
+from tests.train.test_trainer import config_of, result_of, run_to_end, steps_of
+
+
+def sequences(shares: Any = "even", **model: Any) -> dict[str, Any]:
+    """Sequences of 1 to 39 tokens: ranks have unequal numbers of samples, and other numbers of tokens at every step."""
+    batch = {"global_size": 36, "accumulation": 2, "shares": shares}
+    pads = {"collate": "slurm_train.data.padding.pad", "keyed_randomness": False}
+    return config_of(batch=batch, model=model) | {"data": {"_target_": "small_training.Sequences", **pads}}
+
+
+@pytest.mark.distributed
+def test_unequal_shares_train_what_one_process_trains(tmp_path: Path) -> None:
+    run_to_end(tmp_path / "alone", sequences(), ranks=1)
+    run_to_end(tmp_path / "weights", sequences([2, 1, 3]), ranks=3)
+    # The last rank is so slow that it is seen on a busy machine. The run is stopped and goes on, measured anew.
+    once = {"sample_s": 0.001, "slowness": 8.0, "signal_at": 40, "signal_rank": 1, "only_in": str(tmp_path / "sent")}
+    measured = sequences("measured", **once)
+    # Passes of the measurement count: at most 62 of them come before the first step, at least 8.
+    text = run_to_end(tmp_path / "measured", measured, ranks=3, code=75)
+    assert "stopped at step" in text and "shares: " in text
+    run_to_end(tmp_path / "measured", measured, ranks=3, attempt=1)
+    expected = steps_of(tmp_path / "alone")
+    for name in ("weights", "measured"):
+        found = steps_of(tmp_path / name)
+        for key in ("loss", "grad_norm"):
+            # The first gradient shows the weights of the items; later ones have gone through a divisor in float32,
+            # which one rank and three round differently, but not two ways of sharing among three.
+            assert found[0][key] == pytest.approx(expected[0][key], rel=1e-13)
+            assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-8)
+            assert [line[key] for line in found] == pytest.approx(
+                [line[key] for line in steps_of(tmp_path / "weights")], rel=1e-12
+            )
+        for key in ("samples_digest", "samples", "lr"):
+            assert [line[key] for line in found] == [line[key] for line in expected]
+        assert result_of(tmp_path / name)["eval_accuracy"] == result_of(tmp_path / "alone")["eval_accuracy"]
+    (weights,) = read_events(RunDirectory(tmp_path / "weights"), "shares")
+    assert weights["sizes"] == [6, 3, 9]
+    for event, attempt in zip(read_events(RunDirectory(tmp_path / "measured"), "shares"), (0, 1), strict=True):
+        first, second, slow = event["sizes"]
+        assert event["attempt"] == attempt and first + second + slow == 18
+        # Something else may slow one of the others down for a moment.
+        assert slow < max(first, second) and event["expected_pass_s"] < event["equal_pass_s"], event
+
+
+class Leaky(nn.Module):
+    """Has a buffer that passes change, draws at random, and finds no room for more than four samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) > 4:
+            raise torch.OutOfMemoryError("no room")
+        found: Tensor = self.layers(inputs)
+        return found
+
+
+def test_measuring_leaves_no_trace_and_survives_a_batch_without_room() -> None:
+    model, met, now = Leaky(), [], iter(range(10_000))
+    module = TrainingModule(Objective(model), stop=StopFlag(), device=torch.device("cpu"), autocast=None)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    stream = torch.get_rng_state()
+    samples = [(torch.randn(size, 3), torch.zeros(size, dtype=torch.long)) for size in (4, 8)]
+    torch.set_rng_state(stream)
+    once_s, double_s = time_passes(module, samples, clock=lambda: float(next(now)), meet=lambda: met.append(True))
+    assert (once_s, double_s, met) == (1.0, float("inf"), [True])
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
