@@ -295,7 +295,8 @@ def our_run(*, by_length: bool, prefetch: int, read_s: float) -> Run:
     )
     counts, model = Counts(), make_model()
     source = MapStyleSource(Sequences(read_s), collate=counts.pad)  # type: ignore[arg-type]
-    built = Built(model=model, optimizer=build_optimizer(model, optim=config.optim), train=source, heldout=None)
+    optimizer = build_optimizer(model, optim=config.optim)
+    built = Built(model=model, optimizer=optimizer, train=source, heldout=None, flops_per_token=0.0)
     display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if start.place.is_first else None
     rank_run = RankRun(start, torch.device("cpu"))
     loop, _ = build_loop(rank_run, built, display=display, spent=Spent(begin_unix_s=time.time()))
