@@ -71,7 +71,7 @@ def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) 
         cwd: directory that a relative `run.root` starts from.
 
     Raises:
-        ConfigError: too few steps or ranks, or nothing that the trainer would run.
+        ConfigError: too few steps or ranks, nodes or shares that are not equal, or nothing that the trainer would run.
     """
     if steps < 4 * LOG_EVERY:
         raise ConfigError(f"--steps={steps} is too short to measure", hint=f"give {4 * LOG_EVERY} or more")
@@ -102,6 +102,16 @@ def _require_something_to_time(plan: RunPlan) -> None:
         raise ConfigError(
             f"scaling times whole replicas, parallel asks for {plan.layout}",
             hint="leave parallel.* out: a cut model does not fit the smallest size, and sends other things",
+        )
+    if not plan.world.is_even or plan.world.min_nodes is not None:
+        raise ConfigError(
+            f"scaling compares numbers of equal nodes, the words ask for {plan.world.nodes_in_words}",
+            hint="give one number of nodes and one number of GPUs for all of them, e.g. +cluster=4x8",
+        )
+    if plan.config.batch.shares != "even":
+        raise ConfigError(
+            "scaling gives all ranks equal shares, batch.shares was set",
+            hint="leave batch.shares out: unequal shares would hide what a slow rank costs",
         )
     if plan.world.size == 1:
         raise ConfigError("scaling needs two ranks or more", hint="write +cluster=NxG, e.g. +cluster=4x8")

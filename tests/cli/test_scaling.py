@@ -43,6 +43,8 @@ def test_the_number_of_steps_is_whole_lines_of_metrics(tmp_path: Path) -> None:
         (("+cluster=1x1",), 64, "scaling needs two ranks or more"),
         (("+cluster=2x2",), 8, "--steps=8 is too short to measure"),
         (("+cluster=2x2", "parallel.dp_shard=4"), 64, "scaling times whole replicas"),
+        (("+cluster=2x4", "cluster.gpus_per_node=[4,2]"), 64, r"the words ask for 2 nodes of 4 \+ 2"),
+        (("+cluster=2x4", "batch.shares=[2,1]"), 64, "scaling gives all ranks equal shares"),
         (("+cluster=2x2", "task._target_=my.main"), 64, "a function or script of your own measures nothing"),
     ],
 )
