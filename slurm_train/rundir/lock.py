@@ -104,7 +104,8 @@ def _remove_if(run: RunDirectory, stale: Holder | None) -> None:
     # no locks, renaming narrows the gap: a newcomer's file that was taken by mistake is put back.
     aside = run.lock.with_name(f".lock.stale.{socket.gethostname()}.{os.getpid()}")
     with _removing(run):
-        if stale is not None and _parse(run.lock) != stale:
+        # One that is not there is not to be removed either: a newcomer may be making his at this moment.
+        if not run.lock.exists() or _parse(run.lock) != stale:
             return
         try:
             run.lock.rename(aside)

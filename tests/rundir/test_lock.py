@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import RunError
+from slurm_train.rundir import lock
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import (
     Holder,
@@ -98,10 +99,23 @@ def test_a_process_is_known_by_its_start_not_by_its_number() -> None:
     assert process_lives(Holder(job_id=None, host="elsewhere", pid=1, started="1")), "it cannot be told from here"
 
 
+def test_a_lock_that_was_made_since_one_looked_is_left_where_it_is(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_lock(run, this_process(), is_alive=process_lives)
+    made = run.lock.stat()
+    # Another starter has removed a dead one's, and this one was made, between two looks of a third.
+    monkeypatch.setattr(lock, "read_holder", lambda _: None)
+    with pytest.raises(RunError, match="another starter is quicker"):
+        take_lock(run, DEAD, is_alive=always)
+    assert run.lock.stat().st_ctime_ns == made.st_ctime_ns, "it was away for a moment, in which it could be taken"
+
+
 STARTER = """
 import sys
 from pathlib import Path
 from slurm_train.errors import RunError
+from slurm_train.rundir import lock
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import process_lives, take_lock, this_process
 run = RunDirectory(Path(sys.argv[1]))
