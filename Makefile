@@ -45,7 +45,7 @@ test: setup-test slurm-packages lint  ## set up everything, Slurm included, and 
 	$(BIN)/python -m pytest
 
 test-returns: setup-test slurm-packages  ## kill, preempt and crash runs on a real cluster (about ten minutes)
-	$(BIN)/python -m pytest tests/end_to_end/test_returns_on_slurm.py -m campaign
+	$(BIN)/python -m pytest tests/end_to_end -m campaign
 
 test-faults: setup-test slurm-packages  ## cause every fault of nodes and network on a real cluster (about ten minutes)
 	$(BIN)/python -m pytest tests/doctor -m faults

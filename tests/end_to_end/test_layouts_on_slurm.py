@@ -12,7 +12,7 @@ from tests.support.command_line import Person, new_project
 from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
 MODULE = """
 import time
