@@ -44,8 +44,8 @@ lint: setup-test  ## ruff, mypy, shellcheck
 test: setup-test slurm-packages lint  ## set up everything, Slurm included, and pass the tests
 	$(BIN)/python -m pytest
 
-test-returns: setup-test slurm-packages  ## kill, preempt and crash runs on a real cluster (about ten minutes)
-	$(BIN)/python -m pytest tests/end_to_end -m campaign
+test-returns: setup-test slurm-packages  ## kill, preempt and crash runs on a real cluster, and what else takes long (about twenty minutes)
+	$(BIN)/python -m pytest --ignore tests/doctor -m campaign
 
 test-faults: setup-test slurm-packages  ## cause every fault of nodes and network on a real cluster (about ten minutes)
 	$(BIN)/python -m pytest tests/doctor -m faults

@@ -67,6 +67,7 @@ def test_a_step_that_fails_is_quoted_and_undone(sandbox):
 
 
 @pytest.mark.faults
+@pytest.mark.campaign
 def test_preemption_requeues_and_a_killed_node_comes_back(sandbox):
     done = sandbox(
         """

@@ -41,6 +41,7 @@ def scontrol(*words: str) -> None:
     subprocess.run(["scontrol", *words], check=True, timeout=60)
 
 
+@pytest.mark.campaign
 def test_a_suspended_job_goes_on_as_if_nothing_had_happened(person: Person) -> None:
     """Longer than the watchdog's time-out and the collectives' own: one attempt, and the time is nobody's fault."""
     words = (f"health.hang_timeout_s={HANG_S}", "train.steady_timeout_s=10", "train.start_timeout_s=60")

@@ -144,6 +144,7 @@ def test_ranks_in_a_container_see_the_run_and_not_the_host(person: Person, image
     assert "secret-value" not in run.submit_script.read_text()
 
 
+@pytest.mark.campaign
 def test_a_container_is_requeued_from_outside(person: Person, image: str) -> None:
     words = ["+cluster=2x2", *contained(image), f"container.python={sys.executable}", *TINY]
     job, run = person.types(*words, "model.step_s=0.3", "train.max_steps=40").job_and_run

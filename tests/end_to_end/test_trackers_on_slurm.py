@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 WORDS = ("+cluster=2x1", *TINY, "model.step_s=0.5", "checkpoint.every_steps=2")
 
 
+@pytest.mark.campaign
 def test_a_requeued_job_is_one_run_of_its_tracker(slurm_cluster: object, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     person = Person(new_project(tmp_path / "project"))

@@ -145,7 +145,13 @@ def test_losses_and_weights_are_those_of_one_process(tmp_path: Path, alone: Path
     assert_same_training(tmp_path / "run", alone)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+# Each of what it puts together is in another one.
+LONGEST = "PP2 x TP2 by positions, two stages each"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.campaign] if name == LONGEST else []) for name in PIPELINES]
+)
 def test_a_pipeline_trains_as_one_process(tmp_path: Path, alone_untied: Path, name: str) -> None:
     parallel = PIPELINES[name]
     trainer.run_to_end(tmp_path / "run", config_of(parallel, tied=False), ranks=ranks_of(parallel))
