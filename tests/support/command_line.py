@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 class Numbers(Dataset):
-    def __init__(self, size: int = 256, split: str = "train"):
+    def __init__(self, size: int = 256, split: str = "train", root: str | None = None):
         generator = torch.Generator().manual_seed(7 if split == "train" else 8)
         self.x = torch.randn(size, 8, generator=generator)
         self.y = self.x @ torch.arange(8.0).unsqueeze(1)
