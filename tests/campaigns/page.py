@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def _row(name: str, record: Record | None) -> str:
 
 
 def _problems(record: Record) -> str:
-    shown = "\n".join(f"- {problem}" for problem in record.result.problems)
+    shown = "\n".join(textwrap.fill(f"- {problem}", 120, subsequent_indent="  ") for problem in record.result.problems)
     return f"\n## `{record.name}`: what did not hold\n\n{shown}"
 
 
