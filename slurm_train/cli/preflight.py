@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from slurm_train.launch.meeting import is_under_torchrun
 from slurm_train.slurm.allocation import Allocation
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def look_first(
     # On this machine alone there is nothing between the ranks, and nobody else's node to be warned of.
     if config.cluster is None or not config.preflight.enabled or "SLURM_STEP_ID" not in env:
         return dict(env)
-    if "TORCHELASTIC_RUN_ID" in env:
+    if is_under_torchrun(env):
         if place.is_first:
             print(f"preflight: {_NOT_UNDER_TORCHRUN}", file=sys.stderr, flush=True)
         return dict(env)

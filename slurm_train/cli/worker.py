@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from slurm_train.cli.lost_terminal import outlive_terminal
 from slurm_train.cli.preflight import look_first
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
+from slurm_train.launch.meeting import is_under_torchrun
 from slurm_train.requeue.orphan import Ties, watch
 from slurm_train.requeue.signals import StopFlag, hold_continue, install, release_continue, was_continued
 from slurm_train.rundir.publishing import end_publishing
@@ -46,7 +47,7 @@ def main(words: Sequence[str]) -> NoReturn:
     joined: Joined | None = None
     try:
         _let_torch_record()
-        if "TORCHELASTIC_RUN_ID" in env:
+        if is_under_torchrun(env):
             joined = _join(path, env)
             env = joined.env
         elif "SLURM_HET_SIZE" in env and "SLURM_TRAIN_ATTEMPT" in env:
@@ -109,7 +110,7 @@ def _fail(path: Path, env: Mapping[str, str], code: int, message: str) -> NoRetu
     from slurm_train.rundir.layout import RunDirectory
     from slurm_train.rundir.marks import FailureMark, leave_mark
 
-    if "TORCHELASTIC_RUN_ID" in env and "SLURM_TRAIN_ATTEMPT" not in env:
+    if is_under_torchrun(env) and "SLURM_TRAIN_ATTEMPT" not in env:
         # No attempt knows this rank yet.
         _leave(code)
     rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
@@ -286,7 +287,7 @@ def _meeting_point(run: RunDirectory, env: Mapping[str, str], attempt: int, time
         master_addr=master_of(env),
         ports=meeting_ports(run.run_id, attempt=attempt, env=env),
         # torchrun's machines may have the run directory at different places.
-        run_id=f"{run.name}/{run.run_id}" if "TORCHELASTIC_RUN_ID" in env else str(run.path),
+        run_id=f"{run.name}/{run.run_id}" if is_under_torchrun(env) else str(run.path),
         attempt=attempt,
         timeout_s=timeout_s,
         secret=attempt_secret(run, attempt, wait_s=60.0 if "SLURM_TRAIN_ATTEMPT" in env else 0.0),

@@ -18,11 +18,6 @@ from slurm_train.distributed.rendezvous import resolve_master
 _HERE = "127.0.0.1"
 
 
-def is_under_torchrun(env: Mapping[str, str]) -> bool:
-    """Returns whether torchrun, or an agent of its kind, has started this process."""
-    return "TORCHELASTIC_RUN_ID" in env and "RANK" in env
-
-
 def agree_on_attempt(place: RankPlace, point: MeetingPoint, *, open_attempt: Callable[[tuple[str, ...]], int]) -> int:
     """Returns the number of this round's attempt. Collective over the ranks that torchrun has started together.
 

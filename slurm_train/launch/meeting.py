@@ -37,8 +37,13 @@ def meeting_ports(run_id: str, *, attempt: int, env: Mapping[str, str]) -> list[
     seed = f"{run_id}.{env.get('SLURM_JOB_ID', 'local')}.{env.get('SLURM_STEP_ID', '0')}:{attempt}"
     ports = candidate_ports(seed=seed, count=_NUM_PORTS, ephemeral_low=ephemeral_low())
     # torchrun's is where its agents meet, and stays taken.
-    probed = "" if "TORCHELASTIC_RUN_ID" in env else env.get("MASTER_PORT", "")
+    probed = "" if is_under_torchrun(env) else env.get("MASTER_PORT", "")
     return [int(probed), *ports] if probed.isdigit() else ports
+
+
+def is_under_torchrun(env: Mapping[str, str]) -> bool:
+    """Returns whether torchrun, or an agent of its kind, has started this process."""
+    return "TORCHELASTIC_RUN_ID" in env
 
 
 def lobby_ports(name: str) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 from slurm_train.report.markup import Html, tag
 from slurm_train.report.quantity import as_float, byte_size, duration, moment, setting
 from slurm_train.report.table import Cell, cell_of, folded, table
+from slurm_train.rundir.events import CALM_EVENTS
 from slurm_train.slurm.nodelist import compact_nodelist
 
 _MOST_EVENTS = 500
@@ -64,7 +65,7 @@ def events_table(events: Sequence[Mapping[str, Any]]) -> Html:
 
 
 def _kind(event: Mapping[str, Any]) -> str:
-    return "calm" if event.get("event") in ("stop", "shares") else "bad"
+    return "calm" if event.get("event") in CALM_EVENTS else "bad"
 
 
 def _said(event: Mapping[str, Any]) -> str:

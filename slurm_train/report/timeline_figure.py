@@ -9,6 +9,7 @@ from slurm_train.report.quantity import duration, hours, moment, share
 from slurm_train.report.scale import fit
 from slurm_train.report.table import Cell, table
 from slurm_train.report.timeline import CAUSES, Bar, totals
+from slurm_train.rundir.events import CALM_EVENTS
 
 MOST_BARS = 60
 _MANY = 16
@@ -87,7 +88,7 @@ def _row(bar: Bar, first: float, whole: float) -> Html:
     events = [
         tag(
             "i",
-            class_="event calm" if name in ("stop", "shares") else "event",
+            class_="event calm" if name in CALM_EVENTS else "event",
             style=f"left:{100 * (at - first) / whole:.3f}%",
             title=f"{name}, {moment(at)}",
         )

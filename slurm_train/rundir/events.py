@@ -12,6 +12,9 @@ from typing import Any
 from slurm_train.rundir.files import append_line, read_lines
 from slurm_train.rundir.layout import RunDirectory
 
+CALM_EVENTS = ("stop", "shares")
+"""Kinds that tell of nothing wrong."""
+
 
 def append_event(run: RunDirectory, event: str, *, attempt: int, **facts: Any) -> None:
     """Adds a line; numbers that JSON does not have are written as text ("nan", "inf").

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from slurm_train.distributed.handshake import MeetingPoint
-from slurm_train.distributed.lobby import agree_on_attempt, is_under_torchrun
+from slurm_train.distributed.lobby import agree_on_attempt
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import RunError
-from slurm_train.launch.meeting import lobby_ports, meeting_ports
+from slurm_train.launch.meeting import is_under_torchrun, lobby_ports, meeting_ports
 
 HOSTS = ("node3", "node3", "node1", "node1")
 
