@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help train test test-returns test-faults setup setup-test slurm-packages lint docs bench campaign demo-preemption clean
+.PHONY: help train test test-platform test-returns test-faults setup setup-test slurm-packages lint docs bench campaign demo-preemption clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -26,6 +26,19 @@ $(VENV)/.test: $(VENV)/.train
 	$(PIP) install $(CONSTRAINTS) --editable '.[test,dev,bench,track,docs,hf]'
 	@touch $@
 
+# The platform's own Python is what many people have; a package manager's Python may pickle otherwise (3.11.2 does).
+PLATFORM_PYTHON ?= /usr/bin/python3
+PLATFORM_VENV := .venv-platform
+PLATFORM_TESTS := tests/checkpoint tests/end_to_end/test_main_path_here.py
+PLATFORM_PIP := $(BIN)/python -m pip --python $(PLATFORM_VENV)/bin/python --quiet --disable-pip-version-check
+
+$(PLATFORM_VENV)/.test: $(VENV)/.train
+	@echo "== setting up $(PLATFORM_VENV) with $(PLATFORM_PYTHON)"
+	$(PLATFORM_PYTHON) -m venv --without-pip --clear $(PLATFORM_VENV)
+	$(PLATFORM_PIP) install $(CONSTRAINTS) torch
+	$(PLATFORM_PIP) install $(CONSTRAINTS) --editable . 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100'
+	@touch $@
+
 setup: $(VENV)/.train  ## set up .venv for training
 setup-test: $(VENV)/.test  ## set up .venv for tests
 
@@ -35,14 +48,22 @@ train: setup  ## set up and run the main job on this machine
 slurm-packages:  ## install Slurm's Debian packages where they are missing (root)
 	@sh .ci/slurm-packages.sh
 
-lint: setup-test  ## ruff, mypy, shellcheck
+lint: setup-test  ## ruff, mypy, shellcheck, no large files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/shellcheck .ci/run .ci/*.sh
+	@sh .ci/large-files.sh
 
 test: setup-test slurm-packages lint  ## set up everything, Slurm included, and pass the tests
 	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory test-platform
+
+test-platform:  ## checkpoints and the main path on the platform's own Python (PLATFORM_PYTHON, /usr/bin/python3)
+	@if $(PLATFORM_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	    $(MAKE) --no-print-directory $(PLATFORM_VENV)/.test && \
+	    $(PLATFORM_VENV)/bin/python -m pytest $(PLATFORM_TESTS); \
+	else echo "== not run: $(PLATFORM_PYTHON) is missing or older than 3.10"; fi
 
 test-returns: setup-test slurm-packages  ## kill, preempt and crash runs on a real cluster, and what else takes long (about twenty minutes)
 	$(BIN)/python -m pytest --ignore tests/doctor -m campaign
@@ -71,4 +92,4 @@ demo-preemption: setup-test slurm-packages  ## a run loses nodes and ranks and e
 	$(BIN)/python -m tests.campaigns.preemption_demo
 
 clean:  ## remove the virtual environment and caches; runs stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site
+	rm -rf $(VENV) $(PLATFORM_VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, digest_of
+from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata
 from slurm_train.checkpoint.shards import check_hash, check_size
 from slurm_train.errors import CheckpointError
 
@@ -124,7 +125,7 @@ def check_sizes(path: Path) -> Manifest:
 
 
 def verify(path: Path) -> Manifest:
-    """Gives the manifest of a checkpoint after reading every byte of it.
+    """Gives the manifest of a checkpoint after reading every byte of it, and torch's description of its tensors.
 
     Raises:
         CheckpointError: naming directory, file and reason.
@@ -134,6 +135,8 @@ def verify(path: Path) -> Manifest:
         # Several readers at once: a parallel file system gives one stream a fraction of its bandwidth.
         with ThreadPoolExecutor(min(_NUM_HASHING_THREADS, max(1, len(manifest.files)))) as pool:
             list(pool.map(lambda name: check_hash(path / name, manifest.files[name]), manifest.files))
+        if METADATA_FILE in manifest.files:
+            check_metadata(path, manifest.files)
     except CheckpointError as err:
         raise _untrusted(path, err.message) from err
     return manifest

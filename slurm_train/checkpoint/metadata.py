@@ -2,7 +2,11 @@
 
 torch.distributed.checkpoint 2.13 reads the file with `pickle.load`, and each plain value with
 `torch.load(weights_only=False)`: whoever can write the directory runs code as the reader, since a forged checkpoint
-comes with forged hashes. The classes below hold numbers, texts and shapes; none of them acts. No torch here.
+comes with forged hashes. The classes below hold numbers, texts and shapes; none of them acts.
+
+`check_metadata` reads by the same list with stand-ins for torch's classes: no torch, and no checkpoint counts as
+verified whose description could not be loaded. The one enum in the list is pickled by name with `getattr` by Python
+3.11.0 to 3.11.3, and by value by all others; both are read.
 """
 
 from __future__ import annotations
@@ -10,13 +14,16 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slurm_train.checkpoint.manifest import DAMAGED_HINT, check_file_name
+from slurm_train.checkpoint.manifest import DAMAGED_HINT, FileRecord, check_file_name
 from slurm_train.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
+_ENUM = "_MEM_FORMAT_ENCODING"
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -26,7 +33,7 @@ _CLASSES = {
         "StorageMeta",
         "TensorProperties",
         "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        _ENUM,
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.serialization": {"_get_layout"},
@@ -35,18 +42,59 @@ _CLASSES = {
     "pathlib": {"PosixPath", "PurePosixPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath"},
 }
+_DTYPE = re.compile(r"(?:bfloat|bits|complex|float|q?u?int)\d+\w*|bool")
 
 
 class _Reader(pickle.Unpickler):
     """An unpickler that knows the classes of torch's metadata and the names of number types."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, ()) or (module == "torch" and _is_dtype(name)):
-            return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
+        if name in _CLASSES.get(module, ()) or (module == "torch" and _DTYPE.fullmatch(name)):
+            return self._find_known(module, name)
         raise CheckpointError(
             f"{METADATA_FILE} asks for {module}.{name}, which no checkpoint needs",
             hint="do not load this checkpoint: it was made to run code as whoever loads it",
         )
+
+    def _find_known(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if module == "torch" and name != "Size":
+            import torch
+
+            if not isinstance(found, torch.dtype):
+                raise CheckpointError(f"{METADATA_FILE} asks for torch.{name} as a number type", hint=DAMAGED_HINT)
+        return found
+
+
+class _DryReader(_Reader):
+    """The same with a stand-in for each of torch's classes, which keeps what it is given."""
+
+    def _find_known(self, module: str, name: str) -> Any:
+        is_torch = module.partition(".")[0] == "torch"
+        return type(name, (_StandIn,), {}) if is_torch else super()._find_known(module, name)
+
+
+class _StandIn:
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: object) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+def _enum_member(owner: Any, name: Any) -> Any:
+    """Stands for `getattr` in a pickle: returns a member of the one enum that torch's metadata has, nothing else."""
+    if isinstance(owner, type) and owner.__name__ == _ENUM and isinstance(name, str):
+        if issubclass(owner, _StandIn):
+            return owner(name)
+        if name in (members := getattr(owner, "__members__", {})):
+            return members[name]
+    raise CheckpointError(
+        f"{METADATA_FILE} asks for builtins.getattr({owner!r}, {name!r}), which no checkpoint needs",
+        hint="do not load this checkpoint: it was made to run code as whoever loads it",
+    )
 
 
 def read_metadata(path: Path) -> Any:
@@ -55,6 +103,30 @@ def read_metadata(path: Path) -> Any:
     Raises:
         CheckpointError: the file asks for anything but what torch writes, is damaged, or points outside the directory.
     """
+    return _read(path, _Reader)
+
+
+def check_metadata(path: Path, files: Mapping[str, FileRecord]) -> None:
+    """Checks without torch that `read_metadata` will read the file, and that it describes parts of these files.
+
+    Args:
+        path: the checkpoint directory.
+        files: name -> size and hash of each file, from the manifest.
+
+    Raises:
+        CheckpointError: as `read_metadata`; or a part of a tensor lies in no file of the checkpoint, or beyond its end.
+    """
+    for part in _read(path, _DryReader).storage_data.values():
+        record, end = files.get(str(part.relative_path)), part.offset + part.length
+        if record is None or not 0 <= part.offset <= end <= record.bytes:
+            raise CheckpointError(
+                f"{METADATA_FILE} describes bytes {part.offset} to {end} of {part.relative_path}, which the checkpoint "
+                "does not have",
+                hint=DAMAGED_HINT,
+            )
+
+
+def _read(path: Path, reader: type[_Reader]) -> Any:
     try:
         descriptor = os.open(path / METADATA_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -62,31 +134,23 @@ def read_metadata(path: Path) -> Any:
     except OSError as err:
         raise CheckpointError(f"{path / METADATA_FILE}: {err.strerror}", hint=DAMAGED_HINT) from err
     try:
-        metadata = _Reader(io.BytesIO(data)).load()
+        metadata = reader(io.BytesIO(data)).load()
     except CheckpointError:
         raise
     except Exception as err:  # a damaged pickle may raise anything
         raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {err}", hint=DAMAGED_HINT) from err
-    _check(metadata)
+    _check_shape(metadata)
     return metadata
 
 
-def _is_dtype(name: str) -> bool:
-    import torch
-
-    return isinstance(getattr(torch, name, None), torch.dtype)
-
-
-def _check(metadata: Any) -> None:
+def _check_shape(metadata: Any) -> None:
     """Refuses what is of another shape, and file names that lead out of the directory."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    if type(metadata).__name__ != "Metadata" or not isinstance(getattr(metadata, "storage_data", None), dict):
         raise CheckpointError(
             f"{METADATA_FILE} holds a {type(metadata).__name__}, not torch's metadata", hint=DAMAGED_HINT
         )
-    for entry in metadata.storage_data.values():
-        if not isinstance(entry, _StorageInfo) or getattr(entry, "transform_descriptors", None):
-            raise CheckpointError(f"{METADATA_FILE} describes a part of a tensor by {entry!r}", hint=DAMAGED_HINT)
-        check_file_name(str(entry.relative_path))
+    for part in metadata.storage_data.values():
+        is_plain = type(part).__name__ == "_StorageInfo" and not getattr(part, "transform_descriptors", None)
+        if not is_plain or type(part.offset) is not int or type(part.length) is not int:
+            raise CheckpointError(f"{METADATA_FILE} describes a part of a tensor by {part!r}", hint=DAMAGED_HINT)
+        check_file_name(str(part.relative_path))

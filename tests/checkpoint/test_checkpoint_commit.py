@@ -35,7 +35,7 @@ def test_a_step_that_is_saved_and_verifies_is_kept(root, kit):
 
 def test_a_step_that_does_not_verify_gives_way(root, kit):
     final = kit.make(root, 3)
-    (final / ".metadata").write_bytes(b"damaged")
+    (final / "__1_0.distcp").write_bytes(b"damaged")
     staging, manifest = kit.stage(root, kit.header(3))
     commit(staging, final, manifest)
     assert verify(final) == manifest

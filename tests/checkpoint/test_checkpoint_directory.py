@@ -61,7 +61,7 @@ def test_verify_gives_the_manifest(root, kit):
     assert {entry.name for entry in path.iterdir()} == {
         "rank_00000.pt",
         "__0_0.distcp",
-        ".metadata",
+        "__1_0.distcp",
         "manifest.json",
         "COMPLETE",
     }
@@ -115,12 +115,12 @@ def test_a_directory_under_another_step_is_not_trusted(root, kit):
 
 def test_newest_that_verifies_wins_and_the_others_are_reported(root, kit):
     good, damaged, unfinished = (kit.make(root, step) for step in (1, 2, 3))
-    (damaged / ".metadata").write_bytes(b"x" * 24)
+    (damaged / "__1_0.distcp").write_bytes(b"x" * 24)
     (unfinished / "COMPLETE").unlink()
     search = newest_verified(root)
     assert search.found is not None and search.found[0] == good
     assert [(item.path, item.was_complete) for item in search.passed_over] == [(unfinished, False), (damaged, True)]
-    assert ".metadata: 24 bytes with hash" in search.passed_over[1].reason
+    assert "__1_0.distcp: 24 bytes with hash" in search.passed_over[1].reason
 
 
 def test_skipped_names_and_file_times_do_not_count(root, kit):

@@ -13,11 +13,11 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 
 from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, FileRecord, Manifest, digest_of
-from slurm_train.checkpoint.metadata import METADATA_FILE, read_metadata
+from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata, read_metadata
 from slurm_train.checkpoint.shards import read_record
 from slurm_train.checkpoint.tensors import read_tensors, tensor_shapes, write_tensors
 from slurm_train.errors import CheckpointError
@@ -37,7 +37,9 @@ class Trap:
 
 def forge(path: Path, header: Any) -> None:
     """Writes manifest and marker that fit whatever lies in the directory."""
-    files = {entry.name: read_record(entry) for entry in path.iterdir() if entry.name != MANIFEST_FILE}
+    files = {
+        entry.name: read_record(entry) for entry in path.iterdir() if entry.name not in (MANIFEST_FILE, COMPLETE_FILE)
+    }
     text = Manifest.of(header, {name: FileRecord(**asdict(record)) for name, record in files.items()}).to_json()
     (path / MANIFEST_FILE).write_text(text)
     (path / COMPLETE_FILE).write_text(digest_of(text.encode()))
@@ -66,8 +68,7 @@ def test_metadata_that_is_code_is_refused_although_every_hash_fits(honest: Path,
     canary = tmp_path / "canary"
     (honest / METADATA_FILE).write_bytes(pickle.dumps(Trap(canary)))
     forge(honest, kit.header(4))
-    verify(honest)
-    for read in (tensor_shapes, lambda path: read_tensors(path, {"a": torch.zeros(3)}, group=None)):
+    for read in (verify, tensor_shapes, lambda path: read_tensors(path, {"a": torch.zeros(3)}, group=None)):
         with pytest.raises(CheckpointError, match="which no checkpoint needs"):
             read(honest)
     assert not canary.exists()
@@ -94,7 +95,7 @@ def test_a_value_that_could_not_be_read_back_is_refused_at_the_save(tmp_path: Pa
         write_tensors(tmp_path, {"a": torch.zeros(1), "lr": Path("x")}, group=None)
 
 
-@pytest.mark.parametrize("name", ["os.system", "builtins.eval", "builtins.getattr", "torch.load", "torch.hub.load"])
+@pytest.mark.parametrize("name", ["os.system", "builtins.eval", "torch.load", "torch.hub.load"])
 def test_no_callable_is_found_by_name(name: str, tmp_path: Path) -> None:
     module, _, attribute = name.rpartition(".")
     # STACK_GLOBAL and GLOBAL, with and without a dotted attribute, which newer protocols walk.
@@ -119,7 +120,67 @@ def test_metadata_that_leads_out_of_the_directory_is_refused(honest: Path, targe
     metadata = read_metadata(honest)
     metadata.storage_data[MetadataIndex("a")] = _StorageInfo(target, 0, 1)
     (honest / METADATA_FILE).write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="not a plain file name"):
+    for read in (read_metadata, lambda path: check_metadata(path, {})):
+        with pytest.raises(CheckpointError, match="not a plain file name"):
+            read(honest)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 10**9), (10**9, 1), (-1, 1), (8, -16)])
+def test_verify_refuses_parts_that_the_files_do_not_have(honest: Path, kit: Any, offset: int, length: int) -> None:
+    metadata = read_metadata(honest)
+    name = next(iter(metadata.storage_data.values())).relative_path
+    metadata.storage_data[MetadataIndex("a")] = _StorageInfo(name, offset, length)
+    (honest / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    forge(honest, kit.header(4))
+    with pytest.raises(CheckpointError, match="which the checkpoint does not have"):
+        verify(honest)
+
+
+class ByName:
+    """Pickles as a call of getattr: how Python 3.11.0 to 3.11.3 pickle the members of an enum."""
+
+    def __init__(self, owner: Any, name: Any) -> None:
+        self.found = owner, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.found
+
+
+def test_the_enum_of_the_metadata_is_read_by_name_and_by_value(honest: Path, kit: Any) -> None:
+    for member in _MEM_FORMAT_ENCODING:
+        for form in (ByName(_MEM_FORMAT_ENCODING, member.name), _ByValue(member.value)):
+            metadata = read_metadata(honest)
+            metadata.planner_data = form
+            (honest / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+            forge(honest, kit.header(4))
+            verify(honest)
+            assert read_metadata(honest).planner_data is member
+
+
+class _ByValue:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _MEM_FORMAT_ENCODING, (self.value,)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (_MEM_FORMAT_ENCODING, "__class__"),
+        (_MEM_FORMAT_ENCODING, "__members__"),
+        (_MEM_FORMAT_ENCODING, "mro"),
+        (torch.Size, "numel"),
+        (Path, "touch"),
+        ("text", "format"),
+    ],
+)
+def test_getattr_gives_nothing_but_a_member_of_that_enum(honest: Path, owner: Any, name: str) -> None:
+    metadata = read_metadata(honest)
+    metadata.planner_data = ByName(owner, name)
+    (honest / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="which no checkpoint needs"):
         read_metadata(honest)
 
 

@@ -123,7 +123,7 @@ def test_power_lost_after_any_call_of_the_copy(scene: SimpleNamespace, kit: Simp
     assert len(steps) > 20 and set(steps) <= {OLD, NEW} and steps[-2:] == [NEW, NEW]
 
 
-@pytest.mark.parametrize("name", ["rank_00000.pt", "__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("name", ["rank_00000.pt", "__0_0.distcp", "__1_0.distcp"])
 def test_bytes_that_changed_on_the_node_are_not_copied(scene: SimpleNamespace, name: str) -> None:
     path = scene.tier.root / "checkpoint_0000002" / name
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
@@ -155,7 +155,7 @@ def test_only_present_attempts_and_later_steps_count(scene: SimpleNamespace) -> 
 def split_over_two_nodes(fast_path: Any, kit: SimpleNamespace) -> tuple[list[LocalTier], Manifest]:
     """One checkpoint of two nodes: each has its own rank's files and the manifest of all."""
     tiers = [tier_in(fast_path / f"node{number}", node=number) for number in (0, 1)]
-    names = [["rank_00000.pt", ".metadata"], ["rank_00001.pt"]]
+    names = [["rank_00000.pt", "__1_0.distcp"], ["rank_00001.pt"]]
     header = kit.header(NEW, world_size=2)
     stagings = [open_staging(tier.root, header) for tier in tiers]
     from slurm_train.checkpoint.shards import write_file
@@ -175,7 +175,7 @@ def test_nodes_hold_a_checkpoint_together_or_not_at_all(fast_path: Any, kit: Sim
     tiers, manifest = split_over_two_nodes(fast_path, kit)
     held = [held_here(tier) for tier in tiers]
     found = choose_reachable(held, attempts={1}, above=OLD)
-    assert found == Reachable(manifest, {".metadata": 0, "rank_00000.pt": 0, "rank_00001.pt": 1})
+    assert found == Reachable(manifest, {"__1_0.distcp": 0, "rank_00000.pt": 0, "rank_00001.pt": 1})
     assert choose_reachable(held[::-1], attempts={1}, above=OLD) is not None, "ranks may be on other nodes now"
     assert choose_reachable(held[:1], attempts={1}, above=OLD) is None, "one node is gone"
     assert held_by_all(tiers[0], manifest, group=None) is None

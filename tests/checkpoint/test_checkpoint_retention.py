@@ -32,7 +32,7 @@ def test_keep_below_one_is_refused(root, kit, keep):
 
 def test_damaged_ones_neither_count_nor_go(root, kit):
     paths = {step: kit.make(root, step) for step in (1, 2, 3)}
-    (paths[3] / ".metadata").write_bytes(b"short")
+    (paths[3] / "__1_0.distcp").write_bytes(b"short")
     pruned = prune(root, keep=1, attempt=1, epoch_fence=1)
     assert steps(root) == [3, 2]
     assert pruned.untrusted == (paths[3],)

@@ -156,8 +156,8 @@ def test_nothing_saved_and_only_an_unfinished_save_mean_a_fresh_start(root, kit)
 
 def test_the_files_of_another_user_are_not_loaded(root, kit):
     path = kit.make(root, 1)
-    (path / ".metadata").chmod(0o620)
-    with pytest.raises(CheckpointError, match=r"\.metadata belongs to uid \d+ with mode -rw--w----") as caught:
+    (path / "__1_0.distcp").chmod(0o620)
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp belongs to uid \d+ with mode -rw--w----") as caught:
         choose_checkpoint(root, group=None)
     assert "remove group and world write permission" in caught.value.hint
 

@@ -62,7 +62,7 @@ def prepare_first(root: Path) -> None:
 def prepare_damaged(root: Path) -> None:
     """A damaged checkpoint stands where the new one goes."""
     prepare_first(root)
-    (make_checkpoint(root, NEW) / ".metadata").write_bytes(b"damaged")
+    (make_checkpoint(root, NEW) / "__1_0.distcp").write_bytes(b"damaged")
 
 
 def prepare_saved(root: Path) -> None:

@@ -33,7 +33,7 @@ def make_header(step: int, **changes: Any) -> CheckpointHeader:
 def stage(root: Path, header: CheckpointHeader, *, size: int = 24) -> tuple[Path, Manifest]:
     """Writes the files of a checkpoint and returns the staging directory and the manifest."""
     staging = open_staging(root, header)
-    names = ("rank_00000.pt", "__0_0.distcp", ".metadata")
+    names = ("rank_00000.pt", "__0_0.distcp", "__1_0.distcp")
     files = {name: write_file(staging / name, os.urandom(size)) for name in names}
     return staging, Manifest.of(header, files)
 

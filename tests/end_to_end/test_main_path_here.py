@@ -1,0 +1,49 @@
+"""Train, stop, the same command again, and what is done with the result: in whatever Python runs the tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm_train.errors import EXIT_REQUEUE
+from slurm_train.metrics.writer import read_metrics
+from slurm_train.rundir.layout import RunDirectory
+from tests.support.command_line import TINY, Person, new_project
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.distributed
+WORDS = (*TINY, "run.name=a", "run.processes=2", "train.threads=1", "model.step_s=0.1", "checkpoint.keep=2")
+
+
+def test_a_run_is_stopped_continued_verified_compared_and_exported(tmp_path: Path) -> None:
+    person = Person(new_project(tmp_path / "project"))
+    argv = [sys.executable, "-m", "slurm_train", *WORDS]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(argv, cwd=person.folder, env=person.environment(), stdout=log, stderr=log)
+    try:
+        wait_for(lambda: _steps(person) >= 6, within_s=100, what="six steps")
+        assert person.types("cancel", "a").code == 0
+        assert process.wait(timeout=60) == EXIT_REQUEUE
+    finally:
+        process.kill()
+    stopped_at = _steps(person)
+    assert stopped_at < 12
+    again = person.types(*WORDS)
+    assert again.code == 0, again.err
+    assert f"step {stopped_at}" in again.err, again.err
+    assert person.types("checkpoint", "verify", "a").code == 0
+    apart = person.types("checkpoint", "diff", f"a@{stopped_at}", "a")
+    assert apart.code == 1 and "layers.0.weight" in apart.out, apart.err
+    assert person.types("checkpoint", "export", "a", "model.safetensors").code == 0
+    assert (person.folder / "model.safetensors").stat().st_size > 0
+    report = person.types("report", "a")
+    assert report.code == 0, report.err
+
+
+def _steps(person: Person) -> int:
+    paths = list((person.folder / "runs").glob("a/*"))
+    lines = list(read_metrics(RunDirectory(paths[0]).metrics)) if paths else []
+    return max((int(line["step"]) for line in lines), default=0)
