@@ -77,7 +77,7 @@ $(VENV)/.docs: $(VENV)/.train
 	@touch $@
 
 docs: $(VENV)/.docs  ## build the pages of docs/ as a site in site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
 bench: setup-test slurm-packages  ## print speed ratios, side by side in one run
