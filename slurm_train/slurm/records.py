@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from slurm_train.slurm.nodelist import parse_nodelist
 from slurm_train.slurm.states import Phase, expand_array_id, phase_of
 
 SQUEUE_FORMAT = "%i|%T|%r|%N|%S|%e|%P|%j"
@@ -136,6 +137,15 @@ def parse_config(text: str) -> dict[str, str]:
     """Returns the settings in the output of `scontrol show config`, e.g. {"MaxArraySize": "1001", ...}."""
     pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
     return {key.strip(): value.strip() for key, value in pairs}
+
+
+def nodes_in(job: Mapping[str, str], key: str) -> list[str]:
+    """Returns the nodes that a field of a job's record names, e.g. "node[1-3]" in ExcNodeList; [] for "(null)".
+
+    Raises:
+        NodeListError: it is no node list.
+    """
+    return parse_nodelist(_known(job.get(key, "")))
 
 
 def queue_seconds(job: Mapping[str, str]) -> float | None:
