@@ -57,8 +57,12 @@ class JobState:
 
     @property
     def is_active(self) -> bool:
-        """Whether the job still holds or waits for nodes, or the controller is about to requeue it."""
-        return self.phase.is_active or (self.source == "squeue" and self.phase.may_return)
+        """Whether the job holds or waits for nodes.
+
+        A job that Slurm requeues after a preemption or a lost node goes from COMPLETING to PENDING. Where squeue says
+        PREEMPTED or NODE_FAIL it has ended, and only MinJobAge keeps it there (22.05).
+        """
+        return self.phase.is_active
 
 
 def parse_squeue(text: str) -> dict[str, JobState]:

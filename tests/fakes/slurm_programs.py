@@ -68,7 +68,7 @@ class SlurmPrograms:
             (folder / name).write_text("")
         (folder / "verdict_code").write_text("0")
         (folder / "job_id").write_text("4711\n")
-        (folder / "config.out").write_text("MaxArraySize            = 1001\n")
+        (folder / "config.out").write_text("ClusterName             = cluster\nMaxArraySize            = 1001\n")
         (folder / "sinfo.out").write_text(f"{_SINFO}\n")
 
     @property

@@ -88,11 +88,13 @@ def test_lines_of_another_form_are_no_jobs(text: str) -> None:
         ("RUNNING", "squeue", True),
         ("RUNNING", "sacct", True),
         ("COMPLETED", "squeue", False),
-        # The controller still has it and may requeue it; once only accounting remembers, it is over.
-        ("PREEMPTED", "squeue", True),
+        # A job that Slurm requeues shows COMPLETING, then PENDING; these rows are kept for MinJobAge.
+        ("PREEMPTED", "squeue", False),
         ("PREEMPTED", "sacct", False),
-        ("NODE_FAIL", "squeue", True),
+        ("NODE_FAIL", "squeue", False),
         ("NODE_FAIL", "sacct", False),
+        ("COMPLETING", "squeue", True),
+        ("REQUEUED", "squeue", True),
         ("SOMETHING", "squeue", False),
     ],
 )
