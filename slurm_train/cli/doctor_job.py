@@ -55,7 +55,7 @@ def look_at_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: b
             hint="add cluster.launcher=srun, and give one number of nodes: they are the same nodes",
         )
     commands = SlurmCommands(env)
-    require_slurm(commands)
+    require_slurm(commands, env)
     script = _prepare(plan, commands, env)
     if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env:
         note(f"looking at the nodes of this allocation, job {env['SLURM_JOB_ID']}")

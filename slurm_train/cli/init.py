@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> int:
             "init asks questions, and there is no terminal to answer at", hint="add --yes to take the defaults"
         )
     commands = SlurmCommands(os.environ)
-    require_slurm(commands)
+    require_slurm(commands, os.environ)
     facts = gather_facts(commands, user=login_name())
     for problem in facts.problems:
         note(f"Slurm does not say: {problem}")

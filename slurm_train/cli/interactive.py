@@ -62,7 +62,7 @@ def run_interactively(
         RunError: the run is active already, or it would not be the same training.
     """
     commands, run = SlurmCommands(env), plan.run
-    require_slurm(commands)
+    require_slurm(commands, env)
     script = render_script(plan)
     job_id = env.get("SLURM_JOB_ID")
     if job_id is not None:

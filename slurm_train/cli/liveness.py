@@ -18,6 +18,6 @@ def holder_lives(holder: Holder, commands: SlurmCommands) -> bool:
 
 
 def is_active(job_id: str, commands: SlurmCommands) -> bool:
-    """Returns whether Slurm has the job queued, running or about to come back."""
+    """Returns whether Slurm has the job queued, running, or giving its nodes back."""
     state = commands.job_states([job_id]).get(job_id)
     return state is not None and state.is_active

@@ -187,7 +187,7 @@ def _submit(
     outputs: Sequence[RunOutput],
 ) -> int:
     commands, sweep = SlurmCommands(env), plan.sweep
-    require_slurm(commands)
+    require_slurm(commands, env)
     say_keys_left_behind(plan.plans[0].config, env)
     scripts = [(one.run, render_script(one)) for one in plan.plans]
     with contextlib.ExitStack() as held:

@@ -173,7 +173,7 @@ def resubmit(run: RunDirectory, env: Mapping[str, str]) -> int:
         ClusterError: no Slurm here, no script, or Slurm refuses.
     """
     commands = SlurmCommands(env)
-    require_slurm(commands)
+    require_slurm(commands, env)
     refuse_active(run, commands)
     if not run.submit_script.is_file():
         raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")

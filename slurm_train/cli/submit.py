@@ -48,7 +48,7 @@ def submit(
         RunError: the run is active already, or it would not be the same training.
     """
     commands = SlurmCommands(env)
-    require_slurm(commands)
+    require_slurm(commands, env)
     script = render_script(plan)
     importing = _import_early()
     refuse_active(plan.run, commands)
@@ -90,11 +90,11 @@ def tell_of_bad_nodes(scripts: Sequence[tuple[RunDirectory, str]], env: Mapping[
         avoid_bad_nodes(script, run, env)
 
 
-def require_slurm(commands: SlurmCommands) -> None:
-    """Refuses where no Slurm commands are.
+def require_slurm(commands: SlurmCommands, env: Mapping[str, str]) -> None:
+    """Refuses where no Slurm commands are, or where the environment asks for another cluster.
 
     Raises:
-        ClusterError: sbatch is not on the PATH.
+        ClusterError: sbatch is not on the PATH, or SLURM_CLUSTERS or the like names another cluster.
     """
     if not commands.is_available():
         raise ClusterError(
@@ -102,6 +102,15 @@ def require_slurm(commands: SlurmCommands) -> None:
             hint="type this on a login node, or drop +cluster to train on this machine; "
             "to try Slurm on one machine: `python -m slurm_train devcluster up`",
         )
+
+    for name in ("SBATCH_CLUSTERS", "SALLOC_CLUSTERS", "SLURM_CLUSTERS"):
+        asked, here = env.get(name, ""), ""
+        if asked and asked != (here := commands.show_config().get("ClusterName", "")):
+            raise ClusterError(
+                f"{name}={asked} asks for another cluster than {here or 'that'} of this machine, which is the one that "
+                "status, cancel and requeue ask",
+                hint=f"submit from a login node of {asked}, or `unset {name}` to submit here",
+            )
 
 
 def refuse_active(run: RunDirectory, commands: SlurmCommands) -> None:

@@ -18,7 +18,7 @@ from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, ConfigError, NodesError
-from slurm_train.launch.avoidance import listed_among
+from slurm_train.launch.avoidance import can_avoid, keep_off, listed_among
 from slurm_train.launch.continuation import cancelled_before, is_new_request, submit_continuation
 from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.preparation import record_job
@@ -179,7 +179,7 @@ def _site(
         explain=lambda attempt: _read_step_errors(run, attempt),
         clear=lambda attempt: all(_clear(run, attempt, job_id=one, commands=commands) for one in job_ids),
         past_ends=lambda old_job: _past_ends(old_job, commands),
-        can_avoid=lambda names: _can_avoid(names, allocation, commands),
+        can_avoid=lambda names: can_avoid(names, job_id, commands, num_nodes=allocation.num_nodes),
         queue_s=_queue_s(job_id, env),
         can_relaunch=True,
     )
@@ -226,19 +226,6 @@ def _read_step_errors(run: RunDirectory, attempt: int) -> str:
         return line
     log = run.attempt_logs(first_round(run, attempt)) / "batch.log"
     return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""
-
-
-def _can_avoid(names: str, allocation: Allocation, commands: SlurmCommands) -> bool:
-    """Whether the job's partition has working nodes enough without some of them ("node3", "node3,node4")."""
-    try:
-        job = commands.show_job(allocation.requeue_id)
-        nodes = sum(part.num_usable_nodes for part in commands.partitions() if part.name == job.get("Partition"))
-    except ClusterError:
-        return False
-    # What is kept from the job already counts, and a job that names its nodes cannot go elsewhere.
-    kept_away = [name for name in (job.get("ExcNodeList") or "").split(",") if name and name != "(null)"]
-    is_bound = job.get("ReqNodeList", "(null)") not in ("(null)", "")
-    return not is_bound and nodes - len({*kept_away, *names.split(",")}) >= allocation.num_nodes
 
 
 def _queue_s(job_id: str, env: Mapping[str, str]) -> float | None:
@@ -308,12 +295,9 @@ def _cancelled_before(run: RunDirectory, allocation: Allocation, env: Mapping[st
 
 
 def _keep_off(names: str, job_id: str, commands: SlurmCommands) -> None:
-    # Slurm takes this for a waiting job only, and it may end this process any moment: a wish, not a promise.
+    # Slurm may end this process any moment: an attempt, not a promise.
     try:
-        known = commands.show_job(job_id).get("ExcNodeList", "(null)")
-        new = [name for name in names.split(",") if name not in known.split(",")]
-        if new:
-            commands.exclude_nodes(job_id, ",".join([*([] if known in ("(null)", "") else [known]), *new]))
+        keep_off(names, job_id, commands)
     except ClusterError as err:
         say(f"job {job_id} may get {names} again: {err.message}")
 

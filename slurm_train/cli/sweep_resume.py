@@ -73,7 +73,7 @@ def resume_sweep(
             meant_here = {one.run for one in todo}
             elements = [element for element in elements if element.run in meant_here]
             return _here(sweep, elements, num_parallel=config.sweep.max_parallel or 1, env=env)
-        require_slurm(commands)
+        require_slurm(commands, env)
         scripts = [(one.run, one.run.submit_script.read_text(encoding="utf-8")) for one in todo]
         arrays = plan_arrays(sweep, scripts, commands, max_parallel=config.sweep.max_parallel)
         _prepare(sweep, todo, source, commands, words=words)

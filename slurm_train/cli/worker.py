@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from slurm_train.launch.meeting import is_under_torchrun
 from slurm_train.requeue.orphan import Ties, watch
 from slurm_train.requeue.signals import StopFlag, hold_continue, install, release_continue, was_continued
 from slurm_train.rundir.publishing import end_publishing
+from slurm_train.slurm.environment import node_name
 
 _COMMIT_S = 5.0
 """Longest that a process stays for a checkpoint that is getting its name; a zombie must be gone within 10 s."""
@@ -77,7 +77,7 @@ def _join(path: Path, env: Mapping[str, str]) -> Joined:
     from slurm_train.rundir.layout import RunDirectory
 
     run = RunDirectory(path)
-    _require_visible(run, socket.gethostname())
+    _require_visible(run, node_name(env))
     joined = join_round(run, env, timeout_s=load_config(run.config).train.start_timeout_s)
     if joined is None:
         _leave(EXIT_DONE)
@@ -114,7 +114,7 @@ def _fail(path: Path, env: Mapping[str, str], code: int, message: str) -> NoRetu
         # No attempt knows this rank yet.
         _leave(code)
     rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
-    mark = FailureMark(rank=rank, host=socket.gethostname(), exit_code=code, message=message.partition("\n")[0])
+    mark = FailureMark(rank=rank, host=node_name(env), exit_code=code, message=message.partition("\n")[0])
     # Where nothing can be written, the log has said what is wrong.
     with contextlib.suppress(OSError):
         leave_mark(RunDirectory(path), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), mark)

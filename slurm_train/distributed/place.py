@@ -6,12 +6,12 @@ over a world of one. Imports no torch, so it runs before anything slow does.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.allocation import TaskPlace
+from slurm_train.slurm.environment import node_name
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -31,7 +31,7 @@ class RankPlace:
     local_world_size: int
     """Ranks of this node; nodes may differ."""
     host: str
-    """Name of this node."""
+    """Name of this node, Slurm's own where there is one: what `--exclude` wants."""
 
     @property
     def is_first(self) -> bool:
@@ -49,12 +49,12 @@ class RankPlace:
 
         Args:
             env: SLURM_PROCID and its kin, or RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, or neither.
-            host: name of this node; default: asked of the system.
+            host: name of this node; default: Slurm's name of it, outside a job the host name.
 
         Raises:
             ClusterError: a variable is missing, not a number, or contradicts another.
         """
-        here = host or socket.gethostname()
+        here = host or node_name(env)
         # A local launch typed inside `srun --pty bash` has both; there SLURM_PROCID is the shell's, not the rank's.
         if "RANK" in env:
             return cls._from_torchrun(env, here)

@@ -20,11 +20,6 @@ from slurm_train.rundir.layout import RunDirectory
 _MIB = 1 << 20
 
 
-def node_name(place: RankPlace, env: Mapping[str, str]) -> str:
-    """Returns Slurm's name of this node; its host name may be another."""
-    return env.get("SLURMD_NODENAME") or place.host
-
-
 def read_rank(place: RankPlace, env: Mapping[str, str]) -> RankFacts:
     """Returns what this rank knows of itself.
 
@@ -39,7 +34,7 @@ def read_rank(place: RankPlace, env: Mapping[str, str]) -> RankFacts:
         node_rank=place.node_rank,
         world_size=place.world_size,
         local_world_size=place.local_world_size,
-        node=node_name(place, env),
+        node=place.host,
         pid=os.getpid(),
         slurm_rank=int(task) if task.isdigit() and "SLURM_STEP_ID" in env else None,
         visible_gpus=_count_gpus(env),
@@ -116,7 +111,7 @@ def read_node(
     """
     gpus, num_gpus, driver = read_gpus(visible_gpus(env.get("CUDA_VISIBLE_DEVICES")))
     return NodeFacts(
-        node=node_name(place, env),
+        node=place.host,
         node_rank=place.node_rank,
         num_cpus=os.cpu_count() or 0,
         load=os.getloadavg()[0],

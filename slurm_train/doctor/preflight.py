@@ -93,7 +93,7 @@ def run_preflight(start: PreflightStart) -> dict[str, str]:
     if verdict is None:
         return {}
     _raise_errors(verdict.findings)
-    return dict(verdict.variables.get(gather.node_name(start.place, start.env), {}))
+    return dict(verdict.variables.get(start.place.host, {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class _Preflight:
         return socket.AF_INET6 if addresses and ":" in addresses[0] else socket.AF_INET
 
     def open_server(self) -> ProbeServer:
-        name = gather.node_name(self.start.place, self.start.env)
+        name = self.start.place.host
         server = ProbeServer(self.point, name, address=self.own_address, family=self.family())
         server.start()
         return server

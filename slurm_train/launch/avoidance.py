@@ -1,4 +1,4 @@
-"""Leaves out nodes that were found bad a while ago, where Slurm has others enough."""
+"""Leaves out nodes that were found bad, where Slurm has others enough."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from slurm_train.errors import ClusterError
 from slurm_train.rundir.bad_nodes import BadNode, read_bad_nodes
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.nodelist import NodeListError, parse_nodelist
+from slurm_train.slurm.nodelist import compact_nodelist, parse_nodelist
+from slurm_train.slurm.records import nodes_in
 
 _DIRECTIVE = re.compile(r"^#SBATCH --(?P<name>[a-z-]+)(?:=(?P<value>.*))?$", re.MULTILINE)
 _IS_HETEROGENEOUS = re.compile(r"^#SBATCH hetjob$", re.MULTILINE)
@@ -66,13 +67,51 @@ def _directives(script: str) -> dict[str, str]:
 def _has_enough_without(nodes: Sequence[str], directives: Mapping[str, str], commands: SlurmCommands) -> bool:
     try:
         kept_away = {*nodes, *parse_nodelist(directives.get("exclude", ""))}
-        parts = commands.partitions()
-    except (ClusterError, NodeListError):
+        # "2-4": as many as there are, and the fewest will do.
+        num_nodes = int(directives.get("nodes", "1").partition("-")[0])
+        return _num_usable(directives.get("partition", ""), commands) - len(kept_away) >= num_nodes
+    except ClusterError:
         return False
-    wanted = directives.get("partition", "")
-    usable = sum(part.num_usable_nodes for part in parts if (part.name == wanted if wanted else part.is_default))
-    # "2-4": as many as there are, and the fewest will do.
-    return usable - len(kept_away) >= int(directives.get("nodes", "1").partition("-")[0])
+
+
+def _num_usable(partition: str, commands: SlurmCommands) -> int:
+    parts = commands.partitions()
+    chosen = (part for part in parts if (part.name == partition if partition else part.is_default))
+    return sum(part.num_usable_nodes for part in chosen)
+
+
+def can_avoid(nodes: str, job_id: str, commands: SlurmCommands, *, num_nodes: int) -> bool:
+    """Returns whether a job could be requeued without some nodes: its partition has enough others that work.
+
+    Args:
+        nodes: a node list, e.g. "node3,node4".
+        job_id: the running job.
+        commands: Slurm.
+        num_nodes: how many nodes the job needs.
+    """
+    try:
+        job = commands.show_job(job_id)
+        if nodes_in(job, "ReqNodeList"):
+            # A job that names its nodes cannot go elsewhere.
+            return False
+        kept_away = {*parse_nodelist(nodes), *nodes_in(job, "ExcNodeList")}
+        return _num_usable(job.get("Partition", ""), commands) - len(kept_away) >= num_nodes
+    except ClusterError:
+        return False
+
+
+def keep_off(nodes: str, job_id: str, commands: SlurmCommands) -> None:
+    """Excludes nodes from a requeued job, besides those that it excludes already.
+
+    Slurm takes this for a waiting job only.
+
+    Raises:
+        ClusterError: Slurm refused, or does not answer.
+    """
+    known = nodes_in(commands.show_job(job_id), "ExcNodeList")
+    new = [name for name in parse_nodelist(nodes) if name not in known]
+    if new:
+        commands.exclude_nodes(job_id, compact_nodelist([*known, *new]))
 
 
 def listed_among(nodes: Sequence[str], run: RunDirectory) -> list[BadNode]:

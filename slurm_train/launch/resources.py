@@ -7,6 +7,7 @@ Every flag has its reason in a fact about Slurm; see docs/slurm.md. Values are c
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +62,10 @@ _PROTECTED_SRUN = {
     "job-name": "",
     "multi-prog": "script",
 }
+# Requeues, `status` and `cancel` address the cluster of this machine: there the number is another job's.
+_OTHER_CLUSTERS = ("cluster", "clusters", "cluster-constraint")
+# Flags in their own right, although a protected one begins with them.
+_NOT_SHORT = ("gpus",)
 
 
 def sbatch_components(plan: RunPlan) -> list[Flags]:
@@ -229,8 +234,14 @@ def _own_flags(values: dict[str, Any], key: str, protected: dict[str, str]) -> F
     flags: Flags = {}
     for name, value in values.items():
         flag = name.replace("_", "-")
-        if flag in protected:
-            instead = protected[flag]
+        if flag in _OTHER_CLUSTERS:
+            raise ConfigError(
+                f"{key}.{name}={value} sends the job to another cluster, but status, cancel and requeue ask the "
+                "cluster of this machine, where that job id belongs to another job",
+                hint=f"log in to a login node of that cluster and submit there, without {key}.{name}",
+            )
+        if (meant := _protected_flag(flag, protected)) is not None:
+            instead = protected[meant]
             hint = f"use {instead} instead" if instead else f"drop {key}.{name}"
             raise ConfigError(f"{key}.{name} would break the launch, which sets it itself", hint=hint)
         if found := next((word for word in ("{attempt}", "{nodes}") if word in str(value)), None):
@@ -238,6 +249,13 @@ def _own_flags(values: dict[str, Any], key: str, protected: dict[str, str]) -> F
         if value is not None and value is not False:
             flags[flag] = value if value is True else _text(f"{key}.{name}", value)
     return flags
+
+
+def _protected_flag(flag: str, protected: Mapping[str, str]) -> str | None:
+    """Returns the protected flag that Slurm would read; it takes a long name cut short as well ("arr" for "array")."""
+    if flag in protected or flag in _NOT_SHORT:
+        return flag if flag in protected else None
+    return next((name for name in protected if name.startswith(flag)), None)
 
 
 def _text(key: str, value: Any) -> str:

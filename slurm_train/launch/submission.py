@@ -16,6 +16,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.private import make_private
+from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.exports import exported
 
 
@@ -40,6 +41,8 @@ class ScriptExecutor(submitit.SlurmExecutor):
         export: Sequence[str] = (),
     ) -> None:
         super().__init__(folder)
+        self.cluster = ""
+        """The cluster that has taken the job, where sbatch names one."""
         self._script = script
         self._flags = list(flags)
         self._withheld = sorted(env.keys() - exported(env, export))
@@ -56,14 +59,14 @@ class ScriptExecutor(submitit.SlurmExecutor):
         scrub = [word for name in self._withheld for word in ("-u", name)]
         return ["env", *scrub, "sbatch", "--parsable", *self._flags, str(submission_file_path)]
 
-    @staticmethod
-    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+    def _get_job_id_from_submission_command(self, string: bytes | str) -> str:  # type: ignore[override]  # static there
         text = string.decode() if isinstance(string, bytes) else string
         # --parsable prints "id" or "id;cluster"; a site's wrapper may print more before it.
-        match = re.search(r"^(\d+)(?:;[\w.-]+)?$", text, re.MULTILINE)
+        match = re.search(r"^(\d+)(?:;([\w.-]+))?$", text, re.MULTILINE)
         if match is None:
             raise FailedSubmissionError(f"sbatch printed no job id: {text!r}")
-        return match.group(1)
+        self.cluster = match[2] or ""
+        return match[1]
 
 
 def submit_script(
@@ -72,11 +75,12 @@ def submit_script(
     """Submits a script and returns the job id; see `ScriptExecutor` for the arguments.
 
     Raises:
-        ClusterError: sbatch refused it.
+        ClusterError: sbatch refused it, or gave it to another cluster, where it is cancelled.
     """
     make_private(folder)
     try:
-        job = ScriptExecutor(folder, script=script, env=env, flags=flags, export=export).submit_script()
+        executor = ScriptExecutor(folder, script=script, env=env, flags=flags, export=export)
+        job = executor.submit_script()
     except (FailedJobError, FailedSubmissionError, RuntimeError) as err:
         lines = [line for line in str(err).splitlines() if "sbatch:" in line] or str(err).splitlines()[-1:]
         reason = lines[-1].strip() if lines else type(err).__name__
@@ -87,4 +91,18 @@ def submit_script(
     for copy in folder.iterdir():
         if copy.is_file() and not copy.is_symlink():
             copy.chmod(0o600)
+    if executor.cluster:
+        _refuse_other_cluster(str(job.job_id), executor.cluster, SlurmCommands(env))
     return str(job.job_id)
+
+
+def _refuse_other_cluster(job_id: str, cluster: str, commands: SlurmCommands) -> None:
+    here = commands.show_config().get("ClusterName", "")
+    if cluster == here:
+        return
+    commands.cancel([job_id], cluster=cluster)
+    raise ClusterError(
+        f"sbatch gave the job to cluster {cluster} as job {job_id}, which is cancelled: status, cancel and requeue ask "
+        f"the cluster of this machine ({here or 'it does not tell its name'})",
+        hint=f"submit from a login node of {cluster}; look for --clusters or -M in submit.sh and in sbatch wrappers",
+    )

@@ -186,8 +186,12 @@ class SlurmCommands:
 
         return parse_qos(self._run(["sacctmgr", "-n", "-P", "show", "qos", f"format={QOS_FORMAT}"]))
 
-    def cancel(self, job_ids: Iterable[str]) -> None:
+    def cancel(self, job_ids: Iterable[str], *, cluster: str = "") -> None:
         """Cancels jobs; those that have ended already are no error.
+
+        Args:
+            job_ids: the jobs.
+            cluster: where they are, if not on this machine's cluster.
 
         Raises:
             ClusterError: Slurm refused, e.g. somebody else's job.
@@ -195,7 +199,7 @@ class SlurmCommands:
         checked = checked_ids(job_ids)
         if not checked:
             return
-        argv = ["scancel", *checked]
+        argv = ["scancel", *([f"--clusters={cluster}"] if cluster else []), *checked]
         done = self._call(argv)
         if done.return_code and not _has_ended(done.stderr):
             raise failed_command(argv, done)

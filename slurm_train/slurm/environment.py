@@ -6,6 +6,7 @@ in SBATCH_* or SRUN_* would change what the script says. Both go; the rest of th
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 
 # SLURM_CONF says which cluster this is; without it a non-default installation is not found.
@@ -51,6 +52,14 @@ def is_job_variable(name: str) -> bool:
     if name in _KEPT or name.startswith(_KEPT_PREFIX):
         return False
     return name in _NAMES or name.startswith(_PREFIXES)
+
+
+def node_name(env: Mapping[str, str]) -> str:
+    """Returns the name under which Slurm knows this node, which `--exclude` wants: its NodeName, not its host name.
+
+    The two may differ (an alias, or a host name with a domain). Outside a job it is the host name.
+    """
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def scrubbed(env: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """What squeue, sacct and scontrol print about jobs, as values. Pure text in, values out; nothing is run here.
 
-Only explicit column formats are read, never `--json`, whose schema changes with every release. Free text that a user
-chose (job name, comment) comes last or on a line of its own, so that it cannot pass for another field.
+Only explicit column formats are read, never `--json`, whose schema changes with every release. Where rows of many jobs
+are read, no column holds text that a user chose: a job's name may have a line break (22.05 prints it as it is), and its
+rest would pass for another job's row.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from slurm_train.slurm.nodelist import parse_nodelist
 from slurm_train.slurm.states import Phase, expand_array_id, phase_of
 
-SQUEUE_FORMAT = "%i|%T|%r|%N|%S|%e|%P|%j"
-SACCT_FORMAT = "JobID,State,Reason,NodeList,Start,End,Partition,ExitCode,JobName"
+SQUEUE_FORMAT = "%i|%T|%r|%N|%S|%e|%P"
+SACCT_FORMAT = "JobID,State,Reason,NodeList,Start,End,Partition,ExitCode"
 
 NAMED_FORMAT = "%F|%j|%o"
 
@@ -45,7 +47,6 @@ class JobState:
     end: str = ""
     """End, or the time limit of a running job."""
     partition: str = ""
-    name: str = ""
     exit_code: str = ""
     """ "code:signal" of the batch script; only sacct knows it."""
 
@@ -56,15 +57,19 @@ class JobState:
 
     @property
     def is_active(self) -> bool:
-        """Whether the job still holds or waits for nodes, or the controller is about to requeue it."""
-        return self.phase.is_active or (self.source == "squeue" and self.phase.may_return)
+        """Whether the job holds or waits for nodes.
+
+        A job that Slurm requeues after a preemption or a lost node goes from COMPLETING to PENDING. Where squeue says
+        PREEMPTED or NODE_FAIL it has ended, and only MinJobAge keeps it there (22.05).
+        """
+        return self.phase.is_active
 
 
 def parse_squeue(text: str) -> dict[str, JobState]:
     """Returns the jobs in the output of `squeue -h -r -o SQUEUE_FORMAT`, by id."""
     found: dict[str, JobState] = {}
     for fields in _rows(text, SQUEUE_FORMAT.count("|") + 1):
-        job_ids, word, reason, nodelist, start, end, partition, name = fields
+        job_ids, word, reason, nodelist, start, end, partition = fields
         if (leader := _leader(job_ids)) in found:
             found[leader] = _with_nodes(found[leader], _known(nodelist))
         for job_id in _ids(job_ids):
@@ -77,7 +82,6 @@ def parse_squeue(text: str) -> dict[str, JobState]:
                 start=_known(start),
                 end=_known(end),
                 partition=partition,
-                name=name,
             )
     return found
 
@@ -86,7 +90,7 @@ def parse_sacct(text: str) -> dict[str, JobState]:
     """Returns the jobs in the output of `sacct -n -P -X -o SACCT_FORMAT`, by id; the last row of an id wins."""
     found: dict[str, JobState] = {}
     for fields in _rows(text, SACCT_FORMAT.count(",") + 1):
-        job_ids, word, reason, nodelist, start, end, partition, exit_code, name = fields
+        job_ids, word, reason, nodelist, start, end, partition, exit_code = fields
         if (leader := _leader(job_ids)) in found:
             found[leader] = _with_nodes(found[leader], _known(nodelist))
         for job_id in _ids(job_ids):
@@ -100,19 +104,19 @@ def parse_sacct(text: str) -> dict[str, JobState]:
                 start=_known(start),
                 end=_known(end),
                 partition=partition,
-                name=name,
                 exit_code=exit_code,
             )
     return found
 
 
 def parse_named(text: str) -> dict[tuple[str, str], str]:
-    """Returns the jobs in the output of `squeue -h -o NAMED_FORMAT`: (name, script) -> id, an array's id for an array.
+    """Returns the jobs in the output of `squeue -h --me -n NAMES -o NAMED_FORMAT`: (name, script) -> job or array id.
 
-    A name with "|" in it is none of ours and cannot be told from its script.
+    Only jobs of this user with exactly these names are asked for, so nobody else's text is in it. The script comes
+    last, since "|" may be part of its path.
     """
-    rows = _rows(text, NAMED_FORMAT.count("|") + 1)
-    return {(name, command): job_id for job_id, name, command in rows if job_id.isdigit()}
+    rows = (line.split("|", 2) for line in text.splitlines())
+    return {(row[1], row[2]): row[0] for row in rows if len(row) == 3 and row[0].isdigit()}
 
 
 def parse_job(text: str) -> dict[str, str]:
@@ -138,6 +142,15 @@ def parse_config(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
+def nodes_in(job: Mapping[str, str], key: str) -> list[str]:
+    """Returns the nodes that a field of a job's record names, e.g. "node[1-3]" in ExcNodeList; [] for "(null)".
+
+    Raises:
+        NodeListError: it is no node list.
+    """
+    return parse_nodelist(_known(job.get(key, "")))
+
+
 def queue_seconds(job: Mapping[str, str]) -> float | None:
     """Returns how long a started job had waited since it could have started, None where its record does not say."""
     try:
@@ -156,8 +169,8 @@ def was_submitted_after(job: Mapping[str, str], time_unix_s: float) -> bool:
 
 
 def _rows(text: str, num_fields: int) -> list[list[str]]:
-    """Splits lines into exactly so many fields; "|" in the last field, the job's name, is part of it."""
-    rows = (line.split("|", num_fields - 1) for line in text.splitlines())
+    """Splits lines into fields; lines with another number of them are left out."""
+    rows = (line.split("|") for line in text.splitlines())
     return [row for row in rows if len(row) == num_fields]
 
 

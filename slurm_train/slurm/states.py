@@ -37,11 +37,6 @@ class Phase(enum.Enum):
         """Whether the job holds, waits for or still gives back nodes."""
         return self in (Phase.QUEUED, Phase.RUNNING, Phase.FINISHING)
 
-    @property
-    def may_return(self) -> bool:
-        """Whether Slurm itself may put such a job back into the queue: look again before calling it an end."""
-        return self in (Phase.PREEMPTED, Phase.NODE_FAIL)
-
 
 _PHASES = {
     "BOOT_FAIL": Phase.NODE_FAIL,

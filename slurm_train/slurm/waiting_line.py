@@ -63,8 +63,8 @@ def _number(row: str) -> str:
 
 def _waiting(priority: str, row: str) -> _Waiting | None:
     """Returns a row as a job in line, None for one that runs, has ended, or waits for something else than nodes."""
-    fields = row.split("|", 7)
-    if len(fields) < 8 or not priority.isdigit():
+    fields = row.split("|")
+    if len(fields) != SQUEUE_FORMAT.count("|") + 1 or not priority.isdigit():
         return None
     if phase_of(fields[1]) is not Phase.QUEUED or not is_in_line(fields[2]):
         return None

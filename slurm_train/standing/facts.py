@@ -78,7 +78,7 @@ class Standing:
 
     @property
     def is_active(self) -> bool:
-        """Queued, running, or about to come back by itself."""
+        """Queued, running, or giving its nodes back."""
         if self.is_finished:
             return False
         return self.state is RunState.RUNNING or (self.job is not None and self.job.is_active)

@@ -14,7 +14,7 @@ KEYS = {
     "overrides": "what the sweep gave to it, empty for such a run",
     "state": "one of the words above",
     "note": 'why it waits, is slow, or ended, in words; "" where there is nothing to say',
-    "is_active": "queued, running, or about to come back by itself",
+    "is_active": "queued, running, or giving its nodes back",
     "job_id": 'its newest job, e.g. "12" or "12_3"',
     "slurm_state": 'Slurm\'s own word, e.g. "PENDING"',
     "slurm_reason": 'Slurm\'s own word, e.g. "Resources"',

@@ -107,7 +107,7 @@ def _explain_without_attempt(files: RunFiles, job: JobState | None, state: RunSt
 
 def _explain_without_end(files: RunFiles, job: JobState | None, *, slurm_answers: bool) -> str:
     """Returns what is known of a run whose supervisor did not live to write how it ended."""
-    if job is not None and job.phase.may_return:
+    if job is not None and job.phase in (Phase.PREEMPTED, Phase.NODE_FAIL):
         return ""
     if files.record is None:
         return f"what ran it is gone; `resume {files.run.run_id}` continues"

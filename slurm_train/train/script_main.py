@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import os
 import runpy
-import socket
 import sys
 import threading
 import traceback
@@ -72,9 +71,10 @@ def tell_supervisor(run_directory: str, code: int, words: str) -> None:
 
     from slurm_train.rundir.layout import RunDirectory
     from slurm_train.rundir.marks import FailureMark, leave_mark
+    from slurm_train.slurm.environment import node_name
 
     env = os.environ
-    mark = FailureMark(rank=int(env["RANK"]), host=socket.gethostname(), exit_code=code, message=words.split("\n")[0])
+    mark = FailureMark(rank=int(env["RANK"]), host=node_name(env), exit_code=code, message=words.split("\n")[0])
     leave_mark(RunDirectory(Path(run_directory)), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), mark)
 
 

@@ -33,6 +33,18 @@ def test_a_submission_prints_job_and_run_and_nothing_else_on_stdout(shell: Any) 
         assert text in done.err
 
 
+@pytest.mark.parametrize("name", ["SBATCH_CLUSTERS", "SLURM_CLUSTERS"])
+def test_a_shell_that_asks_for_another_cluster_submits_nothing(name: str, shell: Any) -> None:
+    (shell.slurm.folder / "config.out").write_text("ClusterName             = cpu\nMaxArraySize            = 1001\n")
+    shell.patch.setenv(name, "gpu2")
+    for words in (("+cluster=1x1",), ("-m", "+cluster=1x1", "seed=1,2"), ("+cluster=1x1", "launch=interactive")):
+        done = shell.types(*words)
+        assert done.code == 2 and f"{name}=gpu2 asks for another cluster than cpu" in done.err, done.err
+    assert shell.slurm.said("submitted.sh") is None and shell.left() == []
+    shell.patch.setenv(name, "cpu")
+    assert shell.types("+cluster=1x1").code == 0
+
+
 def test_the_same_command_while_it_runs_points_to_it(shell: Any) -> None:
     shell.types("+cluster=4x8")
     run = run_of(shell.folder, "+cluster=4x8")

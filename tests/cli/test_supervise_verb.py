@@ -16,6 +16,7 @@ from slurm_train.config.schema import ClusterSection, RequeueSection, RunConfig
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import read_job
+from slurm_train.rundir.marks import first_mark
 from tests.cli.conftest import Shell
 from tests.support.command_line import Done, Person
 from tests.support.waiting import wait_for
@@ -118,6 +119,15 @@ def test_outside_a_job_it_says_where_it_belongs(batch: Batch) -> None:
     done = batch.supervises(SLURM_JOB_ID="")
     assert done.code == 2 and "SLURM_JOB_ID is not set" in done.err
     assert read_ledger(batch.run) == []
+
+
+def test_a_failing_rank_names_its_node_as_slurm_does(batch: Batch) -> None:
+    batch.run.attempt_logs(0).mkdir(parents=True)
+    batch.run.config.write_text("not: [a configuration")
+    env = {"SLURM_TRAIN_ATTEMPT": "0", "SLURM_PROCID": "3", "SLURMD_NODENAME": "gpu-a7"}
+    assert batch.person.types("worker", str(batch.run.path), env=env).code != 0
+    mark = first_mark(batch.run, 0)
+    assert mark is not None and (mark.rank, mark.host) == (3, "gpu-a7"), "--exclude takes no host names"
 
 
 SLEEPER = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from slurm_train.distributed.place import RankPlace
@@ -51,6 +53,11 @@ def test_contradictions_are_refused(change: dict[str, str | None], text: str) ->
     env = {key: value for key, value in {**TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(ClusterError, match=text):
         RankPlace.from_env(env)
+
+
+def test_a_node_goes_by_its_name_in_slurm() -> None:
+    assert RankPlace.from_env({**SLURM, "SLURMD_NODENAME": "gpu-a7"}).host == "gpu-a7"
+    assert RankPlace.from_env(TORCHRUN).host == socket.gethostname()
 
 
 def test_spans_nodes() -> None:

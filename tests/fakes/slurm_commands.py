@@ -117,7 +117,8 @@ class FakeSlurmCommands:
         self._fail_if_told()
         return dict(self.config)
 
-    def cancel(self, job_ids: Iterable[str]) -> None:
+    def cancel(self, job_ids: Iterable[str], *, cluster: str = "") -> None:
+        assert not cluster
         self._fail_if_told()
         for job_id in job_ids:
             self.cancelled.append(job_id)

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 # `squeue -o` and `sacct -o` as slurm_train asks for them.
-_SQUEUE = "{job_id}|{word}|{reason}|{nodes}|2026-01-31T09:41:24|N/A|main|some name"
-_SACCT = "{job_id}|{word}|None|{nodes}|Unknown|Unknown|main|0:0|some name"
+_SQUEUE = "{job_id}|{word}|{reason}|{nodes}|2026-01-31T09:41:24|N/A|main"
+_SACCT = "{job_id}|{word}|None|{nodes}|Unknown|Unknown|main|0:0"
 _SINFO = "main|main*|up|4|1-infinite|1-00:00:00|1:00:00|gpu:8(S:0-1)|64|512000|idle"
 
 _PROGRAMS = {
@@ -68,7 +68,7 @@ class SlurmPrograms:
             (folder / name).write_text("")
         (folder / "verdict_code").write_text("0")
         (folder / "job_id").write_text("4711\n")
-        (folder / "config.out").write_text("MaxArraySize            = 1001\n")
+        (folder / "config.out").write_text("ClusterName             = cluster\nMaxArraySize            = 1001\n")
         (folder / "sinfo.out").write_text(f"{_SINFO}\n")
 
     @property

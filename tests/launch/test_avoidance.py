@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.launch.avoidance import describe, exclude_flags, listed_among
+from slurm_train.launch.avoidance import can_avoid, describe, exclude_flags, keep_off, listed_among
 from slurm_train.rundir.bad_nodes import add_bad_nodes
 from slurm_train.rundir.layout import RunDirectory
+from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.fakes.slurm_programs import SlurmPrograms
 
 
@@ -79,3 +80,43 @@ def test_a_job_that_needs_the_nodes_gets_them(
 def test_where_slurm_does_not_say_nothing_is_left_out(run: RunDirectory) -> None:
     bad(run, "node3")
     assert exclude_flags(script(), run, {"PATH": "/nowhere"}) == []
+
+
+def running_job(**fields: str) -> FakeSlurmCommands:
+    """A job on a cluster of four nodes in partition main."""
+    none = {"Partition": "main", "ReqNodeList": "(null)", "ExcNodeList": "(null)"}
+    return FakeSlurmCommands(fields={"7": {**none, **fields}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes", "num_nodes", "expected"),
+    [
+        ({}, "node4", 3, True),
+        ({}, "node[3-4]", 3, False),
+        ({"ExcNodeList": "node[1-3]"}, "node4", 1, False),
+        ({"ExcNodeList": "node[1-3]"}, "node3", 1, True),
+        ({"ExcNodeList": "node1,node[2-3]"}, "node4", 1, False),
+        ({"ReqNodeList": "node[1-2]"}, "node4", 2, False),
+        ({"ExcNodeList": "node[1-"}, "node4", 1, False),
+    ],
+    ids=["room", "none left", "compressed", "excluded already", "mixed", "bound", "not readable"],
+)
+def test_a_job_is_requeued_elsewhere_only_where_nodes_enough_are_left(
+    fields: dict[str, str], nodes: str, num_nodes: int, expected: bool
+) -> None:
+    assert can_avoid(nodes, "7", running_job(**fields), num_nodes=num_nodes) is expected
+
+
+@pytest.mark.parametrize(
+    ("excluded", "nodes", "expected"),
+    [
+        ("(null)", "node4", "node4"),
+        ("node[1-2]", "node4", "node[1-2],node4"),
+        ("node[1-3]", "node2", "node[1-3]"),
+        ("node[1-2]", "node2,node3", "node[1-3]"),
+    ],
+)
+def test_what_a_job_excludes_already_stays_excluded(excluded: str, nodes: str, expected: str) -> None:
+    commands = running_job(ExcNodeList=excluded)
+    keep_off(nodes, "7", commands)
+    assert commands.fields["7"]["ExcNodeList"] == expected

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -131,6 +132,10 @@ PROTECTED = [
     ("srun", "gpus-per-task", "use cluster.gpus_per_node instead"),
     ("srun", "cpus-per-task", "use cluster.cpus_per_gpu instead"),
     ("srun", "ntasks", "use cluster.gpus_per_node instead"),
+    # Slurm takes a long name cut short as well.
+    ("sbatch", "arr", "drop cluster.sbatch.arr"),
+    ("sbatch", "gpus-per-t", "use cluster.gpus_per_node instead"),
+    ("srun", "outp", "drop cluster.srun.outp"),
 ]
 
 
@@ -140,6 +145,19 @@ def test_flags_that_the_launch_decides_are_refused_with_the_key_to_use(section: 
         flags_of(**{section: {flag: "1"}})
     assert caught.value.message == f"cluster.{section}.{flag} would break the launch, which sets it itself"
     assert caught.value.hint == hint
+
+
+def test_a_flag_that_only_begins_a_protected_one_is_its_own() -> None:
+    assert flags_of(sbatch={"gpus": "8"})[0]["gpus"] == "8"
+
+
+@pytest.mark.parametrize("section", ["sbatch", "srun"])
+@pytest.mark.parametrize("flag", ["clusters", "cluster", "cluster-constraint"])
+def test_another_cluster_is_refused(section: str, flag: str) -> None:
+    text = f"cluster.{section}.{flag}=gpu2 sends the job to another cluster"
+    with pytest.raises(ConfigError, match=re.escape(text)) as caught:
+        flags_of(**{section: {flag: "gpu2"}})
+    assert "log in to a login node of that cluster" in caught.value.hint
 
 
 @pytest.mark.parametrize("value", [["a"], {"a": 1}])

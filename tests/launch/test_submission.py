@@ -20,6 +20,8 @@ class FakeSlurm:
         self.folder = folder
         self.told = folder / "told.json"
         self._write("srun", "#!/bin/sh\n")
+        self._write("scontrol", "#!/bin/sh\necho 'ClusterName             = big-cluster'\n")
+        self._write("scancel", f'#!/bin/sh\necho "$@" >> {folder}/cancelled\n')
         self.answers("4711")
 
     def answers(self, out: str, *, err: str = "", code: int = 0) -> None:
@@ -50,7 +52,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 ANSWERS = [
     ("4711\n", "4711"),
-    ("4711;big-cluster\n", "4711"),
+    ("4711;big-cluster\n", "4711"),  # the cluster of this machine
     ("4711", "4711"),
     ("Welcome to the site, 3 messages\n4711\n", "4711"),
 ]
@@ -60,6 +62,13 @@ ANSWERS = [
 def test_the_job_id_is_read_from_what_sbatch_prints(out: str, job_id: str, slurm: FakeSlurm, tmp_path: Path) -> None:
     slurm.answers(out)
     assert submit_script(SCRIPT, folder=tmp_path / "submitted", env=os.environ) == job_id
+
+
+def test_a_job_that_went_to_another_cluster_is_cancelled_there(slurm: FakeSlurm, tmp_path: Path) -> None:
+    slurm.answers("4711;gpu2\n")
+    with pytest.raises(ClusterError, match="sbatch gave the job to cluster gpu2 as job 4711, which is cancelled"):
+        submit_script(SCRIPT, folder=tmp_path / "submitted", env=os.environ)
+    assert (slurm.folder / "cancelled").read_text() == "--clusters=gpu2 4711\n"
 
 
 def test_sbatch_gets_the_script_as_it_is(slurm: FakeSlurm, tmp_path: Path) -> None:

@@ -42,10 +42,6 @@ def test_only_jobs_that_hold_or_wait_for_nodes_are_active() -> None:
     assert {phase for phase in Phase if phase.is_active} == {Phase.QUEUED, Phase.RUNNING, Phase.FINISHING}
 
 
-def test_slurm_itself_may_bring_back_preempted_jobs_and_those_of_dead_nodes() -> None:
-    assert {phase for phase in Phase if phase.may_return} == {Phase.PREEMPTED, Phase.NODE_FAIL}
-
-
 @pytest.mark.parametrize(
     ("text", "ids"),
     [

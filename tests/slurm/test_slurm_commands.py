@@ -14,8 +14,8 @@ from slurm_train.slurm.states import Phase
 from slurm_train.slurm.verdicts import Refusal
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 
-RUNNING_7 = "7|RUNNING|None|node1|2026-01-01T00:00:00|2026-01-01T01:00:00|main|x\n"
-ENDED_8 = "8|COMPLETED|None|node1|2026-01-01T00:00:00|2026-01-01T01:00:00|main|0:0|y\n"
+RUNNING_7 = "7|RUNNING|None|node1|2026-01-01T00:00:00|2026-01-01T01:00:00|main\n"
+ENDED_8 = "8|COMPLETED|None|node1|2026-01-01T00:00:00|2026-01-01T01:00:00|main|0:0\n"
 AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
 GONE = "slurm_load_jobs error: Invalid job id specified\n"
 
@@ -51,7 +51,7 @@ def test_one_squeue_call_answers_for_all_jobs() -> None:
     script = Script(squeue=ok(RUNNING_7 + RUNNING_7.replace("7|", "9_1|", 1)))
     assert list(slurm(script).job_states(["7", "9_1", "7"])) == ["7", "9_1"]
     assert script.calls == [
-        ["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%N|%S|%e|%P|%j", "-j", "7,9_1"],
+        ["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%N|%S|%e|%P", "-j", "7,9_1"],
     ]
     assert script.envs == [{"PATH": "/bin", "SLURM_CONF": "/c", "SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}]
 
@@ -64,7 +64,7 @@ def test_what_squeue_does_not_know_is_asked_of_sacct() -> None:
         "8": (Phase.COMPLETED, "sacct"),
     }
     assert script.calls[1] == [
-        *["sacct", "-n", "-P", "-X", "-o", "JobID,State,Reason,NodeList,Start,End,Partition,ExitCode,JobName"],
+        *["sacct", "-n", "-P", "-X", "-o", "JobID,State,Reason,NodeList,Start,End,Partition,ExitCode"],
         *["-j", "8,99"],
     ]
 
@@ -77,14 +77,14 @@ def test_many_elements_are_asked_for_by_their_array_and_only_they_are_told() -> 
 
 
 def test_the_queue_is_one_squeue_about_these_jobs_or_about_all() -> None:
-    waiting = "50|7|PENDING|Priority||N/A|N/A|main|x\n60|6|PENDING|Resources||N/A|N/A|main|y\n"
+    waiting = "50|7|PENDING|Priority||N/A|N/A|main\n60|6|PENDING|Resources||N/A|N/A|main\n"
     script = Script(squeue=[ok(RUNNING_7), ok(waiting)])
     assert list(slurm(script).queue(["7", "9"]).jobs) == ["7"]
     found = slurm(script).queue(["7"], whole=True)
     assert (list(found.jobs), found.jobs_ahead) == (["7"], {"7": 1})
     assert script.calls == [
-        ["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%N|%S|%e|%P|%j", "-j", "7,9"],
-        ["squeue", "-h", "-a", "-t", "all", "-o", "%Q|%i|%T|%r|%N|%S|%e|%P|%j"],
+        ["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%N|%S|%e|%P", "-j", "7,9"],
+        ["squeue", "-h", "-a", "-t", "all", "-o", "%Q|%i|%T|%r|%N|%S|%e|%P"],
     ]
     assert slurm(script).queue([]).jobs == {} and len(script.calls) == 2
 
@@ -128,7 +128,7 @@ def test_without_any_answer_the_error_is_that_of_squeue() -> None:
     with pytest.raises(ClusterError) as caught:
         slurm(script).job_states(["8"])
     assert caught.value.message == (
-        "`squeue -h -r -t all -o '%i|%T|%r|%N|%S|%e|%P|%j' -j 8` ended with exit code 1: "
+        "`squeue -h -r -t all -o '%i|%T|%r|%N|%S|%e|%P' -j 8` ended with exit code 1: "
         "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     )
 

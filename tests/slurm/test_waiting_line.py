@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 
+from slurm_train.slurm.records import SACCT_FORMAT
 from slurm_train.slurm.states import Phase
 from slurm_train.slurm.waiting_line import QUEUE_FORMAT, parse_queue
 
 
 def row(priority: int, job_id: str, word: str = "PENDING", reason: str = "Priority", partition: str = "main") -> str:
-    return f"{priority}|{job_id}|{word}|{reason}||N/A|N/A|{partition}|a | name\n"
+    return f"{priority}|{job_id}|{word}|{reason}||N/A|N/A|{partition}\n"
 
 
 LINE = (
@@ -45,7 +46,6 @@ def test_only_the_jobs_that_were_asked_for_are_told() -> None:
         "20_5": Phase.QUEUED,
         "42": Phase.RUNNING,
     }
-    assert found.jobs["42"].name == "a | name"
     assert set(parse_queue(LINE, asked=["20"]).jobs) == {f"20_{task}" for task in range(10)}
 
 
@@ -55,4 +55,13 @@ def test_lines_that_cannot_be_read_cost_nothing_but_themselves() -> None:
 
 
 def test_the_format_has_as_many_columns_as_are_read() -> None:
-    assert QUEUE_FORMAT.count("|") == row(1, "1").count("|") - 1, "the name has one of its own"
+    assert QUEUE_FORMAT.count("|") == row(1, "1").count("|")
+
+
+def test_no_column_about_many_jobs_holds_text_that_a_user_chose() -> None:
+    # Name, comment, account, WCKey, dependency, command, working directory, user and group of squeue.
+    chosen = {"%j", "%k", "%a", "%w", "%E", "%o", "%Z", "%u", "%g"}
+    assert not chosen & set(QUEUE_FORMAT.split("|"))
+    assert not {"JobName", "Comment", "AdminComment", "Account", "User", "WCKey", "WorkDir"} & set(
+        SACCT_FORMAT.split(",")
+    )
