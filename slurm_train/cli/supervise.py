@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,12 +28,13 @@ from slurm_train.launch.step import LINGER_S, ORPHAN_LINGER_S, end_step, run_ste
 from slurm_train.launch.visibility import require_seen_by_all
 from slurm_train.metrics.trackers.beside import Trackers
 from slurm_train.requeue.decision import Decision
+from slurm_train.requeue.monitor import Monitor, Task
 from slurm_train.requeue.patience import bring_back, with_patience
-from slurm_train.requeue.straggler_watch import minding_stragglers
+from slurm_train.requeue.straggler_watch import straggler_watch
 from slurm_train.requeue.supervise import Site, ignore_stop_signals, say, supervise
-from slurm_train.requeue.timekeeper import ReadNotice, keeping_time
-from slurm_train.requeue.told import telling
-from slurm_train.requeue.watch import hang_of, limits_of, watching
+from slurm_train.requeue.timekeeper import ReadNotice, notice_keeper
+from slurm_train.requeue.told import findings_relay
+from slurm_train.requeue.watch import hang_of, hang_watchdog, limits_of
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat
@@ -73,14 +75,12 @@ def main(words: Sequence[str]) -> int:
 
     def launch(attempt: int) -> int:
         note_surroundings(run, attempt, slurm=commands.version)
-        end = partial(_kill_steps, commands, _job_ids(allocation, env))
-        with (
-            keeping_time(run, attempt, read=read),
-            watching(run, attempt, limits=limits, world_size=size, end_ranks=end),
-            telling(run, attempt, say=say),
-            minding_stragglers(run, attempt, config=config, world_size=size),
-        ):
-            code = _run_step(run, command, attempt=attempt, nodes=allocation.nodes, logs=logs, env=env)
+        end, monitor = partial(_kill_steps, commands, _job_ids(allocation, env)), Monitor()
+        monitor.add(hang_watchdog(run, attempt, limits=limits, world_size=size, end_ranks=end, clock=monitor.clock))
+        monitor.add(notice_keeper(run, attempt, read=read))
+        monitor.add(findings_relay(run, attempt, say=say))
+        monitor.add(straggler_watch(run, attempt, config=config, world_size=size))
+        code = _run_step(run, command, attempt=attempt, nodes=allocation.nodes, logs=logs, env=env, monitor=monitor)
         note_nodes(run, attempt, config)
         return code
 
@@ -326,6 +326,7 @@ def _run_step(
     nodes: Sequence[str],
     logs: Sequence[str],
     env: Mapping[str, str],
+    monitor: Monitor,
 ) -> int:
     step_env = {
         **env,
@@ -350,12 +351,17 @@ def _run_step(
             return note_unfit(run, attempt, err, nodes=nodes)
         if (code := refused_code(run, attempt)) is not None:
             return code
-        return run_step(argv, env=step_env, log=log, is_overdue=lambda: _is_overdue(run, attempt))
+        overdue = threading.Event()
+        look = partial(_look_for_end, run, attempt, overdue)
+        monitor.add(Task(name="the look for the end of the ranks", every_s=1.0, look=look))
+        with monitor.running():
+            return run_step(argv, env=step_env, log=log, is_overdue=overdue.is_set, beside=monitor.check)
 
 
-def _is_overdue(run: RunDirectory, attempt: int) -> bool:
-    mark = first_mark(run, newest_round(run, attempt))
-    if mark is None:
-        return False
+def _look_for_end(run: RunDirectory, attempt: int, overdue: threading.Event) -> None:
+    """Sets the event when the ranks have ended so long ago that srun must have missed it."""
+    if (mark := first_mark(run, newest_round(run, attempt))) is None:
+        return
     linger_s = ORPHAN_LINGER_S if mark.exit_code == EXIT_ORPHANED else LINGER_S
-    return time.time() - mark.time_unix_s > linger_s
+    if time.time() - mark.time_unix_s > linger_s:
+        overdue.set()

@@ -6,7 +6,9 @@ Runs where the batch script runs: on the head node, outside any container, witho
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -231,8 +233,13 @@ def _has_attempt_of(run: RunDirectory, start: AttemptStart) -> bool:
 
 
 def say(text: str) -> None:
-    """Prints a line for the person to stderr (batch.log in a job)."""
-    print(f"slurm_train: {text}", file=sys.stderr, flush=True)
+    """Prints a line for the person to stderr (batch.log in a job); a log that is full costs the line, nothing else."""
+    try:
+        print(f"slurm_train: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        # What could not be written stays in the buffer, and would turn the exit code into 120 at the end.
+        with contextlib.suppress(OSError):
+            sys.stderr = open(os.dup(2), "w", encoding="utf-8", errors="replace")  # noqa: PTH123, SIM115  # a descriptor
 
 
 def ignore_stop_signals() -> None:
