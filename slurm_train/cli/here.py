@@ -7,9 +7,11 @@ import signal
 import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.failure_lines import tell_unseen_failure
 from slurm_train.cli.liveness import holder_lives
@@ -27,9 +29,10 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preparation import write_run_directory
 from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.source import Source
+from slurm_train.requeue.end import Site
 from slurm_train.requeue.monitor import Monitor
 from slurm_train.requeue.straggler_watch import straggler_watch
-from slurm_train.requeue.supervise import Site, supervise
+from slurm_train.requeue.supervise import supervise
 from slurm_train.requeue.watch import hang_of, hang_watchdog, limits_of
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
@@ -102,6 +105,7 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         is_alive=lambda holder: holder_lives(holder, SlurmCommands(env)),
         show_job=lambda: None,
         requeue=lambda _decision: False,
+        committed_step=partial(newest_committed_step, run.checkpoints) if config.trains else None,
         explain=lambda attempt: hang_of(run, attempt),
     )
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from slurm_train.requeue.supervise import say
+from slurm_train.requeue.best_effort import say
 
 _STUCK_AFTER_S = 90.0
 _END_WITHIN_S = 10.0

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from slurm_train.config.schema import RunConfig
+from slurm_train.requeue.best_effort import say
 from slurm_train.requeue.monitor import Task
 from slurm_train.requeue.stragglers import Judge, WindowCutter
-from slurm_train.requeue.supervise import say
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.layout import RunDirectory

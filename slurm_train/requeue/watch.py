@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_FAILURE, ClusterError
+from slurm_train.requeue.best_effort import say
 from slurm_train.requeue.flight import Flight, read_flight
 from slurm_train.requeue.hang import Observer
 from slurm_train.requeue.monitor import Task
-from slurm_train.requeue.supervise import say
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.heartbeat import Beat, Limits, read_beats
 from slurm_train.rundir.layout import RunDirectory
