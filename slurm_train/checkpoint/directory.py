@@ -6,6 +6,7 @@ hash. Names and order come from the step alone: no link, no file time, no clock.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -105,6 +106,14 @@ def read_manifest(path: Path) -> Manifest:
     except UnicodeDecodeError as err:
         raise _untrusted(path, str(err)) from err
     return manifest
+
+
+def newest_committed_step(root: Path) -> int:
+    """Gives the step of the newest checkpoint whose marker fits its manifest, -1 if there is none; no data is read."""
+    for path in list_checkpoints(root):
+        with contextlib.suppress(CheckpointError):
+            return read_manifest(path).step
+    return -1
 
 
 def check_sizes(path: Path) -> Manifest:

@@ -7,9 +7,11 @@ import signal
 import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.failure_lines import tell_unseen_failure
 from slurm_train.cli.liveness import holder_lives
@@ -27,11 +29,14 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preparation import write_run_directory
 from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.source import Source
-from slurm_train.requeue.straggler_watch import minding_stragglers
-from slurm_train.requeue.supervise import Site, supervise
-from slurm_train.requeue.watch import hang_of, limits_of, watching
+from slurm_train.requeue.end import Site
+from slurm_train.requeue.monitor import Monitor
+from slurm_train.requeue.straggler_watch import straggler_watch
+from slurm_train.requeue.supervise import supervise
+from slurm_train.requeue.watch import hang_of, hang_watchdog, limits_of
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
+from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import release_lock, take_lock, this_process
 from slurm_train.rundir.lookup import read_job
@@ -100,6 +105,7 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         is_alive=lambda holder: holder_lives(holder, SlurmCommands(env)),
         show_job=lambda: None,
         requeue=lambda _decision: False,
+        committed_step=partial(newest_committed_step, run.checkpoints) if config.trains else None,
         explain=lambda attempt: hang_of(run, attempt),
     )
 
@@ -131,21 +137,26 @@ def _launch(run: RunDirectory, config: RunConfig, world_size: int, attempt: int,
     ranks = start_local(command, run=run, attempt=attempt, num_ranks=world_size, env=rank_env)
     if (code := refused_code(run, attempt)) is not None:
         return code
-    limits = limits_of(config)
-    with (
-        watching(run, attempt, limits=limits, world_size=world_size, end_ranks=lambda _: ranks.kill()),
-        minding_stragglers(run, attempt, config=config, world_size=world_size),
-    ):
-        return _wait(ranks)
+    limits, monitor = limits_of(config), Monitor()
+
+    def end_ranks(_: Mapping[int, Beat]) -> None:
+        ranks.kill()
+
+    monitor.add(
+        hang_watchdog(run, attempt, limits=limits, world_size=world_size, end_ranks=end_ranks, clock=monitor.clock)
+    )
+    monitor.add(straggler_watch(run, attempt, config=config, world_size=world_size))
+    with monitor.running():
+        return _wait(ranks, monitor)
 
 
-def _wait(ranks: LocalRanks) -> int:
+def _wait(ranks: LocalRanks, monitor: Monitor) -> int:
     def ask(_number: int, _frame: FrameType | None) -> None:
         ranks.interrupt()
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        return ranks.wait()
+        return ranks.wait(beside=monitor.check)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.distributed.lobby import agree_on_attempt
 from slurm_train.distributed.place import RankPlace
@@ -100,7 +101,13 @@ def _begin(
         if run.stop_file.exists():
             # Ranks that were started again while the others stopped have nothing to do either.
             raise RunError(f"{run.stop_file} is there, so nothing is started", hint=f"remove it: rm {run.stop_file}")
-    start = AttemptStart(job_id=None, restart_count=0, nodes=nodes, world_size=place.world_size)
+    start = AttemptStart(
+        job_id=None,
+        restart_count=0,
+        nodes=nodes,
+        world_size=place.world_size,
+        committed_step=newest_committed_step(run.checkpoints),
+    )
     return begin_round(run, start, first=first)
 
 

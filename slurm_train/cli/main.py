@@ -10,9 +10,12 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
 from slurm_train.errors import ConfigError, SlurmTrainError
 
+_GC_THRESHOLD = 20_000
+"""New objects that may have references to others before the collector looks at them; Python's default is 700."""
 VERBS = {
     "plan": "print batch arithmetic, ranks and the exact script; submit nothing",
     "status": "table of runs: state, step, loss, speed, nodes, reason; -w goes on looking",
@@ -69,9 +72,6 @@ def run(words: Sequence[str]) -> int:
     """Runs a command line; returns its exit code (0 done, 1 failure, 2 wrong use, 75 wants to be run again)."""
     try:
         verb, rest = _split(words)
-        if verb != "worker":
-            # A command that lives for a fifth of a second gains a tenth of it by not looking for garbage.
-            gc.disable()
         code = _dispatch(verb, rest)
         # A closed pipe is met here rather than when the interpreter ends.
         sys.stdout.flush()
@@ -96,7 +96,24 @@ def _dispatch(verb: str | None, rest: list[str]) -> int:
     if verb is None and any(word in ("--help", "-h") for word in rest):
         print(help_text())
         return 0
-    return int(import_module(f"slurm_train.cli.{verb or 'run'}").main(rest))
+    # A rank runs a user's code, which keeps Python's own settings.
+    load = import_module if verb == "worker" else _load
+    return int(load(f"slurm_train.cli.{verb or 'run'}").main(rest))
+
+
+def _load(name: str) -> ModuleType:
+    """Returns an imported module; what the import has made is never looked at by the garbage collector.
+
+    A command that lives for a fifth of a second gains a tenth of it. From then on the collector is on, with a first
+    threshold that short commands do not reach: some verbs live for days.
+    """
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        gc.freeze()
+        gc.set_threshold(_GC_THRESHOLD)
+        gc.enable()
 
 
 def help_text() -> str:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from slurm_train.config.schema import RunConfig
 from slurm_train.doctor.finding import Finding
 from slurm_train.errors import EXIT_FAILURE, NodesError, SilentNodesError
-from slurm_train.requeue.supervise import say
-from slurm_train.rundir.bad_nodes import add_bad_nodes, forgive_nodes, list_file
+from slurm_train.requeue.best_effort import say
+from slurm_train.rundir.bad_nodes import PARTS, add_bad_nodes, forgive_nodes, list_file
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.preflight import bad_nodes, fatal_line, read_record, write_record
 
@@ -38,7 +38,8 @@ def note_nodes(run: RunDirectory, attempt: int, config: RunConfig) -> None:
     with contextlib.suppress(OSError):
         add_bad_nodes(run, found, hours=hours, now_unix_s=time.time())
         if found and hours > 0:
-            say(f"later submissions leave out {', '.join(found)} for {hours:g} h; see {list_file(run)}")
+            lists = list_file(run).with_name(PARTS)
+            say(f"later submissions leave out {', '.join(found)} for {hours:g} h; see {lists}")
         if record and not fatal_line(record):
             for node in forgive_nodes(run, record.get("nodes", ()), now_unix_s=time.time()):
                 say(f"{node} was found well and is off the list of bad nodes")

@@ -6,7 +6,7 @@ import socket
 
 from slurm_train.errors import RunError
 from slurm_train.launch.code_index import require_sealed
-from slurm_train.requeue.supervise import say
+from slurm_train.requeue.best_effort import say
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.marks import FailureMark, leave_mark
 

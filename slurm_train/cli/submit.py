@@ -17,7 +17,7 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preparation import record_job, write_run_directory
 from slurm_train.launch.script import render_script
 from slurm_train.launch.source import Source
-from slurm_train.rundir.bad_nodes import list_file
+from slurm_train.rundir.bad_nodes import PARTS, list_file
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import clear_dead, process_lives, read_holder
 from slurm_train.rundir.lookup import read_job
@@ -80,7 +80,7 @@ def avoid_bad_nodes(script: str, run: RunDirectory, env: Mapping[str, str]) -> l
     """Returns words for sbatch or salloc that leave out nodes which were found bad lately, and says which."""
     flags = exclude_flags(script, run, env)
     if text := describe(flags, run):
-        note(f"  {text}; see {list_file(run)}")
+        note(f"  {text}; see {list_file(run).with_name(PARTS)}")
     return flags
 
 

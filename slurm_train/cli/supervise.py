@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.cli.node_notes import note_nodes, note_unfit
 from slurm_train.cli.seal import refused_code
 from slurm_train.cli.surroundings import note_surroundings
 from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.frozen import load_config
-from slurm_train.config.schema import RunConfig
+from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, ConfigError, NodesError
 from slurm_train.launch.avoidance import can_avoid, keep_off, listed_among
 from slurm_train.launch.continuation import cancelled_before, is_new_request, submit_continuation
@@ -26,13 +28,16 @@ from slurm_train.launch.resources import STEP_NAME
 from slurm_train.launch.step import LINGER_S, ORPHAN_LINGER_S, end_step, run_step
 from slurm_train.launch.visibility import require_seen_by_all
 from slurm_train.metrics.trackers.beside import Trackers
+from slurm_train.requeue.best_effort import BestEffort, say
 from slurm_train.requeue.decision import Decision
+from slurm_train.requeue.end import Site
+from slurm_train.requeue.monitor import Monitor, Task
 from slurm_train.requeue.patience import bring_back, with_patience
-from slurm_train.requeue.straggler_watch import minding_stragglers
-from slurm_train.requeue.supervise import Site, ignore_stop_signals, say, supervise
-from slurm_train.requeue.timekeeper import ReadNotice, keeping_time
-from slurm_train.requeue.told import telling
-from slurm_train.requeue.watch import hang_of, limits_of, watching
+from slurm_train.requeue.straggler_watch import straggler_watch
+from slurm_train.requeue.supervise import come_back_later, ignore_stop_signals, supervise
+from slurm_train.requeue.timekeeper import ReadNotice, notice_keeper
+from slurm_train.requeue.told import findings_relay
+from slurm_train.requeue.watch import hang_of, hang_watchdog, limits_of
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat
@@ -57,6 +62,20 @@ def main(words: Sequence[str]) -> int:
     run, command = _read(words)
     env = _job_environment(os.environ)
     ignore_stop_signals()
+    try:
+        return _supervise(run, command, env)
+    except OSError as err:
+        # A full disk or a stale handle at the start: the job comes back later.
+        config = BestEffort(say)("the configuration", lambda: load_config(run.config), None)
+        if config is not None and not (config.requeue.enabled and config.launch != "interactive"):
+            raise
+        allocation = Allocation.from_env(env)
+        patience_s = RequeueSection().controller_patience_s
+        site = _site(run, allocation, env, world_size=allocation.num_tasks, patience_s=patience_s)
+        return come_back_later(run, site, err)
+
+
+def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]) -> int:
     require_private(run)
     config = load_config(run.config)
     allocation = _share_of(Allocation.from_env(env), run, config)
@@ -73,15 +92,13 @@ def main(words: Sequence[str]) -> int:
 
     def launch(attempt: int) -> int:
         note_surroundings(run, attempt, slurm=commands.version)
-        end = partial(_kill_steps, commands, _job_ids(allocation, env))
-        with (
-            keeping_time(run, attempt, read=read),
-            watching(run, attempt, limits=limits, world_size=size, end_ranks=end),
-            telling(run, attempt, say=say),
-            minding_stragglers(run, attempt, config=config, world_size=size),
-        ):
-            code = _run_step(run, command, attempt=attempt, nodes=allocation.nodes, logs=logs, env=env)
-        note_nodes(run, attempt, config)
+        end, monitor = partial(_kill_steps, commands, _job_ids(allocation, env)), Monitor()
+        monitor.add(hang_watchdog(run, attempt, limits=limits, world_size=size, end_ranks=end, clock=monitor.clock))
+        monitor.add(notice_keeper(run, attempt, read=read))
+        monitor.add(findings_relay(run, attempt, say=say))
+        monitor.add(straggler_watch(run, attempt, config=config, world_size=size))
+        code = _run_step(run, command, attempt=attempt, nodes=allocation.nodes, logs=logs, env=env, monitor=monitor)
+        BestEffort(say)("the list of bad nodes", lambda: note_nodes(run, attempt, config), None)
         return code
 
     site = _site(run, allocation, env, world_size=size, patience_s=config.requeue.controller_patience_s)
@@ -89,6 +106,8 @@ def main(words: Sequence[str]) -> int:
     requeue = replace(config.requeue, enabled=config.requeue.enabled and config.launch != "interactive")
     with tracking_run(run, config.track, env) as trackers:
         site = replace(site, requeue=partial(_requeue_last, trackers, site.requeue))
+        if config.trains:
+            site = replace(site, committed_step=partial(newest_committed_step, run.checkpoints))
         return supervise(run, requeue, site, launch, is_own_code=not config.trains or config.preflight.only)
 
 
@@ -115,7 +134,7 @@ def _is_torchrun(config: RunConfig) -> bool:
 
 def _requeue_last(trackers: Trackers, requeue: Callable[[Decision], bool], decision: Decision) -> bool:
     # Slurm ends this job by it; the trackers get the moment until then.
-    trackers.finish_soon()
+    BestEffort(say, within_s=2.0)("the trackers", trackers.finish_soon, None)
     return requeue(decision)
 
 
@@ -269,6 +288,9 @@ def _requeue(
     job_id, count = allocation.requeue_id, allocation.restart_count
     try:
         done = bring_back(job_id, commands, restart_count=count, is_over=decision.is_over, limit_s=patience_s)
+        if done and decision.delay_s:
+            for one in job_ids:
+                _put_off(decision.delay_s, one, commands)
         if done and decision.exclude:
             for one in job_ids:
                 _keep_off(decision.exclude, one, commands)
@@ -302,6 +324,14 @@ def _keep_off(names: str, job_id: str, commands: SlurmCommands) -> None:
         say(f"job {job_id} may get {names} again: {err.message}")
 
 
+def _put_off(seconds: int, job_id: str, commands: SlurmCommands) -> None:
+    # Like `_keep_off`: without it the job comes back after Slurm's own pause.
+    try:
+        commands.put_off(job_id, seconds)
+    except ClusterError as err:
+        say(f"job {job_id} may start again at once: {err.message}")
+
+
 def _run_step(
     run: RunDirectory,
     command: Sequence[str],
@@ -310,6 +340,7 @@ def _run_step(
     nodes: Sequence[str],
     logs: Sequence[str],
     env: Mapping[str, str],
+    monitor: Monitor,
 ) -> int:
     step_env = {
         **env,
@@ -334,12 +365,17 @@ def _run_step(
             return note_unfit(run, attempt, err, nodes=nodes)
         if (code := refused_code(run, attempt)) is not None:
             return code
-        return run_step(argv, env=step_env, log=log, is_overdue=lambda: _is_overdue(run, attempt))
+        overdue = threading.Event()
+        look = partial(_look_for_end, run, attempt, overdue)
+        monitor.add(Task(name="the look for the end of the ranks", every_s=1.0, look=look))
+        with monitor.running():
+            return run_step(argv, env=step_env, log=log, is_overdue=overdue.is_set, beside=monitor.check)
 
 
-def _is_overdue(run: RunDirectory, attempt: int) -> bool:
-    mark = first_mark(run, newest_round(run, attempt))
-    if mark is None:
-        return False
+def _look_for_end(run: RunDirectory, attempt: int, overdue: threading.Event) -> None:
+    """Sets the event when the ranks have ended so long ago that srun must have missed it."""
+    if (mark := first_mark(run, newest_round(run, attempt))) is None:
+        return
     linger_s = ORPHAN_LINGER_S if mark.exit_code == EXIT_ORPHANED else LINGER_S
-    return time.time() - mark.time_unix_s > linger_s
+    if time.time() - mark.time_unix_s > linger_s:
+        overdue.set()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from slurm_train.launch.code_index import shorten
 from slurm_train.launch.provenance import record_environment
-from slurm_train.requeue.supervise import say
+from slurm_train.requeue.best_effort import say
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.layout import RunDirectory
 

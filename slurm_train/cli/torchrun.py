@@ -102,7 +102,9 @@ def _stand_by(run: RunDirectory, attempt: int, agent: threading.Thread, *, paren
             _end_ranks(EXIT_ORPHANED, "the process that started it is gone (slurmstepd was killed?)")
         if time.monotonic() >= due_s:
             due_s = time.monotonic() + FENCE_EVERY_S
-            _look_at_attempt(run, attempt)
+            # A file system that refuses now is asked again in a moment.
+            with contextlib.suppress(OSError):
+                _look_at_attempt(run, attempt)
     return asked
 
 

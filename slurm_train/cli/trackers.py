@@ -24,7 +24,7 @@ from slurm_train.metrics.trackers.catalogue import asked_trackers, opener
 from slurm_train.metrics.trackers.follow import Following, follow
 from slurm_train.metrics.trackers.state import TrackerState, first_state, write_state
 from slurm_train.metrics.trackers.tracker import TrackedRun
-from slurm_train.requeue.supervise import say
+from slurm_train.requeue.best_effort import say
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.sweep import sweep_of

@@ -63,7 +63,7 @@ def _callbacks(setting: Setting) -> ConfigError | None:
     return ConfigError(
         f"hydra.{'.'.join(setting.key.split('.')[:2])} would be called around the job, which Slurm starts elsewhere",
         hint=f"drop it, or leave it out with ~hydra.{'.'.join(setting.key.split('.')[:2])}; for the end of a sweep: "
-        "--wait, then `collate`; what happened to a run is in its attempts.jsonl and events.jsonl",
+        "--wait, then `collate`; what happened to a run is in its attempts.jsonl and events@*.jsonl",
     )
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE
@@ -35,8 +35,11 @@ class LocalRanks:
         """Ends every rank at once, also one that is stopped."""
         self._signal(signal.SIGKILL)
 
-    def wait(self) -> int:
+    def wait(self, beside: Callable[[], None] = lambda: None) -> int:
         """Waits for all ranks; after a failure the others get a moment to end by themselves.
+
+        Args:
+            beside: called now and then, at least once a second; it neither waits nor raises.
 
         Returns:
             The first failing rank's exit code (128 + signal for a killed one), or what all agreed on.
@@ -53,6 +56,7 @@ class LocalRanks:
                 self._signal(signal.SIGTERM)
             if time.monotonic() > deadline:
                 self._signal(signal.SIGKILL)
+            beside()
             self._wait_briefly()
         ended = [process.returncode for process in self.processes]
         if first_bad is None:

@@ -5,6 +5,8 @@ Every rank computes the same list, so nothing has to be told; who answers is che
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Mapping
 
 from slurm_train.errors import ClusterError
@@ -52,6 +54,15 @@ def lobby_ports(name: str) -> list[int]:
 
 
 def probe_port(run_id: str, *, attempt: int, env: Mapping[str, str]) -> int:
-    """Returns a port that is free on this machine now, for scripts that read MASTER_PORT and nothing else."""
+    """Returns a port that is free on this machine now, for scripts that read MASTER_PORT and nothing else.
+
+    A hint only: where all candidates are taken it is one that the kernel gives, and nothing stops an attempt here.
+    """
     own = {name: value for name, value in env.items() if name != "MASTER_PORT"}
-    return first_free_port(meeting_ports(run_id, attempt=attempt, env=own))
+    candidates = meeting_ports(run_id, attempt=attempt, env=own)
+    try:
+        return first_free_port(candidates)
+    except (ClusterError, OSError):
+        with contextlib.suppress(OSError), socket.create_server(("", 0)) as kernels:
+            return int(kernels.getsockname()[1])
+    return candidates[0]

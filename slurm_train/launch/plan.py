@@ -305,6 +305,7 @@ _COUNTS = (
     "health.pace_every_steps",
     "requeue.warn_before_limit_s",
     "requeue.max_fruitless_failures",
+    "requeue.max_fruitless_returns",
     "requeue.controller_patience_s",
     "optim.lr_global_size",
     "run.snapshot_limit_mb",

@@ -6,6 +6,7 @@ ranks that are long gone; where srun itself is killed, the ranks train on withou
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,14 @@ LINGER_S = 150.0
 _GONE_WITHIN_S = 60.0
 
 
-def run_step(argv: Sequence[str], *, env: Mapping[str, str], log: BinaryIO, is_overdue: Callable[[], bool]) -> int:
+def run_step(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log: BinaryIO,
+    is_overdue: Callable[[], bool],
+    beside: Callable[[], None] = lambda: None,
+) -> int:
     """Runs srun to its end and returns its exit code, 128 + signal if it was killed.
 
     Args:
@@ -29,6 +37,7 @@ def run_step(argv: Sequence[str], *, env: Mapping[str, str], log: BinaryIO, is_o
         env: its environment.
         log: where it says what it says.
         is_overdue: whether the ranks are known to have ended so long ago that srun must have missed it.
+        beside: called once a second; like `is_overdue` it neither waits nor raises.
     """
     process = subprocess.Popen(list(argv), env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     given_up = False
@@ -37,12 +46,15 @@ def run_step(argv: Sequence[str], *, env: Mapping[str, str], log: BinaryIO, is_o
             code = process.wait(timeout=1.0)
             break
         except subprocess.TimeoutExpired:
+            beside()
             if not given_up and is_overdue():
                 given_up = True
                 process.kill()
     if code < 0 and not given_up:
-        log.write(f"srun: error: srun itself was killed by signal {-code}\n".encode())
-        log.flush()
+        # The ranks have ended: a full disk costs the line, not what follows.
+        with contextlib.suppress(OSError):
+            log.write(f"srun: error: srun itself was killed by signal {-code}\n".encode())
+            log.flush()
     return 128 - code if code < 0 else code
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from slurm_train.errors import NodesError, SilentNodesError
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.allocation import het_node_counts
-from slurm_train.slurm.runner import is_away
+from slurm_train.slurm.runner import is_away, run_program
 
 _TIMEOUT_S = 25.0
 _PATIENCE_S = 120.0
@@ -125,9 +125,7 @@ def _ask(
         parts = ([f"--het-group={i}", *_one_task_per_node(n), *question] for i, n in enumerate(components))
         command = ["srun", *itertools.chain.from_iterable((*part, ":") for part in parts)][:-1]
     try:
-        done = subprocess.run(
-            command, env=dict(env), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, cwd="/"
-        )
+        done = run_program(command, env=env, timeout_s=_TIMEOUT_S, cwd="/")
         output, errors, may_be_away = done.stdout, done.stderr, is_away(done.stderr)
     except subprocess.TimeoutExpired as err:
         output, errors = (_text(part) for part in (err.stdout, err.stderr))

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ConfigError
+from slurm_train.slurm.runner import run_program
+
+_LISTING_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +134,23 @@ def _require_elastic(cluster: ClusterSection, *, is_even: bool) -> None:
 
 
 def count_local_gpus(env: Mapping[str, str]) -> int:
-    """Returns the number of GPUs that this machine offers, without importing torch."""
+    """Returns the number of GPUs that this machine offers, without importing torch.
+
+    Raises:
+        ConfigError: nvidia-smi hangs or cannot be started.
+    """
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return count_visible(visible)
     if shutil.which("nvidia-smi", path=env.get("PATH")) is None:
         return 0
-    listing = subprocess.run(
-        ["nvidia-smi", "-L"], env=dict(env), capture_output=True, text=True, timeout=20, check=False
-    )
+    try:
+        listing = run_program(["nvidia-smi", "-L"], env=env, timeout_s=_LISTING_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as err:
+        raise ConfigError(
+            f"the GPUs of this machine cannot be counted: {err}",
+            hint="name them with CUDA_VISIBLE_DEVICES=0,1 (empty: train on the CPU), or reset the hanging driver",
+        ) from err
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 

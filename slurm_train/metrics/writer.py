@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from slurm_train.rundir.files import read_lines
+from slurm_train.rundir.files import read_lines, write_all
 
 STEP_KEYS = (
     "step",
@@ -49,7 +49,7 @@ class MetricsWriter:
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Appends one line; keys keep their order."""
-        os.write(self._descriptor, (json.dumps(values, separators=(", ", ": ")) + "\n").encode())
+        write_all(self._descriptor, (json.dumps(values, separators=(", ", ": ")) + "\n").encode())
 
     def close(self) -> None:
         """Makes the lines durable and closes the file."""

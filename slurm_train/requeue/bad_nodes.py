@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slurm_train.requeue.budget import is_fruitful
+
 _ON_NODE = re.compile(r"^(?:ranks? [\d,-]+ on|node failure on|no answer from) (?P<node>[^\s:,\[\]]+)(?::| within |$)")
 
 
@@ -21,10 +23,10 @@ def node_of(cause: str) -> str:
 
 
 def last_bad_node(ledger: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the node that the newest attempt failed on without a new step, "" where it did otherwise."""
+    """Returns the node that the newest attempt failed on in vain, "" where it did otherwise."""
     if not ledger or ledger[-1].get("reason") != "failed":
         return ""
     newest = ledger[-1]
-    if int(newest.get("last_step", 0)) > int(newest.get("first_step", 0)):
+    if is_fruitful(newest):
         return ""
     return str(newest.get("failed_on", ""))

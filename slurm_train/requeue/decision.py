@@ -12,10 +12,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
+from slurm_train.requeue.budget import used_up, with_end
 from slurm_train.slurm.step_errors import WARNED
 
 Reason = Literal[
-    "done", "preempted", "time_limit", "requeued", "node_failure", "cancelled", "stopped", "failed", "unknown"
+    "done",
+    "preempted",
+    "time_limit",
+    "requeued",
+    "node_failure",
+    "cancelled",
+    "stopped",
+    "failed",
+    "unknown",
+    "file_system",
 ]
 NODE_FAILURE = "node failure"
 """How the cause of a lost node begins."""
@@ -43,8 +53,14 @@ class Outcome:
     can_relaunch: bool
     """Whether the ranks may be started again in this allocation: they resume by themselves."""
     fruitless_failures: int
-    """Failures in a row, this one included, that ended without a new step."""
+    """Failures in a row, this one included, that ended without a new checkpoint."""
     max_fruitless_failures: int
+    fruitless_ends: Mapping[str, int] | None = None
+    """Earlier ends in a row without a new checkpoint, from `budget.fruitless_ends`; None: this attempt made one, or
+    nobody can tell."""
+    max_fruitless_returns: int = 3
+    course: str = ""
+    """How the attempt went, in words, from `budget.course_of`."""
     bad_node: str = ""
     """The node that the last failures have in common, where the job could do without it; "" if none."""
     is_bad_for_certain: bool = False
@@ -65,6 +81,8 @@ class Decision:
     """A node that the job must not get again, or several with commas."""
     is_over: bool = False
     """The job has run into its limit: only the plain form of requeue brings it back."""
+    delay_s: int = 0
+    """The job is to start no earlier than in so many seconds."""
 
 
 CANCELLED = Decision("cancelled", "stop", "the job was cancelled; `resume` continues the run")
@@ -153,10 +171,18 @@ def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
         return Decision(reason, "stop", f"{reason}; requeue.enabled=false, so the run waits for `resume`")
     if outcome.job is not None and _num_restarts(outcome.job) > outcome.restart_count:
         return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
-    # Neither a preemption nor a limit is the run's fault, so they have no budget.
+    if why := _used_up(outcome, reason):
+        return Decision(reason, "stop", f"{reason}; {why}")
     is_over = outcome.job is not None and is_over_its_limit(outcome.job)
     note = f"{reason}; the job is requeued and continues from its checkpoint"
     return Decision(reason, "requeue", note, is_over=is_over)
+
+
+def _used_up(outcome: Outcome, reason: Reason) -> str:
+    if outcome.fruitless_ends is None:
+        return ""
+    counts = with_end(outcome.fruitless_ends, reason)
+    return used_up(counts, reason=reason, max_returns=outcome.max_fruitless_returns, course=outcome.course)
 
 
 def _num_restarts(job: Mapping[str, str]) -> int:
@@ -169,7 +195,8 @@ def _decide_failure(outcome: Outcome) -> Decision:
     if not outcome.can_relaunch or outcome.exit_code == EXIT_WRONG_USE:
         return Decision("failed", "stop", what)
     if outcome.fruitless_failures >= outcome.max_fruitless_failures:
-        return Decision("failed", "stop", f"{outcome.fruitless_failures} failures in a row without a new step: {what}")
+        note = f"{outcome.fruitless_failures} failures in a row without a new checkpoint: {what}"
+        return Decision("failed", "stop", note)
     if outcome.bad_node and outcome.requeue_enabled:
         why = f"the second time in a row on {outcome.bad_node}, so the job is requeued without that node"
         if outcome.is_bad_for_certain:

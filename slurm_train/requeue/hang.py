@@ -72,53 +72,62 @@ class Observer:
     def __init__(self, limits: Limits, *, world_size: int) -> None:
         self._limits, self._world_size = limits, world_size
         self._seen: dict[int, _Seen] = {}
-        self._looked_s: float | None = None
+        # Time that was watched until the newest look began, and until it ended.
+        self._now_s = self._until_s = 0.0
+        self._ended_s: float | None = None
 
-    def look(self, beats: Mapping[int, Beat], now_s: float, *, pause_s: float) -> None:
-        """Takes a reading.
+    def look(self, beats: Mapping[int, Beat], *, began_s: float, ended_s: float) -> None:
+        """Takes a reading; one in which nothing could be read says nothing, and its time does not count.
+
+        What a look finds was so at its end at the latest, and what it finds unchanged was so from then until the
+        next one began. So a look may take longer than ranks may stand still. One look, or one pause, counts for at
+        most half of that: ranks that were held up by the same file server keep the other half to go on.
 
         Args:
             beats: by rank.
-            now_s: seconds that never run backwards.
-            pause_s: how long the caller meant to wait since the reading before.
+            began_s: when the reading began, in seconds that stand still while the job is suspended.
+            ended_s: when it ended.
         """
-        # Where this process was itself stopped (a suspended job), so were the ranks: all begin anew.
-        away = self._looked_s is not None and now_s - self._looked_s > 5 * pause_s + 5.0
-        self._looked_s = now_s
+        before_s, self._ended_s = self._ended_s, ended_s
+        if not beats:
+            return
+        longest_s = self._limits.steady_s / 2
+        self._now_s = self._until_s + (0.0 if before_s is None else min(began_s - before_s, longest_s))
+        self._until_s = self._now_s + min(ended_s - began_s, longest_s)
         for rank, beat in beats.items():
             old = self._seen.get(rank)
-            if old is None or away:
-                self._seen[rank] = _Seen(beat, now_s, now_s)
-                continue
-            moved = (beat.marks, beat.step) != (old.beat.marks, old.beat.step)
-            ran = beat.beats != old.beat.beats
-            self._seen[rank] = _Seen(beat, now_s if moved else old.moved_s, now_s if ran else old.ran_s)
+            moved = old is None or (beat.marks, beat.step) != (old.beat.marks, old.beat.step)
+            ran = old is None or beat.beats != old.beat.beats
+            self._seen[rank] = _Seen(
+                beat,
+                self._until_s if old is None or moved else old.moved_s,
+                self._until_s if old is None or ran else old.ran_s,
+            )
 
-    def is_hung(self, now_s: float) -> bool:
+    def is_hung(self) -> bool:
         """Returns whether all ranks that are not done have stood still for longer than they may."""
         working = self._working()
         if not working or len(self._seen) < self._world_size:
             return False
-        return all(now_s - seen.moved_s > self._limit(seen.beat) for seen in working.values())
+        return all(self._now_s - seen.moved_s > self._limit(seen.beat) for seen in working.values())
 
-    def explain(self, now_s: float, stacks: Mapping[int, str], flights: Mapping[int, Flight] | None = None) -> Hang:
+    def explain(self, stacks: Mapping[int, str], flights: Mapping[int, Flight] | None = None) -> Hang:
         """Returns who is behind and where.
 
         Args:
-            now_s: as in `look`.
             stacks: what ranks have written down, by rank; those that do not run have none.
             flights: which collectives they have begun, where that is recorded; likewise.
         """
         flights = flights or {}
         working = self._working()
-        frozen = [rank for rank, seen in working.items() if now_s - seen.ran_s > 0.5 * self._limit(seen.beat)]
+        frozen = [rank for rank, seen in working.items() if self._now_s - seen.ran_s > 0.5 * self._limit(seen.beat)]
         behind = frozen or _behind(working, stacks, flights)
         first = working[behind[0]]
         others = [rank for rank in working if rank not in behind]
         several = len(behind) > 1
         state = f"{'do' if several else 'does'} not run (stopped or lost), " if frozen else "are " if several else "is "
         phase = _IN_WORDS.get(first.beat.phase, first.beat.phase)
-        where = f"in {phase} at step {first.beat.step} since {now_s - first.moved_s:.0f} s"
+        where = f"in {phase} at step {first.beat.step} since {self._now_s - first.moved_s:.0f} s"
         differ = disagreement(flights)
         return Hang(
             ranks=tuple(behind),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ def close_lost(
 
     Args:
         run: the run; its lock is held, so no attempt of it is under way.
-        now: the attempt that is about to begin.
+        now: the attempt that is about to begin; what is committed now was committed in an earlier one.
         past_ends: how the earlier starts of a job ended in Slurm's words, oldest first; empty where nobody knows.
         last_step: the newest step on record.
     """
@@ -36,7 +37,9 @@ def close_lost(
             continue
         job_id = entry.get("job_id")
         reason, note = lost_because(entry, now, past_ends(str(job_id)) if job_id else ())
-        facts = {"reason": reason, "action": "lost", "note": note, "last_step": last_step}
+        facts: dict[str, Any] = {"reason": reason, "action": "lost", "note": note, "last_step": last_step}
+        if now.committed_step is not None:
+            facts["last_committed"] = now.committed_step
         # What it did again of an earlier attempt's steps is not known any more.
         start_unix_s, end_unix_s = float(entry.get("time_unix_s", 0.0)), _last_sign_of_life(run, entry)
         seconds = read_account(
@@ -96,5 +99,8 @@ def was_cancelled(start: AttemptStart, job: Mapping[str, str], ends: Callable[[]
 
 def _last_sign_of_life(run: RunDirectory, entry: Mapping[str, Any]) -> float:
     folder = run.attempt_logs(int(entry["attempt"]))
-    times = [path.stat().st_mtime for path in folder.iterdir()] if folder.is_dir() else []
-    return max([float(entry.get("time_unix_s", 0.0)), *times])
+    times = [float(entry.get("time_unix_s", 0.0))]
+    # A file may go while the folder is read, and when it was last touched is not worth a run.
+    with contextlib.suppress(OSError):
+        times += [path.stat().st_mtime for path in folder.iterdir()]
+    return max(times)

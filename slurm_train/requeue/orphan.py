@@ -7,6 +7,7 @@ collective for ever leaves as well.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -49,9 +50,11 @@ def watch(
             if parent_now() != ties.parent:
                 return ties.on_orphaned()
             if clock() >= due_s:
-                if ties.is_overtaken():
-                    return ties.on_overtaken()
-                due_s = clock() + FENCE_EVERY_S
+                # A file system that refuses now is asked again in a moment.
+                with contextlib.suppress(OSError):
+                    if ties.is_overtaken():
+                        return ties.on_overtaken()
+                    due_s = clock() + FENCE_EVERY_S
             pause.wait(every_s)
 
     thread = threading.Thread(target=look, name="ties", daemon=True)

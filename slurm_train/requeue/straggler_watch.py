@@ -1,19 +1,19 @@
-"""The look for stragglers: a thread of the supervisor that reads the ranks' heartbeats and writes what it finds.
+"""The look for stragglers: a task of the supervisor that reads the ranks' heartbeats and writes what it finds.
 
 It changes nothing about the run. The ranks pay for their own sampling only; a rank that is slow cannot keep this
-thread from saying so, since it runs outside of them.
+task from saying so, since it runs outside of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from slurm_train.config.schema import RunConfig
+from slurm_train.requeue.best_effort import say
+from slurm_train.requeue.monitor import Task
 from slurm_train.requeue.stragglers import Judge, WindowCutter
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.heartbeat import read_beats
@@ -26,8 +26,7 @@ _LONGEST_WINDOW_S = 60.0
 _RANKS_PER_LONGEST = 128
 
 
-@contextlib.contextmanager
-def minding_stragglers(
+def straggler_watch(
     run: RunDirectory,
     attempt: int,
     *,
@@ -35,8 +34,8 @@ def minding_stragglers(
     world_size: int,
     look_every_s: float = 2.0,
     first_window_s: float = 3.0,
-) -> Iterator[None]:
-    """Looks for stragglers among an attempt's ranks while the body waits for them.
+) -> Task | None:
+    """Returns the task that looks for stragglers among an attempt's ranks; None where nothing is measured.
 
     Args:
         run: the run.
@@ -47,26 +46,18 @@ def minding_stragglers(
         first_window_s: length of the first window; later ones grow.
     """
     if config.health.pace_every_steps is None or not config.trains:
-        yield
-        return
-    done = threading.Event()
+        return None
 
     def build_cutter(of_attempt: int, ranks: int) -> WindowCutter:
         longest_s = _LONGEST_WINDOW_S * max(1.0, ranks / _RANKS_PER_LONGEST)
         return WindowCutter(of_attempt, world_size=ranks, first_s=first_window_s, longest_s=longest_s)
 
     watch = _Watch(run, attempt, config.health.straggler_excess, build_cutter, world_size)
-    thread = threading.Thread(target=watch.run, args=(done, look_every_s), name="stragglers", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    return Task(name="the look for stragglers", every_s=look_every_s, look=watch.look, end=watch.end)
 
 
 class _Watch:
-    """The thread's part."""
+    """The task's state."""
 
     def __init__(
         self, run: RunDirectory, attempt: int, excess: float, build: Callable[[int, int], WindowCutter], world_size: int
@@ -75,16 +66,15 @@ class _Watch:
         self._cutter, self._judge = build(attempt, world_size), Judge(excess=excess)
         self._said: set[tuple[str, tuple[int, ...]]] = set()
 
-    def run(self, done: threading.Event, look_every_s: float) -> None:
-        """Looks until told to end, and then at what the ranks have left."""
-        while not done.wait(look_every_s):
-            self._look()
-        self._look()
+    def end(self) -> None:
+        """Takes what the ranks have left."""
+        self.look()
         if (rest := self._cutter.rest()) is not None:
             # What is left is shorter than a window, so nothing is concluded from it.
             append_window(self._run, rest)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Reads the heartbeats."""
         newest = newest_round(self._run, self._first)
         if newest != self._attempt and (begun := read_round(self._run, newest)) is not None:
             # torchrun has started the ranks again: other processes, and at times other numbers.
@@ -109,4 +99,4 @@ class _Watch:
             append_event(
                 self._run, "slow", attempt=self._attempt, sentence=finding.sentence, advice=finding.advice, **facts
             )
-        print(f"slurm_train: {finding.sentence}; {finding.advice}", file=sys.stderr, flush=True)
+        say(f"{finding.sentence}; {finding.advice}")

@@ -6,62 +6,30 @@ Runs where the batch script runs: on the head node, outside any container, witho
 
 from __future__ import annotations
 
-import json
 import signal
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, replace
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
-from slurm_train.requeue.bad_nodes import last_bad_node, node_of
+from slurm_train.requeue.bad_nodes import last_bad_node
+from slurm_train.requeue.best_effort import BestEffort, say
+from slurm_train.requeue.budget import course_of, fruitless_ends, starts_in_vain, used_up
 from slurm_train.requeue.decision import CANCELLED, Decision, Outcome, decide
+from slurm_train.requeue.end import End, Site, committed_step, look_back
 from slurm_train.requeue.lost import close_lost, was_cancelled, why_restarted
 from slurm_train.requeue.patience import wait_for_the_end
-from slurm_train.rundir.attempts import AttemptStart, check_fence, close_attempt, open_attempt, read_ledger
-from slurm_train.rundir.events import read_events
-from slurm_train.rundir.files import write_atomic
+from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt, read_ledger
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
-from slurm_train.rundir.lock import Holder, release_lock, take_lock
-from slurm_train.rundir.marks import first_mark
-from slurm_train.rundir.preflight import bad_nodes, codes_of, fatal_line, named_node, read_record
+from slurm_train.rundir.lock import release_lock, take_lock
 from slurm_train.rundir.progress import last_step
-from slurm_train.rundir.rounds import newest_round, read_round
-from slurm_train.rundir.timing import read_account
+from slurm_train.rundir.rounds import Round
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """What the supervisor asks of the world around it; local runs have answers of their own."""
-
-    start: AttemptStart
-    holder: Holder
-    is_alive: Callable[[Holder], bool]
-    """Whether another holder of the run's lock still lives."""
-    show_job: Callable[[], dict[str, str] | None]
-    """This job's record, None where there is none or Slurm does not answer."""
-    requeue: Callable[[Decision], bool]
-    """Requeues this job; returns whether Slurm confirmed it."""
-    resubmit: Callable[[Decision], str] = lambda _: ""
-    """Submits another job that takes over when this one has ended; returns its id, "" where that failed."""
-    explain: Callable[[int], str] = lambda _: ""
-    """What is known from outside about how an attempt's ranks ended; "" if nothing."""
-    clear: Callable[[int], bool] = lambda _: True
-    """Ends what is left of an attempt's ranks; returns whether its nodes are free again."""
-    past_ends: Callable[[str], Sequence[str]] = lambda _: ()
-    """How the earlier starts of a job ended in Slurm's words, oldest first."""
-    can_avoid: Callable[[str], bool] = lambda _: False
-    """Whether there are nodes enough for this job without one of them, or several with commas."""
-    queue_s: float | None = None
-    """Seconds that the job waited, from when it could have started; None where nobody knows."""
-    can_relaunch: bool = False
-    """Whether failed ranks are started again here, without a person."""
-
-
-_NO_FAULT = ("preempted", "time_limit", "requeued", "node_failure", "lost")
-"""Ends that are not the run's own fault and have no budget."""
+_MOST_STARTS_IN_VAIN = 10
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 60, 3600
+# Nothing that passes by itself.
+_LASTING = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 
 Launch = Callable[[int], int]
 """Runs the ranks of the attempt with this number and returns their exit code."""
@@ -85,6 +53,7 @@ def supervise(
     """
     take_lock(run, site.holder, is_alive=site.is_alive)
     try:
+        site = replace(site, start=replace(site.start, committed_step=committed_step(site)))
         close_lost(run, site.start, past_ends=site.past_ends, last_step=last_step(run))
         if run.result.exists():
             say(f"{run.path} is finished already; see {run.result}")
@@ -93,109 +62,130 @@ def supervise(
             # `cancel` leaves it, so that no job that was already on its way takes the run up again.
             say(f"{run.stop_file} is there, so nothing is started; `resume {run.run_id}` continues the run")
             return EXIT_FAILURE
+        if why := _returned_in_vain(run, settings, site):
+            say(f"nothing is started: {why}")
+            return EXIT_FAILURE
         while True:
             exit_code, decision = _run_attempt(run, settings, site, launch, is_own_code=is_own_code)
             if decision.action != "relaunch":
                 break
     finally:
-        release_lock(run, site.holder)
+        # One that stays is overtaken: by this job's next start, or by any other once this job has ended.
+        BestEffort(say)("the lock", lambda: release_lock(run, site.holder), None)
     if decision.action == "requeue" and not site.requeue(decision):
         return _hand_over(run, decision, site)
     return _act(decision, site, exit_code)
 
 
+def come_back_later(run: RunDirectory, site: Site, error: OSError) -> int:
+    """Requeues a job that could not start its ranks, or not do without a file; returns the exit code of the whole.
+
+    A full disk or a stale file handle passes, so the job comes back, later each time, ten times in a row.
+
+    Raises:
+        OSError: the error itself, where it does not pass by itself.
+    """
+    if isinstance(error, _LASTING) or site.start.job_id is None:
+        raise error
+    known = BestEffort(say)
+    start, ledger = site.start, known("the ledger", lambda: read_ledger(run), None)
+    # Without a ledger the number is not known: the job tries again at long intervals.
+    tries = _MOST_STARTS_IN_VAIN // 2
+    if ledger is not None:
+        tries = starts_in_vain(ledger, job_id=start.job_id, restart_count=start.restart_count)
+    what = f"the run could not be started: {error}"
+    if tries > _MOST_STARTS_IN_VAIN:
+        say(f"{what}; that was start {tries} in a row, so the job ends; `resume` continues the run")
+        return EXIT_FAILURE
+    delay_s = min(_FIRST_DELAY_S << max(tries - 1, 0), _LONGEST_DELAY_S)
+    decision = Decision(
+        "file_system", "requeue", f"{what}; the job is requeued, for {delay_s} s later", delay_s=delay_s
+    )
+    say(decision.note)
+    if site.requeue(decision):
+        return _act(decision, site, EXIT_FAILURE)
+    return _hand_over(run, decision, site)
+
+
+def _returned_in_vain(run: RunDirectory, settings: RequeueSection, site: Site) -> str:
+    """Returns why a job that Slurm has started again by itself is not to go on, "" where it may; writes it down."""
+    ledger = read_ledger(run)
+    if site.start.restart_count == 0 or site.start.committed_step is None or not ledger:
+        return ""
+    newest = ledger[-1]
+    course, most = course_of(newest), settings.max_fruitless_returns
+    reason = str(newest.get("reason"))
+    why = used_up(fruitless_ends(ledger), reason=reason, max_returns=most, course=course)
+    if why:
+        facts = {"action": "stop", "note": f"{reason}; {why}", "time_unix_s": newest["end_time_unix_s"]}
+        close_attempt(run, int(newest["attempt"]), facts)
+    return why
+
+
 def _run_attempt(
     run: RunDirectory, settings: RequeueSection, site: Site, launch: Launch, *, is_own_code: bool
 ) -> tuple[int, Decision]:
-    """Runs the ranks once; the ledger has both lines when it returns."""
+    """Runs the ranks once; the ledger has both lines when it returns, the second as far as it could be written."""
     start_unix_s, is_first_here = time.time(), not _has_attempt_of(run, site.start)
+    site = replace(site, start=replace(site.start, committed_step=committed_step(site)))
     first = open_attempt(run, site.start)
-    step_before = last_step(run)
-    exit_code = launch(first)
-    job, step_after = site.show_job(), last_step(run)
-    # torchrun starts failed ranks again by itself; then the newest of its rounds is the attempt that has ended.
-    attempt = newest_round(run, first)
-    if attempt != first and (begun := read_round(run, attempt)) is not None:
-        start_unix_s, step_before = begun.start_unix_s, begun.first_step
-    # After a node loss this process may live on beside its successor; then nothing more is its business.
-    check_fence(run, attempt)
-    if is_own_code and exit_code == EXIT_DONE and _is_undisturbed(job):
-        result = {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
-        write_atomic(run.result, json.dumps(result) + "\n")
-    decision = _decide(run, settings, site, attempt, _End(exit_code, job, step_after > step_before, is_own_code))
-    facts = {"exit_code": exit_code, "first_step": step_before, "last_step": step_after}
-    stop = _stop_of(run, attempt)
-    words = {"reason": decision.reason, "action": decision.action, "note": decision.note + _save_left_out(stop)}
-    if stop:
-        words["asked_by"] = str(stop["asked_by"])
-    if decision.reason == "failed":
-        words["failed_on"] = _failed_on(run, site, attempt)
-    if found := codes_of(read_record(run, attempt)):
-        words["found"] = found
-    wall = {"start_unix_s": start_unix_s, "end_unix_s": time.time()}
-    seconds = read_account(run, attempt, **wall, step_before=step_before)
-    if not seconds and not is_own_code:
-        seconds["start_s"] = round(wall["end_unix_s"] - start_unix_s, 3)
-    if site.queue_s is not None:
-        # Ranks that are started again in the same allocation have waited for nothing.
-        seconds["queue_s"] = site.queue_s if is_first_here else 0.0
-    close_attempt(run, attempt, {**facts, **words, **seconds})
-    say(f"attempt {attempt}: {decision.note}")
+    begun = Round(world_size=site.start.world_size, first_step=last_step(run), start_unix_s=start_unix_s)
+    try:
+        exit_code = launch(first)
+    except OSError as err:
+        facts = {"reason": "file_system", "action": "requeue", "note": f"the run could not be started: {err}"}
+        BestEffort(say)("the ledger", lambda: close_attempt(run, first, facts), None)
+        raise
+    # From here to the requeue nothing may raise, and no file may be waited for for ever.
+    known = BestEffort(say)
+    end = look_back(run, site, first, begun, exit_code, known, is_own_code=is_own_code)
+    decision = _decide(settings, site, end)
+    # Ranks that are started again in the same allocation have waited for nothing.
+    queued = {} if site.queue_s is None else {"queue_s": site.queue_s if is_first_here else 0.0}
+    closing = {**end.facts, **_in_words(decision, end), **end.seconds, **queued}
+    known("the ledger", lambda: close_attempt(run, end.attempt, closing), None)
+    say(f"attempt {end.attempt}: {decision.note}")
     return exit_code, decision
 
 
-def _stop_of(run: RunDirectory, attempt: int) -> dict[str, Any]:
-    """Returns what the ranks said when they stopped as they were asked to, {} where they did not."""
-    found = [event for event in read_events(run, "stop") if event.get("attempt") == attempt]
-    return found[-1] if found else {}
+def _in_words(decision: Decision, end: End) -> dict[str, str]:
+    words = {"reason": decision.reason, "action": decision.action, "note": decision.note + end.left_out}
+    failed_on = {"failed_on": end.failed_on} if decision.reason == "failed" else {}
+    others = {"asked_by": end.asked_by, "found": end.found}
+    return words | failed_on | {name: text for name, text in others.items() if text}
 
 
-def _save_left_out(stop: Mapping[str, Any]) -> str:
-    if not stop or stop["saved"]:
-        return ""
-    return f"; no save at the stop: {stop['left_s']:.0f} s were left and a save takes {stop['save_s']:.0f} s"
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """How the ranks of an attempt ended."""
-
-    exit_code: int
-    job: dict[str, str] | None
-    is_fruitful: bool
-    is_own_code: bool
-
-
-def _decide(run: RunDirectory, settings: RequeueSection, site: Site, attempt: int, end: _End) -> Decision:
+def _decide(settings: RequeueSection, site: Site, end: End) -> Decision:
     """Returns what follows; ranks that are to be started again have room for it when it returns."""
     failed = end.exit_code not in (EXIT_DONE, EXIT_REQUEUE)
-    mark = first_mark(run, attempt)
-    # Nobody's own code has run where the nodes were found unfit before.
-    has_not_begun = failed and bool(fatal_line(read_record(run, attempt)))
-    # srun ends with 0 after a node failure, so its words count whatever its code.
-    cause = site.explain(attempt) or (str(mark or "") if failed else "")
+    before = fruitless_ends(end.ledger)
     outcome = Outcome(
         # srun gives one code for all ranks; the first one to fail knows better.
-        exit_code=mark.exit_code if failed and mark is not None else end.exit_code,
-        is_finished=run.result.exists(),
-        stop_asked=run.stop_file.exists(),
+        exit_code=end.mark.exit_code if failed and end.mark is not None else end.exit_code,
+        is_finished=end.is_done,
+        stop_asked=end.stop_asked,
         requeue_enabled=settings.enabled,
         has_slurm=site.start.job_id is not None,
         job=end.job,
         restart_count=site.start.restart_count,
-        can_relaunch=settings.enabled and site.can_relaunch and (not end.is_own_code or has_not_begun),
-        fruitless_failures=_fruitless_before(run) + (not end.is_fruitful),
+        # Nobody's own code has run where the nodes were found unfit before.
+        can_relaunch=settings.enabled and site.can_relaunch and not (end.is_own_code and end.has_begun),
+        fruitless_failures=0 if end.is_fruitful else before["failed"] + 1,
         max_fruitless_failures=settings.max_fruitless_failures,
-        bad_node="" if end.is_fruitful else _bad_node(run, site, attempt),
-        is_bad_for_certain=bool(_found_bad(run, attempt)),
-        cause=cause,
+        fruitless_ends=None if end.is_fruitful or site.committed_step is None else before,
+        max_fruitless_returns=settings.max_fruitless_returns,
+        course=end.course,
+        bad_node="" if end.is_fruitful else _bad_node(site, end),
+        is_bad_for_certain=bool(end.found_bad),
+        cause=end.cause,
     )
     decision = decide(outcome)
     # `cancel` leaves a STOP file as well, and a job that was being preempted does not show that it was cancelled.
     if (decision.action == "requeue" or decision.reason == "stopped") and _is_cancelled(site, end.job):
         return CANCELLED
-    if decision.action == "relaunch" and not site.clear(attempt):
-        note = f"{cause}; what is left of the ranks does not end, so the job is requeued"
+    known = BestEffort(say)
+    if decision.action == "relaunch" and not known("the step", lambda: site.clear(end.attempt), False, asks_slurm=True):
+        note = f"{end.cause}; what is left of the ranks does not end, so the job is requeued"
         return replace(decision, action="requeue", note=note)
     if decision.reason == "requeued" and (job_id := site.start.job_id) is not None:
         why = why_restarted(site.start, site.past_ends(job_id))
@@ -206,23 +196,11 @@ def _decide(run: RunDirectory, settings: RequeueSection, site: Site, attempt: in
     return decision
 
 
-def _failed_on(run: RunDirectory, site: Site, attempt: int) -> str:
-    """Returns the node that an attempt failed on, "" where that is not known."""
-    mark = first_mark(run, attempt)
-    found = _found_bad(run, attempt) or named_node(read_record(run, attempt))
-    return found or node_of(site.explain(attempt)) or (mark.host if mark is not None else "")
-
-
-def _found_bad(run: RunDirectory, attempt: int) -> str:
-    """Returns the nodes that an attempt has found bad before it began, with commas; "" if none."""
-    return ",".join(bad_nodes(read_record(run, attempt)))
-
-
-def _bad_node(run: RunDirectory, site: Site, attempt: int) -> str:
-    if found := _found_bad(run, attempt):
+def _bad_node(site: Site, end: End) -> str:
+    if found := end.found_bad:
         return found if site.can_avoid(found) else ""
-    node = _failed_on(run, site, attempt)
-    return node if node and node == last_bad_node(read_ledger(run)[:-1]) and site.can_avoid(node) else ""
+    node = end.failed_on
+    return node if node and node == last_bad_node(end.ledger) and site.can_avoid(node) else ""
 
 
 def _has_attempt_of(run: RunDirectory, start: AttemptStart) -> bool:
@@ -230,32 +208,11 @@ def _has_attempt_of(run: RunDirectory, start: AttemptStart) -> bool:
     return any((entry.get("job_id"), entry.get("restart_count")) == same for entry in read_ledger(run))
 
 
-def say(text: str) -> None:
-    """Prints a line for the person to stderr (batch.log in a job)."""
-    print(f"slurm_train: {text}", file=sys.stderr, flush=True)
-
-
 def ignore_stop_signals() -> None:
     """Lets the signals that ask the ranks to stop pass by the supervisor, which waits for them to end."""
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1):
         # A handler, not SIG_IGN: an ignored signal would be inherited by the ranks.
         signal.signal(number, lambda *_: None)
-
-
-def _is_undisturbed(job: dict[str, str] | None) -> bool:
-    # srun ends with 0 after a node failure, too; the job's state tells the two apart.
-    return job is None or job.get("JobState") == "RUNNING"
-
-
-def _fruitless_before(run: RunDirectory) -> int:
-    count = 0
-    for entry in reversed(read_ledger(run)):
-        if entry.get("reason") in _NO_FAULT or "end_time_unix_s" not in entry:
-            continue
-        if int(entry.get("last_step", 0)) > int(entry.get("first_step", 0)):
-            break
-        count += 1
-    return count
 
 
 def _act(decision: Decision, site: Site, exit_code: int) -> int:
@@ -270,11 +227,14 @@ def _act(decision: Decision, site: Site, exit_code: int) -> int:
 def _hand_over(run: RunDirectory, decision: Decision, site: Site) -> int:
     if _is_cancelled(site, site.show_job()):
         # scancel came after the decision, so the requeue did nothing, and no other job is wanted.
-        attempt, facts = existing_attempts(run)[-1], asdict(CANCELLED)
-        close_attempt(run, attempt, {name: facts[name] for name in ("reason", "action", "note")})
+        facts = {name: asdict(CANCELLED)[name] for name in ("reason", "action", "note")}
+        known = BestEffort(say)
+        attempt = known("the attempts", lambda: max(existing_attempts(run), default=None), None)
+        if attempt is not None:
+            known("the ledger", lambda: close_attempt(run, attempt, facts), None)
         say(f"attempt {attempt}: {CANCELLED.note}")
         return EXIT_FAILURE
-    new_id = site.resubmit(decision)
+    new_id = BestEffort(say)("another job", lambda: site.resubmit(decision), "", asks_slurm=True)
     if not new_id:
         say("Slurm did not confirm the requeue; `resume` continues the run")
         return EXIT_FAILURE

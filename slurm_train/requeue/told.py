@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
+from slurm_train.requeue.monitor import Task
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.preflight import finding_lines, read_record
 
 _EVERY_S = 1.0
 
 
-@contextlib.contextmanager
-def telling(run: RunDirectory, attempt: int, *, say: Callable[[str], None]) -> Iterator[None]:
-    """Says each finding of an attempt once while the body waits for its ranks.
+def findings_relay(run: RunDirectory, attempt: int, *, say: Callable[[str], None]) -> Task:
+    """Returns the task that says each finding of an attempt once.
 
     Args:
         run: the run.
         attempt: number of the attempt.
         say: gets a line.
     """
-    done, told = threading.Event(), set[str]()
+    said = set[str]()
 
-    def tell() -> None:
+    def look() -> None:
         for line in finding_lines(read_record(run, attempt)):
-            if line not in told:
-                told.add(line)
+            if line not in said:
+                said.add(line)
                 say(line)
 
-    def follow() -> None:
-        while not done.wait(_EVERY_S):
-            with contextlib.suppress(OSError):
-                tell()
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        with contextlib.suppress(OSError):
-            tell()
+    return Task(name="the preflight's findings", every_s=_EVERY_S, look=look, end=look)

@@ -32,6 +32,8 @@ class AttemptStart:
     """Hosts of the allocation."""
     world_size: int
     """Ranks."""
+    committed_step: int | None = None
+    """Step of the newest checkpoint, -1 if there is none; None where nobody knows, as with a user's own code."""
 
 
 def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None = None) -> int:
@@ -63,6 +65,8 @@ def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None 
     fsync_directory(run.epochs)
     make_private(run.attempt_logs(attempt))
     line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts, "world_size": start.world_size}
+    if start.committed_step is not None:
+        line["first_committed"] = start.committed_step
     line |= ledger_facts(read_changes(run), read_ledger(run))
     append_line(run.attempts, line, durable=True)
     return attempt
@@ -104,10 +108,15 @@ def check_fence(run: RunDirectory, attempt: int) -> None:
     """
     newest = max(existing_attempts(run), default=attempt)
     if newest > attempt:
-        raise RunError(
-            f"attempt {attempt} of {run.path} was overtaken by attempt {newest}",
-            hint="nothing to do: the newer attempt carries on, this one ends without writing",
-        )
+        raise overtaken(run, attempt, newest)
+
+
+def overtaken(run: RunDirectory, attempt: int, newest: int) -> RunError:
+    """Returns the error of an attempt that must write nothing more, since a newer one exists."""
+    return RunError(
+        f"attempt {attempt} of {run.path} was overtaken by attempt {newest}",
+        hint="nothing to do: the newer attempt carries on, this one ends without writing",
+    )
 
 
 def read_ledger(run: RunDirectory) -> list[dict[str, Any]]:

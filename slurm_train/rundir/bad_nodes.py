@@ -1,6 +1,7 @@
-"""Nodes that were found bad, in a file that all runs of a root share: later submissions leave them out for a while.
+"""Nodes that were found bad, in files that all runs of a root share: later submissions leave them out for a while.
 
-One line for each time that a node was found bad, or found well again; what is older than its term does not count.
+Each node that found some has a file, `bad_nodes@<host>.jsonl`: one line for each time that a node was found bad, or
+found well again. What is older than its term does not count.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_train.rundir.files import append_line, read_lines
+from slurm_train.rundir.files import append_shared, read_shared
 from slurm_train.rundir.layout import RunDirectory
 
-FILE = "bad_nodes.jsonl"
+FILE, PARTS = "bad_nodes.jsonl", "bad_nodes@*.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class BadNode:
 
 
 def list_file(run: RunDirectory) -> Path:
-    """Returns the list that a run shares with the others below its root."""
+    """Returns the list that a run shares with the others below its root; each node has a part of it."""
     return run.path.parent.parent / FILE
 
 
@@ -46,7 +47,7 @@ def add_bad_nodes(run: RunDirectory, found: Mapping[str, str], *, hours: float, 
     """
     for node, why in found.items() if hours > 0 else ():
         line = {"node": node, "why": why, "run": str(run.path), "time_unix_s": now_unix_s}
-        append_line(list_file(run), {**line, "until_unix_s": now_unix_s + 3600 * hours})
+        append_shared(list_file(run), {**line, "until_unix_s": now_unix_s + 3600 * hours})
 
 
 def forgive_nodes(run: RunDirectory, nodes: Iterable[str], *, now_unix_s: float) -> list[str]:
@@ -55,7 +56,7 @@ def forgive_nodes(run: RunDirectory, nodes: Iterable[str], *, now_unix_s: float)
     well = [node for node in nodes if node in listed]
     for node in well:
         facts = {"node": node, "why": "found well", "run": str(run.path), "time_unix_s": now_unix_s}
-        append_line(list_file(run), {**facts, "until_unix_s": 0.0})
+        append_shared(list_file(run), {**facts, "until_unix_s": 0.0})
     return well
 
 
@@ -63,7 +64,7 @@ def read_bad_nodes(run: RunDirectory, *, now_unix_s: float) -> list[BadNode]:
     """Returns the nodes that are on the list now, the last line about each counting."""
     found: dict[str, BadNode] = {}
     try:
-        for line in read_lines(list_file(run)):
+        for line in read_shared(list_file(run)):
             node, until = str(line.get("node", "")), line.get("until_unix_s")
             if node and isinstance(until, (int, float)):
                 found[node] = BadNode(node=node, why=str(line.get("why", "")), until_unix_s=float(until))

@@ -6,8 +6,10 @@ directory entry itself is durable after its own fsync). Nothing here knows what 
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,17 +67,31 @@ def write_atomic(path: Path, text: str, *, durable: bool = True, mode: int = 0o6
         fsync_directory(path.parent)
 
 
-def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> None:
-    """Appends one JSON object as a line with a single write, so that lines of two writers never mix.
+def write_all(descriptor: int, data: bytes) -> None:
+    """Writes every byte; the file system may take fewer at once, as it does when it becomes full.
 
-    After a torn last line (a killed writer) it starts on a line of its own, so that only the torn one is lost.
+    Raises:
+        OSError: the file system refused the rest.
+    """
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> None:
+    """Appends one JSON object as a line, usually with a single write, so that two writers of one node never mix.
+
+    After a torn last line (a killed writer, a full disk) it starts on a line of its own, so that only the torn one is
+    lost. For files that several nodes write at the same time there is `append_shared`.
+
+    Raises:
+        OSError: the line is not on disk, or only a part of it.
     """
     line = json.dumps(value, separators=(",", ":")) + "\n"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     try:
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, (f"\n{line}" if is_torn else line).encode())
+        write_all(descriptor, (f"\n{line}" if is_torn else line).encode())
         if durable:
             os.fsync(descriptor)
     finally:
@@ -84,9 +100,11 @@ def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the JSON objects of a file of lines; a torn last line (a killed writer) is passed over."""
-    if not path.exists():
+    try:
+        file = path.open(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with file:
         for line in file:
             try:
                 value = json.loads(line)
@@ -94,6 +112,34 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(value, dict):
                 yield value
+
+
+def append_shared(path: Path, value: dict[str, Any], *, durable: bool = False) -> None:
+    """Appends a line with a "time_unix_s" to this node's part of a file, `events.jsonl` -> `events@node1.jsonl`.
+
+    O_APPEND is atomic within one node only: an NFS client computes the end of the file itself, so lines that two
+    nodes append at the same time overwrite each other.
+
+    Raises:
+        OSError: as for `append_line`.
+    """
+    part = path.with_name(f"{path.stem}@{socket.gethostname()}{path.suffix}")
+    append_line(part, value, durable=durable)
+
+
+def read_shared(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of all nodes' parts of a file, by time; the lines of one node keep their order."""
+
+    def timed(part: Path) -> Iterator[tuple[float, dict[str, Any]]]:
+        newest = 0.0
+        for line in read_lines(part):
+            time = line.get("time_unix_s")
+            # A clock that was set back does not change the order within a part.
+            newest = max(newest, float(time)) if isinstance(time, (int, float)) else newest
+            yield newest, line
+
+    parts = [path, *sorted(path.parent.glob(f"{path.stem}@*{path.suffix}"))]
+    return [line for _, line in heapq.merge(*map(timed, parts), key=lambda pair: pair[0])]
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -120,7 +120,7 @@ class RunDirectory:
 
     @property
     def events(self) -> Path:
-        """What happened on the way: one JSON object per non-finite step, spike, rollback, hang, stop."""
+        """What happened on the way, one JSON object per non-finite step, spike, rollback, hang, stop; per node."""
         return self.path / "events.jsonl"
 
     @property

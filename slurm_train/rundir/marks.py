@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 from slurm_train.config.secrets import redact
-from slurm_train.rundir.files import append_line, read_lines
+from slurm_train.rundir.files import append_shared, read_shared
 from slurm_train.rundir.layout import RunDirectory
 
 _LONGEST_MESSAGE = 300
@@ -35,17 +35,15 @@ def leave_mark(run: RunDirectory, attempt: int, mark: FailureMark) -> None:
     """Adds a rank's mark to its attempt; a run directory that is gone is no second failure."""
     line = {**asdict(mark), "message": redact(mark.message)[:_LONGEST_MESSAGE], "time_unix_s": time.time()}
     if run.attempt_logs(attempt).is_dir():
-        append_line(run.attempt_logs(attempt) / "failures.jsonl", line)
+        append_shared(run.attempt_logs(attempt) / "failures.jsonl", line)
 
 
 def first_mark(run: RunDirectory, attempt: int) -> FailureMark | None:
     """Returns the earliest mark of an attempt, None where no rank left one."""
-    lines = sorted(
-        read_lines(run.attempt_logs(attempt) / "failures.jsonl"), key=lambda line: float(line["time_unix_s"])
-    )
+    lines = read_shared(run.attempt_logs(attempt) / "failures.jsonl")
     if not lines:
         return None
-    line = lines[0]
+    line = min(lines, key=lambda line: float(line["time_unix_s"]))
     return FailureMark(
         rank=line["rank"],
         host=line["host"],

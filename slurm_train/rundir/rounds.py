@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import EXIT_FAILURE, RunError
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt, read_ledger
+from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt, overtaken, read_ledger
 from slurm_train.rundir.files import read_json, write_durable
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.marks import first_mark
@@ -72,24 +72,28 @@ def begin_round(run: RunDirectory, start: AttemptStart, *, first: int | None) ->
             return first
         previous = newest_round(run, first)
         if (newest := max(existing_attempts(run))) > previous:
-            raise RunError(
-                f"attempt {previous} of {run.path} was overtaken by attempt {newest}",
-                hint="nothing to do: the newer attempt carries on, these ranks end without writing",
-            )
-        close_round(run, previous, action="relaunch")
+            raise overtaken(run, previous, newest)
+        close_round(run, previous, action="relaunch", committed_step=start.committed_step)
         known = read_json(run.epochs / f"attempt_{first}") or {}
         start = replace(start, job_id=known.get("job_id"), restart_count=int(known.get("restart_count", 0)))
     else:
         for entry in read_ledger(run):
             if entry.get("job_id") is None:
-                close_round(run, int(entry["attempt"]), action="relaunch")
+                close_round(run, int(entry["attempt"]), action="relaunch", committed_step=start.committed_step)
     attempt = open_attempt(run, start, follows=first)
     _claim(run, attempt, facts)
     return attempt
 
 
-def close_round(run: RunDirectory, attempt: int, *, action: str) -> None:
-    """Writes the end line of an attempt whose ranks have failed; one that has its line is left alone."""
+def close_round(run: RunDirectory, attempt: int, *, action: str, committed_step: int | None = None) -> None:
+    """Writes the end line of an attempt whose ranks have failed; one that has its line is left alone.
+
+    Args:
+        run: the run.
+        attempt: its number.
+        action: what follows.
+        committed_step: step of the newest checkpoint now, as in `AttemptStart`.
+    """
     entry = next((line for line in read_ledger(run) if line["attempt"] == attempt), None)
     if entry is None or "end_time_unix_s" in entry:
         return
@@ -104,6 +108,8 @@ def close_round(run: RunDirectory, attempt: int, *, action: str) -> None:
         "first_step": first_step,
         "last_step": last_step(run),
     }
+    if committed_step is not None:
+        facts["last_committed"] = committed_step
     if mark is not None:
         facts["failed_on"] = mark.host
     wall = {"start_unix_s": float(entry["time_unix_s"]), "end_unix_s": time.time()}

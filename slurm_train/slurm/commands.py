@@ -258,6 +258,14 @@ class SlurmCommands:
         """
         self._run(["scontrol", "update", f"JobId={checked_ids([job_id])[0]}", f"ExcNodeList={nodes}"])
 
+    def put_off(self, job_id: str, seconds: int) -> None:
+        """Lets a waiting job start no earlier than in so many seconds.
+
+        Raises:
+            ClusterError: Slurm refused or does not answer.
+        """
+        self._run(["scontrol", "update", f"JobId={checked_ids([job_id])[0]}", f"StartTime=now+{seconds}"])
+
     def steps(self, job_id: str) -> dict[str, str]:
         """Returns the running steps of a job as id -> name, e.g. {"77.1": "attempt_0", "77.batch": "batch"}.
 

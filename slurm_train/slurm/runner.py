@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ _UNREACHABLE = (
     "communication connection failure",
     "backup controller in standby",
 )
+_KILLED_WITHIN_S = 1.0
 
 
 class ControllerAway(ClusterError):
@@ -48,6 +52,49 @@ class Runner(Protocol):
         """Returns the ended process; raises ClusterError if it cannot start or takes too long."""
 
 
+def run_program(
+    argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, cwd: str | None = None, text: str = ""
+) -> Finished:
+    """Runs a program to its end, with `text` as its input, and returns how it ended.
+
+    One that is too slow is killed with all that it has started. A program that even KILL does not end, as nvidia-smi
+    in a hanging driver, is left behind.
+
+    Raises:
+        OSError: it cannot be started.
+        subprocess.TimeoutExpired: it did not end in time.
+    """
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    process = subprocess.Popen(
+        list(argv),
+        env=dict(env),
+        cwd=cwd,
+        stdin=pipe if text else nothing,
+        stdout=pipe,
+        stderr=pipe,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(text or None, timeout=timeout_s)
+    except BaseException:
+        _end_group(process)
+        raise
+    return Finished(process.returncode, stdout, stderr)
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILLED_WITHIN_S)
+    for file in (process.stdin, process.stdout, process.stderr):
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+
 def run_process(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> Finished:
     """Runs a command without a shell and without input, and returns how it ended.
 
@@ -55,27 +102,22 @@ def run_process(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float
         ClusterError: no such command on this machine, or it did not end in time.
     """
     try:
-        done = subprocess.run(
-            list(argv),
-            env=dict(env),
-            timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            check=False,
-        )
+        return run_program(argv, env=env, timeout_s=timeout_s)
     except FileNotFoundError as err:
         raise ClusterError(
             f"there is no {argv[0]} on this machine",
             hint="run this where Slurm's commands are (a login node), or without +cluster to train on this machine",
+        ) from err
+    except OSError as err:
+        # No memory, no descriptors, a file server that is away: that may pass.
+        raise ControllerAway(
+            f"`{shlex.join(argv)}` could not be started: {err}", hint="see `ulimit -a` and `free` on this machine"
         ) from err
     except subprocess.TimeoutExpired as err:
         raise ControllerAway(
             f"`{shlex.join(argv)}` did not answer in {timeout_s:g} s",
             hint="the Slurm controller may be busy: try later",
         ) from err
-    return Finished(done.returncode, done.stdout, done.stderr)
 
 
 def failed_command(argv: Sequence[str], done: Finished) -> ClusterError:

@@ -54,7 +54,7 @@ class HealthParts:
 
 
 class Health:
-    """Judges steps, tells of them in events.jsonl, and takes a run back where that is asked.
+    """Judges steps, writes them to events@<host>.jsonl, and takes a run back where that is asked.
 
     Args:
         parts: what it works with.
@@ -110,7 +110,7 @@ class Health:
         if self._num_rollbacks >= self._settings.max_rollbacks:
             raise SlurmTrainError(
                 f"step {bad_step} went wrong after {self._num_rollbacks} rollbacks of this run",
-                hint="look at events.jsonl in the run directory; health.max_rollbacks allows more",
+                hint="look at events@*.jsonl in the run directory; health.max_rollbacks allows more",
             )
         self._num_rollbacks += 1
         # A save under way may be of a step that is to be forgotten.
@@ -212,11 +212,11 @@ def refuse(result: StepResult) -> None:
     if result.is_finite:
         raise SlurmTrainError(
             f"step {step} is a spike: loss {result.loss:.4g}, the limit was {result.facts.loss_limit:.4g}",
-            hint="see events.jsonl for its samples; health.on_spike=skip or rollback goes on by itself",
+            hint="see events@*.jsonl for its samples; health.on_spike=skip or rollback goes on by itself",
         )
     what = f"loss {result.loss} ({result.num_non_finite} micro-batches)" if result.num_non_finite else "loss is finite"
     raise SlurmTrainError(
         f"step {step} is not finite: {what}, gradient norm {result.grad_norm}, lr {result.facts.lr:.3g}",
-        hint="lower optim.lr or optim.grad_clip_norm, look at the samples of this step (events.jsonl), then resume: "
+        hint="lower optim.lr or optim.grad_clip_norm, look at the samples of this step (events@*.jsonl), then resume: "
         "the newest checkpoint is from before it; health.on_non_finite=skip or rollback goes on by itself",
     )

@@ -26,7 +26,8 @@ from slurm_train.checkpoint.directory import newest_verified
 from slurm_train.config.frozen import load_config
 from slurm_train.launch.local import LocalRanks
 from slurm_train.launch.meeting import probe_port
-from slurm_train.requeue.supervise import Site, supervise
+from slurm_train.requeue.end import Site
+from slurm_train.requeue.supervise import supervise
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import this_process

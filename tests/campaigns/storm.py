@@ -117,7 +117,7 @@ def held_problems(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
     if len(ledger) != _BUDGET:
         problems.append(f"held after {len(ledger)} ends without progress, promised {_BUDGET}")
     note = str(ledger[-1].get("note", ""))
-    if not note or "\n" in note or not note.startswith(f"{_BUDGET} failures in a row without a new step: "):
+    if not note or "\n" in note or not note.startswith(f"{_BUDGET} failures in a row without a new checkpoint: "):
         problems.append(f"held with {note!r}")
     return problems
 

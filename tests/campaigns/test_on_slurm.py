@@ -64,7 +64,7 @@ def test_a_storm_that_costs_budget_is_found() -> None:
 
 
 def test_a_run_that_is_held_too_late_or_without_a_word_is_found() -> None:
-    note = "3 failures in a row without a new step: RuntimeError: no"
+    note = "3 failures in a row without a new checkpoint: RuntimeError: no"
     assert held_problems([{}, {}, {"note": note}]) == []
     assert len(held_problems([{}, {}, {}, {"note": note}])) == 1
     assert len(held_problems([{}, {}, {"note": f"{note}\n  File x"}])) == 1

@@ -95,3 +95,11 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
 def test_the_console_script_and_the_module_are_the_same_door() -> None:
     text = (REPOSITORY / "pyproject.toml").read_text()
     assert 'slurm-train = "slurm_train.__main__:main"' in text
+
+
+@pytest.mark.parametrize("word", ["supervise", "torchrun", "track", "nothing.here=1"])
+def test_the_garbage_collector_is_on_while_a_verb_works(word: str, tmp_path: Path) -> None:
+    at_end = "atexit.register(lambda: print(gc.isenabled()))"
+    program = f"import atexit, gc, sys; from slurm_train.cli.main import run; {at_end}; run(sys.argv[1:])"
+    done = Person(tmp_path).runs(sys.executable, "-c", program, word)
+    assert done.out.splitlines()[-1:] == ["True"], done.err

@@ -14,7 +14,7 @@ import pytest
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.bad_nodes import list_file
-from slurm_train.rundir.files import read_lines
+from slurm_train.rundir.files import read_shared
 from slurm_train.rundir.preflight import read_record
 from tests.campaigns.on_slurm import at_work
 from tests.campaigns.preflight import try_fault
@@ -71,7 +71,7 @@ def test_a_bad_node_is_left_out_and_listed_until_it_is_well(person: Person, tmp_
     first, second = read_ledger(run)
     assert "node2" in first["nodes"] and "node2" not in second["nodes"]
     assert first["note"].startswith("DISK_FULL node2: ") and first["note"].endswith("is requeued without node2")
-    (line,) = read_lines(list_file(run))
+    (line,) = read_shared(list_file(run))
     assert line["node"] == "node2" and line["until_unix_s"] > line["time_unix_s"]
     submitted = person.types("+cluster=3x1", *words, "run.name=next")
     assert "left out: node2 (until " in submitted.err and "DISK_FULL" in submitted.err

@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from slurm_train.errors import ClusterError
+from slurm_train.launch import meeting
 from slurm_train.launch.meeting import master_of, meeting_ports, probe_port
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[5-8]", "SLURM_TASKS_PER_NODE": "2(x4)"}
@@ -73,3 +74,11 @@ def test_probing_passes_over_a_port_that_is_taken() -> None:
         taken.bind(("", first))
         taken.listen()
         assert probe_port("a-run", attempt=0, env=env) != first
+
+
+def test_with_all_ports_taken_the_kernel_gives_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        all_taken = [taken.getsockname()[1]] * 32
+        monkeypatch.setattr(meeting, "candidate_ports", lambda **_: all_taken)
+        port = probe_port("a-run", attempt=0, env={})
+    assert port not in (0, *all_taken)

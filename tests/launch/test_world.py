@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.structure import build_config
 from slurm_train.errors import ConfigError
+from slurm_train.launch import world
 from slurm_train.launch.world import NodeGroup, World, count_local_gpus, plan_world
+from tests.support.waiting import wait_for
 
 WORLDS = [
     ({"cluster": {"nodes": 4, "gpus_per_node": 8}}, {}, (8, 8, 8, 8)),
@@ -102,3 +105,19 @@ def test_gpus_are_counted_without_torch(listing: str, count: int, tmp_path: Path
 
 def test_a_machine_without_the_command_has_no_gpus(tmp_path: Path) -> None:
     assert count_local_gpus({"PATH": str(tmp_path)}) == 0
+
+
+def test_a_listing_that_hangs_is_ended_with_all_that_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "_LISTING_TIMEOUT_S", 0.5)
+    command = tmp_path / "nvidia-smi"
+    # The helper holds the pipe that is read.
+    command.write_text(f"#!/bin/sh\n/bin/sleep 60 & echo $! > {tmp_path}/helper; wait\n")
+    command.chmod(0o755)
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError, match=r"cannot be counted: .* timed out after 0.5 seconds") as caught:
+        count_local_gpus({"PATH": str(tmp_path)})
+    assert time.monotonic() - began_s < 10 and "CUDA_VISIBLE_DEVICES" in caught.value.hint
+    helper = Path("/proc", (tmp_path / "helper").read_text().strip(), "cmdline")
+    wait_for(lambda: not helper.exists() or not helper.read_bytes(), within_s=5, what="the end of the helper")

@@ -18,8 +18,9 @@ from slurm_train.launch.continuation import cancelled_before
 from slurm_train.launch.preparation import record_job
 from slurm_train.requeue import supervise as supervise_module
 from slurm_train.requeue.decision import Decision
+from slurm_train.requeue.end import Site
 from slurm_train.requeue.patience import bring_back
-from slurm_train.requeue.supervise import Site, supervise
+from slurm_train.requeue.supervise import supervise
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import Holder

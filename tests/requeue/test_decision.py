@@ -111,6 +111,22 @@ TABLE = [
         "requeue",
     ),
     ("nor do time limits", replace(SAVED, fruitless_failures=50), "time_limit", "requeue"),
+    ("a second time limit in vain", replace(SAVED, fruitless_ends={"time_limit": 1}), "time_limit", "requeue"),
+    ("a third one", replace(SAVED, fruitless_ends={"time_limit": 2}), "time_limit", "stop"),
+    ("one that brought the run on", replace(SAVED, fruitless_ends=None), "time_limit", "requeue"),
+    (
+        "preemptions in vain",
+        replace(SAVED, job=PREEMPTED, fruitless_ends={"preempted": 50, "time_limit": 9}),
+        "preempted",
+        "requeue",
+    ),
+    ("too many of them", replace(SAVED, job=PREEMPTED, fruitless_ends={"preempted": 89}), "preempted", "stop"),
+    (
+        "Slurm was quicker than the budget",
+        replace(SAVED, job=REQUEUED, fruitless_ends={"preempted": 89}),
+        "preempted",
+        "leave",
+    ),
 ]
 
 
@@ -123,7 +139,7 @@ def test_what_follows_from_what_is_known(outcome: Outcome, reason: Reason, actio
 
 def test_the_note_of_a_failure_names_its_cause() -> None:
     outcome = replace(SAVED, exit_code=1, fruitless_failures=3, cause="rank 3 on node2: ValueError: odd")
-    assert decide(outcome).note == "3 failures in a row without a new step: rank 3 on node2: ValueError: odd"
+    assert decide(outcome).note == "3 failures in a row without a new checkpoint: rank 3 on node2: ValueError: odd"
 
 
 @pytest.mark.parametrize("word", ["Unknown", ""])

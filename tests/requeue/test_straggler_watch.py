@@ -14,7 +14,8 @@ import pytest
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.structure import build_config
-from slurm_train.requeue.straggler_watch import minding_stragglers
+from slurm_train.requeue.monitor import Monitor
+from slurm_train.requeue.straggler_watch import straggler_watch
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.stragglers import read_windows
@@ -38,9 +39,10 @@ def test_a_rank_whose_data_come_late_is_named_and_a_healthy_run_is_not(tmp_path:
         start_rank(RANK_PROGRAM, json.dumps(orders), env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(2)
     ]
-    watched = build_config(RunConfig, config)
+    watched, monitor = build_config(RunConfig, config), Monitor()
     try:
-        with minding_stragglers(run, 0, config=watched, world_size=2, look_every_s=0.2, first_window_s=1.0):
+        monitor.add(straggler_watch(run, 0, config=watched, world_size=2, look_every_s=0.2, first_window_s=1.0))
+        with monitor.running():
             wait_for(lambda: len(read_windows(run)) >= 3, within_s=120, what="windows of a healthy run")
             healthy = read_windows(run)
             late.touch()

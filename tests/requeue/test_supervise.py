@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +16,8 @@ from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, RunError
 from slurm_train.requeue import supervise as module
 from slurm_train.requeue.decision import Decision
-from slurm_train.requeue.supervise import Site, ignore_stop_signals, last_step, supervise
+from slurm_train.requeue.end import Site
+from slurm_train.requeue.supervise import come_back_later, ignore_stop_signals, last_step, supervise
 from slurm_train.rundir.attempts import AttemptStart, read_ledger
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.files import append_line
@@ -44,13 +48,19 @@ class World:
     new_job: str = ""
     past_ends: tuple[str, ...] = ()
     restart_count: int = 0
+    committed: int | None = None
+    """Step of the newest checkpoint; None for a user's own code."""
+    delays_s: list[int] = field(default_factory=list)
     explain: Callable[[int], str] = lambda _attempt: ""
     events: list[str] = field(default_factory=list)
     ledger_at_requeue: list[dict[str, object]] = field(default_factory=list)
     holder_at_requeue: Holder | None = ME
 
     def supervise(self, launch: Callable[[int], int], *, enabled: bool = True, is_own_code: bool = False) -> int:
-        site = Site(
+        return supervise(self.run, RequeueSection(enabled=enabled), self.site(), launch, is_own_code=is_own_code)
+
+    def site(self) -> Site:
+        return Site(
             start=AttemptStart(job_id="7", restart_count=self.restart_count, nodes=("node1",), world_size=8),
             holder=ME,
             is_alive=lambda _holder: self.lives,
@@ -62,27 +72,31 @@ class World:
             clear=lambda _attempt: self.clears,
             past_ends=lambda _job: self.past_ends,
             can_relaunch=self.can_relaunch,
+            committed_step=None if self.committed is None else lambda: int(str(self.committed)),
         )
-        return supervise(self.run, RequeueSection(enabled=enabled), site, launch, is_own_code=is_own_code)
 
     def _requeue(self, decision: Decision) -> bool:
         self.events.append(f"requeue without {decision.exclude}" if decision.exclude else "requeue")
-        self.ledger_at_requeue = read_ledger(self.run)
-        self.holder_at_requeue = read_holder(self.run)
+        self.delays_s.append(decision.delay_s)
+        with contextlib.suppress(OSError):
+            self.ledger_at_requeue = read_ledger(self.run)
+            self.holder_at_requeue = read_holder(self.run)
         return self.requeue_works
 
     def _resubmit(self, _decision: Decision) -> str:
         self.events.append("resubmit")
         return self.new_job
 
-    def ranks(self, code: int, *, steps: int = 0, result: bool = False) -> Callable[[int], int]:
-        """Returns ranks that make steps, perhaps finish, and end with a code."""
+    def ranks(self, code: int, *, steps: int = 0, commits: bool = False, result: bool = False) -> Callable[[int], int]:
+        """Returns ranks that make steps, perhaps commit or finish, and end with a code."""
 
         def launch(attempt: int) -> int:
             self.events.append(f"launch {attempt}")
             assert read_holder(self.run) == ME
             for step in range(steps):
                 append_line(self.run.metrics, {"step": last_step(self.run) + 1, "loss": 1.0, "n": step})
+            if commits:
+                self.committed = (self.committed or 0) + 10
             if result:
                 self.run.result.write_text("{}")
             return code
@@ -333,7 +347,7 @@ def test_where_a_job_cannot_be_requeued_another_takes_over(new_job: str, code: i
 
 
 def test_attempts_that_nobody_closed_are_closed_by_the_next(world: World) -> None:
-    with pytest.raises(OSError, match="lost"):
+    with pytest.raises(RuntimeError, match="lost"):
         world.supervise(_breaks)
     world.restart_count, world.past_ends = 1, ("NODE_FAIL",)
     assert world.supervise(world.ranks(0, result=True)) == 0
@@ -342,7 +356,7 @@ def test_attempts_that_nobody_closed_are_closed_by_the_next(world: World) -> Non
 
 
 def _breaks(_attempt: int) -> int:
-    raise OSError("lost")
+    raise RuntimeError("lost")
 
 
 def test_what_rank_0_measured_gets_into_the_ledger(world: World) -> None:
@@ -446,3 +460,174 @@ def test_a_warning_is_in_the_ledger_and_changes_nothing(world: World) -> None:
     world.supervise(unfit(world, level="warning"), is_own_code=True)
     (entry,) = read_ledger(world.run)
     assert (entry["reason"], entry["found"]) == ("done", "GPU_SICK node3")
+
+
+def time_limits(world: World, number: int, **ranks: bool) -> list[int]:
+    codes = []
+    for _ in range(number):
+        codes.append(world.supervise(world.ranks(75, steps=1, **ranks)))
+        world.restart_count += 1
+    return codes
+
+
+def test_time_limits_without_a_new_checkpoint_stop_the_run_with_a_reason(world: World) -> None:
+    world.committed = -1
+    assert time_limits(world, 3) == [75, 75, 75] and world.events[-1] == "launch 2"
+    *before, newest = read_ledger(world.run)
+    assert [entry["action"] for entry in before] == ["requeue", "requeue"]
+    assert (newest["reason"], newest["action"]) == ("time_limit", "stop")
+    assert "time_limit; 3 time limits in a row without a new checkpoint (the last attempt ran " in str(newest["note"])
+    assert "raise cluster.time_limit_min" in str(newest["note"])
+    # Whoever starts it again after that has the whole budget.
+    assert time_limits(world, 3) == [75, 75, 75] and len(read_ledger(world.run)) == 6
+
+
+def test_a_new_checkpoint_clears_the_budget_and_logged_steps_do_not(world: World) -> None:
+    world.committed = -1
+    time_limits(world, 2)
+    time_limits(world, 1, commits=True)
+    time_limits(world, 2)
+    assert {entry["action"] for entry in read_ledger(world.run)} == {"requeue"}
+    assert [entry["last_committed"] for entry in read_ledger(world.run)] == [-1, -1, 9, 9, 9]
+    time_limits(world, 1)
+    assert read_ledger(world.run)[-1]["action"] == "stop"
+
+
+def test_failures_between_two_logged_lines_stop_nothing_that_commits(world: World) -> None:
+    world.committed, world.can_relaunch, left = 0, True, iter([True] * 5 + [False] * 9)
+
+    def launch(attempt: int) -> int:
+        return world.ranks(137, commits=next(left))(attempt)
+
+    assert world.supervise(launch) == 137
+    assert world.events == [f"launch {attempt}" for attempt in range(8)]
+    assert "3 failures in a row without a new checkpoint" in str(read_ledger(world.run)[-1]["note"])
+
+
+def test_a_user_s_own_code_may_come_back_without_end(world: World) -> None:
+    assert time_limits(world, 8) == [75] * 8
+    assert {entry["action"] for entry in read_ledger(world.run)} == {"requeue"}
+
+
+def test_fifty_preemptions_before_the_first_checkpoint_stop_nothing(world: World) -> None:
+    world.committed, world.job = -1, PREEMPTED
+    assert {world.supervise(world.ranks(75)) for _ in range(50)} == {75}
+    assert {entry["action"] for entry in read_ledger(world.run)} == {"requeue"}
+
+
+def test_a_job_that_loses_its_node_each_time_is_ended_at_a_start(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.committed, world.past_ends = -1, ("NODE_FAIL",) * 9
+    for world.restart_count in range(6):
+        with pytest.raises(RuntimeError):
+            world.supervise(_breaks)
+    world.restart_count = 6
+    assert world.supervise(world.ranks(0)) == EXIT_FAILURE and world.events == []
+    newest = read_ledger(world.run)[-1]
+    assert (newest["attempt"], newest["reason"], newest["action"]) == (5, "node_failure", "stop")
+    assert "node_failure; 6 lost nodes in a row without a new checkpoint" in str(newest["note"])
+    assert "nothing is started: 6 lost nodes in a row" in capsys.readouterr().err
+    world.restart_count = 0
+    assert world.supervise(world.ranks(0, result=True)) == 0, "a person's own start"
+
+
+BROKEN = [
+    ("metrics.jsonl", None),
+    ("attempts.jsonl", None),
+    ("events.jsonl", '{"event": "stop", "attempt": 0}\n'),
+    ("events.jsonl", '{"event": "stop", "attempt": 0, "saved": false, "left_s": null, "save_s": "x"}\n'),
+    ("events.jsonl", None),
+    ("logs/attempt_0/failures.jsonl", '{"rank": 1}\n'),
+    ("logs/attempt_0/failures.jsonl", None),
+    ("logs/attempt_0/timing.json", "{}"),
+    ("logs/attempt_0/timing.json", '{"begin_unix_s": "x"}'),
+    ("logs/attempt_0/preflight.json", '{"findings": [{}]}'),
+    ("logs/attempt_0/preflight.json", '{"findings": [3]}'),
+    ("lock.json", None),
+    ("checkpoints", "no folder"),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), BROKEN)
+def test_nothing_that_cannot_be_read_or_written_keeps_a_job_from_its_requeue(
+    name: str, content: str | None, world: World
+) -> None:
+    world.committed = -1
+
+    def launch(attempt: int) -> int:
+        path = world.run.path / name
+        path.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            path.mkdir()
+        else:
+            path.write_text(content)
+        return world.ranks(75)(attempt) if name != "lock.json" else 75
+
+    world.job = PREEMPTED
+    assert world.supervise(launch) == 75
+    assert world.events[-2:] == ["requeue", "wait"]
+    if name == "lock.json":
+        world.run.lock.rmdir()
+
+
+def test_a_full_disk_at_the_end_of_the_ranks_costs_the_ledger_s_line_alone(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def launch(attempt: int) -> int:
+            patch.setattr(module, "close_attempt", full)
+            return world.ranks(75, steps=2)(attempt)
+
+        world.job = PREEMPTED
+        assert world.supervise(launch) == 75 and world.events == ["launch 0", "requeue", "wait"]
+    assert "the ledger: OSError: [Errno 122] Disk quota exceeded; the run goes on without" in capsys.readouterr().err
+    world.restart_count, world.past_ends, world.job = 1, ("PREEMPTED",), RUNNING
+    assert world.supervise(world.ranks(0, result=True)) == 0
+    assert [entry["reason"] for entry in read_ledger(world.run)] == ["preempted", "done"]
+
+
+def test_own_code_that_has_ended_well_is_done_though_the_disk_is_full(world: World) -> None:
+    def launch(_attempt: int) -> int:
+        world.run.result.with_name(f".result.json.{os.getpid()}.tmp").mkdir()
+        return 0
+
+    assert world.supervise(launch, is_own_code=True) == EXIT_DONE
+    assert ledger_line(world)["reason"] == "done"
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_start_that_cannot_write_comes_back_later_each_time(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """No start leaves a trace, so Slurm's own count tells their number."""
+    codes = []
+    for world.restart_count in range(11):
+        codes.append(come_back_later(world.run, world.site(), FULL))
+    assert codes == [75] * 10 + [1]
+    assert world.delays_s == [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600, 3600]
+    assert "that was start 11 in a row, so the job ends; `resume` continues" in capsys.readouterr().err
+
+
+def test_a_launch_that_finds_the_disk_full_is_on_record_and_uses_no_budget_of_failures(world: World) -> None:
+    def launch(_attempt: int) -> int:
+        raise FULL
+
+    for world.restart_count in range(4):
+        with pytest.raises(OSError, match="No space left"):
+            world.supervise(launch)
+        assert come_back_later(world.run, world.site(), FULL) == 75
+    assert {(entry["reason"], entry["action"]) for entry in read_ledger(world.run)} == {("file_system", "requeue")}
+    assert world.delays_s == [60, 120, 240, 480]
+    world.restart_count = 4
+    assert world.supervise(world.ranks(0, result=True)) == 0
+
+
+def test_what_does_not_pass_by_itself_is_an_error(world: World) -> None:
+    with pytest.raises(FileNotFoundError):
+        come_back_later(world.run, world.site(), FileNotFoundError("no srun"))

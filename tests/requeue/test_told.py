@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from slurm_train.requeue import told
-from slurm_train.requeue.told import telling
+from slurm_train.requeue.monitor import Monitor
+from slurm_train.requeue.told import findings_relay
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.preflight import write_record
 from tests.support.waiting import wait_for
@@ -19,7 +20,9 @@ def test_each_finding_is_said_once_while_the_ranks_run(tmp_path: Path, monkeypat
     monkeypatch.setattr(told, "_EVERY_S", 0.02)
     run, said = RunDirectory(tmp_path), list[str]()
     run.attempt_logs(0).mkdir(parents=True)
-    with telling(run, 0, say=said.append):
+    monitor = Monitor()
+    monitor.add(findings_relay(run, 0, say=said.append))
+    with monitor.running():
         assert said == []
         write_record(run, 0, record("one"))
         wait_for(lambda: said == ["one"], within_s=5, what="the first line", poll_s=0.02)
@@ -31,6 +34,8 @@ def test_each_finding_is_said_once_while_the_ranks_run(tmp_path: Path, monkeypat
 def test_what_is_written_last_is_said_at_the_end(tmp_path: Path) -> None:
     run, said = RunDirectory(tmp_path), list[str]()
     run.attempt_logs(0).mkdir(parents=True)
-    with telling(run, 0, say=said.append):
+    monitor = Monitor()
+    monitor.add(findings_relay(run, 0, say=said.append))
+    with monitor.running():
         write_record(run, 0, record("late"))
     assert said == ["late"]

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.requeue.watch import watching
+from slurm_train.requeue.monitor import Monitor
+from slurm_train.requeue.watch import hang_watchdog
 from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import Beat, BeatSource, Heartbeat, Limits, read_beats
@@ -146,7 +147,9 @@ def test_ranks_that_torchrun_has_started_again_are_the_ones_that_are_watched(tmp
         ended.set()
 
     heart = beating(run, 1)
-    with watching(run, 0, limits=limits, world_size=1, end_ranks=end_ranks):
+    monitor = Monitor()
+    monitor.add(hang_watchdog(run, 0, limits=limits, world_size=1, end_ranks=end_ranks, clock=time.monotonic))
+    with monitor.running():
         for heart.step in range(1, 8):
             heart.mark("step")
             assert not ended.wait(0.2), "it makes progress"

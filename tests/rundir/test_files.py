@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import errno
 import os
+import resource
+import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from slurm_train.rundir import files
-from slurm_train.rundir.files import append_line, read_json, read_lines, write_atomic, write_durable
+from slurm_train.rundir.files import (
+    append_line,
+    append_shared,
+    read_json,
+    read_lines,
+    read_shared,
+    write_atomic,
+    write_durable,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -111,6 +123,49 @@ def test_lines_of_many_writers_never_mix(tmp_path: Path) -> None:
     lines = list(read_lines(path))
     assert len(lines) == 400
     assert [line["step"] for line in lines if line["writer"] == 2] == list(range(100))
+
+
+def test_a_file_system_that_takes_a_line_in_parts_gets_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, bytes(data)[:7]))
+    append_line(tmp_path / "lines", {"step": 1, "loss": 0.5})
+    assert list(read_lines(tmp_path / "lines")) == [{"step": 1, "loss": 0.5}]
+
+
+def test_a_file_system_that_becomes_full_within_a_line_is_an_error(tmp_path: Path) -> None:
+    line = {"pad": "x" * 100}
+    append_line(tmp_path / "lines", line)
+    size = (tmp_path / "lines").stat().st_size
+    child = os.fork()
+    if child == 0:
+        # A limit of the file's size cuts a write short, and refuses the next one, as a full disk does.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
+        try:
+            append_line(tmp_path / "lines", line)
+        except OSError as err:
+            os._exit(err.errno or 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == errno.EFBIG
+    append_line(tmp_path / "lines", line)
+    assert list(read_lines(tmp_path / "lines")) == [line, line]
+
+
+def test_each_node_appends_to_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    for host, time_unix_s in (("node2", 5), ("node1", 1), ("node2", 3), ("node1", 4), ("node1", 9)):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        append_shared(path, {"host": host, "time_unix_s": time_unix_s})
+    path.write_text('{"no": "time"}\n')
+    assert sorted(part.name for part in tmp_path.iterdir()) == [
+        "events.jsonl",
+        "events@node1.jsonl",
+        "events@node2.jsonl",
+    ]
+    found = [(line.get("host"), line.get("time_unix_s")) for line in read_shared(path)]
+    assert found == [(None, None), ("node1", 1), ("node1", 4), ("node2", 5), ("node2", 3), ("node1", 9)]
 
 
 def in_threads(target: Callable[[int], None], count: int) -> None:

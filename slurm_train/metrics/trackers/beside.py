@@ -114,7 +114,7 @@ class Trackers:
             for follower in self._followers:
                 try:
                     self._look_after(follower)
-                except OSError as err:
+                except Exception as err:
                     # A full disk, say: the run has troubles of its own then, and trackers add none.
                     self._note(follower, f"cannot be looked after: {err}")
 
@@ -201,6 +201,6 @@ def tracking(surroundings: Surroundings, *, close_timeout_s: float) -> Iterator[
     finally:
         try:
             trackers.close(close_timeout_s)
-        except OSError as err:
+        except Exception as err:
             # How the run has ended stays as it is.
             surroundings.say(f"the trackers could not be closed in order: {err}")
