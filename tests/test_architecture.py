@@ -86,8 +86,6 @@ SIGNAL_HANDLERS = {
 ENVIRONMENT_READERS = ("cli.", "__main__", "train.script_main")
 # cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.
 ENVIRONMENT_WRITERS = {"train.build"}
-# Where the hint comes with the values: rank 0's verdict, which all ranks repeat.
-HINTS_ELSEWHERE = {"distributed.handshake"}
 MESH_MAKERS = {"distributed.mesh"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
@@ -265,7 +263,7 @@ def errors_without_hint(tree: Tree) -> list[str]:
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__"
         }
         for node in ast.walk(parsed):
-            if not isinstance(node, ast.Call) or module in HINTS_ELSEWHERE:
+            if not isinstance(node, ast.Call):
                 continue
             name = node.func.id if isinstance(node.func, ast.Name) else ""
             is_error = (name in classes and name not in with_constructor) or id(node) in of_super

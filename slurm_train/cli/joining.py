@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.distributed.greeting import MeetingPoint
-from slurm_train.distributed.lobby import agree_on_attempt
 from slurm_train.distributed.place import RankPlace
+from slurm_train.distributed.rendezvous import agree_on_attempt
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, RunError
 from slurm_train.rundir.attempts import AttemptStart, close_attempt
 from slurm_train.rundir.layout import RunDirectory

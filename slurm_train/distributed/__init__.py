@@ -1,1 +1,1 @@
-"""From an environment to a process group: place, handshake, rendezvous, group, seeds."""
+"""From an environment to a process group: place, meeting of the ranks, rendezvous, group, seeds."""

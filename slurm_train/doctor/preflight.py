@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.distributed.meeting import Meeting
 from slurm_train.distributed.place import RankPlace
+from slurm_train.distributed.rendezvous import allow_files
 from slurm_train.doctor import gather
 from slurm_train.doctor.diagnose import diagnose
 from slurm_train.doctor.evidence import Asked, Evidence, PortFacts
-from slurm_train.doctor.exchange import Heard, Lines, ask_nodes, follow, hear_all, open_port, take_answers
+from slurm_train.doctor.exchange import Heard, ask_nodes, follow, hear_all, open_port, take_answers
 from slurm_train.doctor.facts import NodeFacts
 from slurm_train.doctor.finding import Finding, errors_in, read_finding
 from slurm_train.doctor.interfaces import resolve
@@ -121,6 +123,7 @@ class _Preflight:
         self.start, self.asked = start, start.asked
         self.point = replace(start.point, purpose="preflight")
         self.began_s = self.came_s = time.monotonic()
+        allow_files(start.place.world_size)
         self.report = gather.read_rank(start.place, start.env)
 
     def run(self) -> _Verdict | None:
@@ -146,28 +149,30 @@ class _Preflight:
             evidence = Evidence(port=port)
             return self.decide(evidence)
         with contextlib.ExitStack() as opened:
-            with listener:
-                server = self.open_server()
-                opened.callback(server.close)
-                participant = self.participant(server)
-                participant.write({"listens": port.bound})
-                heard = Heard(ranks=[self.report], nodes=[participant.facts] if participant.facts else [], port=port)
-                lines = hear_all(participant, listener, heard, tell=lambda found: self.keep((found,), Evidence()))
-                opened.callback(lines.close)
-            verdict = self.judge(participant, lines, heard)
+            opened.enter_context(listener)
+            server = self.open_server()
+            opened.callback(server.close)
+            participant = self.participant(server)
+            participant.write({"listens": port.bound})
+            heard = Heard(ranks=[self.report], nodes=[participant.facts] if participant.facts else [], port=port)
+            place = self.start.place
+            meeting = Meeting(listener, self.point, world_size=place.world_size, host=place.host)
+            opened.callback(meeting.abandon)
+            hear_all(participant, meeting, heard, tell=lambda found: self.keep((found,), Evidence()))
+            verdict = self.judge(participant, meeting, heard)
         if not errors_in(verdict.findings):
             shutil.rmtree(participant.folder, ignore_errors=True)
         return verdict
 
-    def judge(self, participant: Participant, lines: Lines, heard: Heard) -> _Verdict:
+    def judge(self, participant: Participant, meeting: Meeting, heard: Heard) -> _Verdict:
         """Has the nodes look around, decides, and tells everybody."""
         self.came_s = time.monotonic()
         if not heard.silent and not heard.troubles and not heard.mute:
-            _question(participant, lines, heard, measures=self.start.config.preflight.bandwidth)
+            _question(participant, meeting, heard, measures=self.start.config.preflight.bandwidth)
         waited_s = self.point.timeout_s if heard.silent else time.monotonic() - self.came_s
         verdict = self.decide(_evidence(heard, waited_s))
         shown = [finding.as_json() for finding in verdict.findings]
-        lines.send_all({"verdict": {"findings": shown, "variables": verdict.variables}})
+        meeting.close({"verdict": {"findings": shown, "variables": verdict.variables}})
         return verdict
 
     def decide(self, evidence: Evidence) -> _Verdict:
@@ -237,17 +242,17 @@ def _read_verdict(value: Mapping[str, object] | None) -> _Verdict | None:
     return _Verdict(tuple(read_finding(one) for one in findings), variables)
 
 
-def _question(participant: Participant, lines: Lines, heard: Heard, *, measures: bool) -> None:
+def _question(participant: Participant, meeting: Meeting, heard: Heard, *, measures: bool) -> None:
     """Has every node look at others, and measure on request."""
     known = {node.node for node in heard.nodes}
     leaders = [rank.rank for rank in heard.ranks if rank.local_rank == 0 and rank.node in known]
     peers = _peers(heard, spans_nodes=participant.place.spans_nodes)
     if participant.place.spans_nodes:
-        take_answers(heard, "probe", ask_nodes(participant, lines, heard, "probe", leaders, peers))
+        take_answers(heard, "probe", ask_nodes(participant, meeting, heard, "probe", leaders, peers))
     groups = [[leader] for leader in leaders] if len(leaders) <= _FEW_NODES else [leaders]
     for _ in range(_ROUNDS if measures else 0):
         for group in groups:
-            take_answers(heard, "measure", ask_nodes(participant, lines, heard, "measure", group, peers))
+            take_answers(heard, "measure", ask_nodes(participant, meeting, heard, "measure", group, peers))
         heard.speeds = best_speeds(heard.speeds)
         # Who was slow once may have been disturbed for a moment; who is slow each time is slow.
         if not any(speed_findings(Evidence(nodes=heard.nodes, speeds=heard.speeds))):

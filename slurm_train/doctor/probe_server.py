@@ -1,31 +1,36 @@
 """A node's small server for the others' probes: it proves who it is, tells the time, takes and gives bytes.
 
-One thread for each caller, for the seconds that the preflight takes; only a caller that knows the attempt's secret is
-given more than a greeting.
+Callers prove themselves as at a meeting; each that has is served by a thread, for the seconds that the preflight takes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import socket
 import threading
 import time
+from dataclasses import replace
 from typing import BinaryIO
 
-from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.distributed.greeting import Channel, MeetingPoint
+from slurm_train.distributed.meeting import Door
 
 _TIMEOUT_S = 20.0
 _BLOCK = bytes(1 << 18)
 LONGEST_TRANSFER = 1 << 30
 
 
+def probe_point(point: MeetingPoint, node: str) -> MeetingPoint:
+    """Returns what the proofs between a node's server and its callers are about."""
+    return replace(point, purpose=f"probe of {node}")
+
+
 class ProbeServer:
     """Answers until `close`.
 
     Args:
-        point: gives the proofs.
-        node: this node's name, which the proof is about.
+        point: of the preflight.
+        node: this node's name.
         address: to listen at; "": at all of this machine.
         family: of that address.
     """
@@ -33,15 +38,12 @@ class ProbeServer:
     def __init__(
         self, point: MeetingPoint, node: str, *, address: str = "", family: socket.AddressFamily = socket.AF_INET
     ) -> None:
-        self._point, self._node = point, node
         # A port that the kernel hands out, as those of the collectives will be.
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
+        self.port = int(self._listener.getsockname()[1])
+        self._door = Door(self._listener, probe_point(point, node), ranks=range(1), admit=self._admit)
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="probe-server", daemon=True)
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return int(self._listener.getsockname()[1])
 
     def start(self) -> None:
         """Begins to answer."""
@@ -49,26 +51,25 @@ class ProbeServer:
 
     def close(self) -> None:
         """Takes no more callers; those that are being answered are let go."""
+        self._is_closed.set()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if self._thread.is_alive():
+            self._thread.join(_TIMEOUT_S)
+        self._door.close()
         self._listener.close()
 
     def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+        while not self._is_closed.is_set():
+            self._door.step(1.0)
+
+    def _admit(self, channel: Channel, _rank: int, _host: str) -> None:
+        threading.Thread(target=self._answer, args=(channel.connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError, IndexError), connection.makefile("rb") as file:
             connection.settimeout(_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(f"{self._point.proof('probe', self._node)}\n".encode())
-            proof = file.readline(200).decode(errors="replace").strip()
-            if not hmac.compare_digest(proof.encode(), self._point.proof("caller", self._node).encode()):
-                return
             while words := file.readline(200).split():
                 self._obey(connection, file, words)
 

@@ -6,7 +6,6 @@ Each peer is asked in a thread of its own, so that a node that is cut off takes 
 from __future__ import annotations
 
 import errno
-import hmac
 import socket
 import threading
 import time
@@ -15,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.distributed.greeting import Calling, Channel, MeetingPoint
 from slurm_train.doctor.facts import ProbeFacts
+from slurm_train.doctor.probe_server import probe_point
 
 # A packet that is lost is sent again after a second, and after three.
 _CONNECT_S = (1.5, 3.5)
@@ -76,19 +76,22 @@ def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[Line
             continue
         except OSError as err:
             return None, in_words(err)
-        line = Line(connection)
+        channel = Channel(connection)
         try:
-            connection.settimeout(_ANSWER_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            proof = line.file.readline(200).strip()
-            if hmac.compare_digest(proof, point.proof("probe", node).encode()):
-                connection.sendall(f"{point.proof('caller', node)}\n".encode())
-                return line, ""
-            why = "somebody else answers there" if proof else "hung up"
+            Calling(channel, probe_point(point, node), rank=0, host="").prove(deadline=time.monotonic() + _ANSWER_S)
+        except ValueError:
+            channel.close()
+            return None, "somebody else answers there"
+        except ConnectionError:
+            why = "hung up"  # once may be for want of room among many callers
         except OSError:
-            why = ""  # The packets arrive; a node that is busy answers late.
-        line.close()
-        return None, why
+            channel.close()
+            return None, ""  # The packets arrive; a node that is busy answers late.
+        else:
+            connection.settimeout(_ANSWER_S)
+            return Line(connection), ""
+        channel.close()
     return None, why
 
 

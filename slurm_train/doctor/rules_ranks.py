@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from slurm_train.distributed.rendezvous import files_needed
 from slurm_train.doctor.evidence import Asked, Evidence
 from slurm_train.doctor.facts import RankFacts
 from slurm_train.doctor.finding import Finding
 from slurm_train.doctor.majority import as_ranges
 
 _FEW_FILES = 1024
-_FILES_PER_PEER = 3
-_FILES_OF_A_RANK = 128
 _LITTLE_LOCKED_MB = 64
 # So many CPUs for each rank must lie idle before one bound CPU is called too few.
 _PLENTY = 4
@@ -87,7 +86,7 @@ def _affinity(node: str, ranks: Sequence[RankFacts], asked: Asked, *, num_cpus: 
 
 def _limits(node: str, ranks: Sequence[RankFacts], *, has_infiniband: bool) -> Iterator[Finding]:
     lowest = min((rank.max_open_files for rank in ranks if rank.max_open_files is not None), default=None)
-    needed = _FILES_OF_A_RANK + _FILES_PER_PEER * max((rank.world_size for rank in ranks), default=1)
+    needed = files_needed(max((rank.world_size for rank in ranks), default=1))
     if lowest is not None and lowest < max(needed, _FEW_FILES):
         is_short = lowest < needed
         yield Finding(

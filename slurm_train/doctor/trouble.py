@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from slurm_train.distributed.greeting import Callers
+from slurm_train.distributed.meeting import Meeting
 from slurm_train.doctor.facts import NodeFacts, Trouble, read_node, read_trouble
 from slurm_train.doctor.finding import Finding
 from slurm_train.doctor.participant import Participant, nodes_of, read_file
@@ -32,8 +32,8 @@ Tell = Callable[[Finding], None]
 class Watcher:
     """Looks into the shared folder for nodes that have started and do not get through."""
 
-    def __init__(self, participant: Participant, callers: Callers, *, bound: int, tell: Tell) -> None:
-        self._participant, self._callers, self._bound, self._tell = participant, callers, bound, tell
+    def __init__(self, participant: Participant, meeting: Meeting, *, bound: int, tell: Tell) -> None:
+        self._participant, self._meeting, self._bound, self._tell = participant, meeting, bound, tell
         self._began_s = self._looked_s = time.monotonic()
         self._first: dict[str, int] = {}
         self._believed_since_s: float | None = None
@@ -46,9 +46,10 @@ class Watcher:
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_EVERY_S:
             return False
-        self._looked_s = now_s
-        missing = nodes_of(self._callers.missing, self._participant)
+        missing = nodes_of(self._meeting.missing, self._participant)
         self._look(missing)
+        # A slow file system must not take all the time from those who call.
+        self._looked_s = time.monotonic()
         if now_s - self._began_s > _WAITED_S and not self._has_told:
             self._has_told = True
             self._tell(_waited_for(missing))

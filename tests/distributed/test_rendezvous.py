@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed
 
 from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
-from slurm_train.distributed.rendezvous import check_gloo_address, open_store, resolve_master
-from slurm_train.errors import RendezvousError
+from slurm_train.distributed.rendezvous import agree_on_attempt, check_gloo_address, open_store, resolve_master
+from slurm_train.errors import RendezvousError, RunError
+from slurm_train.launch.meeting import is_under_torchrun, lobby_ports, meeting_ports
 
 
 def place(*, rank: int, node_rank: int = 0, world: int = 2, local_world: int = 2) -> RankPlace:
@@ -55,17 +54,59 @@ def test_the_store_is_shared_on_the_port_of_the_handshake() -> None:
     assert second.get("key") == b"value"
 
 
-def test_on_one_node_the_store_listens_to_nobody_outside_and_hides_its_keys() -> None:
+def test_on_one_node_the_store_listens_to_nobody_outside() -> None:
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
     point = MeetingPoint(master_addr="127.0.0.1", ports=[port], run_id="run", attempt=0, timeout_s=20, secret="5" * 32)
     with ThreadPoolExecutor(2) as pool:
-        (store, _), _ = pool.map(lambda rank: open_store(place(rank=rank), point), range(2))
-    store.set("key", "value")
+        (_store, _), _ = pool.map(lambda rank: open_store(place(rank=rank), point), range(2))
     listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
     addresses = {line.split()[1] for line in listening.splitlines() if f":{port:04X} " in f"{line.split()[1]} "}
     assert f"0100007F:{port:04X}" in addresses
     assert f"00000000:{port:04X}" not in addresses
-    stranger = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
-    assert not stranger.check(["key"])
-    assert stranger.check([f"{point.proof('store')}/key"]), "else the line before proves nothing"
+
+
+HOSTS = ("node3", "node3", "node1", "node1")
+
+
+def lobby_place(rank: int) -> RankPlace:
+    # One machine as far as the addresses go.
+    return RankPlace(rank=rank, local_rank=rank, node_rank=0, world_size=4, local_world_size=4, host=HOSTS[rank])
+
+
+def test_one_rank_opens_the_attempt_and_all_hear_its_number() -> None:
+    point = MeetingPoint(
+        master_addr="localhost", ports=lobby_ports("this test"), run_id="run", attempt=0, timeout_s=20.0, secret="s"
+    )
+    opened: list[tuple[str, ...]] = []
+
+    def open_attempt(nodes: tuple[str, ...]) -> int:
+        opened.append(nodes)
+        return 40 + len(opened)
+
+    def agree(rank: int) -> int:
+        return agree_on_attempt(lobby_place(rank), point, open_attempt=open_attempt)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(agree, range(4))) == [41] * 4
+        assert opened == [("node3", "node1")], "nodes in the order of the ranks, once"
+        assert list(pool.map(agree, range(4))) == [42] * 4
+
+
+def test_the_reason_why_nothing_is_opened_is_rank_0_s_to_tell() -> None:
+    alone = RankPlace(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, host="here")
+    point = MeetingPoint(master_addr="", ports=lobby_ports("alone"), run_id="run", attempt=0, timeout_s=5.0)
+
+    def refuse(_nodes: tuple[str, ...]) -> int:
+        raise RunError("no", hint="none")
+
+    with pytest.raises(RunError, match="no"):
+        agree_on_attempt(alone, point, open_attempt=refuse)
+
+
+def test_the_port_that_torchrun_has_taken_is_no_meeting_place() -> None:
+    env = {"MASTER_PORT": "29400"}
+    assert meeting_ports("run", attempt=0, env=env)[0] == 29400
+    under_torchrun = env | {"TORCHELASTIC_RUN_ID": "x", "RANK": "0"}
+    assert 29400 not in meeting_ports("run", attempt=0, env=under_torchrun)
+    assert is_under_torchrun(under_torchrun) and not is_under_torchrun(env)

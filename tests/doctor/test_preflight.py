@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from slurm_train.config.schema import ClusterSection, PreflightSection, RunConfig
-from slurm_train.distributed.greeting import Callers, MeetingPoint
+from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.distributed.meeting import Meeting
 from slurm_train.distributed.place import RankPlace
 from slurm_train.doctor import gather as gathering
 from slurm_train.doctor import preflight
@@ -177,9 +178,11 @@ class Stage:
             budget_s=5.0,
         )
         self.told: list[str] = []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.meeting = Meeting(self.listener, self.participant.point, world_size=2, host="node1")
         self.watcher = Watcher(
             self.participant,
-            Callers(self.participant.point, 2, hosts={0: "node1"}),
+            self.meeting,
             bound=20_001,
             tell=lambda found: self.told.append(found.short),
         )
@@ -199,8 +202,11 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path)
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(tmp_path)
+    with stage.listener:
+        yield stage
+        stage.meeting.abandon()
 
 
 @pytest.mark.parametrize(

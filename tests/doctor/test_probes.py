@@ -55,7 +55,7 @@ def test_somebody_elses_answer_is_no_answer_of_the_peer(server: ProbeServer) -> 
     line, why = reach(POINT, "node9", "127.0.0.1", server.port)
     assert (line, why) == (None, "somebody else answers there")
     line, why = reach(replace(POINT, secret="6" * 32), "node2", "127.0.0.1", server.port)
-    assert (line, why) == (None, "somebody else answers there")
+    assert (line, why) == (None, "hung up")
 
 
 def test_a_node_without_an_address_is_not_reached() -> None:

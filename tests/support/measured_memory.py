@@ -134,7 +134,7 @@ def _rank_run(case: dict[str, Any], *, rank: int, ranks: int) -> Any:
     from slurm_train.config.layout import solve_layout
     from slurm_train.config.schema import RunConfig
     from slurm_train.config.structure import build_config
-    from slurm_train.distributed.handshake import MeetingPoint
+    from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.launch.layout_memory import facts_of
     from slurm_train.requeue.signals import StopFlag
