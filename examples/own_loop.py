@@ -75,7 +75,7 @@ def total(value: Tensor) -> Tensor:
 
 def resume(context: TaskContext, model: nn.Module, group: dist.ProcessGroup | None) -> int:
     """Loads the newest checkpoint that verifies and returns its step, 0 where there is none."""
-    choice = choose_checkpoint(context.run.checkpoints, group=group)
+    choice = choose_checkpoint(context.run.checkpoints, group=group, attempt=context.attempt)
     if choice is None:
         return 0
     load_tensors(choice.path, model.state_dict(), group=group)
@@ -97,7 +97,6 @@ def save(context: TaskContext, model: nn.Module, step: int, group: dist.ProcessG
         data_fingerprint="a sine",
         torch_version=str(torch.__version__),
         attempt=context.attempt,
-        epoch_fence=context.attempt,
     )
     save_checkpoint(
         context.run.checkpoints, tensors=model.state_dict(), rank_state={}, header=header, group=group, keep=2

@@ -1,16 +1,15 @@
-"""The directory of checkpoints: names, order, and what may be trusted.
+"""The directory of checkpoints as a reader sees it: what may be trusted, and which is the newest.
 
 A reader trusts a directory only if COMPLETE holds the hash of manifest.json and every file has the recorded size and
-hash. Names and order come from the step alone: no link, no file time, no clock. Nothing here writes.
+hash. Order comes from the names alone (`rundir.layout`): no link, no file time, no clock. A starting attempt renames
+what it goes on from (see `commit`), so a reader looks for a vanished one under its new name. Nothing here writes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,10 @@ from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manife
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata
 from slurm_train.checkpoint.shards import check_hash, check_size
 from slurm_train.errors import CheckpointError
+from slurm_train.rundir.layout import list_checkpoints, name_of, parse_name
 
 TRASH_PREFIX = ".trash-"
-_NAME = re.compile(r"checkpoint_(\d{7,})")
-_STAGING = re.compile(r"checkpoint_\d{7,}\.tmp-[A-Za-z0-9_]+-(\d+)(?:\.\d+)?")
+STAGING_SUFFIX = ".tmp"
 _NUM_HASHING_THREADS = 4
 _OLDER_HINT = "an older checkpoint may verify: `checkpoint verify RUN` reads all of a run's"
 
@@ -34,12 +33,10 @@ class PassedOver:
     Args:
         path: its directory.
         reason: why, naming the file.
-        was_complete: it carries a COMPLETE marker, so it was whole once and is damaged now.
     """
 
     path: Path
     reason: str
-    was_complete: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,37 +52,43 @@ class Search:
     passed_over: tuple[PassedOver, ...]
 
 
-def checkpoint_name(step: int) -> str:
-    """Gives the directory name of a step, for example "checkpoint_0001000"."""
-    return f"checkpoint_{step:07d}"
+def survey(root: Path, check: Callable[[Path], Manifest]) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
+    """Yields each checkpoint, newest first, with what a check says about it.
+
+    One that a starting attempt renames meanwhile is checked under its new name; one that is removed is left out.
+
+    Args:
+        root: the directory of checkpoints; it may be absent.
+        check: `read_manifest`, `check_sizes` or `verify`.
+    """
+    for listed in list_checkpoints(root):
+        path: Path | None = listed
+        while path is not None:
+            try:
+                outcome: Manifest | CheckpointError = check(path)
+            except CheckpointError as err:
+                outcome = err
+            now = path if isinstance(outcome, Manifest) else _find_save(root, name_of(path).save_id)
+            if now == path:
+                yield path, outcome
+                break
+            path = now
 
 
-def staging_name(step: int, *, job: str, attempt: int) -> str:
-    """Gives the name under which an attempt writes, for example "checkpoint_0001000.tmp-123_4-2"."""
-    return f"{checkpoint_name(step)}.tmp-{job}-{attempt}"
+def newest_verified(root: Path) -> Search:
+    """Looks for the newest checkpoint that verifies; `root` may be absent."""
+    passed_over: list[PassedOver] = []
+    for path, outcome in survey(root, verify):
+        if isinstance(outcome, Manifest):
+            return Search((path, outcome), tuple(passed_over))
+        passed_over.append(PassedOver(path, outcome.message))
+    return Search(None, tuple(passed_over))
 
 
-def step_of(name: str) -> int | None:
-    """Gives the step of a finished checkpoint's name, None for any other name."""
-    match = _NAME.fullmatch(name)
-    step = int(match[1]) if match else None
-    return step if step is not None and checkpoint_name(step) == name else None
-
-
-def staging_attempt(name: str) -> int | None:
-    """Gives the attempt that writes (or wrote) under a staging name, None for any other name."""
-    match = _STAGING.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def list_checkpoints(root: Path) -> list[Path]:
-    """Lists the directories with a checkpoint's name, newest step first, trusted or not."""
-    try:
-        with os.scandir(root) as entries:
-            steps = {step_of(entry.name): entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
-    except FileNotFoundError:
-        return []
-    return [root / steps[step] for step in sorted((s for s in steps if s is not None), reverse=True)]
+def newest_committed_step(root: Path) -> int:
+    """Returns the newest step whose marker fits its manifest, -1 where there is none; other files are not read."""
+    found = (outcome.step for _, outcome in survey(root, read_manifest) if isinstance(outcome, Manifest))
+    return next(found, -1)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -99,21 +102,14 @@ def read_manifest(path: Path) -> Manifest:
         if marker != digest_of(text).encode():
             raise CheckpointError(f"{COMPLETE_FILE}: not the hash of {MANIFEST_FILE}", hint=_OLDER_HINT)
         manifest = Manifest.from_json(text.decode())
-        if step_of(path.name) not in {None, manifest.step}:
+        name = parse_name(path.name)
+        if name is not None and name.step != manifest.step:
             raise CheckpointError(f"{MANIFEST_FILE}: is of step {manifest.step}", hint=_OLDER_HINT)
     except CheckpointError as err:
         raise _untrusted(path, err.message, hint=err.hint) from err
     except UnicodeDecodeError as err:
         raise _untrusted(path, str(err)) from err
     return manifest
-
-
-def newest_committed_step(root: Path) -> int:
-    """Gives the step of the newest checkpoint whose marker fits its manifest, -1 if there is none; no data is read."""
-    for path in list_checkpoints(root):
-        with contextlib.suppress(CheckpointError):
-            return read_manifest(path).step
-    return -1
 
 
 def check_sizes(path: Path) -> Manifest:
@@ -151,24 +147,6 @@ def verify(path: Path) -> Manifest:
     return manifest
 
 
-def newest_verified(root: Path, *, skip: Collection[str] = ()) -> Search:
-    """Looks for the newest checkpoint that verifies.
-
-    Args:
-        root: the directory of checkpoints; it may be absent.
-        skip: directory names not to consider, for example one that turned out to hold NaN.
-    """
-    passed_over: list[PassedOver] = []
-    for path in list_checkpoints(root):
-        if path.name in skip:
-            continue
-        try:
-            return Search((path, verify(path)), tuple(passed_over))
-        except CheckpointError as err:
-            passed_over.append(PassedOver(path, err.message, was_complete=(path / COMPLETE_FILE).exists()))
-    return Search(None, tuple(passed_over))
-
-
 def wait_until_visible(path: Path, *, timeout_s: float) -> None:
     """Waits until this node sees a path that another node has made.
 
@@ -191,6 +169,11 @@ def wait_until_visible(path: Path, *, timeout_s: float) -> None:
             os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
 
 
+def _find_save(root: Path, save_id: str) -> Path | None:
+    """Returns where a save is now, None where it was removed."""
+    return next((path for path in list_checkpoints(root) if name_of(path).save_id == save_id), None)
+
+
 def _read_small(path: Path) -> bytes:
     """Reads a marker or a manifest; a link in its place is refused."""
     try:
@@ -198,8 +181,7 @@ def _read_small(path: Path) -> bytes:
         with os.fdopen(descriptor, "rb") as file:
             return file.read()
     except FileNotFoundError as err:
-        missing = "missing, its save did not finish" if path.name == COMPLETE_FILE else "missing"
-        raise CheckpointError(f"{path.name}: {missing}", hint=_OLDER_HINT) from err
+        raise CheckpointError(f"{path.name}: missing", hint=_OLDER_HINT) from err
     except OSError as err:
         raise CheckpointError(f"{path.name}: {err.strerror}", hint=_OLDER_HINT) from err
 

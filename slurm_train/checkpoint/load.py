@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
-from slurm_train.checkpoint.directory import PassedOver, check_sizes, newest_verified, wait_until_visible
+from slurm_train.checkpoint.commit import Fence, claim, no_fence
+from slurm_train.checkpoint.directory import PassedOver, check_sizes, wait_until_visible
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, Manifest
 from slurm_train.checkpoint.save import rank_file
 from slurm_train.checkpoint.shards import check_hash
@@ -45,21 +46,24 @@ class Choice:
 
 
 def choose_checkpoint(
-    root: Path, *, group: ProcessGroup | None, skip: Collection[str] = (), timeout_s: float = 120.0
+    root: Path, *, group: ProcessGroup | None, attempt: int, fence: Fence = no_fence, timeout_s: float = 120.0
 ) -> Choice | None:
     """Chooses the newest checkpoint that verifies; None means that nothing was ever saved completely. Collective.
+
+    It is renamed to this attempt's number first, so that no earlier attempt can remove it any more, see `commit`.
 
     Args:
         root: the directory of checkpoints.
         group: a gloo group of all ranks; None for one process without a group.
-        skip: directory names not to consider; rank 0's counts.
+        attempt: this attempt of the run.
+        fence: called by rank 0 before each rename; raises if a newer attempt has taken over.
         timeout_s: how long a rank waits until its node sees the directory that rank 0 chose.
 
     Raises:
-        CheckpointError: all of those that were once complete are damaged (starting over would hide the loss), a rank
-            does not see the chosen one, or another user owns it.
+        CheckpointError: all of them are damaged (starting over would hide the loss), a rank does not see the chosen
+            one, another user owns it, or a later attempt does.
     """
-    choice = on_rank_zero(group, lambda: _choose(root, skip))
+    choice = on_rank_zero(group, lambda: _choose(root, attempt, fence))
     on_every_rank(group, lambda: _check_here(choice, timeout_s))
     return choice
 
@@ -125,15 +129,15 @@ def load_rank_state(path: Path, rank: int) -> dict[str, Any] | None:
     return state
 
 
-def _choose(root: Path, skip: Collection[str]) -> Choice | None:
-    """Looks for the newest verified one. Rank 0."""
-    search = newest_verified(root, skip=skip)
+def _choose(root: Path, attempt: int, fence: Fence) -> Choice | None:
+    """Claims the newest verified one. Rank 0."""
+    search = claim(root, attempt=attempt, fence=fence)
     if search.found is not None:
         return Choice(*search.found, search.passed_over)
-    damaged = [item for item in search.passed_over if item.was_complete]
-    if damaged:
+    if search.passed_over:
         raise CheckpointError(
-            f"none of the {len(damaged)} checkpoints in {root} verifies; the newest: {damaged[0].reason}",
+            f"none of the {len(search.passed_over)} checkpoints in {root} verifies; the newest: "
+            f"{search.passed_over[0].reason}",
             hint=f"restore one, or move them out of {root} to start from the beginning",
         )
     return None

@@ -9,20 +9,29 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in
-from slurm_train.checkpoint.commit import DIRECTORY_MODE, commit, discard, open_staging
-from slurm_train.checkpoint.directory import checkpoint_name, list_checkpoints, step_of
-from slurm_train.checkpoint.manifest import COMPLETE_FILE, CheckpointHeader, Manifest
-from slurm_train.checkpoint.retention import sweep
+from slurm_train.checkpoint.commit import (
+    DIRECTORY_MODE,
+    Fence,
+    commit,
+    committed_path,
+    discard,
+    move_to_trash,
+    open_staging,
+    stale_staging,
+    take,
+)
+from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
+from slurm_train.checkpoint.retention import discard_from, sweep
 from slurm_train.checkpoint.save import Saved, write_rank
 from slurm_train.checkpoint.tensors import write_tensors
 from slurm_train.errors import CheckpointError, SlurmTrainError
-from slurm_train.rundir.files import fsync_directory
+from slurm_train.rundir.layout import list_checkpoints, name_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,6 +50,10 @@ class LocalTier:
     """This rank makes, commits and removes the node's directories."""
     keep: int
     """Checkpoints that stay on the node."""
+    attempt: int
+    """This attempt of the run; the leader claims what earlier ones left on the node."""
+    fence: Fence
+    """Raises if a newer attempt has taken over."""
 
 
 def open_private(base: Path, *parts: str) -> Path:
@@ -74,7 +87,6 @@ def save_local(
     rank_state: dict[str, Any],
     header: CheckpointHeader,
     group: ProcessGroup | None,
-    fence: Callable[[], None],
     protect: Collection[str] = (),
 ) -> tuple[Saved, Manifest]:
     """Saves one checkpoint on the nodes' own disks. Collective.
@@ -85,14 +97,13 @@ def save_local(
         rank_state: this rank's own state.
         header: the facts for the manifest.
         group: a gloo group of all ranks; None for one process.
-        fence: called by each leader before the name is given; raises if a newer attempt has taken over.
         protect: names that stay, whatever their age: they are being copied.
 
     Raises:
         CheckpointError: some node could not write; what was written is removed on all of them.
     """
     opened = on_every_rank(group, lambda: _open(tier, header))
-    staging = next(Path(path) for node, path in opened if path and node == tier.node)
+    staging = tier.root / next(name for node, name in opened if name and node == tier.node)
     try:
         write_tensors(staging, tensors, group=group)
         records = on_every_rank(group, lambda: write_rank(staging, rank_state, rank=rank_in(group)))
@@ -100,45 +111,55 @@ def save_local(
         # Rank 0's on every node: the other ranks' headers need not be equal to the letter.
         manifest = on_rank_zero(group, lambda: Manifest.of(header, files))
         own = {name for (node, _), found in zip(opened, records, strict=True) if node == tier.node for name in found}
-        results = on_every_rank(group, lambda: _commit_here(tier, staging, manifest, own, fence, protect))
+        results = on_every_rank(group, lambda: _commit_here(tier, staging, manifest, own, protect))
     except SlurmTrainError:
         if tier.is_leader:
             with contextlib.suppress(OSError):
                 discard(staging)
         raise
     problems = tuple(problem for of_rank in results for problem in of_rank)
-    return Saved(tier.root / checkpoint_name(header.step), manifest.num_bytes, problems), manifest
+    return Saved(committed_path(staging), manifest.num_bytes, problems), manifest
 
 
 def _open(tier: LocalTier, header: CheckpointHeader) -> tuple[int, str]:
-    """Returns the node, and from its leader the directory to write into."""
+    """Returns the node, and from its leader the name of the directory to write into."""
     if not tier.is_leader:
         return tier.node, ""
-    sweep(tier.root, attempt=header.attempt, epoch_fence=header.epoch_fence)
-    return tier.node, str(open_staging(tier.root, header))
+    tier.fence()
+    sweep(tier.root, attempt=tier.attempt, fence=tier.fence)
+    return tier.node, open_staging(tier.root, step=header.step, attempt=tier.attempt).name
 
 
 def _commit_here(
-    tier: LocalTier,
-    staging: Path,
-    manifest: Manifest,
-    own: Collection[str],
-    fence: Callable[[], None],
-    protect: Collection[str],
+    tier: LocalTier, staging: Path, manifest: Manifest, own: Collection[str], protect: Collection[str]
 ) -> list[str]:
     if not tier.is_leader:
         return []
-    commit(staging, tier.root / checkpoint_name(manifest.step), manifest, fence=fence, here=own)
+    commit(staging, manifest, fence=tier.fence, here=own)
     return prune_local(tier, protect=protect)
+
+
+def claim_local(tier: LocalTier) -> None:
+    """Makes this attempt the owner of what earlier ones left on the node; the leader, before anything is read or saved.
+
+    Raises:
+        CheckpointError: a later attempt has claimed it.
+        OSError: the file system refuses.
+    """
+    if tier.is_leader:
+        for path in stale_staging(tier.root, below=tier.attempt):
+            move_to_trash(path, fence=tier.fence)
+        for path in list_checkpoints(tier.root):
+            take(path, attempt=tier.attempt, fence=tier.fence)
 
 
 def prune_local(tier: LocalTier, *, protect: Collection[str] = ()) -> list[str]:
     """Removes a node's checkpoints beyond the newest; returns one line for each that resisted."""
     problems = []
     for path in list_checkpoints(tier.root)[tier.keep :]:
-        if path.name not in protect:
+        if path.name not in protect and name_of(path).attempt <= tier.attempt:
             try:
-                remove_local(path)
+                discard(path, fence=tier.fence)
             except OSError as err:
                 problems.append(f"cannot remove {path}: {err}")
     return problems
@@ -150,17 +171,4 @@ def discard_local(tier: LocalTier, *, step: int) -> None:
     Raises:
         OSError: the file system refuses.
     """
-    for path in list_checkpoints(tier.root):
-        if (step_of(path.name) or 0) >= step:
-            remove_local(path)
-
-
-def remove_local(path: Path) -> None:
-    """Removes one checkpoint of a node, the marker first.
-
-    Raises:
-        OSError: the file system refuses.
-    """
-    (path / COMPLETE_FILE).unlink(missing_ok=True)
-    fsync_directory(path)
-    discard(path)
+    discard_from(tier.root, step, attempt=tier.attempt, fence=tier.fence)

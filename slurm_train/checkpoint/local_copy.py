@@ -8,18 +8,17 @@ that dies takes only what had not been copied yet.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in
-from slurm_train.checkpoint.commit import commit, discard, is_saved, open_staging
-from slurm_train.checkpoint.directory import checkpoint_name, list_checkpoints, read_manifest, wait_until_visible
+from slurm_train.checkpoint.commit import discard, open_staging, own_saved
+from slurm_train.checkpoint.directory import read_manifest, survey, wait_until_visible
 from slurm_train.checkpoint.local import LocalTier
-from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, Manifest
-from slurm_train.checkpoint.retention import prune
-from slurm_train.checkpoint.save import Saved
+from slurm_train.checkpoint.manifest import FileRecord, Manifest
+from slurm_train.checkpoint.save import Saved, commit_and_prune
 from slurm_train.checkpoint.shards import check_size, copy_file
 from slurm_train.errors import CheckpointError, SlurmTrainError
 
@@ -66,12 +65,9 @@ def held_by_all(tier: LocalTier, manifest: Manifest, *, group: ProcessGroup | No
 def held_here(tier: LocalTier) -> dict[str, list[str]]:
     """Returns the files of each whole-looking local checkpoint on this node, by the text of its manifest."""
     found: dict[str, list[str]] = {}
-    for path in list_checkpoints(tier.root):
-        try:
-            manifest = read_manifest(path)
-        except CheckpointError:
-            continue
-        found[manifest.to_json()] = [name for name, record in manifest.files.items() if _has(path / name, record)]
+    for path, manifest in survey(tier.root, read_manifest):
+        if isinstance(manifest, Manifest):
+            found[manifest.to_json()] = [name for name, record in manifest.files.items() if _has(path / name, record)]
     return found
 
 
@@ -106,16 +102,7 @@ def _share_work(holders: Mapping[str, int], held: Sequence[Mapping[str, Collecti
     return {name: able[name][number % len(able[name])] for number, name in enumerate(sorted(holders))}
 
 
-def copy_to_run(
-    tier: LocalTier,
-    root: Path,
-    reachable: Reachable,
-    *,
-    group: ProcessGroup | None,
-    keep: int,
-    attempt: int,
-    fence: Callable[[], None],
-) -> Saved:
+def copy_to_run(tier: LocalTier, root: Path, reachable: Reachable, *, group: ProcessGroup | None, keep: int) -> Saved:
     """Copies a local checkpoint into the run directory and commits it there. Collective.
 
     Args:
@@ -124,25 +111,18 @@ def copy_to_run(
         reachable: the checkpoint, and which rank copies what.
         group: a gloo group of all ranks; None for one process.
         keep: whole checkpoints that stay in the run directory.
-        attempt: this attempt, whose fence is looked at.
-        fence: as for `save_checkpoint`.
 
     Raises:
         CheckpointError: a file is not what its manifest says, or cannot be written; nothing is left of the copy.
     """
-    manifest, final = reachable.manifest, root / checkpoint_name(reachable.manifest.step)
-    staging = on_rank_zero(
-        group, lambda: None if is_saved(final) else open_staging(root, _of_attempt(manifest, attempt))
-    )
-    if staging is None:
-        return Saved(final, num_bytes=0)
+    manifest, attempt, fence = reachable.manifest, tier.attempt, tier.fence
+    saved, staging = on_rank_zero(group, lambda: _begin(tier, root, manifest))
+    if saved is not None:
+        return Saved(saved, num_bytes=0)
     names = [name for name, rank in reachable.holders.items() if rank == rank_in(group)]
-    source = tier.root / final.name
     try:
-        on_every_rank(group, lambda: copy_files(source, staging, names, manifest))
-        return on_rank_zero(
-            group, lambda: publish_copy(staging, final, manifest, keep=keep, attempt=attempt, fence=fence)
-        )
+        on_every_rank(group, lambda: copy_files(tier, staging, names, manifest))
+        return on_rank_zero(group, lambda: commit_and_prune(staging, manifest, keep=keep, attempt=attempt, fence=fence))
     except SlurmTrainError:
         if rank_in(group) == 0:
             with contextlib.suppress(OSError):
@@ -150,35 +130,32 @@ def copy_to_run(
         raise
 
 
-def copy_files(source: Path, staging: Path, names: Collection[str], manifest: Manifest) -> None:
+def _begin(tier: LocalTier, root: Path, manifest: Manifest) -> tuple[Path | None, Path]:
+    """Returns the checkpoint if it is in the run directory already, and the directory to copy into. Rank 0."""
+    tier.fence()
+    if (saved := own_saved(root, step=manifest.step, attempt=tier.attempt)) is not None:
+        return saved, saved
+    return None, open_staging(root, step=manifest.step, attempt=tier.attempt)
+
+
+def copy_files(tier: LocalTier, staging: Path, names: Collection[str], manifest: Manifest) -> None:
     """Copies files of a local checkpoint, durable, each read back and compared with its record.
 
     Raises:
-        CheckpointError: one is not what the manifest says.
+        CheckpointError: one is not what the manifest says, or is gone.
         OSError: the file system refuses.
     """
-    if names:
-        wait_until_visible(staging, timeout_s=_VISIBLE_TIMEOUT_S)
+    if not names:
+        return
+    source = next((path for path, found in survey(tier.root, read_manifest) if found == manifest), None)
+    if source is None:
+        raise CheckpointError(
+            f"step {manifest.step} is not on this node any more",
+            hint="the newest checkpoint in the run directory counts; checkpoint.local_keep keeps more on the nodes",
+        )
+    wait_until_visible(staging, timeout_s=_VISIBLE_TIMEOUT_S)
     for name in names:
         copy_file(source / name, staging / name, manifest.files[name])
-
-
-def publish_copy(
-    staging: Path, final: Path, manifest: Manifest, *, keep: int, attempt: int, fence: Callable[[], None]
-) -> Saved:
-    """Commits a copy whose files are there and durable, then prunes. Rank 0."""
-    commit(staging, final, manifest, fence=fence)
-    try:
-        pruned = prune(final.parent, keep=keep, attempt=attempt, epoch_fence=attempt)
-    except OSError as err:
-        return Saved(final, manifest.num_bytes, (f"cannot look for old checkpoints: {err}",))
-    return Saved(final, manifest.num_bytes, pruned.problems)
-
-
-def _of_attempt(manifest: Manifest, attempt: int) -> CheckpointHeader:
-    """Returns a header that names the staging directory after who copies, not after who saved."""
-    header = CheckpointHeader(**{item.name: getattr(manifest, item.name) for item in fields(CheckpointHeader)})
-    return replace(header, attempt=attempt)
 
 
 def _has(path: Path, record: FileRecord) -> bool:

@@ -57,8 +57,7 @@ class CheckpointHeader:
         config_hash: identity of the frozen configuration.
         data_fingerprint: identity of the data set.
         torch_version: torch that wrote the tensors.
-        attempt: attempt of the run, counted over the whole run; it names the staging directory.
-        epoch_fence: number of the writer's fence; a higher one means that a newer attempt has taken over.
+        attempt: attempt of the run that saved it, counted over the whole run.
         job: Slurm job id in the form that names a file, for example "123_4", or "local".
         written_by: free text for people, for example "n01 pid 4711".
         extra: further JSON values of the trainer, for example a learning-rate retune or a tracker's run id.
@@ -74,7 +73,6 @@ class CheckpointHeader:
     data_fingerprint: str
     torch_version: str
     attempt: int
-    epoch_fence: int
     job: str = "local"
     written_by: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -171,7 +169,6 @@ _KINDS: dict[str, type] = {
     "data_fingerprint": str,
     "torch_version": str,
     "attempt": int,
-    "epoch_fence": int,
     "job": str,
     "written_by": str,
     "extra": dict,

@@ -1,26 +1,19 @@
 """Which checkpoints stay: the newest `keep` that are whole, counted by what is on disk.
 
-Called by rank 0 after a save is durable, so a failed save never costs an old checkpoint. Only the marker and the sizes
-are checked here, not every byte: this run wrote or verified the files before. No torch here.
+Called by rank 0 after a save is durable, so a failed save never costs an old checkpoint. Only an attempt's own
+checkpoints count and go, never more than marker and sizes are checked: it wrote or claimed them. No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_train.checkpoint.commit import discard
-from slurm_train.checkpoint.directory import (
-    TRASH_PREFIX,
-    check_sizes,
-    list_checkpoints,
-    staging_attempt,
-    step_of,
-)
-from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest
+from slurm_train.checkpoint.commit import Fence, discard, empty_trash, no_fence, stale_staging
+from slurm_train.checkpoint.directory import TRASH_PREFIX, check_sizes
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.files import fsync_directory
+from slurm_train.rundir.layout import list_checkpoints, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +23,7 @@ class Pruned:
     Args:
         kept: whole checkpoints that stay, newest first.
         removed: directories that were removed.
-        untrusted: directories with a marker that do not hold what it says; left for a person to look at.
+        untrusted: directories with a checkpoint's name that do not count; left for a person to look at.
         problems: one line for each directory that could not be removed.
     """
 
@@ -40,29 +33,41 @@ class Pruned:
     problems: tuple[str, ...]
 
 
-def prune(root: Path, *, keep: int, attempt: int, epoch_fence: int, protect: Collection[str] = ()) -> Pruned:
-    """Removes whole checkpoints beyond the newest `keep`, and what dead attempts left.
+def prune(
+    root: Path, *, newest: Path, keep: int, attempt: int, fence: Fence = no_fence, protect: Collection[str] = ()
+) -> Pruned:
+    """Removes an attempt's whole checkpoints beyond the newest `keep`, and what earlier attempts left.
 
     Args:
         root: the directory of checkpoints.
+        newest: the one that was just saved or verified; it stays, and a newer one counts for nothing.
         keep: how many whole ones stay, at least 1.
-        attempt: this attempt; staging directories of earlier attempts go, those of this and later ones stay.
-        epoch_fence: this attempt's fence; a checkpoint that a newer attempt wrote is never removed.
+        attempt: this attempt; another one's checkpoints are not touched.
+        fence: checked before each removal.
         protect: directory names that stay whatever their age.
 
     Raises:
         CheckpointError: keep is below 1.
+        SlurmTrainError: what the fence raised.
     """
     check_keep(keep)
-    whole, untrusted = _whole_checkpoints(root)
-    kept = [path for path, _ in whole[:keep]]
-    doomed: list[Path] = []
-    for path, manifest in whole[keep:]:
-        is_ours = manifest.epoch_fence <= epoch_fence and path.name not in protect
-        (doomed if is_ours else kept).append(path)
-    removed, problems = _remove_each(doomed, _remove_checkpoint)
-    swept = sweep(root, attempt=attempt, epoch_fence=epoch_fence)
-    return Pruned(tuple(kept), (*removed, *swept.removed), tuple(untrusted), (*problems, *swept.problems))
+    whole: list[Path] = [newest]
+    untrusted: list[Path] = []
+    for path in list_checkpoints(root):
+        if path != newest:
+            is_whole = name_of(path) < name_of(newest) and name_of(path).attempt == attempt and _holds(path)
+            (whole if is_whole else untrusted).append(path)
+    doomed = [path for path in whole[keep:] if path.name not in protect]
+    # Saved again, and this time it holds.
+    doomed += [path for path in untrusted if _step(path) == _step(newest) and name_of(path).attempt <= attempt]
+    removed, problems = _remove_each(doomed, lambda path: discard(path, fence=fence))
+    swept = sweep(root, attempt=attempt, fence=fence)
+    return Pruned(
+        kept=tuple(path for path in whole if path not in doomed),
+        removed=(*removed, *swept.removed),
+        untrusted=tuple(path for path in untrusted if path not in doomed),
+        problems=(*problems, *swept.problems),
+    )
 
 
 def check_keep(keep: int) -> None:
@@ -75,28 +80,26 @@ def check_keep(keep: int) -> None:
         raise CheckpointError(f"checkpoint.keep={keep} would remove the newest checkpoint", hint="keep at least 1")
 
 
-def sweep(root: Path, *, attempt: int, epoch_fence: int) -> Pruned:
-    """Removes what no reader trusts: trash, staging directories of earlier attempts, checkpoints without a marker."""
-    doomed = [path for path in _entries(root) if _is_leftover(path, attempt)]
-    doomed += [path for path in list_checkpoints(root) if _never_finished(path, epoch_fence)]
-    removed, problems = _remove_each(doomed, discard)
-    return Pruned((), removed, (), problems)
+def sweep(root: Path, *, attempt: int, fence: Fence = no_fence) -> Pruned:
+    """Removes what no reader trusts: trash, and staging directories of attempts before this one."""
+    trash = sorted(root.glob(f"{TRASH_PREFIX}*"))
+    removed, problems = _remove_each(trash, empty_trash)
+    stale, more = _remove_each(stale_staging(root, below=attempt), lambda path: discard(path, fence=fence))
+    return Pruned((), (*removed, *stale), (), (*problems, *more))
 
 
-def _whole_checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[Path]]:
-    """Gives the whole checkpoints, newest first, and those whose marker says more than the files hold."""
-    whole: list[tuple[Path, Manifest]] = []
-    untrusted: list[Path] = []
-    for path in list_checkpoints(root):
-        try:
-            whole.append((path, check_sizes(path)))
-        except CheckpointError:
-            if (path / COMPLETE_FILE).exists():
-                untrusted.append(path)
-    return whole, untrusted
+def discard_from(root: Path, step: int, *, attempt: int, fence: Fence = no_fence) -> list[Path]:
+    """Removes all checkpoints of a step and later ones, trusted or not: a run goes back to before it. Rank 0.
+
+    Raises:
+        OSError: the file system refuses.
+        SlurmTrainError: what the fence raised.
+    """
+    doomed = [path for path in list_checkpoints(root) if _step(path) >= step and name_of(path).attempt <= attempt]
+    return [path for path in doomed if discard(path, fence=fence)]
 
 
-def _remove_each(paths: list[Path], remove: Callable[[Path], None]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+def _remove_each(paths: Iterable[Path], remove: Callable[[Path], object]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """Removes what it can: one directory that resists must not keep the others, nor fail a save that is durable."""
     removed: list[Path] = []
     problems: list[str] = []
@@ -109,41 +112,13 @@ def _remove_each(paths: list[Path], remove: Callable[[Path], None]) -> tuple[tup
     return tuple(removed), tuple(problems)
 
 
-def _remove_checkpoint(path: Path) -> None:
-    """Takes the marker first, so that a half removed checkpoint is never trusted."""
-    (path / COMPLETE_FILE).unlink()
-    fsync_directory(path)
-    discard(path)
-
-
-def _entries(root: Path) -> list[Path]:
-    return sorted(root.iterdir()) if root.is_dir() else []
-
-
-def _is_leftover(path: Path, attempt: int) -> bool:
-    writer = staging_attempt(path.name)
-    return path.name.startswith(TRASH_PREFIX) or (writer is not None and writer < attempt)
-
-
-def _never_finished(path: Path, epoch_fence: int) -> bool:
-    """Says whether a save or a removal stopped half way; a newer attempt may be between its rename and its marker."""
-    if (path / COMPLETE_FILE).exists():
-        return False
+def _holds(path: Path) -> bool:
     try:
-        return Manifest.from_json((path / MANIFEST_FILE).read_text(encoding="utf-8")).epoch_fence <= epoch_fence
-    except (OSError, ValueError, CheckpointError):
+        check_sizes(path)
+    except CheckpointError:
         return False
+    return True
 
 
-def discard_from(root: Path, step: int) -> list[Path]:
-    """Removes all checkpoints of a step and later ones, trusted or not: a run goes back to before it. Rank 0.
-
-    Raises:
-        OSError: the file system refuses.
-    """
-    doomed = [path for path in list_checkpoints(root) if (step_of(path.name) or 0) >= step]
-    for path in doomed:
-        (path / COMPLETE_FILE).unlink(missing_ok=True)
-        fsync_directory(path)
-        discard(path)
-    return doomed
+def _step(path: Path) -> int:
+    return name_of(path).step

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in
-from slurm_train.checkpoint.commit import commit, discard, is_saved, open_staging
-from slurm_train.checkpoint.directory import checkpoint_name
+from slurm_train.checkpoint.commit import Fence, commit, discard, no_fence, open_staging, own_saved
 from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, Manifest
 from slurm_train.checkpoint.retention import check_keep, prune, sweep
 from slurm_train.checkpoint.shards import seal_file, write_file
@@ -55,7 +53,7 @@ def save_checkpoint(
     header: CheckpointHeader,
     group: ProcessGroup | None,
     keep: int,
-    fence: Callable[[], None] | None = None,
+    fence: Fence = no_fence,
 ) -> Saved:
     """Saves one checkpoint. Collective: all ranks call it with the same header.
 
@@ -68,16 +66,16 @@ def save_checkpoint(
         header: the facts for the manifest.
         group: a gloo group of all ranks; None for one process without a group.
         keep: how many whole checkpoints stay, at least 1.
-        fence: called by rank 0 right before the checkpoint gets its name; raises if a newer attempt has taken over.
+        fence: called by rank 0 before it gives or takes a checkpoint's name; raises if a newer attempt has taken over.
 
     Raises:
         CheckpointError: it could not be saved; the text names the rank, its node and the system's reason.
         SlurmTrainError: what the fence raised, on every rank.
     """
     check_keep(keep)
-    staging = on_rank_zero(group, lambda: _begin(root, header))
-    if staging is None:
-        return Saved(root / checkpoint_name(header.step), num_bytes=0)
+    saved, staging = on_rank_zero(group, lambda: _begin(root, header, fence))
+    if saved is not None:
+        return Saved(saved, num_bytes=0)
     try:
         write_tensors(staging, tensors, group=group)
         records = on_every_rank(group, lambda: write_rank(staging, rank_state, rank=rank_in(group)))
@@ -87,12 +85,13 @@ def save_checkpoint(
         raise
 
 
-def _begin(root: Path, header: CheckpointHeader) -> Path | None:
-    """Makes room and a fresh directory; None where this step is saved already. Rank 0."""
-    if is_saved(root / checkpoint_name(header.step)):
-        return None
-    sweep(root, attempt=header.attempt, epoch_fence=header.epoch_fence)
-    return open_staging(root, header)
+def _begin(root: Path, header: CheckpointHeader, fence: Fence) -> tuple[Path | None, Path]:
+    """Returns the checkpoint of this step, None where it is to be saved, and the directory to write into. Rank 0."""
+    fence()
+    if (saved := own_saved(root, step=header.step, attempt=header.attempt)) is not None:
+        return saved, saved
+    sweep(root, attempt=header.attempt, fence=fence)
+    return None, open_staging(root, step=header.step, attempt=header.attempt)
 
 
 def write_rank(staging: Path, rank_state: dict[str, Any], *, rank: int) -> dict[str, FileRecord]:
@@ -125,14 +124,19 @@ def _publish(
     records: list[dict[str, FileRecord]],
     *,
     keep: int,
-    fence: Callable[[], None] | None,
+    fence: Fence,
 ) -> Saved:
     """Commits, then prunes. Rank 0."""
     files = {name: record for of_rank in records for name, record in of_rank.items()}
     manifest = Manifest.of(header, files)
-    final = commit(staging, staging.with_name(checkpoint_name(header.step)), manifest, fence=fence)
+    return commit_and_prune(staging, manifest, keep=keep, attempt=header.attempt, fence=fence)
+
+
+def commit_and_prune(staging: Path, manifest: Manifest, *, keep: int, attempt: int, fence: Fence) -> Saved:
+    """Commits what all ranks have written, then removes older checkpoints. Rank 0."""
+    final = commit(staging, manifest, fence=fence)
     try:
-        pruned = prune(final.parent, keep=keep, attempt=header.attempt, epoch_fence=header.epoch_fence)
+        pruned = prune(final.parent, newest=final, keep=keep, attempt=attempt, fence=fence)
     except OSError as err:  # what was just saved is durable, so the save has not failed
         return Saved(final, manifest.num_bytes, (f"cannot look for old checkpoints: {err}",))
     return Saved(final, manifest.num_bytes, pruned.problems)

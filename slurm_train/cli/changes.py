@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.checkpoint.directory import list_checkpoints, read_manifest
+from slurm_train.checkpoint.directory import read_manifest, survey
 from slurm_train.cli.display import note
 from slurm_train.config.changes import Change, all_changes, is_below, unaccepted
 from slurm_train.config.frozen import load_config
@@ -103,12 +103,8 @@ def check_names(accept: Collection[str]) -> None:
 
 def newest_manifest(run: RunDirectory) -> Manifest | None:
     """Returns what the newest complete checkpoint says about itself; None where nothing was ever saved."""
-    for path in list_checkpoints(run.checkpoints):
-        try:
-            return read_manifest(path)
-        except CheckpointError:
-            continue
-    return None
+    found = (manifest for _, manifest in survey(run.checkpoints, read_manifest))
+    return next((manifest for manifest in found if not isinstance(manifest, CheckpointError)), None)
 
 
 def tell_of_another(plan: RunPlan) -> None:

@@ -11,21 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from slurm_train.checkpoint.directory import (
-    checkpoint_name,
-    list_checkpoints,
-    newest_verified,
-    read_manifest,
-    verify,
-)
+from slurm_train.checkpoint.commit import claim
+from slurm_train.checkpoint.directory import newest_verified, read_manifest, survey, verify
 from slurm_train.checkpoint.manifest import MANIFEST_FILE, Manifest
-from slurm_train.checkpoint.retention import prune
+from slurm_train.checkpoint.retention import prune, sweep
 from slurm_train.cli.display import note, table
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.config.frozen import load_config
 from slurm_train.config.structure import nested
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, CheckpointError
-from slurm_train.rundir.layout import existing_attempts
+from slurm_train.rundir.layout import existing_attempts, list_checkpoints, name_of
 from slurm_train.rundir.lock import release_lock, take_lock, this_process
 from slurm_train.rundir.lookup import find_run
 from slurm_train.slurm.commands import SlurmCommands
@@ -84,29 +79,21 @@ def _build_parser() -> argparse.ArgumentParser:
 def _show(arguments: argparse.Namespace) -> int:
     check_bytes = arguments.action == "verify"
     root = find_run(Path(arguments.root), arguments.run).checkpoints
-    checkpoints = list_checkpoints(root)
-    if not checkpoints:
+    found = survey(root, verify if check_bytes else read_manifest)
+    rows = [_row(path, outcome, state="verified" if check_bytes else "complete") for path, outcome in found]
+    if not rows:
         note(f"no checkpoint in {root}")
         return EXIT_DONE
-    rows = [describe(path, check_bytes=check_bytes) for path in checkpoints]
     print(table(("CHECKPOINT", "STEP", "SAMPLES", "RANKS", "SIZE", "STATE"), rows))
     return EXIT_FAILURE if check_bytes and any(row[-1] != "verified" for row in rows) else EXIT_DONE
 
 
-def describe(path: Path, *, check_bytes: bool) -> tuple[str, ...]:
-    """Returns the table row of a checkpoint.
-
-    Args:
-        path: its directory.
-        check_bytes: hash every file; otherwise only the manifest is read.
-    """
-    try:
-        manifest = verify(path) if check_bytes else read_manifest(path)
-    except CheckpointError as err:
-        return (path.name, "-", "-", "-", "-", err.message)
-    state = "verified" if check_bytes else "complete"
-    counts = (str(manifest.step), str(manifest.samples), str(manifest.world_size))
-    return (path.name, *counts, f"{manifest.num_bytes / 2**20:.1f} MiB", state)
+def _row(path: Path, outcome: Manifest | CheckpointError, *, state: str) -> tuple[str, ...]:
+    """Returns the table row of a checkpoint; `state` is what one that holds is called."""
+    if isinstance(outcome, CheckpointError):
+        return (path.name, "-", "-", "-", "-", outcome.message)
+    counts = (str(outcome.step), str(outcome.samples), str(outcome.world_size))
+    return (path.name, *counts, f"{outcome.num_bytes / 2**20:.1f} MiB", state)
 
 
 def find_checkpoint(word: str, *, root: Path) -> Path:
@@ -121,10 +108,11 @@ def find_checkpoint(word: str, *, root: Path) -> Path:
     name, _, step = word.partition("@")
     checkpoints = find_run(root, name or None).checkpoints
     if step:
-        path = checkpoints / checkpoint_name(int(step) if step.isdigit() else -1)
-        if path.is_dir():
-            return path
-        there = ", ".join(str(int(other.name.partition("_")[2])) for other in list_checkpoints(checkpoints)) or "none"
+        paths = list_checkpoints(checkpoints)
+        of_step = [path for path in paths if str(name_of(path).step) == step]
+        if of_step:
+            return of_step[0]
+        there = ", ".join(str(name_of(path).step) for path in paths) or "none"
         raise CheckpointError(f"{checkpoints} has no checkpoint of step {step}", hint=f"steps there: {there}")
     search = newest_verified(checkpoints)
     if search.found is None:
@@ -158,9 +146,17 @@ def _collect(arguments: argparse.Namespace) -> int:
     commands, holder = SlurmCommands(os.environ), this_process()
     take_lock(run, holder, is_alive=lambda current: holder_lives(current, commands))
     try:
-        newest = max(existing_attempts(run), default=-1)
-        # All attempts are over, so their staging directories are nobody's.
-        pruned = prune(run.checkpoints, keep=keep, attempt=newest + 1, epoch_fence=max(newest, 0))
+        # All attempts are over. What stays gets the number of the next one, so none of them can remove it any more.
+        attempt = max(existing_attempts(run), default=-1) + 1
+        search = claim(run.checkpoints, attempt=attempt)
+        if search.found is not None:
+            pruned = prune(run.checkpoints, newest=search.found[0], keep=keep, attempt=attempt)
+        elif search.passed_over:
+            raise CheckpointError(
+                f"no checkpoint in {run.checkpoints} verifies, so none is removed", hint="look with `checkpoint verify`"
+            )
+        else:
+            pruned = sweep(run.checkpoints, attempt=attempt)
     finally:
         release_lock(run, holder)
     for path in pruned.removed:

@@ -11,7 +11,7 @@ from slurm_train.launch.preparation import SharedCode, write_shared_code, write_
 from slurm_train.launch.source import Source
 from slurm_train.launch.sweep import SweepPlan
 from slurm_train.rundir.files import write_atomic
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints
 from slurm_train.rundir.lookup import read_job
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, write_table
 
@@ -48,7 +48,7 @@ def write_sweep(
 
 
 def _is_trained(run: RunDirectory) -> bool:
-    return run.code.exists() and any(run.checkpoints.glob("checkpoint_*"))
+    return run.code.exists() and bool(list_checkpoints(run.checkpoints))
 
 
 def _merged(element: Element, known: Element | None) -> Element:

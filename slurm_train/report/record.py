@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from slurm_train.checkpoint.directory import check_sizes, list_checkpoints, step_of
+from slurm_train.checkpoint.directory import check_sizes, survey
 from slurm_train.errors import SlurmTrainError
 from slurm_train.launch.provenance import environment_of
 from slurm_train.metrics.series import Series, read_series
@@ -21,7 +21,7 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.changes import read_changes
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, name_of
 from slurm_train.rundir.progress import last_lines
 from slurm_train.rundir.saves import read_saves
 from slurm_train.rundir.step_times import RankTimes, read_step_times
@@ -168,14 +168,15 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _stored(run: RunDirectory) -> list[Stored]:
-    found = []
-    for path in list_checkpoints(run.checkpoints):
-        try:
-            num_bytes: int | None = check_sizes(path).num_bytes
-        except (SlurmTrainError, OSError):
-            num_bytes = None
-        found.append(Stored(step_of(path.name) or 0, num_bytes))
-    return sorted(found, key=lambda stored: stored.step)
+    try:
+        found = list(survey(run.checkpoints, check_sizes))
+    except OSError:
+        return []
+    stored = [
+        Stored(name_of(path).step, None if isinstance(outcome, SlurmTrainError) else outcome.num_bytes)
+        for path, outcome in found
+    ]
+    return stored[::-1]
 
 
 def _closed(

@@ -10,12 +10,14 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from slurm_train.errors import RunError
 
 _LONGEST_NAME = 255
 _LONGEST_PATH = os.pathconf("/", "PC_PATH_MAX") - 256
 """Bytes of a run directory's path; the names of what lies in it need the rest."""
+_CHECKPOINT = re.compile(r"checkpoint_(\d{7,})_attempt_(\d{4,})_([0-9a-f]{8})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +208,43 @@ def existing_attempts(run: RunDirectory) -> list[int]:
         return []
     names = (re.fullmatch(r"attempt_(\d+)", entry.name) for entry in run.epochs.iterdir())
     return sorted(int(match.group(1)) for match in names if match)
+
+
+class CheckpointName(NamedTuple):
+    """What a checkpoint's directory name says, e.g. "checkpoint_0001000_attempt_0002_3f9a1c07".
+
+    The largest value is the newest checkpoint: highest step, then highest attempt.
+    """
+
+    step: int
+    attempt: int
+    """The attempt that owns the directory: it wrote it, or it has claimed it from an earlier attempt."""
+    save_id: str
+    """8 random hexadecimal digits of this save, kept through claims: no name is ever used for a second save."""
+
+    def __str__(self) -> str:
+        return f"checkpoint_{self.step:07d}_attempt_{self.attempt:04d}_{self.save_id}"
+
+
+def parse_name(name: str) -> CheckpointName | None:
+    """Reads a checkpoint's directory name; None for any other name."""
+    match = _CHECKPOINT.fullmatch(name)
+    found = CheckpointName(int(match[1]), int(match[2]), match[3]) if match else None
+    return found if str(found) == name else None
+
+
+def name_of(path: Path) -> CheckpointName:
+    """Returns what the name of a directory from `list_checkpoints` says."""
+    name = parse_name(path.name)
+    assert name is not None, f"{path} has no checkpoint's name"
+    return name
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Lists the directories with a checkpoint's name, newest first, trusted or not."""
+    try:
+        with os.scandir(root) as entries:
+            names = [parse_name(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    return [root / str(name) for name in sorted((name for name in names if name is not None), reverse=True)]

@@ -11,7 +11,7 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.ending import has_stopped
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat, read_beats
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.lock import process_lives, read_holder
 from slurm_train.rundir.lookup import JobRecord, read_job
 from slurm_train.rundir.progress import newest_training_line
@@ -70,8 +70,7 @@ def read_files(run: RunDirectory) -> RunFiles:
 
 def newest_checkpoint_step(run: RunDirectory) -> int:
     """Returns the step of the newest checkpoint by name, 0 where there is none; whether it verifies is not asked."""
-    names = (path.name for path in run.checkpoints.glob("checkpoint_*")) if run.checkpoints.is_dir() else ()
-    return max((int(name[11:]) for name in names if name[11:].isdigit()), default=0)
+    return next((name_of(path).step for path in list_checkpoints(run.checkpoints)), 0)
 
 
 def _weakest_beat(run: RunDirectory, attempt: int) -> Beat | None:

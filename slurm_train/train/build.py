@@ -13,14 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from slurm_train.checkpoint.directory import list_checkpoints
-from slurm_train.checkpoint.manifest import COMPLETE_FILE
 from slurm_train.config.schema import DdpSection, OptimSection, RunConfig, TrainSection
 from slurm_train.config.target import TARGET, instantiate
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
 from slurm_train.models.objective import Objective
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints
 from slurm_train.train.module import TrainingModule
 
 _FUSED_TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -51,7 +49,7 @@ def load_start_weights(model: nn.Module, config: RunConfig, *, run: RunDirectory
         ConfigError: there are none, or they are another model's.
     """
     path = config.train.init_from
-    if path is None or any((found / COMPLETE_FILE).is_file() for found in list_checkpoints(run.checkpoints)):
+    if path is None or list_checkpoints(run.checkpoints):
         return
     from slurm_train.models.pretrained import load_pretrained
 

@@ -131,8 +131,8 @@ class Health:
         return position
 
     def _discard_from(self, step: int) -> None:
-        check_fence(self._parts.run, self._parts.attempt)
-        discard_from(self._parts.run.checkpoints, step)
+        run, attempt = self._parts.run, self._parts.attempt
+        discard_from(run.checkpoints, step, attempt=attempt, fence=lambda: check_fence(run, attempt))
 
     def _note_rollback(self, bad_step: int, position: Position, samples: int) -> None:
         append_event(

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from slurm_train.checkpoint.digest import saved_weights, weights_digest
-from slurm_train.checkpoint.directory import checkpoint_name
 from slurm_train.checkpoint.state import names_of_groups
 from slurm_train.config.layout import stages_of
 from slurm_train.distributed.context import SequencePart
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.errors import ConfigError
 from slurm_train.models.objective import Objective
+from slurm_train.rundir.layout import list_checkpoints, name_of
 from slurm_train.train.build import autocast_dtype, build_optimizer
 from slurm_train.train.layout_evaluate import LayoutEvaluator
 from slurm_train.train.layout_step import LayoutStepParts, LayoutStepper, Passes
@@ -166,4 +166,5 @@ def digest_weights(rank_run: RankRun, built: Built, *, step: int) -> str:
         return ""
     # No rank has a way to the parameters of all stages but the checkpoint that was just saved.
     names = [name for group in built.group_names for name in group]
-    return weights_digest(saved_weights(rank_run.start.run.checkpoints / checkpoint_name(step), names))
+    saved = next(path for path in list_checkpoints(rank_run.start.run.checkpoints) if name_of(path).step == step)
+    return weights_digest(saved_weights(saved, names))

@@ -11,16 +11,17 @@ import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from slurm_train.checkpoint.agreement import on_rank_zero
-from slurm_train.checkpoint.directory import list_checkpoints, read_manifest
+from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
+from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.checkpoint.load import choose_checkpoint
-from slurm_train.checkpoint.local import LocalTier, discard_local, open_private, save_local
+from slurm_train.checkpoint.local import LocalTier, claim_local, discard_local, open_private, save_local
 from slurm_train.checkpoint.local_copy import copy_to_run, held_by_all, newest_reachable
 from slurm_train.distributed.group import open_side_group
 from slurm_train.errors import CheckpointError, ConfigError
@@ -89,7 +90,6 @@ class LocalSaves:
 
     run: RunDirectory
     tier: LocalTier
-    attempt: int
     keep: int
     """Whole checkpoints that stay in the run directory."""
     copy_every: int
@@ -108,7 +108,6 @@ class LocalSaves:
                 rank_state=rank_state,
                 header=header,
                 group=group,
-                fence=self._fence,
                 protect={self.copier.name},
             )
             self.saves_since_copy += 1
@@ -121,7 +120,7 @@ class LocalSaves:
 
     def bring_in(self, *, above: int) -> list[str]:
         """Copies what the nodes have beyond a step into the run directory; returns what a person should know."""
-        attempts = on_rank_zero(dist.group.WORLD, lambda: sorted(recent_attempts(self.run, self.attempt)))
+        attempts = on_rank_zero(dist.group.WORLD, lambda: sorted(recent_attempts(self.run, self.tier.attempt)))
         found = newest_reachable(self.tier, group=dist.group.WORLD, attempts=attempts, above=above)
         if found is None:
             return []
@@ -156,15 +155,10 @@ class LocalSaves:
         return self._copy_to_run(found, group=self.copier.group)
 
     def _copy_to_run(self, found: Any, *, group: Any) -> Saved:
-        root, fence = self.run.checkpoints, self._fence
-        return copy_to_run(self.tier, root, found, group=group, keep=self.keep, attempt=self.attempt, fence=fence)
-
-    @property
-    def _fence(self) -> Callable[[], None]:
-        return lambda: check_fence(self.run, self.attempt)
+        return copy_to_run(self.tier, self.run.checkpoints, found, group=group, keep=self.keep)
 
 
-def choose(run: RunDirectory, local: LocalSaves | None) -> tuple[Choice | None, list[str]]:
+def choose(run: RunDirectory, attempt: int, local: LocalSaves | None) -> tuple[Choice | None, list[str]]:
     """Returns the checkpoint that all ranks load, from the nodes if they have a newer one. Collective.
 
     Returns:
@@ -174,28 +168,23 @@ def choose(run: RunDirectory, local: LocalSaves | None) -> tuple[Choice | None, 
         CheckpointError: as `choose_checkpoint`.
     """
     group = dist.group.WORLD
+    choose_in_run = partial(
+        choose_checkpoint, run.checkpoints, group=group, attempt=attempt, fence=lambda: check_fence(run, attempt)
+    )
     if local is None:
-        return choose_checkpoint(run.checkpoints, group=group), []
-    notes = local.bring_in(above=on_rank_zero(group, lambda: _newest_marked(run)))
+        return choose_in_run(), []
+    tier = local.tier
+    on_every_rank(group, lambda: claim_local(tier))
+    notes = local.bring_in(above=on_rank_zero(group, lambda: newest_committed_step(run.checkpoints)))
     try:
-        choice = choose_checkpoint(run.checkpoints, group=group)
+        choice = choose_in_run()
     except CheckpointError:
-        # All that were complete in the run directory are damaged.
+        # All in the run directory are damaged.
         notes += local.bring_in(above=-1)
-        return choose_checkpoint(run.checkpoints, group=group), notes
+        return choose_in_run(), notes
     if choice is not None and choice.passed_over and (more := local.bring_in(above=choice.manifest.step)):
-        return choose_checkpoint(run.checkpoints, group=group), notes + more
+        return choose_in_run(), notes + more
     return choice, notes
-
-
-def _newest_marked(run: RunDirectory) -> int:
-    """Returns the newest step whose marker fits its manifest, -1 where there is none; its bytes are not read."""
-    for path in list_checkpoints(run.checkpoints):
-        try:
-            return read_manifest(path).step
-        except CheckpointError:
-            continue
-    return -1
 
 
 def recent_attempts(run: RunDirectory, attempt: int) -> set[int]:
@@ -235,12 +224,13 @@ def build_local_saves(start: RankStart) -> LocalSaves | None:
         node=place.node_rank,
         is_leader=place.local_rank == 0,
         keep=settings.local_keep,
+        attempt=start.attempt,
+        fence=lambda: check_fence(start.run, start.attempt),
     )
     copier = Copier(saver=BackgroundSaver(), group=open_side_group(settings.save_timeout_s))
     return LocalSaves(
         run=start.run,
         tier=tier,
-        attempt=start.attempt,
         keep=settings.keep,
         copy_every=settings.copy_every,
         copier=copier,

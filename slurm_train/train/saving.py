@@ -110,7 +110,7 @@ class Checkpointer:
         from slurm_train.train.local_tier import choose
 
         self.finish()
-        choice, brought = choose(self.run, self.local)
+        choice, brought = choose(self.run, self.attempt, self.local)
         if choice is None:
             return Position(), []
         accepted = self.continuity.check(choice.manifest)
@@ -358,7 +358,6 @@ class Checkpointer:
             data_fingerprint=self.continuity.data,
             torch_version=str(torch.__version__),
             attempt=self.attempt,
-            epoch_fence=self.attempt,
             job=self.job,
             written_by=f"{self.place.host} pid {os.getpid()}" if self.place.is_first else "",
             extra={

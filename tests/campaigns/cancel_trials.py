@@ -53,7 +53,7 @@ def trains(run: RunDirectory) -> bool:
 
 
 def _is_saving(run: RunDirectory) -> bool:
-    return run.checkpoints.is_dir() and any(".tmp-" in path.name for path in run.checkpoints.iterdir())
+    return any(run.checkpoints.glob("*.tmp"))
 
 
 PHASES: dict[str, Phase] = {

@@ -1,4 +1,4 @@
-"""Watches the checkpoints of runs as any reader could: which were seen to be COMPLETE, by whom, for how long."""
+"""Watches the checkpoints of runs as any reader could: which were seen under which attempt's name, for how long."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
-from slurm_train.checkpoint.directory import list_checkpoints, read_manifest
-from slurm_train.checkpoint.manifest import COMPLETE_FILE
+from slurm_train.checkpoint.directory import read_manifest
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
 from tests.campaigns.split_brain_trials import Commit
 
 _EVERY_S = 0.05
@@ -22,7 +21,7 @@ class CommitWatch:
 
     def __init__(self) -> None:
         self._runs: list[RunDirectory] = []
-        self._seen: dict[tuple[str, int], tuple[Commit, float]] = {}
+        self._seen: dict[str, tuple[Commit, float]] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -32,7 +31,7 @@ class CommitWatch:
 
     def commits(self, run: RunDirectory) -> list[Commit]:
         """Returns what was seen of a run, oldest first."""
-        seen = [commit for (path, _), (commit, _) in list(self._seen.items()) if path.startswith(f"{run.checkpoints}/")]
+        seen = [commit for path, (commit, _) in list(self._seen.items()) if path.startswith(f"{run.checkpoints}/")]
         return sorted(seen, key=lambda commit: commit.time_unix_s)
 
     def look(self) -> None:
@@ -40,11 +39,13 @@ class CommitWatch:
         for run in list(self._runs):
             for path in list_checkpoints(run.checkpoints):
                 with suppress(OSError, CheckpointError):
-                    marker = (path / COMPLETE_FILE).stat()
-                    key, now = (str(path), marker.st_ino), time.monotonic()
+                    # A rename changes it: when the directory got its name.
+                    named_unix_s = path.stat().st_ctime
+                    read_manifest(path)
+                    key, now = str(path), time.monotonic()
                     if key not in self._seen:
-                        attempt = read_manifest(path).attempt
-                        commit = Commit(name=path.name, attempt=attempt, time_unix_s=marker.st_mtime, seen_for_s=0.0)
+                        attempt = name_of(path).attempt
+                        commit = Commit(name=path.name, attempt=attempt, time_unix_s=named_unix_s, seen_for_s=0.0)
                         self._seen[key] = (commit, now)
                     commit, first = self._seen[key]
                     self._seen[key] = (replace(commit, seen_for_s=now - first), first)

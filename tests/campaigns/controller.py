@@ -140,7 +140,7 @@ def begin_save(person: Person, run: RunDirectory) -> None:
     """Returns when a save is under way."""
 
     def is_saving() -> bool:
-        return run.result.exists() or any(".tmp-" in path.name for path in run.checkpoints.glob("*"))
+        return run.result.exists() or any(run.checkpoints.glob("*.tmp"))
 
     wait_for(is_saving, within_s=PATIENCE_S, what=f"a save of {run.path}", poll_s=0.001)
 

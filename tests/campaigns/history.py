@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_train.checkpoint.directory import list_checkpoints, step_of
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json, read_lines
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.layout import RunDirectory, existing_attempts, list_checkpoints, name_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +110,8 @@ def look(run: RunDirectory) -> Seen:
     found = []
     for path in list_checkpoints(run.checkpoints):
         with suppress(OSError):
-            # Retention takes the marker first, so one that is gone by now was there.
             complete_unix_s = (path / COMPLETE_FILE).stat().st_mtime
-            step = step_of(path.name)
-            assert step is not None
-            found.append(Written(step=step, attempt=_writer(path), complete_unix_s=complete_unix_s))
+            found.append(Written(step=name_of(path).step, attempt=_writer(path), complete_unix_s=complete_unix_s))
     return Seen(time_unix_s=time.time(), checkpoints=tuple(found))
 
 

@@ -180,13 +180,14 @@ def has_come(run: RunDirectory, moment: str, *, attempt: int, known: set[str]) -
         return any(line["attempt"] == attempt for line in lines_of(run)[-1:])
     if moment == "exit":
         return any(line["step"] == _STEPS for line in lines_of(run)[-1:])
-    new = names(run) - known
-    if moment == "save":
-        return any(".tmp-" in name for name in new)
-    finished = [name for name in new if ".tmp-" not in name and name.startswith("checkpoint_")]
-    if moment == "commit":
-        return bool(finished)
-    return any((run.checkpoints / name / "COMPLETE").exists() for name in finished)
+    # A new attempt renames what it goes on from; the id of the save stays.
+    saves = {_save_id(name) for name in known}
+    new = [name for name in names(run) if name.startswith("checkpoint_") and _save_id(name) not in saves]
+    return any(name.endswith(".tmp") == (moment == "save") for name in new)
+
+
+def _save_id(name: str) -> str:
+    return name.removesuffix(".tmp").rpartition("_")[2]
 
 
 def names(run: RunDirectory) -> set[str]:

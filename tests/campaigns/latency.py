@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slurm_train.checkpoint.directory import checkpoint_name
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
 from tests.campaigns.on_slurm import Tally, at_work, lines_of, newest_attempt
 from tests.campaigns.result import Result
 from tests.support.command_line import TINY, Person
+from tests.support.small_checkpoints import checkpoint_of
 from tests.support.waiting import wait_for
 
 STEP_S = 0.3
@@ -201,7 +201,7 @@ def start_and_stop(person: Person, one: RunDirectory, dice: random.Random) -> tu
                 batch.send_signal(signal.SIGKILL)
     assert "action" in read_ledger(one)[-1], read_ledger(one)[-1]
     last = newest_line(one, attempt)
-    complete = one.checkpoints / checkpoint_name(int(last["step"])) / "COMPLETE"
+    complete = checkpoint_of(one.checkpoints, int(last["step"])) / "COMPLETE"
     stop = Stop(
         stopped_s=last["time_unix_s"] - warned,
         durable_s=complete.stat().st_mtime - warned,

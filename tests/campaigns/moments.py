@@ -127,7 +127,7 @@ def newest_complete(checkpoints: Path) -> int:
     except OSError:
         return 0
     complete = (name for name in sorted(names, reverse=True) if os.path.exists(checkpoints / name / "COMPLETE"))  # noqa: PTH110
-    return int(next(complete, "checkpoint_0").rpartition("_")[2])
+    return int(next(complete, "checkpoint_0").split("_")[1])
 
 
 def _wrap(phase: str, memory: Any, on_enter: Callable[[str], None]) -> None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurm_train.checkpoint.directory import list_checkpoints, read_manifest, step_of
+from slurm_train.checkpoint.directory import read_manifest
 from slurm_train.errors import CheckpointError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_lines
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
 from tests.campaigns.result import Result
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.slurm_runs import job_state, wait_until_finished
@@ -75,7 +75,7 @@ def newest_commit(run: RunDirectory) -> int:
     for path in list_checkpoints(run.checkpoints):
         with suppress(CheckpointError):
             read_manifest(path)
-            return step_of(path.name) or 0
+            return name_of(path).step
     return 0
 
 

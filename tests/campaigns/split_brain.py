@@ -139,7 +139,7 @@ def _wait_until_there(run: RunDirectory, trial: Trial, folder: Path) -> None:
 
 
 def _is_saving(run: RunDirectory) -> bool:
-    return any(".tmp-" in name for name in os.listdir(run.checkpoints))  # noqa: PTH208  # as quick as can be
+    return any(name.endswith(".tmp") for name in os.listdir(run.checkpoints))  # noqa: PTH208  # as quick as can be
 
 
 @contextmanager

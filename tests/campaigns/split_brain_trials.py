@@ -16,7 +16,7 @@ MODES: dict[str, str] = {
     "training": "",
     "saving": "",
     "before the rename": "rename",
-    "before COMPLETE": "complete",
+    "after the rename": "renamed",
     "at the last step": "last",
 }
 """Where the old ranks are when their node is lost, and where the model's module holds them for that."""
@@ -29,16 +29,19 @@ class Hold:
     def __init__(self, place, folder):
         self.is_on, self.folder = ATTEMPT == "0" and place != "none", folder
         self.place = place if self.is_on else ""
-        if self.place in ("rename", "complete"):
+        if self.place in ("rename", "renamed"):
             import slurm_train.checkpoint.commit as module
-            name = {"rename": "_rename", "complete": "_mark_complete"}[place]
-            original, calls = getattr(module, name), []
-            def held(*words):
-                calls.append(words)
-                if len(calls) == 3:
+            original, commits = module._rename, []
+            def held(source, target):
+                if source.name == target.name + ".tmp":
+                    commits.append(target)
+                is_third = source.name == target.name + ".tmp" and len(commits) == 3
+                if is_third and self.place == "rename":
                     self.wait()
-                return original(*words)
-            setattr(module, name, held)
+                original(source, target)
+                if is_third and self.place == "renamed":
+                    self.wait()
+            module._rename = held
     def wait(self):
         open(os.path.join(self.folder, "held"), "w").close()
         while not os.path.exists(os.path.join(self.folder, "go")):
@@ -95,7 +98,7 @@ def plan_trials(*, seed: int, trials: int) -> list[Trial]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """A checkpoint that was seen to be COMPLETE."""
+    """A checkpoint that was seen under an attempt's name."""
 
     name: str
     attempt: int
@@ -124,11 +127,11 @@ class History:
 def what_is_wrong(seen: History) -> str:
     """Returns what of the old attempt became visible, "" if nothing did."""
     found = []
-    for one in seen.commits:
-        if one.attempt == 0 and one.time_unix_s > seen.begin_unix_s and one.seen_for_s > VISIBLE_FOR_S:
-            late_s = one.time_unix_s - seen.begin_unix_s
-            found.append(f"{one.name} of attempt 0 was committed {late_s:.2f} s after attempt 1 began")
     first = min((time_s for attempt, _, time_s in seen.metrics if attempt == 1), default=float("inf"))
+    for one in seen.commits:
+        # One that got its name before attempt 1 had claimed what it goes on from was claimed with the others.
+        if one.attempt == 0 and one.time_unix_s > first and one.seen_for_s > VISIBLE_FOR_S:
+            found.append(f"{one.name} got its name {one.time_unix_s - first:.2f} s after attempt 1's first step")
     late = [step for attempt, step, time_s in seen.metrics if attempt == 0 and time_s > first]
     if late:
         found.append(f"attempt 0's lines of steps {late} count, written after attempt 1's first")

@@ -26,8 +26,8 @@ CLEAN = History(
 )
 PLANTED: list[tuple[dict[str, Any], str]] = [
     (
-        {"commits": [replace(OLD, time_unix_s=101.5), NEW]},
-        "checkpoint_0000008 of attempt 0 was committed 1.50 s after attempt 1 began",
+        {"commits": [replace(OLD, time_unix_s=106.5), NEW]},
+        "checkpoint_0000008 got its name 1.50 s after attempt 1's first step",
     ),
     (
         {"metrics": [*LINES[:7], (0, 8, 106.0), *LINES[8:]]},
@@ -43,8 +43,10 @@ PLANTED: list[tuple[dict[str, Any], str]] = [
 
 def test_a_history_without_zombies_passes() -> None:
     assert what_is_wrong(CLEAN) == ""
-    taken_back = replace(OLD, time_unix_s=101.0, seen_for_s=0.1)
+    taken_back = replace(OLD, time_unix_s=106.0, seen_for_s=0.1)
     assert what_is_wrong(replace(CLEAN, commits=[OLD, taken_back, NEW])) == ""
+    before_the_claim = replace(OLD, time_unix_s=101.0)
+    assert what_is_wrong(replace(CLEAN, commits=[OLD, before_the_claim, NEW])) == ""
 
 
 @pytest.mark.parametrize(("planted", "found"), PLANTED, ids=[found[:40] for _, found in PLANTED])
@@ -59,7 +61,7 @@ def test_a_plan_is_repeatable_and_has_every_mode() -> None:
     assert {trial.num_ranks for trial in planned} == {1, 2} and {trial.is_stopped for trial in planned} == {True, False}
 
 
-def test_the_watch_sees_a_commit_and_its_second_one_under_the_same_name(tmp_path: Path) -> None:
+def test_the_watch_sees_a_commit_and_the_second_one_of_its_step(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     watch = CommitWatch()
     watch.add(run)
@@ -71,5 +73,5 @@ def test_the_watch_sees_a_commit_and_its_second_one_under_the_same_name(tmp_path
     watch.look()
     watch.look()
     commits = watch.commits(run)
-    assert [(one.name, one.attempt) for one in commits] == [("checkpoint_0000003", 0), ("checkpoint_0000003", 1)]
+    assert [(one.name[:18], one.attempt) for one in commits] == [("checkpoint_0000003", 0), ("checkpoint_0000003", 1)]
     assert commits[0].seen_for_s == 0.0 < commits[1].seen_for_s

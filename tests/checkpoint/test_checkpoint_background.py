@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from slurm_train.checkpoint.background import BackgroundSaver
-from slurm_train.checkpoint.directory import list_checkpoints, verify
+from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.save import Saved, save_checkpoint
 from slurm_train.checkpoint.staging import StagingBuffers
 from slurm_train.errors import CheckpointError, RunError
+from slurm_train.rundir.layout import list_checkpoints
 
 DONE = Saved(Path("checkpoint_0000001"), num_bytes=1)
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from slurm_train.checkpoint.commit import committed_path, discard
 from slurm_train.checkpoint.shards import write_file
-from slurm_train.rundir.files import fsync_directory
+from slurm_train.rundir.layout import list_checkpoints
 from tests.support.crash_points import (
     ERRORS,
     NEW,
@@ -57,14 +58,13 @@ def careless_save(root: Path) -> None:
     staging, manifest = stage(root, make_header(NEW))
     write_file(staging / "manifest.json", manifest.to_json().encode())
     (staging / "COMPLETE").write_text(manifest.digest())
-    (root / "checkpoint_0000001" / "COMPLETE").unlink()
-    fsync_directory(root / "checkpoint_0000001")
-    staging.rename(root / "checkpoint_0000002")
+    discard(list_checkpoints(root)[0])
+    staging.rename(committed_path(staging))
 
 
 CARELESS = Scene(name="careless", prepare=prepare_first, work=careless_save)
 
 
 def test_this_check_can_fail(fast_path: Path) -> None:
-    assert any("(unlink): found step None" in one for one in problems_of(killed_everywhere(CARELESS, fast_path)))
+    assert any("(rename): found step None" in one for one in problems_of(killed_everywhere(CARELESS, fast_path)))
     assert any("found step None" in one for one in problems_of(power_lost_everywhere(CARELESS, fast_path)))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slurm_train.checkpoint.commit import commit, open_staging
+from slurm_train.checkpoint.commit import Fence, claim, commit, no_fence, open_staging
 from slurm_train.checkpoint.directory import newest_verified, verify
-from slurm_train.checkpoint.local import LocalTier, discard_local, open_private, prune_local
+from slurm_train.checkpoint.local import LocalTier, claim_local, discard_local, open_private, prune_local
 from slurm_train.checkpoint.local_copy import (
     Reachable,
     choose_reachable,
@@ -25,21 +26,21 @@ from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.retention import prune
 from slurm_train.errors import CheckpointError
 from tests.support.faulty_files import FaultyFiles, PowerCut, count_calls, run_failing, run_killed
+from tests.support.small_checkpoints import checkpoint_of, steps_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 OLD, NEW = 1, 2
 
 
-def tier_in(path: Any, *, node: int = 0) -> LocalTier:
+def tier_in(path: Any, *, node: int = 0, attempt: int = 2, fence: Fence = no_fence) -> LocalTier:
     path.mkdir(parents=True, exist_ok=True)
-    return LocalTier(root=path, node=node, is_leader=True, keep=2)
+    return LocalTier(root=path, node=node, is_leader=True, keep=2, attempt=attempt, fence=fence)
 
 
-def copy_new(tier: LocalTier, root: Any, **changes: Any) -> Any:
+def copy_new(tier: LocalTier, root: Any) -> Any:
     found = newest_reachable(tier, group=None, attempts={1}, above=OLD)
     assert found is not None
-    facts: dict[str, Any] = {"group": None, "keep": 2, "attempt": 2, "fence": lambda: None}
-    return copy_to_run(tier, root, found, **(facts | changes))
+    return copy_to_run(tier, root, found, group=None, keep=2)
 
 
 @pytest.fixture
@@ -65,16 +66,19 @@ def found_step(root: Any) -> int | None:
 
 def assert_recovers(scene: SimpleNamespace) -> None:
     """The next attempt copies, and leaves nothing behind."""
-    copy_new(scene.tier, scene.root, attempt=3)
-    prune(scene.root, keep=1, attempt=3, epoch_fence=3)
-    assert [path.name for path in scene.root.iterdir()] == ["checkpoint_0000002"]
+    tier = replace(scene.tier, attempt=3)
+    claim_local(tier)
+    claim(scene.root, attempt=3)
+    copied = copy_new(tier, scene.root).path
+    prune(scene.root, newest=copied, keep=1, attempt=3)
+    assert list(scene.root.iterdir()) == [copied]
     assert found_step(scene.root) == NEW
 
 
 def test_the_copy_is_the_same_checkpoint(scene: SimpleNamespace) -> None:
     saved = scene.work()
-    assert verify(saved.path) == verify(scene.tier.root / saved.path.name)
-    assert sorted(path.name for path in scene.root.iterdir()) == ["checkpoint_0000001", "checkpoint_0000002"]
+    assert verify(saved.path) == verify(checkpoint_of(scene.tier.root, NEW))
+    assert steps_in(scene.root) == [NEW, OLD] and len(list(scene.root.iterdir())) == 2
     assert scene.work().num_bytes == 0, "it is there already"
 
 
@@ -87,7 +91,7 @@ def test_killed_at_any_call_of_the_copy(scene: SimpleNamespace, kit: SimpleNames
             scene.fresh()
             assert run_killed(scene.work, at=at, when=when)
             assert found_step(scene.root) in {OLD, NEW}, f"call {at}, {when}"
-            assert verify(scene.tier.root / "checkpoint_0000002").step == NEW, "the node's own is only read"
+            assert verify(checkpoint_of(scene.tier.root, NEW)).step == NEW, "the node's own is only read"
             assert_recovers(scene)
 
 
@@ -125,11 +129,11 @@ def test_power_lost_after_any_call_of_the_copy(scene: SimpleNamespace, kit: Simp
 
 @pytest.mark.parametrize("name", ["rank_00000.pt", "__0_0.distcp", "__1_0.distcp"])
 def test_bytes_that_changed_on_the_node_are_not_copied(scene: SimpleNamespace, name: str) -> None:
-    path = scene.tier.root / "checkpoint_0000002" / name
+    path = checkpoint_of(scene.tier.root, NEW) / name
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     with pytest.raises(CheckpointError, match="is not what its manifest says, so it was not copied"):
         scene.work()
-    assert [entry.name for entry in scene.root.iterdir()] == ["checkpoint_0000001"]
+    assert list(scene.root.iterdir()) == [checkpoint_of(scene.root, OLD)]
 
 
 def test_a_newer_attempt_stops_the_copy(scene: SimpleNamespace) -> None:
@@ -137,8 +141,8 @@ def test_a_newer_attempt_stops_the_copy(scene: SimpleNamespace) -> None:
         raise CheckpointError("overtaken")
 
     with pytest.raises(CheckpointError, match="overtaken"):
-        copy_new(scene.tier, scene.root, fence=overtaken)
-    assert [entry.name for entry in scene.root.iterdir()] == ["checkpoint_0000001"]
+        copy_new(replace(scene.tier, fence=overtaken), scene.root)
+    assert list(scene.root.iterdir()) == [checkpoint_of(scene.root, OLD)]
 
 
 def test_only_present_attempts_and_later_steps_count(scene: SimpleNamespace) -> None:
@@ -148,7 +152,7 @@ def test_only_present_attempts_and_later_steps_count(scene: SimpleNamespace) -> 
     assert found() is not None
     assert found(above=NEW) is None
     assert found(attempts={0, 2}) is None
-    (scene.tier.root / "checkpoint_0000002" / "COMPLETE").unlink()
+    (checkpoint_of(scene.tier.root, NEW) / "COMPLETE").unlink()
     assert found() is None
 
 
@@ -157,7 +161,7 @@ def split_over_two_nodes(fast_path: Any, kit: SimpleNamespace) -> tuple[list[Loc
     tiers = [tier_in(fast_path / f"node{number}", node=number) for number in (0, 1)]
     names = [["rank_00000.pt", "__1_0.distcp"], ["rank_00001.pt"]]
     header = kit.header(NEW, world_size=2)
-    stagings = [open_staging(tier.root, header) for tier in tiers]
+    stagings = [open_staging(tier.root, step=NEW, attempt=1) for tier in tiers]
     from slurm_train.checkpoint.shards import write_file
 
     files = {
@@ -166,8 +170,8 @@ def split_over_two_nodes(fast_path: Any, kit: SimpleNamespace) -> tuple[list[Loc
         for name in own
     }
     manifest = Manifest.of(header, files)
-    for tier, staging, own in zip(tiers, stagings, names, strict=True):
-        commit(staging, tier.root / "checkpoint_0000002", manifest, here=own)
+    for staging, own in zip(stagings, names, strict=True):
+        commit(staging, manifest, here=own)
     return tiers, manifest
 
 
@@ -190,12 +194,14 @@ def test_ranks_of_a_node_share_the_work(fast_path: Any, kit: SimpleNamespace) ->
 
 def test_a_node_keeps_its_newest_and_what_is_being_copied(fast_path: Any, kit: SimpleNamespace) -> None:
     tier = tier_in(fast_path / "node")
-    for step in (1, 2, 3, 4):
-        kit.make(tier.root, step)
-    assert prune_local(tier, protect={"checkpoint_0000001", ""}) == []
-    assert sorted(path.name[-1] for path in tier.root.iterdir()) == ["1", "3", "4"]
+    paths = [kit.make(tier.root, step) for step in (1, 2, 3, 4)]
+    assert prune_local(tier, protect={paths[0].name, ""}) == []
+    assert steps_in(tier.root) == [4, 3, 1]
     discard_local(tier, step=4)
-    assert sorted(path.name[-1] for path in tier.root.iterdir()) == ["1", "3"]
+    assert steps_in(tier.root) == [3, 1]
+    kit.make(tier.root, 5, attempt=3)
+    discard_local(tier, step=0)
+    assert steps_in(tier.root) == [5], "a later attempt's"
 
 
 def test_a_folder_that_is_not_ours_alone_is_refused(tmp_path: Any) -> None:

@@ -13,11 +13,13 @@ import torch
 from slurm_train.checkpoint import commit as commit_module
 from slurm_train.checkpoint import save as save_module
 from slurm_train.checkpoint.digest import weights_digest
-from slurm_train.checkpoint.directory import list_checkpoints, newest_verified, verify
+from slurm_train.checkpoint.directory import newest_verified, verify
 from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors
 from slurm_train.checkpoint.save import Saved, save_checkpoint
 from slurm_train.checkpoint.state import restore_training_state, training_state
 from slurm_train.errors import CheckpointError
+from slurm_train.rundir.layout import list_checkpoints
+from tests.support.small_checkpoints import checkpoint_of
 
 REPOSITORY = Path(__file__).parents[2]
 WEIGHTS = {"weights": torch.arange(8.0)}
@@ -54,7 +56,7 @@ def test_resume_is_bitwise_with_fused_adamw_dropout_and_buffers(root, kit):
     train(model, optimizer, first=3, last=6)
 
     other, other_optimizer = build(1)
-    choice = choose_checkpoint(root, group=None)
+    choice = choose_checkpoint(root, group=None, attempt=2)
     assert choice is not None and choice.manifest.step == 3
     state = training_state(other, other_optimizer)
     load_tensors(choice.path, state)
@@ -76,16 +78,16 @@ def test_making_the_state_of_a_fresh_optimizer_moves_no_weight(kit):
 
 def test_saves_keep_the_newest_and_report_size(root, kit):
     saved = [save(root, kit.header(step)) for step in (1, 2, 3)]
-    assert [path.name[-1] for path in list_checkpoints(root)] == ["3", "2"]
-    assert saved[2] == Saved(root / "checkpoint_0000003", verify(root / "checkpoint_0000003").num_bytes)
+    assert list_checkpoints(root) == [saved[2].path, saved[1].path]
+    assert saved[2] == Saved(checkpoint_of(root, 3), verify(checkpoint_of(root, 3)).num_bytes)
 
 
 def test_the_next_save_clears_what_dead_attempts_left(root, kit):
-    save(root, kit.header(1))
+    old = save(root, kit.header(1)).path
     kit.stage(root, kit.header(2))
     (root / ".trash-x").mkdir()
-    save(root, kit.header(2, attempt=2))
-    assert sorted(path.name for path in root.iterdir()) == ["checkpoint_0000001", "checkpoint_0000002"]
+    new = save(root, kit.header(2, attempt=2)).path
+    assert sorted(root.iterdir()) == [old, new]
 
 
 def test_files_are_private_whatever_the_umask(root, kit):
@@ -102,7 +104,7 @@ def test_files_are_private_whatever_the_umask(root, kit):
 @pytest.mark.parametrize("number", [28, 122, 5], ids=["ENOSPC", "EDQUOT", "EIO"])
 @pytest.mark.parametrize("where", ["seal_file", "write_file", "commit", "open_staging"])
 def test_an_error_of_the_file_system_is_named_and_the_previous_one_stays(root, kit, monkeypatch, where, number):
-    save(root, kit.header(1))
+    old = save(root, kit.header(1)).path
 
     def refuse(*args, **kwargs):
         raise OSError(number, os.strerror(number), "x")
@@ -113,7 +115,7 @@ def test_an_error_of_the_file_system_is_named_and_the_previous_one_stays(root, k
     assert f"[Errno {number}] {os.strerror(number)}" in caught.value.message
     assert caught.value.message.startswith("rank 0 on ")
     assert ("free space" in caught.value.hint) == (number != 5)
-    assert [path.name for path in root.iterdir()] == ["checkpoint_0000001"]
+    assert list(root.iterdir()) == [old]
     monkeypatch.undo()
     assert save(root, kit.header(2)).path == newest_verified(root).found[0]
 
@@ -129,7 +131,7 @@ def test_a_failed_fsync_is_not_tried_again(root, kit, monkeypatch):
     root.mkdir()
     with pytest.raises(CheckpointError):
         save(root, kit.header(1))
-    assert len(calls) == 1
+    assert calls == [calls[0], root], "the staging directory once, then that it has lost its name"
 
 
 def test_a_saved_step_that_cannot_be_read_now_is_left_alone(root, kit, monkeypatch):
@@ -149,16 +151,23 @@ def test_a_saved_step_that_cannot_be_read_now_is_left_alone(root, kit, monkeypat
 
 
 def test_nothing_saved_and_only_an_unfinished_save_mean_a_fresh_start(root, kit):
-    assert choose_checkpoint(root, group=None) is None
+    assert choose_checkpoint(root, group=None, attempt=2) is None
+    kit.stage(root, kit.header(1))
+    assert choose_checkpoint(root, group=None, attempt=2) is None
+
+
+def test_a_checkpoint_without_its_marker_is_damaged(root, kit):
+    """It had one when it got its name, so starting over would hide a loss."""
     (kit.make(root, 1) / "COMPLETE").unlink()
-    assert choose_checkpoint(root, group=None) is None
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        choose_checkpoint(root, group=None, attempt=2)
 
 
 def test_the_files_of_another_user_are_not_loaded(root, kit):
     path = kit.make(root, 1)
     (path / "__1_0.distcp").chmod(0o620)
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp belongs to uid \d+ with mode -rw--w----") as caught:
-        choose_checkpoint(root, group=None)
+        choose_checkpoint(root, group=None, attempt=2)
     assert "remove group and world write permission" in caught.value.hint
 
 

@@ -11,6 +11,7 @@ import torch
 
 from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors
+from tests.support.small_checkpoints import checkpoint_of
 from tests.support.warm_ranks import start_rank
 
 pytestmark = pytest.mark.distributed
@@ -49,7 +50,7 @@ def test_each_rank_gets_its_own_state_and_all_hear_the_same(results):
     assert [of_rank["rank"] for of_rank in results("resume")] == [0, 1]
     for of_rank in results("resume"):
         assert of_rank["missing"] is None
-        assert (of_rank["path"], of_rank["world_size"]) == ("checkpoint_0000003", 2)
+        assert (of_rank["path"], of_rank["world_size"]) == (3, 2)
 
 
 def test_saving_a_saved_step_again_writes_nothing(results):
@@ -57,7 +58,7 @@ def test_saving_a_saved_step_again_writes_nothing(results):
 
 
 def test_every_file_is_recorded_and_private(folder):
-    path = folder / "resume" / "checkpoint_0000003"
+    path = checkpoint_of(folder / "resume", 3)
     manifest = verify(path)
     assert set(manifest.files) == {".metadata", "__0_0.distcp", "__1_0.distcp", "rank_00000.pt", "rank_00001.pt"}
     assert {file.name for file in path.iterdir()} == {*manifest.files, "manifest.json", "COMPLETE"}
@@ -65,7 +66,7 @@ def test_every_file_is_recorded_and_private(folder):
 
 
 def test_replicated_tensors_are_written_once_and_shared_out(folder):
-    files = verify(folder / "failure" / "checkpoint_0000001").files
+    files = verify(checkpoint_of(folder / "failure", 1)).files
     shares = [files[f"__{rank}_0.distcp"].bytes for rank in range(2)]
     assert all(4 * 4096 < share < 1.2 * 4 * 4096 for share in shares)
 
@@ -101,14 +102,14 @@ def test_the_fence_of_rank_zero_is_raised_on_all_as_what_it_is(results):
 
 
 def test_failed_saves_leave_the_previous_checkpoint_and_nothing_else(results, folder):
-    assert [of_rank["left"] for of_rank in results("failure")] == [["checkpoint_0000001"]] * 2
-    assert verify(folder / "failure" / "checkpoint_0000001").step == 1
+    assert [of_rank["left"] for of_rank in results("failure")] == [[1]] * 2
+    assert verify(checkpoint_of(folder / "failure", 1)).step == 1
 
 
 def test_all_ranks_load_what_rank_zero_chose(results):
     for of_rank in results("choose"):
         assert of_rank["empty"] is None
-        assert of_rank["chosen"] == [1, ["checkpoint_0000002"]]
+        assert of_rank["chosen"] == [1, [2]]
 
 
 def test_nothing_but_damaged_checkpoints_is_an_error_and_not_a_fresh_start(results):
@@ -120,7 +121,7 @@ def test_nothing_but_damaged_checkpoints_is_an_error_and_not_a_fresh_start(resul
 
 def test_shards_load_along_another_dimension_and_in_one_process(results, folder):
     assert [of_rank["equal"] for of_rank in results("shard")] == [True, True]
-    choice = choose_checkpoint(folder / "shard", group=None)
+    choice = choose_checkpoint(folder / "shard", group=None, attempt=1)
     assert choice is not None
     tensors = {"weights": torch.zeros(6, 4), "step": 0}
     load_tensors(choice.path, tensors)

@@ -24,6 +24,8 @@ from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.checkpoint.staging import StagingBuffers
 from slurm_train.checkpoint.state import own_part, restore_training_state, training_state
 from slurm_train.errors import RunError, SlurmTrainError
+from slurm_train.rundir.layout import name_of, parse_name
+from tests.support.small_checkpoints import checkpoint_of
 
 
 def make_header(step: int) -> CheckpointHeader:
@@ -38,7 +40,6 @@ def make_header(step: int) -> CheckpointHeader:
         data_fingerprint="d",
         torch_version=torch.__version__,
         attempt=1,
-        epoch_fence=1,
     )
 
 
@@ -85,7 +86,7 @@ def resume_scene(root: Path) -> dict[str, Any]:
     again = save(root, 3, training_state(wrapped, optimizer))
     train(wrapped, optimizer, first=3, last=6)
     other, other_optimizer = build(1)
-    choice = choose_checkpoint(root, group=group)
+    choice = choose_checkpoint(root, group=group, attempt=1)
     assert choice is not None
     state = training_state(other, other_optimizer)
     load_tensors(choice.path, state, group=group)
@@ -96,7 +97,7 @@ def resume_scene(root: Path) -> dict[str, Any]:
         "digest": weights_digest(model.named_parameters()),
         "resumed_digest": weights_digest(other.named_parameters()),
         "names": sorted(state["model"]),
-        "path": saved.path.name,
+        "path": name_of(saved.path).step,
         "bytes": [saved.num_bytes > 0, again.num_bytes],
         "rank": rank_state and rank_state["rank"],
         "missing": load_rank_state(choice.path, 7),
@@ -129,7 +130,7 @@ def failure_scene(root: Path) -> dict[str, Any]:
 
     results["fence"] = error_of(lambda: save(root, 2, state, fence=fence))
     distributed.barrier()
-    return {"errors": results, "left": sorted(path.name for path in root.iterdir())}
+    return {"errors": results, "left": [parse_name(path.name) and name_of(path).step for path in root.iterdir()]}
 
 
 def choose_scene(root: Path) -> dict[str, Any]:
@@ -138,19 +139,19 @@ def choose_scene(root: Path) -> dict[str, Any]:
     for step in (1, 2):
         save(root, step, {"weights": torch.full((64,), float(step))})
     distributed.barrier()
-    results: dict[str, Any] = {"empty": choose_checkpoint(root / "absent", group=group)}
+    results: dict[str, Any] = {"empty": choose_checkpoint(root / "absent", group=group, attempt=1)}
     for step in (2, 1):
         if distributed.get_rank() == 0:
-            file = root / f"checkpoint_{step:07d}" / "__0_0.distcp"
+            file = checkpoint_of(root, step) / "__0_0.distcp"
             data = bytearray(file.read_bytes())
             data[len(data) // 2] ^= 1
             file.write_bytes(data)
         if step == 2:
-            choice = choose_checkpoint(root, group=group)
+            choice = choose_checkpoint(root, group=group, attempt=1)
             assert choice is not None
-            results["chosen"] = [choice.manifest.step, [item.path.name for item in choice.passed_over]]
+            results["chosen"] = [choice.manifest.step, [name_of(item.path).step for item in choice.passed_over]]
         else:
-            results["none"] = error_of(lambda: choose_checkpoint(root, group=group))
+            results["none"] = error_of(lambda: choose_checkpoint(root, group=group, attempt=1))
     return results
 
 
@@ -162,7 +163,7 @@ def shard_scene(root: Path) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     whole = torch.arange(24.0).reshape(6, 4)
     save(root, 1, {"weights": distribute_tensor(whole, mesh, [Shard(0)]), "step": 5})
-    path = root / "checkpoint_0000001"
+    path = checkpoint_of(root, 1)
     loaded = {"weights": distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)])}
     load_tensors(path, loaded, group=distributed.group.WORLD)
     wrong: dict[str, Any] = {"weights": torch.zeros(5)}
@@ -188,7 +189,7 @@ def staged_scene(root: Path) -> dict[str, Any]:
         tensor.zero_()
     save(root, 1, staged, group=distributed.new_group(backend="gloo"))
     loaded = {name: torch.zeros(shape) for name, shape in (("sharded", (6, 4)), ("one", 5), ("two", 7))}
-    load_tensors(root / "checkpoint_0000001", {"model": loaded, "step": 0}, group=distributed.group.WORLD)
+    load_tensors(checkpoint_of(root, 1), {"model": loaded, "step": 0}, group=distributed.group.WORLD)
     expected = {"sharded": whole, "one": torch.ones(5), "two": torch.ones(7)}
     return {"own": sorted(part["model"]), "equal": all(loaded[name].equal(expected[name]) for name in expected)}
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from slurm_train.checkpoint.commit import commit, open_staging
-from slurm_train.checkpoint.directory import checkpoint_name
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
 from slurm_train.config.changes import trained_settings
 from slurm_train.config.frozen import load_config
@@ -44,12 +43,11 @@ def save(run: RunDirectory, step: int = 40, **changes: Any) -> Manifest:
         "data_fingerprint": "d1",
         "torch_version": "",
         "attempt": 0,
-        "epoch_fence": 0,
         "extra": continuity.as_extra(),
     }
     header = CheckpointHeader(**(facts | changes))
     manifest = Manifest.of(header, {})
-    commit(open_staging(run.checkpoints, header), run.checkpoints / checkpoint_name(step), manifest)
+    commit(open_staging(run.checkpoints, step=step, attempt=0), manifest)
     return manifest
 
 

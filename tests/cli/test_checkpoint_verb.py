@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, safe_open
 
+from slurm_train.checkpoint.commit import open_staging
 from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.models.gpt import GPT
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, name_of
 from slurm_train.rundir.lock import process_lives, take_lock, this_process
 from tests.support.extras import NEEDS_TRANSFORMERS
+from tests.support.small_checkpoints import checkpoint_of
 
 
 def has_checkpoints(run: RunDirectory, *values: float, **changes: Any) -> None:
@@ -23,7 +25,7 @@ def has_checkpoints(run: RunDirectory, *values: float, **changes: Any) -> None:
         weights = {"head.weight": torch.full((3, 2), value), "step": torch.tensor(7), "half": torch.ones(4).bfloat16()}
         header = CheckpointHeader(
             step=step, samples=8 * step, epoch=0, world_size=1, mesh={}, batch_plan={}, config_hash="3f9a1c07",
-            data_fingerprint="d", torch_version="2", attempt=0, epoch_fence=0,
+            data_fingerprint="d", torch_version="2", attempt=0,
         )  # fmt: skip
         tensors = {"model": weights, "optimizer": {"state": {"head.weight": {"exp_avg": torch.zeros(3, 2)}}}}
         save_checkpoint(run.checkpoints, tensors=tensors, rank_state={}, header=header, group=None, keep=9)
@@ -39,7 +41,7 @@ def run(shell) -> RunDirectory:
 
 
 def damage(run: RunDirectory, step: int) -> None:
-    path = run.checkpoints / f"checkpoint_{step:07d}" / "__0_0.distcp"
+    path = checkpoint_of(run.checkpoints, step) / "__0_0.distcp"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -79,7 +81,7 @@ def test_export_writes_a_directory_for_transformers_and_overwrites_nothing(shell
     model = {"_target_": "slurm_train.models.gpt.GPT", **settings}
     header = CheckpointHeader(
         step=3, samples=24, epoch=0, world_size=1, mesh={}, batch_plan={}, config_hash="3f9a1c07", data_fingerprint="d",
-        torch_version="2", attempt=0, epoch_fence=0,
+        torch_version="2", attempt=0,
         extra={"settings": {f"model.{key}": value for key, value in model.items()}},
     )  # fmt: skip
     weights = GPT(**settings).state_dict()
@@ -105,7 +107,7 @@ def test_export_refuses_a_damaged_step_and_an_absent_one(shell, run):
 
 
 def test_export_refuses_what_others_may_write(shell, run):
-    (run.checkpoints / "checkpoint_0000002" / ".metadata").chmod(0o666)
+    (checkpoint_of(run.checkpoints, 2) / ".metadata").chmod(0o666)
     done = shell.types("checkpoint", "export", "gpt-stdlib@2", "two.safetensors")
     assert done.code == 1 and "belongs to uid" in done.err
 
@@ -115,21 +117,20 @@ def test_diff_names_tensors_and_facts_and_equal_is_equal(shell, run):
     assert done.code == 1
     assert "6 of 6 values, at most 1 apart" in done.out and "half" not in done.out
     assert "samples" in done.out
-    path = str(run.checkpoints / "checkpoint_0000002")
+    path = str(checkpoint_of(run.checkpoints, 2))
     done = shell.types("checkpoint", "diff", "gpt-stdlib", path)
     assert (done.code, done.out) == (0, "")
     assert "all 3 tensors of the model are equal" in done.err
 
 
 def test_gc_keeps_the_newest_and_removes_what_dead_attempts_left(shell, run):
-    (run.checkpoints / "checkpoint_0000003.tmp-local-0").mkdir()
+    staging = open_staging(run.checkpoints, step=3, attempt=0)
     done = shell.types("checkpoint", "gc", "gpt-stdlib", "--keep", "1")
     assert done.code == 0, done.err
-    assert [line.rpartition("/")[2] for line in done.out.splitlines()] == [
-        "checkpoint_0000001",
-        "checkpoint_0000003.tmp-local-0",
-    ]
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["checkpoint_0000002"]
+    removed = [line.rpartition("/")[2] for line in done.out.splitlines()]
+    assert removed[0].startswith("checkpoint_0000001_") and staging.name in removed[1]
+    kept = [name_of(path) for path in run.checkpoints.iterdir()]
+    assert [(name.step, name.attempt) for name in kept] == [(2, 1)], "attempt 0 cannot remove it any more"
     assert not run.lock.exists()
 
 

@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slurm_train.checkpoint.directory import list_checkpoints, step_of
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.slurm_runs import losses, wait_until_step
 from tests.support.waiting import wait_for
@@ -50,5 +49,5 @@ def test_a_run_whose_terminal_is_closed_saves_before_it_ends(tmp_path: Path) -> 
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 75
     assert read_ledger(run)[-1]["reason"] == "stopped"
-    saved = [step_of(path.name) for path in list_checkpoints(run.checkpoints)]
+    saved = [name_of(path).step for path in list_checkpoints(run.checkpoints)]
     assert saved == [max(losses(run))]

@@ -13,6 +13,7 @@ from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
+from tests.support.small_checkpoints import checkpoint_of
 
 pytestmark = pytest.mark.distributed
 WORDS = (*TINY, "run.name=a", "train.threads=1", "run.processes=2", "train.samples_digest=true")
@@ -56,6 +57,6 @@ def test_weights_that_do_not_fit_are_refused_by_the_ranks(trained: tuple[Person,
     (person.folder / "tiny.py").write_text(narrow)
     done = person.types("resume", run.run_id, "train.max_steps=20", "--accept", "config,code")
     assert done.code == 2
-    text = "the weights in checkpoint_0000016 do not fit the model as it is now: layers.0.bias 16 -> 8, "
-    assert text + "layers.0.weight 16x8 -> 8x8" in done.err, done.err[-3000:]
+    text = " do not fit the model as it is now: layers.0.bias 16 -> 8, layers.0.weight 16x8 -> 8x8"
+    assert f"the weights in {checkpoint_of(run.checkpoints, 16).name}{text}" in done.err, done.err[-3000:]
     assert newest_verified(run.checkpoints).found is not None

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurm_train.checkpoint.directory import list_checkpoints, verify
+from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints
 from tests.support.command_line import REPOSITORY, Person
 from tests.support.waiting import wait_for
 

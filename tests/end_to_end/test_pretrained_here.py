@@ -13,6 +13,7 @@ from slurm_train.metrics.writer import read_metrics
 from slurm_train.models.causal_lm import causal_lm
 from tests.support.command_line import Person
 from tests.support.extras import NEEDS_TRANSFORMERS
+from tests.support.small_checkpoints import checkpoint_of
 
 pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.distributed, pytest.mark.slow]
 
@@ -42,7 +43,7 @@ def test_a_llama_is_trained_in_shards_exported_and_loaded_by_transformers(tmp_pa
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     ours = causal_lm(model_type="llama", config=SHAPE).eval()
-    saved = read_model(run / "checkpoints" / "checkpoint_0000050")[1]
+    saved = read_model(checkpoint_of(run / "checkpoints", 50))[1]
     ours.load_state_dict(saved)
     with torch.no_grad():
         assert theirs(TOKENS).logits.equal(ours(TOKENS))

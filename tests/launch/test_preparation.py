@@ -48,11 +48,11 @@ def test_writing_again_keeps_what_the_run_has_done_and_drops_the_stop_request(tm
     source = Source(tmp_path, NO_GIT, ())
     write_run_directory(plan, source, script=None)
     plan.run.metrics.write_text("{}\n")
-    (plan.run.checkpoints / "checkpoint_0000001").mkdir()
+    (plan.run.checkpoints / "checkpoint_0000001_attempt_0000_00000000").mkdir()
     plan.run.stop_file.touch()
     write_run_directory(plan, source, script=None)
     assert plan.run.metrics.read_text() == "{}\n"
-    assert (plan.run.checkpoints / "checkpoint_0000001").is_dir()
+    assert (plan.run.checkpoints / "checkpoint_0000001_attempt_0000_00000000").is_dir()
     assert not plan.run.stop_file.exists()
     assert not plan.run.submit_script.exists()
 

@@ -56,7 +56,7 @@ def test_it_reads_what_is_there(run: RunDirectory) -> None:
 
 
 def test_checkpoints_that_are_not_whole_are_told_apart(run: RunDirectory) -> None:
-    (run.checkpoints / "checkpoint_0000004").mkdir(parents=True)
+    (run.checkpoints / "checkpoint_0000004_attempt_0000_00000000").mkdir(parents=True)
     record = read_record(run, Verdict("finished"), now_unix_s=1.8e9)
     assert [(stored.step, stored.num_bytes) for stored in record.stored] == [(4, None)]
     assert "1 on disk are not whole" in run_page(record)

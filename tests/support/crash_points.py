@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurm_train.checkpoint.commit import commit
-from slurm_train.checkpoint.directory import checkpoint_name, newest_verified
+from slurm_train.checkpoint.commit import claim, commit
+from slurm_train.checkpoint.directory import newest_verified
 from slurm_train.checkpoint.retention import prune
+from slurm_train.rundir.layout import list_checkpoints
 from tests.support.faulty_files import FaultyFiles, PowerCut, count_calls, run_failing, run_killed
 from tests.support.small_checkpoints import make_checkpoint, make_header, stage
 
@@ -74,7 +75,6 @@ def prepare_saved(root: Path) -> None:
 def prepare_many(root: Path) -> None:
     """Something of everything that retention takes away."""
     make_checkpoint(root, 0)
-    (make_checkpoint(root, 3) / "COMPLETE").unlink()
     prepare_saved(root)
     stage(root, make_header(9, attempt=0))
     (root / ".trash-x").mkdir()
@@ -83,21 +83,27 @@ def prepare_many(root: Path) -> None:
 def save_new(root: Path) -> None:
     """Stages and commits the new checkpoint."""
     staging, manifest = stage(root, make_header(NEW))
-    commit(staging, root / checkpoint_name(NEW), manifest)
+    commit(staging, manifest)
 
 
 def prune_all(root: Path) -> Any:
     """Keeps one checkpoint."""
-    return prune(root, keep=1, attempt=1, epoch_fence=1)
+    return prune(root, newest=list_checkpoints(root)[0], keep=1, attempt=1)
+
+
+def claim_all(root: Path) -> Any:
+    """The next attempt makes what it goes on from its own."""
+    return claim(root, attempt=2)
 
 
 def save_next(root: Path) -> str:
-    """The next attempt saves, prunes, and leaves nothing behind."""
-    staging, manifest = stage(root, make_header(NEXT, attempt=2, epoch_fence=2))
-    commit(staging, root / checkpoint_name(NEXT), manifest)
-    pruned = prune(root, keep=1, attempt=2, epoch_fence=2)
+    """The next attempt claims, saves, prunes, and leaves nothing behind but what does not verify."""
+    claim(root, attempt=2)
+    staging, manifest = stage(root, make_header(NEXT, attempt=2))
+    saved = commit(staging, manifest)
+    pruned = prune(root, newest=saved, keep=1, attempt=2)
     left = {path.name for path in root.iterdir()} - {path.name for path in pruned.untrusted}
-    if pruned.problems or left != {checkpoint_name(NEXT)}:
+    if pruned.problems or left != {saved.name}:
         return f"the next attempt left {sorted(left)}: {pruned.problems}"
     return ""
 
@@ -112,6 +118,13 @@ SCENES = (
         work=prune_all,
         may_find=frozenset({NEW}),
         is_told=lambda pruned: bool(pruned.problems or pruned.untrusted),
+    ),
+    Scene(
+        name="claim",
+        prepare=prepare_many,
+        work=claim_all,
+        may_find=frozenset({NEW}),
+        is_told=lambda search: search.found is not None,
     ),
 )
 

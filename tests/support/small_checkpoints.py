@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.checkpoint.commit import commit, open_staging
-from slurm_train.checkpoint.directory import checkpoint_name
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
 from slurm_train.checkpoint.shards import write_file
+from slurm_train.rundir.layout import list_checkpoints, name_of
 
 
 def make_header(step: int, **changes: Any) -> CheckpointHeader:
@@ -25,14 +25,13 @@ def make_header(step: int, **changes: Any) -> CheckpointHeader:
         "data_fingerprint": "da7a",
         "torch_version": "2.6.0",
         "attempt": 1,
-        "epoch_fence": 1,
     }
     return CheckpointHeader(**(facts | changes))
 
 
 def stage(root: Path, header: CheckpointHeader, *, size: int = 24) -> tuple[Path, Manifest]:
     """Writes the files of a checkpoint and returns the staging directory and the manifest."""
-    staging = open_staging(root, header)
+    staging = open_staging(root, step=header.step, attempt=header.attempt)
     names = ("rank_00000.pt", "__0_0.distcp", "__1_0.distcp")
     files = {name: write_file(staging / name, os.urandom(size)) for name in names}
     return staging, Manifest.of(header, files)
@@ -41,4 +40,14 @@ def stage(root: Path, header: CheckpointHeader, *, size: int = 24) -> tuple[Path
 def make_checkpoint(root: Path, step: int, *, size: int = 24, **changes: Any) -> Path:
     """Makes a checkpoint that verifies and returns its directory."""
     staging, manifest = stage(root, make_header(step, **changes), size=size)
-    return commit(staging, root / checkpoint_name(step), manifest)
+    return commit(staging, manifest)
+
+
+def checkpoint_of(root: Path, step: int) -> Path:
+    """Returns the newest checkpoint of a step."""
+    return next(path for path in list_checkpoints(root) if name_of(path).step == step)
+
+
+def steps_in(root: Path) -> list[int]:
+    """Returns the steps of all checkpoints, newest first."""
+    return [name_of(path).step for path in list_checkpoints(root)]

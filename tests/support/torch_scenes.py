@@ -11,7 +11,7 @@ from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load
 from slurm_train.checkpoint.retention import sweep
 from slurm_train.checkpoint.save import Saved, save_checkpoint
 from tests.support.crash_points import NEW, NEXT, OLD, Scene
-from tests.support.small_checkpoints import make_checkpoint, make_header, stage
+from tests.support.small_checkpoints import make_header, stage
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def rank_state_of(step: int) -> dict[str, Any]:
 
 def save(root: Path, step: int, *, attempt: int = 1, keep: int = 1) -> Saved:
     """Saves a step as one rank does; the older checkpoints go."""
-    header = make_header(step, attempt=attempt, epoch_fence=attempt)
+    header = make_header(step, attempt=attempt)
     return save_checkpoint(
         root, tensors=state_of(step), rank_state=rank_state_of(step), header=header, group=None, keep=keep
     )
@@ -40,7 +40,7 @@ def resume(root: Path) -> int:
 
     What is loaded must be what was saved, or an error.
     """
-    choice = choose_checkpoint(root, group=None)
+    choice = choose_checkpoint(root, group=None, attempt=2)
     assert choice is not None, "no checkpoint was found"
     step = choice.manifest.step
     loaded = {
@@ -49,7 +49,7 @@ def resume(root: Path) -> int:
     loaded["step"] = 0
     load_tensors(choice.path, loaded)
     own = load_rank_state(choice.path, 0)
-    sweep(root, attempt=2, epoch_fence=2)
+    sweep(root, attempt=2)
     check_equal(loaded, own, step=step)
     return step
 
@@ -91,7 +91,6 @@ def prepare_for_resume(root: Path) -> None:
     """Two checkpoints, and what a killed attempt leaves."""
     save(root, OLD)
     save(root, NEW, keep=2)
-    (make_checkpoint(root, 3) / "COMPLETE").unlink()
     stage(root, make_header(9, attempt=0))
     (root / ".trash-x").mkdir()
 

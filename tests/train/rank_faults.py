@@ -35,7 +35,7 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
     write_file = save.write_file
 
     def write(path: Path, data: bytes) -> Any:
-        step = int(path.parent.name.partition("_")[2].partition(".")[0])
+        step = int(path.parent.name.split("_")[1])
         if (rank, step) == (fault.get("full_rank"), fault.get("full_step")):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if step == fault.get("overtake_step") and rank == 0:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from slurm_train.checkpoint.directory import list_checkpoints, read_manifest
+from slurm_train.checkpoint.directory import read_manifest
 from slurm_train.errors import ConfigError
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints
 from slurm_train.train.local_tier import expand, recent_attempts
 from tests.support.waiting import wait_for
 from tests.support.warm_ranks import WarmRank, start_rank

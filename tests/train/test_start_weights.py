@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from slurm_train.config.schema import RunConfig, TrainSection
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import CheckpointName, RunDirectory
 from slurm_train.train.build import load_start_weights
 
 
@@ -23,8 +23,8 @@ def test_a_run_starts_from_weights_until_it_has_a_checkpoint_of_its_own(tmp_path
         return bool(torch.equal(model.weight, trained.weight) and torch.equal(model.bias, trained.bias))
 
     assert started(config) and not started(replace(config, train=TrainSection()))
-    saved = run.checkpoints / "checkpoint_0000005"
-    saved.mkdir(parents=True)
+    saved = run.checkpoints / str(CheckpointName(5, 0, "00000000"))
+    (saved.with_name(f"{saved.name}.tmp")).mkdir(parents=True)
     assert started(config)  # it was not saved to the end
-    (saved / "COMPLETE").touch()
+    saved.mkdir()
     assert not started(config)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from slurm_train.checkpoint.directory import list_checkpoints, newest_verified, read_manifest
+from slurm_train.checkpoint.directory import newest_verified, read_manifest
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.tensors import tensor_shapes
 from slurm_train.rundir.changes import AcceptedChange, record_change
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints
 
 pytestmark = pytest.mark.distributed
 
