@@ -135,8 +135,8 @@ def _commit_here(
 ) -> list[str]:
     if not tier.is_leader:
         return []
-    commit(staging, manifest, fence=tier.fence, here=own)
-    return prune_local(tier, protect=protect)
+    path = commit(staging, manifest, fence=tier.fence, here=own)
+    return prune_local(tier, newest=path, protect=protect)
 
 
 def claim_local(tier: LocalTier) -> None:
@@ -153,11 +153,16 @@ def claim_local(tier: LocalTier) -> None:
             take(path, attempt=tier.attempt, fence=tier.fence)
 
 
-def prune_local(tier: LocalTier, *, protect: Collection[str] = ()) -> list[str]:
-    """Removes a node's checkpoints beyond the newest; returns one line for each that resisted."""
+def prune_local(tier: LocalTier, *, newest: Path, protect: Collection[str] = ()) -> list[str]:
+    """Removes a node's checkpoints but the one just saved and those before it; returns a line for each that resisted.
+
+    One of the same or a later step is of a past that the run has left: it goes, too.
+    """
+    others = [path for path in list_checkpoints(tier.root) if path != newest and name_of(path).attempt <= tier.attempt]
+    kept = [path for path in others if name_of(path).step < name_of(newest).step][: tier.keep - 1]
     problems = []
-    for path in list_checkpoints(tier.root)[tier.keep :]:
-        if path.name not in protect and name_of(path).attempt <= tier.attempt:
+    for path in others:
+        if path not in kept and path.name not in protect:
             try:
                 discard(path, fence=tier.fence)
             except OSError as err:

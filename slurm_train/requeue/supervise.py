@@ -6,7 +6,6 @@ Runs where the batch script runs: on the head node, outside any container, witho
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
@@ -20,9 +19,15 @@ from slurm_train.requeue.bad_nodes import last_bad_node, node_of
 from slurm_train.requeue.decision import CANCELLED, Decision, Outcome, decide
 from slurm_train.requeue.lost import close_lost, was_cancelled, why_restarted
 from slurm_train.requeue.patience import wait_for_the_end
-from slurm_train.rundir.attempts import AttemptStart, check_fence, close_attempt, open_attempt, read_ledger
+from slurm_train.rundir.attempts import (
+    AttemptStart,
+    check_fence,
+    close_attempt,
+    open_attempt,
+    publish_result,
+    read_ledger,
+)
 from slurm_train.rundir.events import read_events
-from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lock import Holder, release_lock, take_lock
 from slurm_train.rundir.marks import first_mark
@@ -120,8 +125,7 @@ def _run_attempt(
     # After a node loss this process may live on beside its successor; then nothing more is its business.
     check_fence(run, attempt)
     if is_own_code and exit_code == EXIT_DONE and _is_undisturbed(job):
-        result = {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
-        write_atomic(run.result, json.dumps(result) + "\n")
+        publish_result(run, attempt, {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()})
     decision = _decide(run, settings, site, attempt, _End(exit_code, job, step_after > step_before, is_own_code))
     facts = {"exit_code": exit_code, "first_step": step_before, "last_step": step_after}
     stop = _stop_of(run, attempt)

@@ -195,13 +195,23 @@ def test_ranks_of_a_node_share_the_work(fast_path: Any, kit: SimpleNamespace) ->
 def test_a_node_keeps_its_newest_and_what_is_being_copied(fast_path: Any, kit: SimpleNamespace) -> None:
     tier = tier_in(fast_path / "node")
     paths = [kit.make(tier.root, step) for step in (1, 2, 3, 4)]
-    assert prune_local(tier, protect={paths[0].name, ""}) == []
+    assert prune_local(tier, newest=paths[3], protect={paths[0].name, ""}) == []
     assert steps_in(tier.root) == [4, 3, 1]
     discard_local(tier, step=4)
     assert steps_in(tier.root) == [3, 1]
     kit.make(tier.root, 5, attempt=3)
     discard_local(tier, step=0)
     assert steps_in(tier.root) == [5], "a later attempt's"
+
+
+def test_what_a_node_saves_again_takes_the_place_of_what_the_run_has_left(fast_path: Any, kit: SimpleNamespace) -> None:
+    """The steps were reached before, but not all nodes came back with their disks."""
+    tier = tier_in(fast_path / "node", attempt=1)
+    for step in (1, 2, 2, 2, 3):
+        kit.make(tier.root, step)
+    newest = kit.make(tier.root, 2)
+    assert prune_local(tier, newest=newest) == []
+    assert steps_in(tier.root) == [2, 1] and newest.is_dir()
 
 
 def test_a_folder_that_is_not_ours_alone_is_refused(tmp_path: Any) -> None:
