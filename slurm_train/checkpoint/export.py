@@ -47,7 +47,12 @@ def export_model(path: Path, target: Path) -> int:
     if target.exists():
         raise CheckpointError(f"{target} exists already", hint="name another file, or remove it")
     manifest, tensors = read_model(path)
-    facts = {"format": "pt", "step": str(manifest.step), "samples": str(manifest.samples), "run": manifest.config_hash}
+    facts = {
+        "format": "pt",
+        "step": str(manifest.step),
+        "samples": str(manifest.samples),
+        "config_hash": manifest.config_hash,
+    }
     temporary = target.with_name(f".{target.name}.partial")
     try:
         save_file(tensors, temporary, metadata=facts)

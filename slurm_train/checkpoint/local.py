@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -57,27 +58,77 @@ class LocalTier:
 
 
 def open_private(base: Path, *parts: str) -> Path:
-    """Makes nested folders that only this user can enter, and refuses any that somebody else has prepared.
+    """Returns a folder below one of this user's own in `base`, made where it is missing; a node's leader calls it.
+
+    The user's folder is `slurm_train-<uid>`. Where somebody else has made something of that name, it gets a random
+    suffix, so nobody can keep a user out by making names first; it is found again by its owner and mode.
 
     Raises:
-        CheckpointError: the base is not there, or one of the folders is a link, another user's, or open to others.
+        CheckpointError: the base is not there, anybody may exchange what lies in it, or a folder in the user's own is
+            not private.
     """
-    if not base.is_dir():
-        raise CheckpointError(f"checkpoint.local_dir={base} is not a folder on this node", hint="name one that is")
-    path = base
+    _require_keeps_names(base)
+    own = _own_folders(base)
+    path = next((folder for folder in own if (folder / parts[0]).is_dir()), own[0] if own else None)
+    path = path or _make_own(base)
     for part in parts:
         path = path / part
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=DIRECTORY_MODE)
-        status = path.lstat()
-        is_open = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or is_open:
+        if not _is_private(path):
+            status = path.lstat()
             raise CheckpointError(
-                f"{path} belongs to uid {status.st_uid} with mode {stat.filemode(status.st_mode)}: what lies there "
-                "could be anybody's",
+                f"{path} belongs to uid {status.st_uid} with mode {stat.filemode(status.st_mode)}; it must be a folder "
+                "that only you can enter",
                 hint="remove it, or name another checkpoint.local_dir",
             )
     return path
+
+
+def _require_keeps_names(base: Path) -> None:
+    if not base.is_dir():
+        raise CheckpointError(f"checkpoint.local_dir={base} is not a folder on this node", hint="name one that is")
+    resolved = base.resolve()
+    for folder in (resolved, *resolved.parents):
+        mode = folder.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise CheckpointError(
+                f"checkpoint.local_dir={base}: {folder} has mode {stat.filemode(mode)}, so anybody may put a folder in "
+                "the place of yours",
+                hint="name a folder that only you can write, e.g. $SLURM_TMPDIR, or one with the sticky bit, e.g. /tmp",
+            )
+
+
+def _own_folders(base: Path) -> list[Path]:
+    """Returns this user's private folders in `base`, the one without a suffix first."""
+    name = _own_name()
+    found = [path for path in base.iterdir() if path.name == name or path.name.startswith(f"{name}.")]
+    return sorted(path for path in found if _is_private(path))
+
+
+def _make_own(base: Path) -> Path:
+    for name in (_own_name(), *(f"{_own_name()}.{secrets.token_hex(8)}" for _ in range(9))):
+        with contextlib.suppress(FileExistsError):
+            (base / name).mkdir(mode=DIRECTORY_MODE)
+            return base / name
+    raise CheckpointError(f"no folder can be made in checkpoint.local_dir={base}", hint="name another folder")
+
+
+def _own_name() -> str:
+    return f"slurm_train-{os.geteuid()}"
+
+
+def _is_private(path: Path) -> bool:
+    """Returns whether a path is a folder, no link, that this user owns and nobody else may enter."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        status = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 def save_local(
@@ -135,8 +186,8 @@ def _commit_here(
 ) -> list[str]:
     if not tier.is_leader:
         return []
-    commit(staging, manifest, fence=tier.fence, here=own)
-    return prune_local(tier, protect=protect)
+    path = commit(staging, manifest, fence=tier.fence, here=own)
+    return prune_local(tier, newest=path, protect=protect)
 
 
 def claim_local(tier: LocalTier) -> None:
@@ -153,11 +204,16 @@ def claim_local(tier: LocalTier) -> None:
             take(path, attempt=tier.attempt, fence=tier.fence)
 
 
-def prune_local(tier: LocalTier, *, protect: Collection[str] = ()) -> list[str]:
-    """Removes a node's checkpoints beyond the newest; returns one line for each that resisted."""
+def prune_local(tier: LocalTier, *, newest: Path, protect: Collection[str] = ()) -> list[str]:
+    """Removes a node's checkpoints but the one just saved and those before it; returns a line for each that resisted.
+
+    One of the same or a later step is of a past that the run has left: it goes, too.
+    """
+    others = [path for path in list_checkpoints(tier.root) if path != newest and name_of(path).attempt <= tier.attempt]
+    kept = [path for path in others if name_of(path).step < name_of(newest).step][: tier.keep - 1]
     problems = []
-    for path in list_checkpoints(tier.root)[tier.keep :]:
-        if path.name not in protect and name_of(path).attempt <= tier.attempt:
+    for path in others:
+        if path not in kept and path.name not in protect:
             try:
                 discard(path, fence=tier.fence)
             except OSError as err:

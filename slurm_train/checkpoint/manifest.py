@@ -54,7 +54,7 @@ class CheckpointHeader:
         world_size: number of ranks that wrote.
         mesh: degree per mesh axis, for example {"dp_replicate": 32}.
         batch_plan: the batch arithmetic as JSON values.
-        config_hash: identity of the frozen configuration.
+        config_hash: identity of the frozen configuration, as in plan.json.
         data_fingerprint: identity of the data set.
         torch_version: torch that wrote the tensors.
         attempt: attempt of the run that saved it, counted over the whole run.

@@ -31,6 +31,7 @@ from slurm_train.launch.preparation import write_run_directory
 from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.script import render_script
 from slurm_train.launch.source import Source
+from slurm_train.rundir.files import size_of
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lock import clear_dead, process_lives, read_holder
 from slurm_train.rundir.lookup import read_job
@@ -124,7 +125,7 @@ def _newest_log(run: RunDirectory, before: int) -> ChosenLog | None:
     if not attempts:
         return None
     logs = (run.rank_log(attempts[-1], 0), run.attempt_logs(attempts[-1]) / "batch.log")
-    found = next((path for path in logs if path.is_file() and path.stat().st_size > 0), None)
+    found = next((path for path in logs if size_of(path)), None)
     return None if found is None else ChosenLog(found, attempts[-1])
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import RunError
+from slurm_train.rundir.files import size_of
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 
 
@@ -35,5 +36,5 @@ def choose_log(run: RunDirectory, *, attempt: int | None, rank: int) -> ChosenLo
     number = attempt if attempt is not None else max(attempts, default=0)
     batch_logs = [run.attempt_logs(number) / "batch.log", run.logs / "batch.log"]
     wanted = batch_logs if rank < 0 else [run.rank_log(number, rank), *batch_logs]
-    found = next((path for path in wanted if path.is_file() and path.stat().st_size > 0), None)
+    found = next((path for path in wanted if size_of(path)), None)
     return ChosenLog(found, number) if found is not None else None

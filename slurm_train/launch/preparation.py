@@ -19,6 +19,7 @@ from slurm_train.launch.code_index import seal_code
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import link_snapshot, write_snapshot
 from slurm_train.launch.source import Source
+from slurm_train.rundir.attempts import withdraw_result
 from slurm_train.rundir.changes import AcceptedChange, record_change
 from slurm_train.rundir.files import fsync_directory, fsync_file, read_json, write_atomic
 from slurm_train.rundir.layout import RunDirectory
@@ -130,8 +131,7 @@ def _keep_what_was(run: RunDirectory, change: AcceptedChange) -> None:
             fsync_file(folder / path.name)
     if run.code.is_symlink():
         link_snapshot(folder / run.code.name, run.code.resolve())
-    if run.result.exists():
-        run.result.rename(folder / run.result.name)
+    withdraw_result(run, folder / run.result.name)
     for place in (folder, folder.parent, run.path):
         fsync_directory(place)
 

@@ -5,7 +5,6 @@ Nothing is sure to be readable then: each fact has a default, and the decision i
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ from slurm_train.requeue.bad_nodes import node_of
 from slurm_train.requeue.best_effort import BestEffort, say
 from slurm_train.requeue.budget import course_of, is_fruitful
 from slurm_train.requeue.decision import Decision
-from slurm_train.rundir.attempts import AttemptStart, overtaken, read_ledger
+from slurm_train.rundir.attempts import AttemptStart, overtaken, publish_result, read_ledger
 from slurm_train.rundir.events import read_events
-from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lock import Holder
 from slurm_train.rundir.marks import FailureMark, first_mark
@@ -113,7 +111,7 @@ def look_back(
     is_done = known("the result", run.result.exists, False)
     if is_own_code and exit_code == EXIT_DONE and _is_undisturbed(job):
         is_done, result = True, {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
-        known("the result", lambda: write_atomic(run.result, json.dumps(result) + "\n"), None)
+        known("the result", lambda: publish_result(run, attempt, result), None)
     wall = {"start_unix_s": begun.start_unix_s, "end_unix_s": time.time()}
     seconds = known(
         "the account",

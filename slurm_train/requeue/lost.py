@@ -8,6 +8,7 @@ from typing import Any
 
 from slurm_train.requeue.decision import slurm_reason
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, read_ledger
+from slurm_train.rundir.files import change_times, listed
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.timing import read_account
 
@@ -98,9 +99,8 @@ def was_cancelled(start: AttemptStart, job: Mapping[str, str], ends: Callable[[]
 
 
 def _last_sign_of_life(run: RunDirectory, entry: Mapping[str, Any]) -> float:
-    folder = run.attempt_logs(int(entry["attempt"]))
     times = [float(entry.get("time_unix_s", 0.0))]
-    # A file may go while the folder is read, and when it was last touched is not worth a run.
+    # When a file was last touched is not worth a run.
     with contextlib.suppress(OSError):
-        times += [path.stat().st_mtime for path in folder.iterdir()]
+        times += change_times(listed(run.attempt_logs(int(entry["attempt"])))).values()
     return max(times)

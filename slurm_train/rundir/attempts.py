@@ -1,22 +1,28 @@
 """Attempts of a run: opened once each, fenced by an exclusive file, told in a ledger.
 
 `epochs/attempt_<k>` is created with O_EXCL, so two starters never share a number, and a writer that sees a higher
-one than its own knows that it is a zombie. `attempts.jsonl` has a start line and an end line per attempt.
+one than its own knows that it was overtaken. `attempts.jsonl` has a start line and an end line per attempt.
+
+`result.json` is renamed from a file that carries the attempt's number, after a check of the fence. A later attempt, or
+whoever withdraws a result, raises the fence and then removes these files; so a rename that is carried out arbitrarily
+late finds no source, and can neither replace nor fake a result.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import RunError
 from slurm_train.rundir.changes import ledger_facts, read_changes
 from slurm_train.rundir.files import append_line, fsync_directory, read_json, read_lines, write_durable
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.layout import RunDirectory, existing_attempts, numbered_epochs
 from slurm_train.rundir.private import make_private
 
 
@@ -63,6 +69,7 @@ def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None 
         except FileExistsError:
             attempt += 1
     fsync_directory(run.epochs)
+    _discard_prepared_results(run, below=attempt)
     make_private(run.attempt_logs(attempt))
     line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts, "world_size": start.world_size}
     if start.committed_step is not None:
@@ -100,12 +107,58 @@ def close_attempt(run: RunDirectory, attempt: int, facts: Mapping[str, Any]) -> 
     append_line(run.attempts, line, durable=True)
 
 
-def check_fence(run: RunDirectory, attempt: int) -> None:
-    """Does nothing while `attempt` is the newest of the run.
+def publish_result(run: RunDirectory, attempt: int, values: Mapping[str, Any]) -> None:
+    """Writes result.json, which says that the run is finished; durable when this returns.
 
     Raises:
-        RunError: a newer attempt exists; this one must write nothing more.
+        RunError: a newer attempt has taken over, or the run was changed meanwhile; the result is its business.
     """
+    prepared = run.prepared_result(attempt)
+    prepared.unlink(missing_ok=True)
+    write_durable(prepared, json.dumps(values, indent=1) + "\n")
+    check_fence(run, attempt)
+    try:
+        prepared.rename(run.result)
+    except FileNotFoundError:
+        check_fence(run, attempt)
+        # On NFS a repeated request may report "no such file" for a rename that was carried out.
+        if (read_json(run.result) or {}).get("attempt") != attempt:
+            raise
+    fsync_directory(run.path)
+
+
+def withdraw_result(run: RunDirectory, keep: Path) -> None:
+    """Moves result.json to `keep`, if there is one; no attempt up to now can write one any more.
+
+    The caller makes the folder of `keep` durable.
+    """
+    if attempts := existing_attempts(run):
+        with contextlib.suppress(FileExistsError):
+            write_durable(run.epochs / f"closed_{attempts[-1]}", "")
+        fsync_directory(run.epochs)
+        _discard_prepared_results(run, below=attempts[-1] + 1)
+    if run.result.exists():
+        run.result.rename(keep)
+
+
+def _discard_prepared_results(run: RunDirectory, *, below: int) -> None:
+    for path in run.path.glob(".result.attempt_*.json"):
+        number = path.stem.rpartition("_")[2]
+        if number.isdigit() and int(number) < below:
+            path.unlink(missing_ok=True)
+
+
+def check_fence(run: RunDirectory, attempt: int) -> None:
+    """Does nothing while `attempt` is the newest of the run, and the run was not changed since.
+
+    Raises:
+        RunError: this attempt must write nothing more.
+    """
+    if attempt <= max(numbered_epochs(run, "closed"), default=-1):
+        raise RunError(
+            f"{run.path} was changed after attempt {attempt} began",
+            hint="nothing to do: the next attempt carries on, this one ends without writing",
+        )
     newest = max(existing_attempts(run), default=attempt)
     if newest > attempt:
         raise overtaken(run, attempt, newest)

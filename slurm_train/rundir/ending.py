@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.files import change_times
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import JobRecord, read_job
 
@@ -29,8 +30,8 @@ def has_stopped(ledger: Sequence[Mapping[str, Any]], record: JobRecord | None) -
 def has_ended(run: RunDirectory) -> bool:
     """Returns whether nothing more will be written, last words included."""
     ledger = read_ledger(run)
-    if run.result.exists():
+    if written := change_times([run.result]):
         # Rank 0 says its last words after the result; the supervisor closes the attempt after those.
         is_closed = bool(ledger) and "action" in ledger[-1]
-        return is_closed or time.time() - run.result.stat().st_mtime > _LAST_WORDS_S
+        return is_closed or time.time() - written[run.result] > _LAST_WORDS_S
     return has_stopped(ledger, read_job(run))

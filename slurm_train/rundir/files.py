@@ -6,11 +6,12 @@ directory entry itself is durable after its own fsync). Nothing here knows what 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,31 @@ def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> 
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def listed(folder: Path) -> list[Path]:
+    """Returns what lies in a folder, in no order; nothing where it is no folder, is gone or may not be read."""
+    try:
+        return [folder / name for name in os.listdir(folder)]  # noqa: PTH208  # iterdir would be a generator
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+
+
+def change_times(paths: Iterable[Path]) -> dict[Path, float]:
+    """Returns when each file was changed last (Unix time, s); one that is gone by now is left out."""
+    times: dict[Path, float] = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            times[path] = path.stat().st_mtime
+    return times
+
+
+def size_of(path: Path) -> int:
+    """Returns the bytes of a file, 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -110,6 +110,10 @@ class RunDirectory:
         """Final metrics; exists only when the run is finished."""
         return self.path / "result.json"
 
+    def prepared_result(self, attempt: int) -> Path:
+        """What one attempt renames to `result`; a later attempt removes it first."""
+        return self.path / f".result.attempt_{attempt}.json"
+
     @property
     def stop_file(self) -> Path:
         """`touch` it to ask the run to save and stop."""
@@ -204,9 +208,14 @@ def require_room(run: RunDirectory) -> None:
 
 def existing_attempts(run: RunDirectory) -> list[int]:
     """Returns the numbers of all attempts that were ever opened, ascending."""
+    return numbered_epochs(run, "attempt")
+
+
+def numbered_epochs(run: RunDirectory, kind: str) -> list[int]:
+    """Returns the numbers of the files of a kind in `epochs`, e.g. "attempt", ascending."""
     if not run.epochs.is_dir():
         return []
-    names = (re.fullmatch(r"attempt_(\d+)", entry.name) for entry in run.epochs.iterdir())
+    names = (re.fullmatch(rf"{kind}_(\d+)", entry.name) for entry in run.epochs.iterdir())
     return sorted(int(match.group(1)) for match in names if match)
 
 

@@ -69,8 +69,9 @@ def take_lock(run: RunDirectory, holder: Holder, *, is_alive: Callable[[Holder],
 
 def release_lock(run: RunDirectory, holder: Holder) -> None:
     """Gives the run back, if `holder` still has it."""
+    # Not by an unlink after a look: a process that was stopped between the two would remove its successor's.
     if read_holder(run) == holder:
-        run.lock.unlink(missing_ok=True)
+        _remove_if(run, holder)
 
 
 def clear_dead(run: RunDirectory, *, is_alive: Callable[[Holder], bool]) -> None:
@@ -91,11 +92,20 @@ def _create(path: Path, holder: Holder) -> bool:
     temporary.unlink(missing_ok=True)
     write_durable(temporary, json.dumps(asdict(holder)) + "\n")
     try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
+        return _link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Makes a second name of a file; returns False where the target is another file."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        # On NFS a repeated request may say so of a link that the first one has made.
+        with contextlib.suppress(FileNotFoundError):
+            return source.samefile(target)
+        return False
     return True
 
 
@@ -112,8 +122,7 @@ def _remove_if(run: RunDirectory, stale: Holder | None) -> None:
         except FileNotFoundError:
             return
         if _parse(aside) != stale:
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, run.lock)
+            _link(aside, run.lock)
         aside.unlink()
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.files import change_times, listed, read_json
 from slurm_train.rundir.layout import RunDirectory
 
 
@@ -28,8 +28,10 @@ def read_job(run: RunDirectory) -> JobRecord | None:
 
 def list_runs(root: Path) -> list[RunDirectory]:
     """Returns all runs below a root, newest first."""
-    found = [config.parent for config in root.resolve().glob("*/*/config.yaml")]
-    return [RunDirectory(path) for path in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)]
+    runs = [run for name in listed(root.resolve()) for run in listed(name)]
+    existing = [config.parent for config in change_times(run / "config.yaml" for run in runs)]
+    times = change_times(existing)
+    return [RunDirectory(path) for path in sorted(times, key=lambda path: times[path], reverse=True)]
 
 
 def find_runs(root: Path, words: list[str]) -> list[RunDirectory]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.files import read_json, read_lines, write_atomic
+from slurm_train.rundir.files import change_times, listed, read_json, read_lines, write_atomic
 from slurm_train.rundir.layout import RunDirectory
 
 
@@ -202,8 +202,8 @@ def submitting(sweep: SweepDirectory) -> Iterator[None]:
 
 def list_sweeps(root: Path) -> list[SweepDirectory]:
     """Returns all sweeps below a root, newest first."""
-    tables = root.resolve().glob("sweeps/*/sweep.jsonl")
-    return [SweepDirectory(path.parent) for path in sorted(tables, key=lambda p: p.stat().st_mtime, reverse=True)]
+    times = change_times(sweep / "sweep.jsonl" for sweep in listed(root.resolve() / "sweeps"))
+    return [SweepDirectory(path.parent) for path in sorted(times, key=lambda path: times[path], reverse=True)]
 
 
 def sweep_of(run: RunDirectory) -> SweepDirectory | None:

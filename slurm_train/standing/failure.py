@@ -6,11 +6,13 @@ as well. Where nobody is named, as with a script of the user's own, the log that
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.files import change_times, listed
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.marks import first_mark
 from slurm_train.standing.tracebacks import traceback_of, tracebacks
@@ -72,8 +74,9 @@ def _culprit(run: RunDirectory, attempt: int, note: str) -> tuple[int | None, st
 
 
 def _first_log_with_traceback(run: RunDirectory, attempt: int) -> int | None:
-    names = {path: _LOG_NAME.fullmatch(path.name) for path in run.attempt_logs(attempt).glob("rank_*.log")}
-    logs = sorted((path.stat().st_mtime, int(match[1]), path) for path, match in names.items() if match)
+    times = change_times(listed(run.attempt_logs(attempt)))
+    names = {path: _LOG_NAME.fullmatch(path.name) for path in times}
+    logs = sorted((times[path], int(match[1]), path) for path, match in names.items() if match)
     return next((rank for _, rank, path in logs if tracebacks(_tail(path))), None)
 
 
@@ -92,7 +95,7 @@ def _excerpt(run: RunDirectory, attempt: int, rank: int | None, log: Path | None
 def _tail(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace")
     except OSError:
         return ""

@@ -218,11 +218,16 @@ def build_local_saves(start: RankStart) -> LocalSaves | None:
     base = Path(expand(settings.local_dir, start.env))
     key = hashlib.sha256(str(start.run.path).encode()).hexdigest()[:12]
     # Nodes that share the folder after all, a network mount say, do not share their files.
-    parts = ("slurm_train", f"{start.run.name}-{start.run.run_id}-{key}", f"{place.host}-{place.node_rank}")
+    parts = (f"{start.run.name}-{start.run.run_id}-{key}", f"{place.host}-{place.node_rank}")
+    is_leader = place.local_rank == 0
+    # One rank of a node makes the folder, and the others take it: its name may be a random one.
+    opened = on_every_rank(
+        dist.group.WORLD, lambda: (place.node_rank, str(open_private(base, *parts)) if is_leader else "")
+    )
     tier = LocalTier(
-        root=open_private(base, *parts),
+        root=Path(next(path for node, path in opened if path and node == place.node_rank)),
         node=place.node_rank,
-        is_leader=place.local_rank == 0,
+        is_leader=is_leader,
         keep=settings.local_keep,
         attempt=start.attempt,
         fence=lambda: check_fence(start.run, start.attempt),

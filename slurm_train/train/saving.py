@@ -78,6 +78,8 @@ class Checkpointer:
     keep: int
     model: nn.Module
     optimizer: Optimizer
+    config_hash: str
+    """Of the frozen configuration, as in `plan.json`; a change that is accepted changes it, not the run id."""
     continuity: Continuity
     """Settings, code and data: what makes this the same training as the checkpoints'."""
     group_names: list[list[str]] | None = None
@@ -354,7 +356,7 @@ class Checkpointer:
             world_size=self.place.world_size,
             mesh=self.layout.as_mapping,
             batch_plan={**asdict(self.plan), "global_size": self.plan.global_size},
-            config_hash=self.run.run_id,
+            config_hash=self.config_hash,
             data_fingerprint=self.continuity.data,
             torch_version=str(torch.__version__),
             attempt=self.attempt,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,7 @@ import torch
 from torch import nn
 
 from slurm_train.data.source import SampleSource
-from slurm_train.rundir.attempts import check_fence
-from slurm_train.rundir.files import write_atomic
+from slurm_train.rundir.attempts import publish_result
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.sweep import sweep_of
 from slurm_train.train.loop import Loop, in_words
@@ -42,8 +40,7 @@ def write_result(run: RunDirectory, loop: Loop, *, weights_digest: str, attempt:
         "world_size": world_size,
         "time_unix_s": time.time(),
     }
-    check_fence(run, attempt)
-    write_atomic(run.result, json.dumps(values, indent=1) + "\n")
+    publish_result(run, attempt, values)
 
 
 def say_finished(say: Callable[[str], None], run: RunDirectory, loop: Loop) -> None:

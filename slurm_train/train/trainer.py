@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from slurm_train.config.batch import planned_lr
+from slurm_train.config.identity import config_hash
 from slurm_train.data.build import build_source
 from slurm_train.data.global_batches import GlobalBatches
 from slurm_train.data.source import SampleSource, lengths_of
@@ -331,6 +332,7 @@ def build_checkpointer(rank_run: RankRun, built: Built, *, exchange: Exchange | 
         model=built.model,
         optimizer=built.optimizer,
         group_names=built.group_names,
+        config_hash=config_hash(start.config, global_size=start.plan.global_size),
         continuity=build_continuity(
             start.run,
             start.config,

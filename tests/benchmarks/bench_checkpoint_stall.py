@@ -126,6 +126,7 @@ class Bench:
             keep=1,
             model=self.model,
             optimizer=self.optimizer,
+            config_hash="none",
             continuity=Continuity(run=run, settings={}, code="", data="none", num_samples=1000, changes=[]),
             beside=build_saving_beside(torch.device("cpu"), timeout_s=600),
         )

@@ -54,6 +54,21 @@ CAMPAIGNS: dict[str, Campaign] = {
         trials=1,
         needs_cluster=False,
     ),
+    "thawed-writer": Campaign(
+        promise="a writer stopped at every file-system call of a commit, prune, rollback, claim, local save or result, "
+        "and released when its successor has begun, claimed or committed the same step: no verified checkpoint and no "
+        "result of the successor is lost",
+        module="thawed_writer",
+        trials=1,
+        needs_cluster=False,
+    ),
+    "two-users": Campaign(
+        promise="two uids save and resume in one sticky `checkpoint.local_dir` at the same time, while a stranger has "
+        "made their names first, with folders, files and links: neither is kept out, none reads the other's",
+        module="two_users",
+        trials=70,
+        needs_cluster=False,
+    ),
     "corruption": Campaign(
         promise="every truncation, every flipped bit, every 512-byte hole of a small checkpoint is detected",
         module="corruption",

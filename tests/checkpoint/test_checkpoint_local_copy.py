@@ -25,6 +25,7 @@ from slurm_train.checkpoint.local_copy import (
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.retention import prune
 from slurm_train.errors import CheckpointError
+from tests.campaigns import two_users
 from tests.support.faulty_files import FaultyFiles, PowerCut, count_calls, run_failing, run_killed
 from tests.support.small_checkpoints import checkpoint_of, steps_in
 
@@ -195,7 +196,7 @@ def test_ranks_of_a_node_share_the_work(fast_path: Any, kit: SimpleNamespace) ->
 def test_a_node_keeps_its_newest_and_what_is_being_copied(fast_path: Any, kit: SimpleNamespace) -> None:
     tier = tier_in(fast_path / "node")
     paths = [kit.make(tier.root, step) for step in (1, 2, 3, 4)]
-    assert prune_local(tier, protect={paths[0].name, ""}) == []
+    assert prune_local(tier, newest=paths[3], protect={paths[0].name, ""}) == []
     assert steps_in(tier.root) == [4, 3, 1]
     discard_local(tier, step=4)
     assert steps_in(tier.root) == [3, 1]
@@ -204,14 +205,57 @@ def test_a_node_keeps_its_newest_and_what_is_being_copied(fast_path: Any, kit: S
     assert steps_in(tier.root) == [5], "a later attempt's"
 
 
-def test_a_folder_that_is_not_ours_alone_is_refused(tmp_path: Any) -> None:
-    own = open_private(tmp_path, "slurm_train", "run")
-    assert own.stat().st_mode & 0o077 == 0 and open_private(tmp_path, "slurm_train", "run") == own
+def test_what_a_node_saves_again_takes_the_place_of_what_the_run_has_left(fast_path: Any, kit: SimpleNamespace) -> None:
+    """The steps were reached before, but not all nodes came back with their disks."""
+    tier = tier_in(fast_path / "node", attempt=1)
+    for step in (1, 2, 2, 2, 3):
+        kit.make(tier.root, step)
+    newest = kit.make(tier.root, 2)
+    assert prune_local(tier, newest=newest) == []
+    assert steps_in(tier.root) == [2, 1] and newest.is_dir()
+
+
+def test_the_users_folder_is_private_and_found_again(tmp_path: Any) -> None:
+    own = open_private(tmp_path, "run", "node")
+    assert own == tmp_path / f"slurm_train-{os.geteuid()}" / "run" / "node" and own.stat().st_mode & 0o077 == 0
+    assert open_private(tmp_path, "run", "node") == own
     own.chmod(0o777)
-    with pytest.raises(CheckpointError, match="could be anybody's"):
-        open_private(tmp_path, "slurm_train", "run")
-    (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(CheckpointError, match="could be anybody's"):
-        open_private(tmp_path, "link")
+    with pytest.raises(CheckpointError, match="must be a folder that only you can enter"):
+        open_private(tmp_path, "run", "node")
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="must be a folder that only you can enter"):
+        open_private(tmp_path, "run", "node")
     with pytest.raises(CheckpointError, match="is not a folder on this node"):
-        open_private(tmp_path / "absent", "x")
+        open_private(tmp_path / "absent", "run")
+
+
+@pytest.mark.parametrize("make", ["a link", "a file", "an open folder"])
+def test_a_name_that_is_taken_keeps_nobody_out(tmp_path: Any, make: str) -> None:
+    taken = tmp_path / f"slurm_train-{os.geteuid()}"
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    if make == "a link":
+        taken.symlink_to(tmp_path / "elsewhere")
+    elif make == "a file":
+        taken.touch()
+    else:
+        taken.mkdir()
+        taken.chmod(0o777)
+    own = open_private(tmp_path, "run", "node")
+    assert own.parent.parent.name.startswith(f"{taken.name}.")
+    assert open_private(tmp_path, "run", "node") == own, "it is found again"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_folder_where_anybody_may_exchange_ours_is_refused(tmp_path: Any) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(CheckpointError, match="anybody may put a folder in the place of yours"):
+        open_private(tmp_path, "run", "node")
+    tmp_path.chmod(0o1777)
+    assert open_private(tmp_path, "run", "node").is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="it takes root to be several users")
+def test_two_users_of_a_node_and_a_stranger(tmp_path: Any) -> None:
+    found = two_users.run(seed=1, trials=len(two_users.OBSTACLES), folder=tmp_path)
+    assert found.problems == () and found.is_kept

@@ -64,7 +64,7 @@ def test_export_writes_the_newest_that_verifies(shell, run):
     assert sorted(tensors) == ["half", "head.weight", "step"]
     assert tensors["head.weight"].equal(torch.full((3, 2), 2.0)) and tensors["half"].dtype == torch.bfloat16
     with safe_open("model.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt", "step": "2", "samples": "16", "run": "3f9a1c07"}
+        assert file.metadata() == {"format": "pt", "step": "2", "samples": "16", "config_hash": "3f9a1c07"}
 
 
 def test_export_takes_a_step_and_overwrites_nothing(shell, run):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.checkpoint.directory import newest_verified
+from slurm_train.checkpoint.directory import newest_verified, read_manifest
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
@@ -31,6 +31,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Person, RunDirect
 
 def test_a_run_goes_on_with_what_was_accepted_and_its_checkpoints_say_so(trained: tuple[Person, RunDirectory]) -> None:
     person, run = trained
+    before = read_manifest(checkpoint_of(run.checkpoints, 12)).config_hash
+    assert before == json.loads(run.plan.read_text())["config_hash"]
     words = ("resume", run.run_id, "train.max_steps=16", "optim.weight_decay=0.5", "run.processes=1")
     refused = person.types(*words)
     assert refused.code == 2 and "train.max_steps     12 -> 16" in refused.err
@@ -45,6 +47,7 @@ def test_a_run_goes_on_with_what_was_accepted_and_its_checkpoints_say_so(trained
     assert found is not None
     assert found[1].extra["changes"] == [{"number": 1, "step": 12, "names": ["optim.weight_decay", "train.max_steps"]}]
     assert read_ledger(run)[-1]["accepted"] == ["optim.weight_decay", "train.max_steps"]
+    assert found[1].config_hash == json.loads(run.plan.read_text())["config_hash"] != before
     groups: dict[str, Any] = {"optimizer": {"param_groups": [{"weight_decay": None, "lr": None}]}}
     load_tensors(found[0], groups)
     assert groups["optimizer"]["param_groups"][0]["weight_decay"] == 0.5

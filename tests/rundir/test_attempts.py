@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.attempts import AttemptStart, check_fence, close_attempt, open_attempt, read_ledger
+from slurm_train.rundir.attempts import (
+    AttemptStart,
+    check_fence,
+    close_attempt,
+    open_attempt,
+    publish_result,
+    read_ledger,
+    withdraw_result,
+)
+from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 
 START = AttemptStart(job_id="12_3", restart_count=1, nodes=("n1", "n2"), world_size=16)
@@ -99,3 +108,36 @@ def test_the_end_line_of_an_older_attempt_stays_with_it(run: RunDirectory) -> No
         open_attempt(run, START)
     close_attempt(run, 0, {"reason": "failed"})
     assert [entry.get("reason") for entry in read_ledger(run)] == ["failed", None]
+
+
+def test_a_result_replaces_an_older_attempts_and_only_the_newest_publishes(run: RunDirectory) -> None:
+    first = open_attempt(run, START)
+    publish_result(run, first, {"attempt": first})
+    second = open_attempt(run, START)
+    with pytest.raises(RunError, match="overtaken by attempt 1"):
+        publish_result(run, first, {"attempt": first, "late": True})
+    publish_result(run, second, {"attempt": second})
+    assert read_json(run.result) == {"attempt": second}
+
+
+def test_a_prepared_result_is_taken_away_by_the_next_attempt(run: RunDirectory) -> None:
+    first = open_attempt(run, START)
+    run.prepared_result(first).write_text("{}")
+    second = open_attempt(run, START)
+    run.prepared_result(second).write_text("{}")
+    assert not run.prepared_result(first).exists() and run.prepared_result(second).exists()
+
+
+def test_a_withdrawn_result_is_kept_and_no_attempt_until_then_writes_another(run: RunDirectory, tmp_path: Path) -> None:
+    withdraw_result(run, tmp_path / "kept.json")
+    first = open_attempt(run, START)
+    publish_result(run, first, {"attempt": first})
+    withdraw_result(run, tmp_path / "kept.json")
+    withdraw_result(run, tmp_path / "kept.json")
+    assert read_json(tmp_path / "kept.json") == {"attempt": first} and not run.result.exists()
+    with pytest.raises(RunError, match="was changed after attempt 0 began"):
+        publish_result(run, first, {"attempt": first})
+    second = open_attempt(run, START)
+    assert second == 1, "no number is lost"
+    publish_result(run, second, {"attempt": second})
+    assert existing_attempts(run) == [0, 1]

@@ -15,9 +15,12 @@ from slurm_train.rundir import files
 from slurm_train.rundir.files import (
     append_line,
     append_shared,
+    change_times,
+    listed,
     read_json,
     read_lines,
     read_shared,
+    size_of,
     write_atomic,
     write_durable,
 )
@@ -194,3 +197,13 @@ def test_a_symbolic_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         write_atomic(tmp_path / "job.json", "x")
     assert target.read_text() == "precious"
+
+
+def test_what_is_gone_by_the_time_it_is_looked_at_is_left_out(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("text")
+    found = sorted(listed(tmp_path))
+    found[0].unlink()
+    assert list(change_times([*found, found[1] / "below a file"])) == [found[1]]
+    assert (size_of(found[0]), size_of(found[1])) == (0, 4)
+    assert listed(tmp_path / "absent") == listed(found[1]) == []

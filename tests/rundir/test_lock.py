@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -109,6 +110,42 @@ def test_a_lock_that_was_made_since_one_looked_is_left_where_it_is(
     with pytest.raises(RunError, match="another starter is quicker"):
         take_lock(run, DEAD, is_alive=always)
     assert run.lock.stat().st_ctime_ns == made.st_ctime_ns, "it was away for a moment, in which it could be taken"
+
+
+def test_a_link_that_was_made_but_reported_as_existing_is_ours(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS server that gets the same request twice answers the second one."""
+    real = os.link
+
+    def link_twice(source: Path, target: Path) -> None:
+        real(source, target)
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    me = this_process()
+    take_lock(run, me, is_alive=always)
+    assert read_holder(run) == me
+    with pytest.raises(RunError, match="is being run by"):
+        take_lock(run, JOB, is_alive=always)
+
+
+def test_a_release_that_comes_late_leaves_the_successors_lock(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_lock(run, DEAD, is_alive=always)
+    me = this_process()
+    real = lock.read_holder
+
+    def look_then_stop(run: RunDirectory) -> Holder | None:
+        found = real(run)
+        monkeypatch.undo()
+        take_lock(run, me, is_alive=process_lives)
+        return found
+
+    monkeypatch.setattr(lock, "read_holder", look_then_stop)
+    release_lock(run, DEAD)
+    assert read_holder(run) == me
 
 
 STARTER = """

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from slurm_train.errors import RunError
+from slurm_train.rundir import lookup
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import JobRecord, find_run, find_runs, list_runs, read_job
 
@@ -90,3 +93,20 @@ def test_one_run_is_the_newest_of_what_matches(root: Path) -> None:
 def test_the_newest_job_is_the_runs_job(root: Path) -> None:
     assert read_job(RunDirectory(root / "gpt" / "3f9a1c07")) == JobRecord(job_id="15", submit_time_unix_s=5.0)
     assert read_job(RunDirectory(root / "gpt" / "3f9abbbb")) is None
+
+
+def test_a_run_that_is_removed_while_they_are_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("gone", "here"):
+        (tmp_path / "a" / name).mkdir(parents=True)
+        (tmp_path / "a" / name / "config.yaml").touch()
+    real = lookup.change_times
+
+    def remove_then_look(paths: Iterable[Path]) -> dict[Path, float]:
+        found = list(paths)
+        shutil.rmtree(tmp_path / "a" / "gone", ignore_errors=True)
+        return real(found)
+
+    monkeypatch.setattr(lookup, "change_times", remove_then_look)
+    assert [run.run_id for run in list_runs(tmp_path)] == ["here"]

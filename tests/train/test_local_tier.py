@@ -62,7 +62,7 @@ def finish(ranks: list[WarmRank]) -> str:
 
 def steps_on(disk: Path) -> list[int]:
     """Returns the steps that are complete on a node, newest first."""
-    roots = list(disk.glob("slurm_train/*/*"))
+    roots = list(disk.glob("slurm_train-*/*/*"))
     return [manifest_step(path) for root in roots for path in list_checkpoints(root) if (path / "COMPLETE").exists()]
 
 

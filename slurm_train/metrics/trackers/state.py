@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_train.rundir.files import fsync_directory, read_json, write_atomic
+from slurm_train.rundir.files import fsync_directory, read_json, size_of, write_atomic
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.private import make_private
 
@@ -73,7 +73,7 @@ def first_state(run: RunDirectory, name: str) -> TrackerState:
         found = TrackerState(key=f"{run.run_id}-{secrets.token_hex(3)}")
         write_state(run, name, found, durable=True)
     # The file may have been cut since, with a run directory that was put back from a copy.
-    size = run.metrics.stat().st_size if run.metrics.exists() else 0
+    size = size_of(run.metrics)
     return found if found.sure_bytes <= size else replace(found, sent_bytes=0, sure_bytes=0)
 
 

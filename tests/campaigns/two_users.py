@@ -1,0 +1,160 @@
+"""Two users on one node with the same `checkpoint.local_dir`, and a stranger who makes their names first. As root.
+
+Each user is a process with a uid of its own. Both save and resume at the same time in one sticky folder. Whatever the
+stranger has put in their way, each finds its own checkpoint again, and nobody else can reach it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slurm_train.checkpoint.commit import claim, commit, no_fence
+from slurm_train.checkpoint.directory import verify
+from slurm_train.checkpoint.local import LocalTier, claim_local, open_private, prune_local
+from slurm_train.checkpoint.local_copy import copy_to_run, newest_reachable
+from tests.campaigns.memory import in_memory
+from tests.campaigns.result import Result
+from tests.support.small_checkpoints import make_header, stage
+
+USERS = (65531, 65532)
+STRANGER = 65533
+
+
+def _folder(path: Path, _: Path) -> None:
+    path.mkdir(mode=0o700)
+
+
+def _open_folder(path: Path, _: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
+def _file(path: Path, _: Path) -> None:
+    path.touch(mode=0o666)
+
+
+def _pipe(path: Path, _: Path) -> None:
+    os.mkfifo(path, 0o666)
+
+
+def _link(path: Path, trap: Path) -> None:
+    path.symlink_to(trap)
+
+
+def _link_to_the_other(path: Path, _: Path) -> None:
+    other = next(uid for uid in USERS if not path.name.endswith(str(uid)))
+    path.symlink_to(path.with_name(f"slurm_train-{other}"))
+
+
+OBSTACLES: dict[str, Callable[[Path, Path], None]] = {
+    "nothing": lambda *_: None,
+    "a private folder": _folder,
+    "an open folder": _open_folder,
+    "a file": _file,
+    "a named pipe": _pipe,
+    "a link to a folder of the stranger": _link,
+    "a link to the other user's folder": _link_to_the_other,
+}
+
+
+def run(*, seed: int, trials: int, folder: Path) -> Result:
+    """Runs the trials: the obstacles in turn, in the way of one user or of both."""
+    assert os.geteuid() == 0, "it takes root to be several users"
+    chance, problems = random.Random(seed), []
+    for number in range(trials):
+        words = list(OBSTACLES)[number % len(OBSTACLES)]
+        victims = chance.choice([USERS[:1], USERS[1:], USERS])
+        with in_memory(folder) as memory:
+            memory.chmod(0o755)
+            found = try_once(memory, OBSTACLES[words], victims)
+        if found:
+            problems.append(f"trial {number} ({words}, in the way of {victims}): {found}")
+    return Result(trials=trials, held=trials - len(problems), problems=tuple(problems))
+
+
+def try_once(memory: Path, obstacle: Callable[[Path, Path], None], victims: tuple[int, ...]) -> str:
+    """Returns what is wrong when two users save and resume with an obstacle in the way of some of them."""
+    base, trap = memory / "tmp", memory / "trap"
+    base.mkdir()
+    base.chmod(0o1777)
+    for uid, path in ((STRANGER, trap), *((uid, memory / f"home-{uid}") for uid in USERS)):
+        path.mkdir(mode=0o700)
+        os.chown(path, uid, uid)
+    trap.chmod(0o777)
+
+    def obstruct() -> None:
+        for uid in victims:
+            obstacle(base / f"slurm_train-{uid}", trap)
+
+    problems = _at_once({STRANGER: obstruct})
+    for attempt in (0, 1):
+        problems += _at_once({uid: partial(_save_and_resume, base, memory, uid, attempt) for uid in USERS})
+    for uid in (*USERS, STRANGER):
+        others = [other for other in USERS if other != uid]
+        problems += _at_once({uid: partial(_reach, base, others)})
+    if left := [str(path) for path in trap.rglob("*")]:
+        problems.append(f"the stranger's folder holds {left}")
+    return "; ".join(problems)
+
+
+def _save_and_resume(base: Path, memory: Path, uid: int, attempt: int) -> None:
+    """One attempt of a user: it resumes what the one before has saved, and saves."""
+    root, home = open_private(base, f"run-{uid}", "node"), memory / f"home-{uid}" / "checkpoints"
+    tier = LocalTier(root=root, node=0, is_leader=True, keep=2, attempt=attempt, fence=no_fence)
+    claim_local(tier)
+    claim(home, attempt=attempt)
+    if attempt:
+        found = newest_reachable(tier, group=None, attempts={attempt - 1}, above=-1)
+        assert found is not None, f"uid {uid} does not find what it has saved, in {root}"
+        saved = copy_to_run(tier, home, found, group=None, keep=1)
+        assert verify(saved.path).written_by == str(uid)
+    staging, manifest = stage(root, make_header(1 + attempt, attempt=attempt, written_by=str(uid)))
+    prune_local(tier, newest=commit(staging, manifest))
+
+
+def _reach(base: Path, others: list[int]) -> None:
+    """Fails if any checkpoint of others can be seen by the calling user."""
+    for path in base.iterdir():
+        status = path.lstat()
+        if status.st_uid in others:
+            assert not status.st_mode & 0o077, f"{path} is open"
+            try:
+                seen = os.listdir(path)  # noqa: PTH208
+            except PermissionError:
+                continue
+            raise AssertionError(f"uid {os.geteuid()} sees {seen} in {path}")
+
+
+def _at_once(works: dict[int, Callable[[], Any]]) -> list[str]:
+    """Runs each piece of work in a process of that user, at the same time; returns what went wrong."""
+    children = []
+    for uid, work in works.items():
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            problem = ""
+            try:
+                os.setgroups([])
+                os.setgid(uid)
+                os.setuid(uid)
+                work()
+            except BaseException as err:  # whatever it is, it is this trial's problem
+                problem = f"uid {uid}: {type(err).__name__}: {err} {traceback.format_exc(limit=-2)}"
+            finally:
+                os.write(writer, json.dumps(problem).encode())
+                os._exit(0)
+        os.close(writer)
+        children.append((child, reader))
+    problems = []
+    for child, reader in children:
+        os.waitpid(child, 0)
+        with os.fdopen(reader) as words:
+            problems.append(json.loads(words.read()))
+    return [problem for problem in problems if problem]

@@ -1,0 +1,298 @@
+"""A writer that is stopped (SIGSTOP) before each of its file-system calls, and goes on beside its successor.
+
+A scene prepares a run whose attempt 1 does one piece of work in a forked process. It is stopped before its n-th call;
+attempt 2 begins, claims, commits the same step and prunes; at one of these moments the writer is let go. From then on
+every checkpoint that attempt 2 owns must verify at each look, and in the end its own must be the newest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from slurm_train.checkpoint import local_copy
+from slurm_train.checkpoint.commit import claim, commit, discard
+from slurm_train.checkpoint.directory import newest_verified, verify
+from slurm_train.checkpoint.local import LocalTier, claim_local, discard_local, prune_local
+from slurm_train.checkpoint.local_copy import copy_to_run, newest_reachable
+from slurm_train.checkpoint.retention import discard_from, prune
+from slurm_train.errors import CheckpointError
+from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt, publish_result, withdraw_result
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
+from tests.support.crash_points import Trial
+from tests.support.faulty_files import FaultyFiles
+from tests.support.small_checkpoints import make_checkpoint, make_header, stage
+
+OLD, NEW = 1, 2
+MOMENTS = ("has begun", "has claimed", "has committed")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A run, one node's folder, and how many checkpoints stay."""
+
+    folder: Path
+    keep: int
+
+    @property
+    def run(self) -> RunDirectory:
+        return RunDirectory(self.folder / "name" / "id")
+
+    @property
+    def root(self) -> Path:
+        return self.run.checkpoints
+
+    def tier(self, attempt: int) -> LocalTier:
+        fence = partial(check_fence, self.run, attempt)
+        return LocalTier(
+            root=self.folder / "node", node=0, is_leader=True, keep=self.keep, attempt=attempt, fence=fence
+        )
+
+    def open_attempt(self) -> int:
+        return open_attempt(self.run, AttemptStart(job_id=None, restart_count=0, nodes=("n",), world_size=1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One piece of work of attempt 1, which is open.
+
+    Args:
+        name: for people.
+        prepare: makes what is there before.
+        work: what is stopped.
+        is_local: attempt 2 uses the node's folder as well.
+    """
+
+    name: str
+    prepare: Callable[[Stage], None]
+    work: Callable[[Stage], object]
+    is_local: bool = False
+
+
+def save(stage_of_run: Stage, attempt: int) -> Path:
+    """Stages, commits and prunes step NEW, as rank 0 of an attempt does; returns the checkpoint."""
+    root, fence = stage_of_run.root, partial(check_fence, stage_of_run.run, attempt)
+    fence()
+    staging, manifest = stage(root, make_header(NEW, attempt=attempt))
+    path = commit(staging, manifest, fence=fence)
+    prune(root, newest=path, keep=stage_of_run.keep, attempt=attempt, fence=fence)
+    return path
+
+
+def save_local(stage_of_run: Stage, attempt: int) -> Path:
+    """Saves step NEW on the node and copies it into the run directory; returns the copy."""
+    # An overtaken writer would wait so long for the staging directory that its successor has taken away.
+    local_copy._VISIBLE_TIMEOUT_S = 0.05
+    tier = stage_of_run.tier(attempt)
+    tier.fence()
+    staging, manifest = stage(tier.root, make_header(NEW, attempt=attempt))
+    prune_local(tier, newest=commit(staging, manifest, fence=tier.fence, here=manifest.files))
+    found = newest_reachable(tier, group=None, attempts={attempt}, above=OLD)
+    assert found is not None
+    return copy_to_run(tier, stage_of_run.root, found, group=None, keep=stage_of_run.keep).path
+
+
+def roll_back_and_save(stage_of_run: Stage) -> None:
+    """Goes back to before NEW, and saves it again."""
+    fence = partial(check_fence, stage_of_run.run, 1)
+    discard_from(stage_of_run.root, NEW, attempt=1, fence=fence)
+    save(stage_of_run, 1)
+
+
+def claim_and_save(stage_of_run: Stage) -> None:
+    """Begins as an attempt does."""
+    claim(stage_of_run.root, attempt=1, fence=partial(check_fence, stage_of_run.run, 1))
+    save(stage_of_run, 1)
+
+
+def has(*checkpoints: tuple[int, int], on_node: bool = False) -> Callable[[Stage], None]:
+    """Returns a preparation that makes checkpoints, given as (step, attempt)."""
+
+    def prepare(stage_of_run: Stage) -> None:
+        for step, attempt in checkpoints:
+            make_checkpoint(stage_of_run.root, step, attempt=attempt)
+            if on_node:
+                make_checkpoint(stage_of_run.folder / "node", step, attempt=attempt)
+
+    return prepare
+
+
+def prune_all(stage_of_run: Stage) -> None:
+    """Keeps the newest of many."""
+    fence = partial(check_fence, stage_of_run.run, 1)
+    newest = list_checkpoints(stage_of_run.root)[0]
+    prune(stage_of_run.root, newest=newest, keep=1, attempt=1, fence=fence)
+
+
+SCENES = (
+    Scene(name="commit", prepare=has((OLD, 1)), work=lambda one: save(one, 1)),
+    Scene(name="prune", prepare=has((0, 1), (OLD, 1), (NEW, 1)), work=prune_all),
+    Scene(name="rollback", prepare=has((OLD, 1), (NEW, 1), (3, 0)), work=roll_back_and_save),
+    Scene(name="claim", prepare=has((OLD, 0), (NEW, 0)), work=claim_and_save),
+    Scene(name="local-save", prepare=has((OLD, 1), on_node=True), work=lambda one: save_local(one, 1), is_local=True),
+    Scene(
+        name="local-claim",
+        prepare=has((OLD, 0), (NEW, 0), on_node=True),
+        work=lambda one: claim_local(one.tier(1)),
+        is_local=True,
+    ),
+    Scene(
+        name="local-close",
+        prepare=has((OLD, 1), (NEW, 1), on_node=True),
+        work=lambda one: discard_local(one.tier(1), step=0),
+        is_local=True,
+    ),
+)
+
+
+def careless_prune(stage_of_run: Stage) -> None:
+    """Looks at the directory, then removes by path whatever is not its own newest."""
+    own = save(stage_of_run, 1)
+    for path in list_checkpoints(stage_of_run.root):
+        if path != own:
+            discard(path)
+
+
+CARELESS = Scene(name="careless", prepare=has((OLD, 1)), work=careless_prune)
+
+
+def thawed_everywhere(scene: Scene, folder: Path, *, keep: int, every: int = 1) -> Iterator[Trial]:
+    """Stops the writer before each of its calls, or every n-th, and lets it go at each moment of its successor."""
+    template = Stage(folder / "template", keep)
+    _prepare(template, scene)
+    for moment, words in enumerate(MOMENTS):
+        for at in itertools.count(1, every):
+            here = Stage(folder / "trial", keep)
+            shutil.copytree(template.folder, here.folder)
+            name, problem = _try(scene, here, at=at, moment=moment)
+            shutil.rmtree(here.folder)
+            if not name:
+                break
+            yield Trial(
+                f"{scene.name}, keep={keep}: stopped before call {at} ({name}), until attempt 2 {words}", problem
+            )
+
+
+def results_everywhere(folder: Path) -> Iterator[Trial]:
+    """Stops who publishes a result before each call, until another attempt has published, or it was withdrawn."""
+    for words, succeed in (("has published", _publish_next), ("was withdrawn", _withdraw)):
+        for at in itertools.count(1):
+            here = Stage(folder / "result", 1)
+            _prepare(here, Scene(name="result", prepare=lambda _: None, work=lambda _: None))
+            child, name = _start_stopped(lambda run=here.run: publish_result(run, 1, {"attempt": 1}), at=at)
+            expected = succeed(here) if name else None
+            if name:
+                os.kill(child, signal.SIGCONT)
+                os.waitpid(child, 0)
+                found = read_json(here.run.result)
+                problem = "" if found == expected else f"the result is {found}, expected {expected}"
+                yield Trial(f"result: stopped before call {at} ({name}), until another {words}", problem)
+            shutil.rmtree(here.folder)
+            if not name:
+                break
+
+
+def _publish_next(here: Stage) -> dict[str, int]:
+    attempt = here.open_attempt()
+    publish_result(here.run, attempt, {"attempt": attempt})
+    return {"attempt": attempt}
+
+
+def _withdraw(here: Stage) -> None:
+    withdraw_result(here.run, here.folder / "kept.json")
+
+
+def _prepare(here: Stage, scene: Scene) -> None:
+    here.run.path.mkdir(parents=True)
+    (here.folder / "node").mkdir()
+    assert [here.open_attempt() for _ in range(2)] == [0, 1]
+    scene.prepare(here)
+
+
+def _try(scene: Scene, here: Stage, *, at: int, moment: int) -> tuple[str, str]:
+    """Returns the call before which the writer was stopped, "" if it ran through, and what is wrong afterwards."""
+    child, name = _start_stopped(lambda: scene.work(here), at=at)
+    if not name:
+        return "", ""
+    successor, problems = _succeed(here, is_local=scene.is_local), []
+    try:
+        for number, owned in enumerate(successor):
+            if number == moment:
+                os.kill(child, signal.SIGCONT)
+                while os.waitpid(child, os.WNOHANG) == (0, 0):
+                    problems += _damaged(owned)
+                    time.sleep(0.001)
+            problems += _damaged(owned)
+    except Exception as err:  # whatever it is, it is this trial's problem
+        problems.append(f"attempt 2 failed: {type(err).__name__}: {err}")
+        if not child_is_gone(child):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return name, "; ".join(dict.fromkeys(problems))
+
+
+def child_is_gone(child: int) -> bool:
+    try:
+        return os.waitpid(child, os.WNOHANG) != (0, 0)
+    except ChildProcessError:
+        return True
+
+
+def _succeed(here: Stage, *, is_local: bool) -> Iterator[list[Path]]:
+    """Yields at each moment of attempt 2 the checkpoints that must verify from then on."""
+    attempt = here.open_attempt()
+    assert attempt == 2
+    yield []
+    if is_local:
+        claim_local(here.tier(2))
+    found = claim(here.root, attempt=2, fence=partial(check_fence, here.run, 2)).found
+    assert found is not None, "it found no checkpoint to go on from"
+    yield [path for path in list_checkpoints(here.root) if name_of(path).attempt == 2]
+    saved = save_local(here, 2) if is_local else save(here, 2)
+    kept = [path for path in list_checkpoints(here.root) if name_of(path).attempt == 2]
+    yield [*kept, *(path for path in list_checkpoints(here.tier(2).root) if name_of(path).attempt == 2)]
+    newest = newest_verified(here.root).found
+    assert newest is not None, "no checkpoint verifies"
+    assert newest[0] == saved or name_of(newest[0]).step > NEW, f"the newest is {newest[0].name}, not {saved.name}"
+
+
+def _damaged(owned: list[Path]) -> list[str]:
+    problems = []
+    for path in owned:
+        try:
+            verify(path)
+        except CheckpointError as err:
+            problems.append(err.message)
+    return problems
+
+
+def _start_stopped(work: Callable[[], object], *, at: int) -> tuple[int, str]:
+    """Runs the work in a forked child until it stops before a call; returns the child and the call's name."""
+    reader, writer = os.pipe()
+
+    def stop(when: str, name: str) -> None:
+        if when == "before":
+            os.write(writer, name.encode())
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            with FaultyFiles().installed(at=at, fault=stop):
+                work()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    _, status = os.waitpid(child, os.WUNTRACED)
+    try:
+        return child, os.read(reader, 64).decode() if os.WIFSTOPPED(status) else ""
+    finally:
+        os.close(reader)
