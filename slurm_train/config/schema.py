@@ -201,8 +201,7 @@ class RequeueSection:
     """Lead of the warning signal before the time limit (Slurm may send it up to 60 s earlier); auto: from what the
     run's saves and steps have taken, 120 s before anything is measured. The ranks look at the clock themselves, too."""
     max_fruitless_failures: int = 3
-    """Failures in a row without a new checkpoint after which the run is left alone; preemptions and limits do not
-    count."""
+    """Failures in a row without a new checkpoint after which the run is left alone."""
     max_fruitless_returns: int = 3
     """Time limits in a row without a new checkpoint after which the run is left alone; of lost nodes twice as many, of
     preemptions 30 times as many, since they say less about the run."""

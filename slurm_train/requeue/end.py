@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE
@@ -112,30 +113,6 @@ def look_back(
     if is_own_code and exit_code == EXIT_DONE and _is_undisturbed(job):
         is_done, result = True, {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
         known("the result", lambda: publish_result(run, attempt, result), None)
-    wall = {"start_unix_s": begun.start_unix_s, "end_unix_s": time.time()}
-    seconds = known(
-        "the account",
-        lambda: read_account(run, attempt, **wall, step_before=begun.first_step),
-        dict[str, float](),
-    )
-    if not seconds and not is_own_code:
-        seconds["start_s"] = round(wall["end_unix_s"] - begun.start_unix_s, 3)
-    facts = {"exit_code": exit_code, "first_step": begun.first_step}
-    facts["last_step"] = known("the metrics", lambda: last_step(run), begun.first_step)
-    if (committed := committed_step(site)) is not None:
-        facts["last_committed"] = committed
-    ledger = known("the ledger", lambda: read_ledger(run), list[dict[str, Any]]())
-    entry = {key: value for line in ledger if line["attempt"] == attempt for key, value in line.items()} | facts
-    failed = exit_code not in (EXIT_DONE, EXIT_REQUEUE)
-    record = known("the preflight's record", lambda: read_record(run, attempt), dict[str, Any]())
-    found = known("the preflight's record", lambda: codes_of(record), "")
-    found_bad = known("the preflight's record", lambda: ",".join(bad_nodes(record)), "")
-    named = known("the preflight's record", lambda: named_node(record), "")
-    mark = known("the marks of the ranks", lambda: first_mark(run, attempt), None)
-    stops = known("the events", lambda: read_events(run, "stop"), list[dict[str, Any]]())
-    stop = next((line for line in reversed(stops) if line.get("attempt") == attempt), dict[str, Any]())
-    # srun ends with 0 after a node failure, so its words count whatever its code.
-    cause = known("the words of srun", lambda: site.explain(attempt), "") or (str(mark or "") if failed else "")
     return End(
         attempt=attempt,
         exit_code=exit_code,
@@ -143,20 +120,57 @@ def look_back(
         is_own_code=is_own_code,
         is_done=is_done,
         stop_asked=known("the STOP file", run.stop_file.exists, False),
-        ledger=[line for line in ledger if line["attempt"] < attempt],
-        facts=facts,
-        seconds=seconds,
-        is_fruitful=is_fruitful(entry),
-        course=course_of({**entry, **seconds, "end_time_unix_s": wall["end_unix_s"]}),
-        mark=mark,
-        cause=cause,
-        failed_on=found_bad or named or node_of(cause) or (mark.host if mark is not None else ""),
-        found=found,
-        found_bad=found_bad,
-        has_begun=not (failed and known("the preflight's record", lambda: fatal_line(record), "")),
-        asked_by=str(stop.get("asked_by", "")),
-        left_out=known("the event of the stop", lambda: _left_out(stop), ""),
+        **_progress(run, site, attempt, begun, exit_code, known, is_own_code=is_own_code),
+        **_cause(run, site, attempt, exit_code, known),
     )
+
+
+def _progress(
+    run: RunDirectory, site: Site, attempt: int, begun: Round, exit_code: int, known: BestEffort, *, is_own_code: bool
+) -> dict[str, Any]:
+    """Returns how far the attempt came, and where its time went."""
+    wall = {"start_unix_s": begun.start_unix_s, "end_unix_s": time.time()}
+    read = partial(read_account, run, attempt, **wall, step_before=begun.first_step)
+    seconds = known("the account", read, dict[str, float]())
+    if not seconds and not is_own_code:
+        # Ranks that never met were starting all the time.
+        seconds["start_s"] = round(wall["end_unix_s"] - begun.start_unix_s, 3)
+    facts = {"exit_code": exit_code, "first_step": begun.first_step}
+    facts["last_step"] = known("the metrics", lambda: last_step(run), begun.first_step)
+    if (committed := committed_step(site)) is not None:
+        facts["last_committed"] = committed
+    ledger = known("the ledger", lambda: read_ledger(run), list[dict[str, Any]]())
+    entry = next((line for line in ledger if line["attempt"] == attempt), dict[str, Any]()) | facts
+    return {
+        "ledger": [line for line in ledger if line["attempt"] < attempt],
+        "facts": facts,
+        "seconds": seconds,
+        "is_fruitful": is_fruitful(entry),
+        "course": course_of({**entry, **seconds, "end_time_unix_s": wall["end_unix_s"]}),
+    }
+
+
+def _cause(run: RunDirectory, site: Site, attempt: int, exit_code: int, known: BestEffort) -> dict[str, Any]:
+    """Returns why the ranks ended, in their own words and in those of srun and the preflight."""
+    failed = exit_code not in (EXIT_DONE, EXIT_REQUEUE)
+    record = known("the preflight's record", lambda: read_record(run, attempt), dict[str, Any]())
+    found_bad = known("the preflight's record", lambda: ",".join(bad_nodes(record)), "")
+    named = known("the preflight's record", lambda: named_node(record), "")
+    mark = known("the marks of the ranks", lambda: first_mark(run, attempt), None)
+    stops = known("the events", lambda: read_events(run, "stop"), list[dict[str, Any]]())
+    stop = next((line for line in reversed(stops) if line.get("attempt") == attempt), dict[str, Any]())
+    # srun ends with 0 after a node failure, so its words count whatever its code.
+    cause = known("the words of srun", lambda: site.explain(attempt), "") or (str(mark or "") if failed else "")
+    return {
+        "mark": mark,
+        "cause": cause,
+        "failed_on": found_bad or named or node_of(cause) or (mark.host if mark is not None else ""),
+        "found": known("the preflight's record", lambda: codes_of(record), ""),
+        "found_bad": found_bad,
+        "has_begun": not (failed and known("the preflight's record", lambda: fatal_line(record), "")),
+        "asked_by": str(stop.get("asked_by", "")),
+        "left_out": known("the event of the stop", lambda: _left_out(stop), ""),
+    }
 
 
 def committed_step(site: Site) -> int | None:

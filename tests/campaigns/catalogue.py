@@ -113,6 +113,17 @@ CAMPAIGNS: dict[str, Campaign] = {
         module="storm",
         trials=51,
     ),
+    "full-disk": Campaign(
+        promise="a full disk, a used-up quota, EIO or ESTALE at every write of the supervisor around a preemption: "
+        "the run comes back and is finished once there is room",
+        module="full_disk",
+        trials=400,
+    ),
+    "no-progress": Campaign(
+        promise="a limit shorter than the start, and a job that loses its node each time: both stop with a reason",
+        module="no_progress",
+        trials=2,
+    ),
     "arrays": Campaign(
         promise="16 elements, some preempted: the others' Restarts stay 0 and all end",
         module="arrays",
