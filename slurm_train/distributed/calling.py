@@ -169,19 +169,20 @@ class Search:
                 return False
             return one.calling.is_proved()
         except OSError as err:
-            self._fail(one, f"no proof ({err})", is_somebody_else=True)
+            self._fail(one, f"no proof ({err})", is_somebody_else=True)  # rank 0 perhaps, crowded
         except ValueError as err:
-            self._fail(one, str(err), is_somebody_else=True)
+            self._fail(one, str(err), is_somebody_else=True, rarely=True)
         return False
 
-    def _fail(self, one: _Candidate, answer: str, *, is_somebody_else: bool = False) -> None:
+    def _fail(self, one: _Candidate, answer: str, *, is_somebody_else: bool = False, rarely: bool = False) -> None:
         self._hang_up(one)
         self.answers[one.target] = answer
         one.tries += 1
         one.is_somebody_else = is_somebody_else
         one.connect_s = min(one.connect_s * 1.5, _LONGEST_CONNECT_S)
         likely = self._likely
-        pause_s = one.pause_s if one is likely else self._longest_pause_s * _RARELY
+        rarely = rarely or not (is_somebody_else or one is likely)
+        pause_s = self._longest_pause_s * _RARELY if rarely else one.pause_s
         one.next_s = time.monotonic() + pause_s * random.uniform(0.5, 1.5)  # spreads the callers
         one.pause_s = min(one.pause_s * 1.5, self._longest_pause_s)
         if is_somebody_else and likely is not None and likely.tries == 0:

@@ -25,23 +25,18 @@ from slurm_train.distributed.greeting import Channel, Listening, MeetingPoint
 
 _PROOF_S = 5.0
 # What a caller without a proof has at least, however many wait behind it: many round trips.
-_LEAST_PROOF_S = 0.25
-_MOST_UNPROVED = 256
+_LEAST_PROOF_S = 1.0
+_MOST_UNPROVED = 512
 _SPARE_FILES = 32
 _BATCH = 64
 _REST_S = 0.05
-_RETURNS_PER_S = 2000
+_RETURNS_PER_S = 500
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-
-
-def return_s(world_size: int) -> float:
-    """Returns after how many seconds a rank that was sent away should come back: the more ranks, the later."""
-    return max(0.25, world_size / _RETURNS_PER_S)
 
 
 def grace_s(world_size: int) -> float:
     """Returns how many seconds the ranks are given to take the last word."""
-    return 10.0 + 3.0 * return_s(world_size)
+    return 10.0 + world_size / 100
 
 
 def listen(point: MeetingPoint, *, family: socket.AddressFamily, address: str) -> socket.socket | None:
@@ -109,7 +104,7 @@ class Door:
         self._listener, self._point, self._ranks = listener, point, ranks
         self._admit, self._relieve = admit, relieve
         self._unproved: dict[Listening, float] = {}  # since when, oldest first
-        self.most_unproved = max(8, min(_MOST_UNPROVED, _free_files() // 4))
+        self.most_unproved = max(8, min(_MOST_UNPROVED, _free_files() // 2))
         self.selector = selectors.DefaultSelector()
         self._accepts_from_s: float | None = 0.0
 
@@ -147,7 +142,9 @@ class Door:
                 if time.monotonic() < since_s + _LEAST_PROOF_S:
                     self._rest(since_s + _LEAST_PROOF_S)
                     return
-                self._drop(oldest)
+                self._hear(oldest, 0)  # its words may be waiting
+                if oldest in self._unproved:
+                    self._drop(oldest)
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
@@ -187,14 +184,18 @@ class Door:
             self._drop(caller)  # a port scanner, a caller that hung up, or somebody who does not belong here
             return
         if found is not None:
-            del self._unproved[caller]
-            self.selector.unregister(caller.channel.connection)
+            self._forget(caller)
             self._admit(caller.channel, *found)
 
     def _drop(self, caller: Listening) -> None:
+        self._forget(caller)
+        caller.channel.close()
+
+    def _forget(self, caller: Listening) -> None:
         del self._unproved[caller]
         self.selector.unregister(caller.channel.connection)
-        caller.channel.close()
+        if self._accepts_from_s is not None:
+            self._accepts_from_s = 0.0  # there is room for the next one
 
 
 @dataclass(slots=True)
@@ -222,10 +223,15 @@ class Meeting:
         self.reports: dict[int, Any] = {}
         self._door = Door(listener, point, ranks=range(1, world_size), admit=self._admit, relieve=self._relieve)
         self._most_kept = max(8, _free_files() - self._door.most_unproved - _SPARE_FILES)
+        # Few enough at a time for this process and for the door.
+        rate = min(_RETURNS_PER_S, 4 * self._door.most_unproved)
+        self._again_s = min(max(0.25, world_size / rate), grace_s(world_size) / 4)
         self._members: dict[int, _Member] = {}
         self._away: set[int] = set()
         self._outbox: dict[int, list[str]] = defaultdict(list)
         self._inbox: dict[int, deque[Any]] = defaultdict(deque)
+        self._last: str | None = None
+        self._untold: set[int] = set()
 
     @property
     def missing(self) -> list[int]:
@@ -250,10 +256,7 @@ class Meeting:
 
     def send(self, rank: int, value: Any) -> None:
         """Sends a value to a rank, or keeps it until that comes back; one that has ended gets nothing."""
-        self._send_line(rank, json.dumps(value))
-
-    def _send_line(self, rank: int, line: str) -> None:
-        member = self._members.get(rank)
+        member, line = self._members.get(rank), json.dumps(value)
         if member is not None and member.has_reported:
             self._write(member, line)
         elif member is not None or rank in self._away:
@@ -266,10 +269,10 @@ class Meeting:
 
     def close(self, last: Any = None) -> None:
         """Sends a last value to every rank that has come, waits until each has it, and hangs up."""
-        line = json.dumps(last)
+        self._last, self._untold = json.dumps(last), self.hosts.keys() - self._members.keys() - {0}
         try:
-            for rank in self.hosts.keys() - {0}:
-                self._send_line(rank, line)
+            for member in list(self._members.values()):
+                self._write(member, self._last)
             self._run(self._is_all_sent, deadline=time.monotonic() + grace_s(self.world_size))
         finally:
             self.abandon()
@@ -288,7 +291,7 @@ class Meeting:
             self._door.step(min(left_s, step_s))
 
     def _is_all_sent(self) -> bool:
-        return not self._outbox and not any(member.channel.has_unsent for member in self._members.values())
+        return not self._untold and not any(member.channel.has_unsent for member in self._members.values())
 
     def _admit(self, channel: Channel, rank: int, host: str) -> None:
         if rank in self._members:
@@ -319,9 +322,13 @@ class Meeting:
         if value is not None:
             self.reports[member.rank] = value
         self.reports.setdefault(member.rank, None)
-        for line in (waiting := self._outbox.pop(member.rank, [])):
+        waiting = self._outbox.pop(member.rank, [])
+        if self._last is not None:
+            waiting.append(self._last)
+            self._untold.discard(member.rank)
+        for line in waiting:
             member.channel.write(line)
-        if not waiting and len(self._members) > self._most_kept:
+        if not waiting and self._last is None and len(self._members) > self._most_kept:
             self._send_away(member)
 
     def _write(self, member: _Member, line: str) -> None:
@@ -341,7 +348,7 @@ class Meeting:
 
     def _send_away(self, member: _Member) -> None:
         with contextlib.suppress(OSError):
-            member.channel.write(json.dumps({"again_s": return_s(self.world_size)}))
+            member.channel.write(json.dumps({"again_s": self._again_s}))
         self._away.add(member.rank)
         self._hang_up(member)
 

@@ -177,6 +177,12 @@ CAMPAIGNS: dict[str, Campaign] = {
         module="hostile_words",
         trials=10_000,
     ),
+    "hostile-neighbours": Campaign(
+        promise="strangers who drip, are silent by the thousand, talk rubbish, relay or hold all ports: the ranks meet "
+        "within 10 s more than undisturbed or name the cause, and nobody is taken for somebody else",
+        module="hostile_neighbours",
+        trials=180,
+    ),
     "secrets": Campaign(
         promise="a canary in environment, words and configuration is nowhere in run directory, script, logs, manifests",
         module="secrets",

@@ -1,0 +1,179 @@
+"""Campaign `hostile-neighbours`: strangers at work while ranks look for each other; the ranks meet, or say why not.
+
+A local trial lets eight ranks meet beside a stranger that was there first: real sockets, no torch. One trial in ten is
+a job of 2 x 2 ranks on the one-machine Slurm, with a stranger on a third node who scans the first for a rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from slurm_train.rundir.attempts import read_ledger
+from tests.campaigns.on_slurm import at_work
+from tests.campaigns.result import Result
+from tests.campaigns.trial import Trial, say, sum_up
+from tests.support import meeting_ranks, stranger
+from tests.support.command_line import REPOSITORY, TINY, Person
+from tests.support.slurm_runs import wait_until_finished
+
+NOBODY = "undisturbed"
+ATTACKS = (
+    *("dripping-client", "silent-client", "garbage-client"),
+    *("dripping-server", "silent-server", "garbage-server", "relay-server"),
+)
+TAKEN = "taken-server"
+_WORLD = 8
+_NUM_PORTS = 8
+_MOST_MORE_S = 10.0
+_ON_SLURM = ("dripping-client", "silent-client", "garbage-client")
+
+
+def run(*, seed: int, trials: int, folder: Path) -> Result:
+    """Makes so many trials, the attacks in turn, after three undisturbed ones of each kind that give the measure."""
+    made: list[Trial] = []
+    on_slurm = trials // 10
+    usual_s = max(meet_beside(NOBODY, seed=number).seconds[NOBODY] for number in range(3))
+    for number in range(trials - on_slurm):
+        attack = (*ATTACKS, TAKEN)[number % (len(ATTACKS) + 1)]
+        made.append(meet_beside(attack, seed=seed * 1000 + number, within_s=usual_s + _MOST_MORE_S))
+        say(number, made[-1])
+    if on_slurm:
+        with at_work(folder) as person:
+            usual_s = max(train_beside(person, NOBODY, number).seconds[f"Slurm, {NOBODY}"] for number in range(3))
+            for number in range(on_slurm):
+                attack = _ON_SLURM[number % len(_ON_SLURM)]
+                made.append(train_beside(person, attack, number, within_s=usual_s + _MOST_MORE_S))
+                say(len(made) - 1, made[-1])
+    return sum_up(made, figures_of(made))
+
+
+def figures_of(trials: Sequence[Trial]) -> dict[str, str]:
+    """Returns by attack how often it was tried, and the longest that the ranks took."""
+    seconds = defaultdict(list)
+    for trial in trials:
+        for what, took_s in trial.seconds.items():
+            seconds[what].append(took_s)
+    shown = (f"{what} {len(took)} times, {max(took):.1f} s" for what, took in sorted(seconds.items()))
+    return {"trials and longest time of the ranks": "; ".join(shown)}
+
+
+def meet_beside(attack: str, *, seed: int, within_s: float = 60.0) -> Trial:
+    """Lets ranks meet on this machine while a stranger does what the attack says."""
+    draw, ports = random.Random(seed), free_ports(_NUM_PORTS)
+    point = {"master_addr": "localhost", "ports": ports, "run_id": "run", "attempt": 0, "timeout_s": 60.0}
+    asked = {"world": _WORLD, "point": point | {"secret": f"{draw.getrandbits(128):032x}"}, "word": f"word {seed}"}
+    # A server needs its port before rank 0 comes; a client, a rank 0 to call.
+    held = 0 if attack == NOBODY or attack.endswith("client") else _NUM_PORTS if attack == TAKEN else draw.randint(1, 4)
+    began_s = time.monotonic()
+    with ExitStack() as opened:
+        if held:
+            opened.enter_context(a_stranger(attack, meeting_ranks.HERE, ports[:held], relayed=ports[held % _NUM_PORTS]))
+            began_s = time.monotonic()
+        ranks = [opened.enter_context(some_ranks(asked | {"first": 0, "last": 0, "files": 1024}))]
+        if attack.endswith("client"):
+            opened.enter_context(a_stranger(attack, meeting_ranks.HERE, ports[:1]))
+            time.sleep(draw.uniform(0.0, 2.0))
+            began_s = time.monotonic()
+        if attack != TAKEN:
+            ranks.append(opened.enter_context(some_ranks(asked | {"first": 1, "last": _WORLD - 1})))
+        found = [one for its in ranks for one in json.loads(its.communicate(timeout=120)[0])["found"]]
+    took_s = time.monotonic() - began_s
+    expected: Any = (
+        [[ports[held], asked["word"], True]] + [[ports[held], asked["word"]]] * (_WORLD - 1)
+        if held < _NUM_PORTS
+        else None
+    )
+    problems = [] if found == expected else [f"the ranks found {found}"]
+    if attack == TAKEN:
+        told = isinstance(found[0], str) and f"could bind none of the ports {', '.join(map(str, ports))}" in found[0]
+        problems = [] if told else [f"no word of the ports: {found[0]}"]
+    if took_s > within_s:
+        problems.append(f"took {took_s:.1f} s of {within_s:.1f} s")
+    return Trial(what=f"{attack}, {took_s:.1f} s", problems=tuple(problems), seconds={attack: took_s})
+
+
+def train_beside(person: Person, attack: str, number: int, *, within_s: float = 150.0) -> Trial:
+    """Runs a job of 2 x 2 ranks while a stranger on a third node looks for its rank 0."""
+    words = (
+        "+cluster=2x2",
+        *TINY,
+        "train.threads=1",
+        "cluster.nodelist=node[1-2]",
+        f"run.name=beside-{attack}-{number}",
+    )
+    with ExitStack() as opened:
+        log = person.folder / f"stranger-{attack}-{number}.txt"
+        if attack != NOBODY:
+            opened.enter_context(a_stranger(attack, "node1", "scan", inside=("ip", "netns", "exec", "node3"), log=log))
+        _, run = person.types(*words).job_and_run
+        problems = []
+        try:
+            wait_until_finished(run)
+        except AssertionError as err:
+            problems.append(str(err).partition("\n")[0])
+    entries = read_ledger(run)
+    took_s = sum(float(entry.get("start_s", 0.0)) + float(entry.get("rendezvous_s", 0.0)) for entry in entries)
+    problems += [f"{len(entries)} attempts"] if len(entries) != 1 else []
+    problems += [f"took {took_s:.1f} s of {within_s:.1f} s"] if took_s > within_s else []
+    if attack != NOBODY and not re.search("attacks port", log.read_text()):
+        problems.append("the stranger found nobody to attack")
+    what = f"Slurm, {attack}"
+    return Trial(what=f"{what}, {took_s:.1f} s to the first step", problems=tuple(problems), seconds={what: took_s})
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that nobody listens at now, below those that the kernel hands out."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe:
+            if port not in found and probe.connect_ex((meeting_ranks.HERE, port)):
+                found.append(port)
+    return found
+
+
+@contextmanager
+def some_ranks(asked: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+    """Starts a process with some of the ranks."""
+    command = [sys.executable, "-m", meeting_ranks.__name__, json.dumps(asked)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def a_stranger(
+    attack: str,
+    host: str,
+    ports: Sequence[int] | str,
+    *,
+    relayed: int = 0,
+    inside: Sequence[str] = (),
+    log: Path | None = None,
+) -> Iterator[None]:
+    """Lets a stranger do its work, from when it is ready."""
+    listed = ports if isinstance(ports, str) else ",".join(map(str, ports))
+    command = [*inside, sys.executable, "-u", str(stranger.__file__), attack, host, listed, str(relayed)]
+    output = subprocess.PIPE if log is None else log.open("w")
+    with subprocess.Popen(command, stdout=output, text=True) as process:
+        try:
+            if log is None:
+                assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            yield
+        finally:
+            process.kill()
+            if log is not None:
+                output.close()  # type: ignore[union-attr]
