@@ -332,9 +332,11 @@ def _run_step(
             print(text, file=sys.stderr, flush=True)
             log.write(f"{text}\n".encode())
             return note_unfit(run, attempt, err, nodes=nodes)
-        if (code := refused_code(run, attempt)) is not None:
+        if (code := refused_code(run, attempt, env)) is not None:
             return code
-        return run_step(argv, env=step_env, log=log, is_overdue=lambda: _is_overdue(run, attempt))
+        # This process works elsewhere: its own imports must not come from code that nobody has looked at.
+        place = run.code if run.code.is_dir() else None
+        return run_step(argv, env=step_env, log=log, is_overdue=lambda: _is_overdue(run, attempt), cwd=place)
 
 
 def _is_overdue(run: RunDirectory, attempt: int) -> bool:

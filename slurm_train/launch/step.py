@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
 from slurm_train.errors import ClusterError
@@ -21,7 +22,14 @@ LINGER_S = 150.0
 _GONE_WITHIN_S = 60.0
 
 
-def run_step(argv: Sequence[str], *, env: Mapping[str, str], log: BinaryIO, is_overdue: Callable[[], bool]) -> int:
+def run_step(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log: BinaryIO,
+    is_overdue: Callable[[], bool],
+    cwd: Path | None = None,
+) -> int:
     """Runs srun to its end and returns its exit code, 128 + signal if it was killed.
 
     Args:
@@ -29,8 +37,16 @@ def run_step(argv: Sequence[str], *, env: Mapping[str, str], log: BinaryIO, is_o
         env: its environment.
         log: where it says what it says.
         is_overdue: whether the ranks are known to have ended so long ago that srun must have missed it.
+        cwd: where srun and its tasks work; None: where this process does.
     """
-    process = subprocess.Popen(list(argv), env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    process = subprocess.Popen(
+        list(argv),
+        env=dict(env) | ({} if cwd is None else {"PWD": str(cwd)}),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd=cwd,
+    )
     given_up = False
     while True:
         try:
