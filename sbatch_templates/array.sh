@@ -5,4 +5,10 @@
 
 set -e
 mapfile -t -s "${{SLURM_ARRAY_TASK_ID:?this script is for sbatch}}" -n 1 run < {runs}
-exec bash "${{run:?there is no such line in runs.txt}}/submit.sh" >> "$run/logs/batch.log" 2>&1
+script="${{run:?there is no such line in runs.txt}}/submit.sh"
+# It is run before the run itself can look whether somebody else may write what it runs.
+if [ -n "$(find {runs} "$run" "$script" -maxdepth 0 \( ! -uid "$EUID" ! -uid 0 -o -perm /022 \) 2>&1)" ]; then
+  echo "error: $script is missing, or somebody else owns it or may write it; see: ls -ld $run $script" >&2
+  exit 2
+fi
+exec bash "$script" >> "$run/logs/batch.log" 2>&1

@@ -6,7 +6,7 @@
 set -e
 {exports}
 {setup}
-cd {code}
+cd /
 exec {python} -m slurm_train supervise {run} -- \
   {srun} \
   {worker}

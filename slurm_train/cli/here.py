@@ -129,14 +129,14 @@ def _rank_command(run: RunDirectory, config: RunConfig) -> list[str]:
 
 def _launch(run: RunDirectory, config: RunConfig, world_size: int, attempt: int, *, env: Mapping[str, str]) -> int:
     note_surroundings(run, attempt, slurm=lambda: None)
+    if (code := refused_code(run, attempt, env)) is not None:
+        return code
     rank_env = scrubbed(env) | {"SLURM_TRAIN_ATTEMPT": str(attempt), "MASTER_ADDR": "127.0.0.1"}
     # The ranks run the snapshot; what it does not hold (ignored by git, say) is found where the run was typed.
     rank_env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(Path.cwd())]))
     rank_env["MASTER_PORT"] = str(probe_port(str(run.path), attempt=attempt, env=rank_env))
     command = _rank_command(run, config)
     ranks = start_local(command, run=run, attempt=attempt, num_ranks=world_size, env=rank_env)
-    if (code := refused_code(run, attempt)) is not None:
-        return code
     limits, monitor = limits_of(config), Monitor()
 
     def end_ranks(_: Mapping[int, Beat]) -> None:

@@ -96,6 +96,7 @@ def _begin(
 ) -> int:
     if first is None:
         _refuse_held(run, env)
+        _refuse_changed(run)
         if run.result.exists():
             return _NOTHING_TO_DO
         if run.stop_file.exists():
@@ -109,6 +110,14 @@ def _begin(
         committed_step=newest_committed_step(run.checkpoints),
     )
     return begin_round(run, start, first=first)
+
+
+def _refuse_changed(run: RunDirectory) -> None:
+    from slurm_train.launch.code_index import require_sealed
+    from slurm_train.rundir.private import require_private
+
+    require_private(run)
+    require_sealed(run)
 
 
 def _refuse_held(run: RunDirectory, env: Mapping[str, str]) -> None:

@@ -363,13 +363,15 @@ def _run_step(
             print(text, file=sys.stderr, flush=True)
             log.write(f"{text}\n".encode())
             return note_unfit(run, attempt, err, nodes=nodes)
-        if (code := refused_code(run, attempt)) is not None:
+        if (code := refused_code(run, attempt, env)) is not None:
             return code
         overdue = threading.Event()
         look = partial(_look_for_end, run, attempt, overdue)
         monitor.add(Task(name="the look for the end of the ranks", every_s=1.0, look=look))
+        # This process works elsewhere: its own imports must not come from code that nobody has looked at.
+        place = run.code if run.code.is_dir() else None
         with monitor.running():
-            return run_step(argv, env=step_env, log=log, is_overdue=overdue.is_set, beside=monitor.check)
+            return run_step(argv, env=step_env, log=log, is_overdue=overdue.is_set, beside=monitor.check, cwd=place)
 
 
 def _look_for_end(run: RunDirectory, attempt: int, overdue: threading.Event) -> None:

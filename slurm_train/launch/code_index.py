@@ -107,6 +107,7 @@ def require_sealed(run: RunDirectory) -> None:
     # Python's cache may lie beside the code.
     names = [name for name in _walk(run.code) if "__pycache__/" not in name]
     changes = compare_code(index, index_code(run.code.joinpath, {*names, *index.files}))
+    changes += [FileChange(name, None, None, "new") for name in names if (run.code / name).is_dir()]
     if changes:
         raise RunError(
             f"the code snapshot {run.code} is not what was submitted: {shorten(map(str, changes))}",
@@ -149,10 +150,11 @@ def shorten(items: Iterable[str]) -> str:
 
 
 def _walk(root: Path) -> list[str]:
+    """Returns the files below a folder, and the links to folders: a snapshot has none, and code could come by one."""
     return [
         os.path.relpath(os.path.join(folder, name), root)  # noqa: PTH118  # str in, str out: paths cost 10x here
-        for folder, _, names in os.walk(root)
-        for name in names
+        for folder, subfolders, names in os.walk(root)
+        for name in (*names, *(name for name in subfolders if os.path.islink(f"{folder}/{name}")))  # noqa: PTH114
     ]
 
 

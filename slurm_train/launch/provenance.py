@@ -16,7 +16,7 @@ from typing import Any
 
 from slurm_train.config.secrets import redact
 from slurm_train.launch.environment import Environment, environment_changes, environment_from, read_environment
-from slurm_train.launch.snapshot import OtherFolder
+from slurm_train.launch.snapshot import FILTERS, OtherFolder, git_command, read_filters
 from slurm_train.launch.source import Source
 from slurm_train.rundir.files import read_json, write_atomic
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
@@ -73,7 +73,9 @@ def _elsewhere(place: str, environment: Environment) -> dict[str, Any]:
     sources = environment.sources.items()
     installed = [name for name, source in sources if source.get("editable") and _is_in(place, str(source["url"]))]
     commit = _git(place, "rev-parse", "HEAD")
-    changed = _git(place, "status", "--porcelain", "--", ".") if commit else None
+    filters = read_filters((_git(place, *FILTERS) or "").encode())
+    words = ("status", "--porcelain", "--ignore-submodules=dirty", "--", ".")
+    changed = _git(place, *words, filters=filters) if commit and filters is not None else None
     return {
         "path": place,
         "packages": installed,
@@ -86,11 +88,11 @@ def _is_in(place: str, url: str) -> bool:
     return Path(place).is_relative_to(Path(url.removeprefix("file://")).resolve())
 
 
-def _git(folder: str, *words: str) -> str | None:
+def _git(folder: str, *words: str, filters: Sequence[str] = ()) -> str | None:
     """Returns what git says about a folder, None where it says nothing."""
     try:
         done = subprocess.run(
-            ["git", "-C", folder, *words],
+            git_command(folder, *words, filters=filters),
             capture_output=True,
             stdin=subprocess.DEVNULL,
             timeout=_GIT_TIMEOUT_S,

@@ -49,7 +49,6 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
         sbatch="\n#SBATCH hetjob\n".join("\n".join(_sbatch_lines(flags)) for flags in sbatch_components(plan)),
         exports="\n".join(_export_lines(exports)),
         setup="\n".join(_setup_line(line) for line in cluster.setup),
-        code=shlex.quote(str(plan.run.code)),
         python=shlex.quote(python),
         run=shlex.quote(str(plan.run.path)),
         srun=" ".join([*_srun_words(srun_flags(plan)), *_container_words(ranks.step_flags(exports), cluster.srun)]),

@@ -2,12 +2,16 @@
 
 A queued or requeued job runs this copy, whatever is edited meanwhile. Git's work is started early and read late, so
 that it costs no waiting.
+
+A repository's configuration names programs (fsmonitor, hooks, filters, textconv, transports), and the folder may come
+from somebody else: `git_command` runs git so that none of them is started.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -31,6 +35,23 @@ _SECRET_FILES = (
     *("secrets.yaml", "secrets.yml", "secrets.toml", "secrets.json", ".htpasswd"),
 )
 _EXAMPLES = (".env.example", ".env.sample", ".env.template", "example.env")
+
+
+# An empty value switches core.fsmonitor off in every version: before 2.36 "false" was the name of a program.
+_SWITCHED_OFF = ("core.fsmonitor=", "core.hooksPath=/dev/null", "diff.external=")
+# No object is fetched that a partial clone lacks: the remote may be a command. No index is written.
+_GIT_ENVIRONMENT = (
+    *("GIT_ALLOW_PROTOCOL=none", "GIT_NO_LAZY_FETCH=1", "GIT_TERMINAL_PROMPT=0"),
+    *("GIT_OPTIONAL_LOCKS=0", "GIT_PAGER=cat"),
+)
+# Inside a hook of git these are about another repository than the folder that is asked about.
+_OF_ANOTHER_REPOSITORY = (
+    *("GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_NAMESPACE"),
+    *("GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_CONFIG_PARAMETERS", "GIT_CONFIG_COUNT"),
+    "GIT_EXTERNAL_DIFF",
+)
+_FILTER = re.compile(r"filter\.(.*)\.[a-z]+", re.DOTALL)
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +90,53 @@ def ask_git(directory: Path, env: Mapping[str, str]) -> GitQuestions | None:
     if shutil.which("git", path=env.get("PATH")) is None:
         return None
 
-    def ask(*words: str) -> subprocess.Popen[bytes]:
-        command = ["git", "-C", str(directory), *words]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+    def ask(*words: str, filters: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        command = git_command(directory, *words, filters=filters)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env=dict(env)
+        )
 
-    return GitQuestions(
-        files=ask("ls-files", "-z", "--cached", "--others", "--exclude-standard"),
-        commit=ask("rev-parse", "HEAD"),
-        difference=ask("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--", ":/", *_outside_secrets()),
-    )
+    files, commit = ask("ls-files", "-z", "--cached", "--others", "--exclude-standard"), ask("rev-parse", "HEAD")
+    filters = read_filters(_read(ask(*FILTERS)))
+    paths = [":/", *_outside_secrets(), *(f":(top,exclude,attr:filter={name})" for name in filters or ())]
+    # Without knowing the filters nothing is compared: `rev-parse` of nothing fails.
+    compare = ("rev-parse", "--verify", "") if filters is None else ("diff", *_DIFFERENCE, "HEAD", "--", *paths)
+    return GitQuestions(files=files, commit=commit, difference=ask(*compare, filters=filters or ()))
+
+
+FILTERS = ("config", "--null", "--name-only", "--get-regexp", r"^filter\.")
+"""Git's words that print what `read_filters` reads."""
+# A submodule is not looked into: that starts a git of its own, which obeys the submodule's configuration.
+_DIFFERENCE = (
+    *("--binary", "--no-color", "--no-ext-diff", "--no-textconv"),
+    *("--ignore-submodules=dirty", "--submodule=short"),
+)
+
+
+def git_command(directory: Path | str, *words: str, filters: Sequence[str] = ()) -> list[str]:
+    """Returns the words that run git about a folder without any program that the folder's configuration names.
+
+    Args:
+        directory: the folder.
+        words: git's subcommand and its arguments; a diff needs --no-ext-diff and --no-textconv besides.
+        filters: names of filters, for a command that compares the content of files; see `read_filters`.
+    """
+    settings = [*_SWITCHED_OFF]
+    settings += [f"filter.{name}.{what}" for name in filters for what in ("clean=", "process=", "required=false")]
+    forget = [word for name in _OF_ANOTHER_REPOSITORY for word in ("-u", name)]
+    switched = [word for setting in settings for word in ("-c", setting)]
+    return ["env", *forget, *_GIT_ENVIRONMENT, "git", "-C", str(directory), *switched, *words]
+
+
+def read_filters(output: bytes | None) -> list[str] | None:
+    """Returns the names of the filters that a configuration has, None where one cannot be switched off by its name.
+
+    Args:
+        output: what git printed for `FILTERS`, None where it failed: there is none.
+    """
+    keys = (output or b"").decode(errors="replace").split("\0")
+    found = {match[1] for key in keys if (match := _FILTER.fullmatch(key)) is not None}
+    return sorted(found) if all(map(_PLAIN_NAME.fullmatch, found)) else None
 
 
 def _outside_secrets() -> Sequence[str]:

@@ -10,6 +10,7 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
 from slurm_train.errors import ClusterError
@@ -29,6 +30,7 @@ def run_step(
     log: BinaryIO,
     is_overdue: Callable[[], bool],
     beside: Callable[[], None] = lambda: None,
+    cwd: Path | None = None,
 ) -> int:
     """Runs srun to its end and returns its exit code, 128 + signal if it was killed.
 
@@ -38,8 +40,16 @@ def run_step(
         log: where it says what it says.
         is_overdue: whether the ranks are known to have ended so long ago that srun must have missed it.
         beside: called once a second; like `is_overdue` it neither waits nor raises.
+        cwd: where srun and its tasks work; None: where this process does.
     """
-    process = subprocess.Popen(list(argv), env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    process = subprocess.Popen(
+        list(argv),
+        env=dict(env) | ({} if cwd is None else {"PWD": str(cwd)}),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd=cwd,
+    )
     given_up = False
     while True:
         try:

@@ -57,14 +57,24 @@ def require_private(run: RunDirectory) -> None:
 
 
 def _code(run: RunDirectory) -> list[Path]:
-    """Returns the snapshot; where the runs of a sweep share one by a link, that one and the folders above it."""
+    """Returns the snapshot; where the runs of a sweep share one by a link, that one and the folders above it.
+
+    Folders in it count where others can enter it at all.
+    """
     root = run.path.parent.parent.resolve()
     if not run.code.is_symlink() or run.code.lstat().st_uid not in _trusted():
-        return [run.code]
+        return _reachable(run.code)
     shared = run.code.resolve()
     if not shared.is_relative_to(root):
         return [run.code]
-    return [shared, *(folder for folder in shared.parents if folder.is_relative_to(root) and folder != root)]
+    above = (folder for folder in shared.parents if folder.is_relative_to(root) and folder != root)
+    return [*_reachable(shared), *above]
+
+
+def _reachable(code: Path) -> list[Path]:
+    if not code.is_dir() or not code.stat().st_mode & 0o011:
+        return [code]
+    return [Path(folder) for folder, _, _ in os.walk(code)]
 
 
 def _others_may_replace(status: os.stat_result) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from slurm_train.config.frozen import dump_config
+from slurm_train.cli.here import supervise_here
+from slurm_train.config.frozen import dump_config, load_config
 from slurm_train.config.schema import ClusterSection, RequeueSection, RunConfig
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
@@ -128,6 +130,44 @@ def test_a_failing_rank_names_its_node_as_slurm_does(batch: Batch) -> None:
     assert batch.person.types("worker", str(batch.run.path), env=env).code != 0
     mark = first_mark(batch.run, 0)
     assert mark is not None and (mark.rank, mark.host) == (3, "gpu-a7"), "--exclude takes no host names"
+
+
+def plant(code: Path, canary: Path) -> None:
+    """Puts modules into a copy of code that Python or the supervisor would import if it looked there."""
+    for name in ("sitecustomize", "yaml", "json", "slurm_train/__init__"):
+        (code / name).parent.mkdir(exist_ok=True)
+        (code / f"{name}.py").write_text(f"open({str(canary)!r}, 'a').write({name!r})\n")
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["touched", "open to others"])
+def test_no_code_of_a_changed_copy_is_run_before_it_is_refused(shell: Shell, is_open: bool) -> None:
+    job_id, path = shell.types("+cluster=2x4").out.split()
+    run, canary = RunDirectory(Path(path)), shell.folder / "canary"
+    plant(run.code, canary)
+    run.code.chmod(0o777 if is_open else 0o700)
+    programs = shell.slurm.folder
+    (programs / "srun").write_text("#!/bin/sh\n" + SRUN.format(here=programs, run=run.path))
+    (programs / "sees").write_text("fine")
+    (programs / "job.out").write_text(RUNNING)
+    env = {**Person(shell.folder).environment(), **JOB, "SLURM_JOB_ID": job_id, "PATH": f"{programs}:/usr/bin:/bin"}
+    # An empty part of PYTHONPATH means the working directory, also to Python's own start.
+    env["PYTHONPATH"] = f":{env.get('PYTHONPATH', '')}"
+    done = subprocess.run(["bash", run.submit_script], cwd="/", env=env, capture_output=True, text=True, check=False)
+    said = "somebody else could have written what would run" if is_open else "is not what was submitted"
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert not canary.exists() and not (programs / "words").exists(), "neither the supervisor nor a rank has begun"
+
+
+def test_ranks_of_a_changed_copy_are_not_started_here(shell: Shell) -> None:
+    (shell.folder / "train.py").write_text("open('ran', 'a').write('x')\n")
+    assert shell.types("script=[train.py]", "run.processes=1").code == 0
+    (path,) = shell.folder.glob("runs/*/*/config.yaml")
+    run = RunDirectory(path.parent)
+    (run.code / "yaml.py").write_text(f"open({str(shell.folder / 'canary')!r}, 'w')\n")
+    run.result.unlink(missing_ok=True)
+    code = supervise_here(run, load_config(run.config), world_size=1, env=dict(os.environ))
+    assert code == 2 and not (shell.folder / "canary").exists()
+    assert not run.rank_log(1, 0).exists(), "no rank was started, which would go on by itself"
 
 
 SLEEPER = """

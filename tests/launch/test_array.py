@@ -66,6 +66,21 @@ def test_each_element_runs_its_own_runs_script_where_it_was_submitted(name: str,
         assert (run.logs / "batch.log").read_text() == f"{tmp_path}\n{run.submit_script}\nalso\n"
 
 
+@pytest.mark.parametrize("name", ["submit.sh", "."])
+def test_an_elements_script_that_others_may_write_is_not_run(name: str, tmp_path: Path) -> None:
+    run, array = RunDirectory(tmp_path / "run"), ArrayDirectory(tmp_path / "000")
+    run.logs.mkdir(parents=True)
+    array.path.mkdir()
+    run.submit_script.write_text(f"touch {tmp_path}/canary\n")
+    array.runs.write_text(f"{run.path}\n")
+    (run.path / name).chmod(0o777)
+    script = render_array(ArrayPlan(runs=(run,), directives=()), array, name="sweep")
+    env = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "0"}
+    done = subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "somebody else owns it or may write it" in done.stderr
+    assert not (tmp_path / "canary").exists()
+
+
 @pytest.mark.parametrize(
     ("env", "complaint"),
     [({}, "this script is for sbatch"), ({"SLURM_ARRAY_TASK_ID": "7"}, "there is no such line in runs.txt")],

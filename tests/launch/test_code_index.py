@@ -51,6 +51,7 @@ TOUCHED = {
     "train.py: changed": edit,
     "pkg/model.py: gone, changed": lambda run: (run.code / "pkg" / "model.py").unlink(),
     "pkg/json.py: new, changed": lambda run: (run.code / "pkg" / "json.py").write_text("shadows another module"),
+    "yaml: new, changed": lambda run: (run.code / "yaml").symlink_to(run.path.parent / "project" / "pkg"),
 }
 
 

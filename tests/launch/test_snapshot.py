@@ -8,6 +8,8 @@ import pytest
 
 from slurm_train.errors import ConfigError
 from slurm_train.launch import snapshot
+from slurm_train.launch.environment import read_environment
+from slurm_train.launch.provenance import _elsewhere
 from slurm_train.launch.snapshot import (
     SourceState,
     ask_git,
@@ -158,3 +160,88 @@ def test_a_home_folder_is_not_searched_for_code(tmp_path: Path, monkeypatch: pyt
         (tmp_path / f"{number}.txt").write_text("")
     with pytest.raises(ConfigError, match="holds more than 5 files: which are the code"):
         plan_snapshot(tmp_path, SourceState(None, None, ""), limit_mb=1, exclude=tmp_path / "runs")
+
+
+def booby_trapped(folder: Path, canaries: Path) -> None:
+    """Makes a repository whose own configuration names a program for everything that git can be told to run."""
+    canaries.mkdir()
+    hooks = canaries.with_name(f"{canaries.name}_hooks")
+    hooks.mkdir()
+
+    def trap(name: str, then: str = "cat") -> str:
+        program = canaries.with_name(f"{canaries.name}_{name}")
+        program.write_text(f"#!/bin/sh\ntouch {canaries}/{name}\n{then}\n")
+        program.chmod(0o755)
+        return str(program)
+
+    for hook in ("post-index-change", "reference-transaction", "fsmonitor-watchman", "post-checkout"):
+        (hooks / hook).symlink_to(trap(f"hook_{hook}", "exit 0"))
+    settings = {
+        "core.fsmonitor": trap("fsmonitor", "exit 0"),
+        "core.hooksPath": str(hooks),
+        "core.pager": trap("pager"),
+        "core.editor": trap("editor"),
+        "core.sshCommand": trap("ssh", "exit 1"),
+        "core.alternateRefsCommand": trap("alternates", "exit 0"),
+        "credential.helper": trap("credential", "exit 0"),
+        "diff.external": trap("external", "exit 0"),
+        "diff.spy.textconv": trap("textconv", 'cat "$1"'),
+        "diff.spy.command": trap("driver", "exit 0"),
+        "filter.spy.clean": trap("clean"),
+        "filter.spy.smudge": trap("smudge"),
+        "filter.spy.required": "true",
+        "filter.proc.process": trap("process", "exit 1"),
+        "filter.proc.required": "true",
+        "alias.ls-files": f"!{trap('alias', 'exit 0')}",
+        "remote.origin.url": f"ext::{trap('transport', 'exit 1')}",
+        "remote.origin.promisor": "true",
+        "remote.origin.partialclonefilter": "blob:none",
+        "extensions.partialClone": "origin",
+        "protocol.ext.allow": "always",
+        "status.submoduleSummary": "true",
+        "diff.submodule": "log",
+    }
+    for key, value in settings.items():
+        git(folder, "config", key, value)
+    (folder / ".gitattributes").write_text("*.py diff=spy filter=spy\n*.sh filter=proc\n")
+    for path in folder.glob("[a-z]*.*"):
+        # The same size and another time: git has to look into it, and so would run the filter.
+        path.write_text(path.read_text()[::-1])
+    for path in canaries.iterdir():
+        path.unlink()
+
+
+def test_no_program_of_the_folders_git_configuration_is_run(tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    write(folder, train_py="tracked", model_py="older")
+    (folder / "run.sh").write_text("echo")
+    (folder / "settings.yaml").write_text("ab")
+    (folder / "notes.txt").write_text("not here")
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    write(other, lib_py="library")
+    git(other, "add", "-A")
+    git(other, "commit", "-q", "-m", "one")
+    git(folder, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(other), "lib")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "one")
+    places = (tmp_path / "of_the_submodule", tmp_path / "canaries")
+    booby_trapped(folder / "lib", places[0])
+    booby_trapped(folder, places[1])
+    blob = subprocess.check_output(["git", "-C", str(folder), "rev-parse", "HEAD:notes.txt"], text=True).strip()
+    (folder / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+
+    state = read_answers(ask_git(folder, os.environ))
+    facts = _elsewhere(str(folder), read_environment(slurm=None, paths=[]))
+    assert state.commit is not None and "train.py" in (state.files or ())
+    assert facts["git_dirty"] is True
+    assert [path.name for place in places for path in place.iterdir()] == []
+
+    for words in ("", "model.py", "run.sh", "settings.yaml", "notes.txt"):
+        subprocess.run(["git", "-C", str(folder), "diff", "HEAD", *words.split()], capture_output=True, check=False)
+    subprocess.run(["git", "-C", str(folder / "lib"), "status"], capture_output=True, check=False)
+    run_by_plain_git = {"fsmonitor", "hook_post-index-change", "clean", "process", "external", "driver", "transport"}
+    assert run_by_plain_git <= {path.name for place in places for path in place.iterdir()}, "the traps work"

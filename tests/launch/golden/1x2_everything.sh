@@ -33,7 +33,7 @@ export EMPTY=''
 module load cuda/12.4
 source /opt/venv/bin/activate
 export EXTRA="$HOME/x y"
-cd '/scratch/it'"'"'s mine/runs/my-run_1.0/cdb57e69/code'
+cd /
 exec '/opt/my env/bin/python' -m slurm_train supervise '/scratch/it'"'"'s mine/runs/my-run_1.0/cdb57e69' -- \
   srun --nodes=1 --ntasks=2 --ntasks-per-node=2 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/scratch/it'"'"'s mine/runs/my-run_1.0/cdb57e69/logs/attempt_{attempt}/rank_%t.log' --cpus-per-task=6 --mpi=none --label \
   '/opt/my env/bin/python' -m slurm_train worker '/scratch/it'"'"'s mine/runs/my-run_1.0/cdb57e69'

@@ -14,7 +14,7 @@
 set -e
 export PYTHONUNBUFFERED=1
 
-cd /home/user/project/runs/gpt-stdlib/cdb57e69/code
+cd /
 exec /usr/bin/python3 -m slurm_train supervise /home/user/project/runs/gpt-stdlib/cdb57e69 -- \
   srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/home/user/project/runs/gpt-stdlib/cdb57e69/logs/attempt_{attempt}/rank_%t.log' \
   /usr/bin/python3 -m slurm_train worker /home/user/project/runs/gpt-stdlib/cdb57e69

@@ -14,7 +14,7 @@
 set -e
 export PYTHONUNBUFFERED=1
 
-cd /home/user/project/runs/gpt-stdlib/898e0f5f/code
+cd /
 exec /usr/bin/python3 -m slurm_train supervise /home/user/project/runs/gpt-stdlib/898e0f5f -- \
   srun --nodes='{nodes}' --ntasks='{nodes}' --ntasks-per-node=1 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/home/user/project/runs/gpt-stdlib/898e0f5f/logs/attempt_{attempt}/node_%t.log' --cpus-per-task=2 \
   /usr/bin/python3 -m slurm_train torchrun /home/user/project/runs/gpt-stdlib/898e0f5f

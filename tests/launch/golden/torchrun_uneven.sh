@@ -23,7 +23,7 @@
 set -e
 export PYTHONUNBUFFERED=1
 
-cd /home/user/project/runs/gpt-stdlib/65649ec6/code
+cd /
 exec /usr/bin/python3 -m slurm_train supervise /home/user/project/runs/gpt-stdlib/65649ec6 -- \
   srun --het-group=0,1 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/home/user/project/runs/gpt-stdlib/65649ec6/logs/attempt_{attempt}/node_%t.log' --cpu-bind=none \
   /usr/bin/python3 -m slurm_train torchrun /home/user/project/runs/gpt-stdlib/65649ec6

@@ -52,7 +52,7 @@ export EMPTY=''
 module load cuda/12.4
 source /opt/venv/bin/activate
 export EXTRA="$HOME/x y"
-cd /home/user/project/runs/gpt-stdlib/2710c588/code
+cd /
 exec '/opt/my env/bin/python' -m slurm_train supervise /home/user/project/runs/gpt-stdlib/2710c588 -- \
   srun --het-group=0,1 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/home/user/project/runs/gpt-stdlib/2710c588/logs/attempt_{attempt}/task_%t.log' --cpus-per-task=6 --mpi=none --label \
   '/opt/my env/bin/python' -m slurm_train worker /home/user/project/runs/gpt-stdlib/2710c588
