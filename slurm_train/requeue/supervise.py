@@ -23,6 +23,7 @@ from slurm_train.requeue.patience import wait_for_the_end
 from slurm_train.rundir.attempts import AttemptStart, check_fence, close_attempt, open_attempt, read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import write_atomic
+from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lock import Holder, release_lock, take_lock
 from slurm_train.rundir.marks import first_mark
@@ -58,8 +59,13 @@ class Site:
     """Seconds that the job waited, from when it could have started; None where nobody knows."""
     can_relaunch: bool = False
     """Whether failed ranks are started again here, without a person."""
+    continues: str | None = None
+    """The job that this one takes over from."""
+    newest_job: Callable[[], int | None] = lambda: None
+    """The highest number of this user's jobs that Slurm knows, None where it does not answer."""
 
 
+_WRITER_WAIT_S = 60.0
 _NO_FAULT = ("preempted", "time_limit", "requeued", "node_failure", "lost")
 """Ends that are not the run's own fault and have no budget."""
 
@@ -83,21 +89,27 @@ def supervise(
     Raises:
         RunError: somebody else runs this directory, or a newer attempt has taken over meanwhile.
     """
-    take_lock(run, site.holder, is_alive=site.is_alive)
+    job_id = site.start.job_id
+    # Whoever writes configuration or code holds the lock for a moment; a job waits for that.
+    take_lock(run, site.holder, is_alive=site.is_alive, wait_s=_WRITER_WAIT_S if job_id is not None else 0.0)
     try:
+        # Not before: a job that does not get the run must not stand in front of the one that has it.
+        if job_id is not None:
+            record_job(run, job_id, continues=site.continues)
         close_lost(run, site.start, past_ends=site.past_ends, last_step=last_step(run))
         if run.result.exists():
             say(f"{run.path} is finished already; see {run.result}")
             return EXIT_DONE
-        if run.stop_file.exists():
-            # `cancel` leaves it, so that no job that was already on its way takes the run up again.
-            say(f"{run.stop_file} is there, so nothing is started; `resume {run.run_id}` continues the run")
+        if refusal := obey_stop(run, job_id, continues=site.continues, newest_job=site.newest_job):
+            say(refusal)
             return EXIT_FAILURE
         while True:
             exit_code, decision = _run_attempt(run, settings, site, launch, is_own_code=is_own_code)
             if decision.action != "relaunch":
                 break
     finally:
+        if job_id is not None:
+            complete_stop(run, job_id, newest_job=site.newest_job)
         release_lock(run, site.holder)
     if decision.action == "requeue" and not site.requeue(decision):
         return _hand_over(run, decision, site)

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.layout import RunDirectory
 
 
-@dataclass(frozen=True, slots=True)
-class JobRecord:
-    """The newest job of a run."""
-
-    job_id: str
-    submit_time_unix_s: float
-
-
-def read_job(run: RunDirectory) -> JobRecord | None:
-    """Returns the newest job of a run, or None for one that never was submitted."""
-    value = read_json(run.job)
-    if not value or not value.get("job_ids"):
-        return None
-    return JobRecord(job_id=str(value["job_ids"][-1]), submit_time_unix_s=float(value["submit_time_unix_s"]))
-
-
 def list_runs(root: Path) -> list[RunDirectory]:
-    """Returns all runs below a root, newest first."""
-    found = [config.parent for config in root.resolve().glob("*/*/config.yaml")]
+    """Returns all runs below a root, newest first; hidden folders (`doctor` has one) hold none."""
+    found = [config.parent for config in root.resolve().glob("[!.]*/*/config.yaml")]
     return [RunDirectory(path) for path in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)]
 
 
@@ -77,7 +60,7 @@ def _matches(run: RunDirectory, word: str) -> bool:
     return (
         word in (run.name, f"{run.name}/{run.run_id}")
         or (len(word) >= 4 and run.run_id.startswith(word))
-        or (job is not None and job.job_id == word)
+        or (job is not None and word in job.job_ids)
     )
 
 
