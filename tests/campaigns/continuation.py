@@ -17,8 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
+from tests.campaigns.cancel_trials import LATE_S
 from tests.campaigns.on_slurm import Tally, at_work
 from tests.campaigns.result import Result
 from tests.support.command_line import Person
@@ -115,8 +117,11 @@ def _make(person: Person, trial: _Trial, programs: str, counted: Counter[str]) -
     counted.update(submitted=(run.path / "submitted").exists(), begun=len(lives(run)) > 1)
     if active := active_jobs(run):
         yield f"jobs {', '.join(active)} are alive {_WATCH_S:.0f} s after the cancel"
-    late = [life for life in lives(run) if life.begin_unix_s > over_unix_s]
-    yield from (f"job {life.job} began {life.begin_unix_s - over_unix_s:.1f} s after the cancel" for life in late)
+    begun = [(entry["job_id"], float(entry["time_unix_s"])) for entry in read_ledger(run)]
+    # Ranks that were being started get the signal when they are there, and KillWait to end in.
+    begun += [(life.job, life.end_unix_s - LATE_S) for life in lives(run)]
+    late = [(job, begin - over_unix_s) for job, begin in begun if begin > over_unix_s]
+    yield from (f"job {job} began {late_s:.1f} s after the cancel" for job, late_s in late)
     yield from problems_of(run)
 
 
