@@ -29,8 +29,10 @@ from tests.support.waiting import wait_for
 
 _AT_ONCE = 5
 _PAUSE_S = 0.8
+_LONG_S = 7.0
+"""After every second submission: longer than KillWait, so a cancelled job is killed before it has recorded the other."""
 _PATIENCE_S = 120.0
-_WATCH_S = 12.0
+_WATCH_S = 14.0
 """KillWait (5 s here), and the start of a job that waited for another's end."""
 
 _PROGRAMS = {
@@ -41,11 +43,13 @@ exec {real} "$@"
 """,
     "sbatch": """
 case "$*" in *--dependency=afterany:*) ;; *) exec {real} "$@";; esac
+trap '' TERM
 for script; do :; done
 run="${{script%/logs/*}}"
+case "$run" in *[13579]/*) after_s={long_s};; *) after_s={pause_s};; esac
 touch "$run/asked"; sleep {pause_s}
 said=$({real} "$@") || exit 1
-touch "$run/submitted"; sleep {pause_s}
+touch "$run/submitted"; sleep "$after_s"
 echo "$said"
 """,
 }
@@ -81,7 +85,7 @@ def _write_programs(folder: Path) -> str:
     folder.mkdir()
     for name, body in _PROGRAMS.items():
         program = folder / name
-        program.write_text(f"#!/bin/bash\n{body.format(real=shutil.which(name), pause_s=_PAUSE_S)}\n")
+        program.write_text(f"#!/bin/bash\n{body.format(real=shutil.which(name), pause_s=_PAUSE_S, long_s=_LONG_S)}\n")
         program.chmod(0o755)
     return str(folder)
 
