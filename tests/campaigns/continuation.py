@@ -30,7 +30,7 @@ from tests.support.waiting import wait_for
 _AT_ONCE = 5
 _PAUSE_S = 0.8
 _LONG_S = 7.0
-"""After every second submission: longer than KillWait, so a cancelled job is killed before it has recorded the other."""
+"""After every second one: longer than KillWait, so a cancelled job is killed before it has recorded the other."""
 _PATIENCE_S = 120.0
 _WATCH_S = 14.0
 """KillWait (5 s here), and the start of a job that waited for another's end."""
