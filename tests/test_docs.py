@@ -10,12 +10,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
@@ -94,15 +94,20 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch, folder: Path) -> No
         asked, settings = build_scaling_parser().parse_known_args(rest)
         read_series(read_words(settings), steps=asked.steps, env={}, cwd=folder)
         return
-    read = argparse.ArgumentParser.parse_args
+    for name in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, name, _only(getattr(argparse.ArgumentParser, name)))
+    with pytest.raises(_Parsed):
+        import_module(f"slurm_train.cli.{verb}").main(rest)
 
-    def only_read(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> argparse.Namespace:
+
+def _only(read: Callable[..., argparse.Namespace]) -> Callable[..., NoReturn]:
+    """Returns a parser's method that reads the words and goes no further."""
+
+    def only_read(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> NoReturn:
         read(self, args, namespace)
         raise _Parsed
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_read)
-    with pytest.raises(_Parsed):
-        import_module(f"slurm_train.cli.{verb}").main(rest)
+    return only_read
 
 
 def _write_sites(flags: Words, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +54,7 @@ def export_model(path: Path, target: Path) -> int:
         "samples": str(manifest.samples),
         "config_hash": manifest.config_hash,
     }
-    temporary = target.with_name(f".{target.name}.partial")
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     try:
         save_file(tensors, temporary, metadata=facts)
         with temporary.open("rb+") as file:
@@ -81,7 +82,8 @@ def export_directory(target: Path, write: Callable[[Path], None]) -> None:
     """
     if target.exists():
         raise CheckpointError(f"{target} exists already", hint="name another directory, or remove it")
-    temporary = target.with_name(f".{target.name}.partial")
+    # Of its own name: another export of the same at this moment must not be removed below.
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     try:
         temporary.mkdir()
         write(temporary)

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from slurm_train.cli.arguments import RUN_HELP, build_run_parser
 from slurm_train.cli.display import note
-from slurm_train.cli.liveness import is_active
+from slurm_train.cli.liveness import active_of, newest_job, no_submitter
 from slurm_train.errors import RunError
-from slurm_train.launch.preparation import continued_job
+from slurm_train.rundir.jobs import ask_to_stop
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import process_lives, read_holder
-from slurm_train.rundir.lookup import find_runs, read_job
+from slurm_train.rundir.lookup import find_runs
 from slurm_train.rundir.sweep import find_sweep
 from slurm_train.slurm.commands import SlurmCommands
 
@@ -48,31 +47,35 @@ def main(words: Sequence[str]) -> int:
 
 
 def cancel(run: RunDirectory, commands: SlurmCommands) -> None:
-    """Ends one run.
+    """Ends one run: all of its jobs, and a process that trains it.
 
     Raises:
         RunError: nothing of it is queued or running.
         ClusterError: Slurm refused.
     """
-    holder = read_holder(run)
-    if holder is not None and holder.job_id is None and process_lives(holder):
-        _stop_here(run, holder.host, holder.pid)
-        return
-    record = read_job(run)
-    jobs = [] if record is None or not commands.is_available() else _active_jobs(run, record.job_id, commands)
-    if not jobs:
-        raise RunError(f"{run.name}/{run.run_id} is neither queued nor running", hint="`status` shows what is")
-    # A job that ends may be submitting the one that takes over; that one finds the file and does not begin.
-    with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
-        run.stop_file.touch()
-    commands.cancel(jobs)
-    note(f"cancelled job {', '.join(jobs)} of {run.name}/{run.run_id}; `resume {run.run_id}` continues it")
+    with no_submitter(run, commands):
+        active = active_of(run, commands)
+        if not active:
+            raise RunError(f"{run.name}/{run.run_id} is neither queued nor running", hint="`status` shows what is")
+        if active.process is not None:
+            _stop_here(run, active.process.host, active.process.pid)
+        if active.jobs:
+            cancel_jobs(run, active.jobs, commands)
 
 
-def _active_jobs(run: RunDirectory, newest: str, commands: SlurmCommands) -> list[str]:
-    """Returns the run's newest job, and the one that it waits for to take over, as far as they are active."""
-    before = continued_job(run, newest)
-    return [job_id for job_id in (newest, before) if job_id is not None and is_active(job_id, commands)]
+def cancel_jobs(run: RunDirectory, jobs: Sequence[str], commands: SlurmCommands) -> None:
+    """Cancels active jobs of a run, and whatever they have submitted meanwhile to take over."""
+    cancelled: list[str] = []
+    # A job that ends may be submitting the one that takes over; that one submits none.
+    while new := [job_id for job_id in jobs if job_id not in cancelled]:
+        cancelled += new
+        # What is on its way by now finds the file and does not begin.
+        with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
+            ask_to_stop(run, cancelled, newest_job=newest_job(commands))
+        # The newest first: it may be waiting for the others' end.
+        commands.cancel(reversed(new))
+        note(f"cancelled job {', '.join(reversed(new))} of {run.name}/{run.run_id}; `resume {run.run_id}` continues it")
+        jobs = active_of(run, commands).jobs
 
 
 def _stop_here(run: RunDirectory, host: str, pid: int) -> None:

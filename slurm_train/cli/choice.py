@@ -11,8 +11,9 @@ from pathlib import Path
 from slurm_train.cli.timespan import read_since
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lookup import find_runs, read_job
+from slurm_train.rundir.lookup import find_runs
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep, read_table
 from slurm_train.standing.conditions import choose
 from slurm_train.standing.facts import Standing, Subject, subjects_of

@@ -1,24 +1,31 @@
-"""`doctor +cluster=NxG`: a job that does what every run does before it trains, measures as well, and ends."""
+"""`doctor +cluster=NxG`: a job that does what every run does before it trains, measures as well, and ends.
+
+It works in a folder that this command makes, `<root>/.doctor/<random name>`: whatever the words call the run, no folder
+of a run is touched, and no verb lists it. Where all is well the folder is removed again; else it stays, with its logs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from slurm_train.cli.display import note
-from slurm_train.cli.submit import refuse_active, require_slurm
+from slurm_train.cli.submit import hand_over, require_slurm
 from slurm_train.config.compose import compose
 from slurm_train.config.words import Words
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
 from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.container import Ranks
 from slurm_train.launch.plan import RunPlan, plan_run
-from slurm_train.launch.preparation import record_job, write_run_directory
+from slurm_train.launch.preparation import write_run_directory
 from slurm_train.launch.script import render_script
 from slurm_train.launch.snapshot import ask_git, read_answers
 from slurm_train.launch.source import read_source
@@ -26,7 +33,9 @@ from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.preflight import fatal_line, read_record
 from slurm_train.slurm.commands import SlurmCommands
 
-_FIRST = ("preflight.bandwidth=true", "run.name=doctor")
+_FOLDER = ".doctor"
+"""No run has such a name: run.name refuses a leading dot."""
+_FIRST = ("preflight.bandwidth=true",)
 _LAST = ("preflight.enabled=true", "preflight.only=true", "requeue.enabled=false")
 _LOOK_EVERY_S = 1.0
 
@@ -43,7 +52,7 @@ def look_at_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: b
         ClusterError: no Slurm here, or it refuses the job.
         ConfigError: the words ask for no cluster.
     """
-    plan = plan_run(compose(Words(overrides=[*_FIRST, *settings, *_LAST])), cwd=Path.cwd(), env=env)
+    plan = _in_own_folder(plan_run(compose(Words(overrides=[*_FIRST, *settings, *_LAST])), cwd=Path.cwd(), env=env))
     if plan.config.cluster is None:
         raise ConfigError(
             f"doctor {' '.join(settings)} asks for no nodes",
@@ -62,15 +71,23 @@ def look_at_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: b
         subprocess.run(["bash", str(plan.run.submit_script)], env=dict(env), stdout=sys.stderr, check=False)
     else:
         _submit_and_wait(plan, script, commands, env)
-    return _report(plan.run, as_json=as_json)
+    code = _report(plan.run, as_json=as_json)
+    if code == EXIT_DONE:
+        # Made by this very command, under a name that nobody else has.
+        shutil.rmtree(plan.run.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            plan.run.path.parent.rmdir()
+    return code
+
+
+def _in_own_folder(plan: RunPlan) -> RunPlan:
+    root = plan.run.path.parent.parent
+    return replace(plan, run=RunDirectory(root / _FOLDER / secrets.token_hex(4)))
 
 
 def _prepare(plan: RunPlan, commands: SlurmCommands, env: Mapping[str, str]) -> str:
-    """Writes the run directory of the job in the place of an earlier one, and returns the script."""
+    """Writes the run directory of the job, and returns the script."""
     script = render_script(plan)
-    if plan.run.path.is_dir():
-        refuse_active(plan.run, commands)
-        shutil.rmtree(plan.run.path)
     require_acceptable(script, commands, plan)
     Ranks(plan.config, plan.run, plan.directory).make_mount_points()
     cwd = Path.cwd()
@@ -79,12 +96,9 @@ def _prepare(plan: RunPlan, commands: SlurmCommands, env: Mapping[str, str]) -> 
 
 
 def _submit_and_wait(plan: RunPlan, script: str, commands: SlurmCommands, env: Mapping[str, str]) -> None:
-    from slurm_train.launch.submission import submit_script
-
     assert plan.config.cluster is not None
     # A look at nodes is for those that were found bad as well.
-    job_id = submit_script(script, folder=plan.run.logs / "submitted", env=env, export=plan.config.cluster.export)
-    record_job(plan.run, job_id)
+    job_id = hand_over(plan.run, script, commands, env=env, export=plan.config.cluster.export)
     note(f"submitted job {job_id}; logs in {plan.run.logs}; Ctrl-C cancels it")
     try:
         _wait(job_id, commands)

@@ -11,10 +11,11 @@ from slurm_train.cli.display import note
 from slurm_train.cli.log_choice import ChosenLog
 from slurm_train.cli.painting import Painter
 from slurm_train.errors import RunError
+from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lookup import read_job
 from slurm_train.slurm.queue_view import QueueView, Wanted
 from slurm_train.slurm.reasons import explain_reason
+from slurm_train.standing.facts import job_of
 from slurm_train.standing.verdict import never_began
 
 _CHUNK_BYTES = 1 << 16
@@ -32,8 +33,9 @@ def wait_for_log(run: RunDirectory, view: QueueView, choose: Choose) -> None:
     said = ""
     while choose() is None:
         record = read_job(run)
-        look = view.look(Wanted(job_ids=[record.job_id] if record is not None else []))
-        state = look.jobs.get(record.job_id) if record is not None else None
+        job_ids = record.job_ids if record is not None else ()
+        look = view.look(Wanted(job_ids=job_ids, settled=job_ids[:-1]))
+        state = job_of(job_ids, look.jobs)
         if state is not None and not state.is_active and choose() is None:
             raise RunError(f"job {state.job_id} has no log", hint=never_began(state))
         text = "" if state is None else f"job {state.job_id} is {state.phase.value}"

@@ -14,11 +14,10 @@ from types import FrameType
 from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.failure_lines import tell_unseen_failure
-from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.liveness import holder_lives, refuse_active, writing
 from slurm_train.cli.lost_terminal import outlive_terminal
 from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.cli.seal import refused_code
-from slurm_train.cli.submit import refuse_active
 from slurm_train.cli.surroundings import note_surroundings
 from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.schema import RunConfig
@@ -38,8 +37,7 @@ from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import release_lock, take_lock, this_process
-from slurm_train.rundir.lookup import read_job
+from slurm_train.rundir.lock import this_process
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import scrubbed
 
@@ -68,29 +66,15 @@ def train_here(
     """
     # A container that cannot be started is found before anything is written.
     Ranks(plan.config, plan.run, plan.directory).command(python=sys.executable)
-    holder = this_process()
-    if plan.run.path.is_dir():
-        # Nothing of a run that somebody else is training, or that is queued, may be overwritten.
-        refuse_queued(plan.run, env)
-        take_lock(plan.run, holder, is_alive=lambda other: holder_lives(other, SlurmCommands(env)))
-        release_lock(plan.run, holder)
-    change = weigh(plan, source, accept=accept)
-    write_run_directory(plan, source, script=None, change=change)
+    # Nothing of a run that somebody else is training, or that is queued, may be overwritten.
+    refuse_active(plan.run, SlurmCommands(env))
+    with writing(plan.run, SlurmCommands(env)):
+        change = weigh(plan, source, accept=accept)
+        write_run_directory(plan, source, script=None, change=change)
     make_outputs(outputs)
     if source is not None:
         write_provenance(plan.run.provenance, source, words=words, slurm=None)
     return supervise_here(plan.run, plan.config, world_size=plan.world.size, env=env)
-
-
-def refuse_queued(run: RunDirectory, env: Mapping[str, str]) -> None:
-    """Refuses a run whose Slurm job is queued or running; where there is no Slurm nothing is known of one.
-
-    Raises:
-        RunError: as said.
-    """
-    commands = SlurmCommands(env)
-    if read_job(run) is not None and commands.is_available():
-        refuse_active(run, commands)
 
 
 def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env: Mapping[str, str]) -> int:

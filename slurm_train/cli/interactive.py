@@ -17,12 +17,11 @@ from types import FrameType
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.display import note
 from slurm_train.cli.following import follow
-from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.liveness import submitting, writing
 from slurm_train.cli.log_choice import ChosenLog
 from slurm_train.cli.logs import Shown
 from slurm_train.cli.outputs import RunOutput, make_outputs
-from slurm_train.cli.submit import avoid_bad_nodes, refuse_active, require_slurm
-from slurm_train.errors import RunError
+from slurm_train.cli.submit import avoid_bad_nodes, require_slurm
 from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.container import Ranks
 from slurm_train.launch.interactive import require_room, salloc_words
@@ -33,8 +32,6 @@ from slurm_train.launch.script import render_script
 from slurm_train.launch.source import Source
 from slurm_train.rundir.files import size_of
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
-from slurm_train.rundir.lock import clear_dead, process_lives, read_holder
-from slurm_train.rundir.lookup import read_job
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import scrubbed
 
@@ -68,31 +65,19 @@ def run_interactively(
     job_id = env.get("SLURM_JOB_ID")
     if job_id is not None:
         require_room(plan, commands.show_job(job_id))
-        _refuse_active_here(run, job_id, commands)
-    else:
-        refuse_active(run, commands)
-        require_acceptable(script, commands, plan)
-    change = weigh(plan, source, accept=accept)
-    Ranks(plan.config, run, plan.directory).make_mount_points()
-    write_run_directory(plan, source, script=script, change=change)
-    make_outputs(outputs)
-    clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
+    with submitting(run, commands, inside=job_id):
+        if job_id is None:
+            require_acceptable(script, commands, plan)
+        change = weigh(plan, source, accept=accept)
+        Ranks(plan.config, run, plan.directory).make_mount_points()
+        with writing(run, commands, inside=job_id):
+            write_run_directory(plan, source, script=script, change=change)
+        make_outputs(outputs)
     if source is not None:
         write_provenance(run.provenance, source, words=words, slurm=commands.version())
     if job_id is not None:
         return _attend(run, ["bash", str(run.submit_script)], env=_inside(env))
     return _attend(run, salloc_words(plan, avoid_bad_nodes(script, run, env)), env=scrubbed(env))
-
-
-def _refuse_active_here(run: RunDirectory, job_id: str, commands: SlurmCommands) -> None:
-    """Refuses a run that is active, in this allocation or elsewhere; that it was run here before is no hindrance."""
-    record, holder = read_job(run), read_holder(run)
-    if record is None or record.job_id != job_id:
-        refuse_active(run, commands)
-    elif holder is not None and process_lives(holder):
-        raise RunError(
-            f"{run.path} is being run in this allocation by {holder.pid} on {holder.host}", hint="wait for it"
-        )
 
 
 def _inside(env: Mapping[str, str]) -> dict[str, str]:

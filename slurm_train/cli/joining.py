@@ -121,12 +121,10 @@ def _refuse_changed(run: RunDirectory) -> None:
 
 
 def _refuse_held(run: RunDirectory, env: Mapping[str, str]) -> None:
-    from slurm_train.cli.liveness import holder_lives
-    from slurm_train.rundir.lock import read_holder
+    from slurm_train.cli.liveness import live_holder
     from slurm_train.slurm.commands import SlurmCommands
 
-    holder = read_holder(run)
-    if holder is not None and holder_lives(holder, SlurmCommands(env)):
+    if (holder := live_holder(run, SlurmCommands(env))) is not None:
         raise RunError(f"{run.path} is being run by {holder}", hint="wait for it, or `cancel` it first")
 
 

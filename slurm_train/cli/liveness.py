@@ -1,9 +1,107 @@
-"""Whether the holder of a run's lock still lives: a process is looked up here, a job is asked of Slurm."""
+"""What of a run is queued or running: the one place that decides it, and the locks of those who act upon it.
+
+A run may have several jobs at once: one that runs, another that was submitted by hand, one that takes over later. All
+that are recorded are asked about, the holder of the run's lock, and this user's jobs whose script lies in the run
+directory (typed by hand, or by a submitter that was killed before it had recorded the id). However many runs there
+are, squeue is called twice.
+"""
 
 from __future__ import annotations
 
-from slurm_train.rundir.lock import Holder, process_lives
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_train.errors import ClusterError, RunError
+from slurm_train.rundir.jobs import number_of, read_job
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import Holder, process_lives, read_holder, release_lock, take_lock, this_process
+from slurm_train.rundir.private import make_private
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.job_id import is_job_id
+from slurm_train.slurm.records import JobState
+
+_SUBMITTER_WAIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Active:
+    """What of a run is queued or running; false where nothing is."""
+
+    jobs: tuple[str, ...] = ()
+    """Ids of the jobs that are queued, running, ending or about to come back; oldest first."""
+    process: Holder | None = None
+    """A process without a job that holds the run; one on another machine counts as alive."""
+
+    def __bool__(self) -> bool:
+        return bool(self.jobs) or self.process is not None
+
+
+def look_at(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[RunDirectory, Active]:
+    """Returns what of each run is queued or running; where there is no Slurm, no jobs are known.
+
+    Raises:
+        ClusterError: Slurm is here and does not answer.
+    """
+    has_slurm = commands.is_available()
+    holders = {run: read_holder(run) for run in runs}
+    found = _found_by_script(runs, commands) if has_slurm else {}
+    ids = {run: _job_ids(run, holders[run], found.get(run.path, ())) for run in runs}
+    asked = [job_id for run in runs for job_id in ids[run]]
+    states = commands.job_states(asked, ended=False) if asked and has_slurm else {}
+
+    def active(run: RunDirectory) -> Active:
+        jobs = tuple(job_id for job_id in ids[run] if job_id in states and states[job_id].is_active)
+        holder = holders[run]
+        is_process = holder is not None and holder.job_id is None and process_lives(holder)
+        return Active(jobs=jobs, process=holder if is_process else None)
+
+    return {run: active(run) for run in runs}
+
+
+def active_of(run: RunDirectory, commands: SlurmCommands) -> Active:
+    """Returns what of a run is queued or running, see `look_at`."""
+    return look_at([run], commands)[run]
+
+
+def active_runs(runs: Sequence[RunDirectory], commands: SlurmCommands) -> set[RunDirectory]:
+    """Returns the runs of which something is queued or running, see `look_at`."""
+    return {run for run, active in look_at(runs, commands).items() if active}
+
+
+def jobs_of(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[str, JobState]:
+    """Returns what Slurm says about all recorded jobs of runs, by id, ended ones too; nothing where there is no Slurm.
+
+    Raises:
+        ClusterError: Slurm is here and does not answer.
+    """
+    ids = [job_id for run in runs for job_id in _job_ids(run, read_holder(run), ())]
+    return commands.job_states(ids) if ids and commands.is_available() else {}
+
+
+def _job_ids(run: RunDirectory, holder: Holder | None, found: Sequence[str]) -> list[str]:
+    record = read_job(run)
+    held = [holder.job_id] if holder is not None and holder.job_id is not None else []
+    return list(dict.fromkeys([*(record.job_ids if record is not None else ()), *held, *found]))
+
+
+def _found_by_script(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[Path, list[str]]:
+    """Returns this user's jobs whose script lies in one of the run directories, by that directory."""
+    folders = {run.path for run in runs if run.submit_script.exists()}
+    found: dict[Path, list[str]] = {}
+    for job_id, script in commands.own_scripts().items() if folders else ():
+        for folder in folders.intersection(Path(script).parents) if is_job_id(job_id) else ():
+            found.setdefault(folder, []).append(job_id)
+    return found
+
+
+def newest_job(commands: SlurmCommands) -> int | None:
+    """Returns the highest number of this user's jobs that Slurm knows now; None where it does not answer."""
+    try:
+        return max(map(number_of, commands.own_scripts()), default=None)
+    except ClusterError:
+        return None
 
 
 def holder_lives(holder: Holder, commands: SlurmCommands) -> bool:
@@ -14,10 +112,118 @@ def holder_lives(holder: Holder, commands: SlurmCommands) -> bool:
     """
     if holder.job_id is None:
         return process_lives(holder)
-    return is_active(holder.job_id, commands) if commands.is_available() else True
-
-
-def is_active(job_id: str, commands: SlurmCommands) -> bool:
-    """Returns whether Slurm has the job queued, running, or giving its nodes back."""
-    state = commands.job_states([job_id]).get(job_id)
+    if not commands.is_available():
+        return True
+    state = commands.job_states([holder.job_id], ended=False).get(holder.job_id)
     return state is not None and state.is_active
+
+
+def live_holder(run: RunDirectory, commands: SlurmCommands) -> Holder | None:
+    """Returns who runs a run at this moment, None where nobody does; a job that waits is nobody."""
+    holder = read_holder(run)
+    return holder if holder is not None and holder_lives(holder, commands) else None
+
+
+def refuse_active(run: RunDirectory, commands: SlurmCommands, *, inside: str | None = None) -> None:
+    """Refuses a run of which something is queued or running, on Slurm or on this machine.
+
+    Args:
+        run: the run.
+        commands: Slurm.
+        inside: the job whose allocation this is typed in; that the run was run there before is no hindrance.
+
+    Raises:
+        RunError: as said, with what to type.
+    """
+    active = active_of(run, commands)
+    if jobs := [job_id for job_id in active.jobs if job_id != inside]:
+        raise RunError(
+            f"{run.name}/{run.run_id} is active already: Slurm job {', '.join(jobs)}, {run.path}",
+            hint=f"`status {run.run_id}` and `logs -f {run.run_id}` watch it, `cancel {run.run_id}` ends it; "
+            "run.name=NAME or seed=N starts another",
+        )
+    holder = read_holder(run)
+    if inside is not None and holder is not None and holder.job_id == inside and process_lives(holder):
+        raise RunError(
+            f"{run.path} is being run in this allocation by {holder.pid} on {holder.host}", hint="wait for it"
+        )
+    if active.process is not None:
+        raise RunError(
+            f"{run.path} is being run by {active.process}",
+            hint=f"wait for it, or `cancel {run.run_id}`; if you know that it is gone, remove {run.lock}",
+        )
+
+
+@contextlib.contextmanager
+def submitting(run: RunDirectory, commands: SlurmCommands, *, inside: str | None = None) -> Iterator[None]:
+    """Holds a run for one submitter at a time; nothing of it is active when the body begins.
+
+    The body is everything from that check until the new job is recorded. Makes the directory; where the body refuses
+    the run, what was made is removed again if it is empty.
+
+    Args:
+        run: the run.
+        commands: Slurm.
+        inside: see `refuse_active`.
+
+    Raises:
+        RunError: another submitter is at it, or the run is active.
+        ClusterError: Slurm does not answer.
+    """
+    with _locked(run, commands, submits=True):
+        refuse_active(run, commands, inside=inside)
+        yield
+
+
+@contextlib.contextmanager
+def writing(run: RunDirectory, commands: SlurmCommands, *, inside: str | None = None) -> Iterator[None]:
+    """Holds a run like one that trains it: what its ranks read (configuration, plan, code) is changed only in here.
+
+    A job that starts meanwhile waits until this is over. `inside` as for `refuse_active`.
+
+    Raises:
+        RunError: somebody runs it.
+    """
+    with _locked(run, commands, submits=False, inside=inside):
+        yield
+
+
+@contextlib.contextmanager
+def no_submitter(run: RunDirectory, commands: SlurmCommands) -> Iterator[None]:
+    """Waits for a submitter to record its job and keeps others out; one that hangs is not waited for."""
+    with contextlib.ExitStack() as held:
+        # An administrator may cancel what they may not write to.
+        with contextlib.suppress(RunError, OSError):
+            held.enter_context(_locked(run, commands, submits=True))
+        yield
+
+
+@contextlib.contextmanager
+def _locked(run: RunDirectory, commands: SlurmCommands, *, submits: bool, inside: str | None = None) -> Iterator[None]:
+    """Holds one of a run's two locks; only a submitter waits for another one of its kind."""
+
+    def is_alive(other: Holder) -> bool:
+        return process_lives(other) if other.job_id == inside else holder_lives(other, commands)
+
+    holder, wait_s = this_process(), _SUBMITTER_WAIT_S if submits else 0.0
+    made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
+    while True:
+        try:
+            make_private(run.path)
+            take_lock(run, holder, is_alive=is_alive, wait_s=wait_s, submits=submits)
+            break
+        except FileNotFoundError:
+            # Another one was refused and has removed the empty directory.
+            continue
+        except OSError as err:
+            hint = "name another place with run.root=DIR"
+            raise RunError(f"{run.path} cannot be made: {err.strerror or err}", hint=hint) from err
+    try:
+        yield
+    except BaseException:
+        release_lock(run, holder, submits=submits)
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+    release_lock(run, holder, submits=submits)

@@ -10,14 +10,14 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.display import note, plan_rows, say_source
 from slurm_train.cli.inputs import refuse_missing_inputs, say_keys_left_behind
-from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.liveness import active_runs, holder_lives, writing
 from slurm_train.cli.outputs import RunOutput, make_outputs, plan_outputs, say_outputs
-from slurm_train.cli.selection import active_runs
 from slurm_train.cli.submit import require_slurm, tell_of_bad_nodes
 from slurm_train.config.compose import compose_points
 from slurm_train.config.points import Point, read_points
@@ -201,7 +201,7 @@ def _submit(
         if not was_known:
             held.enter_context(submitting(sweep))
             _refuse_overtaken(sweep)
-        code = write_sweep(plan, source, dict(todo), words=words)
+        code = write_sweep(plan, source, dict(todo), words=words, holding=partial(writing, commands=commands))
         make_outputs(outputs)
         for run, _ in todo:
             # A dead process on this machine can be told from here, not from the node that the job starts on.

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_train.cli.arguments import RUN_HELP, build_run_parser
+from slurm_train.cli.arguments import RUN_HELP, build_run_parser, parse_run_and_settings
 from slurm_train.cli.changes import check_names, tell_of_other_code, weigh
 from slurm_train.cli.display import note, print_plan, say_source
-from slurm_train.cli.liveness import holder_lives
-from slurm_train.cli.submit import avoid_bad_nodes, refuse_active, require_slurm
+from slurm_train.cli.liveness import refuse_active, submitting
+from slurm_train.cli.submit import avoid_bad_nodes, hand_over, require_slurm
 from slurm_train.cli.sweep_table import RESUMABLE
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
@@ -26,13 +26,11 @@ from slurm_train.errors import ClusterError, RunError
 from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.code_index import require_sealed
 from slurm_train.launch.plan import replan_run
-from slurm_train.launch.preparation import record_job
 from slurm_train.launch.resources import renewed_warning
 from slurm_train.launch.snapshot import ask_git, read_answers
 from slurm_train.launch.source import read_source
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import clear_dead
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.private import require_private
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep
@@ -81,7 +79,6 @@ def main(words: Sequence[str]) -> int:
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the flags, and the settings among the words."""
     parser = build_run_parser("resume", description=__doc__, examples=_EXAMPLES)
-    parser.add_argument("run", metavar="RUN", help=f"{RUN_HELP}, or a sweep")
     parser.usage = "%(prog)s [--root ROOT] [--config-dir DIR] RUN [key=value ...] [--accept NAMES]"
     accept_help = "changes to accept: keys or sections, config, code, data; several with commas"
     parser.add_argument("--accept", metavar="NAMES", action="append", default=[], help=accept_help)
@@ -89,13 +86,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     states = ", ".join(state.value for state in RESUMABLE)
     parser.add_argument("--only", metavar="STATE,...", help=f"of a sweep: missing, {states}; default: all unfinished")
     parser.add_argument("--where", metavar="KEY=VALUE", action="append", default=[], help="of a sweep: with this value")
-    # argparse does not take settings on both sides of a flag; what follows --where belongs to it.
-    settings = [
-        word
-        for before, word in zip(["", *words], words, strict=False)
-        if "=" in word and not word.startswith("-") and before != "--where"
-    ]
-    return parser.parse_args([word for word in words if word not in settings]), settings
+    return parse_run_and_settings(parser, words, run_help=f"{RUN_HELP}, or a sweep")
 
 
 def _refuse_finished(run: RunDirectory, config: RunConfig, changed: RunConfig) -> None:
@@ -174,20 +165,16 @@ def resubmit(run: RunDirectory, env: Mapping[str, str]) -> int:
     """
     commands = SlurmCommands(env)
     require_slurm(commands, env)
-    refuse_active(run, commands)
-    if not run.submit_script.is_file():
-        raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
-    script = run.submit_script.read_text(encoding="utf-8")
-    require_acceptable(script, commands)
-    run.stop_file.unlink(missing_ok=True)
-    clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
-    from slurm_train.launch.submission import submit_script
-
-    config = load_config(run.config)
-    export, flags = config.cluster.export if config.cluster else (), renewed_warning(config, run)
-    flags = [*flags, *avoid_bad_nodes(script, run, env)]
-    job_id = submit_script(script, folder=run.logs / "submitted", env=env, export=export, flags=flags)
-    record_job(run, job_id)
+    with submitting(run, commands):
+        if not run.submit_script.is_file():
+            raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
+        script = run.submit_script.read_text(encoding="utf-8")
+        require_acceptable(script, commands)
+        run.stop_file.unlink(missing_ok=True)
+        config = load_config(run.config)
+        export, flags = config.cluster.export if config.cluster else (), renewed_warning(config, run)
+        flags = [*flags, *avoid_bad_nodes(script, run, env)]
+        job_id = hand_over(run, script, commands, env=env, flags=flags, export=export)
     note(f"submitted again; it continues from the newest verified checkpoint in {run.checkpoints}")
     print(f"{job_id} {run.path}", flush=True)
     return 0
@@ -195,10 +182,10 @@ def resubmit(run: RunDirectory, env: Mapping[str, str]) -> int:
 
 def resume_here(run: RunDirectory, env: Mapping[str, str]) -> int:
     """Trains on, on this machine, with the frozen configuration and plan."""
-    from slurm_train.cli.here import refuse_queued, supervise_here
+    from slurm_train.cli.here import supervise_here
 
     plan = _read_plan(run)
-    refuse_queued(run, env)
+    refuse_active(run, SlurmCommands(env))
     run.stop_file.unlink(missing_ok=True)
     return supervise_here(run, load_config(run.config), world_size=int(plan["world"]["size"]), env=env)
 

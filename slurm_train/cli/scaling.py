@@ -16,7 +16,7 @@ from slurm_train.cli.display import note
 from slurm_train.cli.scaling_series import LOG_EVERY, Series, plan_of, read_series
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, SlurmTrainError
-from slurm_train.rundir.lookup import read_job
+from slurm_train.rundir.jobs import read_job
 from slurm_train.slurm.commands import SlurmCommands
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _make(
 
 
 def _missing(plans: Mapping[Point, RunPlan], commands: SlurmCommands | None) -> list[Point]:
-    from slurm_train.cli.selection import active_runs
+    from slurm_train.cli.liveness import active_runs
 
     left = [point for point, plan in plans.items() if not plan.run.result.exists()]
     active = active_runs([plans[point].run for point in left], commands) if commands is not None else set()
@@ -110,7 +110,7 @@ def _newest_job(plans: Iterable[RunPlan]) -> str:
 
 
 def _wait(plans: Mapping[Point, RunPlan], commands: SlurmCommands) -> None:
-    from slurm_train.cli.selection import active_runs
+    from slurm_train.cli.liveness import active_runs
 
     said = -1
     while left := [plan.run for plan in plans.values() if not plan.run.result.exists()]:

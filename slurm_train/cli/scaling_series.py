@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 LOG_EVERY = 8
 """Steps of a line of metrics: the averages of post-local SGD come every so many, so each line has one."""
 _OWN_KEYS = ("batch.local_size", "batch.accumulation", "batch.global_size", "run.name", "train.max_steps", "ddp.comm")
+_OWN_SIZES = ("run.processes", "cluster.nodes", "cluster.gpus_per_node")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class Series:
     comms: tuple[str, ...]
     steps: int
     uses_cluster: bool
+    is_named: bool
+    """Whether the cluster comes from a file (`+cluster=NAME`, or a primary one), whose other settings count."""
     folder: Path
 
     @property
@@ -42,8 +45,10 @@ class Series:
     def words(self, point: Point, *, after: str = "") -> Words:
         """Returns what a person would type for one run; it begins when another job has ended."""
         size = point.size
-        own = [
-            f"+cluster={size}" if self.uses_cluster else f"run.processes={size.per_node}",
+        sized = f"+cluster={size}" if self.uses_cluster else f"run.processes={size.per_node}"
+        first = [] if self.is_named else [sized]
+        own = [f"cluster.nodes={size.nodes}", f"cluster.gpus_per_node={size.per_node}"] if self.is_named else []
+        own += [
             f"run.name={self.name}-scaling-{size}",
             f"batch.local_size={point.local_size}",
             f"batch.accumulation={point.accumulation}",
@@ -58,7 +63,7 @@ class Series:
         ]
         own += ["ddp.comm_start_step=1"] if point.comm != "none" else []
         own += [f"cluster.sbatch.dependency=afterany:{after}"] if after else []
-        return replace(self.flags, overrides=[*own[:1], *self.flags.overrides, *own[1:]])
+        return replace(self.flags, overrides=[*first, *self.flags.overrides, *own])
 
 
 def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) -> Series:
@@ -80,7 +85,9 @@ def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) 
     asked = [word for word, _, key, _ in parsed if key != "ddp.comm"]
     plan = plan_of(replace(flags, overrides=asked), env=env, cwd=cwd)
     _require_something_to_time(plan)
-    rest = [word for word, _, key, _ in parsed if key not in (*_OWN_KEYS, "cluster", "run.processes")]
+    is_named = plan.config.cluster is not None and not cluster_sizes(flags.overrides)
+    own_keys = (*_OWN_KEYS, *_OWN_SIZES, *(() if is_named else ("cluster",)))
+    rest = [word for word, _, key, _ in parsed if key not in own_keys]
     name = plan.run.name
     return Series(
         flags=replace(flags, overrides=rest),
@@ -90,7 +97,9 @@ def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) 
         local_size=plan.batch.local_size,
         comms=_comms_of([value or "none" for _, _, key, value in parsed if key == "ddp.comm"]),
         steps=-(-steps // LOG_EVERY) * LOG_EVERY,
-        uses_cluster=bool(cluster_sizes(flags.overrides)),
+        # Not by the words: a file may name the cluster, or have one in it.
+        uses_cluster=plan.config.cluster is not None,
+        is_named=is_named,
         folder=plan.run.path.parent.parent / f"{name}-scaling",
     )
 

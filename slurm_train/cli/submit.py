@@ -7,20 +7,20 @@ from collections.abc import Collection, Mapping, Sequence
 
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.display import note
-from slurm_train.cli.liveness import holder_lives, is_active
+from slurm_train.cli.liveness import holder_lives, submitting, writing
 from slurm_train.cli.outputs import RunOutput, make_outputs
-from slurm_train.errors import ClusterError, RunError
+from slurm_train.errors import ClusterError
 from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.avoidance import describe, exclude_flags
 from slurm_train.launch.container import Ranks
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.preparation import record_job, write_run_directory
+from slurm_train.launch.preparation import write_run_directory
 from slurm_train.launch.script import render_script
 from slurm_train.launch.source import Source
 from slurm_train.rundir.bad_nodes import PARTS, list_file
+from slurm_train.rundir.jobs import record_job
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import clear_dead, process_lives, read_holder
-from slurm_train.rundir.lookup import read_job
+from slurm_train.rundir.lock import clear_dead
 from slurm_train.slurm.commands import SlurmCommands
 
 
@@ -51,22 +51,17 @@ def submit(
     require_slurm(commands, env)
     script = render_script(plan)
     importing = _import_early()
-    refuse_active(plan.run, commands)
-    change = weigh(plan, source, accept=accept)
-    require_acceptable(script, commands, plan)
-    Ranks(plan.config, plan.run, plan.directory).make_mount_points()
-    write_run_directory(plan, source, script=script, change=change)
-    make_outputs(outputs)
-    # A dead process on this machine can be told from here, not from the node that the job starts on.
-    clear_dead(plan.run, is_alive=lambda holder: holder_lives(holder, commands))
-    importing.join()
-    from slurm_train.launch.submission import submit_script
-
-    assert plan.config.cluster is not None
-    flags = avoid_bad_nodes(script, plan.run, env)
-    folder, export = plan.run.logs / "submitted", plan.config.cluster.export
-    job_id = submit_script(script, folder=folder, env=env, flags=flags, export=export)
-    record_job(plan.run, job_id)
+    with submitting(plan.run, commands):
+        change = weigh(plan, source, accept=accept)
+        require_acceptable(script, commands, plan)
+        Ranks(plan.config, plan.run, plan.directory).make_mount_points()
+        with writing(plan.run, commands):
+            write_run_directory(plan, source, script=script, change=change)
+        make_outputs(outputs)
+        importing.join()
+        assert plan.config.cluster is not None
+        flags = avoid_bad_nodes(script, plan.run, env)
+        job_id = hand_over(plan.run, script, commands, env=env, flags=flags, export=plan.config.cluster.export)
     _say_what_next(plan.run)
     print(f"{job_id} {plan.run.path}", flush=True)
     from slurm_train.launch.provenance import write_provenance
@@ -113,25 +108,27 @@ def require_slurm(commands: SlurmCommands, env: Mapping[str, str]) -> None:
             )
 
 
-def refuse_active(run: RunDirectory, commands: SlurmCommands) -> None:
-    """Refuses a run that is queued or running, on Slurm or on this machine.
+def hand_over(
+    run: RunDirectory,
+    script: str,
+    commands: SlurmCommands,
+    *,
+    env: Mapping[str, str],
+    flags: Sequence[str] = (),
+    export: Sequence[str] = (),
+) -> str:
+    """Gives a run's script to Slurm, records the job and returns its id; called inside `submitting`.
 
     Raises:
-        RunError: as said, with what to type.
+        ClusterError: sbatch refused it.
     """
-    record = read_job(run)
-    if record is not None and is_active(record.job_id, commands):
-        raise RunError(
-            f"{run.name}/{run.run_id} is active already: Slurm job {record.job_id}, {run.path}",
-            hint=f"`status {run.run_id}` and `logs -f {run.run_id}` watch it, `cancel {run.run_id}` ends it; "
-            "run.name=NAME or seed=N starts another",
-        )
-    holder = read_holder(run)
-    if holder is not None and holder.job_id is None and process_lives(holder):
-        raise RunError(
-            f"{run.path} is being run by {holder}",
-            hint=f"wait for it, or `cancel {run.run_id}`; if you know that it is gone, remove {run.lock}",
-        )
+    from slurm_train.launch.submission import submit_script
+
+    # A dead process on this machine can be told from here, not from the node that the job starts on.
+    clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
+    job_id = submit_script(script, folder=run.logs / "submitted", env=env, flags=flags, export=export)
+    record_job(run, job_id)
+    return job_id
 
 
 def _import_early() -> threading.Thread:

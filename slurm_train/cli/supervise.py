@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from slurm_train.checkpoint.directory import newest_committed_step
-from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.liveness import holder_lives, newest_job
 from slurm_train.cli.node_notes import note_nodes, note_unfit
 from slurm_train.cli.seal import refused_code
 from slurm_train.cli.surroundings import note_surroundings
@@ -21,9 +21,8 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, ConfigError, NodesError
 from slurm_train.launch.avoidance import can_avoid, keep_off, listed_among
-from slurm_train.launch.continuation import cancelled_before, is_new_request, submit_continuation
+from slurm_train.launch.continuation import continued_job, is_cancelled, submit_continuation
 from slurm_train.launch.meeting import probe_port
-from slurm_train.launch.preparation import record_job
 from slurm_train.launch.resources import STEP_NAME
 from slurm_train.launch.step import LINGER_S, ORPHAN_LINGER_S, end_step, run_step
 from slurm_train.launch.visibility import require_seen_by_all
@@ -43,7 +42,6 @@ from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import this_process
-from slurm_train.rundir.lookup import read_job
 from slurm_train.rundir.marks import first_mark
 from slurm_train.rundir.notice import Notice
 from slurm_train.rundir.preflight import fatal_line, read_record
@@ -79,15 +77,13 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
     require_private(run)
     config = load_config(run.config)
     allocation = _share_of(Allocation.from_env(env), run, config)
-    if (cancelled := _cancelled_before(run, allocation, env)) is not None:
-        say(f"job {cancelled}, which this one was to continue, was cancelled; `resume` continues the run")
+    continues = continued_job(run, allocation.requeue_id, env)
+    if continues is not None and _is_cancelled(continues, env):
+        say(f"job {continues}, which this one was to continue, was cancelled; `resume` continues the run")
         return EXIT_FAILURE
-    if (record := read_job(run)) is None or record.job_id != allocation.requeue_id:
-        record_job(run, allocation.requeue_id)
 
     commands, limits = SlurmCommands(env), limits_of(config)
     size, logs = _num_ranks(run, config, allocation), _task_logs(command, allocation, env)
-    _forget_old_stop(run, allocation.requeue_id, env, commands)
     read = _notice_reader(allocation.requeue_id, commands)
 
     def launch(attempt: int) -> int:
@@ -105,7 +101,7 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
     # Whoever waits in an allocation wants to see a failure, and no job that goes on without them.
     requeue = replace(config.requeue, enabled=config.requeue.enabled and config.launch != "interactive")
     with tracking_run(run, config.track, env) as trackers:
-        site = replace(site, requeue=partial(_requeue_last, trackers, site.requeue))
+        site = replace(site, requeue=partial(_requeue_last, trackers, site.requeue), continues=continues)
         if config.trains:
             site = replace(site, committed_step=partial(newest_committed_step, run.checkpoints))
         return supervise(run, requeue, site, launch, is_own_code=not config.trains or config.preflight.only)
@@ -150,19 +146,6 @@ def _share_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> A
     return replace(allocation, nodes=nodes, tasks_per_node=tuple(per_node))
 
 
-def _forget_old_stop(run: RunDirectory, job_id: str, env: Mapping[str, str], commands: SlurmCommands) -> None:
-    # Whoever types `sbatch submit.sh` after `cancel` wants the run to go on.
-    if not run.stop_file.exists():
-        return
-    try:
-        job = commands.show_job(job_id)
-    except ClusterError:
-        return
-    if is_new_request(run, job, env):
-        say(f"submitted by hand after the run was asked to stop, so {run.stop_file} is removed")
-        run.stop_file.unlink(missing_ok=True)
-
-
 def _job_environment(env: Mapping[str, str]) -> dict[str, str]:
     # Typed inside `srun --pty bash`, the script is about the whole job, not about the shell's step. Ranks and options
     # of srun that a shell has left over are nobody's.
@@ -200,6 +183,7 @@ def _site(
         past_ends=lambda old_job: _past_ends(old_job, commands),
         can_avoid=lambda names: can_avoid(names, job_id, commands, num_nodes=allocation.num_nodes),
         queue_s=_queue_s(job_id, env),
+        newest_job=lambda: newest_job(commands),
         can_relaunch=True,
     )
 
@@ -308,12 +292,12 @@ def _resubmit(run: RunDirectory, job_id: str, decision: Decision, env: Mapping[s
         return ""
 
 
-def _cancelled_before(run: RunDirectory, allocation: Allocation, env: Mapping[str, str]) -> str | None:
+def _is_cancelled(job_id: str, env: Mapping[str, str]) -> bool:
     commands = SlurmCommands(env)
     try:
-        return with_patience(lambda: cancelled_before(run, allocation.requeue_id, commands), sleep=time.sleep)
+        return with_patience(lambda: is_cancelled(job_id, commands), sleep=time.sleep)
     except ClusterError:
-        return None
+        return False
 
 
 def _keep_off(names: str, job_id: str, commands: SlurmCommands) -> None:

@@ -13,9 +13,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 from slurm_train.cli.display import note
+from slurm_train.cli.liveness import writing
 from slurm_train.cli.multirun import missing_runs
 from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
@@ -50,8 +52,10 @@ def run_here(
     """
     sweep = plan.sweep
     with submitting(sweep):
-        missing = missing_runs([one.run for one in plan.plans], SlurmCommands(env))
-        code = write_sweep(plan, source, dict.fromkeys(missing), words=words)
+        commands = SlurmCommands(env)
+        missing = missing_runs([one.run for one in plan.plans], commands)
+        holding = partial(writing, commands=commands)
+        code = write_sweep(plan, source, dict.fromkeys(missing), words=words, holding=holding)
         make_outputs(outputs)
         if code is not None:
             write_provenance(code.provenance, source, words=words, slurm=None)

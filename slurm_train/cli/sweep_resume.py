@@ -7,9 +7,8 @@ from pathlib import Path
 
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.display import note, say_source
-from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.liveness import holder_lives, jobs_of, writing
 from slurm_train.cli.multirun import plan_arrays
-from slurm_train.cli.selection import jobs_of
 from slurm_train.cli.status_table import summary
 from slurm_train.cli.submit import require_slurm, tell_of_bad_nodes
 from slurm_train.cli.sweep_table import chosen, read_rows
@@ -119,9 +118,10 @@ def _prepare(
         run.stop_file.unlink(missing_ok=True)
         clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
         if source is not None:
-            if (change := changes.get(run)) is not None:
-                put_on_record(run, change)
-            link_code(run, code)
+            with writing(run, commands):
+                if (change := changes.get(run)) is not None:
+                    put_on_record(run, change)
+                link_code(run, code)
 
 
 def _changes_of_code(rows: Sequence[Standing], source: Source) -> dict[RunDirectory, AcceptedChange]:

@@ -12,9 +12,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slurm_train.cli.arguments import RUN_HELP, build_run_parser
+from slurm_train.cli.arguments import RUN_HELP, build_run_parser, parse_run_and_settings
 from slurm_train.cli.display import note
-from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.liveness import live_holder
 from slurm_train.cli.trackers import configured, follower_command, run_beside
 from slurm_train.config.schema import TrackSection
 from slurm_train.config.words import read_names
@@ -22,7 +22,6 @@ from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, RunError
 from slurm_train.metrics.trackers.catalogue import NAMES, asked_trackers, require_installed
 from slurm_train.metrics.trackers.state import num_unsent, read_state, why_ended
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import read_holder
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.private import require_private
 from slurm_train.slurm.commands import SlurmCommands
@@ -54,20 +53,18 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the flags, and the settings among the words."""
     parser = build_run_parser("track", description=__doc__, examples=_EXAMPLES)
     parser.usage = "%(prog)s [--root ROOT] RUN [track.KEY=value ...] [--only NAMES]"
-    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--only", dest="trackers", metavar="NAMES", help=f"some of {','.join(NAMES)}")
     # What the supervisor calls: follow the run until this pipe is closed.
     parser.add_argument("--beside", type=int, help=argparse.SUPPRESS)
-    settings = [word for word in words if "=" in word and not word.startswith("-")]
+    arguments, settings = parse_run_and_settings(parser, words, run_help=RUN_HELP)
     for word in settings:
         if not word.startswith("track."):
             raise ConfigError(f"{word.partition('=')[0]} is no setting of a tracker", hint="they begin with track.")
-    return parser.parse_args([word for word in words if word not in settings]), settings
+    return arguments, settings
 
 
 def _refuse_active(run: RunDirectory, env: Mapping[str, str]) -> None:
-    holder = read_holder(run)
-    if holder is not None and holder_lives(holder, SlurmCommands(env)):
+    if (holder := live_holder(run, SlurmCommands(env))) is not None:
         raise RunError(
             f"{run.name}/{run.run_id} is being run by {holder}, which sends its metrics itself",
             hint="wait until it has ended",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from slurm_train.cli.display import note
-from slurm_train.cli.selection import active_runs
+from slurm_train.cli.liveness import active_runs
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError
 from slurm_train.rundir.sweep import SweepDirectory, read_table
 from slurm_train.slurm.commands import SlurmCommands

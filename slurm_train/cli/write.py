@@ -13,9 +13,8 @@ from pathlib import Path
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.composition import compose_one, read_settings_of
 from slurm_train.cli.display import note, print_plan, say_source
-from slurm_train.cli.here import refuse_queued
 from slurm_train.cli.inputs import refuse_missing_inputs
-from slurm_train.cli.liveness import holder_lives
+from slurm_train.cli.liveness import refuse_active, writing
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError
 from slurm_train.launch.plan import plan_run
@@ -23,7 +22,6 @@ from slurm_train.launch.preparation import require_writable, write_run_directory
 from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.snapshot import ask_git, read_answers
 from slurm_train.launch.source import read_source
-from slurm_train.rundir.lock import release_lock, take_lock, this_process
 from slurm_train.slurm.commands import SlurmCommands
 
 _HELP = """\
@@ -70,11 +68,9 @@ def main(words: Sequence[str]) -> int:
     print_plan(plan)
     source = read_source(plan, cwd, read_answers(git), env=env)
     say_source(source)
-    if plan.run.path.is_dir():
-        refuse_queued(plan.run, env)
-        take_lock(plan.run, this_process(), is_alive=lambda other: holder_lives(other, SlurmCommands(env)))
-        release_lock(plan.run, this_process())
-    write_run_directory(plan, source, script=None, change=weigh(plan, source, accept=flags.accept))
+    refuse_active(plan.run, SlurmCommands(env))
+    with writing(plan.run, SlurmCommands(env)):
+        write_run_directory(plan, source, script=None, change=weigh(plan, source, accept=flags.accept))
     write_provenance(plan.run.provenance, source, words=["write", *words], slurm=None)
     note(f"written; on each machine that sees it:\n  cd {plan.run.code}")
     note(

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from slurm_train.errors import ClusterError
 from slurm_train.launch.array import ArrayPlan, render_array
 from slurm_train.launch.avoidance import exclude_flags
-from slurm_train.launch.preparation import record_job
 from slurm_train.rundir.files import write_atomic
-from slurm_train.rundir.lookup import read_job
+from slurm_train.rundir.jobs import record_job
 from slurm_train.rundir.sweep import (
     ArrayDirectory,
     SweepDirectory,
@@ -69,9 +68,7 @@ def keep_job_id(sweep: SweepDirectory, array: ArrayDirectory, job_id: str) -> No
     write_atomic(array.job, json.dumps({"job_id": job_id, "submit_time_unix_s": time.time()}) + "\n")
     write_table(sweep, record_array(read_table(sweep), array, job_id))
     for task, run in enumerate(read_runs(array)):
-        # The first elements may run by now and have written theirs.
-        if (record := read_job(run)) is None or record.job_id != f"{job_id}_{task}":
-            record_job(run, f"{job_id}_{task}", durable=False)
+        record_job(run, f"{job_id}_{task}", durable=False)
 
 
 def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str]:

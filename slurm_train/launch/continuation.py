@@ -10,12 +10,11 @@ from collections.abc import Mapping
 
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import ClusterError
-from slurm_train.launch.preparation import continued_job, record_job
 from slurm_train.launch.resources import renewed_warning
+from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.preemption import Preemption, return_in_words
-from slurm_train.slurm.records import was_submitted_after
 from slurm_train.slurm.states import Phase
 
 CONTINUES = "TRAIN_CONTINUES_JOB"
@@ -43,32 +42,27 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: str, env: Ma
     return new_id
 
 
-def cancelled_before(run: RunDirectory, job_id: str, commands: SlurmCommands) -> str | None:
-    """Returns the cancelled job that this one was to continue, None where it may begin.
+def continued_job(run: RunDirectory, job_id: str, env: Mapping[str, str]) -> str | None:
+    """Returns the job that `job_id` takes over from, None where it stands for itself.
+
+    Args:
+        run: the run.
+        job_id: this job.
+        env: its environment, which says so before anybody has recorded it.
+    """
+    record = read_job(run)
+    recorded = record.continues.get(job_id) if record is not None else None
+    return env.get(CONTINUES) or recorded
+
+
+def is_cancelled(job_id: str, commands: SlurmCommands) -> bool:
+    """Returns whether Slurm says that a job was cancelled; one that it does not know any more was not.
 
     Raises:
         ClusterError: nobody answers.
     """
-    before = continued_job(run, job_id)
-    if before is None:
-        return None
-    state = commands.job_states([before]).get(before)
-    return before if state is not None and state.phase is Phase.CANCELLED else None
-
-
-def is_new_request(run: RunDirectory, job: Mapping[str, str], env: Mapping[str, str]) -> bool:
-    """Returns whether a person submitted this job by hand after the run was asked to stop.
-
-    A job that was on its way by then, that Slurm has started before, or that takes over from another, is none.
-
-    Args:
-        run: the run, with its STOP file.
-        job: `scontrol show job` of this job.
-        env: the job's environment.
-    """
-    if CONTINUES in env or job.get("Restarts", "0") != "0":
-        return False
-    return was_submitted_after(job, run.stop_file.stat().st_mtime)
+    state = commands.job_states([job_id]).get(job_id)
+    return state is not None and state.phase is Phase.CANCELLED
 
 
 def how_it_returns(preemption: Preemption | None, *, requeue_enabled: bool) -> str:

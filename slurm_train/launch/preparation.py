@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from slurm_train.launch.snapshot import link_snapshot, write_snapshot
 from slurm_train.launch.source import Source
 from slurm_train.rundir.attempts import withdraw_result
 from slurm_train.rundir.changes import AcceptedChange, record_change
-from slurm_train.rundir.files import fsync_directory, fsync_file, read_json, write_atomic
+from slurm_train.rundir.files import fsync_directory, fsync_file, write_atomic
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.private import create_private, make_private, require_private
 
@@ -145,25 +144,3 @@ def _make_folders(run: RunDirectory) -> None:
     except OSError as err:
         hint = "name another place with run.root=DIR"
         raise RunError(f"{run.path} cannot be made: {err.strerror or err}", hint=hint) from err
-
-
-def record_job(run: RunDirectory, job_id: str, *, continues: str | None = None, durable: bool = True) -> None:
-    """Adds a job id to `job.json`; the newest is last.
-
-    Args:
-        run: the run.
-        job_id: the job.
-        continues: the job that it takes over from; such a job does not start if that one was cancelled.
-        durable: fsync it; False where it stands elsewhere as well.
-    """
-    known = read_json(run.job) or {}
-    followers = {**known.get("continues", {}), **({job_id: continues} if continues else {})}
-    record = {"job_ids": [*known.get("job_ids", []), job_id], "submit_time_unix_s": time.time()}
-    text = json.dumps({**record, "continues": followers} if followers else record) + "\n"
-    write_atomic(run.job, text, durable=durable)
-
-
-def continued_job(run: RunDirectory, job_id: str) -> str | None:
-    """Returns the job that `job_id` takes over from, None where it stands for itself."""
-    found = (read_json(run.job) or {}).get("continues", {}).get(job_id)
-    return None if found is None else str(found)

@@ -7,14 +7,16 @@ known by its run directory. What is used is its submission path and its Job hand
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import submitit
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
 
 from slurm_train.errors import ClusterError
+from slurm_train.rundir.files import write_durable
 from slurm_train.rundir.private import make_private
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.exports import exported
@@ -26,7 +28,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
     Args:
         folder: where submitit keeps its copy of what was submitted.
         script: the script's text.
-        env: environment of the caller; what does not travel is withheld from sbatch, which would pass on all it has.
+        env: environment of the job to be; what does not travel is withheld from sbatch, which would pass on all it has.
         flags: further words for sbatch, which win over the script's own.
         export: further variables that travel, see `exports.exported`.
     """
@@ -45,19 +47,18 @@ class ScriptExecutor(submitit.SlurmExecutor):
         """The cluster that has taken the job, where sbatch names one."""
         self._script = script
         self._flags = list(flags)
-        self._withheld = sorted(env.keys() - exported(env, export))
+        self._env = {name: env[name] for name in exported(env, export)}
 
     def submit_script(self) -> submitit.Job[Any]:
         """Submits the script and returns submitit's handle of the job."""
-        return self._submit_command("")
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:  # noqa: ARG002  # submitit's signature
-        return self._script
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        # By name: values on a command line would be seen in every process list.
-        scrub = [word for name in self._withheld for word in ("-u", name)]
-        return ["env", *scrub, "sbatch", "--parsable", *self._flags, str(submission_file_path)]
+        file = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
+        write_durable(file, self._script)
+        # As submitit's own _submit_command does, but that would give sbatch the environment of this process.
+        command = ["sbatch", "--parsable", *self._flags, str(file)]
+        said = CommandFunction(command, verbose=False, env=self._env)()
+        job = self.job_class(folder=self.folder, job_id=self._get_job_id_from_submission_command(said), tasks=[0])
+        job.paths.move_temporary_file(file, "submission_file", keep_as_symlink=True)
+        return job
 
     def _get_job_id_from_submission_command(self, string: bytes | str) -> str:  # type: ignore[override]  # static there
         text = string.decode() if isinstance(string, bytes) else string
@@ -87,10 +88,6 @@ def submit_script(
         raise ClusterError(
             f"sbatch refused the job: {reason}", hint="`plan` with the same words shows the script"
         ) from err
-    # submitit keeps a copy by the umask, and a link to it.
-    for copy in folder.iterdir():
-        if copy.is_file() and not copy.is_symlink():
-            copy.chmod(0o600)
     if executor.cluster:
         _refuse_other_cluster(str(job.job_id), executor.cluster, SlurmCommands(env))
     return str(job.job_id)

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from slurm_train.launch.preparation import SharedCode, write_shared_code, write_sweep_run
 from slurm_train.launch.source import Source
 from slurm_train.launch.sweep import SweepPlan
 from slurm_train.rundir.files import write_atomic
+from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.layout import RunDirectory, list_checkpoints
-from slurm_train.rundir.lookup import read_job
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, write_table
 
 
 def write_sweep(
-    plan: SweepPlan, source: Source, scripts: Mapping[RunDirectory, str | None], *, words: Sequence[str]
+    plan: SweepPlan,
+    source: Source,
+    scripts: Mapping[RunDirectory, str | None],
+    *,
+    words: Sequence[str],
+    holding: Callable[[RunDirectory], AbstractContextManager[None]],
 ) -> SharedCode | None:
     """Writes the table, one snapshot of the code, and the directories of the runs that are to be carried out.
 
@@ -28,6 +34,7 @@ def write_sweep(
         source: the code to copy.
         scripts: those runs with the text of their submit.sh, None on this machine.
         words: the command line.
+        holding: keeps others from running a run while it is written.
     """
     sweep = plan.sweep
     known = {element.run: element for element in read_table(sweep)}
@@ -42,8 +49,10 @@ def write_sweep(
     write_shared_code(source, code)
     for one in plan.plans:
         if one.run in scripts:
-            # A run that has been trained goes on with its own code; `resume --accept code` gives it another.
-            write_sweep_run(one, code=None if _is_trained(one.run) else code, script=scripts[one.run])
+            # Nobody runs what has never been written, and there may be thousands of those.
+            with holding(one.run) if one.run.config.exists() else nullcontext():
+                # A run that has been trained goes on with its own code; `resume --accept code` gives it another.
+                write_sweep_run(one, code=None if _is_trained(one.run) else code, script=scripts[one.run])
     return code
 
 

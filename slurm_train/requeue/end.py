@@ -53,6 +53,10 @@ class Site:
     """Seconds that the job waited, from when it could have started; None where nobody knows."""
     can_relaunch: bool = False
     """Whether failed ranks are started again here, without a person."""
+    continues: str | None = None
+    """The job that this one takes over from."""
+    newest_job: Callable[[], int | None] = lambda: None
+    """The highest number of this user's jobs that Slurm knows, None where it does not answer."""
     committed_step: Callable[[], int] | None = None
     """Gives the step of the newest checkpoint, -1 if there is none; None for a user's own code, whose progress nobody
     knows: what counts there is the newest logged step, and how often the job comes back has no limit."""

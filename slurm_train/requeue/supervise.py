@@ -21,11 +21,13 @@ from slurm_train.requeue.end import End, Site, committed_step, look_back
 from slurm_train.requeue.lost import close_lost, was_cancelled, why_restarted
 from slurm_train.requeue.patience import wait_for_the_end
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt, read_ledger
+from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lock import release_lock, take_lock
 from slurm_train.rundir.progress import last_step
 from slurm_train.rundir.rounds import Round
 
+_WRITER_WAIT_S = 60.0
 _MOST_STARTS_IN_VAIN = 10
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 60, 3600
 # Nothing that passes by itself.
@@ -51,16 +53,20 @@ def supervise(
     Raises:
         RunError: somebody else runs this directory, or a newer attempt has taken over meanwhile.
     """
-    take_lock(run, site.holder, is_alive=site.is_alive)
+    job_id = site.start.job_id
+    # Whoever writes configuration or code holds the lock for a moment; a job waits for that.
+    take_lock(run, site.holder, is_alive=site.is_alive, wait_s=_WRITER_WAIT_S if job_id is not None else 0.0)
     try:
         site = replace(site, start=replace(site.start, committed_step=committed_step(site)))
+        # Not before: a job that does not get the run must not hide the one that has it.
+        if job_id is not None:
+            record_job(run, job_id, continues=site.continues)
         close_lost(run, site.start, past_ends=site.past_ends, last_step=last_step(run))
         if run.result.exists():
             say(f"{run.path} is finished already; see {run.result}")
             return EXIT_DONE
-        if run.stop_file.exists():
-            # `cancel` leaves it, so that no job that was already on its way takes the run up again.
-            say(f"{run.stop_file} is there, so nothing is started; `resume {run.run_id}` continues the run")
+        if refusal := obey_stop(run, job_id, continues=site.continues, newest_job=site.newest_job):
+            say(refusal)
             return EXIT_FAILURE
         if why := _returned_in_vain(run, settings, site):
             say(f"nothing is started: {why}")
@@ -70,8 +76,11 @@ def supervise(
             if decision.action != "relaunch":
                 break
     finally:
+        known = BestEffort(say)
+        if job_id is not None:
+            known("the STOP file", lambda: complete_stop(run, job_id, newest_job=site.newest_job), None)
         # One that stays is overtaken: by this job's next start, or by any other once this job has ended.
-        BestEffort(say)("the lock", lambda: release_lock(run, site.holder), None)
+        known("the lock", lambda: release_lock(run, site.holder), None)
     if decision.action == "requeue" and not site.requeue(decision):
         return _hand_over(run, decision, site)
     return _act(decision, site, exit_code)

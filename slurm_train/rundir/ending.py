@@ -8,8 +8,8 @@ from typing import Any
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import change_times
+from slurm_train.rundir.jobs import JobRecord, read_job
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lookup import JobRecord, read_job
 
 # A supervisor that was killed closes nothing; then this is long enough for rank 0's last words.
 _LAST_WORDS_S = 60.0

@@ -77,8 +77,13 @@ class RunDirectory:
 
     @property
     def job(self) -> Path:
-        """Job ids and submit time."""
+        """All job ids and the newest submit time."""
         return self.path / "job.json"
+
+    @property
+    def jobs(self) -> Path:
+        """One file per job, so that recorders on several machines do not overwrite each other."""
+        return self.path / "jobs"
 
     @property
     def attempts(self) -> Path:
@@ -123,6 +128,11 @@ class RunDirectory:
     def lock(self) -> Path:
         """Who runs this directory now."""
         return self.path / "lock.json"
+
+    @property
+    def submission_lock(self) -> Path:
+        """Who submits or cancels the run now."""
+        return self.path / "submission.json"
 
     @property
     def events(self) -> Path:

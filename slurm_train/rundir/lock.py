@@ -2,6 +2,9 @@
 
 The lock is a file created exclusively, naming a Slurm job or a local process. A holder that is gone is overtaken; who
 can tell is the caller's business (a process by its start time, a job by asking Slurm), passed in as a function.
+
+A run has two of them. `lock.json`: who runs it, or writes its configuration and code. `submission.json`: who submits
+or cancels it; jobs do not look at that one, so a submitter that was killed holds no job up.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +22,8 @@ from pathlib import Path
 from slurm_train.errors import RunError
 from slurm_train.rundir.files import read_json, write_durable
 from slurm_train.rundir.layout import RunDirectory
+
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,44 +52,65 @@ def process_lives(holder: Holder) -> bool:
     return _start_ticks(holder.pid) == holder.started != ""
 
 
-def take_lock(run: RunDirectory, holder: Holder, *, is_alive: Callable[[Holder], bool]) -> None:
+def take_lock(
+    run: RunDirectory,
+    holder: Holder,
+    *,
+    is_alive: Callable[[Holder], bool],
+    wait_s: float = 0.0,
+    submits: bool = False,
+) -> None:
     """Takes the run for `holder`; a holder that no longer lives, or the same job's earlier attempt, is overtaken.
+
+    Args:
+        run: the run.
+        holder: who takes it.
+        is_alive: whether another holder still lives.
+        wait_s: seconds to wait for a process, which may be writing for a moment only; a job is not waited for.
+        submits: take the lock of submitters.
 
     Raises:
         RunError: somebody else who is alive holds it.
     """
-    for _ in range(10):
-        if _create(run.lock, holder):
+    path, doing = (run.submission_lock, "submitted") if submits else (run.lock, "run")
+    deadline_s, tries = time.monotonic() + wait_s, 0
+    while tries < 10:
+        if _create(path, holder):
             return
-        current = read_holder(run)
+        current = read_holder(run, submits=submits)
         same_job = current is not None and current.job_id is not None and current.job_id == holder.job_id
         if current is not None and not same_job and is_alive(current):
+            if current.job_id is None and time.monotonic() < deadline_s:
+                time.sleep(_LOOK_S)
+                continue
             raise RunError(
-                f"{run.path} is being run by {current}",
+                f"{run.path} is being {doing} by {current}",
                 hint="watch it with `python -m slurm_train status`, or end it with `cancel` first; "
-                f"if you know that it is gone, remove {run.lock}",
+                f"if you know that it is gone, remove {path}",
             )
-        _remove_if(run, current)
-    raise RunError(f"{run.lock} could not be taken: another starter is quicker each time", hint="try again")
+        _remove_if(path, current)
+        tries += 1
+    raise RunError(f"{path} could not be taken: another starter is quicker each time", hint="try again")
 
 
-def release_lock(run: RunDirectory, holder: Holder) -> None:
+def release_lock(run: RunDirectory, holder: Holder, *, submits: bool = False) -> None:
     """Gives the run back, if `holder` still has it."""
+    path = run.submission_lock if submits else run.lock
     # Not by an unlink after a look: a process that was stopped between the two would remove its successor's.
-    if read_holder(run) == holder:
-        _remove_if(run, holder)
+    if _parse(path) == holder:
+        _remove_if(path, holder)
 
 
 def clear_dead(run: RunDirectory, *, is_alive: Callable[[Holder], bool]) -> None:
     """Removes the lock of a holder that no longer lives; called where that can still be told, before a job starts."""
     current = read_holder(run)
     if current is not None and not is_alive(current):
-        _remove_if(run, current)
+        _remove_if(run.lock, current)
 
 
-def read_holder(run: RunDirectory) -> Holder | None:
-    """Returns who holds the run, or None."""
-    return _parse(run.lock)
+def read_holder(run: RunDirectory, *, submits: bool = False) -> Holder | None:
+    """Returns who holds the run, or its lock of submitters; or None."""
+    return _parse(run.submission_lock if submits else run.lock)
 
 
 def _create(path: Path, holder: Holder) -> bool:
@@ -109,26 +136,26 @@ def _link(source: Path, target: Path) -> bool:
     return True
 
 
-def _remove_if(run: RunDirectory, stale: Holder | None) -> None:
+def _remove_if(path: Path, stale: Holder | None) -> None:
     # Only one starter at a time may remove, so what it has read is still what it removes. Where the file system has
     # no locks, renaming narrows the gap: a newcomer's file that was taken by mistake is put back.
-    aside = run.lock.with_name(f".lock.stale.{socket.gethostname()}.{os.getpid()}")
-    with _removing(run):
+    aside = path.with_name(f".{path.stem}.stale.{socket.gethostname()}.{os.getpid()}")
+    with _removing(path):
         # One that is not there is not to be removed either: a newcomer may be making his at this moment.
-        if not run.lock.exists() or _parse(run.lock) != stale:
+        if not path.exists() or _parse(path) != stale:
             return
         try:
-            run.lock.rename(aside)
+            path.rename(aside)
         except FileNotFoundError:
             return
         if _parse(aside) != stale:
-            _link(aside, run.lock)
+            _link(aside, path)
         aside.unlink()
 
 
 @contextlib.contextmanager
-def _removing(run: RunDirectory) -> Iterator[None]:
-    descriptor = os.open(run.lock.with_name(".lock.guard"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+def _removing(path: Path) -> Iterator[None]:
+    descriptor = os.open(path.with_name(f".{path.stem}.guard"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)

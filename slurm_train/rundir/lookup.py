@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.files import change_times, listed, read_json
+from slurm_train.rundir.files import change_times, listed
+from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.layout import RunDirectory
 
 
-@dataclass(frozen=True, slots=True)
-class JobRecord:
-    """The newest job of a run."""
-
-    job_id: str
-    submit_time_unix_s: float
-
-
-def read_job(run: RunDirectory) -> JobRecord | None:
-    """Returns the newest job of a run, or None for one that never was submitted."""
-    value = read_json(run.job)
-    if not value or not value.get("job_ids"):
-        return None
-    return JobRecord(job_id=str(value["job_ids"][-1]), submit_time_unix_s=float(value["submit_time_unix_s"]))
-
-
 def list_runs(root: Path) -> list[RunDirectory]:
-    """Returns all runs below a root, newest first."""
-    runs = [run for name in listed(root.resolve()) for run in listed(name)]
+    """Returns all runs below a root, newest first; hidden folders (`doctor` has one) hold none."""
+    runs = [run for name in listed(root.resolve()) if not name.name.startswith(".") for run in listed(name)]
     existing = [config.parent for config in change_times(run / "config.yaml" for run in runs)]
     times = change_times(existing)
     return [RunDirectory(path) for path in sorted(times, key=lambda path: times[path], reverse=True)]
@@ -79,7 +63,7 @@ def _matches(run: RunDirectory, word: str) -> bool:
     return (
         word in (run.name, f"{run.name}/{run.run_id}")
         or (len(word) >= 4 and run.run_id.startswith(word))
-        or (job is not None and job.job_id == word)
+        or (job is not None and word in job.job_ids)
     )
 
 

@@ -50,11 +50,15 @@ class SlurmCommands:
         path = self._env.get("PATH", "")
         return all(shutil.which(name, path=path) for name in ("sbatch", "squeue"))
 
-    def job_states(self, job_ids: Iterable[str]) -> dict[str, JobState]:
+    def job_states(self, job_ids: Iterable[str], *, ended: bool = True) -> dict[str, JobState]:
         """Returns what Slurm knows about jobs, by id; an array's id gives one entry per element.
 
         One squeue call; what it does not know (ended longer ago than MinJobAge) is asked of sacct, where there is
         accounting. Ids that neither knows are absent. Many elements of one array are asked for by the array's id.
+
+        Args:
+            job_ids: the jobs.
+            ended: ask sacct about those that squeue does not know; whether a job is active, squeue alone can tell.
 
         Raises:
             ClusterError: neither command gives an answer.
@@ -68,7 +72,7 @@ class SlurmCommands:
             queued = only_asked(asked, parse_squeue(self._squeue(asked)))
         except ClusterError as unanswered:
             return self._sacct(asked, or_else=unanswered)
-        missing = [job_id for job_id in asked if job_id not in queued]
+        missing = [job_id for job_id in asked if job_id not in queued] if ended else []
         return {**self._sacct(missing), **queued} if missing else queued
 
     def queue(self, job_ids: Iterable[str], *, whole: bool = False) -> Queue:
@@ -111,6 +115,18 @@ class SlurmCommands:
 
         argv = ["squeue", "-h", "--me", "-t", "all", "-o", NAMED_FORMAT, "-n", ",".join(names)]
         return parse_named(self._run(argv))
+
+    def own_scripts(self) -> dict[str, str]:
+        """Returns the batch scripts of all jobs of this user that the controller knows, by id: {"12": "/a/submit.sh"}.
+
+        Array ids are as squeue writes them, e.g. "12_[0-3]".
+
+        Raises:
+            ClusterError: no answer.
+        """
+        lines = self._run(["squeue", "-h", "--me", "-t", "all", "-o", "%i|%o"]).splitlines()
+        rows = (line.partition("|")[::2] for line in lines)
+        return {job_id.partition("+")[0]: script for job_id, script in rows if job_id[:1].isdigit()}
 
     def show_job(self, job_id: str) -> dict[str, str]:
         """Returns the fields of `scontrol show job`, e.g. {"JobState": "RUNNING", "Restarts": "0", ...}.

@@ -160,14 +160,6 @@ def queue_seconds(job: Mapping[str, str]) -> float | None:
     return max(0.0, (start - eligible).total_seconds())
 
 
-def was_submitted_after(job: Mapping[str, str], time_unix_s: float) -> bool:
-    """Returns whether a job's record says that it was submitted after a time; Slurm rounds its seconds down."""
-    try:
-        return datetime.fromisoformat(job["SubmitTime"]).timestamp() >= time_unix_s
-    except (KeyError, ValueError):
-        return False
-
-
 def _rows(text: str, num_fields: int) -> list[list[str]]:
     """Splits lines into fields; lines with another number of them are left out."""
     rows = (line.split("|") for line in text.splitlines())

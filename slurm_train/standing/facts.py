@@ -97,13 +97,19 @@ class Standing:
 
 
 def wanted_of(files: Sequence[RunFiles]) -> Wanted:
-    """Returns what Slurm is to be asked: the newest jobs of all runs without a result."""
-    open_ones = [one for one in files if one.record is not None and not one.is_finished]
+    """Returns what Slurm is to be asked: all jobs of all runs without a result; accounting about the newest only."""
+    open_ones = [one for one in files if one.job_ids and not one.is_finished]
     return Wanted(
-        job_ids=[one.record.job_id for one in open_ones if one.record is not None],
+        job_ids=[job_id for one in open_ones for job_id in one.job_ids],
         may_wait=any(not one.is_settled and not one.is_open for one in open_ones),
-        settled=[one.record.job_id for one in open_ones if one.record is not None and one.is_settled],
+        settled=[job_id for one in open_ones for job_id in one.job_ids[: None if one.is_settled else -1]],
     )
+
+
+def job_of(job_ids: Sequence[str], jobs: Mapping[str, JobState]) -> JobState | None:
+    """Returns the job that a run stands by: the last of its jobs that is active, else the last, as far as known."""
+    active = [jobs[job_id] for job_id in job_ids if job_id in jobs and jobs[job_id].is_active]
+    return active[-1] if active else jobs.get(job_ids[-1]) if job_ids else None
 
 
 def standing_of(subject: Subject, files: RunFiles, look: Look, *, now_unix_s: float) -> Standing:
@@ -117,7 +123,8 @@ def standing_of(subject: Subject, files: RunFiles, look: Look, *, now_unix_s: fl
     """
     record, line = files.record, files.line
     is_old = look.age_s is not None and _has_stopped_since(files, now_unix_s - look.age_s)
-    job = look.jobs.get(record.job_id) if record is not None and not is_old else None
+    job = job_of(files.job_ids, look.jobs) if not is_old else None
+    job_id = job.job_id if job is not None else files.job_ids[-1] if files.job_ids else None
     answers = look.age_s is not None
     state = judge(files, job, now_unix_s=now_unix_s, slurm_answers=answers)
     beat = files.weakest_beat if state is RunState.RUNNING else None
@@ -128,7 +135,7 @@ def standing_of(subject: Subject, files: RunFiles, look: Look, *, now_unix_s: fl
         note=explain(files, job, state, slurm_answers=answers),
         is_settled=files.is_settled,
         job=job,
-        job_id=record.job_id if record is not None else None,
+        job_id=job_id,
         step=max(int(line.get("step", 0)), files.checkpoint_step),
         max_steps=files.max_steps,
         loss=_number(line, "loss"),
@@ -141,7 +148,7 @@ def standing_of(subject: Subject, files: RunFiles, look: Look, *, now_unix_s: fl
         beat_rank=None if beat is None else beat.source.rank,
         beat_host=None if beat is None else beat.source.host,
         nodelist=_nodes(job, last) if state is RunState.RUNNING else "",
-        jobs_ahead=look.jobs_ahead.get(record.job_id) if record is not None else None,
+        jobs_ahead=look.jobs_ahead.get(job_id) if job_id is not None else None,
         submit_unix_s=record.submit_time_unix_s if record is not None else None,
         attempt_start_unix_s=_number(last, "time_unix_s"),
     )

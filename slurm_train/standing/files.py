@@ -11,9 +11,9 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.ending import has_stopped
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat, read_beats
+from slurm_train.rundir.jobs import JobRecord, read_job
 from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.lock import process_lives, read_holder
-from slurm_train.rundir.lookup import JobRecord, read_job
 from slurm_train.rundir.progress import newest_training_line
 from slurm_train.rundir.stragglers import newest_window
 
@@ -24,7 +24,9 @@ class RunFiles:
 
     run: RunDirectory
     record: JobRecord | None
-    """Its newest job."""
+    """Its jobs."""
+    holder_job: str | None
+    """The job that holds its lock."""
     ledger: tuple[Mapping[str, Any], ...]
     line: Mapping[str, Any]
     """The newest line with a training loss, {} before the first."""
@@ -37,6 +39,13 @@ class RunFiles:
     """The oldest heartbeat of the ranks that are at work; None where nobody keeps one."""
     slow_because: str
     """What makes the steps of the open attempt longer than they would have to be, and what helps; "" for nothing."""
+
+    @property
+    def job_ids(self) -> list[str]:
+        """All jobs that may be active; the one that holds the lock is last, else the newest."""
+        recorded = self.record.job_ids if self.record is not None else ()
+        held = [self.holder_job] if self.holder_job is not None else []
+        return [*(job_id for job_id in recorded if job_id not in held), *held]
 
     @property
     def is_open(self) -> bool:
@@ -57,6 +66,7 @@ def read_files(run: RunDirectory) -> RunFiles:
     return RunFiles(
         run=run,
         record=read_job(run),
+        holder_job=holder.job_id if holder is not None else None,
         ledger=ledger,
         line=newest_training_line(run.metrics) or {},
         max_steps=(read_json(run.plan) or {}).get("max_steps") or None,

@@ -103,6 +103,18 @@ CAMPAIGNS: dict[str, Campaign] = {
         module="cancel",
         trials=200,
     ),
+    "two-starters": Campaign(
+        promise="a run that is started twice at once and cancelled in between: one job trains at a time, nothing is "
+        "written under live ranks, cancel finds every job, resume finishes the run",
+        module="two_starters",
+        trials=50,
+    ),
+    "continuation": Campaign(
+        promise="cancelled at any moment around the submission of the job that takes over, with requeue forbidden and "
+        "no accounting: the run never comes back",
+        module="continuation",
+        trials=100,
+    ),
     "split-brain": Campaign(
         promise="ranks that outlive their job commit nothing that anybody sees and are gone within 10 s",
         module="split_brain",

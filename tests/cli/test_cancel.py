@@ -34,6 +34,28 @@ def test_a_job_that_waits_to_take_over_is_cancelled_with_the_one_that_runs(shell
     assert shell.slurm.said("cancelled") == "12 11\n"
 
 
+def test_every_active_job_is_cancelled_not_the_newest_alone(shell: Any) -> None:
+    run = shell.has_run(job_ids=("11", "12", "13"))
+    for job_id, word in (("11", "RUNNING"), ("12", "FAILED"), ("13", "PENDING")):
+        shell.slurm.queue(job_id, word)
+    done = shell.types("cancel", "3f9a1c07")
+    assert done.code == 0 and shell.slurm.said("cancelled") == "13 11\n"
+    assert json.loads(run.stop_file.read_text()) == {"jobs": ["11", "13"], "newest_job": 13}
+
+
+def test_a_job_that_nobody_recorded_is_found_by_the_lock_and_by_its_script(shell: Any) -> None:
+    run = shell.has_run(job_ids=("11",))
+    take_lock(run, Holder(job_id="20", host="node1", pid=5, started="1"), is_alive=lambda _holder: True)
+    shell.slurm.has_script("21", run.submit_script)
+    shell.slurm.has_script("22", run.logs / "submitted" / "x.sh")
+    shell.slurm.has_script("23", run.path.with_name("3f9a1c070") / "submit.sh")
+    for job_id in ("20", "21", "22", "23"):
+        shell.slurm.queue(job_id, "PENDING")
+    assert shell.types("cancel", "3f9a1c07").code == 0
+    assert shell.slurm.said("cancelled") == "22 21 20\n"
+    assert json.loads(run.stop_file.read_text())["newest_job"] == 23, "a job of this number is on its way already"
+
+
 @pytest.mark.parametrize("job_ids", [(), ("12",)])
 def test_a_run_that_is_not_active_is_an_error(job_ids: tuple[str, ...], shell: Any) -> None:
     shell.has_run(job_ids=job_ids)

@@ -65,7 +65,21 @@ def test_the_job_of_the_doctor_looks_and_does_not_train(site: Any) -> None:
     # The fake job ends at once without a word.
     assert done.code == 2 and "the job ended without a word about its nodes" in done.err
     script = site.slurm.said("submitted.sh")
-    assert "#SBATCH --job-name=doctor-" in script and "#SBATCH --no-requeue" in script
-    (config,) = site.folder.glob("runs/doctor/*/config.yaml")
+    assert "#SBATCH --job-name=.doctor-" in script and "#SBATCH --no-requeue" in script
+    (config,) = site.folder.glob("runs/.doctor/*/config.yaml")
     for line in ("only: true", "bandwidth: true", "enabled: true"):
         assert f"  {line}\n" in config.read_text().partition("preflight:")[2]
+
+
+def test_whatever_the_run_is_called_the_doctor_touches_no_folder_of_a_run(site: Any) -> None:
+    words = ("+cluster=2x1", "run.name=mine")
+    assert site.types(*words).code == 0
+    (run,) = (path.parent for path in site.folder.glob("runs/mine/*/config.yaml"))
+    checkpoint = run / "checkpoints" / "checkpoint_0000004"
+    checkpoint.mkdir()
+    before = {path: path.stat().st_mtime_ns for path in (run, *run.rglob("*"))}
+    for _ in range(2):
+        assert "the job ended without a word" in site.types("doctor", *words).err
+    assert {path: path.stat().st_mtime_ns for path in (run, *run.rglob("*"))} == before
+    assert len(list(site.folder.glob("runs/.doctor/*/config.yaml"))) == 2, "each has a folder of its own"
+    assert ".doctor" not in site.types("status").out

@@ -74,6 +74,38 @@ def test_a_missing_script_says_what_to_type(shell: Any) -> None:
     assert done.code == 2 and "submit.sh is missing" in done.err and "first command again" in done.err
 
 
+def test_a_job_that_a_newer_one_hides_counts_as_active(shell: Any) -> None:
+    run = shell.has_run(job_ids=("12", "13"), script=SCRIPT)
+    shell.slurm.queue("12", "RUNNING")
+    shell.slurm.queue("13", "FAILED")
+    done = shell.types("resume", "gpt-stdlib")
+    assert done.code == 2 and "is active already: Slurm job 12," in done.err
+    shell.slurm.has_script("14", run.submit_script)
+    shell.slurm.queue("14", "PENDING")
+    assert "Slurm job 12, 14," in shell.types("resume", "gpt-stdlib").err
+
+
+@pytest.mark.parametrize(
+    "words", [("--root", "{root}"), ("--root={root}",), ("--config-dir", "a=b", "--root", "{root}")]
+)
+def test_the_value_of_a_flag_is_no_setting(words: tuple[str, ...], shell: Any) -> None:
+    shell.has_run(script=SCRIPT)
+    root = shell.folder / "a=b"
+    (shell.folder / "runs").rename(root)
+    done = shell.types("resume", "gpt-stdlib", *(word.format(root=root) for word in words))
+    assert done.code == 0, done.err
+    again = shell.types("resume", str(root / "gpt-stdlib" / "3f9a1c07"))
+    assert again.code == 0, again.err
+
+
+def test_settings_may_stand_on_either_side(shell: Any) -> None:
+    shell.has_run(ledger=STOPPED, script=SCRIPT)
+    for words in (("optim.lr=1", "gpt-stdlib", "--accept", "seed"), ("gpt-stdlib", "--accept", "seed", "optim.lr=1")):
+        done = shell.types("resume", *words)
+        assert done.code == 2 and "model has no _target_" in done.err, "the run of this test has nothing to plan anew"
+    assert "several runs are named: a b" in shell.types("resume", "a", "b").err
+
+
 def test_without_slurm_a_cluster_run_cannot_be_resumed(shell: Any) -> None:
     shell.has_run(script=SCRIPT)
     shell.leaves_slurm()

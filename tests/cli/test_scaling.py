@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.cli.scaling_series import LOG_EVERY, Series, read_series
+from slurm_train.cli.scaling_series import LOG_EVERY, Series, plan_of, read_series
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError
 from slurm_train.scaling.points import Size
@@ -31,6 +31,19 @@ def test_each_run_gets_its_size_batch_and_way_of_exchanging(tmp_path: Path) -> N
     )
     assert "cluster.sbatch.dependency=afterany:17" in typed and "train.evaluate=false" in typed
     assert not any(word.startswith("batch.global_size") for word in typed)
+
+
+def test_a_cluster_from_a_file_is_one_and_its_settings_count(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "cluster").mkdir(parents=True)
+    (tmp_path / "conf" / "cluster" / "mine.yaml").write_text(
+        "defaults: [base, _self_]\nnodes: 4\ngpus_per_node: 2\npartition: big\n"
+    )
+    series = series_of(tmp_path, "--config-dir", str(tmp_path / "conf"), "+cluster=mine", "cluster.nodes=2")
+    assert (series.nodes, series.per_node, series.uses_cluster) == (2, 2, True)
+    for point in series.points:
+        plan = plan_of(series.words(point), env={}, cwd=tmp_path)
+        assert plan.config.cluster is not None and plan.config.cluster.partition == "big"
+        assert plan.world.ranks_per_node == (point.size.per_node,) * point.size.nodes
 
 
 def test_the_number_of_steps_is_whole_lines_of_metrics(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from slurm_train.cli.here import supervise_here
 from slurm_train.config.frozen import dump_config, load_config
 from slurm_train.config.schema import ClusterSection, RequeueSection, RunConfig
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lookup import read_job
+from slurm_train.rundir.lock import Holder, release_lock, take_lock, this_process
 from slurm_train.rundir.marks import first_mark
 from tests.cli.conftest import Shell
 from tests.support.command_line import Done, Person
@@ -87,6 +89,47 @@ def test_the_step_gets_its_attempt_and_where_to_meet(batch: Batch) -> None:
     assert (line["reason"], line["nodes"], line["world_size"]) == ("done", ["node2", "node3"], 8)
     record = read_job(batch.run)
     assert record is not None and record.job_id == "77", "a script submitted by hand is this run's job from now on"
+
+
+def test_a_job_that_does_not_get_the_run_does_not_hide_the_one_that_has_it(batch: Batch) -> None:
+    (batch.here / "squeue.out").write_text("80|RUNNING|None|node9|N/A|N/A|main|gpt\n")
+    take_lock(batch.run, Holder(job_id="80", host="node9", pid=5, started="1"), is_alive=lambda _holder: True)
+    batch.run.stop_file.touch()
+    done = batch.supervises()
+    assert done.code == 2 and f"{batch.run.path} is being run by Slurm job 80" in done.err
+    record = read_job(batch.run)
+    assert record is not None and record.job_ids == ("76",)
+    assert batch.run.stop_file.read_text() == "", "what is asked of another job is not this one's business"
+
+
+def test_a_job_waits_for_whoever_writes_the_run(batch: Batch) -> None:
+    (batch.run.path / "result.new").write_text("{}")
+    writer = this_process()
+    take_lock(batch.run, writer, is_alive=lambda _holder: True)
+    release = threading.Timer(2.0, release_lock, (batch.run, writer))
+    release.start()
+    done = batch.supervises()
+    assert done.code == 0, done.err
+    release.join()
+
+
+@pytest.mark.parametrize(
+    ("stop", "env", "begins"),
+    [
+        ({"jobs": ["76"], "newest_job": 76}, {}, True),
+        ({"jobs": ["76"], "newest_job": 77}, {}, False),
+        ({"jobs": ["76"], "newest_job": 76}, {"TRAIN_CONTINUES_JOB": "76"}, False),
+    ],
+    ids=["submitted later", "on its way by then", "takes over from a cancelled job"],
+)
+def test_a_cancel_holds_back_what_was_on_its_way(
+    stop: dict[str, Any], env: dict[str, str], begins: bool, batch: Batch
+) -> None:
+    (batch.run.path / "result.new").write_text("{}")
+    batch.run.stop_file.write_text(json.dumps(stop))
+    done = batch.supervises(**env)
+    assert ((done.code == 0), bool(read_ledger(batch.run))) == (begins, begins), done.err
+    assert batch.run.stop_file.exists() is not begins
 
 
 def test_a_job_that_was_cancelled_stays_so(batch: Batch) -> None:

@@ -160,6 +160,8 @@ def test_cancel_ends_the_meant_runs_with_one_command(
     shell.slurm.queue_many(["4711_1", "4711_2", "4711_3"], "PENDING")
     assert shell.types("cancel", sweep.sweep_id, *words).code == 0
     assert shell.slurm.said("cancelled").split() == ids
+    stopped = {one.run.path for one in elements(sweep) if one.run.stop_file.exists()}
+    assert len(stopped) == (3 if ids == ["4711"] else len(ids)), "what is on its way for these must not begin"
 
 
 def test_cancel_spares_the_runs_of_another_sweep(sweep: SweepDirectory, shell: Any) -> None:

@@ -63,6 +63,7 @@ class FakeSlurmCommands:
         self.named: dict[tuple[str, str], str] = {}
         self.past: dict[str, list[str]] = {}
         self.ahead: dict[str, int] = {}
+        self.scripts: dict[str, str] = {}
         self._is_available = is_available
 
     def is_available(self) -> bool:
@@ -71,7 +72,7 @@ class FakeSlurmCommands:
     def version(self) -> str | None:
         return "22.05.8"
 
-    def job_states(self, job_ids: Iterable[str]) -> dict[str, JobState]:
+    def job_states(self, job_ids: Iterable[str], *, ended: bool = True) -> dict[str, JobState]:
         self._fail_if_told()
         asked = set(job_ids)
         return {key: job for key, job in self.jobs.items() if key in asked or key.split("_")[0] in asked}
@@ -86,6 +87,10 @@ class FakeSlurmCommands:
         self._fail_if_told()
         wanted = set(names)
         return {key: job_id for key, job_id in self.named.items() if key[0] in wanted}
+
+    def own_scripts(self) -> dict[str, str]:
+        self._fail_if_told()
+        return dict(self.scripts)
 
     def show_job(self, job_id: str) -> dict[str, str]:
         self._fail_if_told()

@@ -27,6 +27,7 @@ cp "$script" {here}/submitted.sh; echo "$@" > {here}/submitted_words; env > {her
     "squeue": """
 echo "$@" >> {here}/squeue_words
 [ -e {here}/squeue_fails ] && {{ echo 'slurm_load_jobs error' >&2; exit 1; }}
+case "$*" in *"%i|%o") cat {here}/scripts.out; exit;; esac
 case "$*" in *%Q*) sed 's/^/100|/' {here}/squeue.out; cat {here}/others.out;; *) cat {here}/squeue.out;; esac
 """,
     "sacct": """
@@ -64,7 +65,7 @@ class SlurmPrograms:
             program = folder / name
             program.write_text(f"#!/bin/sh\n{body.format(here=folder)}")
             program.chmod(0o755)
-        for name in ("squeue.out", "others.out", "sacct.out", "verdict"):
+        for name in ("squeue.out", "scripts.out", "others.out", "sacct.out", "verdict"):
             (folder / name).write_text("")
         (folder / "verdict_code").write_text("0")
         (folder / "job_id").write_text("4711\n")
@@ -81,6 +82,11 @@ class SlurmPrograms:
         line = _SQUEUE.format(job_id=job_id, word=word, reason=reason, nodes=nodes)
         with (self.folder / "squeue.out").open("a") as file:
             file.write(f"{line}\n")
+
+    def has_script(self, job_id: str, path: Path) -> None:
+        """Tells squeue which batch script a job of this user has."""
+        with (self.folder / "scripts.out").open("a") as file:
+            file.write(f"{job_id}|{path}\n")
 
     def queue_many(self, job_ids: Iterable[str], word: str) -> None:
         """Makes several jobs what squeue prints."""

@@ -10,11 +10,11 @@ import pytest
 
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import RunError
-from slurm_train.launch.preparation import record_job, require_writable, write_run_directory
+from slurm_train.launch.preparation import require_writable, write_run_directory
 from slurm_train.launch.snapshot import SourceState
 from slurm_train.launch.source import Source
+from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lookup import read_job
 from tests.support.plans import make_plan
 
 NO_GIT = SourceState(None, None, "")

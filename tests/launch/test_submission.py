@@ -92,6 +92,21 @@ def test_variables_of_an_enclosing_job_do_not_reach_sbatch(
     assert {name for name in (*withheld, *kept) if name in seen} == set(kept)
 
 
+def test_sbatch_gets_the_environment_that_was_given_not_that_of_the_process(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_DEBUG", "PYTHONPATH"):
+        monkeypatch.setenv(name, "of the process")
+    env = {"PATH": os.environ["PATH"], "NCCL_DEBUG": "given", "MY_OWN": "given too", "SLURM_JOB_ID": "77"}
+    submit_script(SCRIPT, folder=tmp_path / "submitted", env=env, export=["MY_OWN"])
+    seen = json.loads(slurm.told.read_text())["env"]
+    assert {name: seen.get(name) for name in (*env, "PYTHONPATH")} == {
+        **env,
+        "SLURM_JOB_ID": None,
+        "PYTHONPATH": None,
+    }
+
+
 def test_what_submitit_keeps_is_private(slurm: FakeSlurm, tmp_path: Path) -> None:
     before = os.umask(0)
     try:

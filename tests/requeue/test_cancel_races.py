@@ -14,14 +14,14 @@ import pytest
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import ClusterError
-from slurm_train.launch.continuation import cancelled_before
-from slurm_train.launch.preparation import record_job
+from slurm_train.launch.continuation import continued_job, is_cancelled
 from slurm_train.requeue import supervise as supervise_module
 from slurm_train.requeue.decision import Decision
 from slurm_train.requeue.end import Site
 from slurm_train.requeue.patience import bring_back
 from slurm_train.requeue.supervise import supervise
 from slurm_train.rundir.attempts import AttemptStart
+from slurm_train.rundir.jobs import record_job
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import Holder
 from slurm_train.slurm.records import JobState
@@ -174,7 +174,8 @@ def problem(folder: Path, controller: Controller, code: int) -> str:
         return ""
     if controller.base != "CANCELLED":
         return f"the cancelled job is {controller.base}"
-    begins = controller.continuation and cancelled_before(RunDirectory(folder), "8", controller) is None  # type: ignore[arg-type]
+    before = continued_job(RunDirectory(folder), "8", {})
+    begins = controller.continuation and before is not None and not is_cancelled(before, controller)  # type: ignore[arg-type]
     return "a continuation begins" if begins else ""
 
 

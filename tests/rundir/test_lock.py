@@ -106,7 +106,7 @@ def test_a_lock_that_was_made_since_one_looked_is_left_where_it_is(
     take_lock(run, this_process(), is_alive=process_lives)
     made = run.lock.stat()
     # Another starter has removed a dead one's, and this one was made, between two looks of a third.
-    monkeypatch.setattr(lock, "read_holder", lambda _: None)
+    monkeypatch.setattr(lock, "read_holder", lambda _run, **_words: None)
     with pytest.raises(RunError, match="another starter is quicker"):
         take_lock(run, DEAD, is_alive=always)
     assert run.lock.stat().st_ctime_ns == made.st_ctime_ns, "it was away for a moment, in which it could be taken"

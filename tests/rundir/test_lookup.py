@@ -10,8 +10,9 @@ import pytest
 
 from slurm_train.errors import RunError
 from slurm_train.rundir import lookup
+from slurm_train.rundir.jobs import JobRecord, read_job
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lookup import JobRecord, find_run, find_runs, list_runs, read_job
+from slurm_train.rundir.lookup import find_run, find_runs, list_runs
 
 
 def make_run(root: Path, name: str, run_id: str, *, job_ids: tuple[str, ...] = (), age_s: float = 0.0) -> RunDirectory:
@@ -51,6 +52,7 @@ WORDS = [
     ("3f9a1c07", ["3f9a1c07"]),
     ("3f9ab", ["3f9abbbb"]),
     ("15", ["3f9a1c07"]),
+    ("12", ["3f9a1c07"]),
     ("20_3", ["77aa0000"]),
 ]
 
@@ -70,7 +72,7 @@ def test_a_run_named_twice_comes_once(root: Path) -> None:
     assert ids(find_runs(root, ["cnn", "77aa0000", "gpt"])) == ["77aa0000", "3f9a1c07", "3f9abbbb"]
 
 
-@pytest.mark.parametrize("word", ["nothing", "3f9", "12", "20", "/nowhere"])
+@pytest.mark.parametrize("word", ["nothing", "3f9", "11", "20", "/nowhere"])
 def test_a_word_that_names_nothing_is_answered_with_what_there_is(word: str, root: Path) -> None:
     with pytest.raises(RunError) as caught:
         find_runs(root, [word])
@@ -91,7 +93,7 @@ def test_one_run_is_the_newest_of_what_matches(root: Path) -> None:
 
 
 def test_the_newest_job_is_the_runs_job(root: Path) -> None:
-    assert read_job(RunDirectory(root / "gpt" / "3f9a1c07")) == JobRecord(job_id="15", submit_time_unix_s=5.0)
+    assert read_job(RunDirectory(root / "gpt" / "3f9a1c07")) == JobRecord(job_ids=("12", "15"), submit_time_unix_s=5.0)
     assert read_job(RunDirectory(root / "gpt" / "3f9abbbb")) is None
 
 

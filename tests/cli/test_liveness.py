@@ -1,0 +1,97 @@
+"""Two people, or one in two terminals, who type the same at the same moment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.cli.liveness import active_of, look_at, submitting, writing
+from slurm_train.errors import RunError
+from slurm_train.rundir.jobs import read_job
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import Holder, take_lock
+from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
+from tests.fakes.slurm_programs import SlurmPrograms
+from tests.support.command_line import Person
+
+# Takes half a second, and Slurm knows the job before it answers.
+SBATCH = """
+[ "$1" = --test-only ] && exit 0
+echo x >> {here}/calls; job=$((4710 + $(wc -l < {here}/calls)))
+echo "$job|PENDING|None||N/A|N/A|main|some name" >> {here}/squeue.out
+sleep 0.5; echo $job
+"""
+
+
+def slow_sbatch(slurm: SlurmPrograms) -> None:
+    (slurm.folder / "sbatch").write_text(f"#!/bin/sh\n{SBATCH.format(here=slurm.folder)}")
+
+
+@pytest.mark.parametrize("words", [("+cluster=1x1",), ("resume", "3f9a1c07")], ids=["first command", "resume"])
+def test_of_two_who_type_the_same_at_once_one_submits(words: tuple[str, ...], shell: Any) -> None:
+    slow_sbatch(shell.slurm)
+    if words[0] == "resume":
+        shell.has_run(job_ids=("12",))
+    argv = [sys.executable, "-m", "slurm_train", *words]
+    env = Person(shell.folder).environment()
+    started = [
+        subprocess.Popen(argv, cwd=shell.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=120) for process in started]
+    assert sorted(process.returncode for process in started) == [0, 2], said
+    assert shell.slurm.said("calls") == "x\n"
+    assert sum("is active already: Slurm job 4711" in err for _, err in said) == 1
+    (run,) = (RunDirectory(path.parent) for path in shell.folder.glob("runs/*/*/config.yaml"))
+    assert not run.submission_lock.exists() and not run.lock.exists()
+
+
+def test_a_submitter_that_was_killed_is_overtaken_here(shell: Any) -> None:
+    run = shell.has_run(job_ids=("12",))
+    dead = Holder(job_id=None, host=this_host(), pid=4_194_300, started="1")
+    take_lock(run, dead, is_alive=lambda _holder: True, submits=True)
+    assert shell.types("resume", "3f9a1c07").code == 0
+
+
+def this_host() -> str:
+    import socket
+
+    return socket.gethostname()
+
+
+def test_all_jobs_of_all_runs_are_asked_about_at_once(tmp_path: Path) -> None:
+    runs = [RunDirectory(tmp_path / "gpt" / name) for name in ("one", "two", "three")]
+    commands = FakeSlurmCommands([job_state("11"), job_state("12", "COMPLETED"), job_state("13", "PENDING")])
+    for run, job_id in zip(runs, ("11", "12", "12"), strict=True):
+        run.path.mkdir(parents=True)
+        run.submit_script.touch()
+        run.job.write_text(f'{{"job_ids": ["{job_id}"], "submit_time_unix_s": 1.0}}')
+    commands.scripts = {"13": str(runs[2].submit_script), "14_[0-3]": str(runs[1].submit_script)}
+    found = look_at(runs, commands)  # type: ignore[arg-type]
+    assert [found[run].jobs for run in runs] == [("11",), (), ("13",)]
+    assert [bool(found[run]) for run in runs] == [True, False, True]
+
+
+def test_what_a_refused_submission_has_made_is_gone(tmp_path: Path) -> None:
+    run, commands = RunDirectory(tmp_path / "runs" / "gpt" / "one"), FakeSlurmCommands()
+    with pytest.raises(RunError, match="no"), submitting(run, commands):  # type: ignore[arg-type]
+        raise RunError("no", hint="no")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RunError, match="no"), submitting(run, commands):  # type: ignore[arg-type]
+        (run.path / "kept").touch()
+        raise RunError("no", hint="no")
+    assert [path.name for path in run.path.iterdir()] == ["kept"]
+
+
+def test_nothing_is_written_under_live_ranks(tmp_path: Path) -> None:
+    run, commands = RunDirectory(tmp_path / "gpt" / "one"), FakeSlurmCommands([job_state("11")])
+    run.path.mkdir(parents=True)
+    take_lock(run, Holder(job_id="11", host="node1", pid=1, started="1"), is_alive=lambda _holder: True)
+    with pytest.raises(RunError, match="is being run by Slurm job 11"), writing(run, commands):  # type: ignore[arg-type]
+        raise AssertionError("must not get here")
+    assert active_of(run, commands).jobs == ("11",)  # type: ignore[arg-type]
+    assert read_job(run) is None
