@@ -18,9 +18,7 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.world import count_local_gpus
 from slurm_train.launch.worst_loss import WorstLoss, worst_loss
 from slurm_train.models.footprint import footprint_of
-from slurm_train.site.facts import SiteFacts, gather_facts
-from slurm_train.site.preempting import preemption_in
-from slurm_train.site.selection import default_account, default_qos
+from slurm_train.site.facts import SiteFacts, default_account, default_qos, gather_facts, preemption_in
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.preemption import Preemption
 

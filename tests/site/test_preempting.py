@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.site.preempting import preemption_in
+from slurm_train.site.facts import preemption_in
 from tests.site.sites import facts_of
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.site.shape import NodeShape, cpus_per_gpu, gpu_types, memory_gb_per_gpu, shape_of
+from slurm_train.site.facts import NodeShape, cpus_per_gpu, gpu_types, memory_gb_per_gpu, shape_of
 from slurm_train.slurm.partitions import parse_sinfo
 
 NODE = NodeShape(num_nodes=4, gpus=4, cpus=50, memory_mb=256000)
