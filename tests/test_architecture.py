@@ -23,7 +23,7 @@ LAYERS = [
     {"config"},
     {"slurm", "rundir"},
     {"launch", "distributed", "models", "data", "checkpoint", "requeue", "metrics", "devcluster", "site", "standing"},
-    {"train", "doctor", "report", "scaling"},
+    {"train", "doctor", "report", "scaling", "estimate"},
     {"cli"},
     {"__main__"},
 ]
@@ -31,7 +31,7 @@ LAYERS = [
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
 TORCH_FREE_ROOMS = (
     *("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster", "site", "standing"),
-    *("report", "doctor", "scaling"),
+    *("report", "doctor", "scaling", "estimate"),
 )
 TORCH_FREE_MODULES = (
     "errors",
@@ -57,7 +57,6 @@ TORCH_FREE_MODULES = (
     "metrics.trackers.tracker",
     "metrics.trackers.trackio",
     "metrics.trackers.wandb",
-    "models.footprint",
     "train.script",
 )
 

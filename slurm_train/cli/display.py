@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.layout_rows import layout_rows
 from slurm_train.config.schema import TrackSection
+from slurm_train.launch.layout import layout_rows
 
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan
@@ -40,7 +40,8 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
             ("peak lr", _lr_text(plan)),
             ("checkpoints", _checkpoint_text(plan)),
         ]
-        rows[2:2] = layout_rows(plan)
+        per_rank = config.parallel.stages_per_rank
+        rows[2:2] = layout_rows(plan.layout, world, plan.batch, stages_per_rank=per_rank)
     if config.track != TrackSection():
         from slurm_train.metrics.trackers.catalogue import asked_trackers
 

@@ -21,8 +21,7 @@ from slurm_train.doctor.finding import Finding, errors_in
 from slurm_train.doctor.site import SiteView, examine
 from slurm_train.doctor.site_words import in_words, site_table
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError
-from slurm_train.site.facts import gather_facts
-from slurm_train.site.selection import default_account, default_qos
+from slurm_train.site.facts import default_account, default_qos, gather_facts
 from slurm_train.slurm.commands import SlurmCommands
 
 _EXAMPLES = """\

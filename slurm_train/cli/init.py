@@ -21,9 +21,7 @@ from slurm_train.config.site import GROUP, SiteFile, user_config_dir
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.rundir.files import write_atomic
 from slurm_train.site.facts import SiteFacts, gather_facts
-from slurm_train.site.profile import build_profile
-from slurm_train.site.questions import Question, open_questions
-from slurm_train.site.text import render_site
+from slurm_train.site.profile import Question, build_profile, open_questions, render_site
 from slurm_train.site.trial import try_site
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.verdicts import TestVerdict

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from slurm_train.cli.composition import compose_one, read_settings_of
 from slurm_train.cli.display import note, plan_rows, print_rows, table
 from slurm_train.cli.inputs import refuse_missing_inputs
-from slurm_train.cli.outlook import read_outlook
 from slurm_train.cli.outputs import plan_outputs, say_outputs
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import ClusterError, ConfigError
@@ -21,6 +20,9 @@ from slurm_train.launch.plan import RunPlan, plan_run
 if TYPE_CHECKING:
     from slurm_train.config.hydra_settings import HydraSettings
     from slurm_train.config.schema import RunConfig
+    from slurm_train.estimate.layouts import Suggestion
+    from slurm_train.estimate.run import PlanEstimate
+    from slurm_train.site.facts import SiteFacts
     from slurm_train.slurm.verdicts import TestVerdict
 
 _HELP = """\
@@ -57,8 +59,9 @@ def main(words: Sequence[str]) -> int:
     settings = read_settings_of(flags)
     flags = flags if settings is None else settings.words
     if flags.multirun:
-        if suggest is not None:
-            raise _only_one("--suggest")
+        if suggest is not None or flags.ranks:
+            flag = "--ranks" if suggest is None else "--suggest"
+            raise ConfigError(f"{flag} is for one run", hint="drop -m and give each key one value")
         return _plan_sweep(flags, settings, env=env, cwd=cwd)
     composed = compose_one(flags, settings)
     if suggest is not None:
@@ -71,29 +74,104 @@ def main(words: Sequence[str]) -> int:
         say_outputs(outputs)
         print(table(TABLE_HEADER, table_rows(plan.layout, plan.world)))
         return 0
-    outlook = read_outlook(plan, measure=measure, env=env, cwd=cwd)
+    estimate = _estimate(plan, measured=_measure(plan, env, cwd) if measure else None, env=env)
     script = _script(plan)
     verdict, says = (None, "") if script is None else _slurm_says(script, env, plan)
     if as_json:
         slurm = None if script is None else {"says": says, **({} if verdict is None else _as_json(verdict))}
-        facts = {"run": str(plan.run.path), **plan.as_json(), **outlook.as_json(), "slurm": slurm, "script": script}
+        facts = {"run": str(plan.run.path), **plan.as_json(), **estimate.as_json(), "slurm": slurm, "script": script}
         print(json.dumps(facts, indent=2))
         return 0
-    print_rows([*plan_rows(plan), *outlook.rows(), *_script_rows(plan, says, env)])
+    print_rows([*plan_rows(plan), *estimate.rows(), *_script_rows(plan, says, env)])
     say_outputs(outputs)
     if script is not None:
         print(script, end="")
     return 0
 
 
+def _estimate(plan: RunPlan, *, measured: Mapping[str, Any] | None, env: Mapping[str, str]) -> PlanEstimate:
+    from slurm_train.estimate.run import estimate_run
+
+    return estimate_run(plan, facts=_site_facts(plan, env), env=env, measured=measured)
+
+
+def _site_facts(plan: RunPlan, env: Mapping[str, str]) -> SiteFacts | None:
+    """Returns Slurm's answers about the site; None without a cluster, or where Slurm does not answer."""
+    from slurm_train.cli.arguments import login_name
+    from slurm_train.site.facts import gather_facts
+    from slurm_train.slurm.commands import SlurmCommands
+
+    commands = SlurmCommands(env)
+    if plan.config.cluster is None or not commands.is_available():
+        return None
+    try:
+        return gather_facts(commands, user=login_name())
+    except ClusterError:
+        return None
+
+
+def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any] | None:
+    """Returns what a separate process finds of the model, or the "problem"; None where there is nothing to measure."""
+    from slurm_train.cli.measure import measure_apart
+    from slurm_train.config.shares import largest_local_size
+    from slurm_train.estimate.run import has_gpus, in_bfloat16
+
+    config = plan.config
+    if not config.trains or config.model is None or not plan.layout.is_replicated:
+        return None
+    samples = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
+    half = in_bfloat16(config, on_gpu=has_gpus(config, env))
+    try:
+        return measure_apart(config, batch_size=samples, half=half, env=env, cwd=cwd)
+    except ConfigError as err:
+        return {"problem": err.message}
+
+
 def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
-    from slurm_train.cli.suggestions import print_suggestions
+    """Prints the best layouts that fit to stdout, and the assumed speeds to stderr.
 
-    return print_suggestions(config, memory=memory, env=env)
+    Args:
+        config: the run's; its degrees are ignored.
+        memory: GiB of one device, as typed.
+        env: environment, for counting local GPUs.
+
+    Raises:
+        ConfigError: the amount is no positive number, or nothing fits.
+    """
+    from slurm_train.estimate.layouts import Machine, suggest_layouts
+    from slurm_train.launch.world import plan_world
+
+    try:
+        memory_gb = float(memory)
+    except ValueError:
+        memory_gb = 0.0
+    if not 0 < memory_gb < 1e6:
+        raise ConfigError(
+            f"--suggest {memory} is no amount of memory", hint="give the memory of one device in GiB: plan --suggest 80"
+        )
+    world = plan_world(config, env)
+    found = suggest_layouts(config, world, memory_bytes=int(memory_gb * 2**30))
+    if not found.best:
+        raise ConfigError(
+            f"none of {found.num_legal} legal layouts of {world.size} ranks fits into {memory} GiB a device",
+            hint="use more nodes, a smaller batch.local_size, or parallel.cpu_offload=true",
+        )
+    note(f"  {found.num_legal:,} legal layouts of {world.size:,} ranks; speed by a simple model: {Machine()}")
+    fastest = max(found.best, key=lambda one: one.tokens_per_s)
+    names = {id(fastest): "fastest", id(found.best[0]): "best"}
+    rows = [_suggestion_row(names.get(id(one), ""), one, fastest) for one in found.best]
+    if found.smallest is not None and found.smallest.world != world:
+        rows.append(_suggestion_row("smallest", found.smallest, fastest))
+    print(table(("WHAT", "NODES", "MEMORY", "SPEED", "WORDS"), rows))
+    return 0
 
 
-def _only_one(flag: str) -> ConfigError:
-    return ConfigError(f"{flag} is for one run", hint="drop -m and give each key one value")
+def _suggestion_row(what: str, one: Suggestion, fastest: Suggestion) -> tuple[str, ...]:
+    from slurm_train.estimate.run import size
+
+    nodes, speed = f"{one.world.num_nodes}x{one.world.ranks_per_node[0]}", one.tokens_per_s / fastest.tokens_per_s
+    shown = f"{speed:.0%}" if speed >= 0.01 else "below 1%"
+    return (what, nodes, size(one.memory_bytes), shown, one.words)
 
 
 def _script(plan: RunPlan) -> str | None:
@@ -117,17 +195,15 @@ def _as_json(verdict: TestVerdict) -> dict[str, Any]:
 
 def _plan_sweep(flags: Words, settings: HydraSettings | None, *, env: Mapping[str, str], cwd: Path) -> int:
     """Prints the sweep's table, and the script of each array to stdout."""
-    if flags.ranks:
-        raise _only_one("--ranks")
     from slurm_train.cli.multirun import plan_words
-    from slurm_train.cli.sweep_outlook import sweep_outlook_rows
+    from slurm_train.estimate.run import sweep_rows
     from slurm_train.launch.array import cut_arrays, max_array_size, render_array
     from slurm_train.launch.array_submission import job_name
     from slurm_train.launch.script import render_script
     from slurm_train.slurm.commands import SlurmCommands
 
     plan, _ = plan_words(flags, settings=settings, env=env, cwd=cwd)
-    for name, text in sweep_outlook_rows(plan, env=env, cwd=cwd):
+    for name, text in sweep_rows(plan.plans, facts=_site_facts(plan.plans[0], env), env=env):
         note(f"  {name:<13}  {text}")
     if not plan.uses_cluster:
         return 0

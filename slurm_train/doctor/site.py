@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from slurm_train.doctor.finding import Finding, Level, merge
 from slurm_train.doctor.majority import listed
-from slurm_train.site.facts import SiteFacts
-from slurm_train.site.preempting import preemption_in
+from slurm_train.site.facts import SiteFacts, preemption_in
 from slurm_train.slurm.partitions import Partition
 from slurm_train.slurm.preemption import Preemption
 

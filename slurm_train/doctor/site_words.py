@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slurm_train.doctor.majority import listed
 from slurm_train.doctor.site import SiteView, duration_text, requeue_delay_s, usual_preemption
-from slurm_train.site.preempting import preempting_qos
+from slurm_train.site.facts import preempting_qos
 from slurm_train.slurm.preemption import Preemption
 
 

@@ -22,7 +22,7 @@ CAUSAL_LM = "slurm_train.models.causal_lm.causal_lm"
 
 
 def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
-    """Returns which rank will stand where.
+    """Returns the degree of each axis of parallelism, checked against world and model.
 
     Args:
         config: the run's configuration.
@@ -74,9 +74,19 @@ def check_pipeline(config: RunConfig, layout: ParallelLayout, batch: BatchPlan) 
         )
 
 
-def nodes_of(world: World) -> list[tuple[int, int]]:
-    """Returns (node, local rank) of every rank."""
-    return [(node, local) for node, count in enumerate(world.ranks_per_node) for local in range(count)]
+def pipeline_bubble(layout: ParallelLayout, batch: BatchPlan, *, stages_per_rank: int = 1) -> float:
+    """Returns the part of a step in which a rank idles: (ranks - 1) of (stages x micro-batches + ranks - 1) turns."""
+    return (layout.pp - 1) / (stages_per_rank * batch.accumulation + layout.pp - 1)
+
+
+def spans_nodes(layout: ParallelLayout, world: World, axis: str) -> bool:
+    """Returns whether some group of an axis reaches over more than one node."""
+    if world.is_even:
+        members = math.prod(layout.degrees[AXES.index(axis) :])
+        # A group and what lies between its members is that many ranks in a row.
+        return getattr(layout, axis) > 1 and world.ranks_per_node[0] % members != 0
+    nodes = [node for node, count in enumerate(world.ranks_per_node) for _ in range(count)]
+    return any(len({nodes[rank] for rank in group}) > 1 for group in layout.groups((axis,)))
 
 
 def _check_nodes(layout: ParallelLayout, world: World, *, allowed: bool) -> None:
@@ -180,13 +190,36 @@ def positions_of(data: Mapping[str, Any] | None, *, default: int) -> int:
     return int((data or {}).get("context") or default)
 
 
+TABLE_HEADER = ("rank", "node", "local", *AXES)
+
+
 def table_rows(layout: ParallelLayout, world: World) -> list[tuple[str, ...]]:
     """Returns one row per rank: rank, node, local rank, then its place on each axis of `AXES`."""
-    places = nodes_of(world)
+    places = [(node, local) for node, count in enumerate(world.ranks_per_node) for local in range(count)]
     return [
         (str(rank), str(node), str(local), *map(str, layout.coordinates(rank)))
         for rank, (node, local) in enumerate(places)
     ]
 
 
-TABLE_HEADER = ("rank", "node", "local", *AXES)
+def layout_rows(
+    layout: ParallelLayout, world: World, batch: BatchPlan, *, stages_per_rank: int
+) -> list[tuple[str, str]]:
+    """Returns the rows of the plan's table about groups and idle time; none where every rank is a whole replica."""
+    if layout.is_replicated:
+        return []
+    rows = [("layout", f"{layout}; {layout.data_parallel_size} read different samples")]
+    for axis in (axis for axis in reversed(AXES) if getattr(layout, axis) > 1):
+        members = layout.members((axis,), 0)
+        step = members[1] - members[0]
+        ranks = f"{members[0]}-{members[-1]}" if step == 1 else f"{members[0]}, {members[1]}, .. {members[-1]}"
+        if len(members) == 2:
+            ranks = f"{members[0]}, {members[1]}"
+        where = "over several nodes" if spans_nodes(layout, world, axis) else "on one node each"
+        count = layout.world_size // len(members)
+        rows.append(("", f"{axis}: {count} groups of {len(members)}, {where}; the first: ranks {ranks}"))
+    if layout.pp > 1:
+        idle = pipeline_bubble(layout, batch, stages_per_rank=stages_per_rank)
+        stages = layout.pp * stages_per_rank
+        rows.append(("bubble", f"{idle:.0%} of a step: {stages} stages, {batch.accumulation} micro-batches"))
+    return rows

@@ -159,21 +159,24 @@ def process_bytes(key: str) -> int:
 
 
 def estimate(kwargs: dict[str, int], batch_size: int, accumulation: int, half: bool) -> int:
-    from slurm_train.launch.memory import estimate_memory
-    from slurm_train.models.footprint import footprint_of
+    from slurm_train.config.batch import BatchPlan
+    from slurm_train.config.layout import ParallelLayout
+    from slurm_train.config.schema import ParallelSection
+    from slurm_train.estimate.memory import LayoutFacts, rank_memory
+    from slurm_train.estimate.models import GptShape
 
-    model = {"_target_": "slurm_train.models.gpt.GPT", **kwargs}
-    found = footprint_of(model, batch_size=batch_size, positions=None, half=half)
-    assert found is not None
-    return estimate_memory(
-        trained_bytes=4 * found.parameters,
-        other_bytes=found.buffer_bytes,
-        activation_bytes=found.activation_bytes + found.temporary_bytes,
-        accumulation=accumulation,
-        saves_in_background=True,
-        on_gpu=False,
-        source="formula",
-    ).total_bytes
+    shape = GptShape.of({"_target_": "slurm_train.models.gpt.GPT", **kwargs})
+    assert shape is not None
+    facts = LayoutFacts(
+        shape=shape,
+        layout=ParallelLayout(),
+        batch=BatchPlan(local_size=batch_size, ranks=1, accumulation=accumulation),
+        settings=ParallelSection(),
+        half=half,
+        positions=shape.context,
+    )
+    # And the copy that background saves are written from.
+    return rank_memory(facts, stage=0).total_bytes + 12 * shape.parameters + shape.buffer_bytes
 
 
 if __name__ == "__main__":

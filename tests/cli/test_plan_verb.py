@@ -87,23 +87,33 @@ def test_a_table_is_aligned() -> None:
     assert table(["A", "LONG"], [["wide cell", "x"], ["y", ""]]) == "A          LONG\nwide cell  x\ny"
 
 
-def test_a_layout_is_told_with_its_groups_and_its_cost(shell: Any) -> None:
+def test_a_layout_has_memory_traffic_and_a_table_of_ranks(shell: Any) -> None:
     words = ("+cluster=16x4", "parallel={dp_shard:8,tp:4,pp:2}", "model.tied=false")
-    done = shell.types("plan", *words)
-    assert done.code == 0, done.err
-    for text in (
-        "layout         pp 2 x dp_shard 8 x tp 4; 8 read different samples",
-        "tp: 16 groups of 4, on one node each; the first: ranks 0-3",
-        "pp: 32 groups of 2, over several nodes; the first: ranks 0, 32",
-        "bubble         11% of a step: 2 stages, 8 micro-batches",
-        "global batch   64 = 1 local x 8 ranks x 8 accumulation",
-    ):
-        assert text in done.err
-    assert "along tp (inside nodes)" in done.err and "along dp_shard (between nodes)" in done.err
+    rows = rows_of(shell.types("plan", *words).err)
+    assert rows["layout"] == "pp 2 x dp_shard 8 x tp 4; 8 read different samples"
+    assert rows["global batch"] == "64 = 1 local x 8 ranks x 8 accumulation"
+    assert rows["memory"].startswith("5.0 MiB per rank of stage 0: weights 95.4 KiB, AdamW 191 KiB, gathered 1.8 MiB, ")
+    assert rows["sends"].startswith("per rank of stage 0 and step: ")
+    assert "along tp (inside nodes)" in rows["sends"] and "along dp_shard (between nodes)" in rows["sends"]
+    memory = json.loads(shell.types("plan", "--json", *words).out)["memory"]
+    assert memory["source"] == "formula, bfloat16", "train.precision=auto on GPUs"
+    assert memory["total_bytes"] == sum(
+        memory[f"{name}_bytes"] for name in ("weight", "optimizer", "gathered", "activation")
+    )
     table = shell.types("plan", "--ranks", *words).out.splitlines()
     assert len(table) == 65
     assert " ".join(table[0].split()) == "rank node local pp dp_replicate dp_shard cp tp"
     assert " ".join(table[64].split()) == "63 15 3 1 0 7 0 3"
+
+
+def test_a_layout_kept_on_the_host_or_of_another_model(shell: Any) -> None:
+    words = ("plan", "+cluster=2x4", "parallel={dp_shard:8}", "train.precision=float32")
+    rows = rows_of(shell.types(*words, "parallel.cpu_offload=true").err)
+    assert rows["memory"].endswith("(formula, float32); on the host 1.8 MiB offloaded; CUDA and NCCL come on top")
+    rows = rows_of(shell.types(*words, "parallel.cpu_offload=true", "cluster.gpu_flag=none").err)
+    assert rows["memory"].endswith("offloaded 1.8 MiB (formula, float32)")
+    rows = rows_of(shell.types(*words, "model=cnn").err)
+    assert rows["memory"] == "not known; no formula for this model in a layout; only the shipped GPT has one"
 
 
 def rows_of(text: str) -> dict[str, str]:
@@ -149,7 +159,9 @@ def test_json_holds_all_of_it_and_nothing_else_is_printed(shell: Any) -> None:
     facts = json.loads(done.out)
     assert (done.code, done.err) == (0, "")
     assert facts["script"] == plain.out and facts["world"]["size"] == 8
-    assert facts["memory"]["total_bytes"] > facts["memory"]["weight_bytes"] > 0
+    memory = facts["memory"]
+    parts = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
+    assert memory["total_bytes"] == sum(memory[name] for name in parts) and memory["host_copy_bytes"] > 0
     assert facts["slurm"]["is_accepted"] is True and facts["worst_loss"]["notice_s"] == 20.0
     assert facts["cost"] == {
         "unit": "GPU-hours",

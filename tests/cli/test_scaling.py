@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.cli.scaling_series import LOG_EVERY, Series, plan_of, read_series
+from slurm_train.cli.scaling import LOG_EVERY, Series, plan_of, read_series
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError
-from slurm_train.scaling.points import Size
+from slurm_train.scaling.study import Size
 from tests.support.command_line import TINY, Person, new_project
 
 

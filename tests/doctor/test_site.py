@@ -9,8 +9,7 @@ import pytest
 from slurm_train.doctor.finding import SITE_CODES
 from slurm_train.doctor.site import SiteView, duration_text, examine, requeue_delay_s
 from slurm_train.doctor.site_words import in_words, site_table
-from slurm_train.site.facts import SiteFacts
-from slurm_train.site.selection import default_account, default_qos
+from slurm_train.site.facts import SiteFacts, default_account, default_qos
 from tests.site.sites import SITES, facts_of
 
 

@@ -6,10 +6,18 @@ from typing import Any
 import pytest
 
 from slurm_train.config.batch import BatchPlan
-from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.layout import AXES, ParallelLayout
 from slurm_train.config.schema import BatchSection, ClusterSection, DdpSection, ParallelSection, RunConfig
 from slurm_train.errors import BatchError, ConfigError
-from slurm_train.launch.layout import TABLE_HEADER, check_pipeline, plan_layout, table_rows
+from slurm_train.launch.layout import (
+    TABLE_HEADER,
+    check_pipeline,
+    layout_rows,
+    pipeline_bubble,
+    plan_layout,
+    spans_nodes,
+    table_rows,
+)
 from slurm_train.launch.world import World
 
 GPT = {"_target_": "slurm_train.models.gpt.GPT", "num_layers": 4, "num_heads": 4, "width": 160, "tied": False}
@@ -113,3 +121,25 @@ def test_sequences_of_many_lengths_are_not_cut() -> None:
     config = replace(config_of(GPT, cp=2), batch=BatchSection(by_length=True))
     with pytest.raises(ConfigError, match=r"parallel\.cp=2 was asked with batch\.by_length=true"):
         plan_layout(config, World((4,)))
+
+
+def test_the_rows_name_groups_links_and_idle_time() -> None:
+    layout, batch = ParallelLayout(dp_shard=8, tp=4, pp=2), BatchPlan(local_size=1, ranks=8, accumulation=8)
+    assert layout_rows(layout, World((4,) * 16), batch, stages_per_rank=1) == [
+        ("layout", "pp 2 x dp_shard 8 x tp 4; 8 read different samples"),
+        ("", "tp: 16 groups of 4, on one node each; the first: ranks 0-3"),
+        ("", "dp_shard: 8 groups of 8, over several nodes; the first: ranks 0, 4, .. 28"),
+        ("", "pp: 32 groups of 2, over several nodes; the first: ranks 0, 32"),
+        ("bubble", "11% of a step: 2 stages, 8 micro-batches"),
+    ]
+    assert pipeline_bubble(ParallelLayout(pp=3), BatchPlan(local_size=3, ranks=1, accumulation=4)) == 2 / 6
+    assert layout_rows(ParallelLayout(dp_replicate=64), World((4,) * 16), batch, stages_per_rank=1) == []
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4, 6, 12, 24])
+def test_links_of_equal_nodes_need_no_look_at_any_rank(ranks_per_node: int) -> None:
+    world = World((ranks_per_node,) * (24 // ranks_per_node))
+    for layout in (ParallelLayout(pp=2, dp_shard=3, tp=4), ParallelLayout(dp_replicate=4, cp=3, tp=2)):
+        for axis in (axis for axis in AXES if getattr(layout, axis) > 1):
+            nodes = [{rank // ranks_per_node for rank in group} for group in layout.groups((axis,))]
+            assert spans_nodes(layout, world, axis) == any(len(one) > 1 for one in nodes), (layout, axis)

@@ -8,11 +8,8 @@ import yaml
 
 from slurm_train.config.site import SiteFile, read_site
 from slurm_train.errors import ClusterError, ConfigError
-from slurm_train.site.facts import SiteFacts, gather_facts
-from slurm_train.site.profile import build_profile
-from slurm_train.site.questions import open_questions
-from slurm_train.site.selection import usable_partitions
-from slurm_train.site.text import render_site
+from slurm_train.site.facts import SiteFacts, gather_facts, usable_partitions
+from slurm_train.site.profile import build_profile, open_questions, render_site
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.partitions import NodeGroup, Partition
 from tests.site.sites import RECORDED, SITES, RecordedRunner, facts_of

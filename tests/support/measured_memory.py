@@ -136,7 +136,7 @@ def _rank_run(case: dict[str, Any], *, rank: int, ranks: int) -> Any:
     from slurm_train.config.structure import build_config
     from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
-    from slurm_train.launch.layout_memory import facts_of
+    from slurm_train.estimate.memory import facts_of
     from slurm_train.requeue.signals import StopFlag
     from slurm_train.rundir.layout import RunDirectory
     from slurm_train.train.start import RankStart
@@ -157,7 +157,7 @@ def _rank_run(case: dict[str, Any], *, rank: int, ranks: int) -> Any:
         stop=StopFlag(),
         env=env,
     )
-    facts = facts_of(config, layout, plan)
+    facts = facts_of(config, layout, plan, half=config.train.precision == "bfloat16")
     assert facts is not None
     return RankRun(start, torch.device("cpu")), facts
 
@@ -190,11 +190,11 @@ class _Batch:
 def _estimate(facts: Any, rank_run: Any) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from slurm_train.launch.layout_peak import rank_memory
+    from slurm_train.estimate.memory import rank_memory
 
     place = rank_run.start.layout.coordinates(rank_run.start.place.rank)
     memory = rank_memory(facts, stage=place.pp)
-    return {"estimated": memory.total + memory.host, "parts": asdict(memory)}
+    return {"estimated": memory.total_bytes + memory.offloaded_bytes, "parts": asdict(memory)}
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from slurm_train.config.batch import BatchPlan
+from slurm_train.config.layout import ParallelLayout
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.structure import build_config
-from slurm_train.models.footprint import footprint_of
+from slurm_train.estimate.memory import facts_of, rank_memory
 from slurm_train.train.measure import measure_model
 
 GPT = {"_target_": "slurm_train.models.gpt.GPT", "context": 64, "num_layers": 2}
@@ -21,11 +23,11 @@ def measured(model: dict[str, Any], *, half: bool = False, data: dict[str, Any] 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 def test_a_measured_gpt_is_what_the_formula_says(half: bool) -> None:
-    found, formula = measured(GPT, half=half), footprint_of(GPT, batch_size=4, positions=None, half=half)
-    assert formula is not None
-    assert found["trained_bytes"] == 4 * formula.parameters and found["other_bytes"] == formula.buffer_bytes
-    expected = formula.activation_bytes + formula.temporary_bytes
-    assert found["activation_bytes"] == pytest.approx(expected, rel=0.1)
+    config, batch = build_config(RunConfig, {"model": GPT}), BatchPlan(local_size=4, ranks=1, accumulation=1)
+    found, facts = measured(GPT, half=half), facts_of(config, ParallelLayout(), batch, half=half)
+    assert facts is not None
+    assert (found["trained_bytes"], found["other_bytes"]) == (4 * facts.shape.parameters, facts.shape.buffer_bytes)
+    assert found["activation_bytes"] == pytest.approx(rank_memory(facts, stage=0).activation_bytes, rel=0.1)
 
 
 class Frozen(nn.Module):

@@ -15,9 +15,9 @@ from slurm_train.config.layout import ParallelLayout
 from slurm_train.config.schema import BatchSection, ClusterSection, ParallelSection, RunConfig, TrainSection
 from slurm_train.config.structure import build_config
 from slurm_train.errors import ConfigError
+from slurm_train.estimate.layouts import Machine, Suggestion, suggest_layouts, tokens_per_s, traffic
+from slurm_train.estimate.memory import facts_of
 from slurm_train.launch.layout import plan_layout
-from slurm_train.launch.layout_speed import Machine, tokens_per_s
-from slurm_train.launch.layout_suggest import Suggestion, suggest_layouts
 from slurm_train.launch.world import World
 
 GPT = "slurm_train.models.gpt.GPT"
@@ -53,6 +53,15 @@ def test_layouts_fit_and_typed_are_what_was_meant() -> None:
         assert layout == one.facts.layout
         assert solve_batch(again.batch, ranks=layout.data_parallel_size, stages=layout.pp) == one.facts.batch
         assert one.facts.batch.global_size == 256 and one.facts.half
+
+
+def test_traffic_is_counted_along_each_axis() -> None:
+    config = config_of({"_target_": GPT, "context": 64, "width": 64, "tied": False}, local_size=3, accumulation=4)
+    layout = ParallelLayout(dp_shard=2, tp=2, pp=2)
+    facts = facts_of(config, layout, solve_batch(config.batch, ranks=2, stages=2), half=False)
+    assert facts is not None and set(traffic(facts)) == {"pp", "dp_shard", "tp"}
+    # Four micro-batches of 3 x 64 positions of 64 float32, there and back.
+    assert traffic(facts)["pp"] == 2 * 4 * 3 * 64 * 64 * 4
 
 
 # What people train these with on nodes of eight GPUs of 80 GiB.

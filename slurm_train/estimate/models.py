@@ -1,4 +1,10 @@
-"""How large the shipped GPT is in each of its forms: parameters and kept activations by formula. Imports no torch."""
+"""How large the shipped models are: parameters and kept activations by formula, from the configuration alone.
+
+Counted is what autograd keeps of a micro-batch until the backward pass has used it, operation by operation as the
+models' `forward` has them. The way of counting is that of Korthikanti et al., "Reducing Activation Recomputation in
+Large Transformer Models" (arXiv:2205.05198), section 4.1; the numbers differ, since these models are other ones (rotary
+positions, attention that keeps no matrix of positions). Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-GPT = "slurm_train.models.gpt.GPT"
 FLOAT, HALF, INDEX = 4, 2, 8
 """Bytes of a number in float32, in bfloat16, and of a token id."""
+_GPT, _CNN = "slurm_train.models.gpt.GPT", "slurm_train.models.cnn.CNN"
+GPT_DEFAULTS = {
+    "vocab_size": 257,
+    "context": 256,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 0,
+    "width": 160,
+    "hidden": 0,
+    "norm": "layernorm",
+    "norm_eps": 1e-5,
+    "activation": "gelu",
+    "positions": "rope",
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "bias": False,
+    "dropout": 0.0,
+    "tied": True,
+}
+"""Arguments of the constructor; a configuration may leave any of them out."""
+CNN_DEFAULTS = {"num_classes": 10, "channels": 1, "features": 32, "side": 8, "dropout": 0.0}
+_CNN_NORM_GROUPS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,23 +60,24 @@ class GptShape:
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> GptShape | None:
         """Returns the shape that the `model` part of a configuration asks for; None for any other model."""
-        if model.get("_target_") != GPT:
+        if model.get("_target_") != _GPT:
             return None
-        width, heads = int(model.get("width", 160)), int(model.get("num_heads", 4))
+        asked: dict[str, Any] = {**GPT_DEFAULTS, **model}
+        width, heads = int(asked["width"]), int(asked["num_heads"])
         return cls(
-            vocabulary=int(model.get("vocab_size", 257)),
-            context=int(model.get("context", 256)),
-            layers=int(model.get("num_layers", 4)),
+            vocabulary=int(asked["vocab_size"]),
+            context=int(asked["context"]),
+            layers=int(asked["num_layers"]),
             heads=heads,
-            kv_heads=int(model.get("num_kv_heads", 0)) or heads,
+            kv_heads=int(asked["num_kv_heads"]) or heads,
             width=width,
-            hidden=int(model.get("hidden", 0)) or 4 * width,
-            is_gated=model.get("activation") == "swiglu",
-            has_rms_norm=model.get("norm") == "rmsnorm",
-            has_learned_positions=model.get("positions") == "learned",
-            bias=bool(model.get("bias", False)),
-            dropout=bool(float(model.get("dropout", 0.0))),
-            tied=bool(model.get("tied", True)),
+            hidden=int(asked["hidden"]) or 4 * width,
+            is_gated=asked["activation"] == "swiglu",
+            has_rms_norm=asked["norm"] == "rmsnorm",
+            has_learned_positions=asked["positions"] == "learned",
+            bias=bool(asked["bias"]),
+            dropout=bool(float(asked["dropout"])),
+            tied=bool(asked["tied"]),
         )
 
     @property
@@ -59,7 +87,7 @@ class GptShape:
 
     @property
     def inner_width(self) -> int:
-        """Width of what the feed-forward's first matrices give together."""
+        """Width of the results of the feed-forward's first matrices together."""
         return (2 if self.is_gated else 1) * self.hidden
 
     @property
@@ -72,6 +100,11 @@ class GptShape:
         """Numbers in the whole model."""
         return self.layers * self.block_parameters(tp=1) + self.end_parameters(is_first=True, is_last=True)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the tables that positions are looked up in."""
+        return self.context * (INDEX if self.has_learned_positions else 2 * FLOAT * (self.width // self.heads))
+
     def block_parameters(self, *, tp: int) -> int:
         """Numbers in one block, of which a rank holds its part of the matrices and the whole of the norms."""
         by_outputs = self.width + 2 * self.shared_width + self.inner_width
@@ -79,12 +112,12 @@ class GptShape:
         return self.matrices_in_block(tp=tp) + biases + 2 * self._norm_parameters
 
     def matrices_in_block(self, *, tp: int) -> int:
-        """Numbers in one block's matrices, as far as a rank has them."""
+        """Numbers in one block's matrices that a rank holds."""
         by_outputs = self.width + 2 * self.shared_width + self.inner_width
         return self.width * (by_outputs + self.width + self.hidden) // tp
 
     def end_parameters(self, *, is_first: bool, is_last: bool) -> int:
-        """Numbers in the embeddings, and in the last norm and the head, as far as a stage has them."""
+        """Numbers that a stage holds of the embeddings (first stage), and of the last norm and the head (last)."""
         table = self.vocabulary * self.width
         positions = self.context * self.width if self.has_learned_positions else 0
         head = self._norm_parameters + (0 if self.tied and is_first else table)
@@ -109,7 +142,7 @@ class GptShape:
             # Its input, and the results of the matrix products and of attention.
             return stream + attention + inner + kept * 2 * self.width + FLOAT * self.heads // tp
         # Two norms; q, k, v and attention's result; input and result of the activation, and of SwiGLU's product.
-        # Autocast casts a norm's output for each of the matrices behind it anew.
+        # Autocast casts a norm's output for each of the matrices behind it anew. Dropout keeps a byte for each number.
         outputs = kept * self.width * (self.cut_by_outputs if half else 2)
         dropped = 2 * self.width // dealt if self.dropout else 0
         return 2 * self._kept_in_norm // dealt + outputs + attention + FLOAT * self.heads // tp + 2 * inner + dropped
@@ -123,9 +156,16 @@ class GptShape:
         return 0 if cp == 1 else (HALF if half else FLOAT) * looked_at // tp
 
     def passing_in_block(self, *, tp: int, cp: int) -> int:
-        """Bytes that come and go in the backward pass of one block, per position: two gradients, or those of keys."""
+        """Bytes held for a moment in the backward pass of one block, per position: two gradients, or those of keys."""
         feed_forward = self.inner_width // tp + self.width
         return FLOAT * max(feed_forward, 4 * cp * self.shared_width // tp if cp > 1 else 0)
+
+    def passing_in_replica(self, *, tokens: int, half: bool) -> int:
+        """Bytes held for a moment in the backward pass of the last feed-forward where a rank has the whole model."""
+        kept = HALF if half else FLOAT
+        matrix = self.width * max(self.hidden, 3 * self.width)
+        per_token = self._kept_in_norm + kept * self.inner_width + 2 * INDEX
+        return tokens * per_token + matrix * (FLOAT + (kept if half else 0))
 
     def kept_at_end(self, *, half: bool) -> int:
         """Bytes that last norm, head and loss keep per position, with the input and target tokens."""
@@ -140,3 +180,41 @@ class GptShape:
     def _kept_in_norm(self) -> int:
         """Bytes per position beside the output: the input and two numbers; of RMSNorm also the scaled input."""
         return FLOAT * (2 * self.width + 1 if self.has_rms_norm else self.width + 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CnnSize:
+    """What a replica of the shipped CNN takes, dropout aside."""
+
+    parameters: int
+    per_image: int
+    """Bytes that are kept of an image: inputs of convolutions and norms, results of ReLU, pooled positions."""
+    passing: int
+    """Bytes per image that are held for a moment: gradients before and after the widest layer's norm."""
+    casts: int
+    """Bytes of the bfloat16 copies of matrices."""
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any], *, half: bool) -> CnnSize | None:
+        """Returns the sizes for the `model` part of a configuration; None for any other model.
+
+        Under autocast a GPU computes norms in float32, and each convolution keeps a bfloat16 copy of its input.
+        """
+        if model.get("_target_") != _CNN:
+            return None
+        asked: dict[str, Any] = {**CNN_DEFAULTS, **model}
+        classes, channels, features, side = (int(asked[key]) for key in ("num_classes", "channels", "features", "side"))
+        wide = 2 * features
+        pooled = wide * (side // 2) ** 2
+        # A norm's input, and the result of ReLU, which is the next convolution's input.
+        stages = 2 * FLOAT * ((features + wide) * side**2 + pooled)
+        copies = HALF * (channels * side**2 + features * side**2 + 2 * pooled) if half else FLOAT * channels * side**2
+        norms = 3 * 2 * _CNN_NORM_GROUPS * FLOAT
+        convolutions = 9 * (channels * features + features * wide + wide * wide)
+        linear = classes * (pooled + 1)
+        return cls(
+            parameters=convolutions + 2 * (features + 2 * wide) + linear,
+            per_image=stages + copies + (INDEX + FLOAT) * pooled + FLOAT * classes + INDEX + norms,
+            passing=2 * FLOAT * wide * side**2,
+            casts=HALF * (convolutions + linear) if half else 0,
+        )

@@ -1,34 +1,125 @@
-"""Layouts that a model could be trained in on a cluster: all legal ones, those that fit, the fastest by the model.
+"""How fast the shipped GPT would train in a layout, and which layouts fit into a cluster. Imports no torch.
 
-Legal is what `plan_layout`, the batch's arithmetic and `check_pipeline` do not refuse, so what is suggested can be
-typed. All of them train with the same global batch, else their speeds could not be compared; how it is cut, and what is
-computed again, is chosen for each. Imports no torch.
+The model of speed knows arithmetic, links, a pipeline's idle time and what is computed again. It puts layouts into an
+order and does not predict seconds: kernels, latency and a busy network are not in it, and it was never fitted to GPUs.
+Traffic is what one rank sends in one step with ring algorithms, 2 (n - 1) / n of a buffer for an all-reduce and half of
+it for a gather or a scatter.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from slurm_train.config.batch import solve_batch
-from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.layout import AXES, ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig
 from slurm_train.errors import ConfigError
-from slurm_train.launch.layout import check_pipeline, plan_layout
-from slurm_train.launch.layout_memory import LayoutFacts, facts_of
-from slurm_train.launch.layout_peak import fullest_stage, rank_memory
-from slurm_train.launch.layout_speed import Machine, tokens_per_s
+from slurm_train.estimate.memory import LayoutFacts, facts_of, fullest_rank
+from slurm_train.estimate.models import FLOAT, HALF
+from slurm_train.launch.layout import check_pipeline, pipeline_bubble, plan_layout, spans_nodes
 from slurm_train.launch.world import World
 
+_RECOMPUTED = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
+"""Arithmetic beside that of an ordinary step: all of the forward pass again, or what is cheap of it."""
+_ROWS_AT_HALF_SPEED = 256
+"""Positions of a micro-batch at which reading a matrix takes as long as multiplying with it."""
+_HIDDEN = 0.8
+"""Part of the computation under which torch can send parameters and gradients."""
 _USABLE = 0.9
 """Part of a device's memory that is planned with; torch's allocator, NCCL and kernels take the rest."""
 _RECOMPUTES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 _ALIKE = 0.05
-"""Speeds that differ by less than this part are taken for equal: the model of them is not better than that."""
+"""Speeds that differ by less than this part count as equal: the model of them is not better than that."""
 _SAMPLES_PER_RANK = 4
 _TOKENS_PER_STEP = 1 << 24
 """At most, where the global batch is left open: about what the largest published models were trained with."""
+
+
+def traffic(facts: LayoutFacts) -> dict[str, int]:
+    """Returns the bytes that a rank of the stage that holds most sends in one step, by axis of more than one rank."""
+    layout, passes = facts.layout, facts.batch.accumulation
+    held = max(facts.held(stage) for stage in range(layout.pp))
+    gathers = 2 if facts.settings.reshard_after_forward else 1
+    gathered = HALF if facts.settings.gather_dtype == "bfloat16" else FLOAT
+    # A pipeline keeps its parameters gathered and reduces once; else both happen for every micro-batch.
+    rounds = 1 if layout.pp > 1 else passes
+    hidden_state = facts.tokens * facts.shape.width * (HALF if facts.half else FLOAT)
+    keys = hidden_state * facts.shape.shared_width // facts.shape.width
+    blocks = -(-facts.shape.layers // layout.pp)
+    # Keys and values, or their gradients, go round: there, back, and again where recomputed.
+    turns = 2 if facts.settings.activation_checkpointing == "none" else 3
+    # Two sums in the forward pass of a block; in the backward pass one for each matrix that is cut by outputs. With
+    # positions dealt out, two gathers and two sums of which each rank gets its part, there and back.
+    sums = 4 if facts.settings.sequence_parallel else 2 + facts.shape.cut_by_outputs
+    sent = {
+        "cp": passes * blocks * turns * (layout.cp - 1) * 2 * keys // layout.tp,
+        "pp": 2 * passes * facts.settings.stages_per_rank * facts.tokens * facts.shape.width * FLOAT,
+        "dp_replicate": _all_reduce(FLOAT * held // layout.shard_size, layout.dp_replicate),
+        "dp_shard": 0,
+        "tp": passes * blocks * sums * _all_reduce(hidden_state, layout.tp),
+    }
+    # Shards lie along both axes at once where there are both; they count for the one that is there anyway.
+    sharding = "dp_shard" if layout.dp_shard > 1 else "cp"
+    sent[sharding] += rounds * (gathers * gathered + FLOAT) * held * (layout.shard_size - 1) // layout.shard_size
+    return {axis: num_bytes for axis, num_bytes in sent.items() if getattr(layout, axis) > 1}
+
+
+def _all_reduce(num_bytes: int, ranks: int) -> int:
+    return 2 * num_bytes * (ranks - 1) // ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What one device of a cluster is assumed to do."""
+
+    flops: float = 400e12
+    """Floating-point operations per second in practice; about 40 % of an H100's bfloat16 peak."""
+    inside_node: float = 300e9
+    """Bytes per second that it sends to its node's other devices."""
+    between_nodes: float = 40e9
+    """Bytes per second that it sends to other nodes."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.flops / 1e12:.0f} TFLOP/s a device, {self.inside_node / 1e9:.0f} GB/s inside a node, "
+            f"{self.between_nodes / 1e9:.0f} GB/s between nodes"
+        )
+
+
+def tokens_per_s(facts: LayoutFacts, world: World, *, machine: Machine) -> float:
+    """Returns the tokens of all ranks together per second."""
+    shape, layout, batch = facts.shape, facts.layout, facts.batch
+    tokens = batch.global_size * facts.positions
+    matrices = shape.layers * shape.matrices_in_block(tp=1) + shape.vocabulary * shape.width
+    # Six operations per number of a matrix; attention's two products look back half a sequence on average.
+    operations = tokens * (6 * matrices + 6 * shape.layers * facts.positions * shape.width)
+    share = facts.blocks(0) * layout.pp / shape.layers  # of the stage that has most
+    again = _RECOMPUTED[facts.settings.activation_checkpointing]
+    slower = again * share * (1 + _ROWS_AT_HALF_SPEED / facts.tokens)
+    compute_s = operations * slower / (layout.world_size * machine.flops)
+    waits, hidden = 0.0, 0.0
+    for axis, num_bytes in traffic(facts).items():
+        sending_s = _sending_s(num_bytes, axis, layout, world, machine=machine)
+        if axis in ("dp_shard", "dp_replicate"):
+            hidden += sending_s
+        else:
+            waits += sending_s
+    waits += max(0.0, hidden - _HIDDEN * compute_s)
+    idle = pipeline_bubble(layout, batch, stages_per_rank=facts.settings.stages_per_rank)
+    return tokens / ((compute_s + waits) / (1 - idle))
+
+
+def _sending_s(num_bytes: int, axis: str, layout: ParallelLayout, world: World, *, machine: Machine) -> float:
+    """Returns how long a rank sends; of a group with several ranks on a node each carries a part to other nodes."""
+    inside_s = num_bytes / machine.inside_node
+    if not spans_nodes(layout, world, axis):
+        return inside_s
+    distance = math.prod(layout.degrees[AXES.index(axis) + 1 :])
+    on_node: int = min(max(1, world.ranks_per_node[0] // distance), getattr(layout, axis))
+    return max(inside_s if on_node > 1 else 0.0, num_bytes / (on_node * machine.between_nodes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +131,13 @@ class Suggestion:
     memory_bytes: int
     """On the fullest rank."""
     tokens_per_s: float
-    """Of all ranks, by the model of `launch.layout_speed`."""
+    """Of all ranks, by the simple model."""
 
     @property
     def words(self) -> str:
         """What to type for it."""
         layout, settings, batch = self.facts.layout, self.facts.settings, self.facts.batch
-        degrees = {axis: degree for axis, degree in layout.as_mapping.items() if axis != "dp_replicate" or degree > 1}
-        chosen: dict[str, object] = {"dp_replicate": layout.dp_replicate, **degrees}
+        chosen: dict[str, object] = {"dp_replicate": layout.dp_replicate, **layout.as_mapping}
         if settings.sequence_parallel:
             chosen["sequence_parallel"] = "true"
         if settings.activation_checkpointing != "none":
@@ -69,17 +159,21 @@ class Suggestions:
 
 
 def suggest_layouts(config: RunConfig, world: World, *, memory_bytes: int, count: int = 5) -> Suggestions:
-    """Returns the best layouts.
+    """Returns the best layouts for a model.
+
+    Legal is what `plan_layout`, the batch's arithmetic and `check_pipeline` do not refuse, so what is suggested can be
+    typed. All train with the same global batch, else their speeds could not be compared; how it is cut, and what is
+    computed again, is chosen for each.
 
     Args:
-        config: the run's configuration; its degrees are not looked at, its options are kept. `train.precision=auto` is
-            taken for bfloat16.
+        config: the run's configuration; its degrees are ignored, its options are kept. `train.precision=auto` counts as
+            bfloat16.
         world: all nodes that there are, with equally many ranks each.
         memory_bytes: of one device.
-        count: how many of them.
+        count: how many layouts.
 
     Raises:
-        ConfigError: no formula is known for the model.
+        ConfigError: the nodes differ, or no formula is known for the model.
     """
     if not world.is_even:
         raise ConfigError(
@@ -88,7 +182,8 @@ def suggest_layouts(config: RunConfig, world: World, *, memory_bytes: int, count
         )
     if config.train.precision == "auto":
         config = replace(config, train=replace(config.train, precision="bfloat16"))
-    alone = facts_of(config, ParallelLayout(), solve_batch(config.batch, ranks=1)) if config.trains else None
+    one_rank = solve_batch(config.batch, ranks=1)
+    alone = facts_of(config, ParallelLayout(), one_rank, half=False) if config.trains else None
     if alone is None:
         raise ConfigError(
             "there is no estimate for this model, so no layout can be suggested",
@@ -97,18 +192,14 @@ def suggest_layouts(config: RunConfig, world: World, *, memory_bytes: int, count
     config = replace(config, batch=_one_batch(config.batch, world, positions=alone.positions))
     legal = list(_legal(config, world))
     found = _fitting(legal, world, memory_bytes)
+    best, fastest = found[:count], max(found, key=lambda one: one.tokens_per_s, default=None)
+    if fastest is not None and fastest not in best:
+        best[-1] = fastest
     return Suggestions(
         num_legal=len({layout for layout, _ in legal}),
-        best=_with_fastest(found, count=count),
+        best=best,
         smallest=_smallest(config, world, memory_bytes) if found else None,
     )
-
-
-def _with_fastest(found: list[Suggestion], *, count: int) -> list[Suggestion]:
-    fastest = max(found, key=lambda one: one.tokens_per_s, default=None)
-    if fastest is None or fastest in found[:count]:
-        return found[:count]
-    return [*found[: count - 1], fastest]
 
 
 def _one_batch(asked: BatchSection, world: World, *, positions: int) -> BatchSection:
@@ -137,21 +228,20 @@ def _fitting(legal: list[tuple[ParallelLayout, LayoutFacts]], world: World, memo
     for layout, facts in legal:
         if layout in ended:
             continue
-        needed = rank_memory(facts, stage=fullest_stage(facts)).total
+        needed = fullest_rank(facts)[1].total_bytes
         if needed > _USABLE * memory_bytes:
             if facts.settings.activation_checkpointing == _RECOMPUTES[-1]:
                 ended.add(layout)  # larger micro-batches come after this one
             continue
         speed = tokens_per_s(facts, world, machine=Machine())
-        one = Suggestion(world=world, facts=facts, memory_bytes=needed, tokens_per_s=speed)
         if layout not in found or speed > found[layout].tokens_per_s:
-            found[layout] = one
+            found[layout] = Suggestion(world=world, facts=facts, memory_bytes=needed, tokens_per_s=speed)
     best = max((one.tokens_per_s for one in found.values()), default=1.0)
     return sorted(found.values(), key=lambda one: _order(one, best=best))
 
 
 def _order(one: Suggestion, *, best: float) -> tuple[int, int, float, int, str]:
-    """Returns what suggestions are put in order by: of about equally fast ones the simplest, then the fastest."""
+    """Returns what suggestions are sorted by: of about equally fast ones the simplest, then the fastest."""
     num_axes = sum(degree > 1 for axis, degree in one.facts.layout.as_mapping.items() if axis != "dp_replicate")
     behind = int((1 - one.tokens_per_s / best) / _ALIKE)
     return behind, num_axes, -float(f"{one.tokens_per_s:.3g}"), one.memory_bytes, one.words
@@ -175,7 +265,7 @@ def _legal(config: RunConfig, world: World) -> Iterator[tuple[ParallelLayout, La
 
 def _cuts(config: RunConfig, layout: ParallelLayout) -> Iterator[LayoutFacts]:
     """Yields what is known of a layout for each size of micro-batch that the batch can be cut into."""
-    asked, size = config.batch, 1
+    asked, size, half = config.batch, 1, config.train.precision == "bfloat16"
     while asked.local_size is not None or size * layout.data_parallel_size <= (asked.global_size or 1):
         try:
             cut = asked if asked.local_size is not None else replace(asked, local_size=size)
@@ -183,7 +273,7 @@ def _cuts(config: RunConfig, layout: ParallelLayout) -> Iterator[LayoutFacts]:
             check_pipeline(config, layout, batch)
         except ConfigError:
             return
-        facts = facts_of(config, layout, batch)
+        facts = facts_of(config, layout, batch, half=half)
         assert facts is not None
         yield facts
         if asked.local_size is not None or asked.accumulation is not None:

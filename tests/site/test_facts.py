@@ -1,9 +1,33 @@
+"""Who preempts whom at a site, and a node's share for each GPU."""
+
 from __future__ import annotations
 
 import pytest
 
-from slurm_train.site.shape import NodeShape, cpus_per_gpu, gpu_types, memory_gb_per_gpu, shape_of
+from slurm_train.site.facts import NodeShape, cpus_per_gpu, gpu_types, memory_gb_per_gpu, preemption_in, shape_of
 from slurm_train.slurm.partitions import parse_sinfo
+from tests.site.sites import facts_of
+
+
+@pytest.mark.parametrize(
+    ("site", "qos", "partition", "outcome", "grace_s"),
+    [
+        ("devcluster", "normal", "main", "requeued", 15),
+        ("devcluster", "urgent", "main", "never", 0),
+        ("devcluster", "", "main", "requeued", 0),
+        ("typed", "normal", "a100", "never", 0),
+        ("typed", "normal", "scavenge", "requeued", 120),
+        ("gres_only", "", "short", "never", 0),
+        ("gres_only", "", "long", "suspended", 0),
+        ("mixed_nodes", "free", "gpu", "cancelled", 300),
+        ("mixed_nodes", "normal", "gpu", "never", 0),
+        ("no_accounting", "", "batch", "never", 0),
+    ],
+)
+def test_who_gives_way_and_how(site: str, qos: str, partition: str, outcome: str, grace_s: float) -> None:
+    found = preemption_in(facts_of(site), qos, partition)
+    assert (found.outcome, found.grace_s) == (outcome, grace_s)
+
 
 NODE = NodeShape(num_nodes=4, gpus=4, cpus=50, memory_mb=256000)
 

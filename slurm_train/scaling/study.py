@@ -1,0 +1,375 @@
+"""A scaling study: which runs to time, what each of them shows, the model of an exchange, and what limits. No torch.
+
+The model of a step: t(n) = compute + alpha log2(n) + 2 (n - 1) / n x bytes / bandwidth. The last term is what a ring
+sends for n ranks, the one before it what each doubling of the ranks costs whatever the bytes. Fitted is the time that
+the exchange is waited for; what hides behind the backward pass is not seen, so the bandwidth is an effective one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any, Literal
+
+from slurm_train.config.batch import recut_batch
+from slurm_train.rundir.exchange import read_exchange
+from slurm_train.rundir.files import read_lines
+from slurm_train.rundir.heartbeat import read_beats
+from slurm_train.rundir.layout import RunDirectory, existing_attempts
+
+Mode = Literal["local", "global"]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """So many nodes with so many ranks each."""
+
+    nodes: int
+    per_node: int
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.per_node}"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run of the study."""
+
+    size: Size
+    local_size: int
+    """Samples per rank and micro-batch."""
+    accumulation: int
+    comm: str
+    modes: tuple[Mode, ...]
+    """What it is part of: each rank's batch as at full size ("local"), or the whole batch ("global"), or both."""
+
+    @property
+    def global_size(self) -> int:
+        """Samples per step."""
+        return self.local_size * self.size.ranks * self.accumulation
+
+    def __str__(self) -> str:
+        return f"{self.size}, {self.local_size} x {self.accumulation} samples per rank, {self.comm}"
+
+
+def plan_sizes(nodes: int, per_node: int) -> list[Size]:
+    """Returns one rank, one node, two nodes, four, ... up to all."""
+    counts = [count for count in (2**power for power in range(20)) if count < nodes]
+    sizes = [Size(1, 1), Size(1, per_node), *(Size(count, per_node) for count in (*counts, nodes) if count > 1)]
+    return list(dict.fromkeys(sizes))
+
+
+def plan_points(nodes: int, per_node: int, *, local_size: int, comms: Sequence[str]) -> list[Point]:
+    """Returns the runs in the order in which they are made.
+
+    Ways of exchanging after the first one are tried at the sizes that span nodes, at a fixed local batch; where all
+    ranks are on one node, there.
+
+    Args:
+        nodes: of the largest size.
+        per_node: ranks of a node.
+        local_size: samples per rank and micro-batch at the largest size.
+        comms: values of `ddp.comm`.
+    """
+    sizes = plan_sizes(nodes, per_node)
+    whole = local_size * sizes[-1].ranks
+    found: dict[tuple[Size, int, int, str], tuple[Mode, ...]] = {}
+    for size in sizes:
+        found[size, local_size, 1, comms[0]] = ("local",)
+    for size in sizes:
+        if whole % size.ranks:
+            continue  # three nodes of four do not share every batch
+        cut = recut_batch(whole, ranks=size.ranks, local_size=local_size)
+        key = (size, cut.local_size, cut.accumulation, comms[0])
+        found[key] = (*found.get(key, ()), "global")
+    spanning = [size for size in sizes if size.nodes > 1] or sizes[-1:]
+    for comm in comms[1:]:
+        for size in spanning:
+            found[size, local_size, 1, comm] = ("local",)
+    return [Point(size, local, accumulation, comm, modes) for (size, local, accumulation, comm), modes in found.items()]
+
+
+WARM_UP_LINES = 2
+"""Lines of metrics at the beginning that are no measure: caches, buckets and clocks are still warming up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One run of the study."""
+
+    point: Point
+    step_s: float
+    """Median over the lines of metrics after the warm-up."""
+    per_s: float
+    """Tokens or samples per second over all ranks."""
+    unit: str
+    """"tokens" or "samples"."""
+    compute_s: float
+    """A rank's own part of a step without the wait for data, on average."""
+    data_s: float
+    comm_s: float
+    """What even the slowest rank waits for: the exchange itself."""
+    uneven_s: float
+    """What the average rank waits longer than that: for slower ranks."""
+    gradient_bytes: float
+    sent_bytes: float
+
+    @property
+    def size(self) -> Size:
+        """Nodes and ranks."""
+        return self.point.size
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what the study keeps of it."""
+        return asdict(self)
+
+
+def measure(run: RunDirectory, point: Point) -> Measured | None:
+    """Returns what a finished run says, None where it says too little."""
+    attempt = max(existing_attempts(run), default=-1)
+    every = (line for line in read_lines(run.metrics) if "step_time_s" in line and line.get("attempt") == attempt)
+    lines = list(every)[WARM_UP_LINES:]
+    paces = [beat.pace for beat in read_beats(run, attempt).values() if beat.pace.samples]
+    if not lines or not paces:
+        return None
+    step_s = median(line["step_time_s"] for line in lines)
+    unit = "tokens" if "tokens_per_s" in lines[-1] else "samples"
+    waits = [pace.wait_s / pace.samples for pace in paces]
+    facts = read_exchange(run, attempt)
+    return Measured(
+        point=point,
+        step_s=step_s,
+        # Of the step, not a median of its own: of few lines the mean of rates is more than the rate of the mean.
+        per_s=median(line[f"{unit}_per_s"] * line["step_time_s"] for line in lines) / step_s,
+        unit=unit,
+        compute_s=fmean((pace.own_s - pace.data_s) / pace.samples for pace in paces),
+        data_s=fmean(pace.data_s / pace.samples for pace in paces),
+        comm_s=min(waits),
+        uneven_s=fmean(waits) - min(waits),
+        gradient_bytes=facts.gradient_bytes if facts else 0.0,
+        sent_bytes=facts.sent_bytes if facts else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What an exchange costs."""
+
+    alpha_s: float
+    """Seconds for each doubling of the ranks."""
+    bytes_per_s: float
+    """Effective bandwidth; infinity where bytes cost nothing."""
+
+    def comm_s(self, ranks: int, sent_bytes: float) -> float:
+        """Returns what an exchange among so many ranks takes."""
+        return self.alpha_s * math.log2(max(ranks, 1)) + ring_bytes(ranks, sent_bytes) / self.bytes_per_s
+
+
+def ring_bytes(ranks: int, sent_bytes: float) -> float:
+    """Returns the bytes that each rank of a ring sends."""
+    return 2.0 * (ranks - 1) / ranks * sent_bytes
+
+
+def fit(points: Sequence[Measured]) -> Model | None:
+    """Returns the model that fits best, of which no part is negative; None where nothing was exchanged.
+
+    Runs over several nodes count; where there are none, those on one node.
+
+    Args:
+        points: runs that exchange in the same way.
+    """
+    known = [one for one in points if one.size.ranks > 1 and one.sent_bytes > 0]
+    spanning = [one for one in known if one.size.nodes > 1] or known
+    if not spanning:
+        return None
+    rows = [(math.log2(one.size.ranks), ring_bytes(one.size.ranks, one.sent_bytes), one.comm_s) for one in spanning]
+    alpha, per_byte = _least_squares(rows)
+    return Model(alpha, 1.0 / per_byte if per_byte > 0 else math.inf)
+
+
+def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Returns the two non-negative factors that miss the times least, relative to the times."""
+    scaled = [(a / max(t, 1e-9), b / max(t, 1e-9)) for a, b, t in rows]
+    aa, ab, bb = sum(a * a for a, _ in scaled), sum(a * b for a, b in scaled), sum(b * b for _, b in scaled)
+    a1, b1 = sum(a for a, _ in scaled), sum(b for _, b in scaled)
+    determinant = aa * bb - ab * ab
+    # Of one size, or of sizes that are alike, the two cannot be told apart: then it is the bytes.
+    if len(rows) > 1 and determinant > 1e-9 * aa * bb:
+        alpha, per_byte = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
+        if alpha >= 0 and per_byte >= 0:
+            return alpha, per_byte
+    only_alpha, only_bytes = (a1 / aa if aa else 0.0, 0.0), (0.0, b1 / bb if bb else 0.0)
+
+    def missed(factors: tuple[float, float]) -> float:
+        # Rounded, so that of two that fit equally well it is the bytes.
+        return round(sum((a * factors[0] + b * factors[1] - 1.0) ** 2 for a, b in scaled), 12)
+
+    return min((only_bytes, only_alpha), key=missed)
+
+
+# Throughput per node of twice the nodes, over that of one node.
+_PAYS, _HARDLY = 0.7, 0.5
+_WORTH_A_WORD = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """Everything that was measured, sorted."""
+
+    local: tuple[Measured, ...]
+    """Fixed local batch, plain exchange, by size."""
+    whole: tuple[Measured, ...]
+    """Fixed global batch, plain exchange, by size."""
+    others: tuple[Measured, ...]
+    """Other ways of exchanging, fixed local batch."""
+    model: Model | None
+
+    @property
+    def largest(self) -> Measured:
+        """The largest size at a fixed local batch."""
+        return self.local[-1]
+
+
+def sort_study(measured: Sequence[Measured], *, comm: str) -> Study:
+    """Returns the study.
+
+    Args:
+        measured: all runs that said something; at least one at a fixed local batch.
+        comm: the way of exchanging that counts as plain.
+    """
+    ordered = sorted(measured, key=lambda one: one.size.ranks)
+    local = tuple(one for one in ordered if one.point.comm == comm and "local" in one.point.modes)
+    whole = tuple(one for one in ordered if one.point.comm == comm and "global" in one.point.modes)
+    others = tuple(one for one in ordered if one.point.comm != comm)
+    return Study(local=local, whole=whole, others=others, model=fit(local))
+
+
+def efficiency(one: Measured, base: Measured) -> float:
+    """Returns throughput per rank over that of the smallest size, 1 for perfect scaling."""
+    return (one.per_s / one.size.ranks) / (base.per_s / base.size.ranks)
+
+
+def shares(study: Study) -> dict[str, float]:
+    """Returns what the largest size's step goes into, as parts of it: "network", "uneven", "data", "crowd", "compute".
+
+    "crowd" is what computing takes longer than on one rank alone: ranks that share memory, cores or a GPU.
+    """
+    one, base = study.largest, study.local[0]
+    step_s = max(one.step_s, one.compute_s + one.data_s + one.comm_s + one.uneven_s, 1e-12)
+    crowd_s = min(max(one.compute_s - base.compute_s, 0.0), one.compute_s)
+    parts = {
+        "network": one.comm_s,
+        "uneven": one.uneven_s,
+        "data": one.data_s,
+        "crowd": crowd_s,
+        "compute": one.compute_s - crowd_s,
+    }
+    return {name: seconds / step_s for name, seconds in parts.items()}
+
+
+def verdict(study: Study) -> list[str]:
+    """Returns the sentences, the most important first."""
+    return [*_what_limits(study), *_more_nodes(study), *_ways(study)]
+
+
+_LIMITS = {
+    "network": "the network limits: {share:.0%} of a step is spent on the exchange of gradients",
+    "exchange": "the exchange of gradients within the node limits: it is {share:.0%} of a step",
+    "uneven": "uneven ranks limit: {share:.0%} of a step is spent waiting for the slower ones (`status` names them)",
+    "data": "reading limits: {share:.0%} of a step is spent waiting for data (data.num_workers, data.prefetch)",
+    "crowd": "the ranks of a node limit each other: {share:.0%} of a step is what computing takes longer than on one "
+    "rank alone (shared cores, memory or power)",
+}
+
+
+def _what_limits(study: Study) -> list[str]:
+    one = study.largest
+    found = shares(study)
+    losses = {name: share for name, share in found.items() if name != "compute"}
+    worst = max(losses, key=lambda name: losses[name])
+    nodes = f"{one.size.nodes} node{'s' * (one.size.nodes > 1)}"
+    head = f"at {nodes} x {one.size.per_node} a step takes {in_time(one.step_s)}"
+    if losses[worst] < _WORTH_A_WORD:
+        return [f"{head}; computing limits ({found['compute']:.0%} of it), and nothing else takes a tenth of it"]
+    limit = _LIMITS["exchange" if worst == "network" and one.size.nodes == 1 else worst]
+    sentences = [f"{head}; {limit.format(share=losses[worst])}"]
+    if worst == "network" and study.model is not None:
+        sentences.append(_network(study, study.model))
+    return sentences
+
+
+def _network(study: Study, model: Model) -> str:
+    one = study.largest
+    sent = ring_bytes(one.size.ranks, one.sent_bytes)
+    if math.isinf(model.bytes_per_s):
+        return f"the exchange costs {in_time(model.alpha_s)} for each doubling of the ranks, whatever its size: latency"
+    return (
+        f"each rank sends {in_bytes(sent)} per step at an effective {in_bits(model.bytes_per_s)}, which takes "
+        f"{in_time(sent / model.bytes_per_s)}; each doubling of the ranks costs {in_time(model.alpha_s)} more"
+    )
+
+
+def _more_nodes(study: Study) -> list[str]:
+    one, base = study.largest, study.local[0]
+    said = [f"efficiency {efficiency(one, base):.0%} of {base.size.ranks} rank at a fixed local batch"]
+    if study.model is None or one.size.nodes < 2:
+        return said
+    alone = next((other for other in study.local if other.size.nodes == 1 and other.size != base.size), base)
+    if one.per_s <= alone.per_s:
+        said.append(f"{one.size.nodes} nodes are no faster than one: {one.per_s:,.0f} against {alone.per_s:,.0f} per s")
+    longer_s = study.model.comm_s(2 * one.size.ranks, one.sent_bytes) - one.comm_s
+    gain = 2 * one.step_s / max(one.step_s + longer_s, 1e-12)
+    left = efficiency(one, alone) * gain / 2
+    words = "pay" if left >= _PAYS else "hardly pay" if left >= _HARDLY else "do not pay"
+    said.append(
+        f"more nodes {words}: {2 * one.size.nodes} would have {gain:.2f}x the throughput of {one.size.nodes}, and each "
+        f"of them {left:.0%} of what one alone has"
+    )
+    return said
+
+
+def _ways(study: Study) -> list[str]:
+    at_full = [other for other in study.others if other.size == study.largest.size]
+    if not at_full:
+        return []
+    best = max(at_full, key=lambda other: other.per_s)
+    gain = best.per_s / study.largest.per_s
+    if gain < 1 + _WORTH_A_WORD / 2:
+        return [f"no other way of exchanging is faster here; the best is ddp.comm={best.point.comm} ({gain:.2f}x)"]
+    return [
+        f"ddp.comm={best.point.comm} is {gain:.2f}x as fast here; see what it does to your loss before you rely on it"
+    ]
+
+
+def limit_s(one: Measured, model: Model) -> float:
+    """Returns what the bytes of one way of exchanging take at the model's bandwidth, and nothing else."""
+    return ring_bytes(one.size.ranks, one.sent_bytes) / model.bytes_per_s
+
+
+def in_time(seconds: float) -> str:
+    """Returns seconds for people, e.g. "812 ms"."""
+    for least, factor, unit in ((1.0, 1.0, "s"), (1e-4, 1e3, "ms")):
+        if seconds >= least:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{1e6 * seconds:.2g} us"
+
+
+def in_bytes(number: float) -> str:
+    """Returns bytes for people, e.g. "5.2 MB"."""
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number:.0f} B"
+
+
+def in_bits(bytes_per_s: float) -> str:
+    """Returns a bandwidth for people, e.g. "96 Mbit/s"."""
+    bits = 8 * bytes_per_s
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

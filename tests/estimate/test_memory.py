@@ -1,0 +1,174 @@
+"""The formulas against torch: parameters exactly, kept tensors to the byte in a replica."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from slurm_train.assets import read_asset
+from slurm_train.config.batch import BatchPlan
+from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.schema import ParallelSection
+from slurm_train.distributed.parallelize import prepare_blocks
+from slurm_train.distributed.pipeline import keep_stages
+from slurm_train.estimate.layouts import traffic
+from slurm_train.estimate.memory import LayoutFacts, fullest_rank, kept_by_forward, rank_memory, replica_memory
+from slurm_train.estimate.models import CNN_DEFAULTS, GPT_DEFAULTS, CnnSize, GptShape
+from slurm_train.models.cnn import CNN
+from slurm_train.models.gpt import GPT
+from slurm_train.models.objective import Objective
+
+GPT_TARGET, CNN_TARGET = "slurm_train.models.gpt.GPT", "slurm_train.models.cnn.CNN"
+SHAPE = {"vocab_size": 300, "context": 64, "num_layers": 3, "num_heads": 4, "width": 64, "hidden": 96, "tied": False}
+FORMS: dict[str, dict[str, Any]] = {
+    "shipped": {},
+    "llama": {"num_kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu"},
+    "gpt2": {"positions": "learned", "activation": "gelu_tanh", "bias": True, "tied": True},
+    "small": {"context": 32, "num_layers": 1, "num_heads": 2, "width": 32, "hidden": 0, "vocab_size": 1000},
+}
+forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+def facts_of(layout: ParallelLayout, *, half: bool = False, form: dict[str, Any] | None = None, **options: Any) -> Any:
+    shape = GptShape.of({"_target_": GPT_TARGET, **SHAPE, **(form or {})})
+    assert shape is not None
+    batch = BatchPlan(local_size=3, ranks=layout.data_parallel_size, accumulation=4)
+    settings = ParallelSection(**options)
+    return LayoutFacts(shape=shape, layout=layout, batch=batch, settings=settings, half=half, positions=shape.context)
+
+
+def build(form: dict[str, Any]) -> GPT:
+    return GPT(**{**SHAPE, **form})
+
+
+def kept_bytes(model: nn.Module, *batch: torch.Tensor, half: bool = False) -> int:
+    """Returns the bytes that a forward pass keeps for the backward pass, parameters, buffers and the loss aside."""
+    own = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+        Objective(model)(*batch)
+    return sum(seen.values()) - 4
+
+
+@forms
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_a_gpt_keeps_what_the_formula_says(half: bool, form: dict[str, Any]) -> None:
+    model, facts = build(form), facts_of(ParallelLayout(), half=half, form=form)
+    tokens = torch.randint(0, facts.shape.vocabulary, (3, facts.positions))
+    assert kept_bytes(model, tokens, tokens.clone(), half=half) == kept_by_forward(facts, stage=0)
+    assert facts.shape.buffer_bytes == sum(one.nbytes for one in model.buffers())
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"features": 16, "side": 16, "channels": 3, "num_classes": 7}])
+def test_a_cnn_keeps_what_the_formula_says(kwargs: dict[str, Any]) -> None:
+    model, shape = CNN(**kwargs), CNN_DEFAULTS | kwargs
+    images = torch.rand(5, int(shape["channels"]), int(shape["side"]), int(shape["side"]))
+    whole, half = (CnnSize.of({"_target_": CNN_TARGET, **kwargs}, half=half) for half in (False, True))
+    assert whole is not None and whole.parameters == sum(one.numel() for one in model.parameters())
+    assert kept_bytes(model, images, torch.zeros(5, dtype=torch.int64)) == 5 * whole.per_image
+    assert half is not None and half.per_image > whole.per_image, "copies beside the norms"
+
+
+@pytest.mark.parametrize(("model", "defaults"), [(GPT, GPT_DEFAULTS), (CNN, CNN_DEFAULTS)])
+def test_the_defaults_are_those_of_the_constructors(model: type[nn.Module], defaults: dict[str, Any]) -> None:
+    parameters = inspect.signature(model.__init__).parameters
+    assert {name: one.default for name, one in parameters.items() if name != "self"} == defaults
+
+
+def test_other_models_have_no_formula() -> None:
+    assert GptShape.of({"_target_": "my.Model"}) is None and CnnSize.of({"_target_": "my.Model"}, half=False) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("gpt2-124m", 124_439_808), ("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)],
+)
+def test_published_shapes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    mapping = yaml.safe_load(read_asset("conf/model", f"{name}.yaml"))
+    shape = GptShape.of(mapping)
+    assert shape is not None and shape.parameters == parameters
+    with torch.device("meta"):
+        model = GPT(**{key: value for key, value in mapping.items() if key != "_target_"})
+    assert sum(one.numel() for one in model.parameters()) == parameters
+
+
+def test_full_checkpointing_keeps_what_enters_each_block() -> None:
+    model, tokens = build({}), torch.randint(0, 300, (3, 64))
+    plain = kept_bytes(model, tokens, tokens.clone())
+    prepare_blocks(model, settings=ParallelSection(activation_checkpointing="full"), compiles=False)
+    expected = kept_by_forward(facts_of(ParallelLayout(), activation_checkpointing="full"), stage=0)
+    assert kept_bytes(model, tokens, tokens.clone()) == pytest.approx(expected, rel=0.01) and expected < plain / 2
+
+
+@forms
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_stages_hold_the_parameters_that_the_formula_says(pp: int, form: dict[str, Any]) -> None:
+    if pp > 1:
+        form = {**form, "tied": False, "num_layers": 3}
+    whole = build(form)
+    for stage in range(pp):
+        model = copy.deepcopy(whole)
+        if pp > 1:
+            keep_stages(model, stages=[stage], num_stages=pp)
+        facts = facts_of(ParallelLayout(pp=pp), form=form)
+        memory, trained = rank_memory(facts, stage=stage), 4 * sum(one.numel() for one in model.parameters())
+        assert memory.weight_bytes == trained + (facts.shape.buffer_bytes if pp == 1 else 0)
+        assert memory.optimizer_bytes == 2 * trained
+
+
+def test_a_whole_model_holds_gradients_twice_where_micro_batches_add_up() -> None:
+    one, four = (replica_memory(trained=10, other=1, activations=50, accumulation=count) for count in (1, 4))
+    assert (one.weight_bytes, one.gradient_bytes, one.optimizer_bytes, one.total_bytes) == (11, 10, 20, 91)
+    assert four.gradient_bytes == 20
+
+
+def test_shards_and_parts_divide_what_a_rank_holds() -> None:
+    whole, sharded, cut, offloaded = (
+        rank_memory(facts_of(layout, **options), stage=0)
+        for layout, options in (
+            (ParallelLayout(), {}),
+            (ParallelLayout(dp_shard=4), {}),
+            (ParallelLayout(tp=2), {}),
+            (ParallelLayout(dp_shard=4), {"cpu_offload": True}),
+        )
+    )
+    assert sharded.optimizer_bytes == whole.optimizer_bytes / 4 and sharded.gathered_bytes > 0 == whole.gathered_bytes
+    assert whole.weight_bytes / 2 < cut.weight_bytes < whole.weight_bytes
+    assert cut.activation_bytes < whole.activation_bytes
+    assert offloaded.offloaded_bytes == sharded.weight_bytes + sharded.gradient_bytes + sharded.optimizer_bytes
+    assert offloaded.total_bytes == sharded.gathered_bytes + sharded.activation_bytes
+
+
+def test_a_pipeline_keeps_as_many_micro_batches_as_its_schedule() -> None:
+    ordered, filled = (facts_of(ParallelLayout(pp=3), pipeline_schedule=name) for name in ("1f1b", "gpipe"))
+    # Each stage has one block: the first keeps three micro-batches of it, or all four.
+    assert [kept_by_forward(one, stage=0) for one in (ordered, filled)] == [
+        count * ordered.tokens * ordered.shape.kept_in_block(tp=1, half=False, recompute="none") for count in (3, 4)
+    ]
+    assert fullest_rank(filled)[0] in range(3)
+
+
+def test_a_rank_keeps_less_of_a_sequence_that_it_shares() -> None:
+    whole, dealt = (facts_of(ParallelLayout(tp=2), sequence_parallel=splits) for splits in (False, True))
+    shared, sharded = facts_of(ParallelLayout(tp=2, cp=2)), facts_of(ParallelLayout(tp=2, dp_shard=2))
+    assert kept_by_forward(dealt, stage=0) < kept_by_forward(whole, stage=0)
+    assert shared.tokens == whole.tokens / 2 and kept_by_forward(shared, stage=0) < kept_by_forward(whole, stage=0)
+    # They share the parameters as ranks of dp_shard do, and gather keys and values besides.
+    one, two, alone = (rank_memory(one, stage=0) for one in (whole, shared, sharded))
+    assert two.optimizer_bytes == alone.optimizer_bytes < one.optimizer_bytes
+    keys = 4 * 3 * 2 * (2 * shared.tokens * 64 // 2 * 4)
+    assert traffic(shared)["cp"] == keys + traffic(sharded)["dp_shard"]
