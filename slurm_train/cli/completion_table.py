@@ -46,14 +46,6 @@ FLAGS: dict[str, dict[str, tuple[str, str]]] = {
         "--root": ("path", "root of the runs (default: runs)"),
         "--where": ("", "of a sweep: with this value"),
     },
-    "resume": {
-        "--help": ("-", "show this help message and exit"),
-        "--root": ("path", "root of the runs (default: runs)"),
-        "--accept": ("changes", "changes to accept: keys or sections, config, code, data"),
-        "--config-dir": ("path", "YAML files of your own, for cluster=NAME"),
-        "--only": ("states", "of a sweep: missing, not_started, failed, timeout, cancel..."),
-        "--where": ("", "of a sweep: with this value"),
-    },
     "collate": {
         "--help": ("-", "show this help message and exit"),
         "--root": ("path", "root of the runs (default: runs)"),
@@ -73,11 +65,6 @@ FLAGS: dict[str, dict[str, tuple[str, str]]] = {
         "--only": ("config|code|environment", "some of config,code,environment"),
         "--stat": ("-", "of code, lines added and removed per file"),
         "--json": ("-", "as one JSON object"),
-    },
-    "track": {
-        "--help": ("-", "show this help message and exit"),
-        "--root": ("path", "root of the runs (default: runs)"),
-        "--only": ("tensorboard|wandb|mlflow|trackio", "some of tensorboard,wandb,mlflow,trackio"),
     },
     "checkpoint ls": {
         "--help": ("-", "show this help message and exit"),
@@ -164,11 +151,9 @@ WORDS: dict[str, tuple[str, ...]] = {
     "status": ("run or sweep...",),
     "logs": ("run",),
     "cancel": ("run or sweep...",),
-    "resume": ("run or sweep",),
     "collate": ("sweep",),
     "report": ("run or sweep",),
     "diff": ("run", "run"),
-    "track": ("run",),
     "checkpoint ls": ("run",),
     "checkpoint verify": ("run",),
     "checkpoint gc": ("run",),

@@ -23,6 +23,7 @@ from slurm_train.errors import RunError
 from slurm_train.rundir.files import read_json, write_durable
 from slurm_train.rundir.layout import RunDirectory
 
+_GUARD_WAIT_S = 10.0
 _LOOK_S = 0.1
 
 
@@ -95,10 +96,9 @@ def take_lock(
 
 def release_lock(run: RunDirectory, holder: Holder, *, submits: bool = False) -> None:
     """Gives the run back, if `holder` still has it."""
-    path = run.submission_lock if submits else run.lock
     # Not by an unlink after a look: a process that was stopped between the two would remove its successor's.
-    if _parse(path) == holder:
-        _remove_if(path, holder)
+    if read_holder(run, submits=submits) == holder:
+        _take_away(run.submission_lock if submits else run.lock, holder)
 
 
 def clear_dead(run: RunDirectory, *, is_alive: Callable[[Holder], bool]) -> None:
@@ -137,18 +137,19 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _remove_if(path: Path, stale: Holder | None) -> None:
-    # Only one starter at a time may remove, so what it has read is still what it removes. Where the file system has
-    # no locks, renaming narrows the gap: a newcomer's file that was taken by mistake is put back.
-    aside = path.with_name(f".{path.stem}.stale.{socket.gethostname()}.{os.getpid()}")
+    # Only one starter at a time may remove, so what it has read is still what it removes.
     with _removing(path):
         # One that is not there is not to be removed either: a newcomer may be making his at this moment.
-        if not path.exists() or _parse(path) != stale:
-            return
-        try:
-            path.rename(aside)
-        except FileNotFoundError:
-            return
-        if _parse(aside) != stale:
+        if path.exists() and _parse(path) == stale:
+            _take_away(path, stale)
+
+
+def _take_away(path: Path, expected: Holder | None) -> None:
+    """Removes a lock; one that is another's by now is put back."""
+    aside = path.with_name(f".{path.stem}.stale.{socket.gethostname()}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(aside)
+        if _parse(aside) != expected:
             _link(aside, path)
         aside.unlink()
 
@@ -157,8 +158,16 @@ def _remove_if(path: Path, stale: Holder | None) -> None:
 def _removing(path: Path) -> Iterator[None]:
     descriptor = os.open(path.with_name(f".{path.stem}.guard"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # A process that was stopped in here is not waited for without end; nor is a file system without locks.
+        deadline_s = time.monotonic() + _GUARD_WAIT_S
+        while time.monotonic() < deadline_s:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_LOOK_S)
+            except OSError:
+                break
         yield
     finally:
         os.close(descriptor)

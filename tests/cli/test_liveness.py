@@ -22,7 +22,7 @@ from tests.support.command_line import Person
 SBATCH = """
 [ "$1" = --test-only ] && exit 0
 echo x >> {here}/calls; job=$((4710 + $(wc -l < {here}/calls)))
-echo "$job|PENDING|None||N/A|N/A|main|some name" >> {here}/squeue.out
+echo "$job|PENDING|None||N/A|N/A|main" >> {here}/squeue.out
 sleep 0.5; echo $job
 """
 

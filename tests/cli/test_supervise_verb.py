@@ -92,7 +92,7 @@ def test_the_step_gets_its_attempt_and_where_to_meet(batch: Batch) -> None:
 
 
 def test_a_job_that_does_not_get_the_run_does_not_hide_the_one_that_has_it(batch: Batch) -> None:
-    (batch.here / "squeue.out").write_text("80|RUNNING|None|node9|N/A|N/A|main|gpt\n")
+    (batch.here / "squeue.out").write_text("80|RUNNING|None|node9|N/A|N/A|main\n")
     take_lock(batch.run, Holder(job_id="80", host="node9", pid=5, started="1"), is_alive=lambda _holder: True)
     batch.run.stop_file.touch()
     done = batch.supervises()

@@ -154,6 +154,9 @@ class FakeSlurmCommands:
         self.show_job(job_id)
         self.fields[job_id]["ExcNodeList"] = nodes
 
+    def put_off(self, job_id: str, seconds: int) -> None:
+        self._fail_if_told()
+
     def steps(self, job_id: str) -> dict[str, str]:
         self._fail_if_told()
         return {step: name for step, name in self.running_steps.items() if step.partition(".")[0] == job_id}

@@ -137,8 +137,8 @@ def test_a_release_that_comes_late_leaves_the_successors_lock(
     me = this_process()
     real = lock.read_holder
 
-    def look_then_stop(run: RunDirectory) -> Holder | None:
-        found = real(run)
+    def look_then_stop(run: RunDirectory, *, submits: bool = False) -> Holder | None:
+        found = real(run, submits=submits)
         monkeypatch.undo()
         take_lock(run, me, is_alive=process_lives)
         return found
