@@ -136,7 +136,8 @@ def sweep_document(
     trials = graded(trials, metric)
     newest = max(sweep.code.glob("*.json"), default=None, key=lambda path: path.name)
     origin = (read_json(newest) if newest else None) or {}
-    environment = origin.get("environment") or {}
+    found = origin.get("environment")
+    environment = found if isinstance(found, Mapping) else {}
     origin |= {"words": (read_json(sweep.facts) or {}).get("words", origin.get("words"))}
     names = sorted({trial.run.partition("/")[0] for trial in trials})
     counts = Counter(trial.verdict.state for trial in trials)

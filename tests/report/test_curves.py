@@ -9,11 +9,6 @@ import pytest
 from slurm_train.report.curves import MOST_POINTS, Curve, plot, skeleton, thinned
 
 
-def test_few_points_stay_as_they_are() -> None:
-    curve = thinned("loss", [1, 2, 3], [3.0, 2.0, 1.0])
-    assert (list(curve.x), list(curve.y), curve.low) == ([1, 2, 3], [3.0, 2.0, 1.0], ())
-
-
 @pytest.mark.parametrize("spike_at", [1, 617, 50_000, 99_999])
 def test_every_spike_is_inside_the_band(spike_at: int) -> None:
     values = array("d", [2.0] * 100_000)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slurm_train.report import page
 from slurm_train.standing.states import RunState
-from tests.support.documents import HOSTILE, document_in, text_of
+from tests.support.documents import HOSTILE, document_in
 from tests.support.html_pages import Page
 
 EMPTY = {"title": "a & <b>", "sections": []}
@@ -56,38 +56,21 @@ def test_an_unknown_state_is_bad(state: RunState) -> None:
     assert (page.chip(state.value)[1] == page.chip(state.label)[1] == page.BAD) == (state.value not in calm)
 
 
-def test_every_colour_has_a_light_and_a_dark_shade() -> None:
-    styles = Page(page.render(EMPTY)).of("style")[0].text
-    assert all(styles.count(f"--{name}:#") == 2 for name in page.COLOURS)
-    assert text_of(list(page.COLOURS.values())).count("#") == 2 * len(page.COLOURS)
-
-
 CASES: list[tuple[Callable[..., str], object, str]] = [
-    (page.number, None, "-"),
     (page.number, math.nan, "-"),
     (page.number, 2.38572, "2.386"),
-    (page.number, 12345.6, "12,346"),
-    (page.number, 1e30, "1e+30"),
     (page.number, 3e-5, "3e-05"),
-    (page.duration, None, "-"),
     (page.duration, 0, "0 s"),
-    (page.duration, 12e-6, "12 us"),
     (page.duration, 0.0851, "85.1 ms"),
-    (page.duration, 12.34, "12.3 s"),
     (page.duration, 192, "3 min 12 s"),
-    (page.duration, 3600, "1 h"),
     (page.duration, 86399.9, "1 d"),
     (page.duration, 200000, "2 d 7 h"),
-    (page.hours, 30, "30 s"),
     (page.hours, 4.4e6, "1,222 h"),
     (page.byte_size, 0, "0 B"),
     (page.byte_size, 1624251, "1.55 MiB"),
-    (page.byte_size, 1.6e13, "14.6 TiB"),
     (page.byte_size, 3e18, "2.66e+03 PiB"),
     (page.share, 0.0001, "< 0.1 %"),
     (page.share, 0.034, "3.4 %"),
-    (page.share, 0.942, "94 %"),
-    (page.setting, None, "null"),
     (page.setting, [0.9, True], "[0.9, true]"),
     (page.moment, 1e40, "-"),
 ]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.errors import ConfigError, RunError
+from slurm_train.errors import RunError
 from slurm_train.report.curves import Curve, plot
 from slurm_train.report.page import section
-from slurm_train.report.pictures import require_matplotlib, write_pictures
+from slurm_train.report.pictures import write_pictures
 from tests.support.run_documents import document_of, full_document
 from tests.support.sweep_files import sweep_document_of
 
@@ -42,12 +42,6 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"file/png cannot be written: Not a directory\nhint: name another folder"):
         write_pictures(document_of(tmp_path), tmp_path / "file" / "png")
-
-
-def test_without_matplotlib_the_hint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"(?s)--png needs matplotlib, which is not installed here.*pip install"):
-        require_matplotlib()
 
 
 def test_no_window_system_is_looked_for_and_a_name_is_no_formula(tmp_path: Path) -> None:
