@@ -364,7 +364,7 @@ def test_the_wheel_holds_the_package_its_configurations_and_templates(wheel: lis
         assert files
         assert {f"{PACKAGE}/{path.relative_to(REPOSITORY)}" for path in files} <= set(wheel)
     page = [path for path in (tree.root / "report" / "page").iterdir() if path.is_file()]
-    assert {path.suffix for path in page} == {".html", ".css", ".js"}
+    assert {path.suffix for path in page} == {".html", ".css", ".js", ".txt"}
     assert {f"{PACKAGE}/{path.relative_to(tree.root)}" for path in page} <= set(wheel)
 
 
@@ -372,7 +372,7 @@ def test_the_wheel_holds_nothing_else(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
     assert tops - {PACKAGE} == {name for name in tops if name.endswith(".dist-info")}
     endings = {Path(name).suffix for name in wheel if name.startswith(f"{PACKAGE}/")}
-    assert endings <= {".py", ".yaml", ".sh", ".typed", ".html", ".css", ".js"}
+    assert endings <= {".py", ".yaml", ".sh", ".typed", ".html", ".css", ".js", ".txt"}
     assert not [name for name in wheel if "test" in name.lower() or "__pycache__" in name]
 
 

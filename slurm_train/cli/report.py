@@ -12,7 +12,6 @@ from slurm_train.cli.arguments import RUN_HELP, build_run_parser
 from slurm_train.cli.display import note
 from slurm_train.cli.survey import look_once
 from slurm_train.errors import RunError
-from slurm_train.report.quantity import byte_size
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_run
@@ -20,8 +19,7 @@ from slurm_train.rundir.sweep import SweepDirectory, find_sweep, sweep_of
 from slurm_train.standing.facts import Subject, subjects_of
 
 if TYPE_CHECKING:
-    from slurm_train.report.record import RunRecord
-    from slurm_train.report.sweep_record import SweepRecord
+    from slurm_train.report.page import Document
 
 _EXAMPLES = """\
 examples:
@@ -47,55 +45,40 @@ def main(words: Sequence[str]) -> int:
         require_matplotlib()
     sweep = find_sweep(root, arguments.what) if arguments.what else None
     if sweep is not None:
-        return _report_sweep(sweep, out=arguments.out, png=png, metric=arguments.metric)
-    run = find_run(root, arguments.what)
-    if arguments.what in (None, run.name) and (of := sweep_of(run)) is not None:
-        note(f"the newest run, one of a sweep; all of it: `report {of.sweep_id}`")
-    return _report_run(run, out=arguments.out, png=png)
+        document, default = read_sweep(sweep, metric=arguments.metric), sweep.report
+    else:
+        run = find_run(root, arguments.what)
+        if arguments.what in (None, run.name) and (of := sweep_of(run)) is not None:
+            note(f"the newest run, one of a sweep; all of it: `report {of.sweep_id}`")
+        document, default = read_run(run), run.report
+    _put_out(document, Path(arguments.out) if arguments.out else default, is_shared=bool(arguments.out))
+    if png:
+        from slurm_train.report.pictures import write_pictures
 
-
-def _report_run(run: RunDirectory, *, out: str | None, png: Path | None) -> int:
-    from slurm_train.report.run_page import run_page
-
-    record = read_run(run)
-    _put_out(run_page(record), Path(out) if out else run.report, is_shared=bool(out))
-    if png is not None:
-        from slurm_train.report.pictures import write_run_pictures
-
-        _say_written(write_run_pictures(record, png))
+        for path in write_pictures(document, png):
+            print(path)
     return 0
 
 
-def _report_sweep(sweep: SweepDirectory, *, out: str | None, png: Path | None, metric: str | None) -> int:
-    from slurm_train.report.sweep_page import sweep_page
-
-    record = read_sweep(sweep, metric=metric)
-    _put_out(sweep_page(record), Path(out) if out else sweep.report, is_shared=bool(out))
-    if png is not None:
-        from slurm_train.report.pictures import write_sweep_pictures
-
-        _say_written(write_sweep_pictures(record, png))
-    return 0
-
-
-def read_run(run: RunDirectory) -> RunRecord:
+def read_run(run: RunDirectory) -> Document:
     """Returns everything that is known of a run."""
-    from slurm_train.report.record import Verdict, read_record
+    from slurm_train.report.attempts import Verdict
+    from slurm_train.report.run import run_document
 
     (standing,) = look_once([Subject(run)], os.environ)
     verdict = Verdict(standing.state.label, standing.note, standing.nodelist)
-    return read_record(run, verdict, now_unix_s=time.time())
+    return run_document(run, verdict, now_unix_s=time.time())
 
 
-def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> SweepRecord:
+def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> Document:
     """Returns everything that is known of a sweep.
 
     Raises:
         ConfigError: no run has the metric.
     """
     from slurm_train.cli.collate import collate
-    from slurm_train.report.record import Verdict
-    from slurm_train.report.sweep_record import read_sweep_record, read_trial
+    from slurm_train.report.attempts import Verdict
+    from slurm_train.report.sweep import read_trial, sweep_document
     from slurm_train.rundir.sweep import read_table
 
     elements = read_table(sweep)
@@ -112,18 +95,16 @@ def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> SweepRecord:
         )
         for element, one, cells in zip(elements, rows, collate(rows), strict=True)
     ]
-    return read_sweep_record(sweep, trials, metric=metric, now_unix_s=now)
+    return sweep_document(sweep, trials, metric=metric, now_unix_s=now)
 
 
-def _put_out(text: str, path: Path, *, is_shared: bool) -> None:
+def _put_out(document: Document, path: Path, *, is_shared: bool) -> None:
+    from slurm_train.report.page import byte_size, render
+
+    text = render(document)
     try:
         write_atomic(path, text, durable=False, mode=0o644 if is_shared else 0o600)
     except OSError as err:
         raise RunError(f"{path} cannot be written: {err.strerror or err}", hint="name another file with --out") from err
     note(f"{byte_size(len(text.encode()))}; opens in any browser and loads nothing")
     print(path)
-
-
-def _say_written(paths: Sequence[Path]) -> None:
-    for path in paths:
-        print(path)

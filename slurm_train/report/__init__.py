@@ -1,1 +1,4 @@
-"""One self-contained page about a run or a sweep: files in, values, markup out. No torch, no network."""
+"""A report: what is on record about a run or a sweep as one JSON document, and that document as HTML or PNG. No torch.
+
+`run.run_document` and `sweep.sweep_document` read the files, `page.render` and `pictures.write_pictures` draw.
+"""

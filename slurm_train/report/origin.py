@@ -1,159 +1,152 @@
-"""Where a run came from: its settings, what was chosen among them, and its provenance."""
+"""Where a run came from: its settings, what was chosen among them, its code, and what it ran in."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from slurm_train.config.defaults import Setting, read_settings
-from slurm_train.report.markup import Html, join, tag
-from slurm_train.report.quantity import as_float, moment, setting
-from slurm_train.report.surroundings import differences, environment_facts, folder_facts
-from slurm_train.report.table import facts
+import yaml
 
-_MOST_DIFF_LINES = 3000
-_KNOWN = (
-    "words",
-    "directory",
-    "user",
-    "host",
-    "python",
-    "time_unix_s",
-    "git_commit",
-    "git_dirty",
-    "git_diff",
-    "versions",
-    "environment",
-    "folders",
-    "elsewhere",
-)
+from slurm_train.config.defaults import read_settings
+from slurm_train.report.page import Block, as_float, folded, moment, setting, table, text
+
+_MOST_LINES = 3000
+# What `_facts` and `_differences` show; what else is in provenance.json is shown as it is.
+_KNOWN = {
+    *("words", "directory", "user", "host", "python", "time_unix_s", "git_commit", "git_dirty", "git_diff"),
+    *("versions", "environment", "folders", "elsewhere"),
+}
 
 
-def settings(config: Mapping[str, Any]) -> Html:
-    """Returns the configuration: what was chosen first, then every key by section with the chosen ones marked."""
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Returns a frozen configuration as it is written: one of another version is shown all the same."""
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def settings(config: Mapping[str, Any], *, leave_out: Collection[str] = ()) -> list[Block]:
+    """Returns the configuration but for some keys: what was chosen, then every key with the chosen ones marked."""
     if not config:
-        return tag("p", "config.yaml cannot be read.", class_="none")
-    every = read_settings(config)
-    chosen = [one for one in every if one.is_chosen]
-    sections = groupby(every, key=lambda one: one.key.partition(".")[0])
-    return join(
-        tag("p", f"{len(chosen)} of {len(every)} settings differ from the defaults.", class_="note"),
-        _chosen(chosen),
-        tag(
-            "details",
-            tag("summary", f"All {len(every)} settings"),
-            tag("div", [_section(list(found)) for _, found in sections], class_="sections"),
-        ),
-    )
-
-
-def _chosen(chosen: Sequence[Setting]) -> Html | None:
-    if not chosen:
-        return None
+        return [text("config.yaml cannot be read.", "none")]
+    every = [one for one in read_settings(config) if one.key not in leave_out]
+    marked = [index for index, one in enumerate(every) if one.is_chosen]
     rows = [
-        tag(
-            "tr",
-            tag("th", one.key, scope="row"),
-            tag("td", tag("b", setting(one.value))),
-            tag("td", f"default {setting(one.default)}" if one.default is not None else "", class_="quiet"),
-        )
-        for one in chosen
+        [one.key, setting(one.value), setting(one.default) if one.is_chosen and one.default is not None else ""]
+        for one in every
     ]
-    return tag("div", tag("table", tag("tbody", rows), class_="settings"), class_="scroll")
-
-
-def _section(found: Sequence[Setting]) -> Html:
-    rows = [
-        tag(
-            "tr",
-            tag("th", one.key, scope="row"),
-            tag("td", setting(one.value)),
-            class_="chosen" if one.is_chosen else None,
-            title=f"default: {setting(one.default)}" if one.is_chosen and one.default is not None else None,
-        )
-        for one in found
+    columns = ["key|code", "value", "default"]
+    return [
+        text(f"{len(marked)} of {len(every)} settings differ from the defaults.", "note"),
+        *([table("chosen", columns, [rows[index] for index in marked])] if marked else []),
+        table("settings", columns, rows, marked=marked, summary=f"All {len(every)} settings"),
     ]
-    return tag("table", tag("tbody", rows), class_="settings")
 
 
-def provenance(origin: Mapping[str, Any], *, environment: Mapping[str, Any] | None = None) -> Html:
+def provenance(origin: Mapping[str, Any], environment: Mapping[str, Any]) -> list[Block]:
     """Returns where the code came from, the command line, the environment and the uncommitted changes.
 
     Args:
         origin: what provenance.json holds; keys that this version does not know are shown as they are.
-        environment: of the newest attempt; None: that of the submission.
+        environment: that the run was carried out in; empty where it is not known.
     """
     if not origin:
-        return tag("p", "provenance.json is missing.", class_="none")
-    submitted = origin.get("environment")
-    ran_in = environment or (submitted if isinstance(submitted, Mapping) else {})
-    found = [*_code(origin), *(environment_facts(ran_in) or _versions(origin)), *_others(origin)]
-    return join(facts(found), [_difference(text, path) for path, text in differences(origin)])
-
-
-def _code(origin: Mapping[str, Any]) -> list[tuple[str, str | Html]]:
-    words = origin.get("words")
-    command = shlex.join(["python", "-m", "slurm_train", *map(str, words)]) if isinstance(words, list) else "-"
-    commit = str(origin.get("git_commit") or "not a git repository")
-    when, who = moment(as_float(origin.get("time_unix_s"))), f"{origin.get('user', '-')} on {origin.get('host', '-')}"
+        return [text("provenance.json is missing.", "none")]
+    pairs = [*_code(origin), *_environment(environment)]
+    others = {key.replace("_", " "): value for key, value in origin.items() if key not in _KNOWN and value}
+    plain = {
+        name: value for name, value in others.items() if isinstance(value, (str, int, float)) and "\n" not in str(value)
+    }
+    pairs += [(name, setting(value)) for name, value in plain.items()]
+    longer = [(name, _lines(value)) for name, value in others.items() if name not in plain]
+    packages = _packages(environment.get("packages"), environment.get("sources"))
     return [
-        ("command", tag("code", command, class_="command")),
-        ("submitted", f"{when} by {who}"),
-        ("directory", tag("code", str(origin.get("directory", "-")))),
-        ("commit", join(tag("code", commit), " with uncommitted changes" if origin.get("git_dirty") else None)),
-        *folder_facts("also copied", origin.get("folders")),
-        *folder_facts("not copied", origin.get("elsewhere")),
+        {"kind": "facts", "pairs": [pair for pair in pairs if pair[1]]},
+        *([folded(f"{len(packages)} packages", "\n".join(packages))] if packages else []),
+        *(folded(f"{name}: {len(lines)} lines", "\n".join(lines[:_MOST_LINES])) for name, lines in longer),
+        *_differences(origin),
     ]
 
 
-def _versions(origin: Mapping[str, Any]) -> list[tuple[str, str | Html]]:
-    """Returns what runs from before there was an environment on record know of theirs."""
-    versions = origin.get("versions")
-    found: list[tuple[str, str | Html]] = [("python", tag("code", str(origin.get("python", "-"))))]
-    if isinstance(versions, Mapping) and versions:
-        texts = [tag("span", f"{name} {version}", class_="version") for name, version in versions.items()]
-        found.append(("versions", tag("span", texts, class_="versions")))
-    return found
+def _code(origin: Mapping[str, Any]) -> list[tuple[str, str]]:
+    words = origin.get("words")
+    when, who = moment(as_float(origin.get("time_unix_s"))), f"{origin.get('user', '-')} on {origin.get('host', '-')}"
+    commit = str(origin.get("git_commit") or "not a git repository")
+    return [
+        ("command", shlex.join(["python", "-m", "slurm_train", *map(str, words)]) if isinstance(words, list) else "-"),
+        ("submitted", f"{when} by {who}"),
+        ("directory", str(origin.get("directory", "-"))),
+        ("commit", commit + (" with uncommitted changes" if origin.get("git_dirty") else "")),
+        ("also copied", "\n".join(map(_folder, _mappings(origin.get("folders"))))),
+        ("not copied", "\n".join(map(_folder, _mappings(origin.get("elsewhere"))))),
+    ]
 
 
-def _others(origin: Mapping[str, Any]) -> list[tuple[str, str | Html]]:
-    """Returns what else was written down, folded where it is more than a value."""
-    found: list[tuple[str, str | Html]] = []
-    for key, value in origin.items():
-        if key in _KNOWN or value in (None, "", [], {}):
-            continue
-        name = key.replace("_", " ")
-        if isinstance(value, (str, int, float)) and "\n" not in str(value):
-            found.append((name, setting(value)))
-            continue
-        lines = value.splitlines() if isinstance(value, str) else _lines(value)
-        text = tag("pre", "\n".join(lines[:_MOST_DIFF_LINES]))
-        found.append((name, tag("details", tag("summary", f"{len(lines)} lines"), text)))
-    return found
+def _mappings(values: Any) -> Sequence[Mapping[str, Any]]:
+    return [value for value in values if isinstance(value, Mapping)] if isinstance(values, list) else []
 
 
-def _lines(value: Any) -> list[str]:
-    if isinstance(value, Mapping):
-        return [f"{key} {setting(item)}" for key, item in value.items()]
-    return [setting(item) for item in value]
-
-
-def _difference(text: str, path: str) -> Html:
-    lines = text.splitlines()
-    shown = [_diff_line(line) for line in lines[:_MOST_DIFF_LINES]]
-    left_out = len(lines) - len(shown)
-    where = f" in {path}" if path else ""
-    return tag(
-        "details",
-        tag("summary", f"Uncommitted changes{where}: {len(lines)} lines of difference"),
-        tag("pre", shown, f"... {left_out} more lines in provenance.json\n" if left_out else None, class_="diff"),
-        class_="difference",
+def _folder(folder: Mapping[str, Any]) -> str:
+    packages = folder.get("packages")
+    names = f" ({', '.join(map(str, packages))})" if isinstance(packages, list) and packages else ""
+    commit = f", commit {str(folder.get('git_commit'))[:12]}" if folder.get("git_commit") else ", not in git"
+    return f"{folder.get('path', '-')}{names}{commit}" + (
+        " with uncommitted changes" if folder.get("git_dirty") else ""
     )
 
 
-def _diff_line(line: str) -> Html:
-    is_header = line.startswith(("+++", "---", "diff ", "@@", "index "))
-    kind = "head" if is_header else {"+": "added", "-": "removed"}.get(line[:1])
-    return tag("span", line + "\n", class_=kind)
+def _environment(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns names and values of an environment, as `environment.json` has it."""
+    known = {key: str(value) for key, value in environment.items() if isinstance(value, (str, int, float)) and value}
+    cuda, gpus = known.get("cuda", ""), environment.get("gpus")
+    build = f"for {cuda if not cuda[0].isdigit() else f'CUDA {cuda}'}" if cuda else "for the CPU"
+    counts = Counter(map(str, gpus)) if isinstance(gpus, list) else {}
+    pairs = [
+        ("python", f"{known.get('python', '')} {known['executable']}" if "executable" in known else ""),
+        ("platform", known.get("platform", "")),
+        ("torch", f"{known['torch']}, built {build}" if "torch" in known else ""),
+        ("driver", known.get("driver", "")),
+        ("GPUs", ", ".join(f"{count} x {name}" for name, count in counts.items())),
+        ("Slurm", known.get("slurm", "")),
+    ]
+    return [pair for pair in pairs if pair[1]]
+
+
+def _packages(packages: Any, sources: Any) -> list[str]:
+    origins = sources if isinstance(sources, Mapping) else {}
+    found = packages.items() if isinstance(packages, Mapping) else ()
+    return [f"{name} {version}{_source(origins.get(name))}" for name, version in found]
+
+
+def _source(source: Any) -> str:
+    if not isinstance(source, Mapping):
+        return ""
+    facts = ("editable" if source.get("editable") else "", *(str(source.get(key) or "") for key in ("commit", "url")))
+    return f" ({', '.join(filter(None, facts))})"
+
+
+def _lines(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return value.splitlines()
+    return (
+        [f"{key} {setting(item)}" for key, item in value.items()]
+        if isinstance(value, Mapping)
+        else list(map(setting, value))
+    )
+
+
+def _differences(origin: Mapping[str, Any]) -> Iterator[Block]:
+    """Yields the uncommitted changes of the folder that the command was typed in, and of others that were copied."""
+    folders = [(f" in {one.get('path', '-')}", one.get("git_diff")) for one in _mappings(origin.get("folders"))]
+    for where, difference in [("", origin.get("git_diff")), *folders]:
+        if difference:
+            lines = str(difference).splitlines()
+            left_out = len(lines) - _MOST_LINES
+            shown = lines[:_MOST_LINES] + ([f"... {left_out} more lines in provenance.json"] if left_out > 0 else [])
+            summary = f"Uncommitted changes{where}: {len(lines)} lines of difference"
+            yield folded(summary, "\n".join(shown), is_diff=True)

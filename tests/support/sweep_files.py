@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurm_train.report.record import Verdict
-from slurm_train.report.sweep_record import SweepRecord, read_sweep_record, read_trial
+from slurm_train.report.attempts import Verdict
+from slurm_train.report.page import Document
+from slurm_train.report.sweep import Trial, read_trial, sweep_document
 from slurm_train.rundir.sweep import Element, SweepDirectory, write_table
 from tests.support.run_files import BEGAN_UNIX_S, RunFiles, ended, evaluated, run_in, steps
 
@@ -35,7 +36,7 @@ RUNS = (
 )
 
 
-def sweep_record(folder: Path, runs: Sequence[SweptRun] = RUNS, *, metric: str | None = None) -> SweepRecord:
+def write_sweep(folder: Path, runs: Sequence[SweptRun] = RUNS) -> tuple[SweepDirectory, list[Trial]]:
     """Writes the runs of a sweep below a folder and reads them as the verb does."""
     sweep = SweepDirectory(folder / "runs" / "sweeps" / "9b1c44e0")
     sweep.path.mkdir(parents=True)
@@ -53,7 +54,13 @@ def sweep_record(folder: Path, runs: Sequence[SweptRun] = RUNS, *, metric: str |
         )
         for element, run in zip(elements, runs, strict=True)
     ]
-    return read_sweep_record(sweep, trials, metric=metric, now_unix_s=BEGAN_UNIX_S + 5000)
+    return sweep, trials
+
+
+def sweep_document_of(folder: Path, runs: Sequence[SweptRun] = RUNS, *, metric: str | None = None) -> Document:
+    """Returns the document of a sweep that it writes below a folder."""
+    sweep, trials = write_sweep(folder, runs)
+    return sweep_document(sweep, trials, metric=metric, now_unix_s=BEGAN_UNIX_S + 5000)
 
 
 def _write(folder: Path, index: int, run: SweptRun) -> Element:
