@@ -11,8 +11,11 @@ RUN_HELP = "run name, run id, job id or path"
 
 
 def login_name() -> str:
-    """Returns the name of the user who types, as accounting knows it."""
-    return pwd.getpwuid(os.getuid()).pw_name
+    """Returns the name of the user who types, as accounting knows it; the uid where it has no entry in passwd."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def build_run_parser(verb: str, *, description: str | None, examples: str) -> argparse.ArgumentParser:

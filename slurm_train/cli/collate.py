@@ -69,7 +69,8 @@ def _name_of(sweep: SweepDirectory) -> str:
 
 def best_lines(rows: Sequence[Cells], standings: Sequence[Standing]) -> list[str]:
     """Returns which run is the best so far, by held-out loss, or by training loss where nothing is evaluated."""
-    metric = next((name for name in ("eval_loss", "loss") if any(row.get(f"best_{name}") for row in rows)), None)
+    known = {name for row in rows for name, value in row.items() if value is not None}
+    metric = next((name for name in ("eval_loss", "loss") if f"best_{name}" in known), None)
     valued = [pair for pair in zip(rows, standings, strict=True) if metric and pair[0][f"best_{metric}"] is not None]
     if not valued:
         return []

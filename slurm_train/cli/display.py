@@ -96,6 +96,9 @@ def say_source(source: Source) -> None:
     left_out = [name for name in source.state.files or () if is_secret_file(name)]
     if left_out:
         note(f"not copied into the run, since such files hold secrets: {', '.join(left_out[:5])}")
+    if source.left_out:
+        more = f", and {len(source.left_out) - 5} more" if len(source.left_out) > 5 else ""
+        note(f"not copied into the run: {', '.join(source.left_out[:5])}{more}")
     if source.elsewhere:
         places = ",".join(source.elsewhere)
         note(f"imported from where it is edited, not from a copy in the run: {places.replace(',', ', ')}")

@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pwd
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
+from slurm_train.cli.arguments import login_name
 from slurm_train.cli.display import note
 from slurm_train.doctor.finding import Finding, errors_in
 from slurm_train.doctor.site import SiteView, examine
@@ -71,7 +71,7 @@ def look_at_site(env: Mapping[str, str]) -> SiteView:
     if not commands.is_available():
         return SiteView(has_slurm=False)
     try:
-        facts = gather_facts(commands, user=pwd.getpwuid(os.getuid()).pw_name)
+        facts = gather_facts(commands, user=login_name())
     except ClusterError as err:
         return SiteView(away=err.message)
     path = env.get("PATH")

@@ -76,13 +76,8 @@ def run_interactively(
     if source is not None:
         write_provenance(run.provenance, source, words=words, slurm=commands.version())
     if job_id is not None:
-        return _attend(run, ["bash", str(run.submit_script)], env=_inside(env))
+        return _attend(run, ["bash", str(run.submit_script)], env=env)
     return _attend(run, salloc_words(plan, avoid_bad_nodes(script, run, env)), env=scrubbed(env))
-
-
-def _inside(env: Mapping[str, str]) -> dict[str, str]:
-    # A shell that srun started holds the nodes itself: without this the ranks would wait for it.
-    return {**env, **({"SLURM_OVERLAP": "1"} if "SLURM_STEP_ID" in env else {})}
 
 
 def _attend(run: RunDirectory, command: Sequence[str], *, env: Mapping[str, str]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pwd
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -70,6 +71,7 @@ settings and flags:
 
 def run(words: Sequence[str]) -> int:
     """Runs a command line; returns its exit code (0 done, 1 failure, 2 wrong use, 75 wants to be run again)."""
+    _stand_in_for_passwd()
     try:
         verb, rest = _split(words)
         code = _dispatch(verb, rest)
@@ -90,6 +92,18 @@ def run(words: Sequence[str]) -> int:
         # `... | head` closed the pipe; what is still buffered must go somewhere when the interpreter flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _stand_in_for_passwd() -> None:
+    """Sets HOME and USER for a uid without an entry in passwd, as in containers; libraries fail without them.
+
+    The home is "/", as container runtimes have it: nothing is found there, and nothing is written.
+    """
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        os.environ.setdefault("HOME", "/")
+        os.environ.setdefault("USER", str(os.getuid()))
 
 
 def _dispatch(verb: str | None, rest: list[str]) -> int:

@@ -49,7 +49,7 @@ from slurm_train.rundir.private import create_private, require_private
 from slurm_train.rundir.rounds import first_round, newest_round
 from slurm_train.slurm.allocation import Allocation, het_job_ids
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.environment import is_job_variable
+from slurm_train.slurm.environment import job_environment
 from slurm_train.slurm.preemption import duration_s, end_and_limit, grace_s
 from slurm_train.slurm.records import queue_seconds
 from slurm_train.slurm.step_errors import violent_end
@@ -58,7 +58,7 @@ from slurm_train.slurm.step_errors import violent_end
 def main(words: Sequence[str]) -> int:
     """Runs an attempt inside an allocation and returns the exit code of the batch script."""
     run, command = _read(words)
-    env = _job_environment(os.environ)
+    env = job_environment(os.environ)
     ignore_stop_signals()
     try:
         return _supervise(run, command, env)
@@ -144,14 +144,6 @@ def _share_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> A
     if len(per_node) > allocation.num_nodes:
         return allocation
     return replace(allocation, nodes=nodes, tasks_per_node=tuple(per_node))
-
-
-def _job_environment(env: Mapping[str, str]) -> dict[str, str]:
-    # Typed inside `srun --pty bash`, the script is about the whole job, not about the shell's step. Ranks and options
-    # of srun that a shell has left over are nobody's.
-    of_job = (name for name in env if name.startswith("SLURM") and not name.startswith("SLURM_STEP_"))
-    kept = {*of_job, *(name for name in env if not is_job_variable(name))}
-    return {name: value for name, value in env.items() if name in kept}
 
 
 def _read(words: Sequence[str]) -> tuple[RunDirectory, list[str]]:

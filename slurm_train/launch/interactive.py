@@ -6,17 +6,16 @@ the flags of sbatch that are about resources.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from slurm_train.errors import ClusterError
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.resources import sbatch_components
+from slurm_train.slurm.partitions import tres_gpus
 from slurm_train.slurm.script_text import check_flag_name
 
 # Of a batch script alone; salloc does not know them, and an allocation is not run again.
 _OF_BATCH = frozenset({"output", "error", "open-mode", "requeue", "no-requeue", "export"})
-_GPUS = re.compile(r"(?:^|,)gres/gpu=(\d+)")
 
 
 def salloc_words(plan: RunPlan, more: Sequence[str] = ()) -> list[str]:
@@ -61,13 +60,12 @@ def _missing(plan: RunPlan, job: Mapping[str, str]) -> list[str]:
     assert cluster is not None
     # Until 23.02 TRES is what the job has, later AllocTRES; where GPUs are not accounted for, neither tells.
     tres = job.get("AllocTRES") or job.get("TRES", "")
-    gpus = _GPUS.search(tres)
     # Of a range of nodes the fewest will do.
     world = next(plan.world.possible())
     ranks = world.size
     asked = [
         ("nodes", world.num_nodes, _number(job.get("NumNodes", ""))),
-        ("GPUs", ranks, 0 if gpus is None else int(gpus[1])) if cluster.gpu_flag != "none" and tres else None,
+        ("GPUs", ranks, tres_gpus(tres) or 0) if cluster.gpu_flag != "none" and tres else None,
         ("CPUs", ranks * (cluster.cpus_per_gpu or 1), _number(job.get("NumCPUs", ""))),
     ]
     known = [one for one in asked if one is not None and one[2] is not None]

@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_train.errors import ConfigError
@@ -58,6 +58,10 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
 class GitQuestions:
     """Git commands under way in a directory."""
 
+    directory: Path
+    env: Mapping[str, str]
+    prefix: str
+    """Where the directory lies in the one that was asked about first, e.g. "libs/mylib/"; "" for itself."""
     files: subprocess.Popen[bytes]
     commit: subprocess.Popen[bytes]
     difference: subprocess.Popen[bytes]
@@ -80,13 +84,19 @@ class SourceState:
     """What git said: the files that belong to the code, the commit, and the uncommitted change."""
 
     files: tuple[str, ...] | None
-    """Paths relative to the directory, None outside git."""
+    """Paths relative to the directory, those of submodules and of repositories inside it as well; None outside git."""
     commit: str | None
     difference: str
 
 
-def ask_git(directory: Path, env: Mapping[str, str]) -> GitQuestions | None:
-    """Starts asking git about a directory; None where there is no git command."""
+def ask_git(directory: Path, env: Mapping[str, str], *, prefix: str = "") -> GitQuestions | None:
+    """Starts asking git about a directory; None where there is no git command.
+
+    Args:
+        directory: the directory.
+        env: environment of the caller.
+        prefix: see `GitQuestions`.
+    """
     if shutil.which("git", path=env.get("PATH")) is None:
         return None
 
@@ -99,9 +109,13 @@ def ask_git(directory: Path, env: Mapping[str, str]) -> GitQuestions | None:
     files, commit = ask("ls-files", "-z", "--cached", "--others", "--exclude-standard"), ask("rev-parse", "HEAD")
     filters = read_filters(_read(ask(*FILTERS)))
     paths = [":/", *_outside_secrets(), *(f":(top,exclude,attr:filter={name})" for name in filters or ())]
+    places = (f"--src-prefix=a/{prefix}", f"--dst-prefix=b/{prefix}")
     # Without knowing the filters nothing is compared: `rev-parse` of nothing fails.
-    compare = ("rev-parse", "--verify", "") if filters is None else ("diff", *_DIFFERENCE, "HEAD", "--", *paths)
-    return GitQuestions(files=files, commit=commit, difference=ask(*compare, filters=filters or ()))
+    compare = (
+        ("rev-parse", "--verify", "") if filters is None else ("diff", *_DIFFERENCE, *places, "HEAD", "--", *paths)
+    )
+    difference = ask(*compare, filters=filters or ())
+    return GitQuestions(directory, env, prefix, files=files, commit=commit, difference=difference)
 
 
 FILTERS = ("config", "--null", "--name-only", "--get-regexp", r"^filter\.")
@@ -154,7 +168,27 @@ def read_answers(questions: GitQuestions | None) -> SourceState:
         None if files is None else tuple(sorted(set(filter(None, files.decode(errors="surrogateescape").split("\0")))))
     )
     sha = commit.decode().strip() if commit else None
-    return SourceState(names, sha or None, (difference or b"").decode(errors="replace"))
+    state = SourceState(names, sha or None, (difference or b"").decode(errors="replace"))
+    return _with_inner(state, questions)
+
+
+def _with_inner(state: SourceState, questions: GitQuestions) -> SourceState:
+    """Returns what git said with submodules, and other repositories inside, in the place of their names.
+
+    One that is not checked out stays as it is: a name of a folder.
+    """
+    names: list[str] = []
+    difference = state.difference
+    for name in (name.rstrip("/") for name in state.files or ()):
+        folder, inner = questions.directory / name, None
+        if os.path.lexists(f"{folder}/.git") and not folder.is_symlink():
+            inner = read_answers(ask_git(folder, questions.env, prefix=f"{questions.prefix}{name}/"))
+        if inner is None or inner.files is None:
+            names.append(name)
+            continue
+        names += [f"{name}/{one}" for one in inner.files]
+        difference += inner.difference
+    return replace(state, files=None if state.files is None else tuple(names), difference=difference)
 
 
 def is_secret_file(name: str) -> bool:
@@ -180,8 +214,10 @@ def _read(process: subprocess.Popen[bytes]) -> bytes | None:
 
 def plan_snapshot(
     directory: Path, state: SourceState, *, limit_mb: int, exclude: Path, roots: Sequence[str] = ()
-) -> list[str]:
-    """Returns the files to copy, relative to the directory; touches nothing.
+) -> tuple[list[str], list[str]]:
+    """Returns the files to copy, relative to the directory, and what is left out with the reason; touches nothing.
+
+    A link to a folder in the directory stands for the files of that folder. One that leads elsewhere is left out.
 
     Args:
         directory: a folder with code, the submitting directory for one.
@@ -197,7 +233,7 @@ def plan_snapshot(
         found = _walk(directory, exclude)
     else:
         found = [*state.files, *built_modules(str(directory), state.files, roots)]
-    names = [name for name in found if not is_secret_file(name)]
+    names, left_out = _behind_links(directory, [name for name in found if not is_secret_file(name)])
     kept, total = [], 0
     for name in names:
         path = directory / name
@@ -206,7 +242,27 @@ def plan_snapshot(
             kept.append(name)
     if total > limit_mb << 20:
         raise _too_large(directory, kept, total, limit_mb)
-    return kept
+    return kept, left_out
+
+
+def _behind_links(directory: Path, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns files with those that links to folders stand for, and the folders that are left out, each with why."""
+    real = directory.resolve()
+    folders = [name for name in names if (directory / name).is_dir()]
+    files = [name for name in names if name not in set(folders)]
+    found, left_out = list(files), []
+    for name in folders:
+        target = (directory / name).resolve()
+        if not (directory / name).is_symlink():
+            left_out.append(f"{name} (a submodule that is not checked out)")
+        elif not target.is_relative_to(real):
+            left_out.append(f"{name} (a link to {target})")
+        else:
+            start = "" if target == real else f"{target.relative_to(real)}/"
+            inner = [f"{name}/{file[len(start) :]}" for file in files if file.startswith(start)]
+            found += inner
+            left_out += [] if inner else [f"{name} (a link to {target}, where there is no code)"]
+    return found, left_out
 
 
 def _walk(directory: Path, exclude: Path) -> list[str]:
@@ -219,6 +275,8 @@ def _walk(directory: Path, exclude: Path) -> list[str]:
             for name in subfolders
             if not name.startswith((".", "__")) and here / name != exclude and not (here / name / "pyvenv.cfg").exists()
         )
+        # Not walked into; `_behind_links` looks where they lead.
+        found += [str((here / name).relative_to(directory)) for name in subfolders if (here / name).is_symlink()]
         entries += len(files) + len(subfolders)
         if entries > _MAX_ENTRIES:
             raise ConfigError(

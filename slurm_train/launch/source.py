@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class Source:
     """Places in the snapshot that packages are imported from, e.g. "src"."""
     elsewhere: Sequence[str] = ()
     """Folders that packages are imported from and that are not copied."""
+    left_out: Sequence[str] = ()
+    """Folders in the copied ones that are no part of the copy, each with the reason."""
 
     @property
     def names(self) -> list[str]:
@@ -85,7 +87,7 @@ def read_source(plan: RunPlan, directory: Path, state: SourceState, *, env: Mapp
     if uses_own_code(plan):
         return source
     # What the job does not import cannot change under it.
-    return Source(source.directory, source.state, source.files, source.others, source.roots)
+    return replace(source, elsewhere=(), left_out=())
 
 
 def plan_source(
@@ -102,9 +104,14 @@ def plan_source(
     paths, finders = own_paths(), sys.meta_path
     roots = import_roots(str(directory), paths, finders)
 
+    left_out: list[str] = []
+
     def plan(folder: Path, answers: SourceState) -> list[str]:
         places = package_folders(str(folder), paths, finders)
-        return plan_snapshot(folder, answers, limit_mb=settings.snapshot_limit_mb, exclude=runs, roots=places)
+        limit_mb = settings.snapshot_limit_mb
+        files, without = plan_snapshot(folder, answers, limit_mb=limit_mb, exclude=runs, roots=places)
+        left_out.extend(without)
+        return files
 
     files = plan(directory, state)
     others = []
@@ -114,7 +121,7 @@ def plan_source(
         roots += [f"{prefix}/{part}".rstrip("/") for part in import_roots(str(folder), paths, finders)]
     copied = [str(directory), *(str(other.directory) for other in others)]
     elsewhere = code_elsewhere(copied, paths, finders)
-    return Source(directory, state, files, others, roots, elsewhere)
+    return Source(directory, state, files, others, roots, elsewhere, left_out)
 
 
 def _named_folders(folders: Sequence[str], directory: Path) -> list[tuple[Path, str]]:

@@ -377,7 +377,9 @@ class SlurmCommands:
         return done.stdout
 
     def _call(self, argv: list[str]) -> Finished:
-        return self._runner(argv, env=self._env, timeout_s=self._timeout_s)
+        # Seconds since 1970, see `records.unix_s`; the verdict of `sbatch --test-only` is shown to people.
+        env = self._env if argv[0] == "sbatch" else {**self._env, "SLURM_TIME_FORMAT": "%s"}
+        return self._runner(argv, env=env, timeout_s=self._timeout_s)
 
 
 def _has_ended(stderr: str) -> bool:

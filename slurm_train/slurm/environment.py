@@ -9,6 +9,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
+from slurm_train.slurm.nodelist import parse_nodelist
+
 # SLURM_CONF says which cluster this is; without it a non-default installation is not found.
 _KEPT = frozenset({"SLURM_CONF"})
 # Tuning of the PMIx library, which users set themselves.
@@ -52,6 +54,40 @@ def is_job_variable(name: str) -> bool:
     if name in _KEPT or name.startswith(_KEPT_PREFIX):
         return False
     return name in _NAMES or name.startswith(_PREFIXES)
+
+
+# Of all that a shell in a step has of its job: what says which job it is, where it runs, and how Slurm is reached.
+_OF_JOB = frozenset(
+    {
+        *("SLURM_JOBID", "SLURM_NODELIST", "SLURM_NODE_ALIASES", "SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME"),
+        *("SLURM_CONF", "SLURM_JWT", "SLURM_STEPMGR", "SLURM_WORKING_CLUSTER", "SLURMD_NODENAME"),
+    }
+)
+_OF_JOB_PREFIXES = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_HET_", "SLURM_SUBMIT_", "SLURM_TRAIN_")
+
+
+def job_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a job for the processes that a supervisor in it starts, srun above all.
+
+    Left-over ranks and options of srun go. In a batch script the rest stays: sbatch hands its own options on to srun by
+    such variables (SLURM_HINT and the like). In a shell that srun has started (`srun --pty bash`) they are those of the
+    shell's step (CPU binding, distribution, one task on one node), and srun would read them as options: there only
+    what is about the whole job stays.
+    """
+    others = {name: value for name, value in env.items() if not is_job_variable(name)}
+    ours = {name: value for name, value in env.items() if name.startswith("SLURM")}
+    if not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(ours):
+        return others | {name: value for name, value in ours.items() if not name.startswith("SLURM_STEP_")}
+    kept = {name: value for name, value in ours.items() if _is_about_the_job(name)}
+    if "SLURM_HET_SIZE" not in env and (nodes := env.get("SLURM_JOB_NODELIST")):
+        # SLURM_TASKS_PER_NODE is the shell's. How many tasks a run has is in its plan.
+        kept["SLURM_TASKS_PER_NODE"] = f"1(x{len(parse_nodelist(nodes))})"
+    # The shell's step holds the nodes itself, and the ranks would wait for its end.
+    return others | kept | {"SLURM_OVERLAP": "1"}
+
+
+def _is_about_the_job(name: str) -> bool:
+    return name in _OF_JOB or name.startswith(_OF_JOB_PREFIXES) or "_HET_GROUP_" in name
 
 
 def node_name(env: Mapping[str, str]) -> str:

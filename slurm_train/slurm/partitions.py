@@ -9,9 +9,6 @@ from slurm_train.errors import ClusterError
 
 SINFO_FORMAT = "%R|%P|%a|%D|%s|%l|%L|%G|%c|%m|%t"
 
-_GRES = re.compile(
-    r"(?P<name>[^:,()]+)(?::(?P<type>[^:,()0-9][^:,()]*|[0-9]+[^:,()0-9][^:,()]*))?(?::(?P<count>[0-9]+))?"
-)
 _TIME = re.compile(r"(?:(?P<days>[0-9]+)-)?(?P<fields>[0-9]+(?::[0-9]+){0,2})")
 
 
@@ -114,11 +111,25 @@ def parse_gpus(gres: str) -> tuple[int, str]:
     """
     count, types = 0, set()
     for entry in re.sub(r"\([^)]*\)", "", gres).split(","):
-        match = _GRES.fullmatch(entry)
-        if match is not None and match["name"] == "gpu":
-            count += int(match["count"] or 1)
-            types.add(match["type"] or "")
+        name, *words = (word for word in entry.split(":") if word != "no_consume")
+        if name != "gpu":
+            continue
+        # "gpu:4" is a number, "gpu:a100" a type, and of "gpu:3090:4" the last is the number, whatever the type is.
+        number = words.pop() if words and words[-1].isdigit() else "1"
+        count += int(number)
+        types.add(words[0] if words else "")
     return count, types.pop() if len(types) == 1 else ""
+
+
+def tres_gpus(tres: str) -> int | None:
+    """Returns the GPUs in a job's trackable resources: "cpu=8,gres/gpu=4,gres/gpu:3090=4" -> 4; None if none are told.
+
+    A site accounts for all of them, for each type, or for both; then the types are parts of the whole.
+    """
+    pairs = [entry.partition("=")[::2] for entry in tres.split(",")]
+    counts = {name: int(count) for name, count in pairs if count.isdigit()}
+    typed = [count for name, count in counts.items() if name.startswith("gres/gpu:")]
+    return counts.get("gres/gpu", sum(typed) if typed else None)
 
 
 def _partition(name: str, rows: list[list[str]]) -> Partition:

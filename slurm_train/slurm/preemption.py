@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Literal
+
+from slurm_train.slurm.records import unix_s
 
 _DURATION = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)(?: sec)?")
 
@@ -96,13 +97,10 @@ def end_and_limit(job: Mapping[str, str]) -> tuple[float | None, float | None]:
     """Returns when a running job's limit ends it (seconds since 1970) and how long it is; None where it has none.
 
     Args:
-        job: the fields of `scontrol show job`, written in this machine's time zone.
+        job: the fields of `scontrol show job`.
     """
-    try:
-        start, end = (datetime.fromisoformat(job[key]).timestamp() for key in ("StartTime", "EndTime"))
-    except (KeyError, ValueError):
-        return None, None
-    return end, end - start
+    start, end = (unix_s(job.get(key, "")) for key in ("StartTime", "EndTime"))
+    return (None, None) if start is None or end is None else (end, end - start)
 
 
 def grace_s(preempt_type: str, *, qos: Mapping[str, str], partition: Mapping[str, str]) -> float:

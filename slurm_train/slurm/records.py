@@ -43,7 +43,7 @@ class JobState:
     nodelist: str = ""
     """Nodes in compact form, e.g. "node[1-4]"."""
     start: str = ""
-    """Start, or the expected start of a waiting job, e.g. "2026-01-31T09:41:24"; "" if not known."""
+    """Start, or the expected start of a waiting job, for `unix_s`, e.g. "1769852484"; "" if not known."""
     end: str = ""
     """End, or the time limit of a running job."""
     partition: str = ""
@@ -151,13 +151,22 @@ def nodes_in(job: Mapping[str, str], key: str) -> list[str]:
     return parse_nodelist(_known(job.get(key, "")))
 
 
+def unix_s(text: str) -> float | None:
+    """Returns a time that Slurm has written in seconds since 1970, None for "Unknown", "N/A" and other words.
+
+    Slurm is asked for seconds (SLURM_TIME_FORMAT=%s): in the hour that the end of summer time repeats, local time is
+    ambiguous. A local time, as Slurm writes it otherwise, is read as well.
+    """
+    try:
+        return float(text) if text.isdigit() else datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
 def queue_seconds(job: Mapping[str, str]) -> float | None:
     """Returns how long a started job had waited since it could have started, None where its record does not say."""
-    try:
-        start, eligible = (datetime.fromisoformat(job[key]) for key in ("StartTime", "EligibleTime"))
-    except (KeyError, ValueError):
-        return None
-    return max(0.0, (start - eligible).total_seconds())
+    start, eligible = (unix_s(job.get(key, "")) for key in ("StartTime", "EligibleTime"))
+    return None if start is None or eligible is None else max(0.0, start - eligible)
 
 
 def _rows(text: str, num_fields: int) -> list[list[str]]:

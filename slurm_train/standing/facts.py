@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.sweep import Element
 from slurm_train.slurm.queue_view import Look, Wanted
-from slurm_train.slurm.records import JobState
+from slurm_train.slurm.records import JobState, unix_s
 from slurm_train.slurm.states import Phase
 from slurm_train.standing.files import RunFiles
 from slurm_train.standing.states import RunState
@@ -93,7 +92,7 @@ class Standing:
     @property
     def expected_start_unix_s(self) -> float | None:
         """When Slurm expects a waiting job to start; None where it has not worked that out."""
-        return _unix_s(self.job.start) if self.job is not None and self.job.phase is Phase.QUEUED else None
+        return unix_s(self.job.start) if self.job is not None and self.job.phase is Phase.QUEUED else None
 
 
 def wanted_of(files: Sequence[RunFiles]) -> Wanted:
@@ -170,11 +169,3 @@ def _nodes(job: JobState | None, last: Mapping[str, Any]) -> str:
 def _number(values: Mapping[str, Any], key: str) -> float | None:
     value = values.get(key)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _unix_s(text: str) -> float | None:
-    """Returns a time of Slurm, which is local time without a zone, e.g. "2026-01-31T09:41:24"."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None

@@ -120,10 +120,7 @@ def test_inside_one_the_script_runs_here(shell: Any) -> None:
     done = shell.types("+cluster=1x2", "launch=interactive")
     assert done.code == 0, done.err
     assert shell.slurm.said("bash_words").strip().endswith("/submit.sh")
-    assert "SLURM_JOB_ID=55" in shell.slurm.said("bash_env") and "SLURM_OVERLAP" not in shell.slurm.said("bash_env")
-    shell.patch.setenv("SLURM_STEP_ID", "0")
-    assert shell.types("+cluster=1x2", "launch=interactive").code == 0
-    assert "SLURM_OVERLAP=1" in shell.slurm.said("bash_env")
+    assert "SLURM_JOB_ID=55" in shell.slurm.said("bash_env")
     assert shell.slurm.said("salloc_words") is None
 
 

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,8 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lock import Holder, take_lock, this_process
+from tests.fakes.slurm_programs import SlurmPrograms
+from tests.support.command_line import REPOSITORY
 
 
 def run_of(folder: Path, *words: str) -> RunDirectory:
@@ -132,6 +139,34 @@ def test_a_script_runs_here_to_its_end_once(shell: Any) -> None:
     again = shell.types(*words)
     assert again.code == 0 and json.loads(again.out)["exit_code"] == 0
     assert len(read_ledger(run)) == 1
+
+
+def test_a_uid_without_an_entry_in_passwd_can_plan_submit_and_look() -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another uid")
+    uid, folder = 54321, Path(tempfile.mkdtemp())
+    slurm = SlurmPrograms(folder / "bin")
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, uid, uid)
+    env = {"PATH": slurm.path, "PYTHONPATH": str(REPOSITORY)}
+
+    # The real uid is what passwd is asked about; the effective one may still read this Python.
+    program = (
+        f"import os, sys; os.setreuid({uid}, 0); from slurm_train.cli.main import run; sys.exit(run(sys.argv[1:]))"
+    )
+
+    def types(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program, *words]
+        return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+
+    try:
+        for words in (("plan", "+cluster=1x1"), ("+cluster=1x1",), ("status",), ("doctor",)):
+            done = types(*words)
+            assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        (record,) = folder.glob("runs/*/*/provenance.json")
+        assert json.loads(record.read_text())["user"] == str(uid), "written last, when the job is submitted"
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_the_configuration_can_be_looked_at(shell: Any) -> None:

@@ -77,7 +77,7 @@ def batch(shell: Shell) -> Batch:
 
 def test_the_step_gets_its_attempt_and_where_to_meet(batch: Batch) -> None:
     (batch.run.path / "result.new").write_text("{}")
-    left_over = {"RANK": "9", "SRUN_CPUS_PER_TASK": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node9"}
+    left_over = {"RANK": "9", "SRUN_CPUS_PER_TASK": "4", "SLURM_STEP_NODELIST": "node9"}
     done = batch.supervises(**left_over)
     assert done.code == 0, done.err
     env = batch.step_env()

@@ -6,11 +6,12 @@ import csv
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slurm_train.cli.collate import as_columns, as_csv, as_markdown
+from slurm_train.cli.collate import as_columns, as_csv, as_markdown, best_lines
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_runs, read_table
 from tests.support.run_facts import attempt
 
@@ -235,3 +236,10 @@ def test_a_table_keeps_its_values() -> None:
     assert as_markdown(table).splitlines()[2:] == ["| 0 | 0.3 | a\\|b |", "| 1 | 1 |  |"]
     assert as_columns([*table, {"index": 2, "x": 2.5, "y": 3}])["y"] == ["a|b", None, "3"]
     assert as_columns(table) == {"index": [0, 1], "x": [0.1 + 0.2, 1.0], "y": ["a|b", None]}
+
+
+def test_a_loss_of_zero_is_the_best() -> None:
+    names = ("best_eval_loss", "best_eval_loss_step", "best_loss", "best_loss_step")
+    rows = [{"index": i, "run": f"a/{i}", **dict.fromkeys(names, value)} for i, value in enumerate((None, 0))]
+    standings: Any = [SimpleNamespace(subject=SimpleNamespace(overrides={"seed": str(i)})) for i in range(2)]
+    assert best_lines(rows, standings) == ["best eval_loss: 0 at step 0 of run 1, a/1: seed=1"]

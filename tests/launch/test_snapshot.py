@@ -52,7 +52,7 @@ def project(tmp_path: Path) -> Path:
 def snapshot_of(folder: Path, **changes: object) -> list[str]:
     state = read_answers(ask_git(folder, os.environ))
     arguments = {"limit_mb": 1, "exclude": folder / "runs", **changes}
-    return plan_snapshot(folder, state, **arguments)  # type: ignore[arg-type]
+    return plan_snapshot(folder, state, **arguments)[0]  # type: ignore[arg-type]
 
 
 def test_what_git_does_not_ignore_is_the_code(project: Path) -> None:
@@ -130,7 +130,7 @@ def test_outside_git_the_code_is_told_by_its_ending(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x")
     state = read_answers(ask_git(tmp_path, os.environ))
     assert state == SourceState(None, None, "")
-    names = plan_snapshot(tmp_path, state, limit_mb=1, exclude=tmp_path / "runs")
+    names, _ = plan_snapshot(tmp_path, state, limit_mb=1, exclude=tmp_path / "runs")
     assert sorted(names) == ["pkg/a.py", "settings.yaml", "train.py"]
 
 
@@ -245,3 +245,71 @@ def test_no_program_of_the_folders_git_configuration_is_run(tmp_path: Path) -> N
     subprocess.run(["git", "-C", str(folder / "lib"), "status"], capture_output=True, check=False)
     run_by_plain_git = {"fsmonitor", "hook_post-index-change", "clean", "process", "external", "driver", "transport"}
     assert run_by_plain_git <= {path.name for place in places for path in place.iterdir()}, "the traps work"
+
+
+def add_submodule(folder: Path, name: str, source: Path) -> None:
+    git(folder, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(source), name)
+
+
+def test_submodules_are_part_of_the_code_with_what_is_not_committed_in_them(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("inner", "lib", "project")]
+    for folder in folders:
+        folder.mkdir()
+        git(folder, "init", "-q")
+        write(folder, **{f"{folder.name}_py": "committed"})
+    inner, lib, project = folders
+    for folder, below in ((inner, None), (lib, inner), (project, lib)):
+        (folder / ".gitignore").write_text("*.log\n")
+        if below is not None:
+            add_submodule(folder, f"deps/{below.name}", below)
+        git(folder, "add", "-A")
+        git(folder, "commit", "-q", "-m", "one")
+    git(project, "-c", "protocol.file.allow=always", "submodule", "update", "-q", "--init", "--recursive")
+    changed = project / "deps" / "lib" / "deps" / "inner"
+    write(changed, inner_py="changed", new_py="untracked", x_log="ignored")
+    (changed / "x_log").rename(changed / "x.log")
+    (project / "clone").mkdir()
+    git(project / "clone", "init", "-q")
+    write(project / "clone", tool_py="a repository that was cloned into the project")
+
+    state = read_answers(ask_git(project, os.environ))
+    assert "--- a/deps/lib/deps/inner/inner.py" in state.difference and "+changed" in state.difference
+    files, left_out = plan_snapshot(project, state, limit_mb=1, exclude=project / "runs")
+    python = [name for name in files if name.endswith(".py")]
+    deps = ["deps/lib/deps/inner/inner.py", "deps/lib/deps/inner/new.py", "deps/lib/lib.py"]
+    assert python == ["clone/tool.py", *deps, "project.py"] and left_out == []
+    assert not [name for name in files if name.endswith(".log")]
+
+    git(project, "submodule", "deinit", "-q", "-f", "deps/lib")
+    files, left_out = plan_snapshot(
+        project, read_answers(ask_git(project, os.environ)), limit_mb=1, exclude=project / "runs"
+    )
+    assert left_out == ["deps/lib (a submodule that is not checked out)"]
+
+
+@pytest.mark.parametrize("is_repository", [True, False])
+def test_a_linked_folder_is_copied_where_it_is_part_of_the_code_and_else_named(
+    tmp_path: Path, *, is_repository: bool
+) -> None:
+    project, data = tmp_path / "project", tmp_path / "data"
+    data.mkdir()
+    write(project, src__pkg__a_py="a", src__pkg__sub__b_py="b", train_py="t")
+    (data / "big.py").write_text("x")
+    (project / "pkg").symlink_to("src/pkg")
+    (project / "data").symlink_to(data)
+    (project / "empty").mkdir()
+    (project / "nothing").symlink_to("empty")
+    (project / "again").symlink_to(".")
+    if is_repository:
+        git(project, "init", "-q")
+    state = read_answers(ask_git(project, os.environ))
+    files, left_out = plan_snapshot(project, state, limit_mb=1, exclude=project / "runs")
+    code = ["src/pkg/a.py", "src/pkg/sub/b.py", "train.py"]
+    assert sorted(files) == sorted([*code, "pkg/a.py", "pkg/sub/b.py", *(f"again/{name}" for name in code)])
+    assert sorted(left_out) == [
+        f"data (a link to {data})",
+        f"nothing (a link to {project}/empty, where there is no code)",
+    ]
+    write_snapshot(project, files, tmp_path / "code")
+    assert (tmp_path / "code" / "pkg" / "sub" / "b.py").read_text() == "b"
+    assert not any(path.is_symlink() for path in (tmp_path / "code").rglob("*"))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.partitions import NodeGroup, Partition, parse_gpus, parse_sinfo, parse_time_limit_min
+from slurm_train.slurm.partitions import NodeGroup, Partition, parse_gpus, parse_sinfo, parse_time_limit_min, tres_gpus
 
 
 def group(num_nodes: int, gpus: int, gpu_type: str, cpus: int, memory_mb: int, state: str) -> NodeGroup:
@@ -76,6 +76,12 @@ def test_a_line_of_another_form_is_an_error() -> None:
         ("gpu:a100:2,gpu:v100:2", (4, "")),
         ("gpu:a100_3g.20gb:4", (4, "a100_3g.20gb")),
         ("gpu:2g:4", (4, "2g")),
+        ("gpu:3090:4", (4, "3090")),
+        ("gpu:3090:4(S:0-1),nic:2", (4, "3090")),
+        ("gpu:a100_3g.20gb:2(S:0-1)", (2, "a100_3g.20gb")),
+        ("gpu:tesla:2,gpu:kepler:1", (3, "")),
+        ("gpu:tesla:no_consume:2", (2, "tesla")),
+        ("gpu:a100:2(IDX:0,1),gpu:a100:1", (3, "a100")),
         ("gpu:a100", (1, "a100")),
         ("(null)", (0, "")),
         ("", (0, "")),
@@ -84,6 +90,21 @@ def test_a_line_of_another_form_is_an_error() -> None:
 )
 def test_gpus_of_a_node(gres: str, gpus: tuple[int, str]) -> None:
     assert parse_gpus(gres) == gpus
+
+
+@pytest.mark.parametrize(
+    ("tres", "gpus"),
+    [
+        ("cpu=8,mem=64G,node=1,billing=8,gres/gpu=4", 4),
+        ("cpu=8,gres/gpu=4,gres/gpu:3090=4", 4),
+        ("gres/gpu:3090=4", 4),
+        ("gres/gpu:tesla=2,gres/gpu:kepler=1", 3),
+        ("cpu=8,gres/gpumem=80,gres/nic=2", None),
+        ("", None),
+    ],
+)
+def test_gpus_of_a_job(tres: str, gpus: int | None) -> None:
+    assert tres_gpus(tres) == gpus
 
 
 @pytest.mark.parametrize(

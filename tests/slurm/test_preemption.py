@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import time
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
+from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.preemption import Preemption, duration_s, end_and_limit, grace_s, read_preemption
 
 
@@ -89,3 +92,27 @@ def test_what_a_preemption_does(kind: str, cluster_mode: str, change: dict[str, 
 )
 def test_preemption_in_words(mode: str, kill_wait_s: float | None, words: str) -> None:
     assert Preemption(by="qos", mode=mode, grace_s=15.0, kill_wait_s=kill_wait_s).in_words == words
+
+
+# 02:30 for the second time on the night on which summer time ends.
+REPEATED = 1792891800
+
+
+def test_the_end_of_a_job_in_the_hour_that_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    form = '+"${SLURM_TIME_FORMAT:-%Y-%m-%dT%H:%M:%S}"'
+    start, end = (f"$(date -d @{time_s} {form})" for time_s in (REPEATED - 7200, REPEATED))
+    scontrol.write_text(f'#!/bin/sh\necho "JobId=7 JobName=x"; echo "   StartTime={start} EndTime={end}"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        assert datetime.fromtimestamp(REPEATED).isoformat() == "2026-10-25T02:30:00"
+        job = SlurmCommands({"PATH": f"{tmp_path}:/usr/bin:/bin", "TZ": "Europe/Berlin"}).show_job("7")
+        assert end_and_limit(job) == (REPEATED, 7200)
+        # Slurm's usual form still is read, where it is not ambiguous.
+        job = {"StartTime": "2026-10-25T05:00:00", "EndTime": "2026-10-25T05:30:00"}
+        assert end_and_limit(job) == (REPEATED + 3 * 3600, 1800)
+    finally:
+        monkeypatch.undo()
+        time.tzset()

@@ -53,7 +53,8 @@ def test_one_squeue_call_answers_for_all_jobs() -> None:
     assert script.calls == [
         ["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%N|%S|%e|%P", "-j", "7,9_1"],
     ]
-    assert script.envs == [{"PATH": "/bin", "SLURM_CONF": "/c", "SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}]
+    of_ours = {"SLURM_BITSTR_LEN": "0", "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
+    assert script.envs == [{"PATH": "/bin", "SLURM_CONF": "/c", **of_ours}]
 
 
 def test_what_squeue_does_not_know_is_asked_of_sacct() -> None:

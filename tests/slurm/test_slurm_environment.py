@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.slurm.environment import command_environment, is_job_variable, scrubbed
+from slurm_train.slurm.environment import command_environment, is_job_variable, job_environment, scrubbed
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,52 @@ def test_variables_of_an_enclosing_job_go(name: str) -> None:
 )
 def test_the_users_own_variables_stay(name: str) -> None:
     assert scrubbed({name: "1"}) == {name: "1"}
+
+
+IN_A_STEP = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_SUBMIT_DIR": "/home/ada",
+    "SLURM_CONF": "/c",
+    "SLURMD_NODENAME": "node1",
+    "SLURM_TRAIN_ATTEMPT": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node1",
+    "SLURM_TASKS_PER_NODE": "1",
+    "SLURM_NTASKS": "1",
+    "SLURM_NNODES": "1",
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+    "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+    "SLURM_MEM_BIND": "local",
+    "SLURM_DISTRIBUTION": "cyclic",
+    "SLURM_TRES_PER_TASK": "gres/gpu:1",
+    "SLURM_GPUS_PER_TASK": "1",
+    "SLURM_CPUS_PER_TASK": "1",
+    "SLURM_HINT": "nomultithread",
+    "SLURM_OPTION_OF_A_NEWER_SLURM": "x",
+    "SRUN_CPUS_PER_TASK": "1",
+    "RANK": "0",
+    "PATH": "/bin",
+}
+
+
+def test_in_a_shell_that_srun_started_the_options_of_its_step_are_left_behind() -> None:
+    assert job_environment(IN_A_STEP) == {
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_SUBMIT_DIR": "/home/ada",
+        "SLURM_CONF": "/c",
+        "SLURMD_NODENAME": "node1",
+        "SLURM_TRAIN_ATTEMPT": "3",
+        "SLURM_TASKS_PER_NODE": "1(x2)",
+        "SLURM_OVERLAP": "1",
+        "PATH": "/bin",
+    }
+
+
+def test_in_a_batch_script_what_sbatch_hands_on_to_srun_stays() -> None:
+    of_batch = {"SLURM_JOB_ID": "77", "SLURM_HINT": "nomultithread", "SLURM_TASKS_PER_NODE": "4(x2)", "PATH": "/bin"}
+    assert job_environment({**of_batch, "SRUN_CPUS_PER_TASK": "1", "RANK": "0"}) == of_batch
 
 
 def test_the_input_is_not_changed() -> None:
