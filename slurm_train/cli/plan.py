@@ -147,7 +147,8 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
         memory_gb = 0.0
     if not 0 < memory_gb < 1e6:
         raise ConfigError(
-            f"--suggest {memory} is no amount of memory", hint="give the memory of one device in GiB: plan --suggest 80"
+            f"--suggest must be a number of GiB greater than 0, got {memory}",
+            hint="give the memory of one device in GiB: plan --suggest 80",
         )
     world = plan_world(config, env)
     found = suggest_layouts(config, world, memory_bytes=int(memory_gb * 2**30))

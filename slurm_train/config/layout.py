@@ -16,8 +16,6 @@ from slurm_train.config.schema import ParallelSection
 from slurm_train.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-DATA_AXES = ("dp_replicate", "dp_shard")
-"""Ranks that differ in these read different samples; all others read the same."""
 
 
 class Coordinates(NamedTuple):
@@ -167,7 +165,9 @@ def solve_layout(asked: ParallelSection, *, world_size: int) -> ParallelLayout:
     degrees = {axis: getattr(asked, axis) for axis in AXES}
     for axis, degree in degrees.items():
         if degree < 1 and degree != -1:
-            raise ConfigError(f"parallel.{axis}={degree} is no degree", hint="give 1 or more; -1: what is left")
+            raise ConfigError(
+                f"parallel.{axis} must be at least 1 (or -1), got {degree}", hint="-1 takes the ranks that are left"
+            )
     left = [axis for axis, degree in degrees.items() if degree == -1]
     if len(left) > 1:
         names = " and ".join(f"parallel.{axis}=-1" for axis in left)

@@ -1,6 +1,6 @@
-"""The layout of a run before anything runs: solved for the world, and refused where it cannot or should not be.
+"""The parallel layout of a run before anything runs: solved for the world, and refused where it cannot work.
 
-What can be known without a GPU and without torch is checked here; a model of your own says the rest when it is built.
+Checked here is what needs neither a GPU nor torch; a model of your own is checked further when it is built.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
         return layout
     if not config.trains:
         raise ConfigError(
-            f"parallel asks for {layout}, but a task or script of your own makes its own groups",
-            hint="leave parallel.* alone; the ranks are told their numbers and where to meet",
+            f"parallel asks for {layout}, but a task or script of your own has to make its own groups",
+            hint="leave parallel.* at its defaults; ranks find their numbers and rank 0's address in the environment",
         )
     if config.ddp.comm != "none":
         raise ConfigError(
@@ -58,7 +58,7 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
 
 
 def check_pipeline(config: RunConfig, layout: ParallelLayout, batch: BatchPlan) -> None:
-    """Refuses micro-batches that torch's interleaved schedule cannot send around in equal rounds.
+    """Refuses a number of micro-batches that torch's interleaved schedule cannot cut into equal rounds.
 
     Raises:
         BatchError: as said.
@@ -104,7 +104,7 @@ def _check_nodes(layout: ParallelLayout, world: World, *, allowed: bool) -> None
 def _check_options(layout: ParallelLayout, settings: ParallelSection) -> None:
     if settings.sequence_parallel and layout.tp == 1:
         raise ConfigError(
-            f"parallel.sequence_parallel=true was asked of {layout}, but positions are dealt out among the ranks of tp",
+            f"parallel.sequence_parallel=true was asked of {layout}, but positions are split among the ranks of tp",
             hint="set parallel.tp=2 or more, or leave sequence_parallel out; parallel.cp cuts sequences without tp",
         )
     if settings.cpu_offload and layout.shard_size == 1:
@@ -118,12 +118,12 @@ def _check_model(layout: ParallelLayout, model: dict[str, Any], *, per_rank: int
     target = model.get("_target_")
     if target == _CNN and layout.tp * layout.pp * layout.cp > 1:
         raise ConfigError(
-            f"parallel asks for {layout}, but the CNN does not say how it can be cut",
+            f"parallel asks for {layout}, which the CNN does not support",
             hint="use dp_replicate and dp_shard, or model=gpt",
         )
     if target == CAUSAL_LM and layout.pp > 1:
         raise ConfigError(
-            f"parallel asks for {layout}, but model=hf does not say how it can be cut into stages",
+            f"parallel asks for {layout}, but model=hf has no pipeline stages",
             hint="use dp_replicate, dp_shard and tp, or the shipped GPT: model=llama3-8b",
         )
     if target == _GPT:
@@ -154,19 +154,19 @@ def _check_gpt(layout: ParallelLayout, model: dict[str, Any], *, per_rank: int) 
 
 
 def _check_positions(layout: ParallelLayout, config: RunConfig) -> None:
-    """Refuses sequences that the shipped models cannot share; a model of your own says it when it is built."""
+    """Refuses sequences that the shipped models cannot split; a model of your own is checked when it is built."""
     model, splits = config.model or {}, config.parallel.sequence_parallel
     if layout.cp == 1 and not splits:
         return
     asked = f"parallel.cp={layout.cp}" if layout.cp > 1 else "parallel.sequence_parallel=true"
     if config.batch.by_length:
         raise ConfigError(
-            f"{asked} was asked with batch.by_length=true, whose sequences are of many lengths",
+            f"{asked} was asked with batch.by_length=true, whose sequences have different lengths",
             hint="leave batch.by_length at false, or use dp_replicate, dp_shard and tp",
         )
     if model.get("_target_") == CAUSAL_LM:
         raise ConfigError(
-            f"{asked} was asked, but model=hf does not say where its positions meet",
+            f"{asked} was asked, but model=hf cannot split sequences",
             hint="use dp_replicate, dp_shard and tp, or the shipped GPT: model=llama3-8b",
         )
     if model.get("_target_") != _GPT:
@@ -180,7 +180,7 @@ def _check_positions(layout: ParallelLayout, config: RunConfig) -> None:
         )
     if splits and context // layout.cp % layout.tp:
         raise ConfigError(
-            f"parallel.sequence_parallel cannot deal {context // layout.cp} positions out among tp {layout.tp} ranks",
+            f"parallel.sequence_parallel cannot split {context // layout.cp} positions among tp {layout.tp} ranks",
             hint=f"set {key} to a multiple of {math.lcm(2 * layout.cp if layout.cp > 1 else 1, layout.cp * layout.tp)}",
         )
 

@@ -221,7 +221,7 @@ def test_suggestions_are_a_table_of_words_to_type(shell: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--suggest", "much"], "--suggest much is no amount of memory"),
+        (["--suggest", "much"], "--suggest must be a number of GiB greater than 0, got much"),
         (["--suggest", "0.001", "+cluster=1x2"], "legal layouts of 2 ranks fits into 0.001 GiB a device"),
         (["-m", "--suggest", "80", "seed=1,2"], "--suggest is for one run"),
     ],

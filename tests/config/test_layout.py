@@ -29,8 +29,8 @@ def test_what_is_left_open_is_solved(asked: dict[str, int], ranks: int, expected
     ("asked", "ranks", "message"),
     [
         ({"dp_shard": -1}, 4, "parallel.dp_replicate=-1 and parallel.dp_shard=-1 are both left open"),
-        ({"tp": 0}, 4, "parallel.tp=0 is no degree"),
-        ({"tp": -2}, 4, "parallel.tp=-2 is no degree"),
+        ({"tp": 0}, 4, "parallel.tp must be at least 1 (or -1), got 0"),
+        ({"tp": -2}, 4, "parallel.tp must be at least 1 (or -1), got -2"),
         ({"tp": 3}, 4, "parallel asks for tp 3, which needs a multiple of 3 ranks; there are 4"),
         ({"dp_replicate": 2, "tp": 4}, 4, "parallel asks for dp_replicate 2 x tp 4, which needs 8 ranks; there are 4"),
         ({"dp_replicate": 1}, 4, "parallel asks for one rank, which needs 1 ranks; there are 4"),

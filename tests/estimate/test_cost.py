@@ -103,46 +103,40 @@ def loss(
     return worst_loss(plan, preemption=preemption, step_s=step_s, limit_min=limit_min)
 
 
-def test_before_anything_is_measured(tmp_path: Path) -> None:
-    assert loss(tmp_path).in_words == (
-        "100 steps with a lost node; as much by preemption, or nothing if a save takes less than 20 s; nothing at the "
-        "time limit (asked 120 s before)"
-    )
-
-
-def test_measured_times_make_it_certain(tmp_path: Path) -> None:
-    assert loss(tmp_path, step_s=0.5, save_s=3.0).in_words.startswith(
-        "106 steps (about 53 s) with a lost node; nothing by preemption: 20 s to save in, 3.0 s needed so far"
-    )
-
-
-def test_a_save_that_is_too_slow_loses_what_a_node_loses(tmp_path: Path) -> None:
-    assert "as much by preemption: 20 s to save in, 33.0 s needed so far" in loss(tmp_path, save_s=33.0).in_words
-
-
-@pytest.mark.parametrize("preemption", [NOBODY, SUSPENDS])
-def test_where_nobody_ends_jobs_nothing_is_lost_by_it(preemption: Preemption, tmp_path: Path) -> None:
-    assert "; nothing by preemption;" in loss(tmp_path, preemption=preemption).in_words
-
-
-def test_what_slurm_does_not_say_is_not_guessed(tmp_path: Path) -> None:
-    found = loss(tmp_path, preemption=None)
-    assert "a preemption depends on its grace, which is not known" in found.in_words
-    assert (found.preemption, found.notice_s) == ("", None)
-
-
-def test_a_nodes_own_disk_goes_with_the_node(tmp_path: Path) -> None:
-    assert loss(tmp_path, local_dir="/tmp", copy_every=5).interval_steps == 500
-
-
-def test_no_more_is_lost_than_there_is(tmp_path: Path) -> None:
-    assert loss(tmp_path, every_steps=10**6).interval_steps == 1000
+AT_LIMIT = "nothing at the time limit (asked 120 s before)"
 
 
 @pytest.mark.parametrize(
-    ("every_steps", "text"),
-    [("auto", "what was done since the last checkpoint with"), (None, "everything since the start with")],
+    ("case", "text"),
+    [
+        (
+            {},
+            "100 steps with a lost node; as much by preemption, or nothing if a save takes less than 20 s; " + AT_LIMIT,
+        ),
+        (
+            {"step_s": 0.5, "save_s": 3.0},
+            "106 steps (about 53 s) with a lost node; nothing by preemption: 20 s to save in, 3.0 s needed so far",
+        ),
+        (
+            {"save_s": 33.0},
+            "100 steps with a lost node; as much by preemption: 20 s to save in, 33.0 s needed so far",
+        ),
+        ({"step_s": 2.0}, "100 steps (about 3 min) with a lost node; "),
+        ({"step_s": 90.0}, "100 steps (about 2.5 h) with a lost node; "),
+        ({"preemption": NOBODY}, "100 steps with a lost node; nothing by preemption; "),
+        ({"preemption": SUSPENDS}, "100 steps with a lost node; nothing by preemption; "),
+        ({"preemption": None}, "100 steps with a lost node; a preemption depends on its grace, which is not known; "),
+        # A node's own disk is lost with the node; no more is lost than there is.
+        ({"local_dir": "/tmp", "copy_every": 5}, "500 steps with a lost node"),
+        ({"every_steps": 10**6}, "1000 steps with a lost node"),
+        ({"every_steps": "auto", "step_s": 1.0, "save_s": 1.0}, "what was done since the last checkpoint with a lost"),
+        ({"every_steps": None, "step_s": 1.0, "save_s": 1.0}, "everything since the start with a lost node"),
+    ],
 )
-def test_an_interval_that_is_no_number(every_steps: str | None, text: str, tmp_path: Path) -> None:
-    found = loss(tmp_path, every_steps=every_steps, step_s=1.0, save_s=1.0)
-    assert found.node_loss_steps is None and found.in_words.startswith(text)
+def test_what_may_be_lost(case: dict[str, Any], text: str, tmp_path: Path) -> None:
+    assert loss(tmp_path, **case).in_words.startswith(text)
+
+
+def test_what_is_not_known_is_no_number(tmp_path: Path) -> None:
+    unknown = loss(tmp_path, preemption=None, every_steps=None).as_json()
+    assert (unknown["preemption"], unknown["notice_s"], unknown["node_loss_steps"]) == ("", None, None)

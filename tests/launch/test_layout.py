@@ -66,7 +66,7 @@ def test_the_layout_of_eight_ranks_on_two_nodes() -> None:
         (
             {**GPT, "context": 254},
             {"tp": 4, "sequence_parallel": True},
-            "parallel.sequence_parallel cannot deal 254 positions out among tp 4 ranks",
+            "parallel.sequence_parallel cannot split 254 positions among tp 4 ranks",
         ),
         (
             GPT,
@@ -76,11 +76,15 @@ def test_the_layout_of_eight_ranks_on_two_nodes() -> None:
         (
             {"_target_": "slurm_train.models.causal_lm.causal_lm"},
             {"cp": 2},
-            "parallel.cp=2 was asked, but model=hf does not say where its positions meet",
+            "parallel.cp=2 was asked, but model=hf cannot split sequences",
         ),
         (GPT, {"cpu_offload": True}, "parallel.cpu_offload=true was asked of dp_replicate 8, but only sharded"),
         (GPT, {"tp": 2, "cpu_offload": True}, "parallel.cpu_offload=true was asked of dp_replicate 4 x tp 2, but only"),
-        ({"_target_": "slurm_train.models.cnn.CNN"}, {"tp": 2}, "parallel asks for dp_replicate 4 x tp 2, but the CNN"),
+        (
+            {"_target_": "slurm_train.models.cnn.CNN"},
+            {"tp": 2},
+            "parallel asks for dp_replicate 4 x tp 2, which the CNN does not support",
+        ),
     ],
 )
 def test_what_the_nodes_or_the_model_cannot_do_is_refused(
@@ -106,7 +110,7 @@ def test_tensor_parallelism_spans_nodes_where_that_is_wanted() -> None:
 
 def test_a_task_makes_its_own_groups() -> None:
     config = RunConfig(task={"_target_": "x.main"}, parallel=ParallelSection(tp=2))
-    with pytest.raises(ConfigError, match="makes its own groups"):
+    with pytest.raises(ConfigError, match="has to make its own groups"):
         plan_layout(config, World((2,)))
 
 
