@@ -52,10 +52,7 @@ def _give_own_disk(rank: int) -> None:
     build = trainer.build_local_saves
 
     def build_for_node(start: RankStart) -> LocalSaves | None:
-        saves = build(start)
-        if saves is not None:
-            saves.tier = replace(saves.tier, node=rank, is_leader=True)
-        return saves
+        return build(replace(start, place=replace(start.place, node_rank=rank, local_rank=0)))
 
     trainer.build_local_saves = build_for_node
 
