@@ -57,7 +57,7 @@ MEANINGS = {
 """What each state means, for the documentation."""
 
 _OF_PHASE = {phase: RunState(phase.value.replace(" ", "_")) for phase in Phase}
-_OF_REASON = {"done": RunState.COMPLETED, "time_limit": RunState.TIMEOUT}
+_OF_REASON = {"done": RunState.COMPLETED, "time_limit": RunState.TIMEOUT, "file_system": RunState.FAILED}
 # Other words that people have for them.
 _ALIASES = {"missing": RunState.NOT_STARTED, "time_limit": RunState.TIMEOUT, "pending": RunState.QUEUED}
 STATE_WORDS = (*(state.value for state in RunState), "missing")

@@ -24,6 +24,7 @@ _CAME_BACK = {
     "node_failure": "a node was lost",
     "failed": "failed",
     "requeued": "was requeued",
+    "file_system": "could not be started: the file system refused",
 }
 _HALTED = {"SUSPENDED": "Slurm has suspended the job", "STOPPED": "the job's processes are stopped"}
 

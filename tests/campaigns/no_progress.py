@@ -18,12 +18,15 @@ from tests.support.slurm_runs import job_state
 from tests.support.waiting import wait_for
 
 _SLOW = """
-import time
+import signal, time
 from tiny import Tiny
 
 class Slow(Tiny):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        # As before Python runs: it dies of the TERM at the limit, and the supervisor has KillWait for the requeue.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3600)
 """
 _WORDS = ("+cluster=1x1", "model._target_=slow.Slow", "train.start_timeout_s=3600")
