@@ -207,15 +207,15 @@ def _locked(run: RunDirectory, commands: SlurmCommands, *, submits: bool, inside
 
     holder, wait_s = this_process(), _SUBMITTER_WAIT_S if submits else 0.0
     made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
-    while True:
+    for tries_left in reversed(range(10)):
         try:
             make_private(run.path)
             take_lock(run, holder, is_alive=is_alive, wait_s=wait_s, submits=submits)
             break
-        except FileNotFoundError:
-            # Another one was refused and has removed the empty directory.
-            continue
         except OSError as err:
+            if isinstance(err, FileNotFoundError) and tries_left:
+                # Another one was refused and has removed the empty directory.
+                continue
             hint = "name another place with run.root=DIR"
             raise RunError(f"{run.path} cannot be made: {err.strerror or err}", hint=hint) from err
     try:

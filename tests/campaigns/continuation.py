@@ -29,8 +29,9 @@ from tests.support.waiting import wait_for
 
 _AT_ONCE = 5
 _PAUSE_S = 0.8
-_LONG_S = 7.0
-"""After every second one: longer than KillWait, so a cancelled job is killed before it has recorded the other."""
+_BEFORE_S, _AFTER_S = 3.0, 7.0
+"""In every second trial: time for a whole cancel before the other job is submitted, and longer than KillWait after it,
+so that the cancelled job is killed before it has recorded the other."""
 _PATIENCE_S = 120.0
 _WATCH_S = 14.0
 """KillWait (5 s here), and the start of a job that waited for another's end."""
@@ -46,8 +47,9 @@ case "$*" in *--dependency=afterany:*) ;; *) exec {real} "$@";; esac
 trap '' TERM
 for script; do :; done
 run="${{script%/logs/*}}"
-case "$run" in *[13579]/*) after_s={long_s};; *) after_s={pause_s};; esac
-touch "$run/asked"; sleep {pause_s}
+before_s={pause_s} after_s={pause_s}
+case "$run" in *[13579]/*) before_s={before_s} after_s={after_s};; esac
+touch "$run/asked"; sleep "$before_s"
 said=$({real} "$@") || exit 1
 touch "$run/submitted"; sleep "$after_s"
 echo "$said"
@@ -83,9 +85,10 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
 
 def _write_programs(folder: Path) -> str:
     folder.mkdir()
+    pauses = {"pause_s": _PAUSE_S, "before_s": _BEFORE_S, "after_s": _AFTER_S}
     for name, body in _PROGRAMS.items():
         program = folder / name
-        program.write_text(f"#!/bin/bash\n{body.format(real=shutil.which(name), pause_s=_PAUSE_S, long_s=_LONG_S)}\n")
+        program.write_text(f"#!/bin/bash\n{body.format(real=shutil.which(name), **pauses)}\n")
         program.chmod(0o755)
     return str(folder)
 
