@@ -115,7 +115,8 @@ def read_table() -> Table:
         with open(path, encoding="utf-8") as file:
             if file.readline() == stamp:
                 return _parse_table(file)
-    except OSError:
+    except (OSError, ValueError):
+        # There is none yet, or it is damaged.
         pass
     from slurm_train.cli.completion_table import build_lines
 

@@ -187,9 +187,10 @@ def test_the_table_is_built_once_for_an_installation(tmp_path: Path, monkeypatch
     stamp, *lines = path.read_text().splitlines(keepends=True)
     path.write_text(stamp + "".join(lines).replace("optim.lr_retune", "optim.from_the_cache"))
     assert offered("optim.f") == ["optim.from_the_cache="]
-    path.write_text("0.0 of another installation\n")
-    assert offered("optim.lr_r") == ["optim.lr_retune="]
-    assert path.read_text() == stamp + "".join(lines)
+    for text in ("0.0 of another installation\n", f"{stamp}damaged\n"):
+        path.write_text(text)
+        assert offered("optim.lr_r") == ["optim.lr_retune="]
+        assert path.read_text() == stamp + "".join(lines)
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert offered("optim.lr_r") == ["optim.lr_retune="], "where it cannot be kept"
 
@@ -206,6 +207,7 @@ print(json.dumps({"user_s": user_s, "heavy": heavy}), file=sys.stderr)
 
 @pytest.mark.parametrize("words", [["status", ""], ["optim.l"], ["+cluster="], ["model=cnn", "model."]])
 def test_an_answer_is_quick_and_imports_nothing_heavy(words: list[str], project: Path) -> None:
+    read_table()
     done = Person(project).runs(sys.executable, "-c", MEASURE, *words)
     facts = json.loads(done.err)
     assert facts["heavy"] == [] and facts["user_s"] < 0.15 and done.out
