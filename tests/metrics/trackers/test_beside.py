@@ -30,6 +30,9 @@ from slurm_train.rundir.layout import RunDirectory
 run, how = RunDirectory(Path(sys.argv[1])), sys.argv[2]
 out = run.path / f"sent-{how}"
 
+if how == "is-missing":
+    sys.exit(2)
+
 class Tracker:
     tracker_id, place, settle_s = "theirs", "a file", 0.0
     def log(self, lines):
@@ -176,11 +179,10 @@ def test_one_that_never_ends_is_killed(run: RunDirectory, said: list[str], start
 
 
 def test_one_whose_package_is_missing_is_not_tried_again(run: RunDirectory, said: list[str], start: Start) -> None:
-    trackers = start("works")
-    trackers._command = lambda _name: [sys.executable, "-c", "import sys; sys.exit(2)"]
+    trackers = start("is-missing")
     wait_for(lambda: said, within_s=30, what="the problem")
     trackers.close()
-    assert said == ["works: its process ended with code 2", f"works: {UNSENT}"]
+    assert said == ["is-missing: its process ended with code 2", f"is-missing: {UNSENT}"]
 
 
 def test_a_follower_whose_supervisor_is_gone_ends_by_itself(run: RunDirectory, start: Start) -> None:
