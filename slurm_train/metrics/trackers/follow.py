@@ -174,9 +174,9 @@ def read_new_lines(path: Path, offset: int) -> tuple[list[Line], int]:
 
 
 def count_unsent(run: RunDirectory, name: str) -> int:
-    """Returns how many lines a tracker has not taken."""
+    """Returns how many lines a tracker has not taken for sure; while it has the run open, it may have taken more."""
     state = read_state(run, name)
-    offset, count = (0 if state is None else state.sent_bytes), 0
+    offset, count = (0 if state is None else state.sure_bytes), 0
     while True:
         lines, end = read_new_lines(run.metrics, offset)
         if end == offset:

@@ -34,7 +34,7 @@ if how == "is-missing":
     sys.exit(2)
 
 class Tracker:
-    tracker_id, place, settle_s = "theirs", "a file", 0.0
+    tracker_id, place, settle_s = "theirs", "a file", 60.0 * (how == "loses-once")
     def log(self, lines):
         if how == "hangs":
             time.sleep(600)
@@ -48,6 +48,8 @@ class Tracker:
         with out.open("a") as file:
             file.writelines(f"{line['step']}\\n" for line in lines)
     def close(self, outcome):
+        if how == "loses-once" and len(out.read_text().split()) == 3:
+            raise ConnectionError("the helper was killed, with what it had")
         if how == "never-ends":
             (run.path / "pid").write_text(str(os.getpid()))
             time.sleep(600)
@@ -165,6 +167,14 @@ def test_one_that_fails_for_good_has_one_last_try(run: RunDirectory, said: list[
     trackers.close()
     assert num_failures(run, "raises") == 2
     assert said[-1] == f"raises: {UNSENT}"
+
+
+def test_one_that_may_have_lost_what_it_took_has_a_last_try(run: RunDirectory, said: list[str], start: Start) -> None:
+    trackers = start("loses-once")
+    wait_for(lambda: sent(run, "loses-once") and said, within_s=30, what="the first lines")
+    trackers.close()
+    assert sent(run, "loses-once") == [1, 2, 3, 1, 2, 3]
+    assert said == ["loses-once: a file"]
 
 
 def test_one_that_never_ends_is_killed(run: RunDirectory, said: list[str], start: Start) -> None:

@@ -161,7 +161,7 @@ def test_what_was_not_sent_is_counted_over_any_length(run: RunDirectory) -> None
     assert count_unsent(run, "wandb") == 600
     lines, end = read_new_lines(run.metrics, 0)
     load_or_create_state(run, "wandb")
-    write_state(run, "wandb", TrackerState(key="k", sent_bytes=end))
+    write_state(run, "wandb", TrackerState(key="k", sent_bytes=end + 1, sure_bytes=end))
     assert 0 < len(lines) < 600 and count_unsent(run, "wandb") == 600 - len(lines)
 
 
