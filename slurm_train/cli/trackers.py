@@ -83,7 +83,9 @@ def follow_run(run: RunDirectory, name: str, settings: Sequence[str], env: Mappi
         problem = err.message if isinstance(err, SlurmTrainError) else f"{type(err).__name__}: {err}"
         problem = redact(" ".join(problem.split()))[:_LONGEST_PROBLEM]
         write_state(run, name, replace(load_or_create_state(run, name), problem=problem))
-        return err.exit_code if isinstance(err, SlurmTrainError) else EXIT_FAILURE
+        sys.stdout.flush()
+        # Not by the way of exit handlers, in which a package may wait for a helper or a network that is gone.
+        os._exit(err.exit_code if isinstance(err, SlurmTrainError) else EXIT_FAILURE)
     return EXIT_DONE
 
 

@@ -21,7 +21,7 @@ from tests.support.waiting import wait_for
 
 # Follows a run, as `track --beside` does, for a tracker that is named after what it does.
 FOLLOWER = """
-import os, sys, time
+import atexit, os, sys, time
 from pathlib import Path
 from slurm_train.cli import trackers
 from slurm_train.config.schema import TrackSection
@@ -30,6 +30,8 @@ from slurm_train.rundir.layout import RunDirectory
 run, how = RunDirectory(Path(sys.argv[1])), sys.argv[2]
 out = run.path / f"sent-{how}"
 
+if how == "raises":
+    atexit.register(time.sleep, 600)
 if how == "is-missing":
     sys.exit(2)
 
