@@ -47,16 +47,10 @@ TORCH_FREE_MODULES = (
     "metrics.best",
     "metrics.series",
     "metrics.writer",
+    "metrics.trackers.adapters",
     "metrics.trackers.beside",
     "metrics.trackers.catalogue",
     "metrics.trackers.follow",
-    "metrics.trackers.follower",
-    "metrics.trackers.mlflow",
-    "metrics.trackers.state",
-    "metrics.trackers.tensorboard",
-    "metrics.trackers.tracker",
-    "metrics.trackers.trackio",
-    "metrics.trackers.wandb",
     "train.script",
 )
 
@@ -75,8 +69,8 @@ COMMAND_WORDS = {
 # The one-machine cluster starts, configures and asks its own daemons.
 OWN_CLUSTER = "devcluster."
 # The ranks' stop flag; those that outlive the ranks, which are the supervisor, the local launch, a sweep on this
-# machine and whoever waits in an allocation; loader workers, which are made deaf; a tracker's process, which hears of
-# the end by a pipe.
+# machine and whoever waits in an allocation; loader workers, which are made deaf; a tracker's process, whose
+# stdin ends with the run.
 SIGNAL_HANDLERS = {
     *("requeue.signals", "requeue.supervise", "cli.here", "cli.sweep_here", "cli.interactive"),
     *("cli.trackers", "data.mapstyle"),

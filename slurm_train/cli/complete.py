@@ -1,69 +1,82 @@
-"""What the script of `completion` asks at every TAB; people do not type it.
+"""`complete`: what the script of `completion` asks at every TAB; people do not type it.
 
 complete bash LINE BREAKS      the line up to the cursor, and where the shell cuts words
 complete zsh|fish WORD...      the words after the program; the last one is at the cursor
+
+A TAB has a tenth of a second. So verbs, flags, keys and values come from a table in the user's cache, which
+`completion_table` writes again when the installation has changed, and nothing slow is imported (pathlib and typing take
+10 ms each). Whatever goes wrong gives no answer rather than an error in the middle of somebody's line.
 """
+
+# No pathlib, see above.
+# ruff: noqa: PTH100, PTH103, PTH105, PTH111, PTH120, PTH123
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from slurm_train.cli.candidates import Candidate, complete
+from slurm_train import __version__
+from slurm_train.cli.main import VERBS
 
-# What a shell would read something into. Such a name can be typed, but is not put into somebody's line.
+# What a shell would expand or split. Such a name can be typed, but is not put into somebody's line.
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+=.,:/@%~")
+# Longer lists are of no use, and a folder of runs may be on a slow disk.
+_MOST = 500
+_SIZES = ("1x1", "1x4", "1x8", "2x8", "4x8", "8x8")
+_GROUPS = ("model", "data", "cluster", "experiment")
+_ADDED_GROUPS = ("cluster", "experiment", "site", "container")
+_DEFAULTS = {"model": "gpt", "data": "stdlib"}
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+Table = dict[str, dict[str, tuple[str, str]]]
+"""Parts: "keys" of the configuration, "flags VERB" and "words VERB" of each verb, "folders" of configurations. An entry
+has a name, what it takes and what it means. Takes: "-" no value, "a|b" one of these, "a,b" a list of these, a key of
+`_READERS`, "open" a mapping with any keys, "" anything; "..." after a word that may be repeated."""
+
+
+class Candidate:
+    """Something that may be put in place of the word at the cursor; `goes_on`: more of the same word follows."""
+
+    __slots__ = ("about", "goes_on", "text")
+
+    def __init__(self, text: str, about: str = "", *, goes_on: bool = False) -> None:
+        self.text, self.about, self.goes_on = text, " ".join(about.split()), goes_on
+
+    def after(self, prefix: str) -> Candidate:
+        """Returns it with a prefix."""
+        return Candidate(prefix + self.text, self.about, goes_on=self.goes_on)
 
 
 def main(words: Sequence[str]) -> int:
     """Prints one candidate per line and returns 0."""
     shell, *rest = words
     if shell == "bash":
-        line, breaks = rest
-        lines = _for_bash(line, breaks)
+        lines = _complete_bash(*rest)
     else:
-        found = _plain(complete(_after_program(rest[:-1]), rest[-1]))
-        lines = [_for_zsh(one) if shell == "zsh" else _for_fish(one) for one in found]
+        found = _complete_plain(rest[:-1], rest[-1])
+        kinds = [f"{'more' if one.goes_on else 'done'}\t" if shell == "zsh" else "" for one in found]
+        lines = [f"{kind}{one.text}\t{one.about}" for kind, one in zip(kinds, found, strict=True)]
     print("\n".join(lines))
     return 0
 
 
-def _plain(candidates: Sequence[Candidate]) -> list[Candidate]:
-    return [one for one in candidates if _PLAIN.issuperset(one.text)]
-
-
-def _for_zsh(one: Candidate) -> str:
-    return f"{'more' if one.goes_on else 'done'}\t{one.text}\t{_about(one)}"
-
-
-def _for_fish(one: Candidate) -> str:
-    return f"{one.text}\t{_about(one)}"
-
-
-def _about(one: Candidate) -> str:
-    return " ".join(one.about.split())
-
-
-def _for_bash(line: str, breaks: str) -> list[str]:
+def _complete_bash(line: str, breaks: str) -> list[str]:
     """Returns the ends of candidates that bash puts in place of what it takes for the current word."""
     words, quote = split_line(line)
-    *before, current = _after_assignments(words)
-    found = _plain(complete(_after_program(before[1:]), current))
+    while len(words) > 2 and words[0].partition("=")[0].isidentifier() and "=" in words[0]:
+        # NAME=value in front of a command.
+        del words[0]
+    found = _complete_plain(words[1:-1], words[-1])
     # Inside quotes the shell takes everything since the quote for the word.
-    start = 0 if quote else max((current.rfind(mark) for mark in breaks if not mark.isspace()), default=-1) + 1
+    start = 0 if quote else max((words[-1].rfind(mark) for mark in breaks if not mark.isspace()), default=-1) + 1
     return [one.text[start:] + ("" if one.goes_on else quote + " ") for one in found]
 
 
-def _after_assignments(words: Sequence[str]) -> list[str]:
-    """Leaves out `NAME=value` in front of a command; the word at the cursor always stays."""
-    index = 0
-    while index < len(words) - 2 and words[index].partition("=")[0].isidentifier() and "=" in words[index]:
-        index += 1
-    return list(words[index:])
-
-
-def _after_program(words: Sequence[str]) -> list[str]:
-    """Leaves out the rest of `python -m slurm_train`."""
-    return list(words[2:] if list(words[:2]) == ["-m", "slurm_train"] else words)
+def _complete_plain(words: Sequence[str], current: str) -> list[Candidate]:
+    is_module = list(words[:2]) == ["-m", "slurm_train"]
+    return [one for one in complete(words[2:] if is_module else words, current) if _PLAIN.issuperset(one.text)]
 
 
 def split_line(line: str) -> tuple[list[str], str]:
@@ -89,3 +102,243 @@ def split_line(line: str) -> tuple[list[str], str]:
         elif words[-1]:
             words.append("")
     return words, quote
+
+
+def read_table() -> Table:
+    """Returns the table of what there is to complete, from the cache or, after a change of the installation, anew."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = f"{cache}/slurm_train/completion-{zlib.crc32(_PACKAGE.encode()):08x}.tsv"
+    entries = [entry for room in ("cli", "config") for entry in os.scandir(f"{_PACKAGE}/{room}")]
+    changes_ns = [entry.stat().st_mtime_ns for entry in entries if entry.name.endswith(".py")]
+    stamp = f"{__version__} {len(changes_ns)} {max(changes_ns)} {_PACKAGE}\n"
+    try:
+        with open(path, encoding="utf-8") as file:
+            if file.readline() == stamp:
+                return _parse_table(file)
+    except (OSError, ValueError):
+        # There is none yet, or it is damaged.
+        pass
+    from slurm_train.cli.completion_table import build_lines
+
+    lines = build_lines()
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.writelines([stamp, *lines])
+        os.replace(temporary, path)
+    except OSError:
+        # A full or read-only home: it is built again at the next TAB.
+        pass
+    return _parse_table(lines)
+
+
+def _parse_table(lines: Iterable[str]) -> Table:
+    table: Table = {}
+    for line in lines:
+        part, name, takes, about = line.rstrip("\n").split("\t")
+        table.setdefault(part, {})[name] = (takes, about)
+    return table
+
+
+def complete(words: Sequence[str], current: str) -> list[Candidate]:
+    """Returns what may be put in place of the current word.
+
+    Args:
+        words: the words before it, without the program.
+        current: the word up to the cursor, e.g. "optim.l".
+    """
+    # A section is offered once for all its keys.
+    fitting = {one.text: one for one in _Line(words).candidates(current) if one.text.startswith(current)}
+    return list(fitting.values())[:_MOST]
+
+
+class _Line:
+    """The words before the cursor."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words, self.table = words, read_table()
+        self.keys = self.table["keys"]
+        # "checkpoint ls", "status", or "" where the words are settings: without a verb, or after "plan" and the like.
+        entry = next((name for name in (" ".join(words[:2]), *words[:1]) if f"flags {name}" in self.table), "")
+        self.has_settings = not entry
+        self.flags = self.table[f"flags {entry}"]
+        self.verb_words = [takes for takes, _ in self.table.get(f"words {entry}", {}).values()]
+        self.bare: list[str] = []
+        """The words that are neither flags nor values of flags."""
+        self.open_flag = ""
+        """The flag whose value comes next."""
+        for word in words[len(entry.split()) :]:
+            if not self.open_flag and not word.startswith("-"):
+                self.bare.append(word)
+            takes_value = not self.open_flag and self.flags.get(word, ("-", ""))[0] != "-"
+            self.open_flag = word if takes_value else ""
+
+    def candidates(self, current: str) -> Iterator[Candidate]:
+        """Yields what may come next, whether it fits the current word or not."""
+        flag, equals, value = current.partition("=")
+        if self.open_flag:
+            yield from self._of_kind(self.flags[self.open_flag][0], current)
+        elif flag.startswith("--") and equals and flag in self.flags:
+            yield from (one.after(f"{flag}=") for one in self._of_kind(self.flags[flag][0], value))
+        elif current.startswith("-"):
+            yield from (Candidate(name, about) for name, (_, about) in self.flags.items())
+        elif self.has_settings:
+            if not self.words:
+                yield from (Candidate(verb, about) for verb, about in VERBS.items())
+            yield from self._settings(current)
+        else:
+            kind = self.verb_words[min(len(self.bare), len(self.verb_words) - 1)] if self.verb_words else ""
+            if len(self.bare) < len(self.verb_words) or kind.endswith("..."):
+                yield from self._of_kind(kind.removesuffix("..."), current)
+            if self.words[0] == "resume" and self.bare:
+                yield from self._settings(current)
+
+    def value_of(self, *names: str) -> str | None:
+        """Returns what a flag or a setting was given, e.g. for "--root" and "run.root"."""
+        for index, word in enumerate(self.words):
+            name, equals, value = word.lstrip("+").partition("=")
+            if name in names:
+                return value if equals else next(iter(self.words[index + 1 : index + 2]), None)
+        return None
+
+    def _of_kind(self, kind: str, current: str) -> Iterable[Candidate]:
+        """Returns what a flag, a word or a key may be given."""
+        if kind in _READERS:
+            return _READERS[kind](self, current)
+        if "," in kind:
+            return _in_list(current, kind.split(","))
+        return [Candidate(choice) for choice in kind.split("|") if choice not in ("", "-", "open")]
+
+    def _settings(self, current: str) -> Iterator[Candidate]:
+        bare = current.lstrip("+~")
+        sign = current[: len(current) - len(bare)]
+        key, equals, value = bare.partition("=")
+        if equals:
+            yield from (one.after(f"{sign}{key}=") for one in self._values(key, value))
+            return
+        for name, about in self._names(sign):
+            if not name.startswith(bare):
+                continue
+            # Nothing is typed yet: the spelling that Hydra knows as well.
+            text = f"{'+' if not current and name in _ADDED_GROUPS else sign}{name}"
+            dot = text.find(".", len(current))
+            if dot >= 0:
+                # Up to its next dot, so that a list is never longer than a screen.
+                yield Candidate(text[: dot + 1], goes_on=True)
+            else:
+                is_mapping = name not in _GROUPS and self.keys.get(name, ("", ""))[0] == "open"
+                ending = "." if is_mapping else "=" if sign != "~" else ""
+                yield Candidate(text + ending, about, goes_on=bool(ending))
+
+    def _names(self, sign: str) -> Iterator[tuple[str, str]]:
+        """Yields the keys and groups there are, with what they mean."""
+        groups = self._groups()
+        for group in sorted(groups):
+            yield group, f"{group}=NAME chooses a file" if group != "cluster" else "NxG: nodes x GPUs per node"
+        for group in ("model", "data"):
+            yield f"{group}._target_", "your own class"
+            yield from ((f"{group}.{key}", "") for key in self._keys_of_option(group))
+        for name, (_, about) in self.keys.items():
+            # A single plus adds what is not there yet, and nothing of Hydra's can be taken away.
+            if name not in groups and (name.startswith("hydra") or sign != "+") and (sign, name[:5]) != ("~", "hydra"):
+                yield name, about
+
+    def _values(self, key: str, value: str) -> Iterable[Candidate]:
+        if key in self._groups():
+            names = {name for folder in self._folders() for name in _yaml_names(f"{folder}/{key}")}
+            sizes = _SIZES if key == "cluster" else ()
+            return _in_list(value, [*sorted(names - ({"base"} if key == "cluster" else set())), *sizes])
+        kind = self.keys.get(key, ("path" if key.endswith(".path") else "", ""))[0]
+        return self._of_kind(kind if kind in _READERS else kind.replace("|", ","), value)
+
+    def _folders(self) -> list[str]:
+        """Returns the folders of configurations, those of the line first."""
+        own = (self.value_of("--config-dir", "-cd"), self.value_of("--config-path", "-cp"))
+        return [os.path.expanduser(folder) for folder in (*own, *self.table["folders"]) if folder]
+
+    def _groups(self) -> set[str]:
+        return {*_GROUPS, *(name for folder in self._folders() for name, is_folder in _list(folder) if is_folder)}
+
+    def _keys_of_option(self, group: str) -> list[str]:
+        """Returns the keys of the chosen file of a group; a line of YAML that begins with a name is one."""
+        option = (self.value_of(group) or _DEFAULTS[group]).rpartition(",")[2]
+        for folder in self._folders():
+            try:
+                with open(f"{folder}/{group}/{option}.yaml", encoding="utf-8") as file:
+                    names = [text.partition(":")[0] for text in file if ":" in text]
+            except OSError:
+                continue
+            return [name for name in names if name.isidentifier() and name != "_target_"]
+        return []
+
+
+def _in_list(current: str, names: Iterable[str]) -> Iterator[Candidate]:
+    """Yields names for the last item of a list with commas, e.g. for "failed,mis"."""
+    before = current[: current.rfind(",") + 1]
+    return (Candidate(before + name) for name in names if name and name not in before.split(","))
+
+
+def _list(folder: str) -> list[tuple[str, bool]]:
+    """Returns the names in a folder, and whether each is a folder; hidden ones are left out."""
+    try:
+        with os.scandir(folder or ".") as entries:
+            return [(entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith((".", "_"))]
+    except OSError:
+        return []
+
+
+def _yaml_names(folder: str) -> list[str]:
+    return [name.rpartition(".")[0] for name, _ in _list(folder) if name.endswith((".yaml", ".yml"))]
+
+
+def _runs(line: _Line, current: str) -> Iterator[Candidate]:
+    """Yields run names and ids; with a slash "name/id", or a path."""
+    if current.startswith(("/", ".", "~")):
+        yield from _paths(line, current)
+        return
+    root = _root(line)
+    for name in [name for name, is_folder in _list(root) if is_folder and name != "sweeps"]:
+        ids = [run_id for run_id, is_folder in _list(f"{root}/{name}") if is_folder]
+        if "/" in current:
+            yield from (Candidate(f"{name}/{run_id}") for run_id in ids)
+        elif ids:
+            yield Candidate(name, f"{len(ids)} run{'s' * (len(ids) > 1)}")
+            yield from (Candidate(run_id, name) for run_id in ids)
+
+
+def _root(line: _Line) -> str:
+    return os.path.expanduser(line.value_of("--root", "run.root") or "runs")
+
+
+def _sweeps(line: _Line, _current: str) -> Iterator[Candidate]:
+    return (Candidate(name, "sweep") for name, is_folder in _list(f"{_root(line)}/sweeps") if is_folder)
+
+
+def _runs_and_sweeps(line: _Line, current: str) -> Iterator[Candidate]:
+    yield from _runs(line, current)
+    yield from _sweeps(line, current)
+
+
+def _paths(_line: _Line, current: str) -> Iterator[Candidate]:
+    folder = current[: current.rfind("/") + 1]
+    for name, is_folder in _list(os.path.expanduser(folder)):
+        yield Candidate(f"{folder}{name}{'/' if is_folder else ''}", goes_on=is_folder)
+
+
+def _primary_files(line: _Line, _current: str) -> Iterator[Candidate]:
+    return (Candidate(name) for folder in line._folders() for name in _yaml_names(folder))
+
+
+def _changes(line: _Line, current: str) -> Iterator[Candidate]:
+    return _in_list(current, ("config", "code", "data", *(name for name in line.keys if name[:5] != "hydra")))
+
+
+_READERS: dict[str, Callable[[_Line, str], Iterator[Candidate]]] = {
+    "run": _runs,
+    "sweep": _sweeps,
+    "run or sweep": _runs_and_sweeps,
+    "path": _paths,
+    "primary file": _primary_files,
+    "changes": _changes,
+}

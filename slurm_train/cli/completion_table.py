@@ -1,354 +1,169 @@
-"""What a shell may complete. Written by `.ci/write_completion_table.py`; do not edit it by hand."""
+"""Builds the table that `complete` answers from: the flags of all verbs, and the keys of the configuration.
+
+It asks the verbs' own parsers and the schema, which takes as long as importing all verbs (about half a second), so it
+is done once for an installation.
+"""
 
 from __future__ import annotations
 
-VERBS: dict[str, str] = {
-    "plan": "print batch arithmetic, ranks and the exact script; submit nothing",
-    "status": "table of runs: state, step, loss, speed, nodes, reason; -w goes on looking",
-    "logs": "print a run's log and which rank failed first; -f follows it",
-    "cancel": "end a run's job",
-    "resume": "continue an unfinished run from its newest checkpoint",
-    "collate": "table of a sweep: values, best and last metrics, attempts, GPU-hours",
-    "report": "one HTML page of a run or sweep: curves, speed, where the hours went; needs no network",
-    "diff": "what differs between two runs: configuration, code, environment",
-    "track": "send a run's metrics to its trackers: what its job could not send",
-    "scaling": "short runs from one rank to all nodes: what limits, and whether more nodes pay",
-    "checkpoint": "ls and verify the checkpoints of a run",
-    "write": "write a run directory and start nothing, for a launcher of your own (torchrun)",
-    "prepare": "turn text files into token shards",
-    "doctor": "what this cluster does to a run; with +cluster=NxG: are its nodes and its network fit?",
-    "init": "look at this cluster and write a site file for it, to be chosen by site=NAME",
-    "devcluster": "a real Slurm on this one machine, for trying and testing",
-    "completion": "print the script that completes words in bash, zsh or fish",
-}
-"""Verbs with what they do."""
+import argparse
+import ast
+import contextlib
+import io
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, Literal, get_args, get_origin
 
-FLAGS: dict[str, dict[str, tuple[str, str]]] = {
-    "status": {
-        "--help": ("-", "show this help message and exit"),
-        "--root": ("path", "root of the runs (default: runs)"),
-        "--watch": ("", "look again every so many seconds (default: 5 on a termina..."),
-        "--state": ("states", "only runs in these states, e.g. running,failed"),
-        "--where": ("", "only runs with this value of a key of their configuration"),
-        "--last": ("", "only the N that were submitted or started last"),
-        "--since": ("", "only those submitted or started since: 90m, 12h, 2d, a date"),
-        "--json": ("-", "print JSON"),
-    },
-    "logs": {
-        "--help": ("-", "show this help message and exit"),
-        "--root": ("path", "root of the runs (default: runs)"),
-        "--follow": ("-", "go on printing as the log grows"),
-        "--rank": ("", "which rank (default: 0)"),
-        "--attempt": ("", "which attempt (default: the newest)"),
-    },
-    "cancel": {
-        "--help": ("-", "show this help message and exit"),
-        "--root": ("path", "root of the runs (default: runs)"),
-        "--where": ("", "of a sweep: with this value"),
-    },
-    "collate": {
-        "--help": ("-", "show this help message and exit"),
-        "--root": ("path", "root of the runs (default: runs)"),
-        "--format": ("csv|markdown|parquet", "default: after --out, else markdown"),
-        "--out": ("path", "default: stdout"),
-    },
-    "report": {
-        "--help": ("-", "show this help message and exit"),
-        "--root": ("path", "root of the runs (default: runs)"),
-        "--out": ("path", "default: report.html in the directory of the run or sweep"),
-        "--png": ("", "write the main plots there as PNG (pip install matplotlib)"),
-        "--metric": ("", "what a sweep is judged by"),
-    },
-    "diff": {
-        "--help": ("-", "show this help message and exit"),
-        "--root": ("path", "root of the runs (default: runs)"),
-        "--only": ("config|code|environment", "some of config,code,environment"),
-        "--stat": ("-", "of code, lines added and removed per file"),
-        "--json": ("-", "as one JSON object"),
-    },
-    "checkpoint ls": {
-        "--help": ("-", "show this help message and exit"),
-        "--root": ("path", "root of the runs (default: runs)"),
-    },
-    "checkpoint verify": {
-        "--help": ("-", "show this help message and exit"),
-        "--root": ("path", "root of the runs (default: runs)"),
-    },
-    "checkpoint gc": {
-        "--help": ("-", "show this help message and exit"),
-        "--root": ("path", "root of the runs (default: runs)"),
-        "--keep": ("", "how many stay (default: the run's checkpoint.keep)"),
-    },
-    "checkpoint diff": {
-        "--help": ("-", "show this help message and exit"),
-        "--root": ("path", "root of the runs (default: runs)"),
-    },
-    "checkpoint export": {
-        "--help": ("-", "show this help message and exit"),
-        "--root": ("path", "root of the runs (default: runs)"),
-        "--format": ("safetensors|hf", "hf: a directory that transformers reads"),
-        "--shard-size": ("", "hf: largest file (default: 5GB)"),
-    },
-    "checkpoint": {
-        "--help": ("-", "show this help message and exit"),
-    },
-    "prepare": {
-        "--help": ("-", "show this help message and exit"),
-        "--out": ("path", "directory of the shards, made here"),
-        "--held-out": ("", "of the files (default 0.1)"),
-        "--suffix": ("", "take only such files of folders"),
-        "--tokenizer": ("path", "tokenizer.json"),
-    },
-    "doctor": {
-        "--help": ("-", "show this help message and exit"),
-        "--json": ("-", "print JSON"),
-    },
-    "init": {
-        "--help": ("-", "show this help message and exit"),
-        "--yes": ("-", "take the default of every question"),
-        "--force": ("-", "replace an existing file"),
-        "--print": ("-", "print the file and write nothing"),
-        "--config-dir": ("path", "write below DIR/site/ (default: ~/.config/slurm_train)"),
-    },
-    "devcluster up": {
-        "--help": ("-", "show this help message and exit"),
-        "--state": ("path", "directory that holds all of it"),
-        "--nodes": ("", "nodes (default 4)"),
-        "--gpus": ("", "GPU devices per node (default 8)"),
-        "--user": ("", "a further user who may submit"),
-    },
-    "devcluster down": {
-        "--help": ("-", "show this help message and exit"),
-        "--state": ("path", "directory that holds all of it"),
-    },
-    "devcluster status": {
-        "--help": ("-", "show this help message and exit"),
-        "--state": ("path", "directory that holds all of it"),
-    },
-    "devcluster add-user": {
-        "--help": ("-", "show this help message and exit"),
-        "--state": ("path", "directory that holds all of it"),
-    },
-    "devcluster kill-node": {
-        "--help": ("-", "show this help message and exit"),
-        "--state": ("path", "directory that holds all of it"),
-        "--with-jobs": ("-", "kill every process on the node, as a power cut does"),
-    },
-    "devcluster start-node": {
-        "--help": ("-", "show this help message and exit"),
-        "--state": ("path", "directory that holds all of it"),
-    },
-    "devcluster": {
-        "--help": ("-", "show this help message and exit"),
-    },
-    "completion": {
-        "--help": ("-", "show this help message and exit"),
-    },
-}
-"""Flags of each verb, and of "checkpoint ls" and the like: what they take, and what they mean."""
+from slurm_train.assets import asset_dir, package_dir
+from slurm_train.cli.main import VERBS
+from slurm_train.config import words
+from slurm_train.config.schema import RunConfig
+from slurm_train.config.structure import all_keys
+from slurm_train.metrics.trackers.catalogue import NAMES
+from slurm_train.standing.states import STATE_WORDS
 
-WORDS: dict[str, tuple[str, ...]] = {
-    "status": ("run or sweep...",),
-    "logs": ("run",),
-    "cancel": ("run or sweep...",),
-    "collate": ("sweep",),
-    "report": ("run or sweep",),
-    "diff": ("run", "run"),
-    "checkpoint ls": ("run",),
-    "checkpoint verify": ("run",),
-    "checkpoint gc": ("run",),
-    "checkpoint diff": ("run", "run"),
-    "checkpoint export": ("run", "path"),
-    "checkpoint": ("ls|verify|gc|diff|export",),
-    "prepare": ("path...",),
-    "doctor": ("...",),
-    "init": ("",),
-    "devcluster up": (),
-    "devcluster down": (),
-    "devcluster status": (),
-    "devcluster add-user": ("...",),
-    "devcluster kill-node": ("",),
-    "devcluster start-node": ("",),
-    "devcluster": ("up|down|status|add-user|kill-node|start-node",),
-    "completion": ("bash|fish|zsh",),
+_LONGEST_TEXT = 60
+# What a flag or a word takes, by its name in the parser.
+_TAKES = {
+    **dict.fromkeys(("root", "config_dir", "config_path", "out", "state", "tokenizer", "inputs", "target"), "path"),
+    **dict.fromkeys(("only", "states"), ",".join(STATE_WORDS)),
+    "accept": "changes",
+    "parts": "config,code,environment",
+    "trackers": ",".join(NAMES),
+    "config_name": "primary file",
 }
-"""What the bare words of a verb name, in their order."""
-
-SETTINGS_FLAGS: dict[str, tuple[str, str]] = {
-    "--accept": ("changes", ""),
-    "--cfg": ("job|hydra|all", ""),
-    "--config-dir": ("path", ""),
-    "--config-name": ("primary file", ""),
-    "--config-path": ("path", ""),
-    "--help": ("-", ""),
-    "--hydra-help": ("-", ""),
-    "--info": ("all|config|defaults|defaults-tree|plugins|searchpath", ""),
-    "--json": ("-", ""),
-    "--measure": ("-", ""),
-    "--multirun": ("-", ""),
-    "--package": ("", ""),
-    "--ranks": ("-", ""),
-    "--resolve": ("-", ""),
-    "--run": ("-", ""),
-    "--suggest": ("", ""),
-    "--version": ("-", ""),
-    "--wait": ("-", ""),
+# How the name of a word begins that means a run or a sweep.
+_PLACES = ("RUN", "SWEEP", "A", "B", "WHAT")
+_RUNS_ONLY = ("logs", "checkpoint", "diff", "track")
+# Keys that hold a path, which the schema calls a text.
+_PATH_KEYS = ("run.root", "checkpoint.local_dir", "data.path", "cluster.python")
+# The schema has no text for these.
+_ROOT_MEANINGS = {
+    "seed": "Seed of everything random: weights, order of the samples, dropout",
+    "launch": "slurm: as a job; interactive: in an salloc; local: here",
+    "site": "site=NAME: a file with the values of your cluster",
+    "task": "task._target_=my_package.main: your function on every rank",
+    "script": "script=[train.py,--flag]: your script on every rank",
 }
-"""Flags of a command line of settings."""
-
-STATES: tuple[str, ...] = (
-    "not_started",
-    "queued",
-    "running",
-    "finishing",
-    "finished",
-    "failed",
-    "timeout",
-    "cancelled",
-    "preempted",
-    "node_failure",
-    "out_of_memory",
-    "stopped",
-    "requeued",
-    "lost",
-    "interrupted",
-    "completed",
-    "unknown",
-    "missing",
-)
-"""Words for the state of a run."""
-
-KEYS: dict[str, tuple[str, str]] = {
-    "seed": ("", "Seed of everything random: weights, order of the samples,..."),
-    "launch": ("slurm|interactive|local", "slurm: as a job"),
-    "run.root": ("path", "Directory that holds all runs"),
-    "run.name": ("", "Folder below `root`"),
-    "run.processes": ("", "Local ranks when there is no cluster"),
-    "run.snapshot_limit_mb": ("", "Largest code snapshot (of each folder)"),
-    "run.snapshot_folders": ("", 'Further folders that the run gets a copy of, e.g. ["../my...'),
-    "model": ("open", "The model: a group (`model=gpt`) or `model._target_=my_pa..."),
-    "data": ("open", "The data: a group (`data=stdlib`) or `data._target_=my_pa..."),
-    "batch.local_size": ("", "Samples per rank and micro-batch."),
-    "batch.accumulation": ("", "Micro-batches per optimizer step (gradient accumulation)."),
-    "batch.global_size": ("", "Samples per optimizer step over all ranks."),
-    "batch.default_global_size": ("", "Global batch where none of the three is given, rounded to..."),
-    "batch.shares": ("even|measured", "Ranks' parts of a micro-batch: equal"),
-    "batch.by_length": ("true|false", "Batches of equal padded size, of samples of about equal l..."),
-    "batch.pool": ("", "With `by_length`: global batches whose samples are sorted..."),
-    "optim.lr": ("", "Peak learning rate, tuned for `lr_global_size`."),
-    "optim.lr_global_size": ("", "Global batch that `lr` was tuned for"),
-    "optim.lr_retune": ("none|linear|sqrt", "How `lr` follows a global batch other than `lr_global_siz..."),
-    "optim.schedule": ("cosine|constant", "Shape after the warm-up"),
-    "optim.warmup_samples": ("", "Samples of linear warm-up"),
-    "optim.min_lr_ratio": ("", "Last learning rate of the cosine as a fraction of the peak."),
-    "optim.betas": ("", "Decay of AdamW's two moments."),
-    "optim.eps": ("", "AdamW's denominator term."),
-    "optim.weight_decay": ("", "Decoupled decay, on matrices only (norms, biases and embe..."),
-    "optim.grad_clip_norm": ("", "Largest global gradient norm, applied once per optimizer..."),
-    "train.max_steps": ("", "Optimizer steps of the whole run."),
-    "train.eval_every_steps": ("", "Optimizer steps between evaluations"),
-    "train.evaluate": ("true|false", "Whether the held-out samples are looked at, where there a..."),
-    "train.log_every_steps": ("", "Optimizer steps between lines of metrics.jsonl."),
-    "train.precision": ("auto|float32|bfloat16", "Autocast type"),
-    "train.compile": ("true|false", "Passes the model through torch.compile."),
-    "train.deterministic": ("true|false", "Deterministic kernels: bitwise repeatable on the same har..."),
-    "train.samples_digest": ("true|false", "Logs an order-free digest of the sample indices that the..."),
-    "train.start_timeout_s": ("", "Time-out of the rendezvous, and of what comes before the..."),
-    "train.steady_timeout_s": ("", "Time-out of collectives after the first step, where nobod..."),
-    "train.threads": ("", "CPU threads of torch per rank"),
-    "train.init_from": ("", "Weights that the model starts with: a directory in the la..."),
-    "train.sample_tokens": ("", "Length of the text generated at the end of a run by model..."),
-    "ddp.bucket_cap_mb": ("", "Size of a gradient bucket."),
-    "ddp.static_graph": ("true|false", "Promise that every step uses the same parameters."),
-    "ddp.comm": ("none|bf16|powersgd|post_local_sgd", "How gradients are exchanged, for slow networks: in full"),
-    "ddp.comm_start_step": ("", "Steps that powersgd and post_local_sgd exchange in full a..."),
-    "ddp.powersgd_rank": ("", "Columns of PowerSGD's matrices: more are nearer to the gr..."),
-    "ddp.average_every_steps": ("", "Optimizer steps between averages of the parameters with p..."),
-    "checkpoint.every_steps": ("auto|null", "Optimizer steps between checkpoints"),
-    "checkpoint.failure_every_h": ("", "Hours between interruptions that `every_steps=auto` expects"),
-    "checkpoint.keep": ("", "Verified checkpoints that stay."),
-    "checkpoint.background": ("true|false", "Writes while training goes on, from a copy in host memory"),
-    "checkpoint.local_dir": ("path", "Fast folder on each node's own disk for the periodic chec..."),
-    "checkpoint.local_keep": ("", "Checkpoints that stay on each node."),
-    "checkpoint.copy_every": ("", "Every so many of them are copied into the run directory,..."),
-    "checkpoint.save_timeout_s": ("", "Time-out of the ranks' exchanges in a background save"),
-    "health.on_non_finite": ("stop|skip|rollback", "What follows a NaN or infinite loss or gradient. Such a s..."),
-    "health.spike_factor": ("", "A loss above so many times the median of the last `spike_..."),
-    "health.spike_window": ("", "Losses that the median is taken over"),
-    "health.on_spike": ("log|skip|rollback|stop", "What follows a spike"),
-    "health.max_rollbacks": ("", "Rollbacks of the whole run"),
-    "health.hang_timeout_s": ("", "Seconds without progress that end ranks as hung"),
-    "health.check_replicas_every_steps": ("", "Optimizer steps between comparisons of the ranks' paramet..."),
-    "health.pace_every_steps": ("auto|null", "Optimizer steps between looks for stragglers"),
-    "health.straggler_excess": ("", "A rank is a straggler if its own part of a step takes so..."),
-    "preflight.enabled": ("true|false", "Look"),
-    "preflight.budget_s": ("", "Seconds for what is asked once all ranks have come"),
-    "preflight.collective_timeout_s": ("", "Seconds that the first all_reduce of the ranks may take,..."),
-    "preflight.bandwidth": ("true|false", "Also measures and compares how fast nodes compute and are..."),
-    "preflight.only": ("true|false", "Ends after the look"),
-    "preflight.exclude_bad_nodes_h": ("", "Hours for which later submissions leave out a node that w..."),
-    "requeue.enabled": ("true|false", "Ask Slurm to run the job again after preemption, a time l..."),
-    "requeue.warn_before_limit_s": ("auto", "Lead of the warning signal before the time limit (Slurm m..."),
-    "requeue.max_fruitless_failures": ("", "Failures in a row without a new checkpoint after which th..."),
-    "requeue.max_fruitless_returns": ("", "Time limits in a row without a new checkpoint after which..."),
-    "requeue.controller_patience_s": ("", "How long to go on asking while Slurm's controller does no..."),
-    "sweep.max_parallel": ("", "Runs of the sweep that may run at once"),
-    "sweep.objective": ("", "Number of result.json that a sweeper which needs values gets"),
-    "track.tensorboard": ("true|false", "Writes TensorBoard events into the run directory (extra:..."),
-    "track.wandb.project": ("", "Project that the run is logged to"),
-    "track.wandb.entity": ("", "User or team"),
-    "track.wandb.mode": ("auto|online|offline", "auto: WANDB_MODE where it is set, else online with a key..."),
-    "track.wandb.tags": ("", "Tags of the run."),
-    "track.mlflow.experiment": ("", "Experiment that the run is logged to"),
-    "track.mlflow.uri": ("", "Server or store"),
-    "track.trackio.project": ("", "Project that the run is logged to"),
-    "track.trackio.space_id": ("", "Hugging Face Space that shows it"),
-    "track.timeout_s": ("", "Longest that a tracker may take to start or to take some..."),
-    "track.close_timeout_s": ("", "Longest that a job waits for its trackers when its ranks..."),
-    "parallel.dp_replicate": ("", "Data-parallel replicas (DDP, or the outer axis of HSDP)."),
-    "parallel.dp_shard": ("", "Shards of the parameters (FSDP2), whose ranks read differ..."),
-    "parallel.tp": ("", "Tensor parallel: parts of each matrix, on one node."),
-    "parallel.pp": ("", "Pipeline stages"),
-    "parallel.cp": ("", "Context parallel: parts of each sequence"),
-    "parallel.sequence_parallel": ("true|false", "Deals the positions of norms and residuals out among the..."),
-    "parallel.allow_tp_across_nodes": ("true|false", "Lets a tensor-parallel group span nodes, where every laye..."),
-    "parallel.activation_checkpointing": ("none|selective|full", "Computes activations again"),
-    "parallel.stages_per_rank": ("", "Stages on each rank of a pipeline"),
-    "parallel.pipeline_schedule": ("1f1b|gpipe", "Order of a pipeline's micro-batches: 1f1b keeps at most `..."),
-    "parallel.gather_dtype": ("float32|bfloat16", "Type that sharded parameters are gathered and computed in"),
-    "parallel.cpu_offload": ("true|false", "Keeps sharded parameters, gradients and optimizer state i..."),
-    "parallel.reshard_after_forward": ("true|false", "Gives gathered parameters back between forward and backwa..."),
-    "cluster.nodes": ("", "Number of nodes"),
-    "cluster.gpus_per_node": ("", "GPUs, and so ranks, on each node"),
-    "cluster.launcher": ("srun|torchrun", "What starts the ranks: srun each of them, or srun one tor..."),
-    "cluster.max_restarts": ("", "How often torchrun starts failed ranks again before the s..."),
-    "cluster.cpus_per_gpu": ("", "CPU cores for each rank"),
-    "cluster.memory_gb_per_node": ("", "Memory of a node in GiB"),
-    "cluster.memory_gb_per_gpu": ("", "Memory of a node in GiB for each of its GPUs, where `memo..."),
-    "cluster.partition": ("", "Partition"),
-    "cluster.account": ("", "Account the time is charged to."),
-    "cluster.qos": ("", "Quality of service."),
-    "cluster.time_limit_min": ("", "Wall-clock limit of one attempt in minutes"),
-    "cluster.nodelist": ("", 'Nodes that must be part of the job, e.g. "node[1-4]".'),
-    "cluster.exclude": ("", "Nodes that must not be part of it."),
-    "cluster.constraint": ("", 'Node features, e.g. "h100".'),
-    "cluster.gpu_flag": ("gpus-per-node|gres|none", "How this site wants GPUs to be asked for"),
-    "cluster.gpu_type": ("", 'Type of GPU as Slurm names it, e.g. "a100"'),
-    "cluster.network_interface": ("", 'Interface of the collectives, e.g. "ib0"'),
-    "cluster.env": ("open", "Variables exported in the job, e.g. {NCCL_DEBUG: INFO}."),
-    "cluster.export": ("", "Further variables of the submitting shell that travel int..."),
-    "cluster.setup": ("", 'Shell lines before the ranks start, e.g. ["module load cu...'),
-    "cluster.python": ("path", "Interpreter in the job"),
-    "cluster.sbatch": ("open", "Further sbatch flags by their long names, e.g. {reservati..."),
-    "cluster.srun": ("open", "Further srun flags, likewise."),
-    "site": ("", "`site=NAME`: a file with your cluster's partition, accoun..."),
-    "container.kind": ("apptainer|pyxis", "Who runs the image: Apptainer (or Singularity) as a comma..."),
-    "container.image": ("", "Path of the image on the nodes, or a name that `kind` und..."),
-    "container.mounts": ("", 'Further paths that ranks see, "/path", "/path:/inside" or...'),
-    "container.python": ("", "Interpreter inside the image."),
-    "container.command": ("", 'Of apptainer: the program, e.g. "singularity"'),
-    "container.flags": ("", "Further words for `apptainer exec`"),
-    "task": ("open", "`task._target_=my_package.main`: your function on every r..."),
-    "script": ("", "`script=[train.py,--flag]`: your script on every rank ins..."),
+_HYDRA = {
+    "hydra.run.dir": "path",
+    **dict.fromkeys(("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.name"), ""),
+    "hydra.mode": "RUN|MULTIRUN",
+    "hydra.searchpath": "",
+    "hydra/launcher": "basic",
+    "hydra/sweeper": "basic",
 }
-"""Keys of the configuration: values, and what they mean."""
+
+
+def build_lines() -> list[str]:
+    """Returns the lines of the table: part, name, what it takes and what it means, with tabs between them."""
+    rows = [("folders", str(asset_dir("conf")), "", ""), ("folders", "~/.config/slurm_train", "", "")]
+    rows += [("flags ", flag, takes, "") for flag, takes in sorted(_read_settings_flags().items())]
+    for verb in VERBS:
+        parser = _ask_parser(verb)
+        rows += [] if parser is None else _read_verb(verb, parser)
+    rows += _read_keys()
+    rows += [("keys", name, takes, "a setting of Hydra's") for name, takes in _HYDRA.items()]
+    return ["\t".join(row) + "\n" for row in rows]
+
+
+class _Asked(Exception):
+    """A verb has made its parser; what would have followed is not wanted."""
+
+
+def _ask_parser(verb: str) -> argparse.ArgumentParser | None:
+    """Returns the parser of a verb, None for one that reads settings and prints a help of its own."""
+    found: list[argparse.ArgumentParser] = []
+
+    def stop(self: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        found.append(self)
+        raise _Asked
+
+    parsing = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_intermixed_args
+    argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_intermixed_args = stop  # type: ignore[assignment]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(_Asked, SystemExit):
+            import_module(f"slurm_train.cli.{verb}").main(["--help"])
+    finally:
+        argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_intermixed_args = parsing  # type: ignore[method-assign]
+    return found[0] if found else None
+
+
+def _read_verb(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, str, str]]:
+    """Yields the rows of a verb, and of each action that follows it ("checkpoint ls")."""
+    for index, action in enumerate(parser._actions):
+        if isinstance(action, argparse._SubParsersAction):
+            yield f"words {name}", str(index), "|".join(action.choices), ""
+            for inner, its_parser in action.choices.items():
+                yield from _read_verb(f"{name} {inner}", its_parser)
+        elif action.help == argparse.SUPPRESS:
+            continue
+        elif action.option_strings:
+            yield f"flags {name}", max(action.option_strings, key=len), _takes(name, action), _short(action.help)
+        else:
+            repeats = "..." if action.nargs in ("*", "+") else ""
+            yield f"words {name}", str(index), _takes(name, action) + repeats, ""
+
+
+def _takes(verb: str, action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return "-"
+    if action.choices:
+        return "|".join(map(str, action.choices))
+    if action.dest in _TAKES:
+        return _TAKES[action.dest]
+    if action.option_strings or not str(action.metavar).startswith(_PLACES):
+        return ""
+    if action.metavar == "SWEEP":
+        return "sweep"
+    return "run" if verb.split()[0] in _RUNS_ONLY else "run or sweep"
+
+
+def _short(text: str | None) -> str:
+    first = " ".join((text or "").split()).partition(";")[0]
+    return first if len(first) <= _LONGEST_TEXT else f"{first[: _LONGEST_TEXT - 3].rstrip()}..."
+
+
+def _read_settings_flags() -> dict[str, str]:
+    """Returns the flags of a command line of settings, with what they take."""
+    choices = {target: "|".join(values) for target, values in words._CHOICES.items()}
+    flags = {flag: choices.get(target) or _TAKES.get(target, "") for flag, target in words._FLAGS.items()}
+    flags |= dict.fromkeys(words._SWITCHES, "-") | {"--info": choices["info"], "--accept": "changes"}
+    return {flag: takes for flag, takes in flags.items() if flag.startswith("--")}
+
+
+def _read_keys() -> Iterator[tuple[str, str, str, str]]:
+    """Yields the rows of the schema's keys."""
+    kinds, meanings = all_keys(RunConfig), _ROOT_MEANINGS | _read_meanings()
+    for name, kind in kinds.items():
+        if not any(other.startswith(f"{name}.") for other in kinds):
+            yield "keys", name, _takes_key(name, kind), _short(meanings.get(name))
+
+
+def _takes_key(name: str, kind: Any) -> str:
+    if name in _PATH_KEYS:
+        return "path"
+    options = [kind, *get_args(kind)]
+    if any(get_origin(option) is dict for option in options):
+        return "open"
+    if bool in options:
+        return "true|false"
+    literals = [str(value) for option in options if get_origin(option) is Literal for value in get_args(option)]
+    return "|".join([*literals, "null"] if literals and type(None) in options else literals)
+
+
+def _read_meanings() -> dict[str, str]:
+    """Returns the text under each field of the schema by its key, e.g. {"optim.lr": "Peak learning rate ..."}."""
+    tree = ast.parse((package_dir() / "config" / "schema.py").read_text(encoding="utf-8"))
+    classes = {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+    def read(owner: str, prefix: str) -> Iterator[tuple[str, str]]:
+        for field, below in zip(classes[owner], [*classes[owner][1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign):
+                name, kind = prefix + ast.unparse(field.target), ast.unparse(field.annotation).removesuffix(" | None")
+                if kind in classes:
+                    yield from read(kind, f"{name}.")
+                elif isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                    yield name, str(below.value.value)
+
+    return dict(read("RunConfig", ""))

@@ -15,12 +15,12 @@ from pathlib import Path
 from slurm_train.cli.arguments import RUN_HELP, build_run_parser, parse_run_and_settings
 from slurm_train.cli.display import note
 from slurm_train.cli.liveness import live_holder
-from slurm_train.cli.trackers import configured, follower_command, run_beside
+from slurm_train.cli.trackers import configured, follow_run, follower_command
 from slurm_train.config.schema import TrackSection
 from slurm_train.config.words import read_names
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, RunError
 from slurm_train.metrics.trackers.catalogue import NAMES, asked_trackers, require_installed
-from slurm_train.metrics.trackers.state import num_unsent, read_state, why_ended
+from slurm_train.metrics.trackers.follow import count_unsent, explain_exit, read_state
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.private import require_private
@@ -37,9 +37,8 @@ examples:
 def main(words: Sequence[str]) -> int:
     """Sends what is missing and returns 0, 1 where a tracker could not be reached."""
     arguments, settings = _parse(words)
-    if arguments.beside is not None:
-        run = RunDirectory(Path(arguments.run))
-        return run_beside(run, arguments.trackers, arguments.beside, settings, os.environ)
+    if arguments.beside:
+        return follow_run(RunDirectory(Path(arguments.run)), arguments.trackers, settings, os.environ)
     run = find_run(Path(arguments.root), arguments.run)
     require_private(run)
     _refuse_active(run, os.environ)
@@ -54,8 +53,8 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = build_run_parser("track", description=__doc__, examples=_EXAMPLES)
     parser.usage = "%(prog)s [--root ROOT] RUN [track.KEY=value ...] [--only NAMES]"
     parser.add_argument("--only", dest="trackers", metavar="NAMES", help=f"some of {','.join(NAMES)}")
-    # What the supervisor calls: follow the run until this pipe is closed.
-    parser.add_argument("--beside", type=int, help=argparse.SUPPRESS)
+    # What the supervisor calls: follow the run until stdin ends.
+    parser.add_argument("--beside", action="store_true", help=argparse.SUPPRESS)
     arguments, settings = parse_run_and_settings(parser, words, run_help=RUN_HELP)
     for word in settings:
         if not word.startswith("track."):
@@ -85,17 +84,12 @@ def _names(run: RunDirectory, track: TrackSection, only: str | None) -> list[str
 
 def _send(run: RunDirectory, name: str, track: TrackSection, settings: Sequence[str], env: Mapping[str, str]) -> bool:
     """Sends what one tracker lacks, in a process that its time limit can end; returns whether it has all then."""
-    num = num_unsent(run, name)
-    reader, writer = os.pipe()
-    os.close(writer)
-    command = follower_command(run, name, reader, settings=settings)
-    try:
-        process = subprocess.run(command, env=dict(env), pass_fds=(reader,), stdin=subprocess.DEVNULL, check=False)
-    finally:
-        os.close(reader)
+    num = count_unsent(run, name)
+    command = follower_command(run, name, settings=settings)
+    code = subprocess.run(command, env=dict(env), stdin=subprocess.DEVNULL, check=False).returncode
     state = read_state(run, name)
-    if process.returncode == 0 and state is not None:
+    if code == 0 and state is not None:
         note(f"{name}: {num} lines sent; {state.place}")
         return True
-    note(f"{name}: {why_ended(state, process.returncode, timeout_s=track.timeout_s)}")
+    note(f"{name}: {explain_exit(run, name, code, timeout_s=track.timeout_s)}")
     return False

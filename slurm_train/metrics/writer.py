@@ -1,7 +1,7 @@
 """metrics.jsonl: one JSON object per logged step, appended by rank 0, readable at any moment.
 
 Floats are written in full precision, so two runs can be compared bit for bit. Nothing is ever rewritten: after a
-resume the newer attempt's lines supersede the older ones, and `read_metrics` gives what counts. Imports no torch.
+resume the newer attempt's lines supersede the older ones, and `read_metrics` returns those that count. No torch here.
 """
 
 from __future__ import annotations
@@ -10,30 +10,9 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from slurm_train.rundir.files import read_lines, write_all
-
-STEP_KEYS = (
-    "step",
-    "epoch",
-    "samples",
-    "tokens",
-    "loss",
-    "lr",
-    "grad_norm",
-    "step_time_s",
-    "data_time_s",
-    "tokens_per_s",
-    "samples_per_s",
-    "mfu",
-    "attempt",
-    "world_size",
-    "time_unix_s",
-    "samples_digest",
-)
-"""Keys of a step's line, in order; `tokens_per_s` or `samples_per_s` and `samples_digest` only where they apply."""
 
 
 class MetricsWriter:
@@ -44,8 +23,11 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-        end_torn_line(self._descriptor, path)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            # Ends the line that a killed writer left half, so that the next one is not lost with it.
+            os.write(self._descriptor, b"\n")
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Appends one line; keys keep their order."""
@@ -56,28 +38,9 @@ class MetricsWriter:
         os.fsync(self._descriptor)
         os.close(self._descriptor)
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def end_torn_line(descriptor: int, path: Path) -> None:
-    """Ends the line that a killed writer left half, so that the next one is not lost with it."""
-    size = os.fstat(descriptor).st_size
-    if not size:
-        return
-    with path.open("rb") as file:
-        file.seek(size - 1)
-        if file.read(1) != b"\n":
-            os.write(descriptor, b"\n")
-
 
 class Head(NamedTuple):
-    """What decides whether a line counts."""
+    """The part of a line that decides whether it counts."""
 
     attempt: int
     step: int
@@ -101,7 +64,7 @@ def metric_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def head_of(line: Mapping[str, Any]) -> Head:
-    """Returns what decides whether a line counts."""
+    """Returns the part of a line that decides whether it counts."""
     return Head(line["attempt"], line["step"], "loss" in line)
 
 

@@ -21,7 +21,7 @@ from slurm_train.config.batch import BatchPlan
 from slurm_train.config.layout import AXES, ParallelLayout
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.seeds import rng_state, set_rng_state
-from slurm_train.metrics.trackers.state import tracker_ids
+from slurm_train.metrics.trackers.follow import tracker_ids
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.saves import SaveLog

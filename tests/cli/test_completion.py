@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pty
@@ -14,17 +13,23 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from slurm_train.cli.candidates import complete
-from slurm_train.cli.complete import split_line
+from slurm_train.cli.complete import complete, read_table, split_line
 from slurm_train.cli.main import VERBS
-from tests.support.command_line import REPOSITORY, Person
+from tests.support.command_line import Person
 
-BREAKS = " \t\n\"'><=;|&(:"
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _keep_the_table(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 @pytest.fixture
@@ -51,73 +56,72 @@ def offered(line: str) -> list[str]:
     return [one.text for one in complete(words, current)]
 
 
-RUNS = ["3f9a1c07", "44aa1c07", "55aa1c07", "gpt-stdlib", "mine"]
-OFFERS = [
-    ("st", ["status"]),
-    ("che", ["checkpoint", "checkpoint."]),
-    ("checkpoint ", ["diff", "export", "gc", "ls", "verify"]),
-    ("checkpoint verify ", [*RUNS, "odd", "$(reboot)"]),
-    ("checkpoint verify 3", ["3f9a1c07"]),
-    ("status gpt-stdlib/", ["gpt-stdlib/3f9a1c07", "gpt-stdlib/44aa1c07"]),
-    ("status 3f9a1c07 4", ["44aa1c07"]),
-    ("status --", ["--help", "--json", "--last", "--root", "--since", "--state", "--watch", "--where"]),
-    ("status --state running,fai", ["running,failed"]),
-    ("status --root other ", ["66aa1c07", "far"]),
-    ("status --root=other 6", ["66aa1c07"]),
-    ("status --root ot", ["other/"]),
-    ("status ./ot", ["./other/"]),
-    ("logs -f 5", ["55aa1c07"]),
-    ("logs 3f9a1c07 ", []),
-    ("logs --rank ", []),
-    ("logs 9", []),
-    ("cancel 9", ["9b1c44e0"]),
-    ("resume 9", ["9b1c44e0"]),
-    ("resume 9b1c44e0 --on", ["--only"]),
-    ("resume 9b1c44e0 --only t", ["timeout"]),
-    ("resume 9b1c44e0 --only failed,mi", ["failed,missing"]),
-    ("resume 9b1c44e0 --only=failed,mi", ["--only=failed,missing"]),
-    ("resume 3f9a1c07 optim.b", ["optim.betas="]),
-    ("resume 3f9a1c07 --accept code,da", ["code,data"]),
-    ("collate ", ["9b1c44e0"]),
-    ("collate 9b1c44e0 --format c", ["csv"]),
-    ("completion ", ["bash", "fish", "zsh"]),
-    ("devcluster k", ["kill-node"]),
-    ("nonsense xyz", []),
-    # Settings.
-    ("opt", ["optim."]),
-    ("optim.sch", ["optim.schedule="]),
-    ("plan optim.schedule=", ["optim.schedule=constant", "optim.schedule=cosine"]),
-    ("-m optim.schedule=cosine,", ["optim.schedule=cosine,constant"]),
-    ("train.compile=t", ["train.compile=true"]),
-    ("checkpoint.every_steps=", ["checkpoint.every_steps=auto", "checkpoint.every_steps=null"]),
-    ("mod", ["model.", "model="]),
-    ("model=", [f"model={name}" for name in ("cnn", "custom", "gpt", "gpt2-124m", "hf", "llama3-70b", "llama3-8b")]),
-    ("plan -m model=gpt,c", ["model=gpt,cnn", "model=gpt,custom"]),
-    ("model.wi", ["model.width="]),
-    ("model=cnn model.fe", ["model.features="]),
-    ("--config-dir site model=own model.h", ["model.hidden="]),
-    ("--config-dir site model=o", ["model=own"]),
-    ("--config-dir site +cluster=j", ["+cluster=jupiter"]),
-    ("--config-dir site --config-name s", ["study"]),
-    ("+cl", ["+cluster="]),
-    ("+cluster=4", ["+cluster=4x8"]),
-    ("cluster=2", ["cluster=2x8"]),
-    ("cluster.en", ["cluster.env."]),
-    ("+experiment=", ["+experiment=digits"]),
-    ("~mod", ["~model", "~model."]),
-    ("++train.prec", ["++train.precision="]),
-    ("hydra.mode=", ["hydra.mode=MULTIRUN", "hydra.mode=RUN"]),
-    ("hydra/l", ["hydra/launcher="]),
-    ("--cfg ", ["all", "hydra", "job"]),
-    ("--info defaults", ["defaults", "defaults-tree"]),
-    ("--mul", ["--multirun"]),
-    ("data.path=si", ["data.path=site/"]),
-]
+RUNS = "3f9a1c07 44aa1c07 55aa1c07 gpt-stdlib mine"
+OFFERS = {
+    "st": "status",
+    "che": "checkpoint checkpoint.",
+    "checkpoint ": "diff export gc ls verify",
+    "checkpoint verify ": "3f9a1c07 44aa1c07 55aa1c07 gpt-stdlib mine odd $(reboot)",
+    "checkpoint verify 3": "3f9a1c07",
+    "status gpt-stdlib/": "gpt-stdlib/3f9a1c07 gpt-stdlib/44aa1c07",
+    "status 3f9a1c07 4": "44aa1c07",
+    "status --": "--help --json --last --root --since --state --watch --where",
+    "status --state running,fai": "running,failed",
+    "status --root other ": "66aa1c07 far",
+    "status --root=other 6": "66aa1c07",
+    "status --root ot": "other/",
+    "status ./ot": "./other/",
+    "logs -f 5": "55aa1c07",
+    "logs 3f9a1c07 ": "",
+    "logs --rank ": "",
+    "logs 9": "",
+    "cancel 9": "9b1c44e0",
+    "resume 9": "9b1c44e0",
+    "resume 9b1c44e0 --on": "--only",
+    "resume 9b1c44e0 --only t": "timeout",
+    "resume 9b1c44e0 --only failed,mi": "failed,missing",
+    "resume 9b1c44e0 --only=failed,mi": "--only=failed,missing",
+    "resume 3f9a1c07 optim.b": "optim.betas=",
+    "resume 3f9a1c07 --accept code,da": "code,data",
+    "collate ": "9b1c44e0",
+    "collate 9b1c44e0 --format c": "csv",
+    "completion ": "bash fish zsh",
+    "devcluster k": "kill-node",
+    "nonsense xyz": "",
+    "opt": "optim.",
+    "optim.sch": "optim.schedule=",
+    "plan optim.schedule=": "optim.schedule=constant optim.schedule=cosine",
+    "-m optim.schedule=cosine,": "optim.schedule=cosine,constant",
+    "train.compile=t": "train.compile=true",
+    "checkpoint.every_steps=": "checkpoint.every_steps=auto checkpoint.every_steps=null",
+    "mod": "model. model=",
+    "model=": "model=cnn model=custom model=gpt model=gpt2-124m model=hf model=llama3-70b model=llama3-8b",
+    "plan -m model=gpt,c": "model=gpt,cnn model=gpt,custom",
+    "model.wi": "model.width=",
+    "model=cnn model.fe": "model.features=",
+    "--config-dir site model=own model.h": "model.hidden=",
+    "--config-dir site model=o": "model=own",
+    "--config-dir site +cluster=j": "+cluster=jupiter",
+    "--config-dir site --config-name s": "study",
+    "+cl": "+cluster=",
+    "+cluster=4": "+cluster=4x8",
+    "cluster=2": "cluster=2x8",
+    "cluster.en": "cluster.env.",
+    "+experiment=": "+experiment=digits",
+    "~mod": "~model ~model.",
+    "++train.prec": "++train.precision=",
+    "hydra.mode=": "hydra.mode=MULTIRUN hydra.mode=RUN",
+    "hydra/l": "hydra/launcher=",
+    "--cfg ": "all hydra job",
+    "--info defaults": "defaults defaults-tree",
+    "--mul": "--multirun",
+    "data.path=si": "data.path=site/",
+}
 
 
-@pytest.mark.parametrize(("line", "texts"), OFFERS, ids=[line for line, _ in OFFERS])
-def test_a_tab_offers(line: str, texts: list[str], project: Path) -> None:
-    assert sorted(offered(line)) == sorted(texts)
+@pytest.mark.parametrize("line", OFFERS)
+def test_a_tab_offers(line: str, project: Path) -> None:
+    assert sorted(offered(line)) == sorted(OFFERS[line].split())
 
 
 def test_sites_are_those_of_the_persons_own_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +135,7 @@ def test_sites_are_those_of_the_persons_own_folder(project: Path, monkeypatch: p
 
 def test_an_empty_word_offers_verbs_groups_and_sections(project: Path) -> None:
     found = offered("")
-    assert set(VERBS) <= set(found) and {"+cluster=", "model=", "data=", "+experiment=", "optim.", "train."} <= set(
-        found
-    )
+    assert {*VERBS, "+cluster=", "model=", "data=", "+experiment=", "optim.", "train."} <= set(found)
     assert len(found) < 60, "a screen"
 
 
@@ -172,17 +174,25 @@ def test_a_line_is_cut_as_a_shell_cuts_it(line: str, words: tuple[list[str], str
     assert split_line(line) == words
 
 
-def load_writer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("write_table", REPOSITORY / ".ci" / "write_completion_table.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_every_verb_has_flags_or_reads_settings() -> None:
+    """The table is built by asking each verb for its parser; one that has none must print a help and end."""
+    table = read_table()
+    assert [verb for verb in VERBS if f"flags {verb}" not in table] == ["plan", "scaling", "write"]
 
 
-def test_the_table_is_up_to_date() -> None:
-    writer = load_writer()
-    assert writer.MODULE.read_text(encoding="utf-8") == writer.render(), "run: python .ci/write_completion_table.py"
+def test_the_table_is_built_once_for_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert offered("comp") == ["completion"]
+    (path,) = (tmp_path / "cache" / "slurm_train").iterdir()
+    stamp, *lines = path.read_text().splitlines(keepends=True)
+    path.write_text(stamp + "".join(lines).replace("optim.lr_retune", "optim.from_the_cache"))
+    assert offered("optim.f") == ["optim.from_the_cache="]
+    for text in ("0.0 of another installation\n", f"{stamp}damaged\n"):
+        path.write_text(text)
+        assert offered("optim.lr_r") == ["optim.lr_retune="]
+        assert path.read_text() == stamp + "".join(lines)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert offered("optim.lr_r") == ["optim.lr_retune="], "where it cannot be kept"
 
 
 MEASURE = """
@@ -197,6 +207,7 @@ print(json.dumps({"user_s": user_s, "heavy": heavy}), file=sys.stderr)
 
 @pytest.mark.parametrize("words", [["status", ""], ["optim.l"], ["+cluster="], ["model=cnn", "model."]])
 def test_an_answer_is_quick_and_imports_nothing_heavy(words: list[str], project: Path) -> None:
+    read_table()
     done = Person(project).runs(sys.executable, "-c", MEASURE, *words)
     facts = json.loads(done.err)
     assert facts["heavy"] == [] and facts["user_s"] < 0.15 and done.out
@@ -247,29 +258,38 @@ $function "${COMP_WORDS[0]}" "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}"
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 
-IN_BASH = [
-    ("slurm-train sta", ["status "]),
-    ("slurm-train +cluster=4", ["4x8 "]),
-    ("slurm-train optim.sch", ["optim.schedule="]),
-    ("slurm-train resume 9b1c44e0 --only=failed,mi", ["failed,missing "]),
-    ("slurm-train checkpoint verify ", [f"{name} " for name in (*RUNS, "odd")]),
-    ("python -m slurm_train status 3", ["3f9a1c07 "]),
-    ('slurm-train "optim.schedule=co', ['optim.schedule=cosine" ', 'optim.schedule=constant" ']),
-]
+
+def complete_in_bash(line: str, folder: Path, env: dict[str, str], *, before: str = "") -> list[str]:
+    """Returns what bash would offer; `before` is run before the line is typed, or before the script is sourced."""
+    script_of("bash", folder, env)
+    command = ["bash", "--norc", "-c", before + BASH_DRIVER, "bash", line]
+    return sorted(subprocess.check_output(command, cwd=folder, env=env, text=True).splitlines())
 
 
-@pytest.mark.parametrize(("line", "replies"), IN_BASH, ids=[line for line, _ in IN_BASH])
-def test_bash_completes(line: str, replies: list[str], project: Path, programs: dict[str, str]) -> None:
-    script_of("bash", project, programs)
-    done = subprocess.run(
-        ["bash", "--norc", "-c", BASH_DRIVER, "bash", line],
-        cwd=project,
-        env=programs,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert sorted(done.stdout.splitlines()) == sorted(replies), done.stderr
+IN_BASH = {
+    "slurm-train sta": ["status "],
+    "slurm-train +cluster=4": ["4x8 "],
+    "slurm-train optim.sch": ["optim.schedule="],
+    "slurm-train resume 9b1c44e0 --only=failed,mi": ["failed,missing "],
+    # Without `$(reboot)`.
+    "slurm-train checkpoint verify ": [f"{name} " for name in (*RUNS.split(), "odd")],
+    "python -m slurm_train status 3": ["3f9a1c07 "],
+    'slurm-train "optim.schedule=co': ['optim.schedule=constant" ', 'optim.schedule=cosine" '],
+}
+
+
+@pytest.mark.parametrize("line", IN_BASH)
+def test_bash_completes(line: str, project: Path, programs: dict[str, str]) -> None:
+    assert complete_in_bash(line, project, programs) == IN_BASH[line]
+
+
+def test_bash_completes_an_alias_and_leaves_other_words_to_python_s_own(
+    project: Path, programs: dict[str, str]
+) -> None:
+    alias = "source completion.bash; complete -F _slurm_train learn; "
+    assert complete_in_bash("learn sta", project, programs, before=alias) == ["status "]
+    theirs = "_before() { COMPREPLY=(theirs); }; complete -F _before python; "
+    assert complete_in_bash("python scri", project, programs, before=theirs) == ["theirs"]
 
 
 def _without_colours(text: str) -> str:
@@ -355,34 +375,6 @@ def test_a_person_types_tab(
         words = " ".join(typed + added for typed, added in line).replace("= ", "=")
         terminal.waits_for(f"typed: {program.partition(' ')[2]} {words}".replace("  ", " "))
         terminal.waits_for("ready> ")
-
-
-def test_an_alias_is_completed_where_bash_is_told_so(project: Path, programs: dict[str, str]) -> None:
-    script_of("bash", project, programs)
-    driver = BASH_DRIVER.replace("COMP_LINE", "complete -F _slurm_train learn\nCOMP_LINE", 1)
-    done = subprocess.run(
-        ["bash", "--norc", "-c", driver, "bash", "learn sta"],
-        cwd=project,
-        env=programs,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "status \n"
-
-
-def test_what_completed_python_before_goes_on(project: Path, programs: dict[str, str]) -> None:
-    script_of("bash", project, programs)
-    before = "_before() { COMPREPLY=(theirs); }; complete -F _before python; "
-    done = subprocess.run(
-        ["bash", "--norc", "-c", before + BASH_DRIVER, "bash", "python scri"],
-        cwd=project,
-        env=programs,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "theirs\n"
 
 
 @pytest.mark.parametrize(

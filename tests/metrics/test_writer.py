@@ -5,58 +5,54 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from slurm_train.metrics.writer import MetricsWriter, read_metrics
 
 
+def write(path: Path, *lines: dict[str, Any]) -> None:
+    writer = MetricsWriter(path)
+    for line in lines:
+        writer.write(line)
+    writer.close()
+
+
 def test_floats_come_back_bit_for_bit_and_keys_in_order(tmp_path: Path) -> None:
     line = {"step": 1, "loss": math.pi / 3, "tiny": 5e-324, "attempt": 0, "mfu": None}
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
-        writer.write(line)
+    write(tmp_path / "metrics.jsonl", line)
     assert list(read_metrics(tmp_path / "metrics.jsonl")[0].items()) == list(line.items())
 
 
-def test_a_newer_attempt_supersedes_from_its_first_step_on(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    written = [(0, 10), (0, 20), (0, 30), (1, 20), (1, 30), (1, 40), (2, 40), (2, 50)]
-    with MetricsWriter(path) as writer:
-        for attempt, step in written:
-            writer.write({"step": step, "attempt": attempt, "loss": 1.0})
-    assert [(line["attempt"], line["step"]) for line in read_metrics(path)] == [
-        (0, 10),
-        (1, 20),
-        (1, 30),
-        (2, 40),
-        (2, 50),
-    ]
+# Lines as "attempt:step", with an "e" for an evaluation.
+COUNTING = {
+    "a newer attempt supersedes older ones from its first step on": (
+        "0:10 0:20 0:30 1:20 1:30 1:40 2:40 2:50",
+        "0:10 1:20 1:30 2:40 2:50",
+    ),
+    "repeating the evaluation of a step leaves the step": (
+        "0:4 0:4e 0:5 0:5e 1:5e 1:6",
+        "0:4 0:4e 0:5 1:5e 1:6",
+    ),
+}
 
 
-def test_repeating_the_evaluation_of_a_step_leaves_the_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", COUNTING)
+def test_lines_that_count(case: str, tmp_path: Path) -> None:
+    written, counted = COUNTING[case]
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
-        for attempt, key, step in [
-            (0, "loss", 4),
-            (0, "eval_loss", 4),
-            (0, "loss", 5),
-            (0, "eval_loss", 5),
-            (1, "eval_loss", 5),
-            (1, "loss", 6),
-        ]:
-            writer.write({"step": step, "attempt": attempt, key: 1.0})
-    assert [(line["attempt"], list(line)[2], line["step"]) for line in read_metrics(path)] == [
-        (0, "loss", 4),
-        (0, "eval_loss", 4),
-        (0, "loss", 5),
-        (1, "eval_loss", 5),
-        (1, "loss", 6),
-    ]
+    for word in written.split():
+        attempt, step = word.rstrip("e").split(":")
+        write(path, {"step": int(step), "attempt": int(attempt), "eval_loss" if word.endswith("e") else "loss": 1.0})
+    found = [f"{line['attempt']}:{line['step']}{'e' * ('eval_loss' in line)}" for line in read_metrics(path)]
+    assert found == counted.split()
 
 
 def test_a_line_torn_by_a_kill_takes_no_other_with_it(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 1, "attempt": 0}) + '\n{"step": 2, "att')
-    with MetricsWriter(path) as writer:
-        writer.write({"step": 2, "attempt": 1})
+    write(path, {"step": 2, "attempt": 1})
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
 
 

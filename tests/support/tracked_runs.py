@@ -110,3 +110,12 @@ def trackio_points(database: Path, key: str = "loss") -> list[tuple[int, float]]
     """Returns (step, value) of a curve as trackio has kept it, in its order."""
     rows = query(database, "SELECT step, metrics FROM metrics ORDER BY id")
     return [(step, json.loads(text)[key]) for step, text in rows if key in json.loads(text)]
+
+
+def tensorboard_points(folder: Path, key: str = "loss") -> list[tuple[int, float]]:
+    """Returns (step, value) of a curve as TensorBoard shows it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(key)]

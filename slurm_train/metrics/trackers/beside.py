@@ -1,206 +1,194 @@
-"""Keeps the trackers' processes beside the ranks: starts them, starts them again, says once what is wrong, ends them.
+"""Keeps one process per tracker running beside the ranks, restarts those that fail, reports problems once, ends them.
 
-Called where the supervisor runs. Nothing here waits for a tracker, except for a moment when the ranks have ended.
+Called where the supervisor runs. A process each, since a package that hangs, crashes or exits takes its whole process
+with it: threads of one process would lose the other trackers, too. Nothing here waits for a tracker, except for
+`close_timeout_s` when the ranks have ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 
-from slurm_train.errors import EXIT_WRONG_USE
-from slurm_train.metrics.trackers.follower import Follower
-from slurm_train.metrics.trackers.state import num_unsent, read_state, why_ended
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_WRONG_USE
+from slurm_train.metrics.trackers.follow import count_unsent, explain_exit, read_state
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.private import create_private, make_private
 
-_LOOK_S = 0.5
-_CLOSING_LOOK_S = 0.1
+_POLL_S, _CLOSING_POLL_S = 0.5, 0.1
 _SHORTEST_TRY_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0
-
-MakeCommand = Callable[[str, int], Sequence[str]]
-"""Gives the command line that follows the run for a tracker until a pipe, given by its descriptor, is closed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What the trackers' processes are started with."""
-
-    run: RunDirectory
-    names: Sequence[str]
-    command: MakeCommand
-    env: Mapping[str, str]
-    timeout_s: float
-    """Longest that a call of a tracker takes before its process ends itself."""
-    say: Callable[[str], None]
-    """Prints a line for the person."""
-    first_pause_s: float = _FIRST_PAUSE_S
+# Longest that a killed process takes to be gone, unless it hangs in the kernel.
+_KILL_S = 5.0
 
 
 class Trackers:
-    """The trackers of a run while it is supervised.
+    """The trackers of a run while it is supervised: a context manager around the supervision.
 
     Args:
-        surroundings: what they are started with.
+        run: the run.
+        names: of the trackers.
+        command: gives the command line that follows the run for a tracker until its stdin is closed.
+        env: environment of these processes.
+        timeout_s: longest that a call of a tracker takes before its process ends itself.
+        close_timeout_s: seconds that they have to end, all together, when the ranks have ended.
+        say: prints a line for the person.
+        first_pause_s: seconds from a failure to the next try; doubles each time.
     """
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._surroundings = surroundings
-        pause_s = surroundings.first_pause_s
-        self._followers = [Follower(name, pause_s) for name in surroundings.names]
-        self._lock = threading.Lock()
+    def __init__(
+        self,
+        run: RunDirectory,
+        names: Sequence[str],
+        *,
+        command: Callable[[str], Sequence[str]],
+        env: Mapping[str, str],
+        timeout_s: float,
+        close_timeout_s: float,
+        say: Callable[[str], None],
+        first_pause_s: float = _FIRST_PAUSE_S,
+    ) -> None:
+        self._run, self._command, self._env, self._say = run, command, env, say
+        self._timeout_s, self._close_timeout_s, self._first_pause_s = timeout_s, close_timeout_s, first_pause_s
+        self._threads = [
+            threading.Thread(target=self._keep_following, args=(name,), name=name, daemon=True) for name in names
+        ]
+        self._placed: set[str] = set()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="trackers", daemon=True)
+        self._deadline = math.inf
+        # stdin of all processes; it ends when the supervisor closes its end, or dies.
+        self._stdin = self._held_open = -1
 
-    def start(self) -> None:
-        """Begins to start them, in a thread."""
-        if self._followers:
-            self._thread.start()
+    def __enter__(self) -> Trackers:
+        if self._threads:
+            self._stdin, self._held_open = os.pipe()
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def finish_soon(self) -> None:
-        """Tells them that no line will be added any more; returns at once."""
-        self._closing.set()
-        with self._lock:
-            for follower in self._followers:
-                follower.close_pipe()
+        """Announces that no line will be added any more; returns at once."""
+        if self._threads and not self._closing.is_set():
+            self._closing.set()
+            os.close(self._held_open)
 
-    def close(self, within_s: float) -> None:
-        """Waits for them to end, kills those that do not, and says what was not delivered.
-
-        One that has failed gets a last try: when a job is ended, Slurm signals every process of it, and some trackers
-        have helpers that obey.
-
-        Args:
-            within_s: seconds that they have together.
-        """
-        if not self._followers:
+    def close(self) -> None:
+        """Waits for the processes to end, kills those that do not in time, and reports what was not delivered."""
+        if self._stdin < 0:
             return
+        self._deadline = time.monotonic() + self._close_timeout_s
         self.finish_soon()
-        self._thread.join()
-        deadline = time.monotonic() + within_s
         try:
-            left = list(self._followers)
-            while left and time.monotonic() < deadline:
-                left = [follower for follower in left if not self._has_ended(follower, deadline)]
-                time.sleep(_CLOSING_LOOK_S if left else 0.0)
+            for thread in self._threads:
+                thread.join()
         finally:
-            for follower in self._followers:
-                is_late = follower.is_running
-                follower.end()
-                self._report(follower, within_s, is_late=is_late)
+            # After a second Ctrl-C: whatever still runs is killed.
+            self._deadline = 0.0
+            for thread in self._threads:
+                thread.join(2 * _KILL_S)
+            os.close(self._stdin)
+            self._stdin = -1
 
-    def _has_ended(self, follower: Follower, deadline: float) -> bool:
-        """Returns whether nothing is left to wait for; starts the last try where one is due."""
-        if follower.is_running:
-            return False
-        has_worked = follower.process is not None and follower.process.returncode == 0
-        if has_worked or follower.is_given_up or follower.had_last_try:
-            return True
-        if deadline - time.monotonic() < _SHORTEST_TRY_S or not num_unsent(self._surroundings.run, follower.name):
-            return True
-        follower.end()
-        follower.had_last_try = True
-        self._spawn(follower)
-        follower.close_pipe()
-        return False
+    def _keep_following(self, name: str) -> None:
+        """Runs one process after the other until all is sent; a thread of its own for each tracker.
 
-    def _watch(self) -> None:
-        while not self._closing.wait(_LOOK_S):
-            for follower in self._followers:
-                try:
-                    self._look_after(follower)
-                except Exception as err:
-                    # A full disk, say: the run has troubles of its own then, and trackers add none.
-                    self._note(follower, f"cannot be looked after: {err}")
+        One that failed gets a last try when the ranks have ended: when a job ends, Slurm signals every process of it,
+        and some trackers have helpers that obey.
+        """
+        said: set[str] = set()
+        pause_s, is_last_try = self._first_pause_s, False
+        while True:
+            try:
+                code = self._run_process(name)
+                problem = "" if code is None else explain_exit(self._run, name, code, timeout_s=self._timeout_s)
+            except Exception as err:
+                # A full disk or a torn file: the run has problems of its own then, and trackers add none.
+                code, problem = EXIT_FAILURE, f"cannot be started: {err}"
+            is_closing = self._closing.is_set()
+            if code is None or (code == EXIT_DONE and is_closing):
+                break
+            if problem not in said and not is_closing:
+                said.add(problem)
+                self._report_problem(name, problem, is_final=code == EXIT_WRONG_USE)
+            if code == EXIT_WRONG_USE or is_last_try:
+                break
+            if self._closing.wait(pause_s):
+                is_last_try = True
+                if self._deadline - time.monotonic() < _SHORTEST_TRY_S or not self._count_unsent(name):
+                    break
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        self._closing.wait()
+        self._report_unsent(name, is_late=code is None)
 
-    def _look_after(self, follower: Follower) -> None:
-        now = time.monotonic()
-        if follower.process is None:
-            if now >= follower.due_s and not follower.is_given_up:
-                self._start(follower)
-        elif (code := follower.process.poll()) is not None:
-            with self._lock:
-                follower.end()
-            follower.due_s, follower.pause_s = now + follower.pause_s, min(2 * follower.pause_s, _LONGEST_PAUSE_S)
-            self._note_end(follower, code)
-        else:
-            self._note_place(follower)
-
-    def _start(self, follower: Follower) -> None:
-        # Between its start and that of the closing there would be no pipe to close.
-        with self._lock:
-            if not self._closing.is_set():
-                self._spawn(follower)
-
-    def _spawn(self, follower: Follower) -> None:
-        reader, follower.pipe = os.pipe()
+    def _run_process(self, name: str) -> int | None:
+        """Returns the exit code of one process, None where it was killed at the deadline."""
+        log = self._run.trackers / f"{name}.log"
+        make_private(log.parent)
+        create_private(log)
+        # A session of its own: no Ctrl-C of the terminal, and what it starts itself can be killed with it.
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                list(self._command(name)),
+                env=dict(self._env),
+                stdin=self._stdin,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        ended = None
+        # Without reaping it: its number stays its own until its group is killed.
+        peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
         try:
-            around = self._surroundings
-            log = around.run.trackers / f"{follower.name}.log"
-            follower.start(around.command(follower.name, reader), reader, env=around.env, log=log)
-        except OSError as err:
-            follower.close_pipe()
-            self._note(follower, f"cannot be started: {err}")
-            follower.due_s = time.monotonic() + follower.pause_s
+            while (ended := os.waitid(os.P_PID, process.pid, peek)) is None and time.monotonic() < self._deadline:
+                self._report_place(name)
+                if self._closing.wait(_POLL_S):
+                    time.sleep(_CLOSING_POLL_S)
         finally:
-            os.close(reader)
+            if ended is None or ended.si_status != 0:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_S)
+        return None if ended is None else process.returncode
 
-    def _note_end(self, follower: Follower, code: int) -> None:
-        state = read_state(self._surroundings.run, follower.name)
-        follower.is_given_up = code == EXIT_WRONG_USE
-        self._note(follower, why_ended(state, code, timeout_s=self._surroundings.timeout_s))
-
-    def _note(self, follower: Follower, problem: str) -> None:
-        """Says a problem once, and keeps it among the events of the run."""
-        if problem in follower.said:
-            return
-        follower.said.add(problem)
-        waits = "tried again later, and nothing is lost: the lines are in metrics.jsonl"
-        again = "" if follower.is_given_up else f"; {waits}"
-        self._surroundings.say(f"{follower.name}: {problem}{again}")
-        with contextlib.suppress(OSError):
-            attempt = max(existing_attempts(self._surroundings.run), default=0)
-            append_event(self._surroundings.run, "tracker", attempt=attempt, tracker=follower.name, problem=problem)
-
-    def _note_place(self, follower: Follower) -> None:
-        if follower.is_placed:
-            return
-        state = read_state(self._surroundings.run, follower.name)
+    def _report_place(self, name: str) -> None:
+        state = None if name in self._placed else read_state(self._run, name)
         if state is not None and state.place and not state.problem:
-            follower.is_placed = True
-            self._surroundings.say(f"{follower.name}: {state.place}")
+            self._placed.add(name)
+            self._say(f"{name}: {state.place}")
 
-    def _report(self, follower: Follower, within_s: float, *, is_late: bool) -> None:
-        run = self._surroundings.run
-        num = num_unsent(run, follower.name)
-        late = f"did not end within {within_s:g} s" if is_late else ""
+    def _report_problem(self, name: str, problem: str, *, is_final: bool) -> None:
+        """Prints a problem, and adds it to the events of the run."""
+        later = "" if is_final else "; tried again later, and nothing is lost: the lines are in metrics.jsonl"
+        self._say(f"{name}: {problem}{later}")
+        with contextlib.suppress(OSError):
+            attempt = max(existing_attempts(self._run), default=0)
+            append_event(self._run, "tracker", attempt=attempt, tracker=name, problem=problem)
+
+    def _report_unsent(self, name: str, *, is_late: bool) -> None:
+        num = self._count_unsent(name)
+        late = f"did not end within {self._close_timeout_s:g} s" if is_late else ""
         left = f"{num} lines of metrics were not delivered" if num else ""
         if late or left:
-            text = " and ".join(filter(None, (late, left)))
-            more = f"`python -m slurm_train track {run.run_id}` sends what is missing, as does the next attempt"
-            self._surroundings.say(f"{follower.name}: {text}; {more}")
+            more = f"`python -m slurm_train track {self._run.run_id}` sends what is missing, as does the next attempt"
+            self._say(f"{name}: {' and '.join(filter(None, (late, left)))}; {more}")
 
-
-@contextlib.contextmanager
-def tracking(surroundings: Surroundings, *, close_timeout_s: float) -> Iterator[Trackers]:
-    """Keeps the trackers of a run going while the body supervises it.
-
-    Args:
-        surroundings: what they are started with.
-        close_timeout_s: seconds that they have to end, all together.
-    """
-    trackers = Trackers(surroundings)
-    trackers.start()
-    try:
-        yield trackers
-    finally:
+    def _count_unsent(self, name: str) -> int:
         try:
-            trackers.close(close_timeout_s)
+            return count_unsent(self._run, name)
         except Exception as err:
-            # How the run has ended stays as it is.
-            surroundings.say(f"the trackers could not be closed in order: {err}")
+            self._say(f"{name}: cannot be checked for missing lines: {err}")
+            return 0

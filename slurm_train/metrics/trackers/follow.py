@@ -1,110 +1,100 @@
-"""Follows metrics.jsonl and hands its lines to one tracker, until it is told that the run's ranks have ended.
+"""Follows metrics.jsonl and sends its lines to one tracker, until the run's ranks have ended.
 
 The file is the queue: it is durable, no memory grows while a tracker is slow, and lines that one attempt could not send
-are sent by the next. A call that takes too long ends this process (by the kernel's alarm, so that even code that never
-gives Python a turn cannot hold it); whoever started it tries again.
+are sent by the next. trackers/NAME.json holds the tracker's id of the run and how far the file was sent; it has one
+writer at a time, the process that follows. A call that takes too long ends that process (by the kernel's alarm, so that
+even code that never releases the interpreter cannot hold it); whoever started it tries again.
 """
 
 from __future__ import annotations
 
+import json
+import secrets
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from slurm_train.metrics.trackers.state import TrackerState, first_state, new_lines, write_state
-from slurm_train.metrics.trackers.tracker import Line, OpenTracker, Outcome, TrackedRun, Tracker
+from slurm_train.metrics.trackers.adapters import Line, Outcome, Tracker
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.files import fsync_directory, read_json, size_of, write_atomic
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.private import make_private
 
 _POLL_S = 1.0
 _MOST_LINES = 200
+_CHUNK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Following:
-    """What a follower needs."""
+class TrackerState:
+    """What trackers/NAME.json holds: one tracker of one run."""
 
-    run: RunDirectory
-    name: str
-    """Of the tracker."""
-    describe: Callable[[TrackerState], TrackedRun]
-    open: OpenTracker
-    timeout_s: float
-    """Longest that a call of the tracker may take."""
-    is_over: Callable[[float], bool]
-    """Waits so many seconds at most, and returns whether no line will be added any more."""
-    clock: Callable[[], float] = time.monotonic
-
-
-def follow(following: Following) -> None:
-    """Sends every line, from where the last process was sure, and closes the tracker when the run has ended."""
-    run, name = following.run, following.name
-    state = first_state(run, name)
-    with time_limit(following.timeout_s):
-        tracker = following.open(following.describe(state))
-    known = replace(state, tracker_id=tracker.tracker_id, place=tracker.place, problem="", sent_bytes=state.sure_bytes)
-    write_state(run, name, known, durable=True)
-    follower = _Follower(following, tracker, known)
-    while True:
-        is_over = following.is_over(0.0)
-        if not follower.send_some():
-            if is_over:
-                break
-            following.is_over(_POLL_S)
-    with time_limit(following.timeout_s):
-        tracker.close(outcome_of(run))
-    follower.settle()
+    key: str
+    """Chosen once, see `TrackedRun`."""
+    tracker_id: str | None = None
+    place: str = ""
+    sent_bytes: int = 0
+    """Length of the part of metrics.jsonl that the tracker has taken."""
+    sure_bytes: int = 0
+    """Length of the part that it can no longer lose; a new process begins here."""
+    problem: str = ""
+    """Why the newest attempt to reach it failed; "" when it works."""
 
 
-class _Follower:
-    """Where one process stands in the file.
+def follow(
+    run: RunDirectory,
+    name: str,
+    open_tracker: Callable[[TrackerState], Tracker],
+    *,
+    timeout_s: float,
+    is_over: Callable[[float], bool],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Sends every line, from where the last process was sure, and closes the tracker when the run has ended.
 
     Args:
-        following: what it needs.
-        tracker: the open tracker.
-        state: what is on disk of it.
+        run: the run.
+        name: of the tracker.
+        open_tracker: starts or continues the run at the tracker.
+        timeout_s: longest that a call of the tracker may take.
+        is_over: waits so many seconds at most, and returns whether no line will be added any more.
+        clock: seconds that never run backwards.
     """
-
-    def __init__(self, following: Following, tracker: Tracker, state: TrackerState) -> None:
-        self._following, self._tracker, self._state = following, tracker, state
-        self._taken: deque[tuple[float, int]] = deque()
-
-    def send_some(self) -> bool:
-        """Sends the next part of the file, and returns whether there was one."""
-        lines, end = new_lines(self._following.run.metrics, self._state.sent_bytes)
-        for part in _parts(lines):
-            with time_limit(self._following.timeout_s):
-                self._tracker.log(part)
-        now = self._following.clock()
-        is_news = end > self._state.sent_bytes
-        if is_news:
-            self._taken.append((now, end))
-        sure = self._state.sure_bytes
-        while self._taken and self._taken[0][0] <= now - self._tracker.settle_s:
-            sure = self._taken.popleft()[1]
-        self._write(replace(self._state, sent_bytes=end, sure_bytes=sure))
-        return is_news
-
-    def settle(self) -> None:
-        """Notes that nothing that was sent can be lost any more."""
-        self._write(replace(self._state, sure_bytes=self._state.sent_bytes))
-
-    def _write(self, state: TrackerState) -> None:
-        if state != self._state:
-            self._state = state
-            write_state(self._following.run, self._following.name, state)
+    state = load_or_create_state(run, name)
+    with _time_limit(timeout_s):
+        tracker = open_tracker(state)
+    state = replace(state, tracker_id=tracker.tracker_id, place=tracker.place, problem="", sent_bytes=state.sure_bytes)
+    write_state(run, name, state, durable=True)
+    # When the tracker took the lines up to each offset.
+    taken: deque[tuple[float, int]] = deque()
+    while True:
+        before, was_over = state, is_over(0.0)
+        lines, end = read_new_lines(run.metrics, state.sent_bytes)
+        for start in range(0, len(lines), _MOST_LINES):
+            with _time_limit(timeout_s):
+                tracker.log(lines[start : start + _MOST_LINES])
+        if end > state.sent_bytes:
+            taken.append((clock(), end))
+        while taken and taken[0][0] <= clock() - tracker.settle_s:
+            state = replace(state, sure_bytes=taken.popleft()[1])
+        state = replace(state, sent_bytes=end)
+        if state != before:
+            write_state(run, name, state)
+        if end == before.sent_bytes:
+            if was_over:
+                break
+            is_over(_POLL_S)
+    with _time_limit(timeout_s):
+        tracker.close(run_outcome(run))
+    write_state(run, name, replace(state, sure_bytes=state.sent_bytes))
 
 
-def _parts(lines: list[Line]) -> Iterator[list[Line]]:
-    for start in range(0, len(lines), _MOST_LINES):
-        yield lines[start : start + _MOST_LINES]
-
-
-def outcome_of(run: RunDirectory) -> Outcome:
-    """Returns how a run stands now."""
+def run_outcome(run: RunDirectory) -> Outcome:
+    """Returns the state of a run for its trackers: finished, failed, or to be continued."""
     if run.result.exists():
         return "finished"
     newest = (read_ledger(run) or [{}])[-1]
@@ -113,10 +103,97 @@ def outcome_of(run: RunDirectory) -> Outcome:
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+def _time_limit(seconds: float) -> Iterator[None]:
     """Ends this process by SIGALRM where the body takes longer."""
     before = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+def read_state(run: RunDirectory, name: str) -> TrackerState | None:
+    """Returns what is known of a tracker, None where nothing was ever sent to it."""
+    found = read_json(run.trackers / f"{name}.json")
+    if found is None or "key" not in found:
+        return None
+    names = TrackerState.__dataclass_fields__
+    return TrackerState(**{key: value for key, value in found.items() if key in names})
+
+
+def write_state(run: RunDirectory, name: str, state: TrackerState, *, durable: bool = False) -> None:
+    """Replaces what is known of a tracker."""
+    write_atomic(run.trackers / f"{name}.json", json.dumps(asdict(state)) + "\n", durable=durable)
+
+
+def load_or_create_state(run: RunDirectory, name: str) -> TrackerState:
+    """Returns what is known of a tracker; chooses its key, durably, where nothing is."""
+    found = read_state(run, name)
+    if found is None:
+        make_private(run.trackers)
+        fsync_directory(run.path)
+        found = TrackerState(key=f"{run.run_id}-{secrets.token_hex(3)}")
+        write_state(run, name, found, durable=True)
+    # The file may be shorter than what was sent, in a run directory that was restored from a copy.
+    size = size_of(run.metrics)
+    return found if found.sure_bytes <= size else replace(found, sent_bytes=0, sure_bytes=0)
+
+
+def tracker_ids(run: RunDirectory) -> dict[str, dict[str, str]]:
+    """Returns {"trackers": {"wandb": "5d2030c7-8a1f04", ...}} for a checkpoint's manifest; {} where there are none."""
+    if not run.trackers.is_dir():
+        return {}
+    states = {path.stem: read_state(run, path.stem) for path in sorted(run.trackers.glob("*.json"))}
+    ids = {name: state.tracker_id for name, state in states.items() if state is not None and state.tracker_id}
+    return {"trackers": ids} if ids else {}
+
+
+def read_new_lines(path: Path, offset: int) -> tuple[list[Line], int]:
+    """Returns whole lines of metrics behind an offset, and the offset behind them; a part of a file at a time.
+
+    Args:
+        path: a metrics.jsonl; an absent one has no lines.
+        offset: bytes that are known already.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(_CHUNK_BYTES)
+    except FileNotFoundError:
+        return [], offset
+    whole = data[: data.rfind(b"\n") + 1]
+    lines: list[Line] = []
+    for text in whole.splitlines():
+        try:
+            value = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and isinstance(value.get("step"), int):
+            lines.append(value)
+    return lines, offset + len(whole)
+
+
+def count_unsent(run: RunDirectory, name: str) -> int:
+    """Returns how many lines a tracker has not taken for sure; while it has the run open, it may have taken more."""
+    state = read_state(run, name)
+    offset, count = (0 if state is None else state.sure_bytes), 0
+    while True:
+        lines, end = read_new_lines(run.metrics, offset)
+        if end == offset:
+            return count
+        offset, count = end, count + len(lines)
+
+
+def explain_exit(run: RunDirectory, name: str, code: int, *, timeout_s: float) -> str:
+    """Returns why a process that followed a run for a tracker failed.
+
+    Args:
+        run: the run.
+        name: of the tracker.
+        code: its return code, negative for a signal.
+        timeout_s: longest that a call of the tracker was to take.
+    """
+    if code == -signal.SIGALRM:
+        return f"it did not answer within {timeout_s:g} s"
+    state = read_state(run, name)
+    return state.problem if state is not None and state.problem else f"its process ended with code {code}"

@@ -1,4 +1,4 @@
-"""The trackers' processes: started again when they fail, told of once, ended in time, and never in the way."""
+"""The trackers' processes: restarted when they fail, reported once, ended in time, and never in each other's way."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.metrics.trackers.beside import Surroundings, Trackers, tracking
-from slurm_train.metrics.trackers.state import read_state
+from slurm_train.metrics.trackers.beside import Trackers
+from slurm_train.metrics.trackers.follow import read_state
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.layout import RunDirectory
 from tests.support.command_line import REPOSITORY
@@ -19,42 +19,59 @@ from tests.support.process_faults import wait_until_gone
 from tests.support.tracked_runs import add_lines, make_run, steps
 from tests.support.waiting import wait_for
 
-# Follows a run for a tracker whose words are given, as `track --beside` does.
+# Follows a run, as `track --beside` does, for a tracker that is named after what it does.
 FOLLOWER = """
-import os, sys, time
-from functools import partial
+import atexit, os, sys, time
 from pathlib import Path
 from slurm_train.cli import trackers
 from slurm_train.config.schema import TrackSection
 from slurm_train.rundir.layout import RunDirectory
 
-run, how, descriptor = RunDirectory(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
-out = run.path / "sent"
+run, how = RunDirectory(Path(sys.argv[1])), sys.argv[2]
+out = run.path / f"sent-{how}"
+
+if how == "raises":
+    atexit.register(time.sleep, 600)
+if how == "is-missing":
+    sys.exit(2)
 
 class Tracker:
-    tracker_id, place, settle_s = "theirs", "a file", 0.0
+    tracker_id, place, settle_s = "theirs", "a file", 60.0 * (how == "loses-once")
     def log(self, lines):
         if how == "hangs":
             time.sleep(600)
+        if how == "crashes":
+            os.abort()
+        if how == "exits":
+            os._exit(0)
         if how == "raises" or how == "raises-once" and not out.exists():
             out.touch()
             raise ConnectionError("no route to https://ada:secret@host/")
         with out.open("a") as file:
             file.writelines(f"{line['step']}\\n" for line in lines)
     def close(self, outcome):
+        if how == "loses-once" and len(out.read_text().split()) == 3:
+            raise ConnectionError("the helper was killed, with what it had")
         if how == "never-ends":
             (run.path / "pid").write_text(str(os.getpid()))
             time.sleep(600)
 
-trackers.opener = lambda *_: lambda _run: Tracker()
+trackers.open_tracker = lambda *_: Tracker()
 trackers.configured = lambda *_: type("C", (), {"track": TrackSection(timeout_s=1.0 if how == "hangs" else 100.0)})
-sys.exit(trackers.run_beside(run, "fake", descriptor, [], os.environ))
+sys.exit(trackers.follow_run(run, how, [], os.environ))
 """
+LATER = "; tried again later, and nothing is lost: the lines are in metrics.jsonl"
+UNSENT = (
+    "3 lines of metrics were not delivered; `python -m slurm_train track 3f9a1c07` sends what is missing, as does the "
+    "next attempt"
+)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return make_run(tmp_path)
+    run = make_run(tmp_path)
+    add_lines(run, steps(1, 3))
+    return run
 
 
 @pytest.fixture
@@ -62,137 +79,134 @@ def said() -> list[str]:
     return []
 
 
+Start = Callable[..., Trackers]
+
+
 @pytest.fixture
-def start(run: RunDirectory, said: list[str]) -> Iterator[Callable[..., Trackers]]:
-    """Starts a tracker of a kind; what is left of it is ended."""
+def start(run: RunDirectory, said: list[str]) -> Iterator[Start]:
+    """Starts trackers; what is left of them is killed."""
     started: list[Trackers] = []
 
-    def begin(how: str, *, first_pause_s: float = 0.2) -> Trackers:
-        around = Surroundings(
-            run=run,
-            names=["fake"],
-            command=lambda _name, descriptor: [sys.executable, "-c", FOLLOWER, str(run.path), how, str(descriptor)],
+    def begin(*names: str, first_pause_s: float = 0.2, close_timeout_s: float = 30.0) -> Trackers:
+        trackers = Trackers(
+            run,
+            names,
+            command=lambda name: [sys.executable, "-c", FOLLOWER, str(run.path), name],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             timeout_s=1.0,
+            close_timeout_s=close_timeout_s,
             say=said.append,
             first_pause_s=first_pause_s,
         )
-        started.append(Trackers(around))
-        started[-1].start()
-        return started[-1]
+        started.append(trackers)
+        return trackers.__enter__()
 
     yield begin
     for trackers in started:
-        trackers.close(0.0)
+        trackers._close_timeout_s = 0.0
+        trackers.close()
 
 
-def sent(run: RunDirectory) -> list[int]:
-    return [int(line) for line in (run.path / "sent").read_text().split()]
+def sent(run: RunDirectory, name: str = "works") -> list[int]:
+    path = run.path / f"sent-{name}"
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def num_failures(run: RunDirectory, name: str) -> int:
+    log = run.trackers / f"{name}.log"
+    return log.read_text().count("Traceback") if log.exists() else 0
+
+
+def test_a_bad_tracker_takes_no_other_with_it(run: RunDirectory, said: list[str], start: Start) -> None:
+    """All at once: each problem is reported once, and the good one has every line exactly once."""
+    problems = {
+        "raises": "ConnectionError: no route to https://[redacted]@host/",
+        "hangs": "it did not answer within 1 s",
+        "crashes": "its process ended with code -6",
+        "exits": "its process ended with code 0",
+    }
+    trackers = start(*problems, "works", first_pause_s=1.0)
+    wait_for(lambda: len(read_events(run, "tracker")) == 4, within_s=60, what="four problems")
+    wait_for(lambda: num_failures(run, "raises") > 1, within_s=60, what="a second try")
+    add_lines(run, steps(4, 6))
+    wait_for(lambda: sent(run) == [1, 2, 3, 4, 5, 6], within_s=30, what="the good one's lines")
+    trackers._close_timeout_s = 0.0
+    began = time.monotonic()
+    trackers.close()
+    assert time.monotonic() - began < 5.0
+    assert {event["tracker"]: event["problem"] for event in read_events(run, "tracker")} == problems
+    for name, problem in problems.items():
+        of_it = [text.removeprefix(f"{name}: ") for text in said if text.startswith(f"{name}: ")]
+        assert of_it.count(problem + LATER) == 1 and "6 lines of metrics were not delivered" in of_it[-1]
 
 
 def test_lines_are_sent_while_they_come_and_all_of_them_at_the_end(
-    run: RunDirectory, said: list[str], start: Callable[..., Trackers]
+    run: RunDirectory, said: list[str], start: Start
 ) -> None:
-    add_lines(run, steps(1, 3))
     trackers = start("works")
-    wait_for(lambda: (run.path / "sent").exists() and said, within_s=30, what="the first lines")
+    wait_for(lambda: sent(run) and said, within_s=30, what="the first lines")
     add_lines(run, steps(4, 6))
-    trackers.close(30.0)
+    trackers.close()
     assert sent(run) == [1, 2, 3, 4, 5, 6]
-    assert said == ["fake: a file"]
+    assert said == ["works: a file"]
 
 
-def test_one_that_raises_is_told_of_once_and_tried_again(
-    run: RunDirectory, said: list[str], start: Callable[..., Trackers]
+@pytest.mark.parametrize("first_pause_s", [0.2, 1000.0])
+def test_one_that_recovers_has_lost_nothing(
+    first_pause_s: float, run: RunDirectory, said: list[str], start: Start
 ) -> None:
-    add_lines(run, steps(1, 3))
-    trackers = start("raises")
-    log = run.trackers / "fake.log"
-    wait_for(lambda: log.exists() and log.read_text().count("Traceback") == 2, within_s=60, what="a second try")
-    trackers.close(30.0)
-    assert said == [
-        "fake: ConnectionError: no route to https://[redacted]@host/; tried again later, and nothing is lost: the "
-        "lines are in metrics.jsonl",
-        "fake: 3 lines of metrics were not delivered; `python -m slurm_train track 3f9a1c07` sends what is missing, as "
-        "does the next attempt",
-    ]
-    (event,) = read_events(run, "tracker")
-    assert event["tracker"] == "fake" and event["problem"] == "ConnectionError: no route to https://[redacted]@host/"
+    """After its pause, or in a last try when the ranks have ended."""
+    trackers = start("raises-once", first_pause_s=first_pause_s)
+    wait_for(lambda: len(said) > (first_pause_s < 1), within_s=60, what="the failure, or the second try")
+    add_lines(run, steps(4, 300))
+    trackers.close()
+    assert sent(run, "raises-once") == list(range(1, 301))
 
 
-def test_one_that_recovers_has_lost_nothing(run: RunDirectory, said: list[str], start: Callable[..., Trackers]) -> None:
-    add_lines(run, steps(1, 300))
-    trackers = start("raises-once")
-    wait_for(lambda: "fake: a file" in said, within_s=60, what="a second try that works")
-    trackers.close(30.0)
-    assert sent(run) == list(range(1, 301))
-    assert len(said) == 2
-
-
-def test_one_that_failed_has_a_last_try_when_the_ranks_have_ended(
-    run: RunDirectory, said: list[str], start: Callable[..., Trackers]
-) -> None:
-    add_lines(run, steps(1, 3))
-    trackers = start("raises-once", first_pause_s=1000.0)
-    wait_for(lambda: said, within_s=60, what="the end of the first process")
-    add_lines(run, steps(4, 5))
-    trackers.close(60.0)
-    assert sent(run) == [1, 2, 3, 4, 5]
-    assert len(said) == 1
-
-
-def test_one_that_fails_for_good_has_one_last_try(
-    run: RunDirectory, said: list[str], start: Callable[..., Trackers]
-) -> None:
-    add_lines(run, steps(1, 3))
+def test_one_that_fails_for_good_has_one_last_try(run: RunDirectory, said: list[str], start: Start) -> None:
     trackers = start("raises", first_pause_s=1000.0)
     wait_for(lambda: said, within_s=60, what="the end of the first process")
-    trackers.close(60.0)
-    assert (run.trackers / "fake.log").read_text().count("Traceback") == 2
-    assert said[-1].startswith("fake: 3 lines of metrics were not delivered;")
+    trackers.close()
+    assert num_failures(run, "raises") == 2
+    assert said[-1] == f"raises: {UNSENT}"
 
 
-def test_one_that_hangs_is_ended_and_told_of(
-    run: RunDirectory, said: list[str], start: Callable[..., Trackers]
-) -> None:
-    add_lines(run, steps(1, 3))
-    trackers = start("hangs")
-    wait_for(lambda: len(said) > 1, within_s=60, what="the end of the first process")
-    began = time.monotonic()
-    trackers.close(0.0)
-    assert time.monotonic() - began < 5.0
-    assert "fake: it did not answer within 1 s; tried again later" in said[1]
-    assert "fake: 3 lines of metrics were not delivered" in said[-1]
+def test_one_that_may_have_lost_what_it_took_has_a_last_try(run: RunDirectory, said: list[str], start: Start) -> None:
+    trackers = start("loses-once")
+    wait_for(lambda: sent(run, "loses-once") and said, within_s=30, what="the first lines")
+    trackers.close()
+    assert sent(run, "loses-once") == [1, 2, 3, 1, 2, 3]
+    assert said == ["loses-once: a file"]
 
 
-def test_one_that_never_ends_is_killed_with_what_it_started(
-    run: RunDirectory, said: list[str], start: Callable[..., Trackers]
-) -> None:
-    add_lines(run, steps(1, 3))
-    trackers = start("never-ends")
-    wait_for(lambda: "fake: a file" in said, within_s=30, what="the start")
+def test_one_that_never_ends_is_killed(run: RunDirectory, said: list[str], start: Start) -> None:
+    trackers = start("never-ends", close_timeout_s=0.0)
+    wait_for(lambda: said == ["never-ends: a file"], within_s=30, what="the start")
     trackers.finish_soon()
     wait_for(lambda: (run.path / "pid").exists(), within_s=30, what="the closing")
-    trackers.close(0.0)
+    trackers.close()
     wait_until_gone(int((run.path / "pid").read_text()), within_s=5.0)
-    assert said[-1].startswith("fake: did not end within 0 s;")
-    state = read_state(run, "fake")
-    assert state is not None and sent(run) == [1, 2, 3]
+    assert said[-1].startswith("never-ends: did not end within 0 s;")
+    assert read_state(run, "never-ends") is not None and sent(run, "never-ends") == [1, 2, 3]
 
 
-def test_a_follower_whose_supervisor_is_gone_ends_by_itself(run: RunDirectory, start: Callable[..., Trackers]) -> None:
-    add_lines(run, steps(1, 3))
+def test_one_whose_package_is_missing_is_not_tried_again(run: RunDirectory, said: list[str], start: Start) -> None:
+    trackers = start("is-missing")
+    wait_for(lambda: said, within_s=30, what="the problem")
+    trackers.close()
+    assert said == ["is-missing: its process ended with code 2", f"is-missing: {UNSENT}"]
+
+
+def test_a_follower_whose_supervisor_is_gone_ends_by_itself(run: RunDirectory, start: Start) -> None:
     trackers = start("works")
-    wait_for(lambda: (run.path / "sent").exists(), within_s=30, what="the first lines")
-    # A pipe is closed by the kernel when its last holder is gone.
+    wait_for(lambda: sent(run), within_s=30, what="the first lines")
+    # The kernel closes it when the last process that has it open is gone.
     trackers.finish_soon()
-    (follower,) = trackers._followers
-    assert follower.process is not None
-    assert follower.process.wait(30) == 0
+    for thread in trackers._threads:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
-def test_without_trackers_nothing_is_started(run: RunDirectory) -> None:
-    around = Surroundings(run=run, names=[], command=lambda *_: ["false"], env={}, timeout_s=1, say=print)
-    with tracking(around, close_timeout_s=0.0):
-        pass
+def test_without_trackers_nothing_is_started(run: RunDirectory, start: Start) -> None:
+    start().close()
     assert not run.trackers.exists()

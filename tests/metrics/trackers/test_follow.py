@@ -7,19 +7,28 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slurm_train.metrics.trackers.follow import Following, follow, outcome_of
-from slurm_train.metrics.trackers.state import TrackerState, first_state, read_state
-from slurm_train.metrics.trackers.tracker import TrackedRun
+from slurm_train.metrics.trackers.follow import (
+    TrackerState,
+    count_unsent,
+    explain_exit,
+    follow,
+    load_or_create_state,
+    read_new_lines,
+    read_state,
+    run_outcome,
+    tracker_ids,
+    write_state,
+)
 from slurm_train.rundir.files import append_line
 from slurm_train.rundir.layout import RunDirectory
 from tests.support.command_line import REPOSITORY
-from tests.support.tracked_runs import add_lines, make_run, steps
+from tests.support.tracked_runs import add_lines, make_run, step_line, steps
 
 
 @dataclass
@@ -32,10 +41,10 @@ class Kept:
     place: str = "in memory"
     steps: list[int] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
-    opened: list[TrackedRun] = field(default_factory=list)
+    opened: list[TrackerState] = field(default_factory=list)
 
-    def open(self, run: TrackedRun) -> Kept:
-        self.opened.append(run)
+    def open(self, state: TrackerState) -> Kept:
+        self.opened.append(state)
         return self
 
     def log(self, lines: Sequence[Any]) -> None:
@@ -47,22 +56,9 @@ class Kept:
     def close(self, outcome: str) -> None:
         self.closed.append(outcome)
 
-
-def describe(run: RunDirectory, state: TrackerState) -> TrackedRun:
-    names = {"name": "gpt/3f9a1c07", "path": run.path, "folder": run.trackers, "config": {}, "facts": {}, "group": None}
-    return TrackedRun(key=state.key, tracker_id=state.tracker_id, **names)  # type: ignore[arg-type]
-
-
-def following(run: RunDirectory, tracker: Kept, **changes: Any) -> Following:
-    first = Following(
-        run=run,
-        name="kept",
-        describe=lambda state: describe(run, state),
-        open=tracker.open,
-        timeout_s=100.0,
-        is_over=lambda _seconds: True,
-    )
-    return replace(first, **changes)
+    def follows(self, run: RunDirectory, **changes: Any) -> None:
+        arguments = {"timeout_s": 100.0, "is_over": lambda _seconds: True} | changes
+        follow(run, "kept", self.open, **arguments)
 
 
 @pytest.fixture
@@ -70,24 +66,18 @@ def run(tmp_path: Path) -> RunDirectory:
     return make_run(tmp_path)
 
 
-def test_all_lines_are_sent_and_the_tracker_closed(run: RunDirectory) -> None:
+def test_each_attempt_sends_the_new_lines_alone_under_the_same_id(run: RunDirectory) -> None:
+    tracker = Kept()
     add_lines(run, steps(1, 500))
-    tracker = Kept()
-    follow(following(run, tracker))
+    tracker.follows(run)
+    size, state = run.metrics.stat().st_size, read_state(run, "kept")
     assert tracker.steps == list(range(1, 501)) and tracker.closed == ["paused"]
-    state = read_state(run, "kept")
-    size = run.metrics.stat().st_size
-    assert state is not None
-    assert (state.sent_bytes, state.sure_bytes, state.tracker_id, state.place) == (size, size, "theirs", "in memory")
-
-
-def test_a_second_attempt_gets_the_same_id_and_the_new_lines_alone(run: RunDirectory) -> None:
-    tracker = Kept()
-    add_lines(run, steps(1, 4))
-    follow(following(run, tracker))
-    add_lines(run, steps(3, 6, attempt=1))
-    follow(following(run, tracker))
-    assert tracker.steps == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert state == TrackerState(
+        key=tracker.opened[0].key, tracker_id="theirs", place="in memory", sent_bytes=size, sure_bytes=size
+    )
+    add_lines(run, steps(499, 502, attempt=1))
+    tracker.follows(run)
+    assert tracker.steps[500:] == [499, 500, 501, 502]
     first, second = tracker.opened
     assert (first.tracker_id, second.tracker_id) == (None, "theirs") and first.key == second.key
 
@@ -101,23 +91,22 @@ def test_lines_come_as_they_are_written_until_the_run_is_over(run: RunDirectory)
             add_lines(run, steps(len(asked), len(asked)))
         return len(asked) >= 5
 
-    follow(following(run, tracker, is_over=is_over))
+    tracker.follows(run, is_over=is_over)
     assert tracker.steps == [1, 2, 3, 4, 5], "also those that came with the end"
 
 
 def test_what_fails_is_sent_again_by_the_next_process(run: RunDirectory) -> None:
     add_lines(run, steps(1, 300))
-    tracker = Kept(fails_at=250)
     with pytest.raises(ConnectionError):
-        follow(following(run, tracker))
+        Kept(fails_at=250).follows(run)
     again = Kept()
-    follow(following(run, again))
-    assert again.steps == list(range(1, 301)), "nobody is sure of a part that failed"
+    again.follows(run)
+    assert again.steps == list(range(1, 301)), "a part that failed is not sure"
 
 
 def test_what_a_tracker_might_still_lose_is_sent_again(run: RunDirectory) -> None:
     now = 0.0
-    tracker = Kept(settle_s=60.0, fails_at=5)
+    tracker, again = Kept(settle_s=60.0, fails_at=5), Kept()
 
     def is_over(seconds: float) -> bool:
         nonlocal now
@@ -126,24 +115,63 @@ def test_what_a_tracker_might_still_lose_is_sent_again(run: RunDirectory) -> Non
         return False
 
     with pytest.raises(ConnectionError):
-        follow(following(run, tracker, is_over=is_over, clock=lambda: now))
-    again = Kept()
-    follow(following(run, again))
+        tracker.follows(run, is_over=is_over, clock=lambda: now)
+    again.follows(run)
     assert tracker.steps == [2, 3, 4]
     assert again.steps == [3, 4, 5], "step 2 was older than a minute when the process failed"
 
 
-def test_a_tracker_that_cannot_be_started_has_its_key_already(run: RunDirectory) -> None:
-    def refuses(tracked: TrackedRun) -> Kept:
-        state = read_state(run, "kept")
-        assert state is not None and state.key == tracked.key, "durable before the first use"
+def test_a_key_is_durable_before_its_first_use_and_chosen_once(run: RunDirectory) -> None:
+    def refuses(state: TrackerState) -> Kept:
+        assert read_state(run, "kept") == state
         raise PermissionError("bad key")
 
+    assert read_state(run, "kept") is None
     with pytest.raises(PermissionError):
-        follow(following(run, Kept(), open=refuses))
-    tracker = Kept()
-    follow(following(run, tracker))
-    assert tracker.opened[0].key == first_state(run, "kept").key
+        follow(run, "kept", refuses, timeout_s=100.0, is_over=lambda _seconds: True)
+    first = load_or_create_state(run, "kept")
+    assert first.key.startswith("3f9a1c07-") and len(first.key) == 15
+    assert load_or_create_state(run, "kept") == first
+    assert load_or_create_state(run, "mlflow").key != first.key
+    assert run.trackers.stat().st_mode & 0o077 == 0
+
+
+def test_a_file_that_is_shorter_than_what_was_sent_is_sent_again(run: RunDirectory) -> None:
+    add_lines(run, steps(1, 2))
+    load_or_create_state(run, "wandb")
+    write_state(run, "wandb", TrackerState(key="k", tracker_id="t", sent_bytes=9000, sure_bytes=9000))
+    assert load_or_create_state(run, "wandb") == TrackerState(key="k", tracker_id="t")
+
+
+def test_lines_are_read_when_they_are_whole(run: RunDirectory) -> None:
+    assert read_new_lines(run.metrics, 0) == ([], 0)
+    add_lines(run, steps(1, 2))
+    with run.metrics.open("a") as file:
+        file.write('{"step": 3')
+    lines, end = read_new_lines(run.metrics, 0)
+    assert [line["step"] for line in lines] == [1, 2]
+    with run.metrics.open("a") as file:
+        file.write('}\nno json\n{"no": "step"}\n')
+    assert read_new_lines(run.metrics, end) == ([{"step": 3}], run.metrics.stat().st_size)
+
+
+def test_what_was_not_sent_is_counted_over_any_length(run: RunDirectory) -> None:
+    assert count_unsent(run, "wandb") == 0
+    add_lines(run, [step_line(step, note="x" * 1000) for step in range(600)])
+    assert count_unsent(run, "wandb") == 600
+    lines, end = read_new_lines(run.metrics, 0)
+    load_or_create_state(run, "wandb")
+    write_state(run, "wandb", TrackerState(key="k", sent_bytes=end + 1, sure_bytes=end))
+    assert 0 < len(lines) < 600 and count_unsent(run, "wandb") == 600 - len(lines)
+
+
+def test_a_checkpoint_gets_the_ids_that_are_known(run: RunDirectory) -> None:
+    assert tracker_ids(run) == {}
+    load_or_create_state(run, "wandb")
+    assert tracker_ids(run) == {}
+    write_state(run, "wandb", TrackerState(key="k", tracker_id="k", problem="no network"))
+    assert tracker_ids(run) == {"trackers": {"wandb": "k"}}
+    assert explain_exit(run, "wandb", 1, timeout_s=5) == "no network"
 
 
 LEDGERS = [
@@ -157,30 +185,29 @@ LEDGERS = [
 
 
 @pytest.mark.parametrize(("ends", "is_finished", "outcome"), LEDGERS)
-def test_how_a_run_stands(ends: list[dict[str, Any]], is_finished: bool, outcome: str, run: RunDirectory) -> None:
+def test_outcome_of_a_run(ends: list[dict[str, Any]], is_finished: bool, outcome: str, run: RunDirectory) -> None:
     for attempt, end in enumerate(ends):
         append_line(run.attempts, {"event": "end", "attempt": attempt, "time_unix_s": 1.0, **end})
     if is_finished:
         run.result.write_text("{}")
-    assert outcome_of(run) == outcome
+    assert run_outcome(run) == outcome
 
 
 HANGS = """
-import ctypes, sys, time
+import ctypes, sys
 from pathlib import Path
-from tests.metrics.trackers.test_follow import Kept, following
-from slurm_train.metrics.trackers.follow import follow
+from tests.metrics.trackers.test_follow import Kept
 from slurm_train.rundir.layout import RunDirectory
 
 class Hangs(Kept):
     def log(self, lines):
-        ctypes.PyDLL(None).sleep(60)  # PyDLL: nobody else gets a turn meanwhile
+        ctypes.PyDLL(None).sleep(60)  # PyDLL: no other thread gets a turn meanwhile
 
-follow(following(RunDirectory(Path(sys.argv[1])), Hangs(), timeout_s=0.5))
+Hangs().follows(RunDirectory(Path(sys.argv[1])), timeout_s=0.5)
 """
 
 
-def test_a_call_that_hangs_ends_the_process_even_where_python_gets_no_turn(run: RunDirectory) -> None:
+def test_a_call_that_hangs_ends_the_process_even_where_it_holds_the_interpreter(run: RunDirectory) -> None:
     add_lines(run, steps(1, 3))
     done = subprocess.run(
         [sys.executable, "-c", HANGS, str(run.path)],

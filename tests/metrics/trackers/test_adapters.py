@@ -1,0 +1,222 @@
+"""The real packages, offline: two attempts of a run are one run of each tracker, and every step is in it.
+
+They run in processes of their own, by `track`, as they do beside a job; what they keep is read from their files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.config.schema import MlflowSection, TrackioSection, TrackSection, WandbSection
+from slurm_train.metrics.trackers.adapters import numbers_of, wandb_mode
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.lock import take_lock, this_process
+from slurm_train.rundir.sweep import Element, SweepDirectory, write_table
+from tests.support.command_line import Person
+from tests.support.tracked_runs import (
+    add_lines,
+    make_run,
+    mlflow_points,
+    query,
+    step_line,
+    steps,
+    tensorboard_points,
+    trackio_points,
+    wandb_points,
+    wandb_records,
+)
+
+FIRST = [*steps(1, 6), {"step": 6, "eval_loss": 2.5, "attempt": 0, "time_unix_s": 1006.5}]
+SECOND = steps(5, 8, attempt=1)
+KEPT = [(line["step"], line["loss"]) for line in (*FIRST, *SECOND) if "loss" in line]
+"""All that was ever logged: steps 5 and 6 twice, since the second attempt began behind step 4."""
+WANDB = TrackSection(wandb=WandbSection(project="gpt", mode="offline", tags=["x"]))
+MLFLOW = TrackSection(mlflow=MlflowSection(experiment="gpt"))
+
+
+@pytest.fixture
+def person(tmp_path: Path) -> Person:
+    return Person(tmp_path)
+
+
+def make_swept_run(tmp_path: Path, track: TrackSection) -> RunDirectory:
+    run = make_run(tmp_path, track)
+    run.provenance.write_text(json.dumps({"git_commit": "0a1b2c", "user": "ada"}))
+    sweep = SweepDirectory(run.path.parents[1] / "sweeps" / "9b1c44e0")
+    sweep.path.mkdir(parents=True)
+    write_table(sweep, [Element(index=0, run=run)])
+    return run
+
+
+def track(person: Person, run: RunDirectory, lines: list[dict[str, Any]], *words: str, **env: str) -> str:
+    """Adds the lines of an attempt, sends them, and returns what was printed."""
+    add_lines(run, lines)
+    done = person.types("track", run.run_id, *words, env={"HOME": str(person.folder), **env}, timeout_s=240)
+    assert done.code == 0, done.err
+    return done.err
+
+
+def two_attempts(person: Person, run: RunDirectory, **env: str) -> str:
+    """Sends both attempts, the second one to its end, and returns the tracker's id of the run."""
+    track(person, run, FIRST, **env)
+    (path,) = run.trackers.glob("*.json")
+    first = json.loads(path.read_text())
+    run.result.write_text("{}")
+    track(person, run, SECOND, **env)
+    second = json.loads(path.read_text())
+    assert (first["key"], first["tracker_id"]) == (second["key"], second["tracker_id"])
+    assert second["sure_bytes"] == run.metrics.stat().st_size
+    return str(second["tracker_id"])
+
+
+@pytest.mark.slow
+def test_wandb_offline(person: Person, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run = make_swept_run(tmp_path, WANDB)
+    tracker_id = two_attempts(person, run)
+    assert wandb_points(run.trackers) == KEPT
+    assert wandb_points(run.trackers, "eval_loss") == [(6, 2.5)]
+    times = [time for _, time in wandb_points(run.trackers, "_timestamp")]
+    assert times[:2] == [1001.0, 1002.0], "when it was logged, not when it was sent"
+    records = wandb_records(run.trackers)
+    kinds = [record.WhichOneof("record_type") for record in records]
+    runs, metrics, ends = (
+        [getattr(record, kind) for record, its_kind in zip(records, kinds, strict=True) if its_kind == kind]
+        for kind in ("run", "metric", "exit")
+    )
+    assert {(one.run_id, one.project, one.display_name, one.run_group, *one.tags) for one in runs} == {
+        (tracker_id, "gpt", "gpt/3f9a1c07", "9b1c44e0", "x")
+    }
+    config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert config["optim"]["lr"] == 0.001
+    assert config["slurm_train"] == {"run": str(run.path), "commit": "0a1b2c", "user": "ada"}
+    assert {(one.name or one.glob_name, one.step_metric) for one in metrics} == {("step", ""), ("*", "step")}
+    assert [end.exit_code for end in ends] == [1, 0] and kinds.count("preempting") == 1, "paused, then finished"
+
+
+@pytest.mark.slow
+def test_mlflow_in_a_database(person: Person, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    run = make_swept_run(tmp_path, MLFLOW)
+    database = tmp_path / "runs" / "mlflow.db"
+    track(person, run, FIRST)
+    assert query(database, "SELECT status FROM runs") == [("RUNNING",)]
+    # Killed before it could store the id: it is found again by the key.
+    path = run.trackers / "mlflow.json"
+    before = json.loads(path.read_text())
+    path.write_text(json.dumps({"key": before["key"], "sure_bytes": before["sure_bytes"]}))
+    run.result.write_text("{}")
+    track(person, run, SECOND)
+    assert json.loads(path.read_text())["tracker_id"] == before["tracker_id"]
+    assert mlflow_points(database) == KEPT
+    ended = [(before["tracker_id"], "gpt/3f9a1c07", "FINISHED")]
+    assert query(database, "SELECT run_uuid, name, status FROM runs") == ended
+    tags = dict(query(database, "SELECT key, value FROM tags"))
+    assert tags["slurm_train.sweep"] == "9b1c44e0" and tags["slurm_train.commit"] == "0a1b2c"
+    assert dict(query(database, "SELECT key, value FROM params"))["optim.lr"] == "0.001"
+
+
+@pytest.mark.slow
+def test_mlflow_in_files(person: Person, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    files = TrackSection(mlflow=MlflowSection(experiment="gpt", uri=f"file:{tmp_path}/mlruns"))
+    # MLflow itself asks for this variable since it prefers databases.
+    tracker_id = two_attempts(person, make_swept_run(tmp_path, files), MLFLOW_ALLOW_FILE_STORE="true")
+    (path,) = (tmp_path / "mlruns").glob(f"*/{tracker_id}/metrics/loss")
+    points = [line.split() for line in path.read_text().splitlines()]
+    assert [(int(step), float(value)) for _, value, step in points] == KEPT
+
+
+@pytest.mark.slow
+def test_trackio_locally(person: Person, tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    run = make_swept_run(tmp_path, TrackSection(trackio=TrackioSection(project="gpt")))
+    tracker_id = two_attempts(person, run, TRACKIO_DIR=str(tmp_path / "trackio"))
+    database = tmp_path / "trackio" / "gpt.db"
+    assert trackio_points(database) == KEPT
+    assert query(database, "SELECT DISTINCT run_name FROM metrics") == [(tracker_id,)]
+    assert tracker_id.startswith("gpt-3f9a1c07-")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_hides_what_was_superseded(person: Person, tmp_path: Path) -> None:
+    """By a resume; and by a rollback within an attempt. An evaluation again, or of its step, hides nothing."""
+    pytest.importorskip("tensorboard")
+    run = make_swept_run(tmp_path, TrackSection(tensorboard=True))
+    two_attempts(person, run)
+    resumed = [*KEPT[:4], *((line["step"], line["loss"]) for line in SECOND)]
+    assert tensorboard_points(run.tensorboard) == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in resumed]
+    assert len(list(run.tensorboard.iterdir())) == 2
+
+    other = make_run(tmp_path, TrackSection(tensorboard=True), run_id="44aa1c07")
+    evaluation = {"step": 6, "eval_loss": 2.5, "attempt": 0}
+    again = [step_line(7, loss=-7.0), step_line(8, loss=-8.0), step_line(8, loss=-9.0)]
+    track(person, other, [*steps(1, 6), evaluation, evaluation, *steps(7, 8), *again])
+    assert tensorboard_points(other.tensorboard) == [*((step, step) for step in range(1, 7)), (7, -7.0), (8, -9.0)]
+    assert tensorboard_points(other.tensorboard, "eval_loss") == [(6, 2.5), (6, 2.5)]
+
+
+@pytest.mark.slow
+def test_wandb_without_a_key_is_offline_and_with_one_never_blocks(person: Person, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run = make_run(tmp_path, TrackSection(wandb=WandbSection(project="gpt"), timeout_s=8.0))
+    assert "offline; to upload: wandb sync" in track(person, run, FIRST)
+    add_lines(run, SECOND)
+    # Nothing listens on this port, so the start fails or takes longer than it may.
+    env = {"HOME": str(tmp_path), "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    done = person.types("track", run.run_id, env=env, timeout_s=100)
+    assert done.code == 1 and done.err.startswith("wandb: "), done.err
+    assert json.loads((run.trackers / "wandb.json").read_text())["sure_bytes"] < run.metrics.stat().st_size
+    assert track(person, run, []).startswith("wandb: 4 lines sent; offline")
+
+
+@pytest.mark.slow
+def test_a_tracker_can_be_added_afterwards(person: Person, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run = make_run(tmp_path)
+    assert person.types("track", run.run_id).code == 2
+    said = track(person, run, FIRST, "track.tensorboard=true")
+    assert said.startswith("tensorboard: 7 lines sent; tensorboard --logdir"), said
+    assert run.tensorboard.is_dir()
+
+
+def test_one_that_is_not_installed_is_refused_before_anything_happens(person: Person, tmp_path: Path) -> None:
+    run = make_run(tmp_path, WANDB)
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['wandb'] = None\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{person.environment()['PYTHONPATH']}"}
+    done = person.types("track", run.run_id, env=env)
+    assert done.code == 2 and "pip install 'slurm-train[wandb]'" in done.err, done.err
+    # Beside the ranks, where another Python may lack it, there is no point in a second try.
+    assert person.types("track", str(run.path), "--only", "wandb", "--beside", env=env).code == 2
+    assert "which is not installed" in json.loads((run.trackers / "wandb.json").read_text())["problem"]
+
+
+def test_a_run_that_is_active_sends_its_metrics_itself(person: Person, tmp_path: Path) -> None:
+    run = make_run(tmp_path, TrackSection(tensorboard=True))
+    take_lock(run, this_process(), is_alive=lambda _holder: True)
+    done = person.types("track", run.run_id)
+    assert done.code == 2 and "which sends its metrics itself" in done.err
+
+
+def test_numbers_are_curves_and_facts_are_not() -> None:
+    line = step_line(3, eval_loss=2, note="x", done=True, bad=math.nan, samples_digest=77)
+    assert numbers_of(line) == {"loss": 3.0, "eval_loss": 2.0}
+
+
+def test_wandb_is_online_where_there_is_a_key(tmp_path: Path) -> None:
+    auto, home = WandbSection(project="p"), {"HOME": str(tmp_path)}
+    assert wandb_mode(auto, home) == "offline"
+    assert wandb_mode(auto, {**home, "WANDB_API_KEY": "x"}) == "online"
+    assert wandb_mode(auto, {**home, "WANDB_API_KEY": "x", "WANDB_MODE": "dryrun"}) == "dryrun"
+    assert wandb_mode(WANDB.wandb, {**home, "WANDB_MODE": "online"}) == "offline"
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password x\n")
+    assert wandb_mode(auto, home) == "online"
+    assert wandb_mode(auto, {**home, "WANDB_BASE_URL": "https://wandb.example.org:80/x"}) == "offline"
+    (tmp_path / "other").touch()
+    assert wandb_mode(auto, {**home, "NETRC": str(tmp_path / "other")}) == "offline"
