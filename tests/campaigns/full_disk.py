@@ -32,6 +32,7 @@ from tests.campaigns.on_slurm import PATIENCE_S, Tally, at_work, end_problems, s
 from tests.campaigns.result import Result
 from tests.support.command_line import Person
 from tests.support.failing_writes import FailingWrites
+from tests.support.node_faults import mounted_on
 from tests.support.waiting import wait_for
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
@@ -210,10 +211,24 @@ def fill(disk: Path) -> None:
 
 @contextmanager
 def small_disk(place: Path) -> Iterator[Path]:
-    """Mounts a file system of 32 MB in memory, which every node of the one-machine cluster sees."""
+    """Mounts a file system of 40 MB here and on node1, which has mounts of its own."""
     place.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m,mode=0700", "none", str(place)], check=True)
+    image = place.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(40 << 20)
+    device = _done("losetup", "--find", "--show", str(image))
     try:
-        yield place
+        _done("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", device)
+        with mounted_on("node1", device, place):
+            _done("mount", device, str(place))
+            place.chmod(0o700)
+            try:
+                yield place
+            finally:
+                _done("umount", "--lazy", str(place))
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=False)
+        _done("losetup", "--detach", device)
+
+
+def _done(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout.strip()

@@ -34,13 +34,29 @@ def limited_links(rate: str) -> Iterator[None]:
 @contextmanager
 def hidden_from(node: str, folder: Path) -> Iterator[None]:
     """Mounts an empty file system over a folder as one node sees it; the other nodes and we see it as before."""
-    plan = load_plan(DEFAULT_STATE_DIR)
-    assert plan is not None, "no cluster is up"
-    record = read_record(record_path(plan, name=node_daemon(plan, node=node).name))
-    assert record is not None, f"{node} has no slurmd"
-    enter = ["nsenter", f"--target={record.pid}", "--mount", "--"]
+    enter = _inside(node)
     subprocess.run([*enter, "mount", "-t", "tmpfs", "none", str(folder)], check=True)
     try:
         yield
     finally:
         subprocess.run([*enter, "umount", str(folder)], check=True)
+
+
+@contextmanager
+def mounted_on(node: str, device: str, folder: Path) -> Iterator[None]:
+    """Mounts a block device as one node sees it; mounted elsewhere as well it is one file system."""
+    enter = _inside(node)
+    subprocess.run([*enter, "mount", device, str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*enter, "umount", "--lazy", str(folder)], check=True)
+
+
+def _inside(node: str) -> list[str]:
+    """Returns the words that run a command with the mounts of a node."""
+    plan = load_plan(DEFAULT_STATE_DIR)
+    assert plan is not None, "no cluster is up"
+    record = read_record(record_path(plan, name=node_daemon(plan, node=node).name))
+    assert record is not None, f"{node} has no slurmd"
+    return ["nsenter", f"--target={record.pid}", "--mount", "--"]
