@@ -1,14 +1,14 @@
 """Campaign `hostile-neighbours`: strangers at work while ranks look for each other; the ranks meet, or say why not.
 
 A local trial lets eight ranks meet beside a stranger that was there first: real sockets, no torch. One trial in ten is
-a job of 2 x 2 ranks on the one-machine Slurm, with a stranger on a third node who scans the first for a rank 0.
+a job of 2 x 2 ranks on the one-machine Slurm, with a stranger on a third node who knows the candidate ports and waits
+for a rank 0 to listen there.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import re
 import socket
 import subprocess
 import sys
@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from slurm_train.launch.meeting import meeting_ports
 from slurm_train.rundir.attempts import read_ledger
 from tests.campaigns.on_slurm import at_work
 from tests.campaigns.result import Result
@@ -36,7 +37,7 @@ TAKEN = "taken-server"
 _WORLD = 8
 _NUM_PORTS = 8
 _MOST_MORE_S = 10.0
-_ON_SLURM = ("dripping-client", "silent-client", "garbage-client")
+_ON_SLURM = ("dripping-watcher", "silent-watcher", "garbage-watcher")
 
 
 def run(*, seed: int, trials: int, folder: Path) -> Result:
@@ -112,12 +113,13 @@ def train_beside(person: Person, attack: str, number: int, *, within_s: float = 
         "cluster.nodelist=node[1-2]",
         f"run.name=beside-{attack}-{number}",
     )
+    problems = []
     with ExitStack() as opened:
+        job, run = person.types(*words).job_and_run
         log = person.folder / f"stranger-{attack}-{number}.txt"
         if attack != NOBODY:
-            opened.enter_context(a_stranger(attack, "node1", "scan", inside=("ip", "netns", "exec", "node3"), log=log))
-        _, run = person.types(*words).job_and_run
-        problems = []
+            ports = meeting_ports(run.run_id, attempt=0, env={"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0"})
+            opened.enter_context(a_stranger(attack, "node1", ports, inside=("ip", "netns", "exec", "node3"), log=log))
         try:
             wait_until_finished(run)
         except AssertionError as err:
@@ -126,7 +128,7 @@ def train_beside(person: Person, attack: str, number: int, *, within_s: float = 
     took_s = sum(float(entry.get("start_s", 0.0)) + float(entry.get("rendezvous_s", 0.0)) for entry in entries)
     problems += [f"{len(entries)} attempts"] if len(entries) != 1 else []
     problems += [f"took {took_s:.1f} s of {within_s:.1f} s"] if took_s > within_s else []
-    if attack != NOBODY and not re.search("attacks port", log.read_text()):
+    if attack != NOBODY and "attacks port" not in log.read_text():
         problems.append("the stranger found nobody to attack")
     what = f"Slurm, {attack}"
     return Trial(what=f"{what}, {took_s:.1f} s to the first step", problems=tuple(problems), seconds={what: took_s})
@@ -158,14 +160,14 @@ def some_ranks(asked: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
 def a_stranger(
     attack: str,
     host: str,
-    ports: Sequence[int] | str,
+    ports: Sequence[int],
     *,
     relayed: int = 0,
     inside: Sequence[str] = (),
     log: Path | None = None,
 ) -> Iterator[None]:
     """Lets a stranger do its work, from when it is ready."""
-    listed = ports if isinstance(ports, str) else ",".join(map(str, ports))
+    listed = ",".join(map(str, ports))
     command = [*inside, sys.executable, "-u", str(stranger.__file__), attack, host, listed, str(relayed)]
     output = subprocess.PIPE if log is None else log.open("w")
     with subprocess.Popen(command, stdout=output, text=True) as process:

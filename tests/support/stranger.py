@@ -1,7 +1,7 @@
 """Somebody who knows no secret, at work against the meeting of the ranks: `stranger.py ATTACK HOST PORTS [RELAYED]`.
 
-PORTS are comma-separated, or "scan": all ports of the host that greet like a rank 0, again and again. RELAYED is the
-port to which the relay passes everything on. Runs until it is killed; prints a line when it is ready.
+PORTS are comma-separated. A client calls them, a watcher those that greet like a rank 0, a server listens there.
+RELAYED is the port to which the relay passes everything on. Runs until it is killed; prints a line when it is ready.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import sys
 from collections.abc import Coroutine
 
 NUM_SILENT = 2000
-_SCANNED = range(10_000, 32_768)
-_AT_ONCE = 700
 
 
 async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -100,17 +98,17 @@ async def call(host: str, ports: list[int], kind: str) -> None:
     await asyncio.gather(*calls)
 
 
-async def scan_and_call(host: str, kind: str) -> None:
-    """Looks for whoever greets like a rank 0, and attacks there."""
+async def watch_and_call(host: str, ports: list[int], kind: str) -> None:
+    """Tries the ports again and again, and attacks whoever greets there like a rank 0."""
     print("ready", flush=True)
     tasks: dict[int, asyncio.Task[None]] = {}
     while True:
-        for low in range(_SCANNED.start, _SCANNED.stop, _AT_ONCE):
-            block = [port for port in range(low, min(low + _AT_ONCE, _SCANNED.stop)) if port not in tasks]
-            found = await asyncio.gather(*(_greets(host, port) for port in block))
-            for port in (port for port, greets in zip(block, found, strict=True) if greets):
-                print(f"attacks port {port}", flush=True)
-                tasks[port] = asyncio.create_task(call(host, [port], kind))
+        others = [port for port in ports if port not in tasks]
+        found = await asyncio.gather(*(_greets(host, port) for port in others))
+        for port in (port for port, greets in zip(others, found, strict=True) if greets):
+            print(f"attacks port {port}", flush=True)
+            tasks[port] = asyncio.create_task(call(host, [port], kind))
+        await asyncio.sleep(0.05)
 
 
 async def _greets(host: str, port: int) -> bool:
@@ -128,9 +126,9 @@ def main() -> None:
     """Does what the command line says."""
     attack, host, ports, *relayed = sys.argv[1:]
     kind, _, side = attack.partition("-")
-    if ports == "scan":
-        asyncio.run(scan_and_call(host, kind))
     numbers = [int(port) for port in ports.split(",")]
+    if side == "watcher":
+        asyncio.run(watch_and_call(host, numbers, kind))
     if side == "client":
         asyncio.run(call(host, numbers, kind))
     asyncio.run(listen(host, numbers, kind, int(relayed[0]) if relayed else 0))
