@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_train.errors import RunError
+from slurm_train.config.identity import ID_DIGITS, OLD_ID_DIGITS
+from slurm_train.errors import ConfigError, RunError
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
 
@@ -24,6 +25,42 @@ def read_job(run: RunDirectory) -> JobRecord | None:
     if not value or not value.get("job_ids"):
         return None
     return JobRecord(job_id=str(value["job_ids"][-1]), submit_time_unix_s=float(value["submit_time_unix_s"]))
+
+
+def run_of_hash(folder: Path, full_hash: str) -> RunDirectory:
+    """Returns the place of a run: the one that it has by a shorter id of an older version, else the one by its id.
+
+    Args:
+        folder: where the runs of its name lie.
+        full_hash: the hash of what is trained, which ids are the beginning of.
+
+    Raises:
+        ConfigError: another training has the same id.
+    """
+    run, old = (RunDirectory(folder / full_hash[:digits]) for digits in (ID_DIGITS, OLD_ID_DIGITS))
+    if _hash_of(old) is not None and not _is_another(old, full_hash):
+        return old
+    if _is_another(run, full_hash):
+        raise ConfigError(
+            f"{run.path} is another training, whose id is the same by chance (hashes {_hash_of(run)}, {full_hash})",
+            hint="give this one another name: run.name=NAME",
+        )
+    return run
+
+
+def _is_another(run: RunDirectory, full_hash: str) -> bool:
+    # A run whose settings were changed on purpose has a hash that its id is not the beginning of.
+    found = _hash_of(run)
+    return found is not None and found.startswith(run.run_id) and found != full_hash
+
+
+def _hash_of(run: RunDirectory) -> str | None:
+    try:
+        found = (read_json(run.plan) or {}).get("config_hash")
+    except OSError:
+        # What is in the way is said when the run directory is made.
+        return None
+    return None if found is None else str(found)
 
 
 def list_runs(root: Path) -> list[RunDirectory]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.errors import RunError
+from slurm_train.errors import ConfigError, RunError
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lookup import JobRecord, find_run, find_runs, list_runs, read_job
+from slurm_train.rundir.lookup import JobRecord, find_run, find_runs, list_runs, read_job, run_of_hash
 
 
 def make_run(root: Path, name: str, run_id: str, *, job_ids: tuple[str, ...] = (), age_s: float = 0.0) -> RunDirectory:
@@ -90,3 +90,32 @@ def test_one_run_is_the_newest_of_what_matches(root: Path) -> None:
 def test_the_newest_job_is_the_runs_job(root: Path) -> None:
     assert read_job(RunDirectory(root / "gpt" / "3f9a1c07")) == JobRecord(job_id="15", submit_time_unix_s=5.0)
     assert read_job(RunDirectory(root / "gpt" / "3f9abbbb")) is None
+
+
+HASH = "3f9a1c07b2e4" + 52 * "0"
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        ({}, "3f9a1c07b2e4"),
+        ({"3f9a1c07b2e4": HASH}, "3f9a1c07b2e4"),
+        ({"3f9a1c07": HASH}, "3f9a1c07"),
+        ({"3f9a1c07": "aaaa" + HASH[4:]}, "3f9a1c07"),
+        ({"3f9a1c07": HASH[:8] + "1" + HASH[9:]}, "3f9a1c07b2e4"),
+        ({"3f9a1c07b2e4": "aaaa" + HASH[4:]}, "3f9a1c07b2e4"),
+    ],
+    ids=["new", "there", "of an older version", "older, settings changed", "older, another training", "changed"],
+)
+def test_a_run_has_the_place_of_its_hash(there: dict[str, str], expected: str, tmp_path: Path) -> None:
+    for run_id, full_hash in there.items():
+        (tmp_path / run_id).mkdir()
+        (tmp_path / run_id / "plan.json").write_text(json.dumps({"config_hash": full_hash}))
+    assert run_of_hash(tmp_path, HASH).run_id == expected
+
+
+def test_another_training_with_the_same_id_is_refused_as_such(tmp_path: Path) -> None:
+    (tmp_path / HASH[:12]).mkdir()
+    (tmp_path / HASH[:12] / "plan.json").write_text(json.dumps({"config_hash": HASH[:-1] + "1"}))
+    with pytest.raises(ConfigError, match="is another training, whose id is the same by chance"):
+        run_of_hash(tmp_path, HASH)
