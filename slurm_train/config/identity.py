@@ -45,6 +45,8 @@ NOT_IDENTITY = (
 )
 
 
+ID_DIGITS = 12
+"""48 bits: of 10,000 runs two have the same id with a probability of 2e-7."""
 LATER: Mapping[str, Any] = {
     "batch.by_length": False,
     "batch.pool": 64,
@@ -91,5 +93,5 @@ def config_hash(config: RunConfig, *, global_size: int) -> str:
 
 
 def run_id(config: RunConfig, *, global_size: int) -> str:
-    """Returns the run's name on disk: the first 8 digits of its hash, e.g. "3f9a1c07"."""
-    return config_hash(config, global_size=global_size)[:8]
+    """Returns the run's name on disk, the beginning of its hash, e.g. "3f9a1c07b2e4"."""
+    return config_hash(config, global_size=global_size)[:ID_DIGITS]

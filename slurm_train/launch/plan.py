@@ -23,6 +23,7 @@ from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.layout import check_pipeline, plan_layout
 from slurm_train.launch.world import World, plan_world
 from slurm_train.rundir.layout import RunDirectory, require_room
+from slurm_train.rundir.lookup import run_of_hash
 
 if TYPE_CHECKING:
     from slurm_train.config.compose import Composed
@@ -39,7 +40,7 @@ class RunPlan:
     lr: float
     """Peak learning rate after retuning."""
     config_hash: str
-    """Hash of what is trained; its first 8 digits are the run id."""
+    """Hash of what is trained; the run id is its beginning."""
     run: RunDirectory
     directory: str
     """Submitting directory; relative paths in a user's code start there."""
@@ -100,7 +101,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     check_path("run.root", config.run.root)
     root = (cwd / Path(config.run.root).expanduser()).resolve()
     check_path("run.root", str(root))
-    run = RunDirectory(root / name / config_hash(config, global_size=batch.global_size)[:8])
+    run = run_of_hash(root / name, config_hash(config, global_size=batch.global_size))
     require_room(run)
     return _assemble(config, world, layout, batch, run=run, directory=str(cwd))
 

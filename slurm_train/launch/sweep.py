@@ -100,6 +100,12 @@ def _refuse_same_runs(points: Sequence[Point], plans: Sequence[RunPlan]) -> None
     seen: dict[Path, int] = {}
     for index, plan in enumerate(plans):
         first = seen.setdefault(plan.run.path, index)
+        if first != index and plans[first].config_hash != plan.config_hash:
+            raise ConfigError(
+                f"runs {first} and {index} of the sweep have the same id by chance, {plan.run.run_id}: "
+                f"{describe(points[first].values)}, and {describe(points[index].values)}",
+                hint="sweep run.name as well, or leave one of them to a sweep of its own with another run.name",
+            )
         if first != index:
             raise ConfigError(
                 f"runs {first} and {index} of the sweep train the same: "

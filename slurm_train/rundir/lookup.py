@@ -4,10 +4,36 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurm_train.errors import RunError
-from slurm_train.rundir.files import change_times, listed
+from slurm_train.config.identity import ID_DIGITS
+from slurm_train.errors import ConfigError, RunError
+from slurm_train.rundir.files import change_times, listed, read_json
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.layout import RunDirectory
+
+
+def run_of_hash(folder: Path, full_hash: str) -> RunDirectory:
+    """Returns the place of a run by the hash of what is trained, whose beginning is the run's id.
+
+    Args:
+        folder: where the runs of its name lie.
+        full_hash: the whole hash.
+
+    Raises:
+        ConfigError: another training has the same id.
+    """
+    run = RunDirectory(folder / full_hash[:ID_DIGITS])
+    try:
+        found = (read_json(run.plan) or {}).get("config_hash")
+    except OSError:
+        # What is in the way is said when the run directory is made.
+        return run
+    # A run whose settings were changed on purpose has a hash that its id is not the beginning of.
+    if found is not None and str(found).startswith(run.run_id) and found != full_hash:
+        raise ConfigError(
+            f"{run.path} is another training, whose id is the same by chance (hashes {found}, {full_hash})",
+            hint="give this one another name: run.name=NAME",
+        )
+    return run
 
 
 def list_runs(root: Path) -> list[RunDirectory]:

@@ -120,8 +120,8 @@ def test_a_users_own_code_is_known_by_its_words_and_the_seed() -> None:
     assert hash_of({**BASE, "task": {"_target_": "a.main"}}) != hash_of({**BASE, "task": {"_target_": "b.main"}})
 
 
-def test_order_of_keys_does_not_count_and_the_id_is_eight_hex_digits() -> None:
+def test_order_of_keys_does_not_count_and_the_id_is_twelve_hex_digits() -> None:
     swapped = {**BASE, "model": {"width": 64, "_target_": "my.Model"}}
     assert hash_of(swapped) == hash_of(BASE)
     short = run_id(build_config(RunConfig, BASE), global_size=64)
-    assert short == hash_of(BASE)[:8] and len(short) == 8 and int(short, 16) >= 0
+    assert short == hash_of(BASE)[:12] and len(short) == 12 and int(short, 16) >= 0

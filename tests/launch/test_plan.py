@@ -21,7 +21,7 @@ def test_a_plan_holds_everything_that_is_decided(tmp_path: Path) -> None:
         train={"max_steps": 400},
         requeue={"enabled": False},
     )
-    assert plan.run.path == tmp_path / "runs" / "gpt-stdlib" / plan.config_hash[:8]
+    assert plan.run.path == tmp_path / "runs" / "gpt-stdlib" / plan.config_hash[:12]
     assert plan.as_json() == {
         "config_hash": plan.config_hash,
         "directory": str(tmp_path),

@@ -10,6 +10,7 @@ from slurm_train.config.compose import Composed
 from slurm_train.config.points import Point
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.sweep import SweepPlan, plan_sweep
+from slurm_train.rundir import lookup
 from tests.support.plans import composed
 
 CWD = Path("/home/user/project")
@@ -62,3 +63,9 @@ def test_what_cannot_be_one_sweep_is_refused(sections: list[dict[str, Any]], mes
 def test_an_impossible_run_keeps_the_kind_of_its_error() -> None:
     with pytest.raises(BatchError, match=r"run 1 \(n=1\)"):
         plan({}, {"cluster": {"nodes": 1, "gpus_per_node": 8}, "batch": {"global_size": 33}})
+
+
+def test_two_trainings_with_one_id_are_not_called_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "ID_DIGITS", 1)
+    with pytest.raises(ConfigError, match=r"of the sweep have the same id by chance, [0-9a-f]: n=\d+, and n=\d+\n"):
+        plan(*({"seed": seed} for seed in range(17)))

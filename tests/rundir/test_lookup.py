@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.errors import RunError
+from slurm_train.errors import ConfigError, RunError
 from slurm_train.rundir import lookup
 from slurm_train.rundir.jobs import JobRecord, read_job
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lookup import find_run, find_runs, list_runs
+from slurm_train.rundir.lookup import find_run, find_runs, list_runs, run_of_hash
 
 
 def make_run(root: Path, name: str, run_id: str, *, job_ids: tuple[str, ...] = (), age_s: float = 0.0) -> RunDirectory:
@@ -112,3 +112,29 @@ def test_a_run_that_is_removed_while_they_are_listed_is_left_out(
 
     monkeypatch.setattr(lookup, "change_times", remove_then_look)
     assert [run.run_id for run in list_runs(tmp_path)] == ["here"]
+
+
+HASH = "3f9a1c07b2e4" + 52 * "0"
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        ({}, "3f9a1c07b2e4"),
+        ({"3f9a1c07b2e4": HASH}, "3f9a1c07b2e4"),
+        ({"3f9a1c07b2e4": "aaaa" + HASH[4:]}, "3f9a1c07b2e4"),
+    ],
+    ids=["new", "there", "changed"],
+)
+def test_a_run_has_the_place_of_its_hash(there: dict[str, str], expected: str, tmp_path: Path) -> None:
+    for run_id, full_hash in there.items():
+        (tmp_path / run_id).mkdir()
+        (tmp_path / run_id / "plan.json").write_text(json.dumps({"config_hash": full_hash}))
+    assert run_of_hash(tmp_path, HASH).run_id == expected
+
+
+def test_another_training_with_the_same_id_is_refused_as_such(tmp_path: Path) -> None:
+    (tmp_path / HASH[:12]).mkdir()
+    (tmp_path / HASH[:12] / "plan.json").write_text(json.dumps({"config_hash": HASH[:-1] + "1"}))
+    with pytest.raises(ConfigError, match="is another training, whose id is the same by chance"):
+        run_of_hash(tmp_path, HASH)
