@@ -74,7 +74,7 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
             problems += [f"{trial}: {problem}"] if problem else []
     figures = {
         "old ranks gone after": f"{max(gone, default=0.0):.1f} s at most",
-        "commits of theirs taken back at once": str(moments),
+        "commits of theirs that the new attempt claimed": str(moments),
     }
     return Result(trials=trials, held=trials - len(problems), figures=figures, problems=tuple(problems))
 
