@@ -29,6 +29,8 @@ from slurm_train.rundir.rounds import Round
 
 _WRITER_WAIT_S = 60.0
 _MOST_STARTS_IN_VAIN = 10
+_DISK_FULL = "DISK_FULL"
+"""The preflight's code: whoever submits hears of it at once, but a run that comes back waits for room."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 60, 3600
 # Nothing that passes by itself.
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
@@ -106,7 +108,7 @@ def come_back_later(run: RunDirectory, site: Site, error: OSError) -> int:
     if tries > _MOST_STARTS_IN_VAIN:
         say(f"{what}; that was start {tries} in a row, so the job ends; `resume` continues the run")
         return EXIT_FAILURE
-    delay_s = min(_FIRST_DELAY_S << max(tries - 1, 0), _LONGEST_DELAY_S)
+    delay_s = _delay_s(tries)
     decision = Decision(
         "file_system", "requeue", f"{what}; the job is requeued, for {delay_s} s later", delay_s=delay_s
     )
@@ -192,6 +194,8 @@ def _decide(settings: RequeueSection, site: Site, end: End) -> Decision:
     # `cancel` leaves a STOP file as well, and a job that was being preempted does not show that it was cancelled.
     if (decision.action == "requeue" or decision.reason == "stopped") and _is_cancelled(site, end.job):
         return CANCELLED
+    if later := _put_off_for_room(settings, site, end, decision):
+        return later
     known = BestEffort(say)
     if decision.action == "relaunch" and not known("the step", lambda: site.clear(end.attempt), False, asks_slurm=True):
         note = f"{end.cause}; what is left of the ranks does not end, so the job is requeued"
@@ -203,6 +207,21 @@ def _decide(settings: RequeueSection, site: Site, end: End) -> Decision:
         if why == "node_failure":
             return replace(decision, reason="node_failure", note=f"a node was lost; {decision.note}")
     return decision
+
+
+def _put_off_for_room(settings: RequeueSection, site: Site, end: End, decision: Decision) -> Decision | None:
+    """Returns another decision where a job that Slurm has started again found too little room on the disk."""
+    is_full = decision.reason == "failed" and not end.has_begun and _DISK_FULL in end.found
+    tries = fruitless_ends(end.ledger)["file_system"] + 1
+    if not is_full or not settings.enabled or site.start.restart_count == 0 or tries > _MOST_STARTS_IN_VAIN:
+        return None
+    delay_s = _delay_s(tries)
+    note = f"{end.cause}; the job is requeued, for {delay_s} s later"
+    return Decision("file_system", "requeue", note, delay_s=delay_s)
+
+
+def _delay_s(tries: int) -> int:
+    return min(_FIRST_DELAY_S << max(tries - 1, 0), _LONGEST_DELAY_S)
 
 
 def _bad_node(site: Site, end: End) -> str:

@@ -11,6 +11,7 @@ Then on the real Slurm: a small file system of its own holds the root of the run
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
@@ -201,21 +202,20 @@ def _record(job: str) -> dict[str, str]:
 
 def fill(disk: Path) -> None:
     """Takes all room of a file system."""
-    with (disk / "filler").open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(b"\0" * 4096)
-        except OSError:
-            return
+    with (disk / "filler").open("ab", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            with contextlib.suppress(OSError):
+                while file.write(b"\0" * size):
+                    pass
 
 
 @contextmanager
 def small_disk(place: Path) -> Iterator[Path]:
-    """Mounts a file system of 40 MB here and on node1, which has mounts of its own."""
+    """Mounts a file system of 400 MB here and on node1, which has mounts of its own."""
     place.mkdir(parents=True)
     image = place.with_suffix(".img")
     with image.open("wb") as file:
-        file.truncate(40 << 20)
+        file.truncate(400 << 20)
     device = _done("losetup", "--find", "--show", str(image))
     try:
         _done("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", device)

@@ -628,6 +628,19 @@ def test_a_launch_that_finds_the_disk_full_is_on_record_and_uses_no_budget_of_fa
     assert world.supervise(world.ranks(0, result=True)) == 0
 
 
+@pytest.mark.parametrize(("restart_count", "code"), [(0, 2), (1, 75)])
+def test_a_run_that_comes_back_to_too_little_room_is_put_off(restart_count: int, code: int, world: World) -> None:
+    def launch(attempt: int) -> int:
+        facts = {"code": "DISK_FULL", "level": "error", "node": "node1", "line": "DISK_FULL node1: 3 MiB are left"}
+        write_record(world.run, attempt, {"findings": [facts]})
+        return 2
+
+    world.restart_count, world.can_relaunch = restart_count, True
+    assert world.supervise(launch) == code
+    assert world.delays_s == ([60] if restart_count else [])
+    assert ledger_line(world)["reason"] == ("file_system" if restart_count else "failed")
+
+
 def test_what_does_not_pass_by_itself_is_an_error(world: World) -> None:
     with pytest.raises(FileNotFoundError):
         come_back_later(world.run, world.site(), FileNotFoundError("no srun"))
