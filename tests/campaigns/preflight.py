@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from slurm_train.doctor.finding import CODES
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.records import unix_s
 from tests.campaigns.on_slurm import at_work
 from tests.campaigns.preflight_faults import FAULTS, Fault, Scene, missing_for
 from tests.campaigns.result import Result
@@ -127,7 +127,9 @@ def _watch(person: Person, fault: Fault, job: str, run: RunDirectory) -> Named:
 def _start_of(job: str) -> float:
     import os
 
-    return datetime.fromisoformat(SlurmCommands(os.environ).show_job(job)["StartTime"]).timestamp()
+    started_unix_s = unix_s(SlurmCommands(os.environ).show_job(job)["StartTime"])
+    assert started_unix_s is not None
+    return started_unix_s
 
 
 def _codes_said(run: RunDirectory) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.notice import read_notice
 from slurm_train.rundir.timing import CAUSES
 from tests.support.command_line import TINY, Person, new_project
@@ -91,5 +91,5 @@ def test_a_run_stops_itself_before_a_limit_that_nobody_warns_of(person: Person) 
     assert (first["reason"], first["action"], first["asked_by"]) == ("time_limit", "requeue", "clock"), first
     assert stop["saved"] and stop["left_s"] > 5
     assert first["end_time_unix_s"] < read_notice(run, 0).end_unix_s, "all was over before the limit"
-    assert f"checkpoint_{stop['step']:07d}" in {path.name for path in run.checkpoints.iterdir()}
+    assert stop["step"] in {name_of(path).step for path in list_checkpoints(run.checkpoints)}
     print(first, stop)

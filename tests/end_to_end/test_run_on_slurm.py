@@ -9,6 +9,7 @@ import pytest
 
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.layout import name_of
 from slurm_train.rundir.lookup import find_run
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.node_faults import hidden_from
@@ -84,7 +85,7 @@ def test_a_polite_stop_saves_the_step_it_stops_at(person: Person) -> None:
     run.stop_file.touch()
     wait_for(lambda: read_ledger(run)[-1].get("reason") == "stopped", within_s=60, what="the ledger's end line")
     stopped_at = max(losses(run))
-    assert [path.name for path in run.checkpoints.iterdir()] == [f"checkpoint_{stopped_at:07d}"]
+    assert [name_of(path).step for path in run.checkpoints.iterdir()] == [stopped_at]
     status = person.types("status", run.run_id)
     assert "stopped" in status.out
     assert person.types(*words).code == 0
