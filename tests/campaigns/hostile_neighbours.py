@@ -118,7 +118,9 @@ def train_beside(person: Person, attack: str, number: int, *, within_s: float = 
         job, run = person.types(*words).job_and_run
         log = person.folder / f"stranger-{attack}-{number}.txt"
         if attack != NOBODY:
-            ports = meeting_ports(run.run_id, attempt=0, env={"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0"})
+            env = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0"}
+            # The supervisor's MASTER_PORT, which is tried first, and those of the ranks.
+            ports = [port for name in (str(run.path), run.run_id) for port in meeting_ports(name, attempt=0, env=env)]
             opened.enter_context(a_stranger(attack, "node1", ports, inside=("ip", "netns", "exec", "node3"), log=log))
         try:
             wait_until_finished(run)
