@@ -26,6 +26,9 @@ from slurm_train.rundir.private import create_private, make_private
 _POLL_S, _CLOSING_POLL_S = 0.5, 0.1
 _SHORTEST_TRY_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0
+# The first try after a failure comes at once: where a cancelled job has ended the package's helper, the next process
+# has its imports done when the ranks have saved, and little time is left then (KillWait).
+_AT_ONCE_S = 0.5
 # Longest that a killed process takes to be gone, unless it hangs in the kernel.
 _KILL_S = 5.0
 
@@ -41,7 +44,7 @@ class Trackers:
         timeout_s: longest that a call of a tracker takes before its process ends itself.
         close_timeout_s: seconds that they have to end, all together, when the ranks have ended.
         say: prints a line for the person.
-        first_pause_s: seconds from a failure to the next try; doubles each time.
+        first_pause_s: seconds from the second failure to the next try; doubles each time.
     """
 
     def __init__(
@@ -109,7 +112,8 @@ class Trackers:
         and some trackers have helpers that obey.
         """
         said: set[str] = set()
-        pause_s, is_last_try = self._first_pause_s, False
+        pauses_s = [self._first_pause_s, min(_AT_ONCE_S, self._first_pause_s)]
+        is_last_try = False
         while True:
             try:
                 code = self._run_process(name)
@@ -125,11 +129,12 @@ class Trackers:
                 self._report_problem(name, problem, is_final=code == EXIT_WRONG_USE)
             if code == EXIT_WRONG_USE or is_last_try:
                 break
+            pause_s = pauses_s.pop()
+            pauses_s = pauses_s or [min(2 * pause_s, _LONGEST_PAUSE_S)]
             if self._closing.wait(pause_s):
                 is_last_try = True
                 if self._deadline - time.monotonic() < _SHORTEST_TRY_S or not self._count_unsent(name):
                     break
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         self._closing.wait()
         self._report_unsent(name, is_late=code is None)
 
