@@ -115,7 +115,7 @@ def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
     shape, layout, tokens = facts.shape, facts.layout, facts.tokens
     recompute = facts.settings.activation_checkpointing
     block, casts, before = _block(facts, recompute=recompute), _casts(facts, stage), _gradients_before(facts, stage)
-    kept = tokens * facts.blocks(stage) * block * _in_flight(facts, stage) + casts + _passed_on(facts, stage)
+    kept = _kept_in_blocks(facts, stage) + _passed_on(facts, stage)
     # What one block holds in addition while it is computed again, and what is held for a moment.
     again = max(0.0, _block(facts, recompute="none") - (0 if recompute == "full" else block))
     passing = _passing(facts) + (0 if recompute == "none" else tokens * again)
@@ -154,10 +154,15 @@ def fullest_rank(facts: LayoutFacts) -> tuple[int, RankMemory]:
 
 def kept_by_forward(facts: LayoutFacts, *, stage: int) -> int:
     """Returns the bytes that the forward passes under way keep for their backward passes, with autocast's copies."""
-    block = _block(facts, recompute=facts.settings.activation_checkpointing)
-    kept = facts.tokens * facts.blocks(stage) * block * _in_flight(facts, stage) + _casts(facts, stage)
     is_last = stage == facts.layout.pp - 1
-    return int(kept + (facts.tokens * facts.shape.kept_at_end(half=facts.half) if is_last else 0))
+    at_end = facts.tokens * facts.shape.kept_at_end(half=facts.half) if is_last else 0
+    return int(_kept_in_blocks(facts, stage) + at_end)
+
+
+def _kept_in_blocks(facts: LayoutFacts, stage: int) -> float:
+    """Returns the bytes that the blocks of a stage keep for the backward passes, with autocast's copies."""
+    block = _block(facts, recompute=facts.settings.activation_checkpointing)
+    return facts.tokens * facts.blocks(stage) * block * _in_flight(facts, stage) + _casts(facts, stage)
 
 
 def _gradients_before(facts: LayoutFacts, stage: int) -> int:
