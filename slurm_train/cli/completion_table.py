@@ -79,6 +79,7 @@ def _ask_parser(verb: str) -> argparse.ArgumentParser | None:
         found.append(self)
         raise _Asked
 
+    # Each verb makes its parser inside its main: parsing is replaced while it is asked; nothing else runs then.
     parsing = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_intermixed_args
     argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_intermixed_args = stop  # type: ignore[assignment]
     try:

@@ -154,7 +154,7 @@ def _walk(root: Path) -> list[str]:
     return [
         os.path.relpath(os.path.join(folder, name), root)  # noqa: PTH118  # str in, str out: paths cost 10x here
         for folder, subfolders, names in os.walk(root)
-        for name in (*names, *(name for name in subfolders if os.path.islink(f"{folder}/{name}")))  # noqa: PTH114
+        for name in (*names, *(name for name in subfolders if os.path.islink(f"{folder}/{name}")))  # noqa: PTH114  # as above
     ]
 
 

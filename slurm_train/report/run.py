@@ -257,7 +257,7 @@ def _save_plot(saves: Sequence[Mapping[str, Any]]) -> Block:
             if (seconds := as_float(save.get(key))) is not None and (step := as_float(save.get("step"))) is not None
         )
         x, y, labels = ([point[place] for point in points] for place in range(3))
-        curves.append(Curve(name=name, x=x, y=y, kind="dots", colour=colour, labels=labels))  # type: ignore[arg-type]
+        curves.append(Curve(name=name, x=x, y=y, kind="dots", colour=colour, labels=labels))  # type: ignore[arg-type]  # zip's columns
     return plot("saves", "Time of a save", curves, unit=unit, from_zero=True, note="" if saves else "no save succeeded")
 
 

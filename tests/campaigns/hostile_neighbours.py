@@ -180,4 +180,4 @@ def a_stranger(
         finally:
             process.kill()
             if log is not None:
-                output.close()  # type: ignore[union-attr]
+                output.close()  # type: ignore[union-attr]  # a pipe was asked for

@@ -126,7 +126,7 @@ def _reach(base: Path, others: list[int]) -> None:
         if status.st_uid in others:
             assert not status.st_mode & 0o077, f"{path} is open"
             try:
-                seen = os.listdir(path)  # noqa: PTH208
+                seen = os.listdir(path)  # noqa: PTH208  # names alone
             except PermissionError:
                 continue
             raise AssertionError(f"uid {os.geteuid()} sees {seen} in {path}")

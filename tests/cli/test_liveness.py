@@ -71,17 +71,17 @@ def test_all_jobs_of_all_runs_are_asked_about_at_once(tmp_path: Path) -> None:
         run.submit_script.touch()
         run.job.write_text(f'{{"job_ids": ["{job_id}"], "submit_time_unix_s": 1.0}}')
     commands.scripts = {"13": str(runs[2].submit_script), "14_[0-3]": str(runs[1].submit_script)}
-    found = look_at(runs, commands)  # type: ignore[arg-type]
+    found = look_at(runs, commands)  # type: ignore[arg-type]  # the fake
     assert [found[run].jobs for run in runs] == [("11",), (), ("13",)]
     assert [bool(found[run]) for run in runs] == [True, False, True]
 
 
 def test_what_a_refused_submission_has_made_is_gone(tmp_path: Path) -> None:
     run, commands = RunDirectory(tmp_path / "runs" / "gpt" / "one"), FakeSlurmCommands()
-    with pytest.raises(RunError, match="no"), submitting(run, commands):  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="no"), submitting(run, commands):  # type: ignore[arg-type]  # the fake
         raise RunError("no", hint="no")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(RunError, match="no"), submitting(run, commands):  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="no"), submitting(run, commands):  # type: ignore[arg-type]  # the fake
         (run.path / "kept").touch()
         raise RunError("no", hint="no")
     assert [path.name for path in run.path.iterdir()] == ["kept"]
@@ -91,7 +91,7 @@ def test_nothing_is_written_under_live_ranks(tmp_path: Path) -> None:
     run, commands = RunDirectory(tmp_path / "gpt" / "one"), FakeSlurmCommands([job_state("11")])
     run.path.mkdir(parents=True)
     take_lock(run, Holder(job_id="11", host="node1", pid=1, started="1"), is_alive=lambda _holder: True)
-    with pytest.raises(RunError, match="is being run by Slurm job 11"), writing(run, commands):  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="is being run by Slurm job 11"), writing(run, commands):  # type: ignore[arg-type]  # the fake
         raise AssertionError("must not get here")
-    assert active_of(run, commands).jobs == ("11",)  # type: ignore[arg-type]
+    assert active_of(run, commands).jobs == ("11",)  # type: ignore[arg-type]  # the fake
     assert read_job(run) is None
