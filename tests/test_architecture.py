@@ -22,15 +22,16 @@ LAYERS = [
     {"errors", "assets", "__init__"},
     {"config"},
     {"slurm", "rundir"},
-    {"launch", "distributed", "models", "data", "checkpoint", "requeue", "metrics", "devcluster", "site", "standing"},
+    {"launch", "distributed", "models", "data", "checkpoint", "requeue", "metrics", "site", "standing"},
     {"train", "doctor", "report", "scaling", "estimate"},
+    {"tools"},
     {"cli"},
     {"__main__"},
 ]
 
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
 TORCH_FREE_ROOMS = (
-    *("config", "slurm", "rundir", "launch", "requeue", "cli", "devcluster", "site", "standing"),
+    *("config", "slurm", "rundir", "launch", "requeue", "cli", "tools", "tools.devcluster", "site", "standing"),
     *("report", "doctor", "scaling", "estimate"),
 )
 TORCH_FREE_MODULES = (
@@ -67,7 +68,7 @@ COMMAND_WORDS = {
     "config.schema": {"srun"},
 }
 # The one-machine cluster starts, configures and asks its own daemons.
-OWN_CLUSTER = "devcluster."
+OWN_CLUSTER = "tools.devcluster."
 # The ranks' stop flag; those that outlive the ranks, which are the supervisor, the local launch, a sweep on this
 # machine and whoever waits in an allocation; loader workers, which are made deaf; a tracker's process, whose
 # stdin ends with the run.
@@ -134,11 +135,13 @@ class Tree:
 
 
 def room_of(module: str) -> str:
-    return module.split(".")[0]
+    """Returns the folder of a module; each tool is a room of its own: "tools.devcluster"."""
+    words = module.split(".")
+    return ".".join(words[:2]) if words[0] == "tools" else words[0]
 
 
 def level_of(room: str) -> int | None:
-    return next((level for level, rooms in enumerate(LAYERS) if room in rooms), None)
+    return next((level for level, rooms in enumerate(LAYERS) if room.split(".")[0] in rooms), None)
 
 
 def wrong_layers(tree: Tree) -> list[str]:

@@ -18,9 +18,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from slurm_train.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan, load_plan
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan, load_plan
 from tests.campaigns.on_slurm import PATIENCE_S, Tally, at_work, end_problems, lines_of, newest_attempt, submit, weights
 from tests.campaigns.result import Result
 from tests.support.command_line import Person

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_train.devcluster.cluster import start_node, stop_node
-from slurm_train.devcluster.plan import DEFAULT_STATE_DIR, load_plan
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.tools.devcluster.cluster import start_node, stop_node
+from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, load_plan
 from tests.campaigns.checker import check
 from tests.campaigns.history import Fault, read_history, watching
 from tests.campaigns.result import Result

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slurm_train.devcluster.cluster import start_node, stop_node
-from slurm_train.devcluster.plan import DEFAULT_STATE_DIR
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.tools.devcluster.cluster import start_node, stop_node
+from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR
 from tests.campaigns.on_slurm import (
     PATIENCE_S,
     Tally,

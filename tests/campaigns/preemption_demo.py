@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.cli.display import table
-from slurm_train.devcluster.cluster import crash_node, start_node
-from slurm_train.devcluster.plan import DEFAULT_STATE_DIR
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.timing import goodput
+from slurm_train.tools.devcluster.cluster import crash_node, start_node
+from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR
 from tests.support.command_line import Person
 from tests.support.process_faults import kill, rank_pid
 from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step

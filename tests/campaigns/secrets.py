@@ -12,9 +12,9 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from slurm_train.devcluster.plan import DEFAULT_STATE_DIR
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR
 from tests.campaigns.result import Result
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.slurm_runs import PATIENCE_S, job_state

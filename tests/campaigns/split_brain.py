@@ -18,13 +18,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_train.devcluster.cluster import start_node, stop_node
-from slurm_train.devcluster.plan import DEFAULT_STATE_DIR
 from slurm_train.errors import ClusterError
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.tools.devcluster.cluster import start_node, stop_node
+from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR
 from tests.campaigns.commit_watch import CommitWatch
 from tests.campaigns.result import Result
 from tests.campaigns.split_brain_trials import (

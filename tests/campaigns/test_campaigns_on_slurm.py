@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.devcluster.plan import ClusterPlan
+from slurm_train.tools.devcluster.plan import ClusterPlan
 from tests.campaigns.catalogue import CAMPAIGNS
 
 

@@ -108,7 +108,11 @@ ACTING = (
     *("builtins.__import__", "importlib.import_module", "runpy.run_path", "pickle.loads", "ctypes.CDLL", "sys.exit"),
     *("shutil.rmtree", "socket.create_connection", "timeit.timeit", "pty.spawn", "operator.methodcaller"),
     *("torch.load", "torch.hub.load", "torch.serialization.load", "torch.utils.cpp_extension.load_inline"),
-    *("hydra.utils.call", "slurm_train.devcluster.commands.run_command", "slurm_train.slurm.commands.run_process"),
+    *(
+        "hydra.utils.call",
+        "slurm_train.tools.devcluster.commands.run_command",
+        "slurm_train.slurm.commands.run_process",
+    ),
 )
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from slurm_train.devcluster.plan import ClusterPlan
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.preflight import fatal_line, read_record
+from slurm_train.tools.devcluster.plan import ClusterPlan
 from tests.support.command_line import REPOSITORY, TINY, Person, new_project
 from tests.support.slurm_runs import all_logs, job_state, losses, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for

@@ -7,12 +7,12 @@ import pwd
 
 import pytest
 
-from slurm_train.devcluster.plan import ClusterPlan
 from slurm_train.launch.acceptance import slurm_verdict
 from slurm_train.site.facts import gather_facts
 from slurm_train.site.profile import build_profile
 from slurm_train.site.trial import trial_script, try_site
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.tools.devcluster.plan import ClusterPlan
 
 pytestmark = pytest.mark.slurm
 

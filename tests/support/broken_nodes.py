@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from slurm_train.devcluster.daemons import node_daemon, record_path
-from slurm_train.devcluster.network import NODE_INTERFACE, host_link
-from slurm_train.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan, load_plan
-from slurm_train.devcluster.processes import read_record
+from slurm_train.tools.devcluster.daemons import node_daemon, record_path
+from slurm_train.tools.devcluster.network import NODE_INTERFACE, host_link
+from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan, load_plan
+from slurm_train.tools.devcluster.processes import read_record
 
 _TABLE = "preflight_faults"
 _HOSTS = Path("/etc/hosts")

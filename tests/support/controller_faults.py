@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from slurm_train.devcluster.daemons import central_daemon, record_path, start_daemon
-from slurm_train.devcluster.plan import ClusterPlan
-from slurm_train.devcluster.processes import read_record
+from slurm_train.tools.devcluster.daemons import central_daemon, record_path, start_daemon
+from slurm_train.tools.devcluster.plan import ClusterPlan
+from slurm_train.tools.devcluster.processes import read_record
 from tests.support.waiting import wait_for
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slurm_train.devcluster.daemons import node_daemon, record_path
-from slurm_train.devcluster.network import NODE_INTERFACE
-from slurm_train.devcluster.plan import DEFAULT_STATE_DIR, load_plan
-from slurm_train.devcluster.processes import read_record
+from slurm_train.tools.devcluster.daemons import node_daemon, record_path
+from slurm_train.tools.devcluster.network import NODE_INTERFACE
+from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, load_plan
+from slurm_train.tools.devcluster.processes import read_record
 
 
 @contextmanager

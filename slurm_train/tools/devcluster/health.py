@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_train.devcluster.commands import run_command
-from slurm_train.devcluster.daemons import daemon_names, is_running, slurm_environment
-from slurm_train.devcluster.plan import ClusterPlan, load_plan
 from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster.commands import run_command
+from slurm_train.tools.devcluster.daemons import daemon_names, is_running, slurm_environment
+from slurm_train.tools.devcluster.plan import ClusterPlan, load_plan
 
 # A node that lost its jobs in a crash stays "completing" for a while, and takes new ones.
 USABLE_STATES = frozenset({"idle", "mixed", "allocated", "completing"})

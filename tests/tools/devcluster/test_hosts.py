@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.devcluster.hosts import foreign_names, marked_hosts, with_hosts, without_hosts
+from slurm_train.tools.devcluster.hosts import foreign_names, marked_hosts, with_hosts, without_hosts
 
 _STATE = Path("/var/lib/state")
 _NAMES = {"node1": "10.0.0.11", "node2": "10.0.0.12"}

@@ -6,15 +6,15 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from slurm_train.devcluster import hosts, network, requirements
-from slurm_train.devcluster.plan import ClusterPlan
-from slurm_train.devcluster.requirements import (
+from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster import hosts, network, requirements
+from slurm_train.tools.devcluster.plan import ClusterPlan
+from slurm_train.tools.devcluster.requirements import (
     missing_packages,
     require_free_place,
     require_packages,
     require_root,
 )
-from slurm_train.errors import ClusterError
 
 _APT = "apt-get install --no-install-recommends slurmctld slurmd slurm-client slurmdbd munge mariadb-server iproute2"
 

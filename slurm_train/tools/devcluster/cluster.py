@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from slurm_train.devcluster import accounting, files, hosts, network
-from slurm_train.devcluster.commands import wait_until
-from slurm_train.devcluster.daemons import (
+from slurm_train.errors import ClusterError
+from slurm_train.rundir.files import write_atomic
+from slurm_train.tools.devcluster import accounting, files, hosts, network
+from slurm_train.tools.devcluster.commands import wait_until
+from slurm_train.tools.devcluster.daemons import (
     central_daemon,
     daemon_error,
     is_running,
@@ -18,14 +20,12 @@ from slurm_train.devcluster.daemons import (
     record_path,
     start_daemon,
 )
-from slurm_train.devcluster.health import USABLE_STATES, cluster_status, node_states
-from slurm_train.devcluster.plan import ClusterPlan, load_plan
-from slurm_train.devcluster.processes import end_processes, read_record
-from slurm_train.devcluster.render import render_hosts
-from slurm_train.devcluster.requirements import require_free_place, require_packages
-from slurm_train.devcluster.teardown import NETNS_KEPT, tear_down
-from slurm_train.errors import ClusterError
-from slurm_train.rundir.files import write_atomic
+from slurm_train.tools.devcluster.health import USABLE_STATES, cluster_status, node_states
+from slurm_train.tools.devcluster.plan import ClusterPlan, load_plan
+from slurm_train.tools.devcluster.processes import end_processes, read_record
+from slurm_train.tools.devcluster.render import render_hosts
+from slurm_train.tools.devcluster.requirements import require_free_place, require_packages
+from slurm_train.tools.devcluster.teardown import NETNS_KEPT, tear_down
 
 _IDLE_TIMEOUT_S = 30.0
 _LOCK_TIMEOUT_S = 60.0

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.devcluster.teardown import tear_down
 from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster.teardown import tear_down
 
 
 def test_nothing_to_remove_is_said(tmp_path):

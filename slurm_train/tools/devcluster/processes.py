@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_train.devcluster.commands import AFRESH_HINT, run_command, wait_until
 from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster.commands import AFRESH_HINT, run_command, wait_until
 
 MARK = "SLURM_TRAIN_DEVCLUSTER"
 # $1 record, $2 log, then the daemon. The process id and the start time both survive the exec.

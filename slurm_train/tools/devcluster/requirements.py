@@ -6,11 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
-from slurm_train.devcluster import hosts, network
-from slurm_train.devcluster.commands import SYSTEM_PATH
-from slurm_train.devcluster.plan import SYSTEM_SLURM_CONF, ClusterPlan
-from slurm_train.devcluster.render import render_hosts
 from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster import hosts, network
+from slurm_train.tools.devcluster.commands import SYSTEM_PATH
+from slurm_train.tools.devcluster.plan import SYSTEM_SLURM_CONF, ClusterPlan
+from slurm_train.tools.devcluster.render import render_hosts
 
 APT_LINE = (
     "apt-get install --no-install-recommends slurmctld slurmd slurm-client slurmdbd munge mariadb-server iproute2"

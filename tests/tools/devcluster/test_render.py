@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.devcluster.plan import ClusterPlan
-from slurm_train.devcluster.render import (
+from slurm_train.tools.devcluster.plan import ClusterPlan
+from slurm_train.tools.devcluster.render import (
     render_gres_conf,
     render_hosts,
     render_mariadb_conf,

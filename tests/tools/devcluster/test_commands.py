@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.devcluster.commands import run_command, succeeds, wait_until
 from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster.commands import run_command, succeeds, wait_until
 
 
 @pytest.mark.parametrize(

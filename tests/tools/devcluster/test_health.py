@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.devcluster.daemons import daemon_names
-from slurm_train.devcluster.health import ClusterStatus, cluster_status
-from slurm_train.devcluster.plan import ClusterPlan
+from slurm_train.tools.devcluster.daemons import daemon_names
+from slurm_train.tools.devcluster.health import ClusterStatus, cluster_status
+from slurm_train.tools.devcluster.plan import ClusterPlan
 
 _PLAN = ClusterPlan(nodes=2, gpus=1)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.devcluster.processes import (
+from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster.processes import (
     ProcessRecord,
     end_processes,
     find_marked,
@@ -18,7 +19,6 @@ from slurm_train.devcluster.processes import (
     read_record,
     spawn_daemon,
 )
-from slurm_train.errors import ClusterError
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_the_record_names_the_daemon(daemon, tmp_path):
 
 def test_a_caller_whose_output_is_a_pipe_ends_at_once(tmp_path):
     script = (
-        "from pathlib import Path; from slurm_train.devcluster.processes import *\n"
+        "from pathlib import Path; from slurm_train.tools.devcluster.processes import *\n"
         f"at = Path({str(tmp_path)!r})\n"
         "spawn_daemon(['sleep', '60'], record=at / 'r', log=at / 'l', extra=mark_environment(at))"
     )

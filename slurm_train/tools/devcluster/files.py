@@ -7,10 +7,12 @@ import secrets
 import stat
 from pathlib import Path
 
-from slurm_train.devcluster.commands import run_command
-from slurm_train.devcluster.plan import SYSTEM_SLURM_CONF, ClusterPlan
-from slurm_train.devcluster.processes import mark_environment
-from slurm_train.devcluster.render import (
+from slurm_train.errors import ClusterError
+from slurm_train.rundir.files import write_atomic
+from slurm_train.tools.devcluster.commands import run_command
+from slurm_train.tools.devcluster.plan import SYSTEM_SLURM_CONF, ClusterPlan
+from slurm_train.tools.devcluster.processes import mark_environment
+from slurm_train.tools.devcluster.render import (
     render_cgroup_conf,
     render_gres_conf,
     render_mariadb_conf,
@@ -18,8 +20,6 @@ from slurm_train.devcluster.render import (
     render_slurm_conf,
     render_slurmdbd_conf,
 )
-from slurm_train.errors import ClusterError
-from slurm_train.rundir.files import write_atomic
 
 _KEY_BYTES = 1024
 # /dev/null's numbers: a device that exists everywhere and harms nothing when a job opens its "GPU".

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.devcluster.files import require_own
 from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster.files import require_own
 
 
 def test_a_state_directory_of_our_own_is_taken(tmp_path: Path) -> None:

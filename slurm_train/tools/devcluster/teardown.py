@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from slurm_train.devcluster import hosts, network
-from slurm_train.devcluster.plan import SYSTEM_SLURM_CONF, load_plan
-from slurm_train.devcluster.processes import ProcessRecord, end_processes, find_marked, read_record
-from slurm_train.devcluster.requirements import is_our_link
 from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster import hosts, network
+from slurm_train.tools.devcluster.plan import SYSTEM_SLURM_CONF, load_plan
+from slurm_train.tools.devcluster.processes import ProcessRecord, end_processes, find_marked, read_record
+from slurm_train.tools.devcluster.requirements import is_our_link
 
 # Name of the file that says that /run/netns was a mount before us and stays one.
 NETNS_KEPT = "netns-mount-kept"

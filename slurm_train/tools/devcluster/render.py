@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slurm_train.devcluster.plan import CONTROLLER, ClusterPlan
+from slurm_train.tools.devcluster.plan import CONTROLLER, ClusterPlan
 
 _HEAD = "# Written by `slurm_train devcluster up`; gone after `down`.\n"
 _CONTROLLER_PORT = 26817

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.devcluster.plan import ClusterPlan, load_plan
 from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster.plan import ClusterPlan, load_plan
 
 
 def test_names_and_addresses_follow_from_the_plan():

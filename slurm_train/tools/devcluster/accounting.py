@@ -8,10 +8,10 @@ from __future__ import annotations
 import pwd
 from collections.abc import Sequence
 
-from slurm_train.devcluster.commands import run_command
-from slurm_train.devcluster.daemons import slurm_environment
-from slurm_train.devcluster.plan import ClusterPlan
 from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster.commands import run_command
+from slurm_train.tools.devcluster.daemons import slurm_environment
+from slurm_train.tools.devcluster.plan import ClusterPlan
 
 CLUSTER = "devcluster"
 ACCOUNT = "dev"

@@ -6,10 +6,10 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from slurm_train.devcluster.commands import run_command, succeeds
-from slurm_train.devcluster.plan import ClusterPlan
-from slurm_train.devcluster.processes import ProcessRecord, read_process
 from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster.commands import run_command, succeeds
+from slurm_train.tools.devcluster.plan import ClusterPlan
+from slurm_train.tools.devcluster.processes import ProcessRecord, read_process
 
 BRIDGE = "slurmtrain0"
 NODE_INTERFACE = "eth0"

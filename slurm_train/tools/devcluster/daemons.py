@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm_train.devcluster.commands import AFRESH_HINT, succeeds, wait_until
-from slurm_train.devcluster.plan import CONTROLLER, ClusterPlan
-from slurm_train.devcluster.processes import last_lines, mark_environment, read_record, spawn_daemon
 from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster.commands import AFRESH_HINT, succeeds, wait_until
+from slurm_train.tools.devcluster.plan import CONTROLLER, ClusterPlan
+from slurm_train.tools.devcluster.processes import last_lines, mark_environment, read_record, spawn_daemon
 
 CENTRAL = ("munged", "mariadbd", "slurmdbd", "slurmctld")
 

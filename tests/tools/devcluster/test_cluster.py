@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from slurm_train.devcluster.health import cluster_status
+from slurm_train.tools.devcluster.health import cluster_status
 
 pytestmark = pytest.mark.slurm
 
