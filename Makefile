@@ -66,10 +66,10 @@ test-platform:  ## checkpoints and the main path on the platform's own Python (P
 	else echo "== not run: $(PLATFORM_PYTHON) is missing or older than 3.10"; fi
 
 test-returns: setup-test slurm-packages  ## kill, preempt and crash runs on a real cluster, and what else takes long (about twenty minutes)
-	$(BIN)/python -m pytest --ignore tests/doctor -m campaign
+	$(BIN)/python -m pytest --ignore tests/tools/doctor -m campaign
 
 test-faults: setup-test slurm-packages  ## cause every fault of nodes and network on a real cluster (about ten minutes)
-	$(BIN)/python -m pytest tests/doctor -m faults
+	$(BIN)/python -m pytest tests/tools/doctor -m faults
 
 $(VENV)/.docs: $(VENV)/.train
 	@echo "== adding what the site needs"

@@ -34,5 +34,5 @@ def read_template(name: str) -> str:
 
 
 def read_asset(folder: str, name: str) -> str:
-    """Returns the text of a shipped file, e.g. of "page.css" in "report/page"."""
+    """Returns the text of a shipped file, e.g. of "page.css" in "tools/report/page"."""
     return (asset_dir(folder) / name).read_text(encoding="utf-8")

@@ -25,10 +25,10 @@ from slurm_train.cli.scaling import read_series
 from slurm_train.config.compose import compose
 from slurm_train.config.points import Point, read_points
 from slurm_train.config.words import Words, chosen_sites, read_words
-from slurm_train.doctor.finding import CODES, link
 from slurm_train.errors import SlurmTrainError
 from slurm_train.standing.schema import KEYS
 from slurm_train.standing.states import MEANINGS
+from slurm_train.tools.doctor.finding import CODES, link
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = sorted(

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from slurm_train.cli.arguments import login_name
 from slurm_train.cli.display import note
-from slurm_train.doctor.finding import Finding, errors_in
-from slurm_train.doctor.site import SiteView, examine
-from slurm_train.doctor.site_words import in_words, site_table
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError
-from slurm_train.site.facts import default_account, default_qos, gather_facts
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.site import default_account, default_qos, gather_facts
+from slurm_train.tools.doctor.finding import Finding, errors_in
+from slurm_train.tools.doctor.site import SiteView, examine
+from slurm_train.tools.doctor.site_words import in_words, site_table
 
 _EXAMPLES = """\
 examples:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 
 from slurm_train.config.schema import RunConfig
-from slurm_train.doctor.finding import Finding
 from slurm_train.errors import EXIT_FAILURE, NodesError, SilentNodesError
 from slurm_train.requeue.best_effort import say
 from slurm_train.rundir.bad_nodes import PARTS, add_bad_nodes, forgive_nodes, list_file
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.preflight import bad_nodes, fatal_line, read_record, write_record
+from slurm_train.tools.doctor.finding import Finding
 
 
 def note_unfit(run: RunDirectory, attempt: int, error: NodesError, *, nodes: Sequence[str]) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slurm_train.config.schema import RunConfig
     from slurm_train.estimate.layouts import Suggestion
     from slurm_train.estimate.run import PlanEstimate
-    from slurm_train.site.facts import SiteFacts
+    from slurm_train.slurm.site import SiteFacts
     from slurm_train.slurm.verdicts import TestVerdict
 
 _HELP = """\
@@ -98,8 +98,8 @@ def _estimate(plan: RunPlan, *, measured: Mapping[str, Any] | None, env: Mapping
 def _site_facts(plan: RunPlan, env: Mapping[str, str]) -> SiteFacts | None:
     """Returns Slurm's answers about the site; None without a cluster, or where Slurm does not answer."""
     from slurm_train.cli.arguments import login_name
-    from slurm_train.site.facts import gather_facts
     from slurm_train.slurm.commands import SlurmCommands
+    from slurm_train.slurm.site import gather_facts
 
     commands = SlurmCommands(env)
     if plan.config.cluster is None or not commands.is_available():

@@ -19,7 +19,7 @@ from slurm_train.rundir.sweep import SweepDirectory, find_sweep, sweep_of
 from slurm_train.standing.facts import Subject, subjects_of
 
 if TYPE_CHECKING:
-    from slurm_train.report.page import Document
+    from slurm_train.tools.report.page import Document
 
 _EXAMPLES = """\
 examples:
@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> int:
     arguments = parser.parse_args(list(words))
     root, png = Path(arguments.root), arguments.png and Path(arguments.png)
     if png:
-        from slurm_train.report.pictures import require_matplotlib
+        from slurm_train.tools.report.pictures import require_matplotlib
 
         require_matplotlib()
     sweep = find_sweep(root, arguments.what) if arguments.what else None
@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
         document, default = read_run(run), run.report
     _put_out(document, Path(arguments.out) if arguments.out else default, is_shared=bool(arguments.out))
     if png:
-        from slurm_train.report.pictures import write_pictures
+        from slurm_train.tools.report.pictures import write_pictures
 
         for path in write_pictures(document, png):
             print(path)
@@ -62,8 +62,8 @@ def main(words: Sequence[str]) -> int:
 
 def read_run(run: RunDirectory) -> Document:
     """Returns everything that is known of a run."""
-    from slurm_train.report.attempts import Verdict
-    from slurm_train.report.run import run_document
+    from slurm_train.tools.report.attempts import Verdict
+    from slurm_train.tools.report.run import run_document
 
     (standing,) = look_once([Subject(run)], os.environ)
     verdict = Verdict(standing.state.label, standing.note, standing.nodelist)
@@ -77,9 +77,9 @@ def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> Document:
         ConfigError: no run has the metric.
     """
     from slurm_train.cli.collate import collate
-    from slurm_train.report.attempts import Verdict
-    from slurm_train.report.sweep import read_trial, sweep_document
     from slurm_train.rundir.sweep import read_table
+    from slurm_train.tools.report.attempts import Verdict
+    from slurm_train.tools.report.sweep import read_trial, sweep_document
 
     elements = read_table(sweep)
     rows = look_once(subjects_of(elements), os.environ)
@@ -99,7 +99,7 @@ def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> Document:
 
 
 def _put_out(document: Document, path: Path, *, is_shared: bool) -> None:
-    from slurm_train.report.page import byte_size, render
+    from slurm_train.tools.report.page import byte_size, render
 
     text = render(document)
     try:

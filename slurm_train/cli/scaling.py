@@ -17,12 +17,12 @@ from slurm_train.cli.display import note
 from slurm_train.config.words import Words, cluster_sizes, read_words, split_word
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, SlurmTrainError
 from slurm_train.rundir.jobs import read_job
-from slurm_train.scaling.study import Point, plan_points
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.tools.scaling.study import Point, plan_points
 
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan
-    from slurm_train.scaling.study import Measured
+    from slurm_train.tools.scaling.study import Measured
 
 _EXAMPLES = """\
 examples:
@@ -129,8 +129,8 @@ def _wait(plans: Mapping[Point, RunPlan], commands: SlurmCommands) -> None:
 def _report(series: Series, plans: Mapping[Point, RunPlan]) -> int:
     from slurm_train.rundir.files import write_atomic
     from slurm_train.rundir.private import make_private
-    from slurm_train.scaling.page import render_page, render_text
-    from slurm_train.scaling.study import measure, sort_study
+    from slurm_train.tools.scaling.page import render_page, render_text
+    from slurm_train.tools.scaling.study import measure, sort_study
 
     found = {point: measure(plan.run, point) for point, plan in plans.items() if plan.run.result.exists()}
     measured: list[Measured] = [one for one in found.values() if one is not None]

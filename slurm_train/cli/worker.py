@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_train.cli.lost_terminal import outlive_terminal
-from slurm_train.cli.preflight import look_first
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
 from slurm_train.launch.meeting import is_under_torchrun
 from slurm_train.requeue.orphan import Ties, watch
 from slurm_train.requeue.signals import StopFlag, hold_continue, install, release_continue, was_continued
 from slurm_train.rundir.publishing import end_publishing
 from slurm_train.slurm.environment import node_name
+from slurm_train.train.preflight import preflight
 
 _COMMIT_S = 5.0
 """Longest that a process stays for a checkpoint that is getting its name; a zombie must be gone within 10 s."""
@@ -178,7 +178,10 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
     env = _import_from_copy(run, place, env)
     _enter(str(plan.get("directory", "")))
     point = _meeting_point(run, env, attempt, config.train.start_timeout_s)
-    env = look_first(run, config, place, point, plan=plan, env=env)
+    variables = preflight(run, config, place, point, plan=plan, env=env)
+    # gloo and NCCL read them from the process.
+    os.environ.update(variables)
+    env = {**env, **variables}
     heartbeat.mark("start")
     if config.preflight.only:
         return EXIT_DONE

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from slurm_train.doctor.finding import CODES
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import unix_s
+from slurm_train.tools.doctor.finding import CODES
 from tests.campaigns.on_slurm import at_work
 from tests.campaigns.preflight_faults import FAULTS, Fault, Scene, missing_for
 from tests.campaigns.result import Result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slurm_train.doctor.finding import RUN_CODES
+from slurm_train.tools.doctor.finding import RUN_CODES
 from tests.campaigns.catalogue import CAMPAIGNS
 from tests.campaigns.preflight_faults import FAULTS
 

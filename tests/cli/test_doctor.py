@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.site.sites import RECORDED
+from tests.tools.site.sites import RECORDED
 
 
 @pytest.fixture

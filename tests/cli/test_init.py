@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.site.sites import RECORDED
+from tests.tools.site.sites import RECORDED
 
 GOLDEN = RECORDED.parent / "golden"
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from slurm_train.cli.display import plan_rows, table
-from tests.site.sites import RECORDED
 from tests.support.command_line import REPOSITORY, TINY_MODULE
 from tests.support.plans import make_plan
+from tests.tools.site.sites import RECORDED
 
 
 def test_a_plan_prints_the_script_that_a_submission_would_use(shell: Any) -> None:

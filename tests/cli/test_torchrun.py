@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from slurm_train.cli.joining import Joined, leave_round
-from slurm_train.cli.preflight import look_first
 from slurm_train.cli.torchrun import children_of, granted_ranks, outcome
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.greeting import MeetingPoint
@@ -21,6 +20,7 @@ from slurm_train.launch.meeting import probe_port
 from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train.preflight import preflight
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.waiting import wait_for
 
@@ -46,7 +46,7 @@ def test_the_preflight_is_left_out_under_torchrun_and_says_so(
     for rank in range(2):
         place = RankPlace(rank=rank, local_rank=rank, node_rank=0, world_size=2, local_world_size=2, host="node1")
         point = MeetingPoint(master_addr="node1", ports=[1], run_id="run", attempt=0, timeout_s=1.0, secret="s")
-        assert look_first(RunDirectory(tmp_path), config, place, point, plan={}, env=env) == env
+        assert preflight(RunDirectory(tmp_path), config, place, point, plan={}, env=env) == {}
     assert capsys.readouterr().err.count("preflight: left out, as torchrun's ranks have met") == 1
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.config.schema import CheckpointSection, OptimSection, RunConfig, RunSection
-from slurm_train.report.attempts import Verdict
-from slurm_train.report.page import Document
-from slurm_train.report.run import run_document
 from slurm_train.rundir.stragglers import Finding, PaceWindow, RankPace
+from slurm_train.tools.report.attempts import Verdict
+from slurm_train.tools.report.page import Document
+from slurm_train.tools.report.run import run_document
 from tests.support.run_files import BEGAN_UNIX_S, RunFiles, ended, evaluated, run_in, steps
 
 HANG = {"event": "hang", "attempt": 0, "step": 50, "time_unix_s": BEGAN_UNIX_S + 50, "sentence": "rank 5 hangs"}

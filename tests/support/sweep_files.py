@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurm_train.report.attempts import Verdict
-from slurm_train.report.page import Document
-from slurm_train.report.sweep import Trial, read_trial, sweep_document
 from slurm_train.rundir.sweep import Element, SweepDirectory, write_table
+from slurm_train.tools.report.attempts import Verdict
+from slurm_train.tools.report.page import Document
+from slurm_train.tools.report.sweep import Trial, read_trial, sweep_document
 from tests.support.run_files import BEGAN_UNIX_S, RunFiles, ended, evaluated, run_in, steps
 
 

@@ -1,0 +1,165 @@
+"""The figures of a document as PNG files, for slides and papers. Needs matplotlib (extra: plot), but no screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slurm_train.errors import ConfigError, RunError
+from slurm_train.tools.report.page import COLOURS, Block, Document
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_DOTS_PER_INCH = 160
+_MOST_NAMED = 8
+_NOWHERE = -0.08
+_LIGHT = {name: shades[0] for name, shades in COLOURS.items()}
+
+
+def require_matplotlib() -> None:
+    """Does nothing if matplotlib can be imported.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401  # only whether it is there
+    except ImportError:
+        hint = "pip install matplotlib (extra: plot), or leave --png out: the page has the same plots"
+        raise ConfigError("--png needs matplotlib, which is not installed here", hint=hint) from None
+
+
+def write_pictures(document: Document, folder: Path) -> list[Path]:
+    """Writes each figure of a document as a file that is named by its key; returns the files.
+
+    Raises:
+        RunError: the folder cannot be made or written.
+    """
+    blocks = [block for section in document["sections"] for block in section["blocks"]]
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for block in blocks:
+            if block["kind"] in _DRAWERS and block.get("curves", True):
+                path = folder / f"{block['key']}.png".replace("/", "_")
+                _draw(block).savefig(path, dpi=_DOTS_PER_INCH)
+                written.append(path)
+    except OSError as err:
+        hint = "name another folder with --png"
+        raise RunError(f"{folder} cannot be written: {err.strerror or err}", hint=hint) from err
+    return written
+
+
+def _draw(block: Block) -> Figure:
+    # Made without pyplot: no window system is looked for, and nothing is kept open.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = len(block.get("bars") or block.get("hosts") or ())
+    width = 1.6 * len(block["axes"]) + 2.0 if "axes" in block else 6.0 if block["kind"] == "plot" else 8.0
+    figure = Figure(figsize=(width, max(3.4, 1.4 + 0.28 * min(rows, 60))), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+    _DRAWERS[block["kind"]](axes, block)
+    axes.set_title(_plain(block.get("title", "What the hours went to")), loc="left", fontsize=11, fontweight="bold")
+    return figure
+
+
+def _plot(axes: Axes, block: Block) -> None:
+    for at, _, kind in block["marks"]:
+        axes.axvline(at, color=_LIGHT["failed"] if kind == "event" else "#b9bec5", linewidth=0.8, linestyle=":")
+    for curve in block["curves"]:
+        columns = [curve[name] for name in ("y", "low", "high") if name in curve]
+        points = [point for point in zip(block["x"], *columns, strict=True) if point[1] is not None]
+        x, y, *band = map(list, zip(*points, strict=True))
+        colour, label, kind = _LIGHT[curve["colour"]], _plain(curve["name"]), curve["kind"]
+        if kind in ("dots", "ranges"):
+            axes.plot(x, y, ".", color=colour, markersize=6, label=label)
+        else:
+            style = "steps-post" if kind == "steps" else "default"
+            marker = "." if len(x) < min(60, len(block["x"])) else None
+            axes.plot(x, y, color=colour, linewidth=1.3, label=label, drawstyle=style, marker=marker)
+        if band and kind == "ranges":
+            axes.vlines(x, band[0], band[1], color=colour, alpha=0.4, linewidth=3)
+        elif band:
+            axes.fill_between(x, band[0], band[1], color=colour, alpha=0.2, linewidth=0)
+    axes.set_yscale(block["scales"][0])
+    if block["from_zero"] and block["scales"][0] == "linear":
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.grid(axis="y", color="#eceef0", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.locator_params(axis="x", integer=True)
+    axes.set_xlabel(_plain(block["x_label"]), fontsize=9)
+    axes.set_ylabel(_plain(block["unit"]), fontsize=9)
+    if 1 < len(block["curves"]) <= _MOST_NAMED:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return next((one for one in ((3600.0, "h"), (60.0, "min")) if seconds >= 2 * one[0]), (1.0, "s"))
+
+
+def _timeline(axes: Axes, block: Block) -> None:
+    size, unit = _unit(block["end_unix_s"] - block["begin_unix_s"])
+    named = set()
+    for bar in block["bars"]:
+        left = (bar["begin_unix_s"] - block["begin_unix_s"]) / size
+        for cause, words in block["words"].items():
+            width = bar["seconds"].get(cause, 0.0) / size
+            if width > 0:
+                label = None if cause in named else words
+                hatch = "////" if cause == "lost_work_s" else None
+                axes.barh(str(bar["attempt"]), width, left=left, color=_LIGHT[cause], label=label, hatch=hatch)
+                named.add(cause)
+                left += width
+    axes.invert_yaxis()
+    axes.set_xlabel(unit, fontsize=9)
+    axes.set_ylabel("attempt", fontsize=9)
+    axes.figure.legend(loc="outside right upper", frameon=False, fontsize=7)
+
+
+def _heat_map(axes: Axes, block: Block) -> None:
+    size, unit = _unit(block["edges_s"][-1])
+    ranks = len(block["hosts"])
+    edges = [edge / size for edge in block["edges_s"]]
+    borders = [rank - 0.5 for rank in range(ranks + 1)]
+    mesh = axes.pcolormesh(edges, borders, block["percent"], cmap="Reds", vmin=0, vmax=100)
+    axes.figure.colorbar(mesh, ax=axes, label="% longer than the middle rank")
+    axes.invert_yaxis()
+    axes.set_yticks(range(0, ranks, -(-ranks // 16)))
+    axes.set_xlabel(unit, fontsize=9)
+    axes.set_ylabel("rank", fontsize=9)
+
+
+def _parallel(axes: Axes, block: Block) -> None:
+    places = range(len(block["axes"]))
+    for run in block["runs"]:
+        heights = [_NOWHERE if at is None else at for at in run["at"]]
+        style = "-" if run["has_value"] else "--"
+        axes.plot(places, heights, style, color=_LIGHT[run["colour"]], linewidth=1.2)
+    for place, axis in enumerate(block["axes"]):
+        axes.axvline(place, color="#b9bec5", linewidth=0.8, zorder=0)
+        is_missing = any(run["at"][place] is None for run in block["runs"])
+        for height, label in [*axis["ticks"], *([(_NOWHERE, "none")] if is_missing else [])]:
+            axes.text(place + 0.03, height, _plain(label), fontsize=7, va="center")
+    axes.set_xticks(places, [_plain(axis["name"]) for axis in block["axes"]], fontsize=8)
+    axes.set_yticks([])
+    axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def _plain(text: str) -> str:
+    """Returns a text that matplotlib does not take for a formula."""
+    return text.replace("$", r"\$")
+
+
+_DRAWERS: dict[str, Callable[[Any, Block], None]] = {
+    "plot": _plot,
+    "timeline": _timeline,
+    "heatmap": _heat_map,
+    "parallel": _parallel,
+}

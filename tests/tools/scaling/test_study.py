@@ -1,0 +1,268 @@
+"""A study: its runs, what each shows, the model of an exchange, and what follows in words and as a page."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.rundir.heartbeat import BeatSource, Heartbeat
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.pace import Pace
+from slurm_train.tools.scaling.page import render_page, render_text
+from slurm_train.tools.scaling.study import (
+    WARM_UP_LINES,
+    Measured,
+    Mode,
+    Point,
+    Size,
+    efficiency,
+    fit,
+    in_bits,
+    in_bytes,
+    in_time,
+    measure,
+    plan_points,
+    plan_sizes,
+    ring_bytes,
+    shares,
+    sort_study,
+    verdict,
+)
+
+GRADIENT_BYTES = 5e6
+
+
+def measured(
+    nodes: int,
+    per_node: int,
+    *,
+    comm: str = "none",
+    sent_bytes: float = GRADIENT_BYTES,
+    alpha_s: float = 0.0,
+    bytes_per_s: float = 12.5e6,
+    compute_s: float = 0.1,
+    data_s: float = 0.0,
+    uneven_s: float = 0.0,
+    modes: tuple[Mode, ...] = ("local",),
+) -> Measured:
+    size = Size(nodes, per_node)
+    ranks = size.ranks
+    comm_s = alpha_s * math.log2(ranks) + 2 * (ranks - 1) / ranks * sent_bytes / bytes_per_s
+    step_s = compute_s + data_s + uneven_s + comm_s
+    return Measured(
+        point=Point(size, 4, 1, comm, modes),
+        step_s=step_s,
+        per_s=4 * ranks / step_s,
+        unit="samples",
+        compute_s=compute_s,
+        data_s=data_s,
+        comm_s=comm_s,
+        uneven_s=uneven_s,
+        gradient_bytes=GRADIENT_BYTES,
+        sent_bytes=sent_bytes,
+    )
+
+
+def test_sizes_go_from_one_rank_over_one_node_to_all() -> None:
+    for sizes in ("1x1 1x8 2x8 4x8", "1x1 2x1 4x1", "1x1 1x2 2x2 4x2 6x2", "1x1 1x4"):
+        nodes, per_node = map(int, sizes.split()[-1].split("x"))
+        assert " ".join(map(str, plan_sizes(nodes, per_node))) == sizes
+
+
+def test_the_largest_size_is_one_run_for_both_series() -> None:
+    points = plan_points(4, 2, local_size=4, comms=["none"])
+    assert [(str(p.size), p.local_size, p.accumulation, p.global_size, p.modes) for p in points] == [
+        ("1x1", 4, 1, 4, ("local",)),
+        ("1x2", 4, 1, 8, ("local",)),
+        ("2x2", 4, 1, 16, ("local",)),
+        ("4x2", 4, 1, 32, ("local", "global")),
+        ("1x1", 4, 8, 32, ("global",)),
+        ("1x2", 4, 4, 32, ("global",)),
+        ("2x2", 4, 2, 32, ("global",)),
+    ]
+
+
+def test_other_ways_of_exchanging_are_tried_where_nodes_are_spanned() -> None:
+    points = plan_points(4, 2, local_size=4, comms=["none", "bf16", "powersgd"])
+    pairs = [(comm, nodes) for comm in ("bf16", "powersgd") for nodes in (2, 4)]
+    assert points[-4:] == [Point(Size(nodes, 2), 4, 1, comm, ("local",)) for comm, nodes in pairs]
+    on_one_node = plan_points(1, 2, local_size=4, comms=["none", "bf16"])
+    assert [str(p.size) for p in on_one_node if p.comm == "bf16"] == ["1x2"]
+
+
+def test_sizes_that_cannot_share_the_global_batch_are_left_out_of_that_series() -> None:
+    points = plan_points(3, 1, local_size=1, comms=["none"])
+    assert [(str(p.size), p.modes) for p in points if "global" in p.modes] == [
+        ("3x1", ("local", "global")),
+        ("1x1", ("global",)),
+    ]
+
+
+POINT = Point(Size(1, 2), local_size=4, accumulation=1, comm="none", modes=("local",))
+WARM_UP: list[dict[str, Any]] = [{"step_time_s": 9.0, "samples_per_s": 1.0, "attempt": 0}] * WARM_UP_LINES
+
+
+def run_with(folder: Path, *step_times_s: float) -> RunDirectory:
+    """A run of two ranks with eight samples a step; rank 1 waits a tenth of a second longer than rank 0."""
+    run = RunDirectory(folder)
+    (run.epochs).mkdir(parents=True)
+    (run.epochs / "attempt_0").touch()
+    lines = [{"step_time_s": one, "samples_per_s": 8 / one, "attempt": 0} for one in step_times_s]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in [*WARM_UP, *lines]))
+    for rank in range(2):
+        heart = Heartbeat()
+        heart.pace = Pace().plus(own_s=0.3 - 0.1 * rank, wait_s=0.1 + 0.1 * rank, data_s=0.05)
+        heart.start(run, 0, BeatSource(rank=rank, host="node1", pid=1), limits=None)
+        heart.stop()
+    return run
+
+
+def test_the_speed_is_that_of_the_step_however_few_lines_there_are(tmp_path: Path) -> None:
+    found = measure(run_with(tmp_path, 0.1, 0.3), POINT)
+    assert found is not None
+    assert (found.step_s, found.per_s) == (pytest.approx(0.2), pytest.approx(8 / 0.2))
+    assert (found.comm_s, found.uneven_s) == (pytest.approx(0.1), pytest.approx(0.05))
+    assert (found.compute_s, found.data_s) == (pytest.approx(0.2), pytest.approx(0.05))
+
+
+def test_nothing_but_the_warm_up_says_nothing(tmp_path: Path) -> None:
+    assert measure(run_with(tmp_path), POINT) is None
+
+
+def test_latency_and_bandwidth_are_found_again() -> None:
+    points = [measured(nodes, 2, alpha_s=0.003, bytes_per_s=12.5e6) for nodes in (1, 2, 4, 8)]
+    model = fit(points)
+    assert model is not None
+    assert model.alpha_s == pytest.approx(0.003, rel=1e-6) and model.bytes_per_s == pytest.approx(12.5e6, rel=1e-6)
+    assert model.comm_s(16, GRADIENT_BYTES) == pytest.approx(points[-1].comm_s)
+
+
+def test_one_size_alone_is_taken_for_bandwidth() -> None:
+    model = fit([measured(2, 1, bytes_per_s=1e6)])
+    assert model is not None
+    assert (model.alpha_s, model.bytes_per_s) == (0.0, pytest.approx(1e6))
+
+
+def test_runs_on_one_node_count_only_where_there_are_no_others() -> None:
+    fast, slow = measured(1, 8, bytes_per_s=1e9), measured(4, 8, bytes_per_s=1e6)
+    mixed, alone = fit([fast, slow]), fit([fast])
+    assert mixed is not None and mixed.bytes_per_s == pytest.approx(1e6)
+    assert alone is not None and alone.bytes_per_s == pytest.approx(1e9)
+
+
+def test_no_part_is_negative() -> None:
+    # Times that fall with the number of ranks fit no model; the least wrong one is taken.
+    points = [measured(2, 1, bytes_per_s=1e6), measured(8, 1, bytes_per_s=4e6)]
+    model = fit(points)
+    assert model is not None and model.alpha_s >= 0 and model.bytes_per_s > 0
+    latency = fit([measured(n, 1, alpha_s=0.01, bytes_per_s=math.inf) for n in (2, 4, 8)])
+    assert latency is not None
+    assert latency.alpha_s == pytest.approx(0.01) and latency.comm_s(16, GRADIENT_BYTES) == pytest.approx(0.04)
+
+
+def test_without_an_exchange_there_is_no_model() -> None:
+    assert fit([measured(1, 1)]) is None
+    assert fit([]) is None
+
+
+def test_a_ring_sends_twice_all_but_one_part() -> None:
+    assert ring_bytes(1, 100.0) == 0.0
+    assert ring_bytes(4, 100.0) == 150.0
+
+
+NODES = (1, 2, 4)
+
+
+def series(**facts: float) -> list[Measured]:
+    """One rank, and one, two and four nodes; within a node the exchange is quick."""
+    inside: dict[str, float] = facts | {"bytes_per_s": 12.5e9}
+    alone = measured(1, 1, compute_s=facts.get("compute_s", 0.1))
+    return [alone, measured(1, 2, **inside), *(measured(nodes, 2, **facts) for nodes in NODES[1:])]  # type: ignore[arg-type]
+
+
+def said(points: Sequence[Measured]) -> str:
+    return "\n".join(verdict(sort_study(points, comm="none")))
+
+
+def test_a_slow_network_is_named_with_its_bandwidth() -> None:
+    text = said(series(bytes_per_s=12.5e6))
+    assert "at 4 nodes x 2 a step takes 800 ms; the network limits: 88% of a step is spent on the exchange" in text
+    assert "each rank sends 8.75 MB per step at an effective 100 Mbit/s, which takes 700 ms" in text
+    assert "more nodes do not pay: 8 would have 1.88x the throughput of 4, and each of them 12% of" in text
+
+
+def test_a_fast_network_lets_more_nodes_pay() -> None:
+    text = said(series(bytes_per_s=12.5e9))
+    assert "computing limits" in text and "nothing else takes a tenth of it" in text
+    assert "more nodes pay: 8 would have 2.00x the throughput of 4, and each of them 100% of what one alone" in text
+
+
+def test_nodes_that_are_slower_together_are_said_so() -> None:
+    pair = [measured(nodes, 2, bytes_per_s=1e6) for nodes in (2, 4)]
+    assert "4 nodes are no faster than one" in said([measured(1, 1), measured(1, 2, bytes_per_s=1e9), *pair])
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"bytes_per_s": 1e9, "data_s": 0.2}, "reading limits: 6"),
+        ({"bytes_per_s": 1e9, "uneven_s": 0.2}, "uneven ranks limit: 6"),
+    ],
+)
+def test_other_limits_are_told_apart(facts: dict[str, float], words: str) -> None:
+    assert words in said(series(**facts))
+
+
+def test_ranks_that_share_what_they_compute_on_limit_each_other() -> None:
+    points = [measured(1, 1, compute_s=0.1), *(measured(nodes, 2, compute_s=0.3, bytes_per_s=1e9) for nodes in NODES)]
+    assert "the ranks of a node limit each other" in said(points)
+    found = shares(sort_study(points, comm="none"))
+    assert found["crowd"] == pytest.approx(2 * found["compute"], rel=1e-6)
+
+
+def test_the_best_way_of_exchanging_is_named_and_compared_with_its_bytes() -> None:
+    others = [
+        measured(4, 2, comm="bf16", sent_bytes=2.5e6),
+        measured(4, 2, comm="powersgd", sent_bytes=2e5),
+    ]
+    study = sort_study([*series(bytes_per_s=12.5e6), *others], comm="none")
+    assert "ddp.comm=powersgd is 6." in "\n".join(verdict(study))
+    text = render_text(study)
+    rows = {
+        line.split()[1]: line.split()
+        for line in text.splitlines()
+        if line.startswith("4x2 ") and "ms" in line and "x" in line
+    }
+    assert {"none", "bf16", "powersgd"} <= set(rows)
+    assert rows["bf16"][-6:-2] == ["2.5", "MB", "350", "ms"], "bytes over bandwidth stands beside what was measured"
+
+
+def test_efficiency_is_throughput_per_rank() -> None:
+    base, one = measured(1, 1), measured(4, 2, bytes_per_s=12.5e6)
+    assert efficiency(one, base) == pytest.approx(base.step_s / one.step_s)
+
+
+def test_a_page_needs_nothing_else_and_its_drawings_are_sound() -> None:
+    study = sort_study([*series(bytes_per_s=12.5e6), measured(4, 2, comm="bf16", sent_bytes=2.5e6)], comm="none")
+    page = render_page(study, title="gpt <1>: from 1 rank to 4 nodes")
+    assert "http" not in page and "<script" not in page and "gpt &lt;1&gt;" in page
+    drawings = page.split("<svg")[1:]
+    assert len(drawings) == 2
+    for drawing in drawings:
+        ElementTree.fromstring(f"<svg{drawing.partition('</svg>')[0]}</svg>")
+
+
+def test_a_study_of_one_rank_alone_has_a_report_too() -> None:
+    assert "computing limits" in render_text(sort_study([measured(1, 1)], comm="none"))
+
+
+def test_numbers_are_for_people() -> None:
+    assert [in_time(s) for s in (12.34, 0.0567, 3e-6)] == ["12.3 s", "56.7 ms", "3 us"]
+    assert [in_bytes(b) for b in (5.25e6, 16, 2e9)] == ["5.25 MB", "16 B", "2 GB"]
+    assert [in_bits(b) for b in (12.5e6, 12.5e9)] == ["100 Mbit/s", "100 Gbit/s"]

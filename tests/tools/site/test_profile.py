@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slurm_train.config.site import SiteFile, read_site
+from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.partitions import NodeGroup, Partition
+from slurm_train.slurm.site import SiteFacts, gather_facts, usable_partitions
+from slurm_train.tools.site.profile import build_profile, open_questions, render_site
+from tests.tools.site.sites import RECORDED, SITES, RecordedRunner, facts_of
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_the_file_of_a_site_is_the_golden_one(site: str) -> None:
+    # After a wanted change: print the new text, read the difference, and put it there.
+    facts = facts_of(site)
+    text = render_site(build_profile(facts, {}), name=site, problems=list(facts.problems))
+    assert text == (GOLDEN / f"{site}.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_what_is_written_is_what_is_read(site: str) -> None:
+    profile = build_profile(facts_of(site), {})
+    text = render_site(profile, name=site, problems=["a: b # c", "two\nlines"])
+    assert read_site(yaml.safe_load(text), name=site) == profile
+
+
+def test_odd_values_survive_the_file() -> None:
+    site = SiteFile(cluster={"account": "0123", "setup": ['echo "a: b" # c', "it's"], "env": {"A": "1", "B": "ü"}})
+    assert read_site(yaml.safe_load(render_site(site, name="odd", problems=[])), name="odd") == site
+
+
+def test_answers_go_into_the_file() -> None:
+    answers = {"partition": "h100", "account": "teaching", "time_limit_min": "300", "network_interface": "ib0"}
+    site = build_profile(facts_of("typed"), answers | {"setup": "module load cuda/12.4"})
+    assert site.cluster == {
+        "partition": "h100",
+        "account": "teaching",
+        "qos": "normal",
+        "gpu_flag": "gpus-per-node",
+        "network_interface": "ib0",
+        "setup": ["module load cuda/12.4"],
+    }
+    assert {name: one.cluster["time_limit_min"] for name, one in site.partitions.items()} == {
+        "a100": 300,
+        "h100": 300,
+        "scavenge": 300,
+    }
+
+
+def test_the_chosen_gpus_decide_a_nodes_share() -> None:
+    site = build_profile(facts_of("mixed_nodes"), {"gpu_type": "nvidia_h100_80gb_hbm3"})
+    assert site.partitions["gpu"].cluster["cpus_per_gpu"] == 112 // 4
+    assert site.partitions["gpu"].cluster["memory_gb_per_gpu"] == 500000 // 4 // 1024
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"partition": "cpu"}, "partition='cpu' is not among them"),
+        ({"account": "nobody"}, "account='nobody' is not among them"),
+        ({"time_limit_min": "two days"}, "time_limit_min='two days' is no number of minutes"),
+        ({"time_limit_min": "0"}, "time_limit_min='0' is no number of minutes"),
+    ],
+)
+def test_an_answer_that_cannot_be_is_refused(answers: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_profile(facts_of("typed"), answers)
+    assert message in caught.value.message and caught.value.hint
+
+
+QUESTIONS = {
+    "devcluster": ["account", "qos"],
+    "gres_only": ["partition", "account"],
+    "mixed_nodes": ["gpu_type", "qos"],
+    "no_accounting": ["account"],
+    "typed": ["partition", "account", "qos"],
+}
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_only_what_slurm_cannot_say_is_asked(site: str) -> None:
+    asked = [question.key for question in open_questions(facts_of(site), {})]
+    assert asked == [*QUESTIONS[site], "time_limit_min", "network_interface", "setup"]
+
+
+def test_an_answer_decides_what_else_is_asked() -> None:
+    asked = [question.key for question in open_questions(facts_of("typed"), {"partition": "scavenge"})]
+    assert asked[:4] == ["partition", "gpu_type", "account", "qos"]
+    asked = [question.key for question in open_questions(facts_of("typed"), {"account": "teaching"})]
+    assert "qos" not in asked
+
+
+def test_partitions_of_others_are_left_out_and_the_default_comes_first() -> None:
+    assert [one.name for one in usable_partitions(facts_of("typed"))] == ["a100", "h100", "scavenge"]
+    assert [one.name for one in usable_partitions(facts_of("mixed_nodes"))] == ["gpu"]
+
+
+def partition(**facts: Any) -> Partition:
+    group = NodeGroup(
+        num_nodes=2, gpus_per_node=0, gpu_type="", cpus_per_node=64, memory_per_node_mb=256000, state="idle"
+    )
+    defaults = {"max_nodes": None, "max_time_min": 60, "default_time_min": None, "groups": (group,)}
+    return Partition(**{"name": "p", "is_default": False, "state": "up", **defaults, **facts})
+
+
+def test_a_site_without_gpus_runs_on_cpus() -> None:
+    site = build_profile(SiteFacts(partitions=[partition(), partition(name="q", is_default=True)]), {})
+    assert site.cluster == {"partition": "q", "gpu_flag": "none"}
+    assert site.partitions["q"].cluster == {"time_limit_min": 60}
+
+
+def test_a_partition_that_is_down_or_empty_is_no_choice() -> None:
+    facts = SiteFacts(partitions=[partition(state="down"), partition(name="empty", groups=())])
+    with pytest.raises(ConfigError, match="no partition that is up"):
+        build_profile(facts, {})
+
+
+def test_commands_that_refuse_are_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "sinfo.txt").write_text((RECORDED / "devcluster" / "sinfo.txt").read_text())
+    facts = gather_facts(SlurmCommands({}, runner=RecordedRunner(tmp_path)), user="me")
+    assert [problem.partition(":")[0] for problem in facts.problems] == ["settings", "partitions", "accounts", "QOS"]
+    site = build_profile(facts, {})
+    assert site.cluster == {"partition": "main", "gpu_flag": "gpus-per-node"}
+    assert site.requeue == "requeue, same job id; Slurm does not say what it does on preemption"
+
+
+def test_without_sinfo_nothing_is_known(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="no sinfo"):
+        gather_facts(SlurmCommands({}, runner=RecordedRunner(tmp_path)), user="me")
+
+
+def test_accounts_of_other_clusters_do_not_count() -> None:
+    assert [one.account for one in facts_of("typed").associations] == ["ml", "teaching"]

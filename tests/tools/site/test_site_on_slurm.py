@@ -1,0 +1,43 @@
+"""`init` on a real Slurm, and a job that asks for what it found."""
+
+from __future__ import annotations
+
+import os
+import pwd
+
+import pytest
+
+from slurm_train.launch.acceptance import slurm_verdict
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.site import gather_facts
+from slurm_train.tools.devcluster.plan import ClusterPlan
+from slurm_train.tools.site.profile import build_profile
+from slurm_train.tools.site.trial import trial_script, try_site
+
+pytestmark = pytest.mark.slurm
+
+
+def test_a_real_cluster_is_read_and_takes_what_was_found(slurm_cluster: ClusterPlan) -> None:
+    commands = SlurmCommands(os.environ)
+    facts = gather_facts(commands, user=pwd.getpwuid(os.getuid()).pw_name)
+    assert facts.problems == []
+    site = build_profile(facts, {})
+    assert (site.cluster["partition"], site.cluster["gpu_flag"], site.cluster["qos"]) == (
+        "main",
+        "gpus-per-node",
+        "normal",
+    )
+    main = site.partitions["main"]
+    assert (main.num_nodes, main.gpus_per_node) == (slurm_cluster.nodes, slurm_cluster.gpus)
+    assert (main.preemption, main.grace_s, site.qos["normal"].preempted_by[0]) == ("requeued", 15.0, "urgent")
+    tried, problems = try_site(
+        site, {one.name: one for one in facts.partitions}, lambda script: slurm_verdict(script, commands)
+    )
+    assert (tried, problems) == (site, [])
+
+
+def test_a_real_slurm_refuses_a_type_that_there_is_not(slurm_cluster: ClusterPlan) -> None:
+    commands = SlurmCommands(os.environ)
+    site = build_profile(gather_facts(commands, user=pwd.getpwuid(os.getuid()).pw_name), {})
+    assert not slurm_verdict(trial_script(site, "main", {"gpu_type": "a100"}), commands).is_accepted
+    assert slurm_verdict(trial_script(site, "main", {"gpu_flag": "gres"}), commands).is_accepted
