@@ -9,11 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE
-from slurm_train.tools.devcluster.cluster import admit_users, bring_up, crash_node, start_node, state_lock, stop_node
-from slurm_train.tools.devcluster.health import cluster_status
+from slurm_train.tools.devcluster.cluster import (
+    admit_users,
+    bring_up,
+    crash_node,
+    require_root,
+    start_node,
+    state_lock,
+    stop_node,
+    tear_down,
+)
+from slurm_train.tools.devcluster.daemons import cluster_status
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
-from slurm_train.tools.devcluster.requirements import require_root
-from slurm_train.tools.devcluster.teardown import tear_down
 
 _EXAMPLES = """\
 examples:

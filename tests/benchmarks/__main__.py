@@ -8,11 +8,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from slurm_train.tools.devcluster.cluster import bring_up
-from slurm_train.tools.devcluster.health import cluster_status
+from slurm_train.tools.devcluster.cluster import bring_up, missing_here, tear_down
+from slurm_train.tools.devcluster.daemons import cluster_status
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
-from slurm_train.tools.devcluster.requirements import missing_here
-from slurm_train.tools.devcluster.teardown import tear_down
 
 _WITHOUT_SLURM = (
     "bench_step_time",

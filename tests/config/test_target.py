@@ -110,7 +110,7 @@ ACTING = (
     *("torch.load", "torch.hub.load", "torch.serialization.load", "torch.utils.cpp_extension.load_inline"),
     *(
         "hydra.utils.call",
-        "slurm_train.tools.devcluster.commands.run_command",
+        "slurm_train.tools.devcluster.system.run_command",
         "slurm_train.slurm.commands.run_process",
     ),
 )

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from slurm_train.tools.devcluster.daemons import node_daemon, record_path
-from slurm_train.tools.devcluster.network import NODE_INTERFACE, host_link
+from slurm_train.tools.devcluster.daemons import daemon_process
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan, load_plan
-from slurm_train.tools.devcluster.processes import read_record
+from slurm_train.tools.devcluster.system import NODE_INTERFACE, host_link
 
 _TABLE = "preflight_faults"
 _HOSTS = Path("/etc/hosts")
@@ -31,8 +30,7 @@ def cluster() -> ClusterPlan:
 
 def slurmd_pid(node: str) -> int:
     """Returns the process of a node's slurmd."""
-    plan = cluster()
-    record = read_record(record_path(plan, name=node_daemon(plan, node=node).name))
+    record = daemon_process(cluster(), f"slurmd-{node}")
     assert record is not None and record.is_alive(), f"{node} has no slurmd"
     return record.pid
 

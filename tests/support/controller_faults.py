@@ -9,23 +9,22 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from slurm_train.tools.devcluster.daemons import central_daemon, record_path, start_daemon
+from slurm_train.tools.devcluster.daemons import daemon_process, start_daemon
 from slurm_train.tools.devcluster.plan import ClusterPlan
-from slurm_train.tools.devcluster.processes import read_record
 from tests.support.waiting import wait_for
 
 
 @contextmanager
 def controller_away(plan: ClusterPlan) -> Iterator[None]:
     """Kills slurmctld and starts it again at the end."""
-    record = read_record(record_path(plan, name="slurmctld"))
+    record = daemon_process(plan, "slurmctld")
     assert record is not None and record.is_alive(), "no slurmctld"
     os.kill(record.pid, signal.SIGKILL)
     wait_for(lambda: not record.is_alive(), within_s=10, what="the end of slurmctld")
     try:
         yield
     finally:
-        start_daemon(plan, daemon=central_daemon(plan, name="slurmctld"))
+        start_daemon(plan, "slurmctld")
 
 
 @contextmanager

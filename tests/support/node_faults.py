@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slurm_train.tools.devcluster.daemons import node_daemon, record_path
-from slurm_train.tools.devcluster.network import NODE_INTERFACE
+from slurm_train.tools.devcluster.daemons import daemon_process
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, load_plan
-from slurm_train.tools.devcluster.processes import read_record
+from slurm_train.tools.devcluster.system import NODE_INTERFACE
 
 
 @contextmanager
@@ -57,6 +56,6 @@ def _inside(node: str) -> list[str]:
     """Returns the words that run a command with the mounts of a node."""
     plan = load_plan(DEFAULT_STATE_DIR)
     assert plan is not None, "no cluster is up"
-    record = read_record(record_path(plan, name=node_daemon(plan, node=node).name))
+    record = daemon_process(plan, f"slurmd-{node}")
     assert record is not None, f"{node} has no slurmd"
     return ["nsenter", f"--target={record.pid}", "--mount", "--"]

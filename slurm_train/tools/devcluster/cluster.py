@@ -1,46 +1,63 @@
-"""Brings a real Slurm up on this machine, and kills or revives one node of it."""
+"""Builds a real Slurm on this machine, removes it completely, and kills or revives one node of it.
+
+`up` builds over nothing that somebody else made; `down` removes a cluster in whatever state it is: whole, half built,
+half dead, or after a reboot.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
+import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.files import write_atomic
-from slurm_train.tools.devcluster import accounting, files, hosts, network
-from slurm_train.tools.devcluster.commands import wait_until
+from slurm_train.tools.devcluster import system
 from slurm_train.tools.devcluster.daemons import (
-    central_daemon,
-    daemon_error,
-    is_running,
-    node_daemon,
-    record_path,
+    add_users,
+    cluster_status,
+    daemon_names,
+    daemon_process,
+    register_cluster,
     start_daemon,
+    wait_for_nodes,
 )
-from slurm_train.tools.devcluster.health import USABLE_STATES, cluster_status, node_states
-from slurm_train.tools.devcluster.plan import ClusterPlan, load_plan
-from slurm_train.tools.devcluster.processes import end_processes, read_record
-from slurm_train.tools.devcluster.render import render_hosts
-from slurm_train.tools.devcluster.requirements import require_free_place, require_packages
-from slurm_train.tools.devcluster.teardown import NETNS_KEPT, tear_down
+from slurm_train.tools.devcluster.plan import SYSTEM_SLURM_CONF, ClusterPlan, configuration, load_plan
 
-_IDLE_TIMEOUT_S = 30.0
+APT_LINE = (
+    "apt-get install --no-install-recommends slurmctld slurmd slurm-client slurmdbd munge mariadb-server iproute2"
+)
+_PROGRAMS = {
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sinfo": "slurm-client",
+    "slurmdbd": "slurmdbd",
+    "munged": "munge",
+    "mariadbd": "mariadb-server",
+    "ip": "iproute2",
+}
 _LOCK_TIMEOUT_S = 60.0
+# Name of the file that says that /run/netns was a mount before us and stays one.
+_NETNS_KEPT = "netns-mount-kept"
+# /dev/null's numbers: a device that exists everywhere and harms nothing when a job opens its "GPU".
+_NULL_DEVICE = os.makedev(1, 3)
+_SYSTEM_NSSWITCH = Path("/etc/nsswitch.conf")
+
+Say = Callable[[str], None]
+"""Takes one line for the user."""
 
 
-def _silent(_: str) -> None:
-    """Says nothing; the default for callers that are not a terminal."""
-
-
-def bring_up(plan: ClusterPlan, *, users: Sequence[str] = (), say: Callable[[str], None] = _silent) -> bool:
+def bring_up(plan: ClusterPlan, *, users: Sequence[str] = (), say: Say = lambda _: None) -> bool:
     """Builds the cluster of a plan and returns when all its nodes are idle.
 
     Args:
         plan: the cluster.
-        users: users that may submit, beside root and every person of this machine.
+        users: users that may submit, added to root and every person of this machine.
         say: gets one line per step.
 
     Returns:
@@ -48,21 +65,72 @@ def bring_up(plan: ClusterPlan, *, users: Sequence[str] = (), say: Callable[[str
 
     Raises:
         ClusterError: a requirement is missing, a cluster of another shape is up, or a step failed; in the last case
-            everything has been taken away again, and the message quotes the log of the daemon concerned.
+            everything has been removed again, and the message quotes the log of the daemon concerned.
     """
-    require_packages()
+    missing = missing_packages()
+    if missing:
+        raise ClusterError(f"devcluster up needs packages that are not here: {', '.join(missing)}", hint=APT_LINE)
     with state_lock(plan.state_dir):
         if _is_up(plan):
-            accounting.add_users(plan, names=users)
+            add_users(plan, names=users)
             return False
-        _clear_remains(plan, say=say)
+        if load_plan(plan.state_dir) is not None:
+            say(f"remove what is left of an earlier cluster in {plan.state_dir}")
+            tear_down(plan.state_dir)
         require_free_place(plan)
+        umask = os.umask(0o022)  # users must be able to read slurm.conf and the plan, whatever root's umask is
         try:
-            with _readable_by_all():
-                _build(plan, users=users, say=say)
+            _build(plan, users=users, say=say)
         except BaseException:
-            _undo(plan, say=say)
+            say("failed: removing what was built")
+            try:
+                tear_down(plan.state_dir)
+            except ClusterError as err:
+                say(f"not everything could be removed: {err}")  # the failure of the build is the error to raise
             raise
+        finally:
+            os.umask(umask)
+    return True
+
+
+def tear_down(state_dir: Path) -> bool:
+    """Ends every process of a cluster, jobs included, and removes all that it made.
+
+    Returns:
+        Whether there was anything to remove.
+
+    Raises:
+        ClusterError: a process does not end, or the directory is not a cluster's state.
+    """
+    plan, hosts = load_plan(state_dir), system.marked_hosts(system.read_hosts())
+    names = plan.node_names if plan else [name for name in hosts if hosts[name] == state_dir and name[:4] == "node"]
+    begun = (state_dir / "plan.json").exists()
+    if state_dir.is_dir() and not begun and any(state_dir.iterdir()):
+        raise ClusterError(f"{state_dir} is not the state of a cluster; nothing removed", hint="give its --state")
+
+    def processes() -> list[system.ProcessRecord]:
+        records = map(system.read_record, (state_dir / "pid").glob("*"))
+        recorded = [record for record in records if record is not None and record.is_alive()]
+        return [*recorded, *system.find_marked(state_dir), *system.processes_inside(names)]
+
+    system.end_processes(processes)
+    if not (names or begun or _is_our_link(state_dir) or state_dir.is_dir()):
+        return False
+    if names:
+        system.remove_network(names)
+        if not (state_dir / _NETNS_KEPT).exists():
+            system.remove_namespace_mount()
+    system.update_hosts({}, state_dir=state_dir)
+    if _is_our_link(state_dir):
+        SYSTEM_SLURM_CONF.unlink()
+    if state_dir.is_dir():
+        # The plan goes last, so that an interrupted removal can be typed again.
+        for entry in sorted(state_dir.iterdir(), key=lambda entry: entry.name == "plan.json"):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        state_dir.rmdir()
     return True
 
 
@@ -71,13 +139,20 @@ def state_lock(state_dir: Path) -> Iterator[None]:
     """Keeps two commands from building and removing at once; leaves no file behind.
 
     Raises:
-        ClusterError: another command still works on it after a minute.
+        ClusterError: another command still holds the lock after a minute.
     """
     state_dir.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(state_dir.parent, os.O_RDONLY | os.O_DIRECTORY)
+
+    def is_locked() -> bool:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
     try:
-        if not wait_until(lambda: _try_lock(descriptor), timeout_s=_LOCK_TIMEOUT_S):
-            raise ClusterError("another devcluster command is at work", hint="wait for it, then type this again")
+        if not system.wait_until(is_locked, timeout_s=_LOCK_TIMEOUT_S):
+            raise ClusterError("another devcluster command is running", hint="wait for it, then type this again")
         yield
     finally:
         os.close(descriptor)
@@ -89,140 +164,189 @@ def admit_users(state_dir: Path, *, names: Sequence[str]) -> None:
     Raises:
         ClusterError: no cluster is up, or this machine has no such user.
     """
-    accounting.add_users(_require_plan(state_dir), names=names)
+    add_users(_require_plan(state_dir), names=names)
 
 
 def stop_node(state_dir: Path, *, node: str) -> None:
     """Kills the slurmd of a node and leaves its jobs' processes running, as a hung node daemon does."""
-    plan = _plan_with_node(state_dir, node)
-    record = read_record(record_path(plan, name=f"slurmd-{node}"))
+    record = daemon_process(_require_plan(state_dir, node), f"slurmd-{node}")
     if record is not None and record.is_alive():
-        end_processes(lambda: [record])
+        system.end_processes(lambda: [record])
 
 
 def crash_node(state_dir: Path, *, node: str) -> None:
     """Kills every process on a node at once, as a power cut does."""
-    _plan_with_node(state_dir, node)
-    end_processes(lambda: network.processes_inside((node,)))
+    _require_plan(state_dir, node)
+    system.end_processes(lambda: system.processes_inside((node,)))
 
 
-def start_node(state_dir: Path, *, node: str, timeout_s: float = _IDLE_TIMEOUT_S) -> None:
+def start_node(state_dir: Path, *, node: str) -> None:
     """Starts the slurmd of a node unless it runs, and waits until slurmctld counts it as usable.
 
     Raises:
-        ClusterError: no such node, or it does not come back within `timeout_s` seconds.
+        ClusterError: no such node, or it is not usable within 30 s.
     """
-    plan = _plan_with_node(state_dir, node)
-    start_daemon(plan, daemon=node_daemon(plan, node=node))
-    _wait_for_nodes(plan, names=(node,), timeout_s=timeout_s)
+    plan = _require_plan(state_dir, node)
+    start_daemon(plan, f"slurmd-{node}")
+    wait_for_nodes(plan, [node])
+
+
+def missing_packages(search_path: str = system.SYSTEM_PATH) -> list[str]:
+    """Returns the Debian packages of which a program is not on the search path."""
+    return [package for program, package in _PROGRAMS.items() if shutil.which(program, path=search_path) is None]
+
+
+def missing_here() -> str:
+    """Returns what this machine lacks for a cluster, in words; "" where nothing."""
+    lacking = [] if os.geteuid() == 0 else ["root"]
+    if packages := missing_packages():
+        lacking.append(f"packages {', '.join(packages)}")
+    return " and ".join(lacking)
+
+
+def require_root(verb: str) -> None:
+    """Checks that this user may make namespaces.
+
+    Raises:
+        ClusterError: not root.
+    """
+    if os.geteuid() != 0:
+        raise ClusterError(
+            f"devcluster {verb} needs root (network namespaces, device files); this is uid {os.geteuid()}",
+            hint="type the same with sudo; packages it needs: " + APT_LINE,
+        )
+
+
+def require_free_place(plan: ClusterPlan) -> None:
+    """Checks that nothing on this machine is in the way of a cluster.
+
+    Raises:
+        ClusterError: there is a slurm.conf, namespace, bridge, host name, route or directory that somebody else made.
+    """
+    hosts, state_dir = system.read_hosts(), plan.state_dir
+    others = set(system.marked_hosts(hosts).values()) - {state_dir}
+    if others:
+        raise ClusterError(
+            f"a cluster with its state in {min(others)} is up; one machine holds one",
+            hint=f"python -m slurm_train devcluster down --state {min(others)}",
+        )
+    if os.path.lexists(SYSTEM_SLURM_CONF) and not _is_our_link(state_dir):
+        raise ClusterError(
+            f"{SYSTEM_SLURM_CONF} exists and is not ours: this machine seems to belong to a cluster",
+            hint="use a machine without Slurm's configuration, or move that file away",
+        )
+    taken = sorted(set(plan.node_names) & system.namespaces()) + sorted({system.BRIDGE} & system.links())
+    taken += system.names_of_others(hosts, plan.addresses)
+    if taken:
+        raise ClusterError(f"names in use on this machine: {', '.join(taken)}", hint="remove or rename them first")
+    route = system.overlapping_route(plan)
+    if route:
+        raise ClusterError(
+            f"the network {plan.subnet}.0/24 is in use on this machine: {route}",
+            hint="take that network down (a VPN, another bridge), or use another machine",
+        )
+    if state_dir.exists() and (not state_dir.is_dir() or any(state_dir.iterdir())):
+        raise ClusterError(f"{state_dir} exists and is not a cluster's state", hint="give another --state")
+    closed = [parent for parent in state_dir.parents if parent.exists() and not parent.stat().st_mode & 0o001]
+    if closed:
+        raise ClusterError(
+            f"other users cannot enter {closed[-1]}, so they could not read {state_dir}/etc/slurm.conf",
+            hint="give a --state that every user can reach",
+        )
+
+
+def require_own(directory: Path) -> None:
+    """Checks that nobody else prepared a directory or may write it: root's daemons read what is in it.
+
+    Raises:
+        ClusterError: another user owns it or may write to it, or it is a link.
+    """
+    status = directory.lstat()
+    is_open = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or is_open:
+        raise ClusterError(
+            f"{directory} belongs to uid {status.st_uid} with mode {stat.filemode(status.st_mode)}: others could write "
+            "the configuration of root's daemons",
+            hint="remove it, or name another place",
+        )
 
 
 def _is_up(plan: ClusterPlan) -> bool:
     status = cluster_status(plan.state_dir)
-    if status is None or not status.is_complete:
+    if status is None or not status.is_complete or not any(status.daemons.values()):
         return False
-    alive = any(status.daemons.values())
-    if alive and status.plan != plan:
+    if status.plan != plan:
         raise ClusterError(
             f"asked for {plan.describe()}, but a cluster of {status.plan.describe()} is up",
             hint=f"python -m slurm_train devcluster down --state {plan.state_dir}",
         )
-    if alive and not status.is_healthy:
+    if not status.is_healthy:
         raise ClusterError(
             f"this cluster is up but not healthy:\n{status.describe()}",
-            hint="`devcluster start-node NAME` revives a node; `devcluster down` and `up` build everything anew",
+            hint="`devcluster start-node NAME` revives a node; `devcluster down` and `up` rebuild everything",
         )
-    return alive
+    return True
 
 
-def _clear_remains(plan: ClusterPlan, *, say: Callable[[str], None]) -> None:
-    """Removes a cluster that was half built or did not survive a reboot."""
-    if load_plan(plan.state_dir) is not None:
-        say(f"remove the remains of an earlier cluster in {plan.state_dir}")
-        tear_down(plan.state_dir)
-
-
-def _undo(plan: ClusterPlan, *, say: Callable[[str], None]) -> None:
-    """Takes a failed build away; what cannot go is said, so that the failure itself stays the error."""
-    say("failed: taking away what was built")
-    try:
-        tear_down(plan.state_dir)
-    except ClusterError as err:
-        say(f"not everything went: {err}")
-
-
-@contextmanager
-def _readable_by_all() -> Iterator[None]:
-    """Lets users read slurm.conf and the plan, whatever the umask of the root who typed `up`."""
-    before = os.umask(0o022)
-    try:
-        yield
-    finally:
-        os.umask(before)
-
-
-def _build(plan: ClusterPlan, *, users: Sequence[str], say: Callable[[str], None]) -> None:
-    had_mount = network.is_namespace_mount()
+def _build(plan: ClusterPlan, *, users: Sequence[str], say: Say) -> None:
+    had_mount = system.is_namespace_mount()
     plan.state_dir.mkdir(parents=True, exist_ok=True)
-    files.require_own(plan.state_dir)
+    require_own(plan.state_dir)
     if had_mount:
-        (plan.state_dir / NETNS_KEPT).touch()
+        (plan.state_dir / _NETNS_KEPT).touch()
     # Before anything outside the directory is touched: `down` works from the plan.
     write_atomic(plan.plan_file, plan.json_text(), mode=0o644)
     say(f"configuration, {plan.gpus} GPU devices per node, munge key -> {plan.state_dir}")
-    files.write_configuration(plan)
-    say(f"bridge {network.BRIDGE} ({plan.controller_address}) and namespaces {plan.nodelist}")
-    hosts.write_hosts(hosts.with_hosts(hosts.read_hosts(), names=render_hosts(plan), state_dir=plan.state_dir))
-    network.build_network(plan)
-    _start_daemons(plan, users=users, say=say)
-    files.link_slurm_conf(plan)
+    _write_configuration(plan)
+    say(f"bridge {system.BRIDGE} and namespaces {', '.join(plan.node_names)}")
+    system.update_hosts(plan.addresses, state_dir=plan.state_dir)
+    system.build_network(plan)
+    say("munged, mariadbd, slurmdbd: authentication and accounting")
+    # Root signs in to the database by its uid, over the socket, without a password.
+    install = ["mariadb-install-db", f"--defaults-file={plan.conf_dir}/mariadb.cnf", "--skip-test-db"]
+    start_daemon(plan, "munged")
+    system.run_command([*install, "--auth-root-authentication-method=socket"], extra=plan.environment, timeout_s=120)
+    start_daemon(plan, "mariadbd")
+    start_daemon(plan, "slurmdbd")
+    register_cluster(plan, users=users)
+    say(f"slurmctld and {plan.nodes} slurmd")
+    for name in daemon_names(plan)[3:]:
+        start_daemon(plan, name)
+    wait_for_nodes(plan, plan.node_names)
+    # Every user's plain `sbatch` finds the cluster by this link.
+    SYSTEM_SLURM_CONF.parent.mkdir(parents=True, exist_ok=True)
+    if not SYSTEM_SLURM_CONF.is_symlink():
+        SYSTEM_SLURM_CONF.symlink_to(plan.slurm_conf)
     write_atomic(plan.ready_file, "", durable=False, mode=0o644)
 
 
-def _start_daemons(plan: ClusterPlan, *, users: Sequence[str], say: Callable[[str], None]) -> None:
-    say("munged, mariadbd, slurmdbd: authentication and accounting")
-    start_daemon(plan, daemon=central_daemon(plan, name="munged"))
-    files.create_database(plan)
-    start_daemon(plan, daemon=central_daemon(plan, name="mariadbd"))
-    start_daemon(plan, daemon=central_daemon(plan, name="slurmdbd"))
-    accounting.register_cluster(plan, users=accounting.users_to_register(users))
-    say(f"slurmctld and {plan.nodes} slurmd")
-    start_daemon(plan, daemon=central_daemon(plan, name="slurmctld"))
-    for node in plan.node_names:
-        start_daemon(plan, daemon=node_daemon(plan, node=node))
-    _wait_for_nodes(plan, names=plan.node_names, timeout_s=_IDLE_TIMEOUT_S)
+def _write_configuration(plan: ClusterPlan) -> None:
+    """Makes the directories, every configuration file, the munge key and the GPU devices."""
+    for name in ("etc", "log", "pid", "run", "spool", "devices", "database"):
+        (plan.state_dir / name).mkdir(mode=0o700 if name == "database" else 0o777, exist_ok=True)
+    nsswitch = _SYSTEM_NSSWITCH.read_text() if _SYSTEM_NSSWITCH.exists() else ""
+    for name, text in configuration(plan, nsswitch=nsswitch).items():
+        # slurmdbd refuses a configuration that others can read.
+        mode = 0o600 if name == "slurmdbd.conf" else 0o644
+        write_atomic(plan.conf_dir / name, text, durable=False, mode=mode)
+    descriptor = os.open(plan.conf_dir / "munge.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(1024))
+    for index in range(plan.gpus):
+        path = plan.state_dir / "devices" / f"gpu{index}"
+        os.mknod(path, 0o666 | stat.S_IFCHR, _NULL_DEVICE)
+        path.chmod(0o666)
 
 
-def _wait_for_nodes(plan: ClusterPlan, *, names: Sequence[str], timeout_s: float) -> None:
-    def unusable() -> list[str]:
-        states = node_states(plan)
-        return [name for name in names if states.get(name) not in USABLE_STATES]
-
-    def is_settled() -> bool:
-        return not unusable() or not all(is_running(plan, name=f"slurmd-{name}") for name in names)
-
-    wait_until(is_settled, timeout_s=timeout_s)
-    for name in unusable():
-        what = f"did not become idle within {timeout_s:.0f} s (sinfo says {node_states(plan).get(name, 'nothing')})"
-        raise daemon_error(plan, name=f"slurmd-{name}", what=what)
+def _is_our_link(state_dir: Path) -> bool:
+    return SYSTEM_SLURM_CONF.is_symlink() and SYSTEM_SLURM_CONF.readlink().is_relative_to(state_dir)
 
 
-def _require_plan(state_dir: Path) -> ClusterPlan:
+def _require_plan(state_dir: Path, node: str | None = None) -> ClusterPlan:
+    """Returns the plan of the cluster that is up, which has the node."""
     plan = load_plan(state_dir)
     if plan is None:
         raise ClusterError(f"no cluster is up in {state_dir}", hint="python -m slurm_train devcluster up")
-    return plan
-
-
-def _plan_with_node(state_dir: Path, node: str) -> ClusterPlan:
-    plan = _require_plan(state_dir)
-    if node not in plan.node_names:
+    if node is not None and node not in plan.node_names:
         raise ClusterError(f"no node {node!r} in this cluster", hint=f"one of {', '.join(plan.node_names)}")
     return plan
-
-
-def _try_lock(descriptor: int) -> bool:
-    with suppress(BlockingIOError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False

@@ -1,6 +1,6 @@
-"""What a one-machine cluster is: a value from which every name, path and configuration line follows.
+"""What a one-machine cluster is: a value from which every name, path and configuration file follows.
 
-A plan does nothing. It is written into the state directory before anything else happens, so that `down` can take away
+A plan does nothing. It is written into the state directory before anything else happens, so that `down` can remove
 whatever a later step made, also when `up` was killed half way.
 """
 
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.files import read_json
+from slurm_train.slurm.nodelist import compact_nodelist
 
 DEFAULT_STATE_DIR = Path("/var/lib/slurm-train-devcluster")
 SYSTEM_SLURM_CONF = Path("/etc/slurm/slurm.conf")
 CONTROLLER = "devcluster-controller"
-MAX_NODES = 64
-MAX_GPUS = 16
+MARK = "SLURM_TRAIN_DEVCLUSTER"
+"""Variable in the environment of every daemon of a cluster, by which its processes are found."""
 _SAFE_PATH = re.compile(r"/[A-Za-z0-9._/+-]{1,70}")
 
 
@@ -26,14 +27,18 @@ _SAFE_PATH = re.compile(r"/[A-Za-z0-9._/+-]{1,70}")
 class ClusterPlan:
     """Shape and place of a one-machine Slurm cluster.
 
+    In `state_dir`: `etc` has the configuration and the munge key, `log` one log for each daemon, `pid` one record of
+    process id and start time for each daemon, `run` the sockets of munged and mariadbd, `spool` the state of slurmctld
+    and slurmd, `database` the data of mariadbd, `devices` the character devices that stand for GPUs.
+
     Raises:
-        ClusterError: a count out of range, or a state directory that Slurm's configuration could not name.
+        ClusterError: a count is out of range, or Slurm's configuration could not name the state directory.
     """
 
     nodes: int
     """Nodes, each with its own network namespace, address and host name (node1, node2, ...)."""
     gpus: int
-    """GPU devices per node; they count and schedule as GPUs but compute nothing."""
+    """GPU devices of each node; they count and schedule as GPUs but compute nothing."""
     state_dir: Path = DEFAULT_STATE_DIR
     """The one directory that holds configuration, logs, pids, spool and database."""
     cpus: int = 64
@@ -44,9 +49,12 @@ class ClusterPlan:
     """First three numbers of the bridge's /24 network; the controller is .1, node1 is .11."""
 
     def __post_init__(self) -> None:
-        """Refuses what could not be built."""
-        _check_count("--nodes", self.nodes, lowest=1, highest=MAX_NODES)
-        _check_count("--gpus", self.gpus, lowest=0, highest=MAX_GPUS)
+        """Checks counts and path."""
+        for flag, value, lowest, highest in (("--nodes", self.nodes, 1, 64), ("--gpus", self.gpus, 0, 16)):
+            if not lowest <= value <= highest:
+                raise ClusterError(
+                    f"{flag} must be from {lowest} to {highest}, got {value}", hint=f"for example {flag} 4"
+                )
         if not _SAFE_PATH.fullmatch(str(self.state_dir)) or ".." in self.state_dir.parts:
             raise ClusterError(
                 f"--state {str(self.state_dir)!r} cannot be named in Slurm's configuration",
@@ -59,18 +67,10 @@ class ClusterPlan:
         return tuple(f"node{index}" for index in range(1, self.nodes + 1))
 
     @property
-    def nodelist(self) -> str:
-        """The nodes as Slurm writes them: "node[1-4]", or "node1"."""
-        return "node1" if self.nodes == 1 else f"node[1-{self.nodes}]"
-
-    @property
-    def controller_address(self) -> str:
-        """IPv4 address of the bridge, where slurmctld and slurmdbd are reached."""
-        return f"{self.subnet}.1"
-
-    def node_address(self, name: str) -> str:
-        """Returns the IPv4 address of a node, e.g. "10.98.76.11" for node1."""
-        return f"{self.subnet}.{10 + int(name.removeprefix('node'))}"
+    def addresses(self) -> dict[str, str]:
+        """Host name -> IPv4 address, the controller's bridge first: {"node1": "10.98.76.11", ...}."""
+        nodes = {name: f"{self.subnet}.{10 + index}" for index, name in enumerate(self.node_names, start=1)}
+        return {CONTROLLER: f"{self.subnet}.1", **nodes}
 
     @property
     def plan_file(self) -> Path:
@@ -93,44 +93,11 @@ class ClusterPlan:
         return self.conf_dir / "slurm.conf"
 
     @property
-    def log_dir(self) -> Path:
-        """One log per daemon."""
-        return self.state_dir / "log"
-
-    @property
-    def pid_dir(self) -> Path:
-        """One record of process id and start time per daemon."""
-        return self.state_dir / "pid"
-
-    @property
-    def run_dir(self) -> Path:
-        """Sockets of munged and mariadbd."""
-        return self.state_dir / "run"
-
-    @property
-    def spool_dir(self) -> Path:
-        """State of slurmctld and the spool of each slurmd."""
-        return self.state_dir / "spool"
-
-    @property
-    def database_dir(self) -> Path:
-        """Data of mariadbd."""
-        return self.state_dir / "database"
-
-    @property
-    def device_dir(self) -> Path:
-        """The character devices that stand for GPUs."""
-        return self.state_dir / "devices"
-
-    @property
-    def munge_socket(self) -> Path:
-        """Socket of our own munged; a munged of the system is left alone."""
-        return self.run_dir / "munge.socket"
-
-    @property
-    def database_socket(self) -> Path:
-        """Socket of our own mariadbd, which listens on nothing else."""
-        return self.run_dir / "mariadb.socket"
+    def environment(self) -> dict[str, str]:
+        """Variables that point commands and daemons to this cluster, and mark them as its processes."""
+        # slurmdbd knows its database's socket from MYSQL_UNIX_PORT alone.
+        socket = f"{self.state_dir}/run/mariadb.socket"
+        return {MARK: str(self.state_dir), "SLURM_CONF": str(self.slurm_conf), "MYSQL_UNIX_PORT": socket}
 
     def describe(self) -> str:
         """Returns the shape in words: "4 nodes x 8 GPUs"."""
@@ -138,21 +105,142 @@ class ClusterPlan:
 
     def json_text(self) -> str:
         """Returns the plan as it is stored; `load_plan` reads it back."""
-        names = ("nodes", "gpus", "cpus", "memory_mb", "subnet")
-        return json.dumps({name: getattr(self, name) for name in names}, indent=2) + "\n"
+        values = asdict(self)
+        del values["state_dir"]
+        return json.dumps(values, indent=2) + "\n"
 
 
 def load_plan(state_dir: Path) -> ClusterPlan | None:
-    """Returns the plan that a state directory holds, or None where there is no whole one."""
+    """Returns the plan that a state directory holds, or None where there is none or only a part of one."""
     value = read_json(state_dir / "plan.json")
-    if value is None:
-        return None
     try:
-        return ClusterPlan(state_dir=state_dir, **value)
+        return None if value is None else ClusterPlan(state_dir=state_dir, **value)
     except (TypeError, ClusterError):
         return None
 
 
-def _check_count(flag: str, value: int, *, lowest: int, highest: int) -> None:
-    if not lowest <= value <= highest:
-        raise ClusterError(f"{flag} {value} cannot be built", hint=f"give a number from {lowest} to {highest}")
+def configuration(plan: ClusterPlan, *, nsswitch: str = "") -> dict[str, str]:
+    """Returns file name -> text of every configuration file; the same plan gives the same bytes.
+
+    Args:
+        plan: the cluster.
+        nsswitch: the machine's nsswitch.conf; the nodes get it with host names from /etc/hosts alone.
+    """
+    nodelist, sockets = compact_nodelist(plan.node_names), 2 if plan.cpus % 2 == 0 else 1
+    shape = f"CPUs={plan.cpus} Sockets={sockets} CoresPerSocket={plan.cpus // sockets} ThreadsPerCore=1"
+    shape += f" RealMemory={plan.memory_mb}" + (f" Gres=gpu:{plan.gpus}" if plan.gpus else "")
+    nodes = "".join(f"NodeName={name} NodeAddr={plan.addresses[name]} {shape}\n" for name in plan.node_names)
+    values = {
+        "state": plan.state_dir,
+        "controller": CONTROLLER,
+        "address": plan.addresses[CONTROLLER],
+        "nodes": nodes,
+        "nodelist": nodelist,
+        "gpu_files": compact_nodelist([f"gpu{index}" for index in range(plan.gpus)]),
+    }
+    texts = {name: text.format(**values) for name, text in _TEMPLATES.items() if name != "gres.conf" or plan.gpus}
+    kept = [line for line in nsswitch.splitlines() if not line.startswith("hosts:")]
+    return {"gres.conf": _HEAD, **texts, "nsswitch.conf": "\n".join([*kept, "hosts: files"]) + "\n"}
+
+
+_HEAD = "# Written by `slurm_train devcluster up`; gone after `down`.\n"
+_TEMPLATES = {
+    "slurm.conf": _HEAD
+    + """\
+ClusterName=devcluster
+SlurmctldHost={controller}({address})
+# On the bridge alone (the controller's name resolves to it) and off the usual ports: others are not disturbed.
+CommunicationParameters=NoCtldInAddrAny
+SlurmctldPort=26817
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CryptoType=crypto/munge
+# A requeued job waits for this window; Slurm's default would be 120 s.
+AuthInfo=cred_expire=5,socket={state}/run/munge.socket
+MpiDefault=none
+MailProg=/bin/true
+StateSaveLocation={state}/spool/slurmctld
+SlurmdSpoolDir={state}/spool/%n
+SlurmctldPidFile={state}/run/slurmctld.pid
+SlurmdPidFile={state}/run/slurmd-%n.pid
+
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+GresTypes=gpu
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+PreemptType=preempt/qos
+PreemptMode=REQUEUE
+JobRequeue=1
+MinJobAge=300
+
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=20
+SlurmctldTimeout=20
+KillWait=5
+# Many ranks that import at once on few cores delay every answer.
+MessageTimeout=20
+BatchStartTimeout=60
+
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={address}
+AccountingStoragePort=26819
+AccountingStoragePass={state}/run/munge.socket
+AccountingStorageEnforce=associations,limits,qos
+AccountingStorageTRES=gres/gpu
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=10
+
+SlurmctldLogFile={state}/log/slurmctld.log
+SlurmdLogFile={state}/log/slurmd-%n.log
+SlurmctldDebug=info
+SlurmdDebug=info
+
+{nodes}PartitionName=main Nodes={nodelist} Default=YES DefaultTime=01:00:00 MaxTime=1-00:00:00
+""",
+    # Device files, since Slurm drains a node whose count of GPUs has no files.
+    "gres.conf": _HEAD
+    + """\
+AutoDetect=off
+NodeName={nodelist} Name=gpu File={state}/devices/{gpu_files}
+""",
+    # Nothing here uses cgroups; the line keeps slurmd from looking for version 2.
+    "cgroup.conf": _HEAD + "CgroupPlugin=cgroup/v1\n",
+    # Only its user may be able to read it (mode 600). libmariadb takes the socket from MYSQL_UNIX_PORT, and the
+    # server knows root by its uid.
+    "slurmdbd.conf": _HEAD
+    + """\
+DbdHost={controller}
+DbdAddr={address}
+DbdPort=26819
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={state}/run/munge.socket
+LogFile={state}/log/slurmdbd.log
+PidFile={state}/run/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm_acct_db
+""",
+    # A socket, no network, and no protection against power loss.
+    "mariadb.cnf": _HEAD
+    + """\
+[server]
+user=root
+datadir={state}/database
+socket={state}/run/mariadb.socket
+pid-file={state}/run/mariadb.pid
+skip-networking
+innodb_buffer_pool_size=64M
+innodb_log_file_size=16M
+innodb_lock_wait_timeout=900
+innodb_flush_log_at_trx_commit=0
+innodb_doublewrite=0
+performance_schema=0
+""",
+}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.tools.devcluster.requirements import missing_here
+from slurm_train.tools.devcluster.cluster import missing_here
 
 _ROOT = Path(__file__).parents[3]
 # Own network, processes, host name, /etc, /run and /var/lib: nothing a cluster does in there is seen outside,

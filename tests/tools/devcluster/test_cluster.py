@@ -1,71 +1,112 @@
-"""What users get from a cluster that is up."""
+"""What `up` refuses to build over and `down` to remove: nothing that somebody else made is touched."""
 
 from __future__ import annotations
 
-import subprocess
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from slurm_train.tools.devcluster.health import cluster_status
-
-pytestmark = pytest.mark.slurm
-
-
-def output_of(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, cwd="/")
-
-
-def test_every_node_has_its_own_name_and_address(slurm_cluster):
-    show = "echo $(hostname) $(ip -4 -brief address show eth0 | awk '{print $3}')"
-    done = output_of("srun", "--nodes=4", "--ntasks-per-node=1", "sh", "-c", show)
-    wanted = [f"{name} {slurm_cluster.node_address(name)}/24" for name in slurm_cluster.node_names[:4]]
-    assert sorted(done.stdout.splitlines()) == wanted, done.stderr
-
-
-def test_nodes_speak_no_ipv6(slurm_cluster):
-    done = output_of("srun", "cat", "/proc/sys/net/ipv6/conf/all/disable_ipv6")
-    assert done.stdout == "1\n", done.stderr
-
-
-def test_gpus_are_given_out_per_job(slurm_cluster):
-    done = output_of("srun", "--gpus-per-node=8", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
-    assert done.stdout == "0,1,2,3,4,5,6,7\n", done.stderr
-
-
-def test_an_unprivileged_user_submits_and_sacct_remembers(slurm_cluster):
-    words = ["sbatch", "--parsable", "--wait", "--output=/dev/null", "--wrap", "id -un"]
-    done = output_of("runuser", "-u", "nobody", "--", *words)
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
-    recorded = output_of("sacct", "--noheader", "--allocations", "--parsable2", "-j", job, "--format=user,state")
-    assert recorded.stdout == "nobody|COMPLETED\n"
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--qos=nonsense", "Invalid qos specification"),
-        ("--partition=nonsense", "Invalid partition name specified"),
-        ("--account=nonsense", "Invalid account or account/partition combination specified"),
-        ("--gpus-per-node=17", "Requested node configuration is not available"),
-    ],
+from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster import cluster, system
+from slurm_train.tools.devcluster.cluster import (
+    APT_LINE,
+    bring_up,
+    missing_packages,
+    require_free_place,
+    require_own,
+    tear_down,
 )
-def test_slurm_refuses_what_the_cluster_has_not(slurm_cluster, flag, message):
-    done = output_of("sbatch", flag, "--wrap", "true")
-    assert done.returncode == 1
-    assert message in done.stderr
+from slurm_train.tools.devcluster.plan import ClusterPlan
+
+_PLAN = ClusterPlan(nodes=2, gpus=1, state_dir=Path("/nowhere/state"))
 
 
-def test_no_mark_of_ours_reaches_a_job(slurm_cluster):
-    done = output_of("srun", "env")
-    assert "SLURM_TRAIN_DEVCLUSTER" not in done.stdout
-    assert f"SLURM_CONF={slurm_cluster.slurm_conf}" in done.stdout.splitlines()
+@pytest.fixture
+def free_machine(tmp_path, monkeypatch):
+    """A machine on which nothing is in the way; the test puts one thing there."""
+    monkeypatch.setattr(cluster, "SYSTEM_SLURM_CONF", tmp_path / "slurm.conf")
+    monkeypatch.setattr(system, "namespaces", set)
+    monkeypatch.setattr(system, "links", set)
+    monkeypatch.setattr(system, "overlapping_route", lambda _: "")
+    monkeypatch.setattr(system, "read_hosts", lambda: "127.0.0.1 localhost\n")
+    return monkeypatch
 
 
-def test_status_is_readable_by_everybody(slurm_cluster):
-    status = cluster_status(slurm_cluster.state_dir)
-    assert status is not None
-    assert status.is_healthy
-    assert (slurm_cluster.conf_dir / "slurmdbd.conf").stat().st_mode & 0o777 == 0o600
-    assert (slurm_cluster.conf_dir / "munge.key").stat().st_mode & 0o777 == 0o600
-    assert slurm_cluster.slurm_conf.stat().st_mode & 0o777 == 0o644
+def refusal(plan: ClusterPlan = _PLAN) -> str:
+    with pytest.raises(ClusterError) as caught:
+        require_free_place(plan)
+    return str(caught.value)
+
+
+def test_missing_packages_are_named_with_the_apt_line(monkeypatch, tmp_path):
+    assert sorted(missing_packages(str(tmp_path))) == sorted(APT_LINE.split()[3:])
+    monkeypatch.setattr(cluster, "missing_packages", lambda: ["slurmdbd", "munge"])
+    with pytest.raises(ClusterError) as caught:
+        bring_up(_PLAN)
+    assert str(caught.value) == f"devcluster up needs packages that are not here: slurmdbd, munge\nhint: {APT_LINE}"
+
+
+def test_a_free_place_and_a_link_of_our_own_are_accepted(free_machine, tmp_path):
+    require_free_place(_PLAN)
+    (tmp_path / "slurm.conf").symlink_to(_PLAN.slurm_conf)
+    require_free_place(_PLAN)
+
+
+def test_a_slurm_conf_of_somebody_else_is_respected(free_machine, tmp_path):
+    (tmp_path / "slurm.conf").write_text("ClusterName=real\n")
+    assert "slurm.conf exists and is not ours" in refusal()
+
+
+def test_names_in_use_are_listed(free_machine):
+    free_machine.setattr(system, "namespaces", lambda: {"node2", "other"})
+    free_machine.setattr(system, "read_hosts", lambda: "10.1.1.1 node1\n")
+    assert refusal().startswith("names in use on this machine: node2, node1\n")
+
+
+def test_a_second_cluster_is_refused_with_the_way_out(free_machine):
+    free_machine.setattr(system, "read_hosts", lambda: "10.1.1.1 node1 # slurm-train-devcluster /tmp/other\n")
+    assert refusal() == (
+        "a cluster with its state in /tmp/other is up; one machine holds one\n"
+        "hint: python -m slurm_train devcluster down --state /tmp/other"
+    )
+
+
+def test_a_network_in_use_is_refused(free_machine):
+    free_machine.setattr(system, "overlapping_route", lambda _: "10.98.0.0/16 dev eth1")
+    assert "the network 10.98.76.0/24 is in use on this machine: 10.98.0.0/16 dev eth1" in refusal()
+
+
+def test_unusable_directories_are_refused(free_machine):
+    assert refusal(ClusterPlan(2, 1, Path("/etc"))).startswith("/etc exists and is not a cluster's state")
+    with TemporaryDirectory(dir="/tmp") as closed:
+        assert refusal(ClusterPlan(2, 1, Path(closed) / "state")).startswith(f"other users cannot enter {closed}, so")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_a_state_directory_that_others_may_write_is_refused(tmp_path, mode):
+    tmp_path.chmod(0o755)
+    require_own(tmp_path)
+    tmp_path.chmod(mode)
+    with pytest.raises(ClusterError, match="others could write"):
+        require_own(tmp_path)
+    tmp_path.chmod(0o700)
+
+
+def test_a_linked_state_directory_and_that_of_another_user_are_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ClusterError, match="others could write"):
+        require_own(tmp_path / "link")
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 12345, 12345)
+        with pytest.raises(ClusterError, match="uid 12345"):
+            require_own(tmp_path)
+
+
+def test_down_removes_nothing_that_is_not_a_clusters_state(tmp_path):
+    assert tear_down(tmp_path / "never") is False
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ClusterError, match="is not the state of a cluster; nothing removed"):
+        tear_down(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()

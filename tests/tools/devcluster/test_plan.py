@@ -1,3 +1,5 @@
+"""The plan and the configuration files made of it; `golden/` is what a person reviews."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -5,57 +7,42 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.tools.devcluster.plan import ClusterPlan, load_plan
+from slurm_train.tools.devcluster.plan import ClusterPlan, configuration, load_plan
+
+_GOLDEN = Path(__file__).parent / "golden"
 
 
 def test_names_and_addresses_follow_from_the_plan():
-    plan = ClusterPlan(nodes=3, gpus=2)
-    assert plan.node_names == ("node1", "node2", "node3")
-    assert plan.nodelist == "node[1-3]"
-    assert plan.controller_address == "10.98.76.1"
-    assert [plan.node_address(name) for name in plan.node_names] == ["10.98.76.11", "10.98.76.12", "10.98.76.13"]
-
-
-def test_one_node_is_a_plain_nodelist():
-    assert ClusterPlan(nodes=1, gpus=0).nodelist == "node1"
+    plan = ClusterPlan(nodes=2, gpus=2)
+    assert plan.node_names == ("node1", "node2")
+    addresses = {"devcluster-controller": "10.98.76.1", "node1": "10.98.76.11", "node2": "10.98.76.12"}
+    assert plan.addresses == addresses
+    assert [ClusterPlan(*shape).describe() for shape in ((1, 1), (2, 0))] == ["1 node x 1 GPU", "2 nodes x 0 GPUs"]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "words"),
-    [(1, 1, "1 node x 1 GPU"), (4, 8, "4 nodes x 8 GPUs"), (2, 0, "2 nodes x 0 GPUs")],
-)
-def test_describe_counts_in_words(nodes, gpus, words):
-    assert ClusterPlan(nodes, gpus).describe() == words
-
-
-@pytest.mark.parametrize(
-    ("nodes", "gpus", "message"),
+    ("shape", "message"),
     [
-        (0, 8, "--nodes 0 cannot be built\nhint: give a number from 1 to 64"),
-        (65, 8, "--nodes 65 cannot be built\nhint: give a number from 1 to 64"),
-        (4, -1, "--gpus -1 cannot be built\nhint: give a number from 0 to 16"),
-        (4, 17, "--gpus 17 cannot be built\nhint: give a number from 0 to 16"),
+        ((0, 8), "--nodes must be from 1 to 64, got 0"),
+        ((65, 8), "--nodes must be from 1 to 64, got 65"),
+        ((4, -1), "--gpus must be from 0 to 16, got -1"),
+        ((4, 17), "--gpus must be from 0 to 16, got 17"),
+        *(
+            ((1, 1, Path(path)), "cannot be named in Slurm's configuration")
+            for path in ("relative", "/with space", "/line\nbreak", "/a/../b", "/quo'te", "/" + "x" * 71, "/")
+        ),
     ],
 )
-def test_counts_out_of_range_are_refused(nodes, gpus, message):
-    with pytest.raises(ClusterError) as caught:
-        ClusterPlan(nodes, gpus)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize("path", ["relative", "/with space", "/line\nbreak", "/a/../b", "/quo'te", "/" + "x" * 71, "/"])
-def test_a_directory_that_slurm_could_not_name_is_refused(path):
-    with pytest.raises(ClusterError, match="cannot be named"):
-        ClusterPlan(1, 1, Path(path))
+def test_what_could_not_be_built_is_refused(shape, message):
+    with pytest.raises(ClusterError, match=message):
+        ClusterPlan(*shape)
 
 
 def test_a_stored_plan_reads_back_equal(tmp_path):
-    plan = ClusterPlan(nodes=2, gpus=3, state_dir=Path("/tmp") / "state")
-    (tmp_path / "plan.json").write_text(plan.json_text())
-    loaded = load_plan(tmp_path)
-    assert loaded is not None
-    assert loaded.json_text() == plan.json_text()
-    assert loaded.state_dir == tmp_path
+    plan = ClusterPlan(nodes=2, gpus=3, state_dir=tmp_path)
+    assert load_plan(tmp_path) is None
+    plan.plan_file.write_text(plan.json_text())
+    assert load_plan(tmp_path) == plan
 
 
 @pytest.mark.parametrize(
@@ -66,5 +53,14 @@ def test_a_plan_that_is_not_whole_counts_as_none(tmp_path, text):
     assert load_plan(tmp_path) is None
 
 
-def test_no_plan_is_none(tmp_path):
-    assert load_plan(tmp_path) is None
+def test_configuration_matches_the_golden_files():
+    texts = configuration(ClusterPlan(nodes=4, gpus=8), nsswitch="passwd: files systemd\nhosts: files mdns4 dns\n")
+    golden = {path.name: path.read_text(encoding="utf-8") for path in _GOLDEN.iterdir()}
+    assert {name: texts[name] for name in golden} == golden
+    assert texts["nsswitch.conf"] == "passwd: files systemd\nhosts: files\n"
+
+
+def test_gpus_are_as_many_files_as_nodes_claim():
+    without, one = (configuration(ClusterPlan(nodes=2, gpus=gpus)) for gpus in (0, 1))
+    assert "Gres=" not in without["slurm.conf"] and "Name=gpu" not in without["gres.conf"]
+    assert "File=/var/lib/slurm-train-devcluster/devices/gpu0\n" in one["gres.conf"]

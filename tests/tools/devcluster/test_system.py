@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slurm_train.errors import ClusterError
+from slurm_train.tools.devcluster.plan import MARK
+from slurm_train.tools.devcluster.system import (
+    ProcessRecord,
+    end_processes,
+    find_marked,
+    marked_hosts,
+    names_of_others,
+    read_process,
+    read_record,
+    run_command,
+    spawn_daemon,
+    succeeds,
+    wait_until,
+    with_hosts,
+)
+
+_STATE = Path("/var/lib/state")
+_NAMES = {"node1": "10.0.0.11", "node2": "10.0.0.12"}
+_LINES = "".join(f"{address}\t{name} # slurm-train-devcluster {_STATE}\n" for name, address in _NAMES.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no-such-program"], "`no-such-program` is not installed"),
+        (["sh", "-c", "echo first >&2; echo last >&2; exit 3"], "failed with exit code 3: last"),
+        (["sh", "-c", "echo only here; exit 1"], "failed with exit code 1: only here"),
+    ],
+)
+def test_a_failure_quotes_command_code_and_last_line(words, message):
+    with pytest.raises(ClusterError) as caught:
+        run_command(words)
+    assert caught.value.message.endswith(message) and "`devcluster " in caught.value.hint
+    assert not succeeds(words)
+
+
+def test_a_command_that_hangs_is_killed():
+    with pytest.raises(ClusterError, match="`sleep 9` did not end within 0 s"):
+        run_command(["sleep", "9"], timeout_s=0.1)
+
+
+def test_commands_do_not_get_the_callers_environment(monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", "/somewhere/else")
+    assert "SLURM_CONF" not in run_command(["env"])
+    assert "SLURM_CONF=/here" in run_command(["env"], extra={"SLURM_CONF": "/here"}).splitlines()
+
+
+def test_waiting_ends_at_the_condition_or_the_deadline():
+    answers = iter([False, False, True])
+    assert wait_until(lambda: next(answers), timeout_s=5, poll_s=0.001)
+    assert not wait_until(lambda: False, timeout_s=0.01, poll_s=0.001)
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    words = ["sh", "-c", "echo said; pwd; exec sleep 60"]
+    spawn_daemon(words, record=tmp_path / "sleeper", log=tmp_path / "log", extra={MARK: str(tmp_path)})
+    started = read_record(tmp_path / "sleeper")
+    assert started is not None
+    yield started
+    end_processes(lambda: [started])
+
+
+def test_a_daemon_has_its_own_session_and_none_of_our_descriptors(daemon, tmp_path):
+    assert daemon.is_alive() and os.getsid(daemon.pid) == daemon.pid
+    targets = {str(Path(f"/proc/{daemon.pid}/fd/{number}").readlink()) for number in (0, 1, 2)}
+    assert targets == {"/dev/null", str(tmp_path / "log")}
+    assert Path(f"/proc/{daemon.pid}/cwd").readlink() == Path("/")
+
+
+def test_a_caller_whose_output_is_a_pipe_ends_at_once(tmp_path):
+    script = (
+        "from pathlib import Path; from slurm_train.tools.devcluster.system import *\n"
+        f"at = Path({str(tmp_path)!r})\n"
+        f"spawn_daemon(['sleep', '60'], record=at / 'r', log=at / 'l', extra={{{MARK!r}: str(at)}})"
+    )
+    started = time.monotonic()
+    try:
+        subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=30)
+        assert time.monotonic() - started < 20
+        assert len(find_marked(tmp_path)) == 1
+    finally:
+        end_processes(lambda: find_marked(tmp_path))
+    assert find_marked(tmp_path) == []
+
+
+def test_a_record_names_one_process_for_good(daemon):
+    assert not ProcessRecord(daemon.pid, daemon.start_ticks - 1).is_alive()
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert read_process(child.pid) is None
+
+
+@pytest.mark.parametrize("text", ["", "12", "a b", "1 2 3"])
+def test_a_torn_record_is_none(tmp_path, text):
+    (tmp_path / "record").write_text(text)
+    assert read_record(tmp_path / "record") is None
+
+
+def test_ending_spares_the_caller_and_its_parents():
+    own = [process for process in (read_process(os.getpid()), read_process(os.getppid())) if process is not None]
+    end_processes(lambda: own, timeout_s=0.2)
+
+
+def test_what_does_not_end_is_named(daemon, monkeypatch):
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    with pytest.raises(ClusterError, match=rf"processes \[{daemon.pid}\] did not end within 0 s"):
+        end_processes(lambda: [daemon], timeout_s=0.1)
+    monkeypatch.undo()
+
+
+def test_a_directory_that_is_gone_is_a_clear_error(tmp_path):
+    with pytest.raises(ClusterError, match="x did not start: no record at"):
+        spawn_daemon(["true"], record=tmp_path / "gone" / "x", log=tmp_path / "log", extra={}, timeout_s=0.1)
+
+
+@pytest.mark.parametrize("text", ["", "127.0.0.1 localhost\n", "127.0.0.1 localhost\n# a remark\n\n::1 ip6\n"])
+def test_host_lines_come_and_go_without_touching_others(text):
+    added = with_hosts(text, _NAMES, state_dir=_STATE)
+    assert added == text + _LINES == with_hosts(added, _NAMES, state_dir=_STATE)
+    assert with_hosts(added, {}, state_dir=_STATE) == text
+    assert with_hosts(text.rstrip("\n"), _NAMES, state_dir=_STATE) == added  # a missing line end joins no lines
+    assert marked_hosts(added) == {"node1": _STATE, "node2": _STATE}
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ("127.0.0.1 localhost\n" + _LINES, []),
+        ("10.9.9.9 box node2\n", ["node2"]),
+        ("10.9.9.9 box # node2\n", []),
+        ("10.9.9.9 node1\n10.9.9.8 node2\n", ["node1", "node2"]),
+    ],
+)
+def test_names_of_somebody_else_are_found(text, taken):
+    assert names_of_others(text, _NAMES) == taken
