@@ -22,7 +22,7 @@ LAYERS = [
     {"errors", "assets", "__init__"},
     {"config"},
     {"slurm", "rundir"},
-    {"launch", "distributed", "models", "data", "checkpoint", "requeue", "metrics", "standing"},
+    {"launch", "distributed", "models", "data", "checkpoint", "supervise", "metrics", "standing"},
     {"train", "estimate"},
     {"tools"},
     {"cli"},
@@ -34,7 +34,7 @@ HOOKS = {("train.preflight", "tools.doctor.preflight")}
 
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
 TORCH_FREE_ROOMS = (
-    *("config", "slurm", "rundir", "launch", "requeue", "cli", "standing", "estimate", "tools"),
+    *("config", "slurm", "rundir", "launch", "supervise", "cli", "standing", "estimate", "tools"),
     *("tools.devcluster", "tools.doctor", "tools.report", "tools.scaling", "tools.site"),
 )
 TORCH_FREE_MODULES = (
@@ -77,7 +77,7 @@ OWN_CLUSTER = "tools.devcluster."
 # machine and whoever waits in an allocation; loader workers, which are made deaf; a tracker's process, whose
 # stdin ends with the run.
 SIGNAL_HANDLERS = {
-    *("requeue.signals", "requeue.supervise", "cli.here", "cli.sweep_here", "cli.interactive"),
+    *("supervise.signals", "supervise.supervisor", "cli.here", "cli.sweep_here", "cli.interactive"),
     *("cli.trackers", "data.mapstyle"),
 }
 # A script's runner is a program of its own, started by its path.
@@ -403,7 +403,12 @@ BREACHES = [
         "launch.a imports submitit.core",
     ),
     ("one module runs Slurm's commands", "cli/a.py", "run(['squeue', '-j', x])\n", "cli.a runs squeue"),
-    ("one module runs Slurm's commands", "requeue/a.py", "run(('scontrol', 'requeue'))\n", "requeue.a runs scontrol"),
+    (
+        "one module runs Slurm's commands",
+        "supervise/a.py",
+        "run(('scontrol', 'requeue'))\n",
+        "supervise.a runs scontrol",
+    ),
     (
         "one module runs Slurm's commands",
         "launch/visibility.py",
@@ -445,7 +450,7 @@ BREACHES = [
 )
 def test_a_breach_is_found(rule: str, file: str, text: str, finding: str, tmp_path: Path) -> None:
     root = tmp_path / PACKAGE
-    for folder in ("cli", "train", "models", "config", "slurm", "rundir", "launch", "requeue", "tools/doctor"):
+    for folder in ("cli", "train", "models", "config", "slurm", "rundir", "launch", "supervise", "tools/doctor"):
         (root / folder).mkdir(parents=True)
         (root / folder / "__init__.py").write_text("")
     (root / "__init__.py").write_text("")

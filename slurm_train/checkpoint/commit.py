@@ -34,9 +34,9 @@ from slurm_train.checkpoint.directory import (
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, digest_of
 from slurm_train.checkpoint.shards import check_size, write_file
 from slurm_train.errors import CheckpointError
+from slurm_train.rundir.attempts import publishing
 from slurm_train.rundir.files import fsync_directory
 from slurm_train.rundir.layout import CheckpointName, list_checkpoints, name_of, parse_name
-from slurm_train.rundir.publishing import publishing
 
 DIRECTORY_MODE = 0o700
 

@@ -23,7 +23,7 @@ from slurm_train.errors import CheckpointError, ConfigError, RunError, SlurmTrai
 from slurm_train.launch.code_index import FileChange, compare_code, index_code, matters, read_index, shorten
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.source import Source, live_file, names_own_code
-from slurm_train.rundir.changes import AcceptedChange, covers_code, covers_config, covers_data, read_changes
+from slurm_train.rundir.events import AcceptedChange, covers_code, covers_config, covers_data, read_changes
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import list_runs

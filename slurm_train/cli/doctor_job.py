@@ -29,8 +29,8 @@ from slurm_train.launch.preparation import write_run_directory
 from slurm_train.launch.script import render_script
 from slurm_train.launch.snapshot import ask_git, read_answers
 from slurm_train.launch.source import read_source
+from slurm_train.rundir.events import fatal_line, read_preflight
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
-from slurm_train.rundir.preflight import fatal_line, read_record
 from slurm_train.slurm.commands import SlurmCommands
 
 _FOLDER = ".doctor"
@@ -126,7 +126,7 @@ def _wait(job_id: str, commands: SlurmCommands) -> None:
 
 def _report(run: RunDirectory, *, as_json: bool) -> int:
     attempts = existing_attempts(run)
-    record = read_record(run, attempts[-1]) if attempts else {}
+    record = read_preflight(run, attempts[-1]) if attempts else {}
     if not record:
         log = run.logs / "batch.log"
         said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:] if log.exists() else []

@@ -28,18 +28,15 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preparation import write_run_directory
 from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.source import Source
-from slurm_train.requeue.end import Site
-from slurm_train.requeue.monitor import Monitor
-from slurm_train.requeue.straggler_watch import straggler_watch
-from slurm_train.requeue.supervise import supervise
-from slurm_train.requeue.watch import hang_of, hang_watchdog, limits_of
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat
+from slurm_train.rundir.jobs import this_process
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import this_process
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import scrubbed
+from slurm_train.supervise.monitor import Monitor, hang_of, hang_watchdog, limits_of, straggler_watch
+from slurm_train.supervise.supervisor import Site, supervise
 
 
 def train_here(

@@ -16,10 +16,9 @@ from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import agree_on_attempt
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, RunError
-from slurm_train.rundir.attempts import AttemptStart, close_attempt
+from slurm_train.rundir.attempts import AttemptStart, begin_round, close_attempt, lobby_secret, note_saved, read_round
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.progress import last_step
-from slurm_train.rundir.rounds import begin_round, lobby_secret, note_saved, read_round
+from slurm_train.rundir.timing import last_step
 
 _NOTHING_TO_DO = -1
 
@@ -114,7 +113,7 @@ def _begin(
 
 def _refuse_changed(run: RunDirectory) -> None:
     from slurm_train.launch.code_index import require_sealed
-    from slurm_train.rundir.private import require_private
+    from slurm_train.rundir.layout import require_private
 
     require_private(run)
     require_sealed(run)

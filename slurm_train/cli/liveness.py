@@ -14,10 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import ClusterError, RunError
-from slurm_train.rundir.jobs import number_of, read_job
+from slurm_train.rundir.files import make_private
+from slurm_train.rundir.jobs import (
+    Holder,
+    number_of,
+    process_lives,
+    read_holder,
+    read_job,
+    release_lock,
+    take_lock,
+    this_process,
+)
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import Holder, process_lives, read_holder, release_lock, take_lock, this_process
-from slurm_train.rundir.private import make_private
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_id import is_job_id
 from slurm_train.slurm.records import JobState

@@ -20,8 +20,7 @@ from slurm_train.cli.painting import Painter, emphasised
 from slurm_train.cli.terminal import takes_escapes
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.ending import has_ended
-from slurm_train.rundir.jobs import read_job
+from slurm_train.rundir.jobs import has_ended, read_job
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lookup import find_run
 from slurm_train.slurm.commands import SlurmCommands

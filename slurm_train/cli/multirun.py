@@ -34,8 +34,8 @@ from slurm_train.launch.snapshot import GitQuestions, read_answers
 from slurm_train.launch.source import Source, read_source, uses_own_code
 from slurm_train.launch.sweep import SweepPlan, plan_sweep
 from slurm_train.launch.sweep_files import write_sweep
+from slurm_train.rundir.jobs import clear_dead
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import clear_dead
 from slurm_train.rundir.sweep import SweepDirectory, submitting
 from slurm_train.slurm.commands import SlurmCommands
 

@@ -8,10 +8,18 @@ from collections.abc import Sequence
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_FAILURE, NodesError, SilentNodesError
-from slurm_train.requeue.best_effort import say
-from slurm_train.rundir.bad_nodes import PARTS, add_bad_nodes, forgive_nodes, list_file
+from slurm_train.rundir.events import (
+    BAD_NODES_PARTS,
+    add_bad_nodes,
+    bad_nodes_of,
+    fatal_line,
+    forgive_nodes,
+    list_file,
+    read_preflight,
+    write_preflight,
+)
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.preflight import bad_nodes, fatal_line, read_record, write_record
+from slurm_train.supervise.monitor import say
 from slurm_train.tools.doctor.finding import Finding
 
 
@@ -27,18 +35,18 @@ def note_unfit(run: RunDirectory, attempt: int, error: NodesError, *, nodes: Seq
         todo=error.hint,
         blames_node=blames,
     )
-    write_record(run, attempt, {"findings": [finding.as_json()], "table": [], "nodes": list(nodes)})
+    write_preflight(run, attempt, {"findings": [finding.as_json()], "table": [], "nodes": list(nodes)})
     return EXIT_FAILURE if blames else error.exit_code
 
 
 def note_nodes(run: RunDirectory, attempt: int, config: RunConfig) -> None:
     """Writes down what an attempt has found out about its nodes; a list that cannot be written costs nobody a run."""
-    record = read_record(run, attempt)
-    found, hours = bad_nodes(record), config.preflight.exclude_bad_nodes_h
+    record = read_preflight(run, attempt)
+    found, hours = bad_nodes_of(record), config.preflight.exclude_bad_nodes_h
     with contextlib.suppress(OSError):
         add_bad_nodes(run, found, hours=hours, now_unix_s=time.time())
         if found and hours > 0:
-            lists = list_file(run).with_name(PARTS)
+            lists = list_file(run).with_name(BAD_NODES_PARTS)
             say(f"later submissions leave out {', '.join(found)} for {hours:g} h; see {lists}")
         if record and not fatal_line(record):
             for node in forgive_nodes(run, record.get("nodes", ()), now_unix_s=time.time()):

@@ -54,7 +54,7 @@ def plan_outputs(
         return []
     from slurm_train.config.hydra_output import AskedRun, read_outputs
     from slurm_train.config.structure import to_mapping
-    from slurm_train.rundir.alias import require_free
+    from slurm_train.rundir.lookup import require_free
 
     asked = [
         AskedRun(
@@ -79,9 +79,8 @@ def make_outputs(outputs: Sequence[RunOutput]) -> None:
     Raises:
         RunError: something has come to lie there, or nothing can be written.
     """
-    from slurm_train.rundir.alias import make_alias
-    from slurm_train.rundir.files import write_atomic
-    from slurm_train.rundir.private import make_private
+    from slurm_train.rundir.files import make_private, write_atomic
+    from slurm_train.rundir.lookup import make_alias
 
     for one in outputs:
         if one.output.folder is not None:

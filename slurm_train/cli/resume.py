@@ -30,9 +30,8 @@ from slurm_train.launch.resources import renewed_warning
 from slurm_train.launch.snapshot import ask_git, read_answers
 from slurm_train.launch.source import read_source
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, require_private
 from slurm_train.rundir.lookup import find_run
-from slurm_train.rundir.private import require_private
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.standing.states import read_states

@@ -127,8 +127,7 @@ def _wait(plans: Mapping[Point, RunPlan], commands: SlurmCommands) -> None:
 
 
 def _report(series: Series, plans: Mapping[Point, RunPlan]) -> int:
-    from slurm_train.rundir.files import write_atomic
-    from slurm_train.rundir.private import make_private
+    from slurm_train.rundir.files import make_private, write_atomic
     from slurm_train.tools.scaling.page import render_page, render_text
     from slurm_train.tools.scaling.study import measure, sort_study
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from slurm_train.errors import RunError
 from slurm_train.launch.code_index import require_sealed
-from slurm_train.requeue.best_effort import say
+from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.marks import FailureMark, leave_mark
 from slurm_train.slurm.environment import node_name
+from slurm_train.supervise.monitor import say
 
 
 def refused_code(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> int | None:

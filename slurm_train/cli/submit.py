@@ -17,10 +17,9 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preparation import write_run_directory
 from slurm_train.launch.script import render_script
 from slurm_train.launch.source import Source
-from slurm_train.rundir.bad_nodes import PARTS, list_file
-from slurm_train.rundir.jobs import record_job
+from slurm_train.rundir.events import BAD_NODES_PARTS, list_file
+from slurm_train.rundir.jobs import clear_dead, record_job
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import clear_dead
 from slurm_train.slurm.commands import SlurmCommands
 
 
@@ -75,7 +74,7 @@ def avoid_bad_nodes(script: str, run: RunDirectory, env: Mapping[str, str]) -> l
     """Returns words for sbatch or salloc that leave out nodes which were found bad lately, and says which."""
     flags = exclude_flags(script, run, env)
     if text := describe(flags, run):
-        note(f"  {text}; see {list_file(run).with_name(PARTS)}")
+        note(f"  {text}; see {list_file(run).with_name(BAD_NODES_PARTS)}")
     return flags
 
 

@@ -27,32 +27,35 @@ from slurm_train.launch.resources import STEP_NAME
 from slurm_train.launch.step import LINGER_S, ORPHAN_LINGER_S, end_step, run_step
 from slurm_train.launch.visibility import require_seen_by_all
 from slurm_train.metrics.trackers.beside import Trackers
-from slurm_train.requeue.best_effort import BestEffort, say
-from slurm_train.requeue.decision import Decision
-from slurm_train.requeue.end import Site
-from slurm_train.requeue.monitor import Monitor, Task
-from slurm_train.requeue.patience import bring_back, with_patience
-from slurm_train.requeue.straggler_watch import straggler_watch
-from slurm_train.requeue.supervise import come_back_later, ignore_stop_signals, supervise
-from slurm_train.requeue.timekeeper import ReadNotice, notice_keeper
-from slurm_train.requeue.told import findings_relay
-from slurm_train.requeue.watch import hang_of, hang_watchdog, limits_of
-from slurm_train.rundir.attempts import AttemptStart
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.attempts import AttemptStart, first_round, newest_round
+from slurm_train.rundir.events import fatal_line, first_mark, read_preflight
+from slurm_train.rundir.files import create_private, read_json
 from slurm_train.rundir.heartbeat import Beat
-from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import this_process
-from slurm_train.rundir.marks import first_mark
-from slurm_train.rundir.notice import Notice
-from slurm_train.rundir.preflight import fatal_line, read_record
-from slurm_train.rundir.private import create_private, require_private
-from slurm_train.rundir.rounds import first_round, newest_round
+from slurm_train.rundir.jobs import this_process
+from slurm_train.rundir.layout import RunDirectory, require_private
+from slurm_train.rundir.timing import Notice
 from slurm_train.slurm.allocation import Allocation, het_job_ids
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import job_environment
 from slurm_train.slurm.preemption import duration_s, end_and_limit, grace_s
 from slurm_train.slurm.records import queue_seconds
 from slurm_train.slurm.step_errors import violent_end
+from slurm_train.supervise.decision import Decision
+from slurm_train.supervise.monitor import (
+    BestEffort,
+    Monitor,
+    ReadNotice,
+    Task,
+    findings_relay,
+    hang_of,
+    hang_watchdog,
+    limits_of,
+    notice_keeper,
+    say,
+    straggler_watch,
+)
+from slurm_train.supervise.scheduler import bring_back, with_patience
+from slurm_train.supervise.supervisor import Site, come_back_later, ignore_stop_signals, supervise
 
 
 def main(words: Sequence[str]) -> int:
@@ -217,7 +220,7 @@ def _read_step_errors(run: RunDirectory, attempt: int) -> str:
     # Ranks that were ended as hung were killed, and srun would name whoever died first.
     if sentence := hang_of(run, attempt):
         return sentence
-    if line := fatal_line(read_record(run, attempt)):
+    if line := fatal_line(read_preflight(run, attempt)):
         return line
     log = run.attempt_logs(first_round(run, attempt)) / "batch.log"
     return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from slurm_train.launch.code_index import shorten
 from slurm_train.launch.provenance import record_environment
-from slurm_train.requeue.best_effort import say
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.supervise.monitor import say
 
 
 def note_surroundings(run: RunDirectory, attempt: int, *, slurm: Callable[[], str | None]) -> threading.Thread:

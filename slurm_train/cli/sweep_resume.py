@@ -21,10 +21,10 @@ from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.snapshot import ask_git, read_answers
 from slurm_train.launch.source import Source, plan_source
 from slurm_train.launch.sweep_files import next_code
-from slurm_train.rundir.changes import AcceptedChange
+from slurm_train.rundir.events import AcceptedChange
 from slurm_train.rundir.files import read_json
+from slurm_train.rundir.jobs import clear_dead
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import clear_dead
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, submitting
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.standing.facts import Standing

@@ -21,13 +21,12 @@ from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.agent import NodeRanks, run_ranks
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, EXIT_WRONG_USE, RunError
 from slurm_train.launch.world import count_visible
-from slurm_train.requeue.orphan import FENCE_EVERY_S
-from slurm_train.requeue.signals import hold_stop_signals, next_stop_signal
+from slurm_train.rundir.attempts import newest_round, was_saved
+from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
-from slurm_train.rundir.marks import first_mark
-from slurm_train.rundir.rounds import newest_round, was_saved
 from slurm_train.slurm.allocation import TaskPlace
+from slurm_train.supervise.signals import FENCE_EVERY_S, hold_stop_signals, next_stop_signal
 
 _LOOK_EVERY_S = 0.5
 

@@ -21,9 +21,8 @@ from slurm_train.config.words import read_names
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, RunError
 from slurm_train.metrics.trackers.catalogue import NAMES, asked_trackers, require_installed
 from slurm_train.metrics.trackers.follow import count_unsent, explain_exit, read_state
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, require_private
 from slurm_train.rundir.lookup import find_run
-from slurm_train.rundir.private import require_private
 from slurm_train.slurm.commands import SlurmCommands
 
 _EXAMPLES = """\

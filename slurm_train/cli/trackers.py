@@ -21,10 +21,10 @@ from slurm_train.metrics.trackers.adapters import TrackedRun, Tracker, open_trac
 from slurm_train.metrics.trackers.beside import Trackers
 from slurm_train.metrics.trackers.catalogue import asked_trackers, require_installed
 from slurm_train.metrics.trackers.follow import TrackerState, follow, load_or_create_state, write_state
-from slurm_train.requeue.best_effort import say
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.sweep import sweep_of
+from slurm_train.supervise.monitor import say
 
 # Below the ranks, whose cores these processes share.
 _NICE = 5

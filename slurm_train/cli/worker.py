@@ -15,10 +15,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from slurm_train.cli.lost_terminal import outlive_terminal
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
 from slurm_train.launch.meeting import is_under_torchrun
-from slurm_train.requeue.orphan import Ties, watch
-from slurm_train.requeue.signals import StopFlag, hold_continue, install, release_continue, was_continued
-from slurm_train.rundir.publishing import end_publishing
+from slurm_train.rundir.attempts import end_publishing
 from slurm_train.slurm.environment import node_name
+from slurm_train.supervise.signals import (
+    StopFlag,
+    Ties,
+    hold_continue,
+    install,
+    orphan_watchdog,
+    release_continue,
+    was_continued,
+)
 from slurm_train.train.preflight import preflight
 
 _COMMIT_S = 5.0
@@ -107,8 +114,8 @@ def _told(path: Path, joined: Joined | None, code: int) -> int:
 
 def _fail(path: Path, env: Mapping[str, str], code: int, message: str) -> NoReturn:
     """Leaves a mark that names the cause, for the supervisor, and ends the process."""
+    from slurm_train.rundir.events import FailureMark, leave_mark
     from slurm_train.rundir.layout import RunDirectory
-    from slurm_train.rundir.marks import FailureMark, leave_mark
 
     if is_under_torchrun(env) and "SLURM_TRAIN_ATTEMPT" not in env:
         # No attempt knows this rank yet.
@@ -144,7 +151,7 @@ def _watch_ties(path: Path, env: Mapping[str, str], parent: int) -> None:
     def on_orphaned() -> None:
         _fail(path, env, EXIT_ORPHANED, f"the process that started it is gone ({_names_of_parents(env)} was killed?)")
 
-    watch(Ties(parent=parent, is_overtaken=is_overtaken, on_orphaned=on_orphaned, on_overtaken=on_overtaken))
+    orphan_watchdog(Ties(parent=parent, is_overtaken=is_overtaken, on_orphaned=on_orphaned, on_overtaken=on_overtaken))
 
 
 def _names_of_parents(env: Mapping[str, str]) -> str:
@@ -225,7 +232,7 @@ def _let_torch_record() -> None:
     # Before torch is imported: what collectives a rank has begun is asked in an autopsy.
     from importlib.metadata import PackageNotFoundError, version
 
-    from slurm_train.requeue.flight import recording_environment
+    from slurm_train.supervise.hang import recording_environment
 
     with contextlib.suppress(PackageNotFoundError):
         for name, value in recording_environment(version("torch")).items():
@@ -235,9 +242,8 @@ def _let_torch_record() -> None:
 def _start_heartbeat(
     run: RunDirectory, attempt: int, config: RunConfig, place: RankPlace, env: Mapping[str, str]
 ) -> Heartbeat:
-    from slurm_train.requeue.watch import limits_of
-    from slurm_train.rundir.clock import AwakeClock
-    from slurm_train.rundir.heartbeat import BeatSource, Heartbeat
+    from slurm_train.rundir.heartbeat import AwakeClock, BeatSource, Heartbeat
+    from slurm_train.supervise.monitor import limits_of
 
     heartbeat = Heartbeat(clock=AwakeClock(was_continued=was_continued))
     if not config.trains:

@@ -2,7 +2,7 @@
 
 This catches a slip and the lazy attack, it is no wall: a configuration names code, a script and lines of shell anyway,
 so one from somebody else deserves the look that their program does. The wall stands around the run directory
-(`rundir.private`), whose frozen configuration is the only one that a job reads.
+(`rundir.layout`), whose frozen configuration is the only one that a job reads.
 """
 
 from __future__ import annotations

@@ -14,11 +14,10 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import SlurmTrainError
 from slurm_train.launch.plan import RunPlan
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import list_runs
-from slurm_train.rundir.notice import read_measured, warning_lead_s
-from slurm_train.rundir.progress import last_lines
+from slurm_train.rundir.timing import read_measured, warning_lead_s
 from slurm_train.slurm.preemption import Preemption
 
 _MOST_RUNS = 20

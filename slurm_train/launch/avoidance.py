@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from slurm_train.errors import ClusterError
-from slurm_train.rundir.bad_nodes import BadNode, read_bad_nodes
+from slurm_train.rundir.events import BadNode, read_bad_nodes
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.nodelist import compact_nodelist, parse_nodelist

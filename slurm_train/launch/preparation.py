@@ -19,10 +19,9 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import link_snapshot, write_snapshot
 from slurm_train.launch.source import Source
 from slurm_train.rundir.attempts import withdraw_result
-from slurm_train.rundir.changes import AcceptedChange, record_change
-from slurm_train.rundir.files import fsync_directory, fsync_file, write_atomic
-from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.private import create_private, make_private, require_private
+from slurm_train.rundir.events import AcceptedChange, record_change
+from slurm_train.rundir.files import create_private, fsync_directory, fsync_file, make_private, write_atomic
+from slurm_train.rundir.layout import RunDirectory, require_private
 
 
 def require_writable(run: RunDirectory) -> None:

@@ -16,8 +16,7 @@ import submitit
 from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
 
 from slurm_train.errors import ClusterError
-from slurm_train.rundir.files import write_durable
-from slurm_train.rundir.private import make_private
+from slurm_train.rundir.files import make_private, write_durable
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.exports import exported
 

@@ -1,16 +1,36 @@
-"""events@<host>.jsonl: what went wrong in a run, or was asked of it, and what was done about it, one line each.
+"""What happens in a run besides its attempts: lines of JSON that rank 0, the supervisor and commands add.
 
-Written by rank 0 and by the supervisor, which may be on different nodes, so each node has a file of its own. Every
-line is durable when the writer goes on, since a rollback counts on it.
+`events@<host>.jsonl` has what went wrong or was asked for, and what was done about it. Its writers may be on different
+nodes, so each node has a file of its own; every line is durable when the writer goes on, since a rollback counts on it.
+`changes.jsonl` has what a person changed in the middle of a run; a line is durable before anything else is written, so
+no checkpoint can come from a change that is not on record. `logs/attempt_<k>/failures@<host>.jsonl` has how ranks
+failed: srun keeps one exit code for all ranks, that of the last one to be killed; the first line names the cause.
+`preflight.json` of an attempt has findings about its nodes; nodes that were found bad are in `bad_nodes@<host>.jsonl`
+of the root, which later submissions of all its runs read. `saves.jsonl` and `exchange.json` are for people: they are
+not made durable, and a disk that refuses them costs no run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from slurm_train.rundir.files import append_shared, read_shared
+from slurm_train.config.secrets import redact
+from slurm_train.rundir.files import (
+    append_line,
+    append_shared,
+    make_private,
+    read_json,
+    read_lines,
+    read_shared,
+    write_atomic,
+)
 from slurm_train.rundir.layout import RunDirectory
 
 CALM_EVENTS = ("stop", "shares")
@@ -37,3 +57,285 @@ def read_events(run: RunDirectory, event: str | None = None) -> list[dict[str, A
 
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedChange:
+    """One change that a person accepted."""
+
+    number: int
+    """Counts the changes of the run, from 1."""
+    step: int
+    """Step of the newest checkpoint at that time; what comes after it is trained with the change."""
+    config: dict[str, list[Any]] = field(default_factory=dict)
+    """Old and new value by dotted key; only keys that change the training."""
+    code: dict[str, Any] | None = None
+    """Old and new digest of the snapshot, and the lines added and removed per file."""
+    data: dict[str, str] | None = None
+    """Old fingerprint of the data set, and the new one, "" where only the ranks can tell."""
+    time_unix_s: float = 0.0
+
+    @property
+    def names(self) -> list[str]:
+        """What was changed: keys, "code", "data"."""
+        return [*self.config, *(["code"] if self.code else []), *(["data"] if self.data else [])]
+
+
+def read_changes(run: RunDirectory) -> list[AcceptedChange]:
+    """Returns the accepted changes of a run, oldest first."""
+    names = AcceptedChange.__dataclass_fields__
+    return [AcceptedChange(**{name: line[name] for name in names if name in line}) for line in read_lines(run.changes)]
+
+
+def record_change(run: RunDirectory, change: AcceptedChange) -> None:
+    """Adds a change; durable when this returns."""
+    append_line(run.changes, {**asdict(change), "time_unix_s": time.time()}, durable=True)
+
+
+def covers_config(changes: list[AcceptedChange], key: str, value: Any) -> bool:
+    """Returns whether the newest accepted change of a key has brought this value."""
+    brought = [change.config[key][1] for change in changes if key in change.config]
+    return bool(brought) and bool(brought[-1] == value)
+
+
+def covers_code(changes: list[AcceptedChange], digest: str) -> bool:
+    """Returns whether the newest accepted change of the code has brought the snapshot with this digest."""
+    brought = [change.code["new"] for change in changes if change.code]
+    return bool(brought) and bool(brought[-1] == digest)
+
+
+def covers_data(changes: list[AcceptedChange], *, old: str, new: str) -> bool:
+    """Returns whether going from one fingerprint of the data set to another was accepted."""
+    return any(change.data["old"] == old and change.data["new"] in ("", new) for change in changes if change.data)
+
+
+def ledger_facts(changes: list[AcceptedChange], ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns what an attempt's start line says of the changes that it is the first to carry; {} where there are none.
+
+    Args:
+        changes: all accepted changes.
+        ledger: the attempts before.
+    """
+    known = max((int(entry.get("changes", 0)) for entry in ledger), default=0)
+    if not changes:
+        return {}
+    fresh = [name for change in changes if change.number > known for name in change.names]
+    return {"changes": changes[-1].number, **({"accepted": fresh} if fresh else {})}
+
+
+class SaveLog:
+    """What became of an attempt's saves.
+
+    Args:
+        run: the run.
+        attempt: number of the attempt.
+        now: the time of day.
+    """
+
+    def __init__(self, run: RunDirectory, attempt: int, *, now: Callable[[], float] = time.time) -> None:
+        self._run, self._attempt, self._now = run, attempt, now
+        self._stalls: dict[int, float] = {}
+
+    def stalled(self, step: int, seconds: float) -> None:
+        """Takes note of how long the save of a step has kept the training waiting."""
+        self._stalls[step] = self._stalls.get(step, 0.0) + seconds
+
+    def ended(self, step: int, *, num_bytes: int, save_s: float, error: str = "") -> None:
+        """Writes the line of a save; a step that had been saved before (no bytes, no error) has its line already.
+
+        Args:
+            step: which one.
+            num_bytes: size of all its files.
+            save_s: from its begin until it was durable, or failed.
+            error: why it failed.
+        """
+        stall_s = self._stalls.pop(step, 0.0)
+        if not num_bytes and not error:
+            return
+        line: dict[str, Any] = {
+            "attempt": self._attempt,
+            "step": step,
+            "bytes": num_bytes,
+            "stall_s": round(stall_s, 6),
+            "save_s": round(save_s, 6),
+            "time_unix_s": self._now(),
+        }
+        with contextlib.suppress(OSError):
+            append_line(self._run.saves, line | ({"error": error} if error else {}))
+
+
+def read_saves(run: RunDirectory) -> list[dict[str, Any]]:
+    """Returns the lines in the order in which the saves ended."""
+    return [line for line in read_lines(run.saves) if isinstance(line.get("step"), int)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeFacts:
+    """What is exchanged at every step."""
+
+    comm: str
+    """`ddp.comm`."""
+    gradient_bytes: float
+    """Of all gradients of one rank."""
+    sent_bytes: float
+    """That a rank gives into exchanges over the network per step, on average."""
+
+
+def write_exchange(run: RunDirectory, attempt: int, facts: ExchangeFacts) -> None:
+    """Writes the facts; rank 0 does. A file system that refuses costs a figure, never the run."""
+    path = run.attempt_logs(attempt) / "exchange.json"
+    with contextlib.suppress(OSError):
+        make_private(path.parent)
+        write_atomic(path, json.dumps(asdict(facts)) + "\n", durable=False)
+
+
+def read_exchange(run: RunDirectory, attempt: int) -> ExchangeFacts | None:
+    """Returns what was written, None where nothing was."""
+    value = read_json(run.attempt_logs(attempt) / "exchange.json")
+    try:
+        return None if value is None else ExchangeFacts(**value)
+    except TypeError:
+        return None
+
+
+def write_preflight(run: RunDirectory, attempt: int, record: Mapping[str, Any]) -> None:
+    """Puts the record of an attempt in the place of an earlier one of the same attempt."""
+    write_atomic(run.preflight(attempt), json.dumps(record) + "\n", durable=False)
+
+
+def read_preflight(run: RunDirectory, attempt: int) -> dict[str, Any]:
+    """Returns the record of an attempt, {} where there is none."""
+    return read_json(run.preflight(attempt)) or {}
+
+
+def finding_lines(record: Mapping[str, Any]) -> list[str]:
+    """Returns one line for each finding, the worst first."""
+    return [str(finding.get("line", "")) for finding in record.get("findings", [])]
+
+
+def codes_of(record: Mapping[str, Any]) -> str:
+    """Returns codes and nodes of all findings in short, e.g. "CLOCK_SKEW node3; LIMITS"; "" where nothing was found."""
+    return "; ".join(f"{found['code']} {found['node']}".strip() for found in record.get("findings", []))
+
+
+def fatal_line(record: Mapping[str, Any]) -> str:
+    """Returns what kept the ranks from starting, in one line; "" where nothing did."""
+    lines = [str(finding["line"]) for finding in record.get("findings", []) if finding.get("level") == "error"]
+    more = f" (and {len(lines) - 1} more: see preflight.json of the attempt)" if len(lines) > 1 else ""
+    return f"{lines[0]}{more}" if lines else ""
+
+
+def named_node(record: Mapping[str, Any]) -> str:
+    """Returns the one node that the worst finding is about, "" where there is none or it is about several."""
+    node = next((str(finding["node"]) for finding in record.get("findings", []) if finding.get("level") == "error"), "")
+    return "" if ", " in node else node
+
+
+def bad_nodes_of(record: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the nodes without which it might have gone well, each with its code and what was seen."""
+    found: dict[str, str] = {}
+    for finding in record.get("findings", []):
+        if finding.get("level") == "error" and finding.get("blames_node"):
+            for node in str(finding["node"]).split(", "):
+                found.setdefault(node, f"{finding['code']}: {finding['seen']}")
+    return found
+
+
+BAD_NODES_FILE, BAD_NODES_PARTS = "bad_nodes.jsonl", "bad_nodes@*.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadNode:
+    """One node that is to be left out."""
+
+    node: str
+    why: str
+    """Code and what was seen."""
+    until_unix_s: float
+
+    def __str__(self) -> str:
+        until = time.strftime("%d %b %H:%M", time.localtime(self.until_unix_s))
+        return f"{self.node} (until {until}; {self.why})"
+
+
+def list_file(run: RunDirectory) -> Path:
+    """Returns the list that a run shares with the others below its root; each node has a part of it."""
+    return run.path.parent.parent / BAD_NODES_FILE
+
+
+def add_bad_nodes(run: RunDirectory, found: Mapping[str, str], *, hours: float, now_unix_s: float) -> None:
+    """Lists nodes.
+
+    Args:
+        run: the run that has found them.
+        found: node -> why.
+        hours: for how long; 0: not at all.
+        now_unix_s: seconds since 1970.
+    """
+    for node, why in found.items() if hours > 0 else ():
+        line = {"node": node, "why": why, "run": str(run.path), "time_unix_s": now_unix_s}
+        append_shared(list_file(run), {**line, "until_unix_s": now_unix_s + 3600 * hours})
+
+
+def forgive_nodes(run: RunDirectory, nodes: Iterable[str], *, now_unix_s: float) -> list[str]:
+    """Takes nodes off the list that were found well; returns those that were on it."""
+    listed = {bad.node for bad in read_bad_nodes(run, now_unix_s=now_unix_s)}
+    well = [node for node in nodes if node in listed]
+    for node in well:
+        facts = {"node": node, "why": "found well", "run": str(run.path), "time_unix_s": now_unix_s}
+        append_shared(list_file(run), {**facts, "until_unix_s": 0.0})
+    return well
+
+
+def read_bad_nodes(run: RunDirectory, *, now_unix_s: float) -> list[BadNode]:
+    """Returns the nodes that are on the list now, the last line about each counting."""
+    found: dict[str, BadNode] = {}
+    try:
+        for line in read_shared(list_file(run)):
+            node, until = str(line.get("node", "")), line.get("until_unix_s")
+            if node and isinstance(until, (int, float)):
+                found[node] = BadNode(node=node, why=str(line.get("why", "")), until_unix_s=float(until))
+    except OSError:
+        return []
+    return [bad for bad in found.values() if bad.until_unix_s > now_unix_s]
+
+
+_LONGEST_MESSAGE = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureMark:
+    """How one rank ended."""
+
+    rank: int
+    host: str
+    exit_code: int
+    message: str
+    """The exception's last line, e.g. "ValueError: no such layer"."""
+    time_unix_s: float = field(default=0.0, compare=False)
+    """When it was left."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}: {self.message}"
+
+
+def leave_mark(run: RunDirectory, attempt: int, mark: FailureMark) -> None:
+    """Adds a rank's mark to its attempt; a run directory that is gone is no second failure."""
+    line = {**asdict(mark), "message": redact(mark.message)[:_LONGEST_MESSAGE], "time_unix_s": time.time()}
+    if run.attempt_logs(attempt).is_dir():
+        append_shared(run.attempt_logs(attempt) / "failures.jsonl", line)
+
+
+def first_mark(run: RunDirectory, attempt: int) -> FailureMark | None:
+    """Returns the earliest mark of an attempt, None where no rank left one."""
+    lines = read_shared(run.attempt_logs(attempt) / "failures.jsonl")
+    if not lines:
+        return None
+    line = min(lines, key=lambda line: float(line["time_unix_s"]))
+    return FailureMark(
+        rank=line["rank"],
+        host=line["host"],
+        exit_code=line["exit_code"],
+        message=line["message"],
+        time_unix_s=line["time_unix_s"],
+    )

@@ -1,7 +1,8 @@
 """Durable writes: what is on disk is either the old content or the new, never half of one.
 
 Temp file in the same directory, fsync, rename, fsync of the directory (POSIX makes only the rename atomic; the
-directory entry itself is durable after its own fsync). Nothing here knows what a run or a checkpoint is.
+directory entry itself is durable after its own fsync). Folders are made 0700 and files 0600, whatever the umask.
+Nothing here knows what a run or a checkpoint is.
 """
 
 from __future__ import annotations
@@ -175,3 +176,47 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+_TAIL_BYTES = 65536
+
+
+def last_lines(path: Path, *, tail_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
+    """Returns the JSON objects at the end of a file of lines, oldest first; whole lines only."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - tail_bytes))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    lines = text.splitlines()
+    if size > tail_bytes:
+        lines = lines[1:]
+    found = []
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def make_private(path: Path) -> None:
+    """Makes a folder and the missing ones above it, each 0700; one that is there already stays as it is.
+
+    Raises:
+        OSError: the file system refuses, or something else is in its place.
+    """
+    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]  # no Path.lexists
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    if not path.is_dir():
+        raise NotADirectoryError(f"{path} is not a directory")
+
+
+def create_private(path: Path) -> None:
+    """Makes an empty file that its user alone may read, or leaves the one that is there; a link is refused."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))

@@ -2,7 +2,9 @@
 
 The loop only sets three fields (0.1 us); a thread writes them twice a second. So a rank that waits in a collective
 still beats, and one that was stopped, or whose interpreter is blocked, does not: the two look different from outside.
-A rank that has stood still for long writes down by itself where its threads are. Imports no torch.
+A rank that has made no progress for long writes down where its threads are. The heartbeat carries the sums of the
+rank's pace: in synchronous training all ranks take the same time for a step, and what tells them apart is how much of
+it was their own work and how much they waited for the others' gradients. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,20 +12,113 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import re
 import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurm_train.rundir.clock import AwakeClock
+from slurm_train.rundir.files import create_private, make_private
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.pace import Pace, pace_from
-from slurm_train.rundir.private import create_private, make_private
+
+_LOOK_AFTER_S = 0.25
+# Shorter stops are no more than a slow step.
+_LEAST_AWAY_S = 2.0
+
+
+class AwakeClock:
+    """Calling it gives seconds that never run backwards; those in which the process was stopped are left out.
+
+    Args:
+        was_continued: whether SIGCONT came since it was last asked; where nobody can tell, no time is left out.
+        monotonic: seconds that go on whatever happens to the process.
+    """
+
+    def __init__(
+        self, *, was_continued: Callable[[], bool] = lambda: False, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.away_s = 0.0
+        """Seconds that the process was stopped for, as far as noticed."""
+        self._was_continued, self._monotonic = was_continued, monotonic
+        self._lock = threading.Lock()
+        self._last = monotonic()
+
+    def __call__(self) -> float:
+        """Returns the time; somebody has to ask at least once a second or two, or busy time cannot be told apart."""
+        with self._lock:
+            now = self._monotonic()
+            gap_s, self._last = now - self._last, now
+            # SIGCONT also comes with every TERM of Slurm, without a stop.
+            if gap_s > _LOOK_AFTER_S and self._was_continued() and gap_s > _LEAST_AWAY_S:
+                self.away_s += gap_s
+            return now - self.away_s
+
+
+PACE_RECORD = struct.Struct("<q5d")
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Sums over the sampled steps of one rank in one attempt, in seconds."""
+
+    samples: int = 0
+    own_s: float = 0.0
+    """Everything but the wait for others: data, forward, backward, update."""
+    own_squared: float = 0.0
+    own_by_wait: float = 0.0
+    """Own time times wait: tells a rank's uneven batches from steps that are long for everybody."""
+    wait_s: float = 0.0
+    """From the last gradient of its own until the reduced ones were there."""
+    data_s: float = 0.0
+    """The part of the own time that waited for data."""
+
+    def plus(self, *, own_s: float, wait_s: float, data_s: float) -> Pace:
+        """Returns the sums with one more step in them."""
+        return Pace(
+            self.samples + 1,
+            self.own_s + own_s,
+            self.own_squared + own_s * own_s,
+            self.own_by_wait + own_s * wait_s,
+            self.wait_s + wait_s,
+            self.data_s + data_s,
+        )
+
+    def since(self, earlier: Pace) -> Pace:
+        """Returns the sums of the steps after an earlier reading."""
+        return Pace(*(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)))
+
+    def as_bytes(self) -> bytes:
+        """Returns the sums as `pace_from` reads them."""
+        return PACE_RECORD.pack(*astuple(self))
+
+    @property
+    def uneven_s(self) -> float:
+        """How much the own time of a step differs from step to step for this rank alone (a standard deviation).
+
+        Where a step is long for this rank only, it waits less in it; where it is long for all, it waits as ever. So
+        the part of the spread that the waits follow is its own.
+        """
+        if self.samples < 2:
+            return 0.0
+        mean_own, mean_wait = self.own_s / self.samples, self.wait_s / self.samples
+        spread = self.own_squared / self.samples - mean_own * mean_own
+        together = self.own_by_wait / self.samples - mean_own * mean_wait
+        return math.sqrt(min(max(-together, 0.0), max(spread, 0.0)))
+
+
+def pace_from(content: bytes, offset: int) -> Pace:
+    """Returns the sums at a place in a heartbeat.
+
+    Raises:
+        struct.error: there are none.
+    """
+    return Pace(*PACE_RECORD.unpack_from(content, offset))
+
 
 PHASES = ("start", "data", "step", "evaluate", "gather", "save", "end")
 """What a rank can be at; "gather" is the exchange after an evaluation, "end" everything after the last save."""
@@ -210,7 +305,7 @@ def read_beats(run: RunDirectory, attempt: int) -> dict[int, Beat]:
     """Returns the newest heartbeat of every rank that has one, by rank."""
     folder = run.attempt_logs(attempt)
     names = (re.fullmatch(r"heartbeat_(\d+)", name) for name in _names(folder))
-    beats = {int(match[1]): _read(folder / match[0]) for match in names if match}
+    beats = {int(match[1]): _read_beat(folder / match[0]) for match in names if match}
     return {rank: beat for rank, beat in sorted(beats.items()) if beat is not None}
 
 
@@ -221,7 +316,7 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _read(path: Path) -> Beat | None:
+def _read_beat(path: Path) -> Beat | None:
     try:
         content = path.read_bytes()
         version, step, marks, phase, settled, beats, written_unix_s = _RECORD.unpack_from(content)

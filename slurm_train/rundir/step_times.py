@@ -1,25 +1,27 @@
-"""How long each rank's steps took: counts in fixed buckets, kept beside the heartbeat, read by `report`.
+"""What the ranks' steps took: a histogram for each rank, and windows in which the ranks are compared.
 
-Adding a step costs a microsecond and no memory. A bucket is a sixteenth of a doubling wide, so a quantile is right to
-2 %. The counts are of one attempt; a rank that is killed loses what it added since the last writing. No torch here.
+`step_times_<r>.json` of an attempt counts a rank's steps in fixed buckets, a sixteenth of a doubling wide, so a
+quantile is right to 2 %. Adding a step costs a microsecond and no memory; a rank that is killed loses what it added
+since the last writing. `stragglers.jsonl` has a line for each window of some seconds: seconds per step of every rank,
+and who held the others up. Nothing depends on either, so none is made durable. No torch here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_train.rundir.files import read_json, write_atomic
+from slurm_train.rundir.files import append_line, last_lines, make_private, read_json, read_lines, write_atomic
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.private import make_private
 
 _PER_DOUBLING = 16
 # From 1 us to 18 hours; what lies outside counts as the nearest.
@@ -141,11 +143,13 @@ def read_step_times(run: RunDirectory, attempt: int) -> list[RankTimes]:
         names = os.listdir(run.attempt_logs(attempt))  # noqa: PTH208  # names are enough
     except OSError:
         return []
-    found = [_read(run.attempt_logs(attempt) / name) for name in names if re.fullmatch(r"step_times_\d+\.json", name)]
+    found = [
+        _read_times(run.attempt_logs(attempt) / name) for name in names if re.fullmatch(r"step_times_\d+\.json", name)
+    ]
     return sorted((times for times in found if times is not None), key=lambda times: times.rank)
 
 
-def _read(path: Path) -> RankTimes | None:
+def _read_times(path: Path) -> RankTimes | None:
     value = read_json(path)
     try:
         if value is None:
@@ -166,3 +170,132 @@ def _bucket(seconds: float) -> int:
 
 def _filled(counts: list[int]) -> dict[int, int]:
     return {bucket: count for bucket, count in enumerate(counts) if count}
+
+
+_DIGITS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPace:
+    """What one rank spent a step on in one window, on average."""
+
+    rank: int
+    host: str
+    own_s: float
+    """Everything but the wait for others."""
+    wait_s: float
+    """Waiting for the others' gradients, once its own were done."""
+    data_s: float
+    """The part of the own time that waited for data."""
+    uneven_s: float
+    """How much the own time differs from step to step for this rank alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Why steps take longer than they would have to, in words."""
+
+    kind: str
+    """"straggler": some ranks hold the others up; "uneven": now one rank, now another; "data": all wait for data."""
+    ranks: tuple[int, ...]
+    """Who it is; empty where it is everybody."""
+    hosts: tuple[str, ...]
+    factor: float
+    """Stragglers: their own time over the others'."""
+    lost_share: float
+    """The part of each step that is lost by it, from 0 to 1."""
+    sentence: str
+    """One line with names and numbers."""
+    advice: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceWindow:
+    """One line of the file."""
+
+    attempt: int
+    begin_unix_s: float
+    end_unix_s: float
+    from_step: int
+    to_step: int
+    samples: int
+    """Steps that were looked at on the rank with the fewest."""
+    ranks: tuple[RankPace, ...]
+    findings: tuple[Finding, ...] = ()
+    """What has held for several windows up to this one."""
+
+
+def append_window(run: RunDirectory, window: PaceWindow) -> None:
+    """Adds a line; a file system that refuses costs a picture, never the run."""
+    hosts = [[host, len(list(same))] for host, same in itertools.groupby(rank.host for rank in window.ranks)]
+    columns = {name: [_short(getattr(rank, name)) for rank in window.ranks] for name in _COLUMNS}
+    line = asdict(window) | {"hosts": hosts, **columns}
+    del line["ranks"]
+    with contextlib.suppress(OSError):
+        append_line(run.stragglers, line)
+
+
+def read_windows(run: RunDirectory) -> list[PaceWindow]:
+    """Returns all windows, oldest first; a line that is none is passed over."""
+    return [window for line in read_lines(run.stragglers) if (window := _window_from(line)) is not None]
+
+
+def newest_window(run: RunDirectory) -> PaceWindow | None:
+    """Returns the newest window without reading the others, None before the first."""
+    windows = (_window_from(line) for line in reversed(last_lines(run.stragglers)))
+    return next((window for window in windows if window is not None), None)
+
+
+_COLUMNS = ("own_s", "wait_s", "data_s", "uneven_s")
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _window_from(line: Mapping[str, Any]) -> PaceWindow | None:
+    try:
+        hosts = [str(host) for host, count in line["hosts"] for _ in range(count)]
+        columns = zip(hosts, *(map(_finite, line[name]) for name in _COLUMNS), strict=True)
+        ranks = tuple(
+            RankPace(rank=rank, host=host, **dict(zip(_COLUMNS, values, strict=True)))
+            for rank, (host, *values) in enumerate(columns)
+        )
+        findings = tuple(_finding_from(finding) for finding in line["findings"])
+        return PaceWindow(
+            **{name: int(line[name]) for name in ("attempt", "from_step", "to_step", "samples")},
+            begin_unix_s=_finite(line["begin_unix_s"]),
+            end_unix_s=_finite(line["end_unix_s"]),
+            ranks=ranks,
+            findings=findings,
+        )
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
+def _finding_from(value: Mapping[str, Any]) -> Finding:
+    return Finding(
+        kind=str(value["kind"]),
+        ranks=tuple(map(int, value["ranks"])),
+        hosts=tuple(map(str, value["hosts"])),
+        factor=_finite(value["factor"]),
+        lost_share=_finite(value["lost_share"]),
+        sentence=str(value["sentence"]),
+        advice=str(value["advice"]),
+    )
+
+
+def all_findings(windows: Sequence[PaceWindow]) -> list[tuple[PaceWindow, Finding]]:
+    """Returns each finding once, with the window in which it was first made."""
+    seen: dict[tuple[Any, ...], tuple[PaceWindow, Finding]] = {}
+    for window in windows:
+        for finding in window.findings:
+            seen.setdefault((window.attempt, finding.kind, finding.ranks), (window, finding))
+    return list(seen.values())

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import change_times, listed
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.marks import first_mark
 from slurm_train.standing.tracebacks import traceback_of, tracebacks
 
 _TAIL_BYTES = 1 << 18

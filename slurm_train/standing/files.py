@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.ending import has_stopped
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat, read_beats
-from slurm_train.rundir.jobs import JobRecord, read_job
+from slurm_train.rundir.jobs import JobRecord, has_stopped, process_lives, read_holder, read_job
 from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
-from slurm_train.rundir.lock import process_lives, read_holder
-from slurm_train.rundir.progress import newest_training_line
-from slurm_train.rundir.stragglers import newest_window
+from slurm_train.rundir.step_times import newest_window
+from slurm_train.rundir.timing import newest_training_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

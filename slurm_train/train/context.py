@@ -16,8 +16,8 @@ from slurm_train.distributed.group import choose_device, shutdown, use_steady_ti
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, ConfigError
-from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.build import set_determinism, set_threads
 from slurm_train.train.start import RankStart
 

@@ -14,7 +14,7 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.errors import DataError, RunError
 from slurm_train.launch.code_index import read_index
 from slurm_train.launch.source import names_own_code
-from slurm_train.rundir.changes import AcceptedChange, covers_code, covers_config, covers_data, read_changes
+from slurm_train.rundir.events import AcceptedChange, covers_code, covers_config, covers_data, read_changes
 from slurm_train.rundir.layout import RunDirectory
 
 if TYPE_CHECKING:

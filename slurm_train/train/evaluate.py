@@ -19,8 +19,8 @@ from slurm_train.data.source import Lengths, SampleSource
 from slurm_train.data.stream import evaluation_batches
 from slurm_train.distributed.place import RankPlace
 from slurm_train.models.objective import Objective
-from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.step import to_device
 
 

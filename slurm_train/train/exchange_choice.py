@@ -12,7 +12,7 @@ from torch import nn
 from slurm_train.config.schema import DdpSection, RunConfig
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
-from slurm_train.rundir.exchange import ExchangeFacts, write_exchange
+from slurm_train.rundir.events import ExchangeFacts, write_exchange
 from slurm_train.train.exchange import Exchange, LocalSteps
 from slurm_train.train.start import RankStart
 

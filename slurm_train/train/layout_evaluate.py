@@ -23,8 +23,8 @@ from slurm_train.data.source import Draw, SampleSource, StreamingSource
 from slurm_train.distributed.context import SequencePart
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.models.objective import Objective, default_sums
-from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.evaluate import broadcast_buffers, measures
 from slurm_train.train.step import to_device
 

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from slurm_train.config.layout import ParallelLayout
 from slurm_train.distributed.context import SequencePart
-from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.step import HasTensors, LateValues, StepFacts, StepResult, to_device
 from slurm_train.train.update import Update, local_part
 

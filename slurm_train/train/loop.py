@@ -18,9 +18,9 @@ from torch import Tensor
 from slurm_train.data.order import DIGEST_MODULUS, samples_digest
 from slurm_train.data.stream import MicroBatch
 from slurm_train.distributed.seeds import mix
-from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.step_times import StepTimes
+from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.exchange import Exchange
 from slurm_train.train.health import Finding, Health
 from slurm_train.train.pace import PaceProbe

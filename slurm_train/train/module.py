@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slurm_train.requeue.signals import StopFlag
+from slurm_train.supervise.signals import StopFlag
 
 STOP, COUNT, LOSS, NON_FINITE = range(4)
 """What the four numbers are: ranks asked to stop, items, sum of losses, micro-batches with a non-finite loss."""

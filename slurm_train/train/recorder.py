@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slurm_train.metrics.progress import Display, Glance
-from slurm_train.rundir.clock import AwakeClock
+from slurm_train.rundir.heartbeat import AwakeClock
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.step import StepResult
 

@@ -23,8 +23,8 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.metrics.trackers.follow import tracker_ids
 from slurm_train.rundir.attempts import check_fence
+from slurm_train.rundir.events import SaveLog
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.saves import SaveLog
 from slurm_train.train.beside import SavingBeside
 from slurm_train.train.continuity import Continuity
 from slurm_train.train.evaluate import broadcast_buffers

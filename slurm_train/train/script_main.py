@@ -69,8 +69,8 @@ def tell_supervisor(run_directory: str, code: int, words: str) -> None:
     """Leaves the mark by which the rank that failed first is named, as ranks that the toolkit trains do."""
     from pathlib import Path
 
+    from slurm_train.rundir.events import FailureMark, leave_mark
     from slurm_train.rundir.layout import RunDirectory
-    from slurm_train.rundir.marks import FailureMark, leave_mark
     from slurm_train.slurm.environment import node_name
 
     env = os.environ

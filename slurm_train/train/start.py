@@ -12,11 +12,10 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import check_gloo_address, open_store
-from slurm_train.requeue.signals import StopFlag
-from slurm_train.requeue.watch import limits_of
-from slurm_train.rundir.clock import AwakeClock
-from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.supervise.monitor import limits_of
+from slurm_train.supervise.signals import StopFlag
 
 if TYPE_CHECKING:
     import torch

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurm_train.checkpoint.agreement import on_rank_zero
-from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.notice import (
+from slurm_train.rundir.timing import (
     Measured,
     Notice,
+    Spent,
     is_worth_saving,
     lead_s,
     read_measured,
     read_notice,
     time_left_s,
 )
-from slurm_train.rundir.timing import Spent
+from slurm_train.supervise.signals import StopFlag
 
 _READ_EVERY_S = 5.0
 

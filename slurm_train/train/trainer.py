@@ -27,7 +27,7 @@ from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics.progress import Display, open_display
 from slurm_train.models.objective import Objective
-from slurm_train.rundir.saves import SaveLog
+from slurm_train.rundir.events import SaveLog
 from slurm_train.rundir.timing import Spent, account_path
 from slurm_train.train.beside import build_saving_beside
 from slurm_train.train.build import (

@@ -100,7 +100,7 @@ def build(kwargs: dict[str, int], tokens: Any, *, accumulation: int, half: bool)
     from slurm_train.data.stream import MicroBatch
     from slurm_train.models.gpt import GPT
     from slurm_train.models.objective import Objective
-    from slurm_train.requeue.signals import StopFlag
+    from slurm_train.supervise.signals import StopFlag
     from slurm_train.train.build import build_ddp, build_optimizer
     from slurm_train.train.module import TrainingModule
     from slurm_train.train.step import StepParts, Stepper

@@ -188,10 +188,10 @@ def our_loop(
     from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.metrics.progress import LineDisplay
-    from slurm_train.requeue.signals import StopFlag
     from slurm_train.rundir.heartbeat import BeatSource, Limits
     from slurm_train.rundir.layout import RunDirectory
     from slurm_train.rundir.timing import Spent
+    from slurm_train.supervise.signals import StopFlag
     from slurm_train.train.build import build_optimizer
     from slurm_train.train.start import RankStart
     from slurm_train.train.trainer import Built, RankRun, build_loop

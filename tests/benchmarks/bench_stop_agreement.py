@@ -146,7 +146,7 @@ def bare(hidden: int, layers: int, batch: int) -> Step:
 
 def with_rider(hidden: int, layers: int, batch: int) -> Step:
     """Returns a step that agrees through the rider of the training's own module."""
-    from slurm_train.requeue.signals import StopFlag
+    from slurm_train.supervise.signals import StopFlag
     from slurm_train.train.module import STOP, TrainingModule
 
     objective = SummedLoss(make_model(hidden, layers))

@@ -19,7 +19,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
-from slurm_train.rundir.progress import newest_training_line
+from slurm_train.rundir.timing import newest_training_line
 from slurm_train.slurm.commands import SlurmCommands
 from tests.campaigns.cancel_trials import FORMS, PHASES, STEP_S, Aftermath, Trial, plan_trials, trains, what_is_wrong
 from tests.campaigns.result import Result

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
-from slurm_train.rundir.progress import newest_training_line
+from slurm_train.rundir.timing import newest_training_line
 
 STEP_S = 0.02
 

@@ -45,8 +45,8 @@ _WARM = (
     "slurm_train.checkpoint.state",
     "slurm_train.config.frozen",
     "slurm_train.launch.meeting",
-    "slurm_train.requeue.watch",
-    "slurm_train.rundir.marks",
+    "slurm_train.supervise.monitor",
+    "slurm_train.rundir.events",
     "slurm_train.train.trainer",
 )
 

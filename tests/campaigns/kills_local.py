@@ -26,13 +26,12 @@ from slurm_train.checkpoint.directory import newest_verified
 from slurm_train.config.frozen import load_config
 from slurm_train.launch.local import LocalRanks
 from slurm_train.launch.meeting import probe_port
-from slurm_train.requeue.end import Site
-from slurm_train.requeue.supervise import supervise
 from slurm_train.rundir.attempts import AttemptStart
+from slurm_train.rundir.events import first_mark
+from slurm_train.rundir.jobs import this_process
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import this_process
-from slurm_train.rundir.marks import first_mark
 from slurm_train.slurm.environment import scrubbed
+from slurm_train.supervise.supervisor import Site, supervise
 from tests.campaigns.checker import check
 from tests.campaigns.fork_server import ForkedRank, ForkServer
 from tests.campaigns.history import Fault, History, Seen, look, read_history

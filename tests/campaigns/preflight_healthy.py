@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import read_preflight
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.preflight import read_record
 from tests.campaigns.on_slurm import at_work
 from tests.campaigns.result import Result
 from tests.campaigns.trial import Trial, say, sum_up
@@ -44,7 +44,7 @@ def make_trial(person: Person, number: int, *, seed: int) -> Trial:
         wait_until_finished(run, within_s=_PATIENCE_S)
     except AssertionError as err:
         return Trial(what=what, problems=(str(err).partition("\n")[0],), seconds={})
-    record = read_record(run, 0)
+    record = read_preflight(run, 0)
     took_s, waited_s = (float(record.get(name, 0.0)) for name in ("seconds", "waited_s"))
     problems = tuple(problems_of(run, record))
     said = f"{what}, looked for {took_s:.2f} s, {waited_s:.2f} s of them until the last rank had come"

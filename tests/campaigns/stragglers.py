@@ -16,7 +16,7 @@ from pathlib import Path
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.stragglers import read_windows
+from slurm_train.rundir.step_times import read_windows
 from tests.campaigns.on_slurm import PATIENCE_S, Tally
 from tests.campaigns.result import Result
 from tests.support.command_line import TINY, TINY_MODULE, Person, new_project

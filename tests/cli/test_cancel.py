@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.lock import Holder, take_lock
+from slurm_train.rundir.jobs import Holder, take_lock
 
 
 @pytest.mark.parametrize("word", ["PENDING", "RUNNING", "COMPLETING"])

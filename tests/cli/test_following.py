@@ -14,8 +14,8 @@ from slurm_train.cli.following import wait_for_log
 from slurm_train.cli.log_choice import choose_log
 from slurm_train.errors import ClusterError, RunError
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
+from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.marks import FailureMark, leave_mark
 from slurm_train.slurm.queue_view import QueueView
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.standing.test_tracebacks import ONE

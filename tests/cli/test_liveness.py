@@ -11,9 +11,8 @@ import pytest
 
 from slurm_train.cli.liveness import active_of, look_at, submitting, writing
 from slurm_train.errors import RunError
-from slurm_train.rundir.jobs import read_job
+from slurm_train.rundir.jobs import Holder, read_job, take_lock
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import Holder, take_lock
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.command_line import Person

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.marks import FailureMark, leave_mark
+from slurm_train.rundir.events import FailureMark, leave_mark
 from tests.standing.test_tracebacks import ONE
 from tests.support.run_facts import attempt
 

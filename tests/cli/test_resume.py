@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.lock import Holder, take_lock, this_process
+from slurm_train.rundir.jobs import Holder, take_lock, this_process
 from slurm_train.rundir.timing import Spent, account_path
 from tests.support.run_facts import attempt
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slurm_train.distributed.flight import shortened
-from slurm_train.requeue.flight import not_come, read_flight, waited_for_in
+from slurm_train.supervise.hang import not_come, read_flight, waited_for_in
 from tests.support.rank_pair import run_pair
 
 # Rank 1 stays away from the third all-reduce until rank 0 has told what it knows.
@@ -17,7 +17,7 @@ PROGRAM = """
 import json, os, torch
 import torch.distributed as dist
 from slurm_train.distributed.flight import newest_collectives
-from slurm_train.requeue.flight import read_flight
+from slurm_train.supervise.hang import read_flight
 from tests.support.waiting import wait_for
 dist.init_process_group("gloo")
 rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import fatal_line, read_preflight
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.preflight import fatal_line, read_record
 from slurm_train.tools.devcluster.plan import ClusterPlan
 from tests.support.command_line import REPOSITORY, TINY, Person, new_project
 from tests.support.slurm_runs import all_logs, job_state, losses, wait_until_finished, wait_until_step
@@ -54,7 +54,7 @@ def test_an_allocation_is_made_and_given_back(person: Person) -> None:
     run = only_run(person)
     assert done.code == 0, done.out + done.err + all_logs(run)
     assert json.loads(run.result.read_text())["world_size"] == 4
-    assert read_record(run, 0)["table"], "the nodes were looked at"
+    assert read_preflight(run, 0)["table"], "the nodes were looked at"
     assert "step 12" in done.out and "salloc: Relinquishing job allocation" in done.err
     job = json.loads(run.job.read_text())["job_ids"][-1]
     wait_for(lambda: job_state(job) == "COMPLETED", within_s=30, what="the end of the allocation")
@@ -154,5 +154,5 @@ def test_a_container_is_requeued_from_outside(person: Person, image: str) -> Non
     wait_until_finished(run, within_s=PATIENCE_S)
     assert sorted(losses(run)) == list(range(1, 41))
     assert read_ledger(run)[0]["action"] == "requeue"
-    records = [read_record(run, attempt) for attempt in (0, 1)]
+    records = [read_preflight(run, attempt) for attempt in (0, 1)]
     assert all(record["table"] and not fatal_line(record) for record in records), "inside an image as well"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.preflight import read_record
+from slurm_train.rundir.events import read_preflight
 from slurm_train.rundir.sweep import SweepDirectory, read_table
 from tests.campaigns.arrays import restarts
 from tests.support.command_line import TINY, Person, new_project
@@ -42,7 +42,7 @@ def test_an_element_that_loses_a_rank_continues_and_the_others_never_notice(
         ["done"],
         ["failed", "done"],
     ]
-    assert all(read_record(run, 0)["table"] for run in runs), "the nodes of each element were looked at"
+    assert all(read_preflight(run, 0)["table"] for run in runs), "the nodes of each element were looked at"
     assert all(sorted(losses(run)) == list(range(1, 13)) for run in runs)
     assert [set(restarts(job).values()) for job, _ in lines] == [{0}, {0}]
     assert "4 runs: 4 finished" in person.types("status", sweep.sweep_id).out

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.launch.avoidance import can_avoid, describe, exclude_flags, keep_off, listed_among
-from slurm_train.rundir.bad_nodes import add_bad_nodes
+from slurm_train.rundir.events import add_bad_nodes
 from slurm_train.rundir.layout import RunDirectory
 from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.fakes.slurm_programs import SlurmPrograms

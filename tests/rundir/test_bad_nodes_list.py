@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.bad_nodes import PARTS, add_bad_nodes, forgive_nodes, list_file, read_bad_nodes
+from slurm_train.rundir.events import BAD_NODES_PARTS, add_bad_nodes, forgive_nodes, list_file, read_bad_nodes
 from slurm_train.rundir.layout import RunDirectory
 
 
@@ -43,7 +43,7 @@ def test_the_last_word_about_a_node_counts(run: RunDirectory) -> None:
 
 def test_with_no_hours_nothing_is_written(run: RunDirectory) -> None:
     add_bad_nodes(run, {"node3": "x"}, hours=0.0, now_unix_s=0.0)
-    assert not list(list_file(run).parent.glob(PARTS))
+    assert not list(list_file(run).parent.glob(BAD_NODES_PARTS))
 
 
 def test_lines_that_make_no_sense_are_passed_over(run: RunDirectory) -> None:
@@ -53,5 +53,5 @@ def test_lines_that_make_no_sense_are_passed_over(run: RunDirectory) -> None:
 
 def test_the_list_is_its_users_alone(run: RunDirectory) -> None:
     add_bad_nodes(run, {"node3": "x"}, hours=1.0, now_unix_s=0.0)
-    (part,) = list_file(run).parent.glob(PARTS)
+    (part,) = list_file(run).parent.glob(BAD_NODES_PARTS)
     assert part.stat().st_mode & 0o077 == 0

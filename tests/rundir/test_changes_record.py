@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
-from slurm_train.rundir.changes import (
+from slurm_train.rundir.events import (
     AcceptedChange,
     covers_code,
     covers_config,

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from slurm_train.requeue.signals import hold_continue, release_continue, was_continued
-from slurm_train.rundir.clock import AwakeClock
+from slurm_train.rundir.heartbeat import AwakeClock
+from slurm_train.supervise.signals import hold_continue, release_continue, was_continued
 
 
 class Time:
@@ -71,8 +71,8 @@ def test_a_continued_process_is_told_once() -> None:
 
 PROGRAM = """
 import sys, threading, time
-from slurm_train.requeue.signals import hold_continue, was_continued
-from slurm_train.rundir.clock import AwakeClock
+from slurm_train.supervise.signals import hold_continue, was_continued
+from slurm_train.rundir.heartbeat import AwakeClock
 hold_continue()
 clock = AwakeClock(was_continued=was_continued)
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # a thread that could swallow the signal

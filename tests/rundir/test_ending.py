@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.ending import has_ended
+from slurm_train.rundir.jobs import has_ended
 from slurm_train.rundir.layout import RunDirectory
 from tests.support.run_facts import RunFacts, attempt
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import RunError
-from slurm_train.rundir import lock
-from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import (
+from slurm_train.rundir import jobs as lock
+from slurm_train.rundir.jobs import (
     Holder,
     clear_dead,
     process_lives,
@@ -21,6 +20,7 @@ from slurm_train.rundir.lock import (
     take_lock,
     this_process,
 )
+from slurm_train.rundir.layout import RunDirectory
 
 DEAD = Holder(job_id=None, host=socket.gethostname(), pid=4_194_300, started="1")
 JOB = Holder(job_id="12", host="node1", pid=5, started="100")
@@ -152,9 +152,9 @@ STARTER = """
 import sys
 from pathlib import Path
 from slurm_train.errors import RunError
-from slurm_train.rundir import lock
+from slurm_train.rundir import jobs as lock
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import process_lives, take_lock, this_process
+from slurm_train.rundir.jobs import process_lives, take_lock, this_process
 run = RunDirectory(Path(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.readline()

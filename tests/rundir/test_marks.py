@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slurm_train.rundir.events import FailureMark, first_mark, leave_mark
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.marks import FailureMark, first_mark, leave_mark
 
 
 def test_the_earliest_mark_is_the_cause(tmp_path: Path) -> None:

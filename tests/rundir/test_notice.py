@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.notice import (
+from slurm_train.rundir.timing import (
     Ask,
     Measured,
     Notice,
+    Spent,
+    account_path,
     is_worth_saving,
     lead_s,
     notice_path,
@@ -19,7 +21,6 @@ from slurm_train.rundir.notice import (
     warning_lead_s,
     write_notice,
 )
-from slurm_train.rundir.timing import Spent, account_path
 
 HOUR = 3600.0
 LEADS = [

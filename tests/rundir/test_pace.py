@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from slurm_train.rundir.pace import Pace, pace_from
+from slurm_train.rundir.heartbeat import Pace, pace_from
 
 
 def summed(*steps: tuple[float, float]) -> Pace:

@@ -11,11 +11,10 @@ import pytest
 
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
-from slurm_train.rundir.files import append_line, write_atomic, write_durable
-from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import take_lock, this_process
-from slurm_train.rundir.marks import FailureMark, first_mark, leave_mark
-from slurm_train.rundir.private import create_private, make_private, require_private
+from slurm_train.rundir.events import FailureMark, first_mark, leave_mark
+from slurm_train.rundir.files import append_line, create_private, make_private, write_atomic, write_durable
+from slurm_train.rundir.jobs import take_lock, this_process
+from slurm_train.rundir.layout import RunDirectory, require_private
 
 SOMEBODY = 12345
 

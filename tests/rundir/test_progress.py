@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.files import append_line
-from slurm_train.rundir.progress import last_lines, newest_training_line
+from slurm_train.rundir.files import append_line, last_lines
+from slurm_train.rundir.timing import newest_training_line
 
 
 def test_the_newest_line_with_a_loss_counts(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from slurm_train.rundir import publishing
+from slurm_train.rundir import attempts as publishing
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_nothing_is_published_after_it() -> None:
 _WORKER = """
 import os, threading
 from slurm_train.cli.worker import _leave
-from slurm_train.rundir.publishing import publishing
+from slurm_train.rundir.attempts import publishing
 
 began = threading.Event()
 

@@ -7,11 +7,21 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.attempts import AttemptStart, attempt_secret, check_fence, open_attempt, read_ledger
+from slurm_train.rundir.attempts import (
+    AttemptStart,
+    attempt_secret,
+    begin_round,
+    check_fence,
+    first_round,
+    lobby_secret,
+    newest_round,
+    open_attempt,
+    read_ledger,
+    read_round,
+)
+from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.files import append_line
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.marks import FailureMark, leave_mark
-from slurm_train.rundir.rounds import begin_round, first_round, lobby_secret, newest_round, read_round
 
 SUPERVISOR = AttemptStart(job_id="77", restart_count=2, nodes=("node1", "node2"), world_size=6)
 RANKS = AttemptStart(job_id=None, restart_count=0, nodes=("node2", "node1"), world_size=6)

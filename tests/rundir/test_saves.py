@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slurm_train.rundir.events import SaveLog, read_saves
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.saves import SaveLog, read_saves
 
 
 def test_a_save_has_a_line_with_its_size_stall_and_duration(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.stragglers import (
+from slurm_train.rundir.step_times import (
     Finding,
     PaceWindow,
     RankPace,

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.marks import FailureMark, leave_mark
 from slurm_train.standing.failure import find_failure, first_failed_rank
 from tests.standing.test_tracebacks import LONG, ONE
 from tests.support.run_facts import attempt

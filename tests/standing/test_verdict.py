@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.lock import Holder, take_lock, this_process
-from slurm_train.rundir.stragglers import Finding, PaceWindow, append_window
+from slurm_train.rundir.jobs import Holder, take_lock, this_process
+from slurm_train.rundir.step_times import Finding, PaceWindow, append_window
 from slurm_train.slurm.queue_view import Look
 from slurm_train.standing.facts import Standing, Subject, standing_of
 from slurm_train.standing.files import read_files

@@ -137,8 +137,8 @@ def _rank_run(case: dict[str, Any], *, rank: int, ranks: int) -> Any:
     from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.estimate.memory import facts_of
-    from slurm_train.requeue.signals import StopFlag
     from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.supervise.signals import StopFlag
     from slurm_train.train.start import RankStart
     from slurm_train.train.trainer import RankRun
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.config.schema import CheckpointSection, OptimSection, RunConfig, RunSection
-from slurm_train.rundir.stragglers import Finding, PaceWindow, RankPace
+from slurm_train.rundir.step_times import Finding, PaceWindow, RankPace
 from slurm_train.tools.report.attempts import Verdict
 from slurm_train.tools.report.page import Document
 from slurm_train.tools.report.run import run_document

@@ -12,8 +12,8 @@ import pytest
 
 from slurm_train.checkpoint.directory import verify
 from slurm_train.metrics.writer import read_metrics
+from slurm_train.rundir.events import read_saves
 from slurm_train.rundir.layout import RunDirectory, list_checkpoints
-from slurm_train.rundir.saves import read_saves
 from slurm_train.rundir.step_times import read_step_times
 from tests.support.small_checkpoints import steps_in
 from tests.support.warm_ranks import start_rank

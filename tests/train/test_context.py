@@ -17,8 +17,8 @@ from slurm_train.config.schema import RunConfig, TrainSection
 from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
-from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.context import TaskContext, run_task
 from slurm_train.train.start import RankStart
 from tests.support.process_groups import leave_group

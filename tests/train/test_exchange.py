@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from slurm_train.config.schema import DdpSection, RunConfig
 from slurm_train.distributed.place import RankPlace
-from slurm_train.requeue.signals import StopFlag
+from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.build import build_ddp
 from slurm_train.train.exchange_choice import build_exchange, fitting_buckets
 from slurm_train.train.module import TrainingModule

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurm_train.rundir.heartbeat import Heartbeat
-from slurm_train.rundir.pace import Pace
+from slurm_train.rundir.heartbeat import Heartbeat, Pace
 from slurm_train.train.pace import PaceProbe
 from tests.support.rank_pair import run_pair
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.marks import first_mark
 from slurm_train.train import script_main
 
 

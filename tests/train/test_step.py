@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from slurm_train.config.schema import DdpSection, OptimSection
 from slurm_train.errors import SlurmTrainError
 from slurm_train.models.objective import Objective
-from slurm_train.requeue.signals import StopFlag
+from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.build import build_ddp, build_optimizer
 from slurm_train.train.health import refuse
 from slurm_train.train.module import TrainingModule

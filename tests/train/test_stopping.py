@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from slurm_train.checkpoint.directory import verify
-from slurm_train.requeue.signals import StopFlag
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.layout import RunDirectory, list_checkpoints
-from slurm_train.rundir.notice import Notice, read_measured, write_notice
-from slurm_train.rundir.timing import Spent
+from slurm_train.rundir.timing import Notice, Spent, read_measured, write_notice
+from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.stopping import Stopping
 from tests.train.test_background_saving import config_of, digest_of, lines_of, train
 

@@ -12,7 +12,7 @@ import pytest
 from slurm_train.checkpoint.directory import newest_verified, read_manifest
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.tensors import tensor_shapes
-from slurm_train.rundir.changes import AcceptedChange, record_change
+from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.layout import RunDirectory, list_checkpoints
 
 pytestmark = pytest.mark.distributed

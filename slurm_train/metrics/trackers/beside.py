@@ -20,8 +20,8 @@ from types import TracebackType
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_WRONG_USE
 from slurm_train.metrics.trackers.follow import count_unsent, explain_exit, read_state
 from slurm_train.rundir.events import append_event
+from slurm_train.rundir.files import create_private, make_private
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
-from slurm_train.rundir.private import create_private, make_private
 
 _POLL_S, _CLOSING_POLL_S = 0.5, 0.1
 _SHORTEST_TRY_S = 2.0

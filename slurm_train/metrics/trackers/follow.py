@@ -20,9 +20,8 @@ from pathlib import Path
 
 from slurm_train.metrics.trackers.adapters import Line, Outcome, Tracker
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.files import fsync_directory, read_json, size_of, write_atomic
+from slurm_train.rundir.files import fsync_directory, make_private, read_json, size_of, write_atomic
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.private import make_private
 
 _POLL_S = 1.0
 _MOST_LINES = 200

@@ -20,8 +20,8 @@ from slurm_train.distributed.meeting import Meeting
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import allow_files
 from slurm_train.errors import PreflightError
+from slurm_train.rundir.events import write_preflight
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.preflight import write_record
 from slurm_train.tools.doctor import gather
 from slurm_train.tools.doctor.diagnose import diagnose
 from slurm_train.tools.doctor.evidence import Asked, Evidence, PortFacts
@@ -190,7 +190,7 @@ class _Preflight:
         found = [one.as_json() for one in findings]
         record = {"findings": found, "table": table, "seconds": seconds, "waited_s": waited_s}
         # Nobody is found well by a word that is said while ranks are waited for.
-        write_record(self.start.run, self.start.attempt, {**record, "nodes": [node.node for node in evidence.nodes]})
+        write_preflight(self.start.run, self.start.attempt, {**record, "nodes": [node.node for node in evidence.nodes]})
 
     @property
     def own_address(self) -> str:

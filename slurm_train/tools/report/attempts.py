@@ -12,9 +12,8 @@ from typing import Any
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import CALM_EVENTS
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.progress import last_lines
 from slurm_train.rundir.timing import account_path, read_account
 from slurm_train.slurm.nodelist import compact_nodelist
 from slurm_train.tools.report.page import Block, as_float, duration, hours, moment, number, setting, share, table, text

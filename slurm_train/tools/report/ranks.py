@@ -11,8 +11,7 @@ from itertools import groupby
 from statistics import fmean, median
 from typing import Any
 
-from slurm_train.rundir.step_times import Histogram, RankTimes
-from slurm_train.rundir.stragglers import PaceWindow, all_findings
+from slurm_train.rundir.step_times import Histogram, PaceWindow, RankTimes, all_findings
 from slurm_train.tools.report.curves import Curve, in_unit, plot
 from slurm_train.tools.report.page import Block, duration, moment, share, table, text
 

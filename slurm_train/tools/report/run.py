@@ -16,13 +16,10 @@ from slurm_train.checkpoint.directory import check_sizes, survey
 from slurm_train.errors import SlurmTrainError
 from slurm_train.launch.provenance import environment_of
 from slurm_train.metrics.series import Series, read_series
-from slurm_train.rundir.changes import read_changes
-from slurm_train.rundir.events import read_events
+from slurm_train.rundir.events import read_changes, read_events, read_saves
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory, name_of
-from slurm_train.rundir.saves import read_saves
-from slurm_train.rundir.step_times import read_step_times
-from slurm_train.rundir.stragglers import read_windows
+from slurm_train.rundir.step_times import read_step_times, read_windows
 from slurm_train.tools.report.attempts import (
     Bar,
     Verdict,

@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from slurm_train.config.batch import recut_batch
-from slurm_train.rundir.exchange import read_exchange
+from slurm_train.rundir.events import read_exchange
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.layout import RunDirectory, existing_attempts

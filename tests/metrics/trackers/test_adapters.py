@@ -14,8 +14,8 @@ import pytest
 
 from slurm_train.config.schema import MlflowSection, TrackioSection, TrackSection, WandbSection
 from slurm_train.metrics.trackers.adapters import numbers_of, wandb_mode
+from slurm_train.rundir.jobs import take_lock, this_process
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.lock import take_lock, this_process
 from slurm_train.rundir.sweep import Element, SweepDirectory, write_table
 from tests.support.command_line import Person
 from tests.support.tracked_runs import (

@@ -17,8 +17,8 @@ from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.distributed.meeting import Meeting
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, PreflightError
+from slurm_train.rundir.events import fatal_line, read_preflight
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.preflight import fatal_line, read_record
 from slurm_train.tools.doctor import gather as gathering
 from slurm_train.tools.doctor import preflight
 from slurm_train.tools.doctor.facts import NodeFacts, Trouble
@@ -81,7 +81,7 @@ def all_ranks(starts: list[PreflightStart]) -> list[Mapping[str, str] | Prefligh
 def test_healthy_ranks_find_nothing_and_leave_a_record(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     where = point()
     assert all_ranks([start(run, rank, where) for rank in range(WORLD)]) == [{}, {}, {}]
-    record = read_record(run, 0)
+    record = read_preflight(run, 0)
     assert record["findings"] == [] and record["nodes"] == ["node1"]
     assert record["table"][0].startswith("NODE") and record["table"][1].split()[:2] == ["node1", "0-2"]
     assert capsys.readouterr().err == ""
@@ -91,7 +91,7 @@ def test_healthy_ranks_find_nothing_and_leave_a_record(run: RunDirectory, capsys
 def test_every_rank_hears_of_an_error_and_of_its_kind(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     where = point()
     found = all_ranks([start(run, rank, where, gpus=2) for rank in range(WORLD)])
-    assert {str(err).replace("\nhint: ", "; ") for err in found} == {fatal_line(read_record(run, 0))}
+    assert {str(err).replace("\nhint: ", "; ") for err in found} == {fatal_line(read_preflight(run, 0))}
     assert str(found[0]).startswith("GPU_COUNT node1: 2 GPUs are visible to the ranks, 3 were asked for\nhint: ")
     assert "preflight: error: GPU_COUNT node1" in capsys.readouterr().err
     # On a node that may be to blame it is tried again, elsewhere if possible.
@@ -104,7 +104,7 @@ def test_a_rank_that_is_told_another_number_says_so_by_itself(run: RunDirectory)
     with pytest.raises(PreflightError, match="the task that Slurm calls rank 2 has RANK=0") as caught:
         run_preflight(its)
     assert caught.value.exit_code == EXIT_WRONG_USE and time.monotonic() - began_s < 5
-    assert fatal_line(read_record(run, 0)) == str(caught.value).replace("\nhint: ", "; ")
+    assert fatal_line(read_preflight(run, 0)) == str(caught.value).replace("\nhint: ", "; ")
 
 
 def test_measuring_is_part_of_it_on_request(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_measuring_is_part_of_it_on_request(run: RunDirectory, monkeypatch: pyte
     starts = [start(run, rank, where) for rank in range(WORLD)]
     measured = [replace(its, config=replace(its.config, preflight=PreflightSection(bandwidth=True))) for its in starts]
     assert all_ranks(measured) == [{}, {}, {}]
-    assert "WORK" in read_record(run, 0)["table"][0]
+    assert "WORK" in read_preflight(run, 0)["table"][0]
 
 
 def test_a_fault_of_the_preflight_itself_stops_nothing(
@@ -126,7 +126,7 @@ def test_a_fault_of_the_preflight_itself_stops_nothing(
     where = point()
     assert all_ranks([start(run, rank, where) for rank in range(WORLD)]) == [{}, {}, {}]
     assert "preflight: what node1 is like is not known: RuntimeError: a mistake" in capsys.readouterr().err
-    assert read_record(run, 0)["nodes"] == [], "nobody is found well"
+    assert read_preflight(run, 0)["nodes"] == [], "nobody is found well"
     monkeypatch.setattr("slurm_train.tools.doctor.preflight.ProbeServer", fail)
     assert run_preflight(start(run, 0, point())) == {}
     assert "preflight: not finished, the ranks start without it: RuntimeError: a mistake" in capsys.readouterr().err
@@ -137,7 +137,7 @@ def test_ranks_that_never_come_are_named_when_the_time_is_over(run: RunDirectory
     found = all_ranks([start(run, rank, where) for rank in range(WORLD - 1)])
     assert {type(err) for err in found} == {PreflightError}
     assert str(found[0]).startswith("NODE_MISSING node1: ranks of it have not come within 1 s and left no word\nhint: ")
-    record = read_record(run, 0)
+    record = read_preflight(run, 0)
     assert 1.0 <= record["waited_s"] <= record["seconds"]
 
 
@@ -150,7 +150,7 @@ def test_a_port_that_was_taken_meanwhile_is_told_and_the_next_one_serves(run: Ru
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = point(ports=[taken.getsockname()[1], free_port()])
         assert all_ranks([start(run, rank, where) for rank in range(WORLD)]) == [{}, {}, {}]
-    (finding,) = read_record(run, 0)["findings"]
+    (finding,) = read_preflight(run, 0)["findings"]
     assert (finding["code"], finding["level"]) == ("PORT_IN_USE", "warning")
 
 

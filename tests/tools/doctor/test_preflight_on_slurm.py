@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.bad_nodes import list_file
+from slurm_train.rundir.events import list_file, read_preflight
 from slurm_train.rundir.files import read_shared
-from slurm_train.rundir.preflight import read_record
 from tests.campaigns.on_slurm import at_work
 from tests.campaigns.preflight import try_fault
 from tests.campaigns.preflight_faults import FAULTS, Fault, missing_for
@@ -56,7 +55,7 @@ def test_a_fault_is_named_in_one_line_within_half_a_minute(fault: Fault, person:
 def test_a_healthy_run_has_no_finding_and_trains(person: Person) -> None:
     _, run = person.types("+cluster=2x2", *TINY, "train.threads=1").job_and_run
     wait_until_finished(run)
-    assert problems_of(run, read_record(run, 0)) == []
+    assert problems_of(run, read_preflight(run, 0)) == []
 
 
 @pytest.mark.campaign

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.heartbeat import BeatSource, Heartbeat
+from slurm_train.rundir.heartbeat import BeatSource, Heartbeat, Pace
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.pace import Pace
 from slurm_train.tools.scaling.page import render_page, render_text
 from slurm_train.tools.scaling.study import (
     WARM_UP_LINES,

@@ -1,0 +1,323 @@
+"""What to do when the ranks of an attempt have ended: a pure function of what they left and what Slurm says.
+
+srun's exit code alone does not tell (it is 0 after a node failure), and the signals of a preemption and of a scancel
+are the same; so the marks that ranks leave and the job's own record decide. A cancelled job is never brought back.
+
+A run may end in vain only so often. An attempt brought the run on if a checkpoint was committed in it. Those in a row
+that did not are counted by what ended them, since the newest one that did, or that stopped the run until a person
+started it again. And a program that fails, fails anywhere, while a broken node fails again and again: two fruitless
+failures in a row on the same node are blamed on it. If it was the program after all, the third failure elsewhere ends
+the run as before: a change of nodes adds nothing to the budget.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
+from slurm_train.slurm.step_errors import WARNED
+
+_KINDS = {
+    "time_limit": "time_limit",
+    "node_failure": "node_failure",
+    "lost": "node_failure",
+    "preempted": "preempted",
+    "requeued": "preempted",
+    "file_system": "file_system",
+}
+# A limit that is too short stays too short. Nodes fail by themselves now and then, and preemptions say nothing about
+# the run: 50 in a row, be it before the first step, must not stop one.
+_WEIGHTS = {"time_limit": 1, "node_failure": 2, "preempted": 30}
+_BUDGET_WORDS = {
+    "time_limit": (
+        "time limits",
+        "the limit is shorter than the start and the way to a checkpoint: raise cluster.time_limit_min, or lower "
+        "checkpoint.every_steps",
+    ),
+    "node_failure": (
+        "lost nodes",
+        "the run itself may bring its nodes down (memory, driver): see the logs of these attempts",
+    ),
+    "preempted": ("preemptions", "lower checkpoint.every_steps, or ask for another partition or QOS"),
+}
+
+
+def is_fruitful(entry: Mapping[str, Any]) -> bool:
+    """Returns whether an attempt brought the run on: by a commit where checkpoints are known, else by a step."""
+    first, last = entry.get("first_committed"), entry.get("last_committed")
+    if first is not None and last is not None:
+        # Fewer after a rollback, which has a limit of its own.
+        return bool(first != last)
+    return int(entry.get("last_step") or 0) > int(entry.get("first_step") or 0)
+
+
+def fruitless_ends(ledger: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """Returns how many attempts in a row have ended in vain, by kind: "failed", "time_limit", "file_system", ..."""
+    counts: Counter[str] = Counter()
+    for entry in reversed(ledger):
+        if "end_time_unix_s" not in entry:
+            continue
+        if is_fruitful(entry) or entry.get("action") == "stop":
+            break
+        counts[_KINDS.get(str(entry.get("reason")), "failed")] += 1
+    return counts
+
+
+def with_end(counts: Mapping[str, int], reason: str) -> Counter[str]:
+    """Returns the counts with one more attempt that ended in vain."""
+    return Counter(counts) + Counter([_KINDS.get(reason, "failed")])
+
+
+def used_up(counts: Mapping[str, int], *, reason: str, max_returns: int, course: str) -> str:
+    """Returns in words why a run is not to come back again after such an end, "" where it may.
+
+    Args:
+        counts: as `fruitless_ends` gives them, this end included.
+        reason: what ended the newest attempt.
+        max_returns: `requeue.max_fruitless_returns`.
+        course: how that attempt went, from `course_of`; "" if that is not known.
+    """
+    kind = _KINDS.get(reason, "")
+    if kind not in _WEIGHTS or counts.get(kind, 0) < max_returns * _WEIGHTS[kind]:
+        return ""
+    what, advice = _BUDGET_WORDS[kind]
+    details = f" ({course})" if course else ""
+    return f"{counts[kind]} {what} in a row without a new checkpoint{details}: {advice}; `resume` tries again"
+
+
+def course_of(entry: Mapping[str, Any]) -> str:
+    """Returns how long an attempt ran, and how much of it before its first step, "" where that is not known."""
+    begin, end = entry.get("time_unix_s"), entry.get("end_time_unix_s")
+    if begin is None or end is None:
+        return ""
+    before_s = sum(float(entry.get(cause) or 0.0) for cause in ("start_s", "rendezvous_s", "load_s", "compile_s"))
+    first = f", {before_s:.0f} s of it before its first step" if before_s else ""
+    return f"the last attempt ran {float(end) - float(begin):.0f} s{first}"
+
+
+def starts_in_vain(ledger: Sequence[Mapping[str, Any]], *, job_id: str | None, restart_count: int) -> int:
+    """Returns how many starts of a job in a row, this one included, could not even write what an attempt needs.
+
+    Args:
+        ledger: the run's; starts that could write nothing at all are not in it, but Slurm has counted them.
+        job_id: the job.
+        restart_count: how often Slurm had restarted it when this start began.
+    """
+    known = [int(entry.get("restart_count") or 0) for entry in ledger if entry.get("job_id") == job_id]
+    without_trace = restart_count - max(known, default=-1)
+    return max(without_trace, 0) + fruitless_ends(ledger)["file_system"]
+
+
+_ON_NODE = re.compile(r"^(?:ranks? [\d,-]+ on|node failure on|no answer from) (?P<node>[^\s:,\[\]]+)(?::| within |$)")
+
+
+def node_of(cause: str) -> str:
+    """Returns the node in words like "rank 3 on node2: Killed", "" where none or several are named."""
+    match = _ON_NODE.match(cause)
+    return match["node"] if match else ""
+
+
+def last_bad_node(ledger: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the node that the newest attempt failed on in vain, "" where it did otherwise."""
+    if not ledger or ledger[-1].get("reason") != "failed":
+        return ""
+    newest = ledger[-1]
+    if is_fruitful(newest):
+        return ""
+    return str(newest.get("failed_on", ""))
+
+
+Reason = Literal[
+    "done",
+    "preempted",
+    "time_limit",
+    "requeued",
+    "node_failure",
+    "cancelled",
+    "stopped",
+    "failed",
+    "unknown",
+    "file_system",
+]
+NODE_FAILURE = "node failure"
+"""How the cause of a lost node begins."""
+_KILLED_BY_WARNING = 128 + signal.SIGUSR2
+Action = Literal["finish", "requeue", "relaunch", "leave", "stop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What is known when the ranks have ended."""
+
+    exit_code: int
+    """Of srun, or of the local ranks."""
+    is_finished: bool
+    """Whether `result.json` exists."""
+    stop_asked: bool
+    """Whether a person asked by the STOP file."""
+    requeue_enabled: bool
+    has_slurm: bool
+    """Whether this is a Slurm job at all."""
+    job: Mapping[str, str] | None
+    """`scontrol show job` as a mapping; None without Slurm or where Slurm does not answer."""
+    restart_count: int
+    """Restarts of the job when this attempt began."""
+    can_relaunch: bool
+    """Whether the ranks may be started again in this allocation: they resume by themselves."""
+    fruitless_failures: int
+    """Failures in a row, this one included, that ended without a new checkpoint."""
+    max_fruitless_failures: int
+    fruitless_ends: Mapping[str, int] | None = None
+    """Earlier ends in a row without a new checkpoint, from `budget.fruitless_ends`; None: this attempt made one, or
+    nobody can tell."""
+    max_fruitless_returns: int = 3
+    course: str = ""
+    """How the attempt went, in words, from `budget.course_of`."""
+    bad_node: str = ""
+    """The node that the last failures have in common, where the job could do without it; "" if none."""
+    is_bad_for_certain: bool = False
+    """Whether it was looked at and found bad; then `bad_node` may be several with commas."""
+    cause: str = ""
+    """The first failing rank in its own words, as far as known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happened and what follows from it."""
+
+    reason: Reason
+    action: Action
+    note: str
+    """One line for the ledger and the person."""
+    exclude: str = ""
+    """A node that the job must not get again, or several with commas."""
+    is_over: bool = False
+    """The job has run into its limit: only the plain form of requeue brings it back."""
+    delay_s: int = 0
+    """The job is to start no earlier than in so many seconds."""
+
+
+CANCELLED = Decision("cancelled", "stop", "the job was cancelled; `resume` continues the run")
+
+
+def decide(outcome: Outcome) -> Decision:
+    """Returns the decision for an outcome; see the table in docs/slurm.md."""
+    # The result is written after the last checkpoint: how the processes ended after it changes nothing.
+    if outcome.is_finished:
+        return Decision("done", "finish", "the run is finished")
+    reason = _reason(outcome)
+    if reason == "cancelled":
+        return CANCELLED
+    if reason == "stopped":
+        return Decision(reason, "stop", "stopped as asked; the same command continues the run")
+    if reason == "requeued":
+        return Decision(reason, "leave", "Slurm has requeued the job itself")
+    if reason == "node_failure":
+        return Decision(reason, "leave", f"{outcome.cause}; Slurm has requeued the job on other nodes")
+    if reason in ("preempted", "time_limit"):
+        return _decide_return(outcome, reason)
+    if reason == "unknown":
+        return Decision(reason, "stop", "the run saved itself, but Slurm does not say why it was asked to")
+    return _decide_failure(outcome)
+
+
+def _reason(outcome: Outcome) -> Reason:
+    by_slurm = slurm_reason(outcome.job, outcome.restart_count) if outcome.job is not None else None
+    if outcome.stop_asked:
+        # `cancel` leaves a STOP file as well.
+        return "cancelled" if by_slurm == "cancelled" else "stopped"
+    if outcome.job is not None:
+        if by_slurm == "requeued" and outcome.cause.startswith(NODE_FAILURE):
+            return "node_failure"
+        if by_slurm is not None:
+            return by_slurm
+    if _was_ended_by_the_warning(outcome) and (outcome.job is not None or not outcome.has_slurm):
+        # On this machine the same signal passes Ctrl-C on.
+        return "time_limit" if outcome.has_slurm else "stopped"
+    if outcome.exit_code != EXIT_REQUEUE:
+        return "failed"
+    if outcome.job is None:
+        return "unknown" if outcome.has_slurm else "stopped"
+    # The ranks saved because of the warning signal, and nothing else is on record: the limit is near.
+    return "time_limit"
+
+
+def _was_ended_by_the_warning(outcome: Outcome) -> bool:
+    """Returns whether ranks died of the signal that comes before the limit, as a script does as it is."""
+    return outcome.exit_code == _KILLED_BY_WARNING or WARNED in outcome.cause
+
+
+def slurm_reason(job: Mapping[str, str], restart_count: int) -> Reason | None:
+    """Returns why a job ends, or ended, from its record alone; None where nothing is on record.
+
+    Args:
+        job: `scontrol show job` as a mapping.
+        restart_count: restarts of the job when the attempt began.
+    """
+    state = job.get("JobState", "")
+    if state == "CANCELLED":
+        # Also one that was being preempted when its user cancelled it.
+        return "cancelled"
+    if _is_preempted(job):
+        return "preempted"
+    if is_over_its_limit(job):
+        return "time_limit"
+    if int(job.get("Restarts", "0")) > restart_count:
+        return "requeued"
+    if state == "COMPLETING":
+        return "cancelled"
+    return None
+
+
+def _is_preempted(job: Mapping[str, str]) -> bool:
+    return job.get("PreemptTime", "None") not in ("None", "Unknown", "")
+
+
+def is_over_its_limit(job: Mapping[str, str]) -> bool:
+    """Returns whether the time limit has ended a job; such a job cannot be cancelled any more."""
+    return job.get("Reason") == "TimeLimit" and job.get("JobState") != "CANCELLED"
+
+
+def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
+    if not outcome.requeue_enabled:
+        return Decision(reason, "stop", f"{reason}; requeue.enabled=false, so the run waits for `resume`")
+    if outcome.job is not None and _num_restarts(outcome.job) > outcome.restart_count:
+        return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
+    if why := _return_used_up(outcome, reason):
+        return Decision(reason, "stop", f"{reason}; {why}")
+    is_over = outcome.job is not None and is_over_its_limit(outcome.job)
+    note = f"{reason}; the job is requeued and continues from its checkpoint"
+    return Decision(reason, "requeue", note, is_over=is_over)
+
+
+def _return_used_up(outcome: Outcome, reason: Reason) -> str:
+    if outcome.fruitless_ends is None:
+        return ""
+    counts = with_end(outcome.fruitless_ends, reason)
+    return used_up(counts, reason=reason, max_returns=outcome.max_fruitless_returns, course=outcome.course)
+
+
+def _num_restarts(job: Mapping[str, str]) -> int:
+    return int(job.get("Restarts", "0"))
+
+
+def _decide_failure(outcome: Outcome) -> Decision:
+    what = outcome.cause or f"the ranks ended with code {outcome.exit_code}; see the logs of this attempt"
+    # The same input fails the same way: wrong use is not tried again.
+    if not outcome.can_relaunch or outcome.exit_code == EXIT_WRONG_USE:
+        return Decision("failed", "stop", what)
+    if outcome.fruitless_failures >= outcome.max_fruitless_failures:
+        note = f"{outcome.fruitless_failures} failures in a row without a new checkpoint: {what}"
+        return Decision("failed", "stop", note)
+    if outcome.bad_node and outcome.requeue_enabled:
+        why = f"the second time in a row on {outcome.bad_node}, so the job is requeued without that node"
+        if outcome.is_bad_for_certain:
+            why = f"the job is requeued without {outcome.bad_node}"
+        note = f"{what}; {why}"
+        return Decision("failed", "requeue", note, exclude=outcome.bad_node)
+    return Decision("failed", "relaunch", f"{what}; the ranks are started again in this allocation")

@@ -1,0 +1,292 @@
+"""Who hangs: heartbeats over time and the ranks' flight records, reduced to one sentence. Pure.
+
+In synchronous training one rank that makes no progress stops all others at their next exchange, so a hang is when
+nobody makes progress, and the question is who is behind: first a process that does not run at all, then the rank at
+the earliest point of the program, then the one that has not begun the collective that others wait in, then the one
+whose stack is in no exchange. Every rank counts the collectives of a group alike, so whoever has begun fewer of them
+is waited for, and two ranks that have begun different ones under the same number will wait for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slurm_train.rundir.heartbeat import Beat, Limits
+
+# What matters is the gradients' group; torch calls the first one, of all ranks, "0".
+_ALL_RANKS = "0"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective that a rank has begun."""
+
+    number: int
+    """Counted within the group, alike on all ranks."""
+    name: str
+    """E.g. "all_reduce"."""
+    elements: int
+    """Of its input."""
+
+    def __str__(self) -> str:
+        size = f" of {self.elements:,} elements" if self.elements else ""
+        return f"{self.name} #{self.number}{size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What one rank has begun of the group of all ranks."""
+
+    begun: int
+    """Number of the newest collective that it has begun."""
+    over: int
+    """Number of the newest one that is over for it."""
+    newest: tuple[Collective, ...]
+
+    @property
+    def waits_in(self) -> Collective | None:
+        """The oldest collective that has begun and is not over, None where there is none."""
+        open_ones = [one for one in self.newest if one.number > self.over]
+        return min(open_ones, key=lambda one: one.number, default=None)
+
+
+def read_flight(text: str | bytes) -> Flight | None:
+    """Returns what a rank has left, None where it says nothing of the group of all ranks.
+
+    Args:
+        text: JSON as `distributed.flight` writes it.
+    """
+    try:
+        record = json.loads(text)
+        status = record["pg_status"][_ALL_RANKS]
+        entries = [entry for entry in record["entries"] if str(entry["process_group"][0]) == _ALL_RANKS]
+        newest = tuple(
+            Collective(int(entry["collective_seq_id"]), _plain_name(entry["profiling_name"]), _elements(entry))
+            for entry in entries
+        )
+        return Flight(int(status["last_enqueued_collective"]), int(status["last_completed_collective"]), newest)
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def not_come(flights: Mapping[int, Flight]) -> tuple[int, ...]:
+    """Returns the ranks that have begun fewer collectives than others which wait; () where all have begun the same."""
+    waiting = [flight.begun for flight in flights.values() if flight.waits_in is not None]
+    if not waiting:
+        return ()
+    return tuple(sorted(rank for rank, flight in flights.items() if flight.begun < max(waiting)))
+
+
+def waited_for_in(flights: Mapping[int, Flight]) -> Collective | None:
+    """Returns the collective that the most advanced ranks wait in, None where nobody waits."""
+    waits = [flight.waits_in for flight in flights.values()]
+    return max((one for one in waits if one is not None), key=lambda one: one.number, default=None)
+
+
+def disagreement(flights: Mapping[int, Flight]) -> str:
+    """Returns what ranks have begun under the same number but not alike, "" where they agree.
+
+    Sizes may differ by right in collectives that gather or scatter; names never do.
+    """
+    begun: dict[int, dict[str, list[int]]] = {}
+    for rank, flight in sorted(flights.items()):
+        for one in flight.newest:
+            begun.setdefault(one.number, {}).setdefault(_kind(one), []).append(rank)
+    for number, kinds in sorted(begun.items()):
+        if len(kinds) > 1:
+            told = (f"rank {ranks[0]} has begun {kind}" for kind, ranks in kinds.items())
+            return f"as collective #{number} of all ranks " + ", but ".join(told)
+    return ""
+
+
+def recording_environment(torch_version: str) -> dict[str, str]:
+    """Returns the variables that make torch keep flight records, {} for versions that do so by themselves.
+
+    Args:
+        torch_version: e.g. "2.6.0+cu124". From 2.9 on the variable has another name, and 2000 is what they keep anyway.
+    """
+    match = re.match(r"(\d+)\.(\d+)", torch_version)
+    is_old = match is not None and (int(match[1]), int(match[2])) < (2, 9)
+    return {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"} if is_old else {}
+
+
+def _kind(one: Collective) -> str:
+    return f"{one.name} of {one.elements:,} elements" if one.name in ("all_reduce", "broadcast") else one.name
+
+
+def _plain_name(name: str) -> str:
+    # "nccl:all_reduce", "gloo:broadcast"; NCCL's coalesced ones have longer names.
+    return name.rpartition(":")[2] or name
+
+
+def _elements(entry: Mapping[str, list[list[int]]]) -> int:
+    return sum(math.prod(sizes) for sizes in entry["input_sizes"] or [])
+
+
+_STAGES = {"start": 0, "data": 1, "step": 1, "evaluate": 2, "gather": 3, "save": 4}
+# Functions of the innermost frames that mean waiting for others; autograd's engine waits for the gradients' reduction.
+_EXCHANGES = {
+    "_engine_run_backward": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_gather_object": "all_gather",
+    "all_gather": "all_gather",
+    "broadcast_object_list": "broadcast",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "synchronize": "the device",
+    "open_store": "the rendezvous",
+    "init_process_group": "the rendezvous",
+}
+_INNERMOST = 8
+_IN_WORDS = {"data": "data loading", "evaluate": "the evaluation", "gather": "the exchange after the evaluation"}
+"""What a phase is called; the others are words of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """Nobody makes progress."""
+
+    ranks: tuple[int, ...]
+    """Who is behind; all of them where nobody stands out."""
+    host: str
+    """Node of the first of them."""
+    step: int
+    phase: str
+    what: str
+    """What they do, e.g. "is in data loading at step 1204 since 310 s; 7 ranks wait for it in all_reduce"."""
+
+    def __str__(self) -> str:
+        names = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"rank{'s' * (len(self.ranks) > 1)} {names} on {self.host} {self.what}"
+
+
+@dataclass(slots=True)
+class _Seen:
+    beat: Beat
+    moved_s: float
+    """When its marks were last seen to change."""
+    ran_s: float
+    """When it was last seen to beat."""
+
+
+class Observer:
+    """Follows the heartbeats of an attempt.
+
+    Args:
+        limits: how long everybody may stand still.
+        world_size: ranks; while some have no heartbeat yet, the rendezvous has a time-out of its own.
+    """
+
+    def __init__(self, limits: Limits, *, world_size: int) -> None:
+        self._limits, self._world_size = limits, world_size
+        self._seen: dict[int, _Seen] = {}
+        # Time that was watched until the newest look began, and until it ended.
+        self._now_s = self._until_s = 0.0
+        self._ended_s: float | None = None
+
+    def look(self, beats: Mapping[int, Beat], *, began_s: float, ended_s: float) -> None:
+        """Takes a reading; one in which nothing could be read says nothing, and its time does not count.
+
+        What a look finds was so at its end at the latest, and what it finds unchanged was so from then until the
+        next one began. So a look may take longer than ranks may stand still. One look, or one pause, counts for at
+        most half of that: ranks that were held up by the same file server keep the other half to go on.
+
+        Args:
+            beats: by rank.
+            began_s: when the reading began, in seconds that stand still while the job is suspended.
+            ended_s: when it ended.
+        """
+        before_s, self._ended_s = self._ended_s, ended_s
+        if not beats:
+            return
+        longest_s = self._limits.steady_s / 2
+        self._now_s = self._until_s + (0.0 if before_s is None else min(began_s - before_s, longest_s))
+        self._until_s = self._now_s + min(ended_s - began_s, longest_s)
+        for rank, beat in beats.items():
+            old = self._seen.get(rank)
+            moved = old is None or (beat.marks, beat.step) != (old.beat.marks, old.beat.step)
+            ran = old is None or beat.beats != old.beat.beats
+            self._seen[rank] = _Seen(
+                beat,
+                self._until_s if old is None or moved else old.moved_s,
+                self._until_s if old is None or ran else old.ran_s,
+            )
+
+    def is_hung(self) -> bool:
+        """Returns whether all ranks that are not done have stood still for longer than they may."""
+        working = self._working()
+        if not working or len(self._seen) < self._world_size:
+            return False
+        return all(self._now_s - seen.moved_s > self._limit(seen.beat) for seen in working.values())
+
+    def explain(self, stacks: Mapping[int, str], flights: Mapping[int, Flight] | None = None) -> Hang:
+        """Returns who is behind and where.
+
+        Args:
+            stacks: what ranks have written down, by rank; those that do not run have none.
+            flights: which collectives they have begun, where that is recorded; likewise.
+        """
+        flights = flights or {}
+        working = self._working()
+        frozen = [rank for rank, seen in working.items() if self._now_s - seen.ran_s > 0.5 * self._limit(seen.beat)]
+        behind = frozen or _behind(working, stacks, flights)
+        first = working[behind[0]]
+        others = [rank for rank in working if rank not in behind]
+        several = len(behind) > 1
+        state = f"{'do' if several else 'does'} not run (stopped or lost), " if frozen else "are " if several else "is "
+        phase = _IN_WORDS.get(first.beat.phase, first.beat.phase)
+        where = f"in {phase} at step {first.beat.step} since {self._now_s - first.moved_s:.0f} s"
+        differ = disagreement(flights)
+        return Hang(
+            ranks=tuple(behind),
+            host=first.beat.source.host,
+            step=first.beat.step,
+            phase=first.beat.phase,
+            what=f"{state}{where}{_waiting(others, stacks, flights, len(behind))}{f'; {differ}' if differ else ''}",
+        )
+
+    def _working(self) -> dict[int, _Seen]:
+        return {rank: seen for rank, seen in self._seen.items() if seen.beat.phase != "end"}
+
+    def _limit(self, beat: Beat) -> float:
+        return self._limits.of(settled=beat.settled)
+
+
+def _behind(working: Mapping[int, _Seen], stacks: Mapping[int, str], flights: Mapping[int, Flight]) -> list[int]:
+    """Returns the ranks at the earliest point; of several, those that have not come, or that are not in an exchange."""
+    points = {rank: (seen.beat.step, _STAGES[seen.beat.phase], seen.beat.marks) for rank, seen in working.items()}
+    earliest = [rank for rank, point in points.items() if point == min(points.values())]
+    absent = [rank for rank in not_come(flights) if rank in earliest]
+    if absent:
+        return absent
+    busy = [rank for rank in earliest if rank in stacks and exchange_in(stacks[rank]) is None]
+    return busy or earliest
+
+
+def _waiting(others: list[int], stacks: Mapping[int, str], flights: Mapping[int, Flight], num_behind: int) -> str:
+    if not others:
+        return "; no rank stands out" if num_behind > 1 else ""
+    found = [name for rank in others if rank in stacks and (name := exchange_in(stacks[rank]))]
+    recorded = waited_for_in({rank: flights[rank] for rank in others if rank in flights})
+    by_stacks = max(set(found), key=found.count) if found else None
+    name = by_stacks if recorded is None else str(recorded)
+    verb = "rank waits" if len(others) == 1 else "ranks wait"
+    return f"; {len(others)} {verb} for {'them' if num_behind > 1 else 'it'}" + (f" in {name}" if name else "")
+
+
+def exchange_in(stack: str) -> str | None:
+    """Returns the exchange that a rank's main thread waits in, None where its innermost frames are in none.
+
+    Args:
+        stack: what the rank wrote: "main thread 0x...", then faulthandler's dump.
+    """
+    main = re.match(r"main thread (0x[0-9a-f]+)", stack)
+    if main is None:
+        return None
+    part = re.search(rf"hread {main[1]}[^\n]*\n((?:  [^\n]*\n?)+)", stack)
+    names = re.findall(r"^  File .* in (\S+)$", part[1], re.MULTILINE)[:_INNERMOST] if part else []
+    return next((_EXCHANGES[name] for name in names if name in _EXCHANGES), None)

@@ -1,0 +1,181 @@
+"""The stop flag: how a rank is asked to save itself and end; and the watchdog that ends an orphaned rank.
+
+The handlers are installed before torch is imported and set one integer, nothing else: a print or a log call inside a
+Python handler re-enters the buffered writer and kills the rank. Slurm sends TERM two or three times within a
+millisecond, so asking is idempotent. What happens next is decided by all ranks together at a step boundary.
+
+A rank whose slurmstepd was killed cannot be ended by Slurm any more, and one that lives on after its node was lost
+would train beside its successor. Both are seen by a thread that sleeps most of the time, so a rank that waits in a
+collective for ever leaves as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from slurm_train.rundir.timing import Ask
+
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+"""USR2: the warning before the time limit (NCCL may catch USR1). TERM: preemption, scancel, `kill`."""
+
+
+class StopFlag:
+    """Whether this process was asked to stop; `requested` is 0 or 1 and never goes back.
+
+    Args:
+        clock: seconds that never run backwards, for the pace of looking at the STOP file.
+    """
+
+    __slots__ = ("_clock", "_next_look", "asked_by", "requested", "signal_at", "signal_number")
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.requested = 0
+        self.signal_number = 0
+        """The newest signal."""
+        self.signal_at = 0.0
+        """When the first of its kind came, of `time.monotonic`."""
+        self.asked_by = ""
+        """Who asked without a signal."""
+        self._clock = clock
+        self._next_look = 0.0
+
+    def request(self, by: str = "") -> None:
+        """Asks for a stop; asking twice is asking once.
+
+        Args:
+            by: who asks, for the ledger, e.g. "clock".
+        """
+        if not self.requested:
+            self.asked_by = by
+        self.requested = 1
+
+    def ask(self) -> Ask:
+        """Returns how this process was asked to stop; one that was not has heard it from another rank."""
+        if self.signal_number:
+            name = signal.Signals(self.signal_number).name.removeprefix("SIG")
+            return Ask(by=name, since_s=max(0.0, time.monotonic() - self.signal_at))
+        return Ask(by=self.asked_by or "another rank", since_s=0.0)
+
+    def look_at(self, stop_file: Path, *, every_s: float = 1.0) -> None:
+        """Asks for a stop if the file exists; looks at most once in `every_s` seconds."""
+        now = self._clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + every_s
+        if stop_file.exists():
+            self.request("file")
+
+
+def install(flag: StopFlag, *, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> None:
+    """Makes these signals set the flag, in this process only; a forked child ignores them.
+
+    A loader worker inherits the handler and gets the same TERM as its parent (Slurm signals every process of the
+    step), but the batch it is working on is still needed for the last step.
+    """
+    own_pid = os.getpid()
+
+    def set_flag(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() == own_pid:
+            flag.requested = 1
+            # A warning may be followed by the TERM of the limit, which comes twice.
+            if flag.signal_number != number:
+                flag.signal_number, flag.signal_at = number, time.monotonic()
+
+    for number in signals:
+        signal.signal(number, set_flag)
+    # What came before this process was ready comes now, if whoever started it kept it back.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, list(signals))
+
+
+def hold_stop_signals() -> None:
+    """Keeps the stop signals for `next_stop_signal`; called before any other thread or process exists.
+
+    Both inherit it: a rank gets what came meanwhile when it calls `install`.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, list(STOP_SIGNALS))
+
+
+def next_stop_signal(within_s: float) -> int | None:
+    """Returns the next stop signal, None where none comes in time; needs `hold_stop_signals`."""
+    found = signal.sigtimedwait(list(STOP_SIGNALS), within_s)
+    return None if found is None else found.si_signo
+
+
+def hold_continue() -> None:
+    """Keeps SIGCONT for `was_continued`; called before any other thread exists, which inherits it.
+
+    The signal continues a stopped process all the same.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCONT])
+
+
+def release_continue() -> None:
+    """Gives SIGCONT back to a user's own function or script, which may have use for it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCONT])
+
+
+def was_continued() -> bool:
+    """Returns whether SIGCONT came since this was last asked; needs `hold_continue`."""
+    return signal.sigtimedwait([signal.SIGCONT], 0) is not None
+
+
+def ignore_in_worker(*, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> None:
+    """Makes a loader worker deaf to stop signals; its parent ends it."""
+    for number in (*signals, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+LOOK_EVERY_S = 1.0
+FENCE_EVERY_S = 4.0
+"""A zombie must be gone 10 s after its successor began; listing a folder costs the shared file system little. Counted
+by the clock, so a process that was stopped meanwhile looks at once when it goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ties:
+    """What keeps a rank alive."""
+
+    parent: int
+    """Process id of the parent at the start."""
+    is_overtaken: Callable[[], bool]
+    """Whether a newer attempt of the run exists."""
+    on_orphaned: Callable[[], None]
+    """Called once when the parent is gone; must end the process."""
+    on_overtaken: Callable[[], None]
+    """Called once when a newer attempt exists; must end the process and write nothing to the run."""
+
+
+def orphan_watchdog(
+    ties: Ties,
+    *,
+    every_s: float = LOOK_EVERY_S,
+    parent_now: Callable[[], int] = os.getppid,
+    clock: Callable[[], float] = time.monotonic,
+) -> threading.Thread:
+    """Starts the thread that looks after the ties; it ends with the process."""
+
+    def look() -> None:
+        pause = threading.Event()
+        due_s = clock()
+        while True:
+            if parent_now() != ties.parent:
+                return ties.on_orphaned()
+            if clock() >= due_s:
+                # A file system that refuses now is asked again in a moment.
+                with contextlib.suppress(OSError):
+                    if ties.is_overtaken():
+                        return ties.on_overtaken()
+                    due_s = clock() + FENCE_EVERY_S
+            pause.wait(every_s)
+
+    thread = threading.Thread(target=look, name="ties", daemon=True)
+    thread.start()
+    return thread

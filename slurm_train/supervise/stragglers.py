@@ -1,0 +1,265 @@
+"""Who holds the others up: readings of the ranks' heartbeats, cut into windows and judged. Pure; no clock, no files.
+
+A rank is compared with the others by its own part of a step, not by its step time, which is the same for all. The
+median of the others is what it should be, their median absolute deviation what chance does, so that one bad rank in the
+comparison does not hide another. Only what holds for several windows in a row is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, median
+from typing import TypeVar
+
+from slurm_train.rundir.heartbeat import Beat
+from slurm_train.rundir.step_times import Finding, PaceWindow, RankPace
+
+K = TypeVar("K", bound=Hashable)
+
+WINDOWS_IN_A_ROW = 3
+"""So many windows have to say the same: a pause of seconds is nobody's news."""
+_LEAST_SAMPLES = 8
+_SCORE = 5.0
+_TO_SIGMA = 1.4826
+# Below this share of their median, the others do not differ in earnest. Few others say little of what chance does.
+_FLOOR, _FLOOR_OF_FEW, _FEW = 0.02, 0.05, 4
+_UNEVEN_SHARE, _DATA_SHARE = 0.1, 0.2
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """Where a window began."""
+
+    beats: Mapping[int, Beat]
+    unix_s: float
+
+
+class WindowCutter:
+    """Cuts readings of heartbeats into windows in which every rank was looked at often enough.
+
+    Args:
+        attempt: number of the attempt.
+        world_size: ranks; before all have a heartbeat there is no window.
+        first_s: length of the first window; later ones grow.
+        longest_s: their longest.
+    """
+
+    def __init__(self, attempt: int, *, world_size: int, first_s: float = 3.0, longest_s: float = 60.0) -> None:
+        self._attempt, self._world_size = attempt, world_size
+        self._length_s, self._longest_s = first_s, longest_s
+        self._base: _Base | None = None
+        self._newest: _Base | None = None
+
+    def look(self, beats: Mapping[int, Beat], now_unix_s: float) -> PaceWindow | None:
+        """Takes a reading; returns the window that it closes, if it closes one."""
+        if len(beats) < self._world_size or any(beat.pace.samples == 0 for beat in beats.values()):
+            return None
+        self._newest = _Base(dict(beats), now_unix_s)
+        if self._base is None:
+            # What lies before it, the first steps with their compiling and warming up, is in no window.
+            self._base = self._newest
+            return None
+        if now_unix_s - self._base.unix_s < self._length_s or self._num_samples() < _LEAST_SAMPLES:
+            return None
+        self._length_s = min(1.25 * self._length_s, self._longest_s)
+        return self._close()
+
+    def rest(self) -> PaceWindow | None:
+        """Returns the window that was still open when the ranks ended, None where it holds too little."""
+        return self._close() if self._base is not None and self._num_samples() >= 2 else None
+
+    def _num_samples(self) -> int:
+        assert self._base is not None and self._newest is not None
+        return min(beat.pace.samples - self._base.beats[rank].pace.samples for rank, beat in self._newest.beats.items())
+
+    def _close(self) -> PaceWindow:
+        base, newest = self._base, self._newest
+        assert base is not None and newest is not None
+        self._base = newest
+        pairs = [(beat, base.beats[rank]) for rank, beat in sorted(newest.beats.items())]
+        return PaceWindow(
+            attempt=self._attempt,
+            begin_unix_s=base.unix_s,
+            end_unix_s=newest.unix_s,
+            from_step=min(early.step for _, early in pairs),
+            to_step=min(late.step for late, _ in pairs),
+            samples=min(late.pace.samples - early.pace.samples for late, early in pairs),
+            ranks=tuple(_rank_pace(late, early) for late, early in pairs),
+        )
+
+
+def _rank_pace(late: Beat, early: Beat) -> RankPace:
+    pace = late.pace.since(early.pace)
+    number = max(pace.samples, 1)
+    return RankPace(
+        rank=late.source.rank,
+        host=late.source.host,
+        own_s=pace.own_s / number,
+        wait_s=pace.wait_s / number,
+        data_s=pace.data_s / number,
+        uneven_s=pace.uneven_s,
+    )
+
+
+class Judge:
+    """Says of each window what has held for several of them.
+
+    Args:
+        excess: how much longer than the others' own time makes a straggler, 0.1 for a tenth.
+    """
+
+    def __init__(self, *, excess: float) -> None:
+        self._excess = excess
+        self._slow_for: dict[int, int] = {}
+        self._others_for: dict[str, int] = {}
+
+    def take(self, window: PaceWindow) -> PaceWindow:
+        """Returns the window with its findings; call it once for each, in order."""
+        slow = slow_ranks(window.ranks, excess=self._excess)
+        self._slow_for = {rank: self._slow_for.get(rank, 0) + 1 for rank in slow}
+        lasting = [rank for rank, count in self._slow_for.items() if count >= WINDOWS_IN_A_ROW]
+        if lasting:
+            self._others_for = {}
+            return replace(window, findings=(explain_stragglers(window.ranks, lasting),))
+        found = [] if slow else [f for f in (find_uneven(window.ranks), find_data(window.ranks)) if f is not None]
+        self._others_for = {finding.kind: self._others_for.get(finding.kind, 0) + 1 for finding in found}
+        held = (finding for finding in found if self._others_for[finding.kind] >= WINDOWS_IN_A_ROW)
+        return replace(window, findings=tuple(held))
+
+
+def slow_ranks(ranks: Sequence[RankPace], *, excess: float) -> list[int]:
+    """Returns the ranks whose own time stands out in one window, alone or with all others of their node."""
+    alone = outliers({rank.rank: rank.own_s for rank in ranks}, excess=excess)
+    by_node: dict[str, list[float]] = {}
+    for rank in ranks:
+        by_node.setdefault(rank.host, []).append(rank.own_s)
+    nodes = outliers({host: median(values) for host, values in by_node.items()}, excess=excess)
+    usual_s = median([rank.own_s for rank in ranks if rank.host not in nodes] or [0.0])
+    with_node = {rank.rank for rank in ranks if rank.host in nodes and rank.own_s > (1 + excess) * usual_s}
+    return sorted(alone | with_node)
+
+
+def outliers(values: Mapping[K, float], *, excess: float) -> set[K]:
+    """Returns the keys whose value lies far above the others', by how much those differ and by a share of them.
+
+    Args:
+        values: seconds by whatever they belong to; of one alone nothing can be said.
+        excess: the least share above the others' median.
+    """
+    if len(values) < 2:
+        return set()
+    # Only what is above the middle can be far above the others, which spares most of the comparisons.
+    middle = median(values.values())
+    return {key for key, value in values.items() if value > middle and _stands_out(key, values, excess)}
+
+
+def _stands_out(key: K, values: Mapping[K, float], excess: float) -> bool:
+    others = [value for other, value in values.items() if other != key]
+    usual = median(others)
+    spread = _TO_SIGMA * median([abs(value - usual) for value in others])
+    floor = _FLOOR_OF_FEW if len(others) < _FEW else _FLOOR
+    return values[key] >= (1 + excess) * usual and values[key] - usual >= _SCORE * max(spread, floor * usual)
+
+
+def explain_stragglers(ranks: Sequence[RankPace], slow: Sequence[int]) -> Finding:
+    """Returns the finding about ranks that hold the others up."""
+    theirs = [rank for rank in ranks if rank.rank in slow]
+    others = [rank for rank in ranks if rank.rank not in slow]
+    own_s, usual_s = median([rank.own_s for rank in theirs]), median([rank.own_s for rank in others])
+    more_data_s = median([rank.data_s for rank in theirs]) - median([rank.data_s for rank in others])
+    is_data = more_data_s >= 0.5 * (own_s - usual_s)
+    hosts = tuple(dict.fromkeys(rank.host for rank in theirs))
+    lost = median([rank.wait_s for rank in others]) - min(rank.wait_s for rank in theirs)
+    step_s = fmean([rank.own_s + rank.wait_s for rank in ranks])
+    share = min(max(lost / step_s, 0.0), 1.0) if step_s > 0 else 0.0
+    factor = own_s / max(usual_s, 1e-6)
+    verb, what, whom = ("is", "its", "it") if len(theirs) == 1 else ("are", "their", "them")
+    where = f"data come late ({_ms(more_data_s)} of it)" if is_data else "computing takes longer"
+    sentence = (
+        f"{_names(theirs, ranks)} {verb} {factor:.2f}x as slow as the others: {_ms(own_s)} of {what} own per step "
+        f"instead of {_ms(usual_s)}, because {where}; the others wait {share:.0%} of each step for {whom}"
+    )
+    advice = _advice_on_data(hosts, ranks) if is_data else _advice_on_nodes(hosts, ranks)
+    return Finding(
+        kind="straggler",
+        ranks=tuple(rank.rank for rank in theirs),
+        hosts=hosts,
+        factor=round(factor, 3),
+        lost_share=round(share, 3),
+        sentence=sentence,
+        advice=advice,
+    )
+
+
+def find_uneven(ranks: Sequence[RankPace]) -> Finding | None:
+    """Returns the finding that each step waits for another rank, because their batches differ; None if it does not."""
+    if len(ranks) < 2:
+        return None
+    # The waits of a rank among n follow only the part (n - 1) / n of what it is longer by: it is the slowest at times.
+    uneven_s = fmean([rank.uneven_s for rank in ranks]) * (len(ranks) / (len(ranks) - 1)) ** 0.5
+    # Expected maximum of so many normal values (Blom).
+    slowest = NormalDist().inv_cdf((len(ranks) - 0.375) / (len(ranks) + 0.25))
+    step_s = fmean([rank.own_s + rank.wait_s for rank in ranks])
+    lost_s = min(slowest * uneven_s, fmean([rank.wait_s for rank in ranks]))
+    if step_s <= 0 or lost_s < _UNEVEN_SHARE * step_s:
+        return None
+    return Finding(
+        kind="uneven",
+        ranks=(),
+        hosts=(),
+        factor=1.0,
+        lost_share=round(lost_s / step_s, 3),
+        sentence=f"each step waits about {lost_s / step_s:.0%} of its time for whichever rank has most to do in it, a "
+        f"different one each time: a rank's own part differs by {_ms(uneven_s)} from step to step",
+        advice="give the ranks equal work: batch.by_length=true where samples have lengths; larger local batches even "
+        "out the rest",
+    )
+
+
+def find_data(ranks: Sequence[RankPace]) -> Finding | None:
+    """Returns the finding that all ranks wait for data; None if they do not."""
+    step_s = fmean([rank.own_s + rank.wait_s for rank in ranks])
+    data_s = median([rank.data_s for rank in ranks])
+    if step_s <= 0 or data_s < _DATA_SHARE * step_s:
+        return None
+    return Finding(
+        kind="data",
+        ranks=(),
+        hosts=(),
+        factor=1.0,
+        lost_share=round(data_s / step_s, 3),
+        sentence=f"all ranks wait for data {data_s / step_s:.0%} of each step ({_ms(data_s)})",
+        advice="read ahead: data.num_workers=N for a data set of your own, data.prefetch=N for one that reads batches",
+    )
+
+
+def _advice_on_nodes(hosts: Sequence[str], ranks: Sequence[RankPace]) -> str:
+    if len({rank.host for rank in ranks}) == 1:
+        return "see what else uses this machine's cores or GPU"
+    names = ",".join(hosts)
+    return f"see what else runs on {names}, or whether it is throttled; cluster.exclude={names} keeps the run off it"
+
+
+def _advice_on_data(hosts: Sequence[str], ranks: Sequence[RankPace]) -> str:
+    more = "read ahead with more workers: data.num_workers=N, or data.prefetch=N"
+    if len({rank.host for rank in ranks}) == 1:
+        return more
+    return f"{more}; if others read the same quickly, look at the file system of {','.join(hosts)}"
+
+
+def _names(theirs: Sequence[RankPace], ranks: Sequence[RankPace]) -> str:
+    parts = []
+    for host in dict.fromkeys(rank.host for rank in theirs):
+        on_node = [rank.rank for rank in theirs if rank.host == host]
+        if len(on_node) > 1 and len(on_node) == sum(rank.host == host for rank in ranks):
+            parts.append(f"all {len(on_node)} ranks on {host}")
+            continue
+        names = ", ".join(map(str, on_node[:_SHOWN])) + (", ..." if len(on_node) > _SHOWN else "")
+        parts.append(f"rank{'s' * (len(on_node) > 1)} {names} on {host}")
+    return " and ".join(parts)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

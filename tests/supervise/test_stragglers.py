@@ -1,0 +1,204 @@
+"""Who holds the others up: windows of readings, outliers among few and many, and what is not said of noise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from slurm_train.rundir.heartbeat import Beat, BeatSource, Pace
+from slurm_train.rundir.step_times import Finding, PaceWindow, RankPace
+from slurm_train.supervise.stragglers import (
+    WINDOWS_IN_A_ROW,
+    Judge,
+    WindowCutter,
+    explain_stragglers,
+    find_data,
+    find_uneven,
+    outliers,
+    slow_ranks,
+)
+
+EXCESS = 0.1
+
+
+def beat(rank: int, *, samples: int, own_s: float = 0.1, wait_s: float = 0.01, step: int = 5) -> Beat:
+    source = BeatSource(rank=rank, host=f"node{rank // 2 + 1}", pid=1)
+    pace = Pace(samples, samples * own_s, samples * own_s**2, samples * own_s * wait_s, samples * wait_s, 0.0)
+    return Beat(source=source, step=step, marks=1, phase="step", settled=True, beats=1, pace=pace)
+
+
+def ranks(own_s: Sequence[float], *, per_node: int = 2, comm_s: float = 0.005, **facts: float) -> list[RankPace]:
+    """Returns what each rank does in synchronous training: whoever is quicker than the slowest waits for it."""
+    slowest = max(own_s)
+    return [
+        RankPace(
+            rank=rank,
+            host=f"node{rank // per_node + 1}",
+            own_s=seconds,
+            wait_s=slowest - seconds + comm_s,
+            data_s=facts.get("data_s", 0.0),
+            uneven_s=facts.get("uneven_s", 0.0),
+        )
+        for rank, seconds in enumerate(own_s)
+    ]
+
+
+def window(paces: Sequence[RankPace]) -> PaceWindow:
+    return PaceWindow(
+        attempt=0, begin_unix_s=0.0, end_unix_s=5.0, from_step=1, to_step=50, samples=10, ranks=tuple(paces)
+    )
+
+
+def judged(make: Callable[[int], Sequence[RankPace]], windows: int) -> list[tuple[Finding, ...]]:
+    judge = Judge(excess=EXCESS)
+    return [judge.take(window(make(number))).findings for number in range(windows)]
+
+
+def test_a_window_holds_the_steps_between_two_readings() -> None:
+    cutter = WindowCutter(0, world_size=2, first_s=5.0)
+    assert cutter.look({0: beat(0, samples=4), 1: beat(1, samples=4)}, 100.0) is None
+    later = {0: beat(0, samples=20, step=60), 1: beat(1, samples=24, step=61)}
+    assert cutter.look(later, 103.0) is None, "it is too short yet"
+    cut = cutter.look(later, 106.0)
+    assert cut is not None
+    assert (cut.begin_unix_s, cut.end_unix_s, cut.from_step, cut.to_step, cut.samples) == (100.0, 106.0, 5, 60, 16)
+    assert [(rank.rank, rank.host) for rank in cut.ranks] == [(0, "node1"), (1, "node1")]
+    assert cut.ranks[1].own_s == pytest.approx(0.1) and cut.ranks[1].wait_s == pytest.approx(0.01)
+
+
+def test_there_is_no_window_before_every_rank_was_looked_at_often_enough() -> None:
+    cutter = WindowCutter(0, world_size=2)
+    assert cutter.look({0: beat(0, samples=4)}, 0.0) is None
+    assert cutter.look({0: beat(0, samples=4), 1: beat(1, samples=0)}, 10.0) is None
+    assert cutter.look({0: beat(0, samples=4), 1: beat(1, samples=4)}, 20.0) is None
+    assert cutter.look({0: beat(0, samples=40), 1: beat(1, samples=6)}, 60.0) is None
+    assert cutter.rest() is not None, "what is left at the end is kept"
+
+
+def test_windows_grow_to_their_longest() -> None:
+    cutter, ends = WindowCutter(0, world_size=1, first_s=4.0, longest_s=10.0), []
+    for second in range(60):
+        if cutter.look({0: beat(0, samples=10 * (second + 1))}, float(second)) is not None:
+            ends.append(second)
+    assert ends == [4, 9, 16, 24, 34, 44, 54]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0], set()),
+        ([1.0, 1.2], set()),
+        ([1.0, 1.3], {1}),
+        ([1.3, 1.0], {0}),
+        ([1.0, 1.0, 1.0, 1.26], {3}),
+        ([1.0, 1.01, 0.99, 1.0, 1.02, 1.0, 0.98, 1.12], {7}),
+        ([1.0, 1.01, 0.99, 1.0, 1.02, 1.0, 0.98, 1.08], set()),
+        ([1.0, 1.2, 0.8, 1.1, 0.9, 1.05, 0.95, 1.4], set()),
+        ([1.0, 1.01, 0.99, 1.0, 1.02, 1.0, 2.0, 2.0], {6, 7}),
+        ([0.0] * 8, set()),
+    ],
+    ids=[
+        "one",
+        "close pair",
+        "pair",
+        "other of a pair",
+        "four",
+        "eight",
+        "not enough",
+        "noisy",
+        "two of eight",
+        "zero",
+    ],
+)
+def test_outliers_lie_far_above_the_others_by_their_own_spread(values: list[float], expected: set[int]) -> None:
+    assert outliers(dict(enumerate(values)), excess=EXCESS) == expected
+
+
+def test_the_cause_is_named_not_its_victims() -> None:
+    paces = ranks([0.10, 0.10, 0.10, 0.10, 0.10, 0.16, 0.10, 0.10])
+    assert slow_ranks(paces, excess=EXCESS) == [5]
+    step_times = {rank.own_s + rank.wait_s for rank in paces}
+    assert max(step_times) - min(step_times) < 1e-9, "the step times tell nothing"
+    finding = explain_stragglers(paces, [5])
+    assert finding.sentence == (
+        "rank 5 on node3 is 1.60x as slow as the others: 160 ms of its own per step instead of 100 ms, because "
+        "computing takes longer; the others wait 36% of each step for it"
+    )
+    assert finding.advice.endswith("cluster.exclude=node3 keeps the run off it")
+
+
+def test_half_of_all_ranks_are_found_where_they_are_one_of_two_nodes() -> None:
+    paces = ranks([0.10, 0.11, 0.09, 0.10, 0.15, 0.16, 0.15, 0.14], per_node=4)
+    assert slow_ranks(paces, excess=EXCESS) == [4, 5, 6, 7]
+    assert explain_stragglers(paces, [4, 5, 6, 7]).sentence.startswith("all 4 ranks on node2 are 1.50x as slow")
+
+
+def test_data_that_come_late_are_told_from_slow_computing() -> None:
+    paces = ranks([0.10, 0.10, 0.10, 0.30])
+    paces[3] = replace(paces[3], data_s=0.19)
+    finding = explain_stragglers(paces, [3])
+    assert "because data come late (190 ms of it)" in finding.sentence
+    assert finding.advice.startswith("read ahead with more workers") and "node2" in finding.advice
+
+
+def test_a_straggler_is_said_once_it_lasts() -> None:
+    found = judged(lambda _: ranks([0.1, 0.1, 0.1, 0.1, 0.1, 0.2]), 5)
+    assert [len(findings) for findings in found] == [0] * (WINDOWS_IN_A_ROW - 1) + [1, 1, 1]
+    assert found[-1][0].ranks == (5,)
+
+
+def test_a_rank_that_is_slow_in_every_other_window_is_not_said() -> None:
+    assert not any(judged(lambda number: ranks([0.1] * 5 + [0.2 if number % 2 else 0.1]), 12))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8, 32])
+def test_noise_raises_no_alarm_in_a_thousand_windows(world: int) -> None:
+    chance = random.Random(world)
+
+    def noisy(_: int) -> list[RankPace]:
+        # Means of windows: a tenth of spread between ranks, and now and then one that was disturbed.
+        own = [0.1 * chance.gauss(1.0, 0.05) for _ in range(world)]
+        if chance.random() < 0.1:
+            own[chance.randrange(world)] *= 2
+        return ranks(own)
+
+    assert not any(finding.kind == "straggler" for findings in judged(noisy, 1000) for finding in findings)
+
+
+def test_uneven_batches_are_told_from_a_slow_network() -> None:
+    chance = random.Random(3)
+    network = [Pace() for _ in range(4)]
+    uneven = [Pace() for _ in range(4)]
+    for _ in range(2000):
+        own, everybody = [chance.gauss(0.1, 0.03) for _ in range(4)], chance.gauss(0.1, 0.03)
+        uneven = [p.plus(own_s=o, wait_s=max(own) - o, data_s=0.0) for p, o in zip(uneven, own, strict=True)]
+        network = [p.plus(own_s=everybody, wait_s=0.1, data_s=0.0) for p in network]
+
+    def paces(sums: list[Pace]) -> list[RankPace]:
+        return [
+            RankPace(
+                rank=rank,
+                host="node1",
+                own_s=p.own_s / p.samples,
+                wait_s=p.wait_s / p.samples,
+                data_s=0.0,
+                uneven_s=p.uneven_s,
+            )
+            for rank, p in enumerate(sums)
+        ]
+
+    assert find_uneven(paces(network)) is None
+    finding = find_uneven(paces(uneven))
+    assert finding is not None and "a different one each time" in finding.sentence
+    mean_wait = sum(p.wait_s for p in uneven) / sum(p.own_s + p.wait_s for p in uneven)
+    assert finding.lost_share == pytest.approx(mean_wait, rel=0.15)
+
+
+def test_all_ranks_waiting_for_data_is_nobodys_fault_and_said() -> None:
+    finding = find_data(ranks([0.1, 0.1, 0.1, 0.1], data_s=0.04))
+    assert finding is not None and finding.sentence.startswith("all ranks wait for data 38% of each step (40 ms)")
+    assert find_data(ranks([0.1] * 4, data_s=0.01)) is None
+    assert [len(found) for found in judged(lambda _: ranks([0.1] * 4, data_s=0.04), 4)] == [0, 0, 1, 1]
