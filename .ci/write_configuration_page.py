@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "configuration.md"
 CONF = REPOSITORY / "conf"
 SCHEMA = REPOSITORY / "slurm_train" / "config" / "schema.py"
-IDENTITY = REPOSITORY / "slurm_train" / "config" / "identity.py"
+IDENTITY = REPOSITORY / "slurm_train" / "config" / "frozen.py"
 
 # Keys of the whole that stand outside the sections; they have no docstring of their own in the schema.
 ROOT_MEANINGS = {
@@ -121,7 +121,7 @@ def read_sections() -> list[Section]:
     aliases = {
         node.targets[0].id: ast.unparse(node.value)
         for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and "Literal" in ast.unparse(node)
     }
     root: list[Key] = []
     sections: list[Section] = []
@@ -180,6 +180,13 @@ _WORDS = {
     "list[float]": "list of numbers",
     "list[str]": "list of texts",
     "dict[str, Any]": "mapping",
+    "Count": "whole number from 1",
+    "Degree": "whole number from 1, -1",
+    "Positive": "number above 0",
+    "list[Count]": "list of whole numbers from 1",
+    "Annotated[int, Bound(0)]": "whole number from 0",
+    "Annotated[float, Bound(0)]": "number from 0",
+    "Annotated[float, Bound(1, is_open=True)]": "number above 1",
 }
 
 

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_train.checkpoint.directory import read_manifest, survey
 from slurm_train.cli.display import note
-from slurm_train.config.changes import Change, all_changes, is_below, unaccepted
-from slurm_train.config.frozen import load_config
-from slurm_train.config.schema import RunConfig
-from slurm_train.config.structure import all_keys, unknown_key_error
+from slurm_train.config.frozen import Change, all_changes, is_below, load_config, unaccepted
+from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.data.presence import known_fingerprint
 from slurm_train.errors import CheckpointError, ConfigError, RunError, SlurmTrainError
 from slurm_train.launch.code_index import FileChange, compare_code, index_code, matters, read_index, shorten

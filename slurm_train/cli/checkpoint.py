@@ -18,7 +18,7 @@ from slurm_train.checkpoint.retention import prune, sweep
 from slurm_train.cli.display import note, table
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.config.frozen import load_config
-from slurm_train.config.structure import nested
+from slurm_train.config.schema import nested
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, CheckpointError
 from slurm_train.rundir.jobs import release_lock, take_lock, this_process
 from slurm_train.rundir.layout import existing_attempts, list_checkpoints, name_of

@@ -17,8 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 from slurm_train.assets import asset_dir, package_dir
 from slurm_train.cli.main import VERBS
 from slurm_train.config import words
-from slurm_train.config.schema import RunConfig
-from slurm_train.config.structure import all_keys
+from slurm_train.config.schema import RunConfig, all_keys
 from slurm_train.metrics.trackers.catalogue import NAMES
 from slurm_train.standing.states import STATE_WORDS
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from slurm_train.cli.arguments import RUN_HELP, build_run_parser
 from slurm_train.cli.terminal import build_console, takes_escapes
-from slurm_train.config.changes import Change, in_words
+from slurm_train.config.frozen import Change, in_words
 from slurm_train.config.words import read_names
 from slurm_train.errors import ConfigError
 from slurm_train.launch.comparison import PARTS, Comparison, as_json, compare_runs, compare_with_now

@@ -56,7 +56,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
 def _shares_rows(plan: RunPlan) -> list[tuple[str, str]]:
     if plan.config.batch.shares == "even":
         return []
-    from slurm_train.config.shares import largest_local_size, planned_sizes, sizes_in_words
+    from slurm_train.config.batch import largest_local_size, planned_sizes, sizes_in_words
 
     batch, ranks_per_node = plan.batch, plan.world.ranks_per_node
     sizes = planned_sizes(plan.config, batch, ranks_per_node=ranks_per_node)

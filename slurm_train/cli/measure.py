@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.config.frozen import dump_config
-from slurm_train.config.schema import RunConfig
-from slurm_train.config.structure import build_config
+from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.errors import ConfigError
 
 _TIMEOUT_S = 300.0

@@ -53,7 +53,7 @@ def plan_outputs(
     if settings is None:
         return []
     from slurm_train.config.hydra_output import AskedRun, read_outputs
-    from slurm_train.config.structure import to_mapping
+    from slurm_train.config.schema import to_mapping
     from slurm_train.rundir.lookup import require_free
 
     asked = [

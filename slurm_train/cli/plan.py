@@ -113,7 +113,7 @@ def _site_facts(plan: RunPlan, env: Mapping[str, str]) -> SiteFacts | None:
 def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any] | None:
     """Returns what a separate process finds of the model, or the "problem"; None where there is nothing to measure."""
     from slurm_train.cli.measure import measure_apart
-    from slurm_train.config.shares import largest_local_size
+    from slurm_train.config.batch import largest_local_size
     from slurm_train.estimate.run import has_gpus, in_bfloat16
 
     config = plan.config

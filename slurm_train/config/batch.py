@@ -1,20 +1,32 @@
-"""The batch plan: global batch = local x ranks x accumulation, solved or refused before anything happens.
+"""The batch plan: global batch = local x ranks x accumulation, solved or refused before anything happens. Pure.
 
 Any of local, accumulation and global may be given; the rest is solved. An inconsistent set is refused with the
 nearest ones that work. The learning rate follows a changed global batch by a named rule, or not at all.
+
+Ranks may have unequal parts of a micro-batch, by weights or by their speed. The global batch, its order and the number
+of micro-batches stay what they are; only the borders between the ranks' slices move. A micro-batch takes as long as
+the slowest rank, so samples are assigned one by one, each to the rank that would finish it first: that makes the
+slowest rank's time the shortest possible, which rounding shares to whole samples would not.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from slurm_train.config.schema import BatchSection, LrRetune, OptimSection
+from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.schema import BatchSection, OptimSection, RunConfig
 from slurm_train.errors import BatchError
 
-_BATCHES_PER_STAGE = 4
 LEAST_SHARE = 4
 """A batch by length has at least a fourth of the mean number of samples, however long they are."""
+MOST = 2
+"""Times an equal share that a measured one is at most: the ranks' memory has to do for it."""
+_BATCHES_PER_STAGE = 4
+_LEAST_GAIN = 0.05
+_NODES_NAMED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +55,14 @@ def solve_batch(asked: BatchSection, *, ranks: int, stages: int = 1) -> BatchPla
 
     With only the global size given there is one micro-batch per step; with nothing given, the default global size is
     rounded to what the ranks can share. Through a pipeline flow at least as many micro-batches as it has stages, and
-    where that is left open four times as many: its stages then stand idle for a fifth of the time at most.
+    where that is left open four times as many: its stages are then idle for a fifth of the time at most.
 
     Raises:
-        BatchError: a value below one, or numbers that do not multiply up.
+        BatchError: numbers that do not multiply up, or too few micro-batches for the pipeline.
     """
-    if stages == 1:
-        return _solve(asked, ranks)
-    plan = _solve(_fill_pipeline(asked, ranks, stages), ranks)
+    if stages > 1:
+        asked = _fill_pipeline(asked, ranks, stages)
+    plan = _solve(asked, ranks)
     if plan.accumulation < stages:
         raise BatchError(
             f"a pipeline of {stages} stages needs {stages} micro-batches or more, the batch is {plan.as_sum()}",
@@ -66,7 +78,7 @@ def _fill_pipeline(asked: BatchSection, ranks: int, stages: int) -> BatchSection
     if asked.global_size is None:
         local = asked.local_size or max(1, round(asked.default_global_size / (ranks * wanted)))
         return replace(asked, local_size=local, accumulation=wanted)
-    share = asked.global_size // ranks if asked.global_size > 0 else 0
+    share = asked.global_size // ranks
     fitting = [count for count in range(stages, share + 1) if share % count == 0]
     if not fitting or asked.global_size % ranks:
         return asked
@@ -74,44 +86,24 @@ def _fill_pipeline(asked: BatchSection, ranks: int, stages: int) -> BatchSection
 
 
 def _solve(asked: BatchSection, ranks: int) -> BatchPlan:
-    for name in ("local_size", "accumulation", "global_size", "default_global_size"):
-        value = getattr(asked, name)
-        if value is not None and value < 1:
-            raise BatchError(f"batch.{name}={value} is not a batch", hint=f"set batch.{name} to 1 or more")
-    if asked.local_size is asked.accumulation is asked.global_size is None:
-        return BatchPlan(local_size=max(1, round(asked.default_global_size / ranks)), ranks=ranks, accumulation=1)
-    if asked.global_size is None:
-        return BatchPlan(local_size=asked.local_size or 1, ranks=ranks, accumulation=asked.accumulation or 1)
-    if asked.local_size is not None and asked.accumulation is not None:
-        return _check_all(asked, ranks)
-    unit = ranks * (asked.local_size or asked.accumulation or 1)
-    if asked.global_size % unit:
+    local, accumulation, total = asked.local_size, asked.accumulation, asked.global_size
+    if total is None:
+        if local is accumulation is None:
+            local = max(1, round(asked.default_global_size / ranks))
+        return BatchPlan(local_size=local or 1, ranks=ranks, accumulation=accumulation or 1)
+    if local and accumulation:
+        plan = BatchPlan(local_size=local, ranks=ranks, accumulation=accumulation)
+        if plan.global_size != total:
+            raise BatchError(
+                f"batch.global_size={total} was asked, but local x ranks x accumulation is {plan.as_sum()}",
+                hint=f"set batch.global_size={plan.global_size}, or leave one of the three out to have it solved",
+            )
+        return plan
+    unit = ranks * (local or accumulation or 1)
+    if total % unit:
         raise _indivisible(asked, ranks, unit)
-    rest = asked.global_size // unit
-    if asked.local_size is not None:
-        return BatchPlan(local_size=asked.local_size, ranks=ranks, accumulation=rest)
-    return BatchPlan(local_size=rest, ranks=ranks, accumulation=asked.accumulation or 1)
-
-
-def require_parts(asked: BatchSection, plan: BatchPlan, *, stages: int = 1) -> None:
-    """Does nothing where every micro-batch gets a sample, however long the samples of a batch are.
-
-    Raises:
-        BatchError: batches by length may have fewer samples than there are micro-batches, or flow through a pipeline.
-    """
-    if asked.by_length and stages > 1:
-        raise BatchError(
-            f"batch.by_length=true in a pipeline of {stages} stages, which exchange micro-batches of one shape",
-            hint="leave batch.by_length at false, or parallel.pp at 1",
-        )
-    parts = plan.ranks * plan.accumulation
-    if not asked.by_length or parts == 1 or plan.global_size >= LEAST_SHARE * parts:
-        return
-    raise BatchError(
-        f"batch.by_length=true with a global batch of {plan.as_sum()}: a batch of long samples has as few as "
-        f"{max(1, plan.global_size // LEAST_SHARE)} of them, for {parts} micro-batches",
-        hint=f"set batch.global_size to {LEAST_SHARE * parts} or more, or lower batch.accumulation",
-    )
+    rest = total // unit
+    return BatchPlan(local_size=local or rest, ranks=ranks, accumulation=rest if local else accumulation or 1)
 
 
 def recut_batch(global_size: int, *, ranks: int, local_size: int, stages: int = 1) -> BatchPlan:
@@ -139,31 +131,22 @@ def recut_batch(global_size: int, *, ranks: int, local_size: int, stages: int = 
     return BatchPlan(local_size=local, ranks=ranks, accumulation=share // local)
 
 
-def _check_all(asked: BatchSection, ranks: int) -> BatchPlan:
-    assert asked.local_size and asked.accumulation and asked.global_size
-    plan = BatchPlan(local_size=asked.local_size, ranks=ranks, accumulation=asked.accumulation)
-    if plan.global_size != asked.global_size:
-        raise BatchError(
-            f"batch.global_size={asked.global_size} was asked, but local x ranks x accumulation is {plan.as_sum()}",
-            hint=f"set batch.global_size={plan.global_size}, or leave one of the three out to have it solved",
-        )
-    return plan
-
-
 def _indivisible(asked: BatchSection, ranks: int, unit: int) -> BatchError:
-    assert asked.global_size
-    below, above = nearest_multiples(asked.global_size, unit)
+    total = asked.global_size or 0
     factors = f"{ranks} ranks"
     if asked.local_size:
         factors += f" x {asked.local_size} local"
     elif asked.accumulation:
         factors += f" x {asked.accumulation} accumulation"
-    per_rank = unit // ranks
-    counts = nearest_divisors(asked.global_size // per_rank, ranks) if asked.global_size % per_rank == 0 else []
-    hint = f"set batch.global_size={' or '.join(str(size) for size in (below, above) if size)}"
+    sizes = [str(size) for size in nearest_multiples(total, unit) if size]
+    hint = f"set batch.global_size={' or '.join(sizes)}"
+    share, rest = divmod(total, unit // ranks)
+    if not rest:
+        divisors = {d for k in range(1, math.isqrt(share) + 1) if share % k == 0 for d in (k, share // k)}
+        nearest = sorted(divisors, key=lambda d: (abs(d - ranks), d))[:2]
+        hint += f", or use {' or '.join(map(str, sorted(nearest)))} ranks"
     return BatchError(
-        f"batch.global_size={asked.global_size} cannot be split over {factors} ({unit} does not divide it)",
-        hint=f"{hint}, or use {' or '.join(map(str, counts))} ranks" if counts else hint,
+        f"batch.global_size={total} cannot be split over {factors} ({unit} does not divide it)", hint=hint
     )
 
 
@@ -172,27 +155,203 @@ def nearest_multiples(value: int, unit: int) -> tuple[int, int]:
     return value // unit * unit, -(-value // unit) * unit
 
 
-def nearest_divisors(value: int, near: int) -> list[int]:
-    """Returns the divisors of a value closest to `near`, at most two, ascending."""
-    divisors = {d for k in range(1, math.isqrt(value) + 1) if value % k == 0 for d in (k, value // k)}
-    return sorted(sorted(divisors, key=lambda d: (abs(d - near), d))[:2])
-
-
-def retune_lr(lr: float, *, rule: LrRetune, tuned_for: int, global_size: int) -> float:
-    """Returns the learning rate for a global batch other than the one it was tuned for.
+def planned_lr(optim: OptimSection, *, global_size: int) -> float:
+    """Returns the peak learning rate for a global batch other than the one it was tuned for.
 
     linear: Goyal et al. 2017, arXiv 1706.02677 (SGD). sqrt: Krizhevsky 2014, arXiv 1404.5997, and for Adam
     Malladi et al. 2022, arXiv 2205.10287.
     """
-    ratio = global_size / tuned_for
-    if rule == "linear":
-        return lr * ratio
-    if rule == "sqrt":
-        return lr * math.sqrt(ratio)
-    return lr
+    ratio = global_size / (optim.lr_global_size or global_size)
+    return optim.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optim.lr_retune]
 
 
-def planned_lr(optim: OptimSection, *, global_size: int) -> float:
-    """Returns the peak learning rate of a run with this global batch, retuned by its rule."""
-    tuned_for = optim.lr_global_size or global_size
-    return retune_lr(optim.lr, rule=optim.lr_retune, tuned_for=tuned_for, global_size=global_size)
+def check_batch(config: RunConfig, plan: BatchPlan, *, layout: ParallelLayout, ranks_per_node: Sequence[int]) -> None:
+    """Checks that every micro-batch of every rank gets samples, by length and in the shares that were asked for.
+
+    Raises:
+        BatchError: batches by length may have fewer samples than there are micro-batches, or flow through a pipeline;
+            unequal shares were asked with something that they do not go with, or weights do not fit the ranks.
+    """
+    if not config.trains:
+        return
+    parts, shares = plan.ranks * plan.accumulation, config.batch.shares
+    if config.batch.by_length and layout.pp > 1:
+        raise BatchError(
+            f"batch.by_length=true in a pipeline of {layout.pp} stages, which exchange micro-batches of one shape",
+            hint="leave batch.by_length at false, or parallel.pp at 1",
+        )
+    if config.batch.by_length and parts > 1 and plan.global_size < LEAST_SHARE * parts:
+        raise BatchError(
+            f"batch.by_length=true with a global batch of {plan.as_sum()}: a batch of long samples has as few as "
+            f"{max(1, plan.global_size // LEAST_SHARE)} of them, for {parts} micro-batches",
+            hint=f"set batch.global_size to {LEAST_SHARE * parts} or more, or lower batch.accumulation",
+        )
+    if shares != "even":
+        if conflict := _conflict(config, layout):
+            raise BatchError(f"batch.shares={_shown(shares)} was asked with {conflict[0]}", hint=conflict[1])
+        planned_sizes(config, plan, ranks_per_node=ranks_per_node)
+
+
+def _conflict(config: RunConfig, layout: ParallelLayout) -> tuple[str, str] | None:
+    """Returns what unequal shares do not go with, and what to do."""
+    if not layout.is_replicated:
+        return f"a layout of {layout}, and is for whole replicas", "leave batch.shares at even, or use dp_replicate"
+    if config.batch.by_length:
+        return "batch.by_length=true, which shares out by length", "leave one of the two out"
+    if config.ddp.comm == "post_local_sgd":
+        what = "ddp.comm=post_local_sgd, whose averages give every node the same weight"
+        return what, "leave batch.shares at even, or choose another ddp.comm"
+    if config.batch.shares == "measured" and config.train.deterministic:
+        what = "train.deterministic=true, and what is measured differs from start to start"
+        return what, "give weights, e.g. batch.shares=[2,1]"
+    if config.batch.shares != "measured" and config.cluster is not None and config.cluster.launcher == "torchrun":
+        what = "cluster.launcher=torchrun, which numbers the nodes anew at each start"
+        return what, "use batch.shares=measured, or cluster.launcher=srun"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """What a rank takes for a forward and backward pass: a straight line."""
+
+    fixed: float
+    per_sample: float
+
+    def of(self, samples: int) -> float:
+        """Returns what so many samples take."""
+        return self.fixed + self.per_sample * samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Samples of a micro-batch, rank by rank, and what they were chosen for."""
+
+    sizes: tuple[int, ...]
+    equal_s: float
+    """The slowest rank's pass with equal shares, in seconds; NaN: a rank's measured times are not positive numbers."""
+    chosen_s: float
+    """The slowest rank's pass with these shares, as expected."""
+
+
+def assign_samples(total: int, costs: Sequence[PassCost], *, most: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Returns how many of `total` samples each rank gets, at least one each, so that the slowest finishes soonest.
+
+    Args:
+        total: at least one per rank, and not more than `most` allows.
+        costs: of each rank.
+        most: samples that each rank can take; None: any number.
+    """
+    limits = [total] * len(costs) if most is None else most
+    assert len(costs) <= total <= sum(limits), f"{total} samples for {len(costs)} ranks of at most {limits}"
+    sizes = [1] * len(costs)
+    waiting = [(cost.of(2), rank) for rank, cost in enumerate(costs) if limits[rank] > 1]
+    heapq.heapify(waiting)
+    for _ in range(total - len(costs)):
+        _, rank = heapq.heappop(waiting)
+        sizes[rank] += 1
+        if sizes[rank] < limits[rank]:
+            heapq.heappush(waiting, (costs[rank].of(sizes[rank] + 1), rank))
+    return tuple(sizes)
+
+
+def planned_sizes(config: RunConfig, plan: BatchPlan, *, ranks_per_node: Sequence[int]) -> tuple[int, ...] | None:
+    """Returns the samples of a micro-batch, rank by rank, None where they are equal or not known before the start.
+
+    Raises:
+        BatchError: the weights do not fit the ranks.
+    """
+    shares = config.batch.shares
+    if not config.trains or isinstance(shares, str):
+        return None
+    return sizes_by_weight(shares, plan, ranks_per_node=ranks_per_node)
+
+
+def largest_local_size(config: RunConfig, plan: BatchPlan, *, ranks_per_node: Sequence[int]) -> int:
+    """Returns the samples of a micro-batch that a rank has to have room for."""
+    if config.batch.shares == "measured" and plan.ranks > 1:
+        return MOST * plan.local_size
+    return max(planned_sizes(config, plan, ranks_per_node=ranks_per_node) or (plan.local_size,))
+
+
+def sizes_by_weight(weights: Sequence[float], plan: BatchPlan, *, ranks_per_node: Sequence[int]) -> tuple[int, ...]:
+    """Returns the samples of a micro-batch, rank by rank, in proportion to weights.
+
+    Args:
+        weights: one for each node, which each of its ranks has, or one for each rank.
+        plan: the cut of the global batch.
+        ranks_per_node: in rank order.
+
+    Raises:
+        BatchError: their number fits neither nodes nor ranks, or one is not above 0.
+    """
+    of_ranks = list(weights)
+    if len(weights) == len(ranks_per_node):
+        of_ranks = [weight for weight, ranks in zip(weights, ranks_per_node, strict=True) for _ in range(ranks)]
+    if len(of_ranks) != plan.ranks:
+        raise BatchError(
+            f"batch.shares={_shown(weights)} has {len(weights)} weights, for {plan.ranks} ranks on nodes of "
+            f"{' + '.join(map(str, ranks_per_node))}",
+            hint="give one weight for each node or for each rank, or batch.shares=measured or even",
+        )
+    if not all(0 < weight < math.inf for weight in of_ranks):
+        raise BatchError(
+            f"batch.shares={_shown(weights)} has a weight that is not above 0",
+            hint="give how fast a rank of each node is, e.g. [2,1]; leave a node that is to have no samples out",
+        )
+    return assign_samples(plan.local_size * plan.ranks, [PassCost(0.0, 1 / weight) for weight in of_ranks])
+
+
+def sizes_by_speed(seconds: Sequence[tuple[float, float]], plan: BatchPlan) -> Choice:
+    """Returns the samples of a micro-batch, rank by rank, by what passes were measured to take.
+
+    They are equal where unequal ones would save less than a twentieth of the slowest rank's pass, which also is the
+    case where speeds differ by less than that, and where a rank's times are not positive numbers.
+
+    Args:
+        seconds: of each rank, what a pass over an equal share takes, and one over twice as many samples; infinite,
+            where those have no room.
+        plan: the cut of the global batch.
+    """
+    local, equal = plan.local_size, (plan.local_size,) * plan.ranks
+    if not all(0 < once < math.inf and double > 0 for once, double in seconds):
+        return Choice(sizes=equal, equal_s=math.nan, chosen_s=math.nan)
+    costs = []
+    for once, double in seconds:
+        # Noise may make the line fall, or begin below nothing.
+        per_sample = min(max((double - once) / local, 0.0), once / local)
+        costs.append(PassCost(once - per_sample * local, per_sample))
+    most = [MOST * local if double < math.inf else local for _, double in seconds]
+    sizes = assign_samples(local * plan.ranks, costs, most=most)
+    equal_s = max(once for once, _ in seconds)
+    chosen_s = max(cost.of(size) for cost, size in zip(costs, sizes, strict=True))
+    if chosen_s > (1 - _LEAST_GAIN) * equal_s:
+        return Choice(sizes=equal, equal_s=equal_s, chosen_s=equal_s)
+    return Choice(sizes=sizes, equal_s=equal_s, chosen_s=chosen_s)
+
+
+def sizes_in_words(
+    sizes: Sequence[int], *, ranks_per_node: Sequence[int], nodes: Sequence[str], seconds: Sequence[float] | None = None
+) -> str:
+    """Returns sizes for a person, e.g. "node1 3+3+3+3, node2 2+2".
+
+    Args:
+        sizes: rank by rank.
+        ranks_per_node: in rank order.
+        nodes: their names.
+        seconds: a time for each rank, shown as well.
+    """
+    parts, first = [], 0
+    for node, ranks in zip(nodes, ranks_per_node, strict=True):
+        part = slice(first, first + ranks)
+        text = f"{node} {'+'.join(map(str, sizes[part]))}"
+        if seconds is not None:
+            times = dict.fromkeys(f"{1e3 * one:.3g}" for one in (min(seconds[part]), max(seconds[part])))
+            text += f" ({' to '.join(times)} ms)"
+        parts.append(text)
+        first += ranks
+    more = len(parts) - _NODES_NAMED
+    return ", ".join(parts[:_NODES_NAMED]) + (f" and {more} more nodes" if more > 0 else "")
+
+
+def _shown(shares: str | Sequence[float]) -> str:
+    return shares if isinstance(shares, str) else f"[{','.join(f'{weight:g}' for weight in shares)}]"

@@ -29,11 +29,10 @@ from omegaconf.resolvers.oc import env as read_variable
 from slurm_train.config.explain import explain, no_cluster_error, not_known_yet
 from slurm_train.config.launch import settle_launch
 from slurm_train.config.lean import LeanComposer, is_enough
-from slurm_train.config.schema import RunConfig
+from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.config.search_path import own_folders, search_path, store_sizes
 from slurm_train.config.secrets import is_secret_name, refuse_secrets
 from slurm_train.config.site import require_site, settle_site, user_config_dir
-from slurm_train.config.structure import build_config
 from slurm_train.config.words import Words, chosen_sites, prepare_overrides
 from slurm_train.errors import ConfigError
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hydra.errors import OverrideParseException
 
 from slurm_train.config.launchers import launcher_error
-from slurm_train.config.schema import RunConfig
-from slurm_train.config.structure import all_keys, unknown_key_error
+from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.errors import ConfigError
 
 _ABSENT = re.compile(r"Could not (?:override|delete)(?: from config)?[. ]*'?([\w./@-]+)'?")

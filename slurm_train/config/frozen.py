@@ -1,21 +1,94 @@
-"""The frozen configuration on disk: written once by the login half, read by every attempt.
+"""The frozen configuration: config.yaml, what makes two runs the same run, and what differs between two configurations.
 
-Plain YAML through libyaml: a rank starts without Hydra and OmegaConf.
+config.yaml is written once by the login half and read by every attempt: plain YAML through libyaml, so a rank starts
+without Hydra and OmegaConf.
+
+A run's identity is a hash over what is trained, not over where and how: the same command twice is the same run, and it
+may continue on another number of nodes. `NOT_IDENTITY` is the one list of what the hash leaves out. These keys, and a
+few that move data or read it otherwise, may change while a run exists; every other change is one of the training. Keys
+that give the shipped models their shape cannot change: the weights would not fit.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
-from slurm_train.config.schema import RunConfig
-from slurm_train.config.structure import build_config, to_mapping
+from slurm_train.assets import asset_dir
+from slurm_train.config.schema import ClusterSection, RunConfig, build_config, flat, to_mapping
 from slurm_train.errors import RunError
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+NOT_IDENTITY = (
+    "run",
+    "cluster",
+    "site",
+    "launch",
+    "container",
+    "preflight",
+    "requeue",
+    "health",
+    "checkpoint",
+    "sweep",
+    "track",
+    "parallel",
+    "ddp.bucket_cap_mb",
+    "ddp.static_graph",
+    "batch.local_size",
+    "batch.accumulation",
+    "batch.default_global_size",
+    # As the number of ranks: the same global batches in the same order, with the same weight for every item.
+    "batch.shares",
+    "train.eval_every_steps",
+    "train.evaluate",
+    "train.log_every_steps",
+    "train.samples_digest",
+    "train.start_timeout_s",
+    "train.steady_timeout_s",
+    "train.threads",
+    "train.sample_tokens",
+)
+# Ways of training that few runs use: at these values the hash does not know them.
+_UNUSED: Mapping[str, Mapping[str, Any]] = {
+    "batch": {"by_length": False, "pool": 64},
+    "ddp": {"comm": "none", "comm_start_step": 100, "powersgd_rank": 2, "average_every_steps": 8},
+}
+
+ID_DIGITS = 12
+"""Length of a run id. 48 bits: of 10,000 runs two have the same id with a probability of 2e-7."""
+
+Kind = Literal["harmless", "training", "impossible"]
+
+# The data set's own fingerprint tells whether these matter.
+_DATA_HARMLESS = ("data.num_workers", "data.prefetch")
+_DATA_MOVED = ("data.path",)
+_SHAPES = {
+    "slurm_train.models.gpt.GPT": (
+        *("vocab_size", "num_layers", "num_kv_heads", "width"),
+        *("norm", "activation", "positions", "bias", "tied"),
+    ),
+    "slurm_train.models.cnn.CNN": ("num_classes", "channels", "features", "side"),
+}
+# Sections that hold whatever a target takes: a key that only one side has counts.
+_OPEN = ("model", "data", "task")
+_OTHER_BATCHES = "other batches from here on: of the samples of one pool some come twice, others not at all"
+_CONSEQUENCES = {
+    "seed": "another order: some samples of this epoch come twice, others not at all",
+    "data": "what is left of this epoch is drawn from other samples",
+    "batch.by_length": _OTHER_BATCHES,
+    "batch.pool": _OTHER_BATCHES,
+    "batch.global_size": "other steps; optim.lr_retune says what becomes of the learning rate",
+    "train.max_steps": "the schedule is stretched or cut from here on",
+}
 
 
 def dump_config(config: RunConfig) -> str:
@@ -41,17 +114,221 @@ def load_values(path: Path) -> dict[str, Any]:
         RunError: there is no such file, or it is not YAML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        problem = "it holds no mapping"
     except FileNotFoundError:
         raise RunError(f"{path} does not exist", hint="name a run directory, as `status` lists them") from None
-    try:
-        values = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as err:
-        raise _damaged(path, " ".join(str(err).split())) from err
+        values, problem = None, " ".join(str(err).split())
     if not isinstance(values, dict):
-        raise _damaged(path, "it holds no mapping")
+        raise RunError(f"{path} cannot be read: {problem}", hint="type the run's first command again to write it anew")
     return values
 
 
-def _damaged(path: Path, problem: str) -> RunError:
-    return RunError(f"{path} cannot be read: {problem}", hint="type the run's first command again to write it anew")
+def identity(config: RunConfig, *, global_size: int) -> dict[str, Any]:
+    """Returns the part of a configuration that decides what is trained.
+
+    Args:
+        config: the run's configuration.
+        global_size: samples per optimizer step, as planned; it counts, however it is cut.
+    """
+    mapping: dict[str, Any] = to_mapping(config)
+    for key in NOT_IDENTITY:
+        section, _, name = key.rpartition(".")
+        del (mapping[section] if section else mapping)[name]
+    if not config.trains:
+        return {key: mapping[key] for key in ("seed", "task", "script")}
+    mapping["batch"]["global_size"] = global_size
+    return mapping
+
+
+def config_hash(config: RunConfig, *, global_size: int) -> str:
+    """Returns the hash of what is trained, 64 hex digits (sha256 of canonical JSON); the run id is its beginning."""
+    mapping = identity(config, global_size=global_size)
+    for section, unused in _UNUSED.items():
+        if section in mapping:
+            kept = {key: value for key, value in mapping[section].items() if (key, value) not in unused.items()}
+            mapping[section] = kept
+    if not mapping.get("ddp", True):
+        del mapping["ddp"]
+    text = json.dumps(mapping, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key that is not what it was."""
+
+    key: str
+    old: Any
+    new: Any
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.key}: {in_words(self.old)} -> {in_words(self.new)}"
+
+    @property
+    def consequence(self) -> str:
+        """What follows from it, "" where that is obvious."""
+        return next((text for key, text in _CONSEQUENCES.items() if is_below(self.key, key)), "")
+
+
+def in_words(value: Any) -> str:
+    """Returns a value of a configuration in one short line."""
+    if isinstance(value, Mapping) and "nodes" in value:
+        return f"{value['nodes']} nodes x {value['gpus_per_node']} GPUs"
+    text = "null" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def is_below(key: str, name: str) -> bool:
+    """Returns whether a dotted key is `name` or lies below it."""
+    return key == name or key.startswith(f"{name}.")
+
+
+def trained_settings(config: RunConfig, *, global_size: int) -> dict[str, Any]:
+    """Returns what decides the training, by dotted key: what a checkpoint keeps about its configuration."""
+    # As it comes back from a manifest: JSON has neither tuples nor infinities.
+    text = json.dumps(flat(identity(config, global_size=global_size)), default=str)
+    plain: dict[str, Any] = json.loads(text, parse_constant=str)
+    return plain
+
+
+def all_changes(
+    old: RunConfig, new: RunConfig, *, old_global_size: int, new_global_size: int, trained: Mapping[str, Any] | None
+) -> list[Change]:
+    """Returns every key that differs, those of the training first.
+
+    Args:
+        old: the frozen configuration.
+        new: what it shall be.
+        old_global_size: samples per optimizer step so far.
+        new_global_size: samples per optimizer step from now on.
+        trained: `trained_settings` of the newest checkpoint; None: those of `old`.
+    """
+    before = trained_settings(old, global_size=old_global_size) if trained is None else trained
+    found = training_changes(before, trained_settings(new, global_size=new_global_size))
+    others = _pairs(flat(to_mapping(old)), flat(to_mapping(new)))
+    return found + [Change(key, was, now, "harmless") for key, was, now in others if _is_left_out(key)]
+
+
+def differences(
+    old: RunConfig, new: RunConfig, *, old_global_size: int | None, new_global_size: int | None
+) -> list[Change]:
+    """Returns every key in which two runs differ, whatever follows from it; "harmless" where nothing is trained by it.
+
+    Args:
+        old: configuration of the one.
+        new: configuration of the other.
+        old_global_size: its samples per optimizer step, None where they are its own code's.
+        new_global_size: likewise.
+    """
+    before, after = flat(to_mapping(old)), flat(to_mapping(new))
+    before["batch.global_size"], after["batch.global_size"] = old_global_size, new_global_size
+    return [
+        Change(key, was, now, "harmless" if _is_left_out(key) or key in _DATA_HARMLESS else "training")
+        for key, was, now in _pairs(before, after)
+    ]
+
+
+def training_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """Returns what differs between two `trained_settings`.
+
+    A key that only one of them has is another version's, and does not count; in open sections it does.
+    """
+    found = [
+        Change(key, was, now, _kind_of(key, old, new))
+        for key, was, now in _pairs(old, new)
+        if (key in old and key in new) or key.split(".")[0] in _OPEN
+    ]
+    # Of a model or data set that was replaced the keywords say nothing.
+    replaced = [change.key.removesuffix("_target_") for change in found if change.key.endswith("._target_")]
+    return [
+        change for change in found if change.key.endswith("._target_") or not change.key.startswith(tuple(replaced))
+    ]
+
+
+def unaccepted(changes: Iterable[Change], accepted: Collection[str]) -> list[Change]:
+    """Returns the changes of the training that none of the accepted names covers ("config" covers all)."""
+    if "config" in accepted:
+        return []
+    left = (change for change in changes if change.kind != "harmless")
+    return [change for change in left if not any(is_below(change.key, name) for name in accepted)]
+
+
+def _is_left_out(key: str) -> bool:
+    return any(is_below(key, name) for name in NOT_IDENTITY)
+
+
+def _kind_of(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Kind:
+    target = old.get("model._target_")
+    is_shape = key.removeprefix("model.") in _SHAPES.get(str(target), ())
+    if is_shape or (key == "model._target_" and target in _SHAPES and new.get(key) in _SHAPES):
+        return "impossible"
+    moved = key in _DATA_MOVED and str(new.get("data._target_", "")).startswith("slurm_train.")
+    return "harmless" if moved or key in _DATA_HARMLESS else "training"
+
+
+def _pairs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields key, old and new value of what differs; a section that is null on one side counts as one key."""
+    keys = [*old, *(key for key in new if key not in old)]
+    holders = {key[: match.start()] for key in keys for match in re.finditer(r"\.", key)}
+    absent = [key for key in holders & {*keys} if None in (old.get(key, ""), new.get(key, ""))]
+    kept = (key for key in keys if key not in holders and not any(is_below(key, section) for section in absent))
+    for key in [*sorted(absent), *kept]:
+        was, now = _value_of(old, key), _value_of(new, key)
+        if was != now:
+            yield key, was, now
+
+
+def _value_of(values: Mapping[str, Any], key: str) -> Any:
+    below = {name[len(key) + 1 :]: value for name, value in values.items() if name.startswith(f"{key}.")}
+    return values.get(key, below or None)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key of a run's configuration."""
+
+    key: str
+    """Dotted, e.g. "optim.lr"."""
+    value: Any
+    is_chosen: bool
+    """It is not what a run would have that sets nothing."""
+    default: Any = None
+    """That value, where there is one."""
+
+
+def list_settings(config: Mapping[str, Any]) -> list[Setting]:
+    """Returns a frozen configuration key by key, for showing what a person has chosen.
+
+    Defaults are read from the shipped files as they are, without Hydra; a model or data set is compared with the
+    shipped file of the same `_target_`.
+
+    Args:
+        config: the mapping in a run's config.yaml.
+    """
+    conf, values = asset_dir("conf"), flat(config)
+    defaults = flat(to_mapping(RunConfig())) | flat(_read_shipped(conf / "config.yaml"))
+    for group in ("model", "data"):
+        target = chosen.get("_target_") if isinstance(chosen := config.get(group), Mapping) else None
+        files = (_read_shipped(path) for path in sorted((conf / group).glob("*.yaml")))
+        shipped = next((one for one in files if target is not None and one.get("_target_") == target), {})
+        defaults |= flat({group: shipped})
+    if config.get("cluster"):
+        # Its size has no default: every run has its own.
+        size = ("nodes", "gpus_per_node")
+        cluster = to_mapping(ClusterSection()) | _read_shipped(conf / "cluster" / "base.yaml")
+        defaults |= flat({"cluster": {key: value for key, value in cluster.items() if key not in size}})
+    references = {key: re.fullmatch(r"\$\{([\w.]+)\}", str(value)) for key, value in defaults.items()}
+    defaults |= {key: values.get(match[1], match[0]) for key, match in references.items() if match}
+    defaults = {key: value for key, value in defaults.items() if value != "???"}
+    return [
+        Setting(key, value, is_chosen=key not in defaults or defaults[key] != value, default=defaults.get(key))
+        for key, value in values.items()
+    ]
+
+
+def _read_shipped(path: Path) -> dict[str, Any]:
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    return {key: value for key, value in values.items() if key not in ("defaults", "hydra")}

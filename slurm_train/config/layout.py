@@ -1,4 +1,4 @@
-"""The layout of a run: how many ranks share what, which rank stands where, and who exchanges with whom.
+"""The layout of a run: how many ranks share what, where each rank is, and which ranks exchange with each other.
 
 Everything here is arithmetic on integers, so a plan for thousands of ranks needs no rank. The axes, outermost first,
 are those of torch's DeviceMesh in row-major order: ranks that differ only in `tp` are neighbours and lie on one node,
@@ -7,6 +7,7 @@ where the links are fastest; `pp` sends least and spans the nodes farthest apart
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,46 +88,41 @@ class ParallelLayout:
         return " x ".join(parts) or "one rank"
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Returns where a rank stands."""
+        """Returns a rank's place on each axis."""
         assert 0 <= rank < self.world_size, f"no rank {rank} in {self}"
-        places = []
-        for degree in reversed(self.degrees):
-            rank, place = divmod(rank, degree)
-            places.append(place)
-        return Coordinates(*reversed(places))
+        pairs = zip(self.degrees, self._strides, strict=True)
+        return Coordinates(*(rank // stride % degree for degree, stride in pairs))
 
     def rank_at(self, places: Sequence[int]) -> int:
         """Returns the rank at these coordinates, in the order of `AXES`."""
-        rank = 0
-        for place, degree in zip(places, self.degrees, strict=True):
-            rank = rank * degree + place
-        return rank
+        return sum(place * stride for place, stride in zip(places, self._strides, strict=True))
 
     def members(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Returns the ranks that differ from one in these axes only, itself among them, ascending."""
-        own = self.coordinates(rank)
-        ranges = [
-            range(degree) if axis in axes else (place,)
-            for axis, degree, place in zip(AXES, self.degrees, own, strict=True)
-        ]
-        return tuple(self._ranks(ranges))
+        own = zip(AXES, self.degrees, self.coordinates(rank), strict=True)
+        ranges = [range(degree) if axis in axes else (place,) for axis, degree, place in own]
+        return tuple(map(self.rank_at, itertools.product(*ranges)))
 
     def groups(self, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
         """Yields the groups of ranks that differ in these axes only; together they hold every rank once."""
         ranges = [(0,) if axis in axes else range(degree) for axis, degree in zip(AXES, self.degrees, strict=True)]
-        return (self.members(axes, first) for first in self._ranks(ranges))
+        return (self.members(axes, self.rank_at(first)) for first in itertools.product(*ranges))
+
+    @property
+    def _strides(self) -> list[int]:
+        return [math.prod(self.degrees[axis + 1 :]) for axis in range(len(AXES))]
 
     def data_parallel_index(self, rank: int) -> int:
         """Returns whose samples a rank reads, 0 to `data_parallel_size` - 1."""
         own = self.coordinates(rank)
         return own.dp_replicate * self.dp_shard + own.dp_shard
 
-    def speaks_for_samples(self, rank: int) -> bool:
+    def owns_samples(self, rank: int) -> bool:
         """Returns whether a rank counts for its samples: one of those that read the same ones, in the last stage."""
         own = self.coordinates(rank)
         return own.pp == self.pp - 1 and own.cp == own.tp == 0
 
-    def speaks_for_items(self, rank: int) -> bool:
+    def owns_items(self, rank: int) -> bool:
         """Returns whether a rank counts for the items whose loss it computes: each part of a sequence has its own."""
         own = self.coordinates(rank)
         return own.pp == self.pp - 1 and own.tp == 0
@@ -149,25 +145,14 @@ class ParallelLayout:
         replica, shard = divmod(data_parallel_index, self.dp_shard)
         return self.rank_at((0, replica, shard, 0, 0))
 
-    def _ranks(self, ranges: Sequence[Sequence[int]]) -> Iterator[int]:
-        ranks = [0]
-        for places, degree in zip(ranges, self.degrees, strict=True):
-            ranks = [rank * degree + place for rank in ranks for place in places]
-        return iter(ranks)
-
 
 def solve_layout(asked: ParallelSection, *, world_size: int) -> ParallelLayout:
     """Returns the layout that was asked for on so many ranks; one degree may be -1: what is left.
 
     Raises:
-        ConfigError: a degree below one, two of them open, or degrees that do not multiply up to the world.
+        ConfigError: two degrees are open, or degrees that do not multiply up to the world.
     """
     degrees = {axis: getattr(asked, axis) for axis in AXES}
-    for axis, degree in degrees.items():
-        if degree < 1 and degree != -1:
-            raise ConfigError(
-                f"parallel.{axis} must be at least 1 (or -1), got {degree}", hint="-1 takes the ranks that are left"
-            )
     left = [axis for axis, degree in degrees.items() if degree == -1]
     if len(left) > 1:
         names = " and ".join(f"parallel.{axis}=-1" for axis in left)
@@ -180,17 +165,13 @@ def solve_layout(asked: ParallelSection, *, world_size: int) -> ParallelLayout:
         degrees[left[0]] = world_size // given
     layout = ParallelLayout(**{axis: abs(degree) for axis, degree in degrees.items()})
     if layout.world_size != world_size:
-        raise _misfit(layout, given, is_open=bool(left), world_size=world_size)
+        need = f"a multiple of {given}" if left else str(given)
+        hint = "change the number of ranks (cluster.nodes, cluster.gpus_per_node, run.processes) or a degree"
+        raise ConfigError(
+            f"parallel asks for {layout}, which needs {need} ranks; there are {world_size}",
+            hint=hint + ("" if left else "; parallel.dp_replicate=-1 takes what is left"),
+        )
     return layout
-
-
-def _misfit(layout: ParallelLayout, given: int, *, is_open: bool, world_size: int) -> ConfigError:
-    need = f"a multiple of {given}" if is_open else str(given)
-    return ConfigError(
-        f"parallel asks for {layout}, which needs {need} ranks; there are {world_size}",
-        hint="change the number of ranks (cluster.nodes, cluster.gpus_per_node, run.processes) or a degree"
-        + ("" if is_open else "; parallel.dp_replicate=-1 takes what is left"),
-    )
 
 
 def stage_blocks(num_blocks: int, *, stage: int, num_stages: int) -> range:

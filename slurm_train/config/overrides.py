@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slurm_train.config.launch import settle_launch
-from slurm_train.config.schema import RunConfig
-from slurm_train.config.structure import build_config, to_mapping, unknown_key_error
+from slurm_train.config.schema import RunConfig, build_config, to_mapping, unknown_key_error
 from slurm_train.config.words import Words, prepare_overrides
 from slurm_train.errors import ConfigError
 

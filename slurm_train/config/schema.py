@@ -1,15 +1,54 @@
-"""The typed configuration of a run: every key a person may set, with its meaning, unit and default.
+"""The typed configuration of a run: every key a person may set, with its meaning, unit, range and default.
 
-`structure.build_config` makes these frozen values of what `conf/` composes to, and refuses what does not fit.
+`build_config` makes these frozen values of plain mappings, strictly: no unknown key, no value out of its range, no
+silent conversion. An int is accepted where a float is asked (YAML writes `lr: 1`), and "3e-4" as well, which YAML 1.1
+reads as a string. Everything else that does not fit is a ConfigError that names the key, the value found and what is
+asked.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+
+from slurm_train.errors import ConfigError
+
+T = TypeVar("T")
 
 LrRetune = Literal["none", "linear", "sqrt"]
 Launch = Literal["slurm", "interactive", "local"]
+
+
+class Bound(NamedTuple):
+    """Which numbers a field takes."""
+
+    least: float
+    is_open: bool = False
+    """Whether `least` itself is refused."""
+    other: int | None = None
+    """One number below that is taken as well."""
+
+    def __str__(self) -> str:
+        text = f"{'above' if self.is_open else 'at least'} {self.least:g}"
+        return text if self.other is None else f"{text} (or {self.other})"
+
+    def holds(self, value: float) -> bool:
+        """Returns whether a field may have this value; NaN never."""
+        return value == self.other or (value > self.least if self.is_open else value >= self.least)
+
+
+Count = Annotated[int, Bound(1)]
+Degree = Annotated[int, Bound(1, other=-1)]
+Positive = Annotated[float, Bound(0, is_open=True)]
+
+# Resolving annotations takes a millisecond for each class, and every word is checked against all of them.
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +59,9 @@ class RunSection:
     """Directory that holds all runs; on a cluster it must lie on a path that every node sees."""
     name: str | None = None
     """Folder below `root`; default "<model>-<data>" after the chosen config groups."""
-    processes: int | None = None
+    processes: Count | None = None
     """Local ranks when there is no cluster; default: one per GPU, else 2."""
-    snapshot_limit_mb: int = 100
+    snapshot_limit_mb: Count = 100
     """Largest code snapshot (of each folder); more is refused, since it is data rather than code."""
     snapshot_folders: list[str] = field(default_factory=list)
     """Further folders that the run gets a copy of, e.g. ["../mylib"]: packages imported from outside this directory."""
@@ -32,19 +71,19 @@ class RunSection:
 class BatchSection:
     """Batch arithmetic: global = local x ranks x accumulation. Give any, the rest is solved."""
 
-    local_size: int | None = None
+    local_size: Count | None = None
     """Samples per rank and micro-batch."""
-    accumulation: int | None = None
+    accumulation: Count | None = None
     """Micro-batches per optimizer step (gradient accumulation)."""
-    global_size: int | None = None
+    global_size: Count | None = None
     """Samples per optimizer step over all ranks."""
-    default_global_size: int = 32
+    default_global_size: Count = 32
     """Global batch where none of the three is given, rounded to the nearest that the ranks can share."""
     shares: Literal["even", "measured"] | list[float] = "even"
     """Ranks' parts of a micro-batch: equal; by their speed, measured at each start; by weights of nodes or ranks."""
     by_length: bool = False
     """Batches of equal padded size, of samples of about equal length, which the data set tells; sizes are means."""
-    pool: int = 64
+    pool: Count = 64
     """With `by_length`: global batches whose samples are sorted together. More: less padding, less mixing."""
 
 
@@ -54,7 +93,7 @@ class OptimSection:
 
     lr: float = 1e-3
     """Peak learning rate, tuned for `lr_global_size`."""
-    lr_global_size: int | None = None
+    lr_global_size: Count | None = None
     """Global batch that `lr` was tuned for; default: the run's own, so that nothing is retuned."""
     lr_retune: LrRetune = "none"
     """How `lr` follows a global batch other than `lr_global_size`: none, linear (SGD), sqrt (Adam)."""
@@ -78,13 +117,13 @@ class OptimSection:
 class TrainSection:
     """The loop."""
 
-    max_steps: int = 1000
+    max_steps: Count = 1000
     """Optimizer steps of the whole run."""
-    eval_every_steps: int | None = None
+    eval_every_steps: Count | None = None
     """Optimizer steps between evaluations; null: only at the end."""
     evaluate: bool = True
     """Whether the held-out samples are looked at, where there are some; false for a run that is only timed."""
-    log_every_steps: int = 10
+    log_every_steps: Count = 10
     """Optimizer steps between lines of metrics.jsonl."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Autocast type; auto is bfloat16 on a GPU that has it, else float32."""
@@ -98,7 +137,7 @@ class TrainSection:
     """Time-out of the rendezvous, and of what comes before the end of the first step (compile)."""
     steady_timeout_s: float = 300.0
     """Time-out of collectives after the first step, where nobody watches the ranks (`health.hang_timeout_s`)."""
-    threads: int | None = None
+    threads: Count | None = None
     """CPU threads of torch per rank; default: cores of this rank, at least 1."""
     init_from: str | None = None
     """Weights that the model starts with: a directory in the layout of transformers (for the shipped GPT in Llama's or
@@ -118,11 +157,11 @@ class DdpSection:
     comm: Literal["none", "bf16", "powersgd", "post_local_sgd"] = "none"
     """How gradients are exchanged, for slow networks: in full; in bfloat16; as thin matrices (PowerSGD); within each
     node only, with averages of the parameters now and then. All but none train a little differently."""
-    comm_start_step: int = 100
+    comm_start_step: Annotated[int, Bound(0)] = 100
     """Steps that powersgd and post_local_sgd exchange in full at the beginning of a run."""
-    powersgd_rank: int = 2
+    powersgd_rank: Count = 2
     """Columns of PowerSGD's matrices: more are nearer to the gradients and more bytes."""
-    average_every_steps: int = 8
+    average_every_steps: Count = 8
     """Optimizer steps between averages of the parameters with post_local_sgd."""
 
 
@@ -130,21 +169,21 @@ class DdpSection:
 class CheckpointSection:
     """When checkpoints are written and how many stay."""
 
-    every_steps: int | Literal["auto"] | None = 200
+    every_steps: Count | Literal["auto"] | None = 200
     """Optimizer steps between checkpoints; auto: what loses least time; null: only at a stop and at the end."""
-    failure_every_h: float = 24.0
+    failure_every_h: Positive = 24.0
     """Hours between interruptions that `every_steps=auto` expects; the run's own ledger corrects it."""
-    keep: int = 2
+    keep: Count = 2
     """Verified checkpoints that stay."""
     background: bool = True
     """Writes while training goes on, from a copy in host memory; false: training waits until all is on disk."""
     local_dir: str | None = None
     """Fast folder on each node's own disk for the periodic checkpoints, e.g. $SLURM_TMPDIR; a stop saves in the run."""
-    local_keep: int = 2
+    local_keep: Count = 2
     """Checkpoints that stay on each node."""
-    copy_every: int = 5
+    copy_every: Count = 5
     """Every so many of them are copied into the run directory, beside the training; 1: all."""
-    save_timeout_s: float = 1800.0
+    save_timeout_s: Positive = 1800.0
     """Time-out of the ranks' exchanges in a background save; the slowest rank's disk has to be quicker."""
 
 
@@ -155,19 +194,19 @@ class HealthSection:
     on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """What follows a NaN or infinite loss or gradient. Such a step is never applied; skip: the run goes on with the
     next batch; rollback: it goes back to the newest checkpoint and passes over the samples taken since."""
-    spike_factor: float | None = None
+    spike_factor: Annotated[float, Bound(1, is_open=True)] | None = None
     """A loss above so many times the median of the last `spike_window` losses is a spike; null: not looked at."""
-    spike_window: int = 100
+    spike_window: Count = 100
     """Losses that the median is taken over; before there are so many, nothing is a spike."""
     on_spike: Literal["log", "skip", "rollback", "stop"] = "log"
     """What follows a spike; only log lets the step be applied."""
-    max_rollbacks: int = 3
+    max_rollbacks: Count = 3
     """Rollbacks of the whole run; the next one stops it."""
-    hang_timeout_s: float | None = 300.0
+    hang_timeout_s: Positive | None = 300.0
     """Seconds without progress that end ranks as hung; at first `train.start_timeout_s` if longer; null: never."""
-    check_replicas_every_steps: int | None = None
+    check_replicas_every_steps: Count | None = None
     """Optimizer steps between comparisons of the ranks' parameters, also made before each save; null: never."""
-    pace_every_steps: int | Literal["auto"] | None = "auto"
+    pace_every_steps: Count | Literal["auto"] | None = "auto"
     """Optimizer steps between looks for stragglers; auto: about four a second, one in 64 steps at least; null: none."""
     straggler_excess: float = 0.1
     """A rank is a straggler if its own part of a step takes so much longer than the others' usually; 0.1: a tenth."""
@@ -179,15 +218,15 @@ class PreflightSection:
 
     enabled: bool = True
     """Look; false: the ranks meet at once."""
-    budget_s: float = 10.0
+    budget_s: Positive = 10.0
     """Seconds for what is asked once all ranks have come; what is not answered by then is left open."""
-    collective_timeout_s: float = 60.0
+    collective_timeout_s: Positive = 60.0
     """Seconds that the first all_reduce of the ranks may take, once they have met."""
     bandwidth: bool = False
     """Also measures and compares how fast nodes compute and are connected; about a second for each node."""
     only: bool = False
     """Ends after the look; this is what `doctor +cluster=NxG` submits."""
-    exclude_bad_nodes_h: float = 4.0
+    exclude_bad_nodes_h: Annotated[float, Bound(0)] = 4.0
     """Hours for which later submissions leave out a node that was found bad; 0: they do not."""
 
 
@@ -197,15 +236,15 @@ class RequeueSection:
 
     enabled: bool = True
     """Ask Slurm to run the job again after preemption, a time limit or a lost node."""
-    warn_before_limit_s: int | Literal["auto"] = "auto"
+    warn_before_limit_s: Count | Literal["auto"] = "auto"
     """Lead of the warning signal before the time limit (Slurm may send it up to 60 s earlier); auto: from what the
     run's saves and steps have taken, 120 s before anything is measured. The ranks look at the clock themselves, too."""
-    max_fruitless_failures: int = 3
+    max_fruitless_failures: Count = 3
     """Failures in a row without a new checkpoint after which the run is left alone."""
-    max_fruitless_returns: int = 3
+    max_fruitless_returns: Count = 3
     """Time limits in a row without a new checkpoint after which the run is left alone; of lost nodes twice as many, of
     preemptions 30 times as many, since they say less about the run."""
-    controller_patience_s: int = 120
+    controller_patience_s: Count = 120
     """How long to go on asking while Slurm's controller does not answer."""
 
 
@@ -213,7 +252,7 @@ class RequeueSection:
 class SweepSection:
     """Many runs from one command line (`--multirun`)."""
 
-    max_parallel: int | None = None
+    max_parallel: Count | None = None
     """Runs of the sweep that may run at once; default: as many as Slurm has room for, one on this machine."""
     objective: str | None = None
     """Number of result.json that a sweeper which needs values gets; default: eval_loss, or loss without evaluation."""
@@ -272,15 +311,15 @@ class TrackSection:
 class ParallelSection:
     """Degrees of parallelism; their product is the world size. One may be -1."""
 
-    dp_replicate: int = -1
+    dp_replicate: Degree = -1
     """Data-parallel replicas (DDP, or the outer axis of HSDP)."""
-    dp_shard: int = 1
+    dp_shard: Degree = 1
     """Shards of the parameters (FSDP2), whose ranks read different samples."""
-    tp: int = 1
+    tp: Degree = 1
     """Tensor parallel: parts of each matrix, on one node."""
-    pp: int = 1
+    pp: Degree = 1
     """Pipeline stages; the micro-batches of `batch.accumulation` flow through them."""
-    cp: int = 1
+    cp: Degree = 1
     """Context parallel: parts of each sequence; these ranks shard the parameters, too."""
     sequence_parallel: bool = False
     """Deals the positions of norms and residuals out among the ranks of `tp`: less memory, the same traffic or less."""
@@ -288,7 +327,7 @@ class ParallelSection:
     """Lets a tensor-parallel group span nodes, where every layer waits for the network."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Computes activations again; selective keeps matrix products and attention, full only what enters each block."""
-    stages_per_rank: int = 1
+    stages_per_rank: Count = 1
     """Stages on each rank of a pipeline; more than one interleaves them: a smaller bubble, more traffic."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a pipeline's micro-batches: 1f1b keeps at most `pp` of them in memory, gpipe all."""
@@ -304,9 +343,9 @@ class ParallelSection:
 class ClusterSection:
     """What Slurm is asked for, and what the job's environment needs."""
 
-    nodes: int | str = 1
+    nodes: Count | str = 1
     """Number of nodes; with `launcher=torchrun` also a range, "2-4": as many of them as Slurm has."""
-    gpus_per_node: int | list[int] = 1
+    gpus_per_node: Count | list[Count] = 1
     """GPUs, and so ranks, on each node; a list for uneven nodes, in rank order, e.g. [4,2]."""
     launcher: Literal["srun", "torchrun"] = "srun"
     """What starts the ranks: srun each of them, or srun one torchrun on each node, which restarts its ranks itself."""
@@ -401,3 +440,160 @@ class RunConfig:
     def trains(self) -> bool:
         """Whether the built-in trainer runs (not a user's own function or script)."""
         return self.task is None and self.script is None
+
+
+def build_config(cls: type[T], values: Mapping[str, Any], *, path: str = "") -> T:
+    """Returns an instance of a dataclass.
+
+    Args:
+        cls: the dataclass to build.
+        values: its keys and values; missing keys take their defaults.
+        path: dotted path of this mapping, for messages.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type or out of its range.
+    """
+    hints = _hints(cls)
+    for key in values:
+        if key not in hints:
+            raise unknown_key_error(f"{path}{key}", (f"{path}{name}" for name in hints))
+    return cls(**{key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items()})
+
+
+def to_mapping(value: Any) -> Any:
+    """Returns the plain mapping of a dataclass, for writing and hashing."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: to_mapping(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_mapping(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_mapping(item) for item in value]
+    return value
+
+
+def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns a nested mapping by dotted keys, e.g. {"optim.lr": 0.003}; an empty mapping stays a value."""
+    found: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the mapping that `flat` was made of, e.g. {"optim": {"lr": 0.003}}."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        functools.reduce(lambda holder, parent: holder.setdefault(parent, {}), parents, found)[last] = value
+    return found
+
+
+def unknown_key_error(key: str, known: Iterable[str]) -> ConfigError:
+    """Returns the error for a key that does not exist, with the nearest ones that do."""
+    nearest = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(nearest)}?" if nearest else "`--cfg job` prints every key"
+    return ConfigError(f"there is no configuration key {key!r}", hint=hint)
+
+
+@functools.cache
+def all_keys(cls: type[Any], *, prefix: str = "") -> Mapping[str, Any]:
+    """Returns the dotted names of all keys of a dataclass with their types, e.g. {"optim.lr": float}."""
+    keys: dict[str, Any] = {}
+    for name, hint in _hints(cls).items():
+        keys[f"{prefix}{name}"] = hint
+        for option in (hint, *get_args(hint)):
+            if dataclasses.is_dataclass(option) and isinstance(option, type):
+                keys |= all_keys(option, prefix=f"{prefix}{name}.")
+    return keys
+
+
+class _OutOfRange(ConfigError):
+    """A value of the right type that its field does not take."""
+
+
+# How a type is called in messages, and how a value of it is typed.
+_TYPES: Mapping[Any, tuple[str, str]] = {
+    int: ("a whole number", ", written like 8"),
+    float: ("a number", ", written like 0.5 or 1e-3"),
+    str: ("a text", ""),
+    bool: ("true or false", ""),
+    list: ("a list", ", written like [a,b]"),
+    dict: ("a mapping", ", written like {name:value}"),
+}
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin, options = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin is Annotated:
+        number, bound = _convert(options[0], value, path), options[1]
+        if not bound.holds(number):
+            hint = f"set {path} {bound}" if bound.is_open else f"set {path} to {bound.least:g} or more"
+            raise _OutOfRange(f"{path} must be {bound}, got {number:g}", hint=hint)
+        return number
+    if origin in (Union, types.UnionType):
+        return _convert_union(options, value, path)
+    if origin is Literal:
+        if value not in options:
+            values = ", ".join(map(str, options))
+            raise ConfigError(f"{path}={value!r} is not one of its values", hint=f"use one of {values}")
+        return value
+    is_section = dataclasses.is_dataclass(hint)
+    if is_section or origin is dict:
+        if not isinstance(value, Mapping):
+            raise _type_error(path, value, dict)
+        mapping = {str(key): item for key, item in value.items()}
+        return build_config(hint, mapping, path=f"{path}.") if is_section else mapping
+    if origin is list:
+        if not isinstance(value, (list, tuple)):
+            raise _type_error(path, value, list)
+        return [_convert(options[0], item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if type(value) is hint:
+        return value
+    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            raise _type_error(path, value, float) from None
+    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    raise _type_error(path, value, hint)
+
+
+def _convert_union(options: tuple[Any, ...], value: Any, path: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    candidates = [option for option in options if option is not type(None)]
+    for option in candidates:
+        try:
+            return _convert(option, value, path)
+        except _OutOfRange as err:
+            others = [f" or to {word}" for word in _other_words(options)]
+            raise _OutOfRange(err.message, hint=f"{err.hint},{''.join(others)}" if others else err.hint) from None
+        except ConfigError:
+            if len(candidates) == 1:
+                raise
+    raise _type_error(path, value, *candidates)
+
+
+def _other_words(options: tuple[Any, ...]) -> list[str]:
+    """Returns what a field takes besides numbers, e.g. ["auto", "null"]."""
+    words = [str(word) for option in options if get_origin(option) is Literal for word in get_args(option)]
+    return words + ["null"] * (type(None) in options)
+
+
+def _type_error(path: str, value: Any, *asked: Any) -> ConfigError:
+    kinds = [get_args(one)[0] if get_origin(one) is Annotated else get_origin(one) or one for one in asked]
+    names = [
+        " or ".join(map(str, get_args(one))) if kind is Literal else _TYPES.get(kind, (str(kind), ""))[0]
+        for one, kind in zip(asked, kinds, strict=True)
+    ]
+    example = f"set {path}=...{_TYPES[kinds[0]][1] if len(kinds) == 1 and kinds[0] in _TYPES else ''}"
+    if kinds == [list] and isinstance(value, str):
+        # A script is typed as a shell would take it.
+        example = f'write "{path}=[{",".join(value.split())}]", with the quotes, since the shell reads brackets'
+    return ConfigError(f"{path} asks for {' or '.join(names)}, found {value!r} ({type(value).__name__})", hint=example)

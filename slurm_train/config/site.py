@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_train.config.schema import ClusterSection
-from slurm_train.config.structure import build_config, to_mapping, unknown_key_error
+from slurm_train.config.schema import ClusterSection, build_config, to_mapping, unknown_key_error
 from slurm_train.config.words import split_word
 from slurm_train.errors import ConfigError
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from slurm_train.config.schema import RunConfig
-from slurm_train.config.structure import all_keys, unknown_key_error
+from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.errors import ConfigError
 
 _OPEN_MAPPINGS = ("cluster.sbatch.", "cluster.srun.", "cluster.env.", "task.")

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from slurm_train.config.batch import largest_local_size
 from slurm_train.config.schema import OptimSection, RunConfig, RunSection
-from slurm_train.config.shares import largest_local_size
 from slurm_train.estimate.cost import Cost, WorstLoss, estimate_cost, hours_in_words, worst_loss
 from slurm_train.estimate.layouts import traffic
 from slurm_train.estimate.memory import LayoutFacts, RankMemory, facts_of, fullest_rank, rank_memory, replica_memory

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurm_train.config.changes import Change, differences
-from slurm_train.config.frozen import load_config
+from slurm_train.config.frozen import Change, differences, load_config
 from slurm_train.errors import RunError
 from slurm_train.launch.code_index import (
     CodeIndex,

@@ -13,12 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.config.batch import BatchPlan, nearest_multiples, planned_lr, recut_batch, require_parts, solve_batch
-from slurm_train.config.identity import config_hash
+from slurm_train.config.batch import (
+    BatchPlan,
+    check_batch,
+    nearest_multiples,
+    planned_lr,
+    planned_sizes,
+    recut_batch,
+    solve_batch,
+)
+from slurm_train.config.frozen import config_hash
 from slurm_train.config.layout import ParallelLayout
-from slurm_train.config.schema import BatchSection, HealthSection, PreflightSection, RunConfig
-from slurm_train.config.shares import require_shares, sizes_as_mapping
-from slurm_train.config.structure import to_mapping
+from slurm_train.config.schema import BatchSection, RunConfig, to_mapping
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.layout import check_pipeline, plan_layout
 from slurm_train.launch.world import World, plan_world
@@ -51,6 +57,7 @@ class RunPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Returns what `plan.json` holds."""
+        sizes = planned_sizes(self.config, self.batch, ranks_per_node=self.world.ranks_per_node)
         return {
             "config_hash": self.config_hash,
             "directory": self.directory,
@@ -61,7 +68,7 @@ class RunPlan:
                 "global_size": self.batch.global_size,
                 "local_size": self.batch.local_size,
                 "accumulation": self.batch.accumulation,
-                **sizes_as_mapping(self.config, self.batch, ranks_per_node=self.world.ranks_per_node),
+                **({} if sizes is None else {"sizes": list(sizes)}),
             },
             "lr": {
                 "planned": self.lr,
@@ -199,9 +206,7 @@ def _assemble(
     config: RunConfig, world: World, layout: ParallelLayout, batch: BatchPlan, *, run: RunDirectory, directory: str
 ) -> RunPlan:
     check_pipeline(config, layout, batch)
-    if config.trains:
-        require_parts(config.batch, batch, stages=layout.pp)
-        require_shares(config, batch, layout=layout, ranks_per_node=world.ranks_per_node)
+    check_batch(config, batch, layout=layout, ranks_per_node=world.ranks_per_node)
     return RunPlan(
         config=config,
         world=world,
@@ -232,7 +237,7 @@ def _part_name(composed: Composed, group: str) -> str:
 
 
 def check_degrees(config: RunConfig) -> None:
-    """Refuses what cannot be run: several ways of running at once, counts below one.
+    """Refuses what cannot be run: several ways of running at once, settings that exclude each other.
 
     Raises:
         ConfigError: as said.
@@ -251,7 +256,7 @@ def check_degrees(config: RunConfig) -> None:
             hint="use container=apptainer, or +cluster=<nodes>x<GPUs per node>",
         )
     _check_targets(config)
-    _check_counts(config)
+    _check_exchange(config)
 
 
 def _check_text(config: RunConfig) -> None:
@@ -290,51 +295,8 @@ def _check_targets(config: RunConfig) -> None:
             )
 
 
-_COUNTS = (
-    "train.max_steps",
-    "train.eval_every_steps",
-    "train.log_every_steps",
-    "train.threads",
-    "checkpoint.every_steps",
-    "checkpoint.keep",
-    "checkpoint.local_keep",
-    "checkpoint.copy_every",
-    "health.spike_window",
-    "parallel.stages_per_rank",
-    "health.max_rollbacks",
-    "health.check_replicas_every_steps",
-    "health.pace_every_steps",
-    "requeue.warn_before_limit_s",
-    "requeue.max_fruitless_failures",
-    "requeue.max_fruitless_returns",
-    "requeue.controller_patience_s",
-    "optim.lr_global_size",
-    "run.snapshot_limit_mb",
-    "sweep.max_parallel",
-    "batch.pool",
-    "ddp.powersgd_rank",
-    "ddp.average_every_steps",
-)
-
-
-def _check_counts(config: RunConfig) -> None:
-    for key in _COUNTS:
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        if value not in (None, "auto") and value < 1:
-            raise ConfigError(f"{key}={value} is not a count", hint=f"set {key} to 1 or more")
-    for name in ("failure_every_h", "save_timeout_s"):
-        if (value := getattr(config.checkpoint, name)) <= 0:
-            raise ConfigError(f"checkpoint.{name}={value:g} is not a time", hint=f"set checkpoint.{name} above 0")
-    _check_health(config.health)
-    _check_preflight(config.preflight)
-    _check_exchange(config)
-
-
 def _check_exchange(config: RunConfig) -> None:
     ddp, health = config.ddp, config.health
-    if ddp.comm_start_step < 0:
-        raise ConfigError(f"ddp.comm_start_step={ddp.comm_start_step} is no step", hint="set it to 0 or more")
     if ddp.comm != "post_local_sgd":
         return
     # The nodes' parameters differ between two averages, and a gradient may be infinite on one node only.
@@ -348,29 +310,6 @@ def _check_exchange(config: RunConfig) -> None:
         raise ConfigError(
             "ddp.comm=post_local_sgd cannot roll back: a gradient that is not finite is seen by one node alone",
             hint="set health.on_non_finite to stop or skip",
-        )
-
-
-def _check_health(health: HealthSection) -> None:
-    if health.spike_factor is not None and not health.spike_factor > 1:
-        raise ConfigError(
-            f"health.spike_factor={health.spike_factor} would call every second step a spike",
-            hint="set it above 1, e.g. 3; null looks at none",
-        )
-    if health.hang_timeout_s is not None and not health.hang_timeout_s > 0:
-        raise ConfigError(
-            f"health.hang_timeout_s={health.hang_timeout_s} is no time", hint="give seconds; null: nobody watches"
-        )
-
-
-def _check_preflight(preflight: PreflightSection) -> None:
-    for name in ("budget_s", "collective_timeout_s"):
-        if not (value := getattr(preflight, name)) > 0:
-            raise ConfigError(f"preflight.{name}={value:g} is no time", hint="preflight.enabled=false leaves it out")
-    if not preflight.exclude_bad_nodes_h >= 0:
-        raise ConfigError(
-            f"preflight.exclude_bad_nodes_h={preflight.exclude_bad_nodes_h:g} is no time",
-            hint="0: nodes are not listed",
         )
 
 

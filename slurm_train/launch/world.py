@@ -75,20 +75,17 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
         env: environment; CUDA_VISIBLE_DEVICES limits the GPUs of a local run.
 
     Raises:
-        ConfigError: counts below one, a GPU list that does not name every node, uneven nodes in an allocation of one's
+        ConfigError: a GPU list that does not name every node, uneven nodes in an allocation of one's
             own, or a range of nodes where the number of ranks cannot change.
     """
     cluster = config.cluster
     if cluster is None:
         asked = config.run.processes
         processes = (count_local_gpus(env) or 2) if asked is None else asked
-        _require_positive("run.processes", processes)
         return World((processes,))
     fewest, most = _read_nodes(cluster.nodes)
     gpus = cluster.gpus_per_node
     per_node = (gpus,) * most if isinstance(gpus, int) else tuple(gpus)
-    for count in per_node:
-        _require_positive("cluster.gpus_per_node", count)
     if len(per_node) != most:
         raise ConfigError(
             f"cluster.gpus_per_node={list(per_node)} names {len(per_node)} nodes, cluster.nodes={cluster.nodes}",
@@ -109,7 +106,6 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
 def _read_nodes(nodes: int | str) -> tuple[int | None, int]:
     """Returns the fewest nodes, None where the number is fixed, and the most."""
     if isinstance(nodes, int):
-        _require_positive("cluster.nodes", nodes)
         return None, nodes
     match = re.fullmatch(r"([1-9]\d{0,4})-([1-9]\d{0,4})", nodes)
     if match is None or int(match[1]) > int(match[2]):
@@ -157,8 +153,3 @@ def count_local_gpus(env: Mapping[str, str]) -> int:
 def count_visible(devices: str) -> int:
     """Returns how many devices a value of CUDA_VISIBLE_DEVICES names."""
     return len([device for device in devices.split(",") if device.strip() not in ("", "-1")])
-
-
-def _require_positive(key: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{key}={value} leaves nothing to run on", hint=f"set {key} to 1 or more")

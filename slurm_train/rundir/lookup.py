@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from slurm_train.config.identity import ID_DIGITS
+from slurm_train.config.frozen import ID_DIGITS
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.rundir.files import change_times, listed, read_json
 from slurm_train.rundir.jobs import read_job

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.config.changes import trained_settings, training_changes
+from slurm_train.config.frozen import trained_settings, training_changes
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import DataError, RunError
 from slurm_train.launch.code_index import read_index

@@ -108,7 +108,7 @@ def _build_passes(rank_run: RankRun, built: Built, objective: Objective) -> Pass
         "device": rank_run.device,
         "autocast": autocast_dtype(start.config.train, device=rank_run.device),
         "stop": start.stop,
-        "counts": start.layout.speaks_for_items(start.place.rank),
+        "counts": start.layout.owns_items(start.place.rank),
         "part": _sequence_part(rank_run),
         "heartbeat": start.heartbeat,
     }

@@ -62,7 +62,7 @@ class LayoutEvaluator:
             return None
         self.heartbeat.mark("gather")
         of_ranks: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(of_ranks, sums if self.layout.speaks_for_items(self.rank) else {})
+        dist.all_gather_object(of_ranks, sums if self.layout.owns_items(self.rank) else {})
         return measures(of_ranks, bytes_per_item=getattr(self.source, "bytes_per_target", None))
 
     @torch.no_grad()

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurm_train.config.batch import BatchPlan
-from slurm_train.config.shares import MOST, Choice, sizes_by_speed, sizes_by_weight, sizes_in_words
+from slurm_train.config.batch import MOST, BatchPlan, Choice, sizes_by_speed, sizes_by_weight, sizes_in_words
 from slurm_train.data.global_batches import GlobalBatches
 from slurm_train.data.source import Draw, SampleSource
 from slurm_train.data.stream import BatchStream

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from slurm_train.config.batch import planned_lr
-from slurm_train.config.identity import config_hash
+from slurm_train.config.frozen import config_hash
 from slurm_train.data.build import build_source
 from slurm_train.data.global_batches import GlobalBatches
 from slurm_train.data.source import SampleSource, lengths_of
@@ -266,7 +266,7 @@ def build_pace(rank_run: RankRun) -> LoopPace:
         eval_every=config.train.eval_every_steps,
         seed=config.seed,
         random_stream=layout.random_stream(rank, splits_positions=config.parallel.sequence_parallel),
-        counts=layout.speaks_for_samples(rank),
+        counts=layout.owns_samples(rank),
         digest=config.train.samples_digest,
         check_every=config.health.check_replicas_every_steps,
     )

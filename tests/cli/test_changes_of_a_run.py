@@ -10,8 +10,7 @@ import pytest
 
 from slurm_train.checkpoint.commit import commit, open_staging
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
-from slurm_train.config.changes import trained_settings
-from slurm_train.config.frozen import load_config
+from slurm_train.config.frozen import load_config, trained_settings
 from slurm_train.errors import DataError, RunError
 from slurm_train.rundir.events import read_changes
 from slurm_train.rundir.layout import RunDirectory

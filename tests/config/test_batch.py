@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,15 +10,36 @@ from hypothesis import strategies as st
 
 from slurm_train.config.batch import (
     BatchPlan,
-    nearest_divisors,
+    PassCost,
+    assign_samples,
+    check_batch,
+    largest_local_size,
     nearest_multiples,
     planned_lr,
-    require_parts,
-    retune_lr,
+    planned_sizes,
+    sizes_by_speed,
+    sizes_by_weight,
+    sizes_in_words,
     solve_batch,
 )
-from slurm_train.config.schema import BatchSection, LrRetune, OptimSection
+from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.schema import (
+    BatchSection,
+    ClusterSection,
+    DdpSection,
+    LrRetune,
+    OptimSection,
+    RunConfig,
+    TrainSection,
+)
 from slurm_train.errors import BatchError
+
+Asked = tuple[int | None, int | None, int | None]
+
+
+def section(asked: Asked) -> BatchSection:
+    return BatchSection(local_size=asked[0], accumulation=asked[1], global_size=asked[2])
+
 
 # (local, accumulation, global) as asked, ranks, (local, accumulation, global) as planned
 SOLVED = [
@@ -28,21 +51,15 @@ SOLVED = [
     ((None, 3, None), 4, (1, 3, 12)),
     ((8, 3, None), 4, (8, 3, 96)),
     ((None, None, 64), 32, (2, 1, 64)),
-    ((None, None, 64), 1, (64, 1, 64)),
     ((2, None, 64), 4, (2, 8, 64)),
     ((None, 4, 64), 4, (4, 4, 64)),
     ((4, 4, 64), 4, (4, 4, 64)),
-    ((1, None, 6), 6, (1, 1, 6)),
 ]
 
 
 @pytest.mark.parametrize(("asked", "ranks", "expected"), SOLVED)
-def test_what_is_not_given_is_solved(
-    asked: tuple[int | None, int | None, int | None], ranks: int, expected: tuple[int, int, int]
-) -> None:
-    local, accumulation, total = asked
-    section = BatchSection(local_size=local, accumulation=accumulation, global_size=total)
-    plan = solve_batch(section, ranks=ranks)
+def test_what_is_not_given_is_solved(asked: Asked, ranks: int, expected: tuple[int, int, int]) -> None:
+    plan = solve_batch(section(asked), ranks=ranks)
     assert (plan.local_size, plan.accumulation, plan.global_size) == expected
 
 
@@ -54,7 +71,7 @@ counts = st.one_of(st.none(), st.integers(1, 64))
 def test_a_plan_multiplies_up_and_keeps_what_was_asked(
     local: int | None, accumulation: int | None, total: int | None, ranks: int
 ) -> None:
-    asked = BatchSection(local_size=local, accumulation=accumulation, global_size=total)
+    asked = section((local, accumulation, total))
     try:
         plan = solve_batch(asked, ranks=ranks)
     except BatchError as err:
@@ -73,8 +90,7 @@ def check_refusal(err: BatchError, asked: BatchSection, ranks: int) -> None:
     sizes = re.search(r"batch\.global_size=(\d+)(?: or (\d+))?", err.hint)
     assert sizes is not None
     for size in filter(None, sizes.groups()):
-        changed = BatchSection(local_size=asked.local_size, accumulation=asked.accumulation, global_size=int(size))
-        assert solve_batch(changed, ranks=ranks).global_size == int(size)
+        assert solve_batch(replace(asked, global_size=int(size)), ranks=ranks).global_size == int(size)
     named = re.search(r"or use (\d+)(?: or (\d+))? ranks", err.hint)
     for count in filter(None, named.groups() if named else ()):
         assert solve_batch(asked, ranks=int(count)).ranks == int(count)
@@ -105,19 +121,15 @@ REFUSED = [
         "batch.global_size=65 was asked, but local x ranks x accumulation is 64 = 4 local x 4 ranks x 4 accumulation",
         "set batch.global_size=64, or leave one of the three out to have it solved",
     ),
-    ((0, None, None), 4, "batch.local_size=0 is not a batch", "set batch.local_size to 1 or more"),
-    ((None, -1, None), 4, "batch.accumulation=-1 is not a batch", "set batch.accumulation to 1 or more"),
-    ((None, None, 0), 4, "batch.global_size=0 is not a batch", "set batch.global_size to 1 or more"),
 ]
 
 
 @pytest.mark.parametrize(("asked", "ranks", "message", "hint"), REFUSED)
 def test_what_does_not_multiply_up_is_refused_with_the_nearest_that_do(
-    asked: tuple[int | None, int | None, int | None], ranks: int, message: str, hint: str
+    asked: Asked, ranks: int, message: str, hint: str
 ) -> None:
-    local, accumulation, total = asked
     with pytest.raises(BatchError) as caught:
-        solve_batch(BatchSection(local_size=local, accumulation=accumulation, global_size=total), ranks=ranks)
+        solve_batch(section(asked), ranks=ranks)
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
@@ -129,37 +141,134 @@ def test_nearest_multiples_enclose_the_value(value: int, unit: int) -> None:
     assert below <= value <= above < below + 2 * unit
 
 
-@pytest.mark.parametrize(("value", "near", "expected"), [(64, 6, [4, 8]), (1, 9, [1]), (7, 3, [1, 7]), (12, 4, [3, 4])])
-def test_nearest_divisors(value: int, near: int, expected: list[int]) -> None:
-    assert nearest_divisors(value, near) == expected
-
-
-@pytest.mark.parametrize(
-    ("rule", "expected"), [("none", 1e-3), ("linear", 4e-3), ("sqrt", 2e-3)], ids=["none", "linear", "sqrt"]
-)
+@pytest.mark.parametrize(("rule", "expected"), [("none", 1e-3), ("linear", 4e-3), ("sqrt", 2e-3)])
 def test_the_learning_rate_follows_its_rule(rule: LrRetune, expected: float) -> None:
-    assert retune_lr(1e-3, rule=rule, tuned_for=64, global_size=256) == pytest.approx(expected)
-    section = OptimSection(lr=1e-3, lr_retune=rule, lr_global_size=64)
-    assert planned_lr(section, global_size=256) == pytest.approx(expected)
+    optim = OptimSection(lr=1e-3, lr_retune=rule, lr_global_size=64)
+    assert planned_lr(optim, global_size=256) == pytest.approx(expected)
+    assert planned_lr(replace(optim, lr_global_size=None), global_size=256) == 1e-3, "tuned for this very batch"
 
 
-@pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
-def test_the_learning_rate_stays_where_it_was_tuned_for_this_very_batch(rule: LrRetune) -> None:
-    assert planned_lr(OptimSection(lr=1e-3, lr_retune=rule), global_size=256) == 1e-3
-
-
-def test_the_arithmetic_reads_as_a_sum() -> None:
-    plan = BatchPlan(local_size=2, ranks=32, accumulation=1)
-    assert plan.as_sum() == "64 = 2 local x 32 ranks x 1 accumulation"
+def check(batch: BatchSection, plan: BatchPlan, *, pp: int = 1) -> None:
+    layout = ParallelLayout(dp_replicate=plan.ranks, pp=pp)
+    check_batch(RunConfig(batch=batch), plan, layout=layout, ranks_per_node=(plan.ranks * pp,))
 
 
 def test_batches_by_length_need_four_samples_per_micro_batch() -> None:
     asked = BatchSection(global_size=24, by_length=True)
-    require_parts(asked, solve_batch(asked, ranks=6))
+    check(asked, solve_batch(asked, ranks=6))
     with pytest.raises(BatchError, match="as few as 6 of them, for 8 micro-batches") as caught:
-        require_parts(asked, solve_batch(asked, ranks=8))
+        check(asked, solve_batch(asked, ranks=8))
     assert caught.value.hint == "set batch.global_size to 32 or more, or lower batch.accumulation"
-    require_parts(BatchSection(global_size=24), solve_batch(asked, ranks=8))
-    require_parts(asked, BatchPlan(local_size=1, ranks=1, accumulation=1))
+    check(BatchSection(global_size=24), solve_batch(asked, ranks=8))
+    check(asked, BatchPlan(local_size=1, ranks=1, accumulation=1))
     with pytest.raises(BatchError, match="in a pipeline of 2 stages"):
-        require_parts(asked, solve_batch(asked, ranks=2), stages=2)
+        check(asked, solve_batch(asked, ranks=2), pp=2)
+
+
+SIX = BatchPlan(local_size=6, ranks=6, accumulation=2)
+FOUR_AND_TWO = (4, 2)
+
+
+@settings(deadline=None)
+@given(costs=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=4), more=st.integers(0, 12))
+def test_no_other_shares_finish_sooner(costs: list[tuple[int, int]], more: int) -> None:
+    lines, total = [PassCost(*cost) for cost in costs], len(costs) + more
+    sizes = assign_samples(total, lines)
+    assert sum(sizes) == total and min(sizes) >= 1
+    last = max(line.of(size) for line, size in zip(lines, sizes, strict=True))
+    # Whatever the ranks could do in less time than the last one takes is not enough.
+    sooner = last - 1e-9
+    room = [max(1, math.floor((sooner - line.fixed) / line.per_sample)) for line in lines]
+    assert sum(room) < total or last == max(line.of(1) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("weights", "ranks_per_node", "sizes"),
+    [
+        ([2, 1], (1, 2), (6, 3, 3)),
+        ([3, 2, 1], (3,), (6, 4, 2)),
+        ([1], (3,), (4, 4, 4)),
+        ([100, 1], (1, 2), (10, 1, 1)),
+        ([0.2, 0.1, 0.1], (1, 1, 1), (6, 3, 3)),
+    ],
+)
+def test_weights_are_of_nodes_or_of_ranks(
+    weights: list[float], ranks_per_node: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    plan = BatchPlan(local_size=4, ranks=3, accumulation=5)
+    assert sizes_by_weight(weights, plan, ranks_per_node=ranks_per_node) == sizes
+
+
+def test_weights_that_do_not_fit_are_refused_with_what_would() -> None:
+    with pytest.raises(BatchError) as caught:
+        sizes_by_weight([2, 1, 1], SIX, ranks_per_node=FOUR_AND_TWO)
+    assert str(caught.value) == (
+        "batch.shares=[2,1,1] has 3 weights, for 6 ranks on nodes of 4 + 2\n"
+        "hint: give one weight for each node or for each rank, or batch.shares=measured or even"
+    )
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(BatchError, match="a weight that is not above 0"):
+            sizes_by_weight([2, wrong], SIX, ranks_per_node=FOUR_AND_TWO)
+
+
+MEASURED = [
+    ("half as quick", [(0.1, 0.2)] * 4 + [(0.2, 0.4)] * 2, (8, 8, 7, 7, 3, 3)),
+    ("alike within 5 %", [(0.100, 0.200)] * 4 + [(0.104, 0.208)] * 2, (6,) * 6),
+    ("far slower: no rank gets more than twice an equal share", [(0.1, 0.2)] + [(9.0, 18.0)] * 5, (12, 5, 5, 5, 5, 4)),
+    ("no room on two ranks", [(0.2, 0.4)] * 4 + [(0.1, math.inf)] * 2, (6,) * 6),
+    ("time does not depend on the samples", [(0.1, 0.1)] * 4 + [(0.2, 0.2)] * 2, (6,) * 6),
+    ("part of it does", [(0.2, 0.3)] * 4 + [(0.3, 0.5)] * 2, (7, 7, 7, 7, 4, 4)),
+    ("not a number", [(0.1, 0.2)] * 5 + [(math.nan, 0.4)], (6,) * 6),
+    ("nothing", [(0.1, 0.2)] * 5 + [(0.0, 0.4)], (6,) * 6),
+]
+
+
+@pytest.mark.parametrize(("seconds", "sizes"), [case[1:] for case in MEASURED], ids=[case[0] for case in MEASURED])
+def test_measured_shares(seconds: list[tuple[float, float]], sizes: tuple[int, ...]) -> None:
+    choice = sizes_by_speed(seconds, SIX)
+    assert choice.sizes == sizes
+    assert math.isnan(choice.equal_s) or choice.chosen_s <= choice.equal_s == max(once for once, _ in seconds)
+
+
+BOTH = {"measured", "[2,1]"}
+CONFLICTS = [
+    (RunConfig(), {"dp_shard": 2, "dp_replicate": 3}, "a layout of dp_replicate 3 x dp_shard 2", BOTH),
+    (RunConfig(batch=BatchSection(by_length=True)), {}, "batch.by_length=true", BOTH),
+    (RunConfig(ddp=DdpSection(comm="post_local_sgd")), {}, "ddp.comm=post_local_sgd", BOTH),
+    (RunConfig(cluster=ClusterSection(launcher="torchrun")), {}, "cluster.launcher=torchrun", {"[2,1]"}),
+    (RunConfig(train=TrainSection(deterministic=True)), {}, "train.deterministic=true", {"measured"}),
+]
+
+
+@pytest.mark.parametrize(("config", "degrees", "problem", "expected"), CONFLICTS, ids=[case[2] for case in CONFLICTS])
+def test_what_unequal_shares_do_not_go_with_is_refused(
+    config: RunConfig, degrees: dict[str, int], problem: str, expected: set[str]
+) -> None:
+    layout = ParallelLayout(**degrees) if degrees else ParallelLayout(dp_replicate=6)
+    refused = set()
+    for name, shares in (("even", "even"), ("measured", "measured"), ("[2,1]", [2.0, 1.0])):
+        asked = replace(config, batch=replace(config.batch, shares=shares))
+        try:
+            check_batch(asked, replace(SIX, local_size=12), layout=layout, ranks_per_node=FOUR_AND_TWO)
+        except BatchError as err:
+            assert err.message.startswith(f"batch.shares={name} was asked with {problem}") and err.hint
+            refused.add(name)
+    assert refused == expected
+
+
+def test_the_plan_knows_the_largest_share() -> None:
+    def planned(shares: object) -> tuple[tuple[int, ...] | None, int]:
+        config = RunConfig(batch=BatchSection(shares=shares))  # type: ignore[arg-type]
+        sizes = planned_sizes(config, SIX, ranks_per_node=FOUR_AND_TWO)
+        return sizes, largest_local_size(config, SIX, ranks_per_node=FOUR_AND_TWO)
+
+    assert planned("even") == (None, 6)
+    assert planned("measured") == (None, 12)
+    assert planned([4, 1]) == ((8, 8, 8, 8, 2, 2), 8)
+
+
+def test_many_nodes_are_listed_in_short() -> None:
+    nodes = [f"node{number}" for number in range(1, 9)]
+    words = sizes_in_words([2, 1] * 8, ranks_per_node=[2] * 8, nodes=nodes, seconds=[0.03, 0.05] + [0.04] * 14)
+    assert words.startswith("node1 2+1 (30 to 50 ms), node2 2+1 (40 ms)")
+    assert words.endswith("node6 2+1 (40 ms) and 2 more nodes")

@@ -1,15 +1,44 @@
+"""config.yaml, the run's identity, and what differs between two configurations."""
+
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_train.config.frozen import dump_config, load_config
-from slurm_train.config.schema import ClusterSection, ContainerSection, OptimSection, RunConfig, RunSection
-from slurm_train.config.structure import all_keys, to_mapping
+from slurm_train.config.compose import compose
+from slurm_train.config.frozen import (
+    NOT_IDENTITY,
+    Change,
+    Setting,
+    all_changes,
+    config_hash,
+    dump_config,
+    identity,
+    list_settings,
+    load_config,
+    trained_settings,
+    training_changes,
+    unaccepted,
+)
+from slurm_train.config.overrides import apply_words
+from slurm_train.config.schema import (
+    ClusterSection,
+    ContainerSection,
+    OptimSection,
+    RunConfig,
+    RunSection,
+    all_keys,
+    build_config,
+    flat,
+    to_mapping,
+)
+from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError, RunError
 
 FULL = RunConfig(
@@ -26,13 +55,7 @@ FULL = RunConfig(
         setup=["module load x", "export Y='#'"],
         sbatch={"exclusive": True, "mem": "0"},
     ),
-    container=ContainerSection(
-        kind="apptainer",
-        image="docker://pytorch/pytorch:2.13",
-        mounts=["/data:/in side:ro"],
-        command="singularity",
-        flags=["--nv", "1e3"],
-    ),
+    container=ContainerSection(kind="apptainer", image="docker://pytorch/pytorch:2.13", flags=["--nv", "1e3"]),
     task={"_target_": "my.main"},
     script=["train.py", "--flag", "0o7"],
 )
@@ -44,54 +67,31 @@ def round_trip(config: RunConfig, path: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize("config", [RunConfig(), FULL], ids=["defaults", "everything"])
-def test_every_key_survives_the_disk(config: RunConfig, tmp_path: Path) -> None:
+def test_every_key_is_spelled_out_and_survives_the_disk(config: RunConfig, tmp_path: Path) -> None:
     assert round_trip(config, tmp_path / "config.yaml") == config
-
-
-def test_every_key_is_spelled_out() -> None:
-    def flat(mapping: dict[str, Any], prefix: str = "") -> set[str]:
-        found = set()
-        for key, value in mapping.items():
-            found.add(f"{prefix}{key}")
-            if isinstance(value, dict):
-                found |= flat(value, f"{prefix}{key}.")
-        return found
-
-    assert set(all_keys(RunConfig)) <= flat(to_mapping(FULL))
-    top_level = {line.split(":")[0] for line in dump_config(FULL).splitlines() if line[0].isalpha()}
-    assert top_level == {key for key in all_keys(RunConfig) if "." not in key}
+    assert {key.partition(".")[0] for key in all_keys(RunConfig)} == set(yaml.safe_load(dump_config(config)))
 
 
 printable = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]))
 
 
 @settings(deadline=None)
-@given(env=st.dictionaries(printable, printable, max_size=3), name=printable)
-def test_any_text_survives_the_disk(env: dict[str, str], name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+@given(env=st.dictionaries(printable, printable, max_size=3), name=printable, lr=st.floats(allow_nan=False))
+def test_any_text_and_number_survives_the_disk(
+    env: dict[str, str], name: str, lr: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.getbasetemp() / "frozen_texts.yaml"
-    config = RunConfig(run=RunSection(name=name), cluster=ClusterSection(env=dict(env)))
-    assert round_trip(config, path) == config
+    config = RunConfig(run=RunSection(name=name), optim=OptimSection(lr=lr), cluster=ClusterSection(env=dict(env)))
+    found = round_trip(config, path)
+    assert found == config and found.optim.lr.hex() == lr.hex()
 
 
-@settings(deadline=None)
-@given(st.floats(allow_nan=False))
-def test_any_float_survives_the_disk_bit_for_bit(value: float) -> None:
-    import yaml
-
-    text = dump_config(RunConfig(optim=OptimSection(lr=value)))
-    assert float(yaml.safe_load(text)["optim"]["lr"]).hex() == value.hex()
-
-
-def test_a_missing_file_is_a_run_error(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="does not exist"):
-        load_config(tmp_path / "config.yaml")
-
-
-@pytest.mark.parametrize("text", ["", "- 1\n", "seed: [1\n", "just words\n"])
-def test_a_damaged_file_is_a_run_error(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [None, "", "- 1\n", "seed: [1\n", "just words\n"])
+def test_a_missing_or_damaged_file_is_a_run_error(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(RunError, match="cannot be read"):
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(RunError, match="does not exist" if text is None else "cannot be read"):
         load_config(path)
 
 
@@ -100,3 +100,200 @@ def test_a_key_of_another_version_is_named(tmp_path: Path) -> None:
     path.write_text("seeds: 1\n")
     with pytest.raises(ConfigError, match="there is no configuration key 'seeds'"):
         load_config(path)
+
+
+BASE: dict[str, Any] = {
+    "model": {"_target_": "my.Model", "width": 64},
+    "data": {"_target_": "my.Data"},
+    "cluster": {},
+    "container": {"kind": "apptainer", "image": "/image.sif"},
+    "batch": {"local_size": 2, "accumulation": 1, "global_size": 64},
+}
+# One other value for each key whose type does not give one.
+OTHERS: dict[str, Any] = {
+    "run.snapshot_folders": ["../other"],
+    "track.wandb.mode": "offline",
+    "track.wandb.tags": ["x"],
+    "cluster.env": {"A": "1"},
+    "cluster.launcher": "torchrun",
+    "cluster.setup": ["x"],
+    "cluster.export": ["X"],
+    "cluster.sbatch": {"a": "1"},
+    "cluster.srun": {"a": "1"},
+    "cluster.gpu_flag": "gres",
+    "optim.lr_retune": "sqrt",
+    "optim.schedule": "constant",
+    "optim.betas": [0.8, 0.9],
+    "train.precision": "float32",
+    "parallel.activation_checkpointing": "full",
+    "parallel.pipeline_schedule": "gpipe",
+    "parallel.gather_dtype": "bfloat16",
+    "launch": "interactive",
+    "container.kind": "pyxis",
+    "container.mounts": ["/x"],
+    "container.flags": ["--x"],
+    "health.on_non_finite": "skip",
+    "health.on_spike": "stop",
+    "ddp.comm": "bf16",
+    "batch.shares": "measured",
+}
+
+
+def variant(key: str) -> dict[str, Any]:
+    """Returns the base mapping with one key set to a value that is not its default."""
+    hint = str(all_keys(RunConfig)[key])
+    value = True if "bool" in hint else 7 if "int" in hint or "float" in hint else "other"
+    *parents, last = key.split(".")
+    values: dict[str, Any] = {name: dict(part) for name, part in BASE.items()}
+    holder = values
+    for parent in parents:
+        holder = holder.setdefault(parent, {})
+    was = getattr(getattr(RunConfig(), parents[0], None), last, None) if len(parents) == 1 else None
+    holder[last] = OTHERS.get(key, value if was is not True else False)
+    return values
+
+
+def hash_of(values: dict[str, Any], *, global_size: int = 64) -> str:
+    return config_hash(build_config(RunConfig, values), global_size=global_size)
+
+
+SECTIONS = {key.rpartition(".")[0] for key in all_keys(RunConfig) if "." in key}
+# Mappings, lists, and the planned global size, which counts instead of the key: tested below.
+OTHERWISE = {"model", "data", "task", "script", "batch.global_size"}
+LEAVES = [key for key in all_keys(RunConfig) if key not in SECTIONS | OTHERWISE]
+
+
+@pytest.mark.parametrize("key", LEAVES)
+def test_a_key_changes_the_run_exactly_if_it_is_not_on_the_list(key: str) -> None:
+    is_left_out = any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
+    assert (hash_of(variant(key)) == hash_of(BASE)) == is_left_out
+
+
+SAME: list[tuple[dict[str, Any], bool]] = [
+    ({"batch": {"local_size": 16, "accumulation": 4, "global_size": 64}}, True),
+    ({"cluster": {"nodes": 4, "gpus_per_node": 8}}, True),
+    ({"cluster": None}, True),
+    ({"model": {"width": 64, "_target_": "my.Model"}}, True),
+    ({"model": {"_target_": "my.Model", "width": 65}}, False),
+    ({"data": {"_target_": "my.Other"}}, False),
+    ({"seed": 1}, False),
+    ({"optim": {"lr": 0.5}}, False),
+]
+
+
+@pytest.mark.parametrize(("changed", "is_same"), SAME)
+def test_what_is_trained_makes_the_run(changed: dict[str, Any], is_same: bool) -> None:
+    assert (hash_of({**BASE, **changed}) == hash_of(BASE)) == is_same
+
+
+def test_the_planned_global_batch_counts() -> None:
+    assert hash_of(BASE, global_size=128) != hash_of(BASE)
+
+
+def test_run_ids_stay_what_they_were() -> None:
+    """Runs on disk are found by them."""
+    assert hash_of(BASE)[:12] == "91de2088f80e"
+
+
+def test_a_users_own_code_is_known_by_its_words_and_the_seed() -> None:
+    script = {**BASE, "script": ["train.py", "--lr", "1"]}
+    assert identity(build_config(RunConfig, script), global_size=1) == {
+        "seed": 0,
+        "task": None,
+        "script": ["train.py", "--lr", "1"],
+    }
+    assert hash_of(script) == hash_of({**script, "optim": {"lr": 0.5}}), "its optimizer is its own affair"
+    assert hash_of(script) != hash_of({**BASE, "script": ["train.py", "--lr", "2"]})
+    assert hash_of({**BASE, "task": {"_target_": "a.main"}}) != hash_of({**BASE, "task": {"_target_": "b.main"}})
+
+
+CONFIG = compose(read_words(["+cluster=4x8"])).config
+
+
+def changes_of(*words: str, global_size: int = 32) -> list[Change]:
+    new = apply_words(CONFIG, words)
+    return all_changes(CONFIG, new, old_global_size=32, new_global_size=global_size, trained=None)
+
+
+KINDS: list[tuple[tuple[str, ...], str, str]] = [
+    (("optim.lr=1e-4",), "optim.lr: 0.003 -> 0.0001", "training"),
+    (("optim.betas=[0.9,0.99]",), "optim.betas: [0.9, 0.95] -> [0.9, 0.99]", "training"),
+    (("model.dropout=0.1",), "model.dropout: 0.0 -> 0.1", "training"),
+    (("data.context=64",), "data.context: 128 -> 64", "training"),
+    (("model.width=320",), "model.width: 160 -> 320", "impossible"),
+    (("model=cnn",), "model._target_: slurm_train.models.gpt.GPT -> slurm_train.models.cnn.CNN", "impossible"),
+    (("checkpoint.keep=9",), "checkpoint.keep: 2 -> 9", "harmless"),
+    (("cluster.time_limit_min=60",), "cluster.time_limit_min: null -> 60", "harmless"),
+    (("cluster=2x8",), "cluster.nodes: 4 -> 2", "harmless"),
+    (("cluster=null",), "cluster: 4 nodes x 8 GPUs -> null", "harmless"),
+    (("cluster.env.A=1",), "cluster.env.A: null -> 1", "harmless"),
+    (("data.path=/elsewhere",), "data.path: null -> /elsewhere", "harmless"),
+]
+
+
+@pytest.mark.parametrize(("words", "text", "kind"), KINDS)
+def test_each_change_is_one_line_and_has_its_kind(words: tuple[str, ...], text: str, kind: str) -> None:
+    (change,) = changes_of(*words)
+    assert (str(change), change.kind) == (text, kind)
+
+
+def test_the_same_is_no_change_and_the_global_batch_counts_however_it_is_cut() -> None:
+    assert changes_of("optim.lr=0.003", "cluster=4x8") == []
+    assert changes_of("batch.local_size=2")[0].kind == "harmless"
+    (change,) = [item for item in changes_of(global_size=64) if item.kind == "training"]
+    assert str(change) == "batch.global_size: 32 -> 64" and "lr_retune" in change.consequence
+
+
+def test_what_a_checkpoint_keeps_survives_json_and_equals_itself() -> None:
+    odd = apply_words(CONFIG, ["+model.limit=.inf", "+model.sizes=[1,2]"])
+    kept = trained_settings(odd, global_size=32)
+    assert training_changes(json.loads(json.dumps(kept, allow_nan=False)), kept) == []
+
+
+def test_a_key_of_another_version_does_not_count_but_a_users_own_does() -> None:
+    kept = trained_settings(CONFIG, global_size=32)
+    older = {key: value for key, value in kept.items() if key != "optim.eps"}
+    assert training_changes(older, kept) == []
+    (change,) = training_changes(kept, {**kept, "model.extra": 1})
+    assert change.kind == "training"
+
+
+ACCEPTED: list[tuple[set[str], list[str]]] = [
+    (set(), ["seed", "optim.lr", "optim.eps"]),
+    ({"optim.lr"}, ["seed", "optim.eps"]),
+    ({"optim"}, ["seed"]),
+    ({"config"}, []),
+    ({"code", "data"}, ["seed", "optim.lr", "optim.eps"]),
+]
+
+
+@pytest.mark.parametrize(("names", "left"), ACCEPTED)
+def test_names_cover_a_key_or_a_section(names: set[str], left: list[str]) -> None:
+    changes = changes_of("optim.lr=1", "optim.eps=1", "seed=1", "checkpoint.keep=5")
+    assert [change.key for change in unaccepted(changes, names)] == left
+
+
+CHOSEN = [
+    ([], {}),
+    (["optim.lr=1e-2", "seed=3"], {"optim.lr": 0.003, "seed": 0}),
+    (["data.context=64"], {"data.context": 128}),
+    (
+        ["+cluster=2x4", "cluster.partition=gpu"],
+        {"cluster.nodes": None, "cluster.gpus_per_node": None, "cluster.partition": None},
+    ),
+    (["data=text", "data.path=/d"], {"data.path": None}),
+    (["model=cnn", "data=digits", "model.features=8"], {"model.features": 32}),
+]
+
+
+@pytest.mark.parametrize(("words", "chosen"), CHOSEN, ids=lambda value: " ".join(value) or "nothing")
+def test_what_was_chosen_is_marked_with_its_default(words: list[str], chosen: dict[str, object]) -> None:
+    frozen = yaml.safe_load(dump_config(compose(read_words(words)).config))
+    assert {one.key: one.default for one in list_settings(frozen) if one.is_chosen} == chosen
+
+
+def test_what_has_no_default_is_chosen() -> None:
+    config = {"model": {"_target_": "mine.Net", "width": 3}, "cluster": None}
+    assert [one.key for one in list_settings(config) if one.is_chosen] == ["model._target_", "model.width"]
+    assert list_settings({"novelty": {"x": 1}, "cluster": {}})[0] == Setting("novelty.x", 1, is_chosen=True)
+    assert all(one.value == flat(to_mapping(FULL))[one.key] for one in list_settings(to_mapping(FULL)))

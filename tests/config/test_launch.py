@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from slurm_train.config.compose import compose
@@ -63,3 +65,31 @@ def test_a_run_that_exists_gets_another_image_or_none() -> None:
     changed = apply_words(config, ["container=pyxis", "container.image=a"]).container
     assert changed is not None and (changed.kind, changed.command) == ("pyxis", None)
     assert apply_words(config, ["container=null"]).container is None
+
+
+CONFIG = composed("+cluster=4x8")
+WRONG: list[tuple[str, str]] = [
+    ("optim.lrr=1", "did you mean optim.lr"),
+    ("model.widht=1", "did you mean model.width"),
+    ("optim.lr=1,2", "optim.lr has several values"),
+    ("optim.lr=fast", "optim.lr"),
+    ("nonsense", "neither a verb nor a setting"),
+]
+
+
+@pytest.mark.parametrize(("word", "text"), WRONG)
+def test_words_that_make_no_sense_are_named(word: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply_words(CONFIG, [word])
+    assert text in str(caught.value)
+
+
+def test_a_cluster_keeps_what_it_had_at_another_size() -> None:
+    big = apply_words(CONFIG, ["cluster.partition=big", "cluster=2x4"])
+    assert big.cluster is not None
+    assert (big.cluster.partition, big.cluster.nodes, big.cluster.gpus_per_node) == ("big", 2, 4)
+    local = apply_words(big, ["cluster=null"])
+    with pytest.raises(ConfigError, match="the run has no cluster"):
+        apply_words(local, ["cluster.partition=big"])
+    again: Any = apply_words(local, ["+cluster=1x2"]).cluster
+    assert (again.nodes, again.gpus_per_node) == (1, 2)

@@ -29,8 +29,6 @@ def test_what_is_left_open_is_solved(asked: dict[str, int], ranks: int, expected
     ("asked", "ranks", "message"),
     [
         ({"dp_shard": -1}, 4, "parallel.dp_replicate=-1 and parallel.dp_shard=-1 are both left open"),
-        ({"tp": 0}, 4, "parallel.tp must be at least 1 (or -1), got 0"),
-        ({"tp": -2}, 4, "parallel.tp must be at least 1 (or -1), got -2"),
         ({"tp": 3}, 4, "parallel asks for tp 3, which needs a multiple of 3 ranks; there are 4"),
         ({"dp_replicate": 2, "tp": 4}, 4, "parallel asks for dp_replicate 2 x tp 4, which needs 8 ranks; there are 4"),
         ({"dp_replicate": 1}, 4, "parallel asks for one rank, which needs 1 ranks; there are 4"),
@@ -59,8 +57,8 @@ def test_groups_hold_every_rank_once(axes: tuple[str, ...]) -> None:
     assert all(layout.rank_at(layout.coordinates(rank)) == rank for rank in range(48))
 
 
-def test_one_rank_speaks_for_each_part_of_the_samples() -> None:
-    speakers = [rank for rank in range(64) if CUBE.speaks_for_samples(rank)]
+def test_one_rank_owns_each_part_of_the_samples() -> None:
+    speakers = [rank for rank in range(64) if CUBE.owns_samples(rank)]
     assert [CUBE.data_parallel_index(rank) for rank in speakers] == list(range(8)) and CUBE.data_parallel_size == 8
     assert CUBE.first_reader(3) == 12 and CUBE.first_reader(8) is None
 
@@ -70,7 +68,7 @@ def test_replicas_are_numbered_and_drawn_as_before_there_were_layouts() -> None:
     assert layout.is_replicated and layout.as_mapping == {"dp_replicate": 4} and str(layout) == "dp_replicate 4"
     for rank in range(4):
         assert layout.data_parallel_index(rank) == layout.random_stream(rank) == layout.first_reader(rank) == rank
-        assert layout.speaks_for_samples(rank)
+        assert layout.owns_samples(rank)
 
 
 def test_ranks_that_compute_the_same_draw_the_same_and_others_do_not() -> None:
@@ -82,8 +80,8 @@ def test_ranks_that_compute_the_same_draw_the_same_and_others_do_not() -> None:
 def test_ranks_that_share_a_sequence_count_for_their_own_part_of_it() -> None:
     layout = ParallelLayout(dp_shard=2, cp=2, tp=2)
     assert (layout.data_parallel_size, layout.shard_size, layout.reducing_size) == (2, 4, 4)
-    assert [rank for rank in range(8) if layout.speaks_for_samples(rank)] == [0, 4]
-    assert [rank for rank in range(8) if layout.speaks_for_items(rank)] == [0, 2, 4, 6]
+    assert [rank for rank in range(8) if layout.owns_samples(rank)] == [0, 4]
+    assert [rank for rank in range(8) if layout.owns_items(rank)] == [0, 2, 4, 6]
     # Other positions, other dropout; with positions dealt out over tp no two ranks have the same.
     assert [layout.random_stream(rank) for rank in range(8)] == [0, 0, 2, 2, 1, 1, 3, 3]
     assert len({layout.random_stream(rank, splits_positions=True) for rank in range(8)}) == 8

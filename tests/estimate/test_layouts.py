@@ -12,8 +12,14 @@ import yaml
 from slurm_train.assets import read_asset
 from slurm_train.config.batch import solve_batch
 from slurm_train.config.layout import ParallelLayout
-from slurm_train.config.schema import BatchSection, ClusterSection, ParallelSection, RunConfig, TrainSection
-from slurm_train.config.structure import build_config
+from slurm_train.config.schema import (
+    BatchSection,
+    ClusterSection,
+    ParallelSection,
+    RunConfig,
+    TrainSection,
+    build_config,
+)
 from slurm_train.errors import ConfigError
 from slurm_train.estimate.layouts import Machine, Suggestion, suggest_layouts, tokens_per_s, traffic
 from slurm_train.estimate.memory import facts_of

@@ -49,7 +49,7 @@ REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     ([{"seed": 1}, {"seed": 2, "cluster": {"nodes": 1}}], "some runs of the sweep ask for a cluster and some do not"),
     ([{"run": {"root": "a"}}, {"run": {"root": "b"}}], "the runs of one sweep have several roots: a, b"),
     ([{"sweep": {"max_parallel": 1}}, {"seed": 2}], "sweep.max_parallel differs"),
-    ([{}, {"train": {"max_steps": 0}}], "run 1 (n=1): train.max_steps=0 is not a count"),
+    ([{}, {"script": []}], "run 1 (n=1): script=[] names no file"),
 ]
 
 

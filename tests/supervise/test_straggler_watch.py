@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.config.schema import RunConfig
-from slurm_train.config.structure import build_config
+from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.step_times import read_windows

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.config.compose import Composed
-from slurm_train.config.schema import RunConfig
-from slurm_train.config.structure import build_config
+from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.launch.plan import RunPlan, plan_run
 
 DEFAULTS: dict[str, Any] = {

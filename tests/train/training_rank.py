@@ -24,8 +24,7 @@ def main() -> int:
 
     from slurm_train.config.batch import solve_batch
     from slurm_train.config.layout import solve_layout
-    from slurm_train.config.schema import RunConfig
-    from slurm_train.config.structure import build_config
+    from slurm_train.config.schema import RunConfig, build_config
     from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.rundir.layout import RunDirectory

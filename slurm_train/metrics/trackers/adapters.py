@@ -13,9 +13,8 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from slurm_train.config.schema import TrackSection, WandbSection
+from slurm_train.config.schema import TrackSection, WandbSection, flat
 from slurm_train.config.secrets import redact
-from slurm_train.config.structure import flat
 from slurm_train.rundir.layout import RunDirectory
 
 Outcome = Literal["finished", "failed", "paused"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurm_train.config.structure import build_config
+from slurm_train.config.schema import build_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from slurm_train.config.defaults import read_settings
+from slurm_train.config.frozen import list_settings
 from slurm_train.tools.report.page import Block, as_float, folded, moment, setting, table, text
 
 _MOST_LINES = 3000
@@ -34,7 +34,7 @@ def settings(config: Mapping[str, Any], *, leave_out: Collection[str] = ()) -> l
     """Returns the configuration but for some keys: what was chosen, then every key with the chosen ones marked."""
     if not config:
         return [text("config.yaml cannot be read.", "none")]
-    every = [one for one in read_settings(config) if one.key not in leave_out]
+    every = [one for one in list_settings(config) if one.key not in leave_out]
     marked = [index for index, one in enumerate(every) if one.is_chosen]
     rows = [
         [one.key, setting(one.value), setting(one.default) if one.is_chosen and one.default is not None else ""]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from slurm_train.config.structure import flat
+from slurm_train.config.schema import flat
 from slurm_train.errors import ConfigError
 from slurm_train.metrics.best import largest_is_best
 from slurm_train.metrics.series import read_series

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from slurm_train.config.schema import ClusterSection
+from slurm_train.config.schema import ClusterSection, build_config
 from slurm_train.config.site import SiteFile, SitePartition, with_site
-from slurm_train.config.structure import build_config
 from slurm_train.slurm.partitions import Partition
 from slurm_train.slurm.resource_flags import resource_flags
 from slurm_train.slurm.script_text import sbatch_line
