@@ -83,7 +83,7 @@ SIGNAL_HANDLERS = {
 # A script's runner is a program of its own, started by its path.
 ENVIRONMENT_READERS = ("cli.", "__main__", "train.script_main")
 # cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.
-ENVIRONMENT_WRITERS = {"train.build"}
+ENVIRONMENT_WRITERS = {"train.context"}
 MESH_MAKERS = {"distributed.mesh"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 

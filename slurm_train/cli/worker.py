@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from slurm_train.distributed.place import RankPlace
     from slurm_train.rundir.heartbeat import Heartbeat
     from slurm_train.rundir.layout import RunDirectory
-    from slurm_train.train.start import RankStart
+    from slurm_train.train.context import Rank
 
 
 def main(words: Sequence[str]) -> NoReturn:
@@ -194,9 +194,9 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
         return EXIT_DONE
     if config.script is not None:
         _run_script(config.script, place=place, env=env, code_dir=code_dir, run=run)
-    from slurm_train.train.start import RankStart
+    from slurm_train.train.context import Rank
 
-    start = RankStart(
+    rank = Rank(
         config=config,
         plan=_batch_plan(config, plan, place),
         run=run,
@@ -207,7 +207,7 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
         env=env,
         heartbeat=heartbeat,
     )
-    return _train(start)
+    return _train(rank)
 
 
 def _run_script(
@@ -218,14 +218,14 @@ def _run_script(
     run_script(script, place=place, env=env, code_dir=code_dir, run=run)
 
 
-def _train(start: RankStart) -> int:
-    if start.config.task is not None:
+def _train(rank: Rank) -> int:
+    if rank.config.task is not None:
         from slurm_train.train.context import run_task
 
-        return run_task(start)
+        return run_task(rank)
     from slurm_train.train.trainer import train
 
-    return train(start)
+    return train(rank)
 
 
 def _let_torch_record() -> None:

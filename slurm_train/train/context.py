@@ -1,25 +1,138 @@
-"""Your own function on every rank: `task._target_: my_package.main` is called with a `TaskContext`.
+"""What one rank knows before anything is built, and a user's own function on every rank.
 
-The process group is open, the device chosen, the threads set, the stop signals caught. What the function returns is
-the exit code: None or 0 done, 75 "saved, run me again".
+`Rank` is made by the worker; the built-in trainer and `task` start from the same one. `task._target_: my_package.main`
+is called with a `TaskContext`: the process group is open, the device chosen, the threads set, the stop signals caught.
+What the function returns is the exit code: None or 0 done, 75 "saved, run me again".
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from slurm_train.config.batch import BatchPlan
+from slurm_train.config.layout import ParallelLayout, solve_layout
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import instantiate
-from slurm_train.distributed.group import choose_device, shutdown, use_steady_timeout
+from slurm_train.distributed.context import SequencePart
+from slurm_train.distributed.first_exchange import exchange_once
+from slurm_train.distributed.flight import newest_collectives
+from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.distributed.group import choose_device, init_group, shutdown, use_steady_timeout
 from slurm_train.distributed.place import RankPlace
+from slurm_train.distributed.rendezvous import check_gloo_address, open_store
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, ConfigError
+from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.supervise.monitor import limits_of
 from slurm_train.supervise.signals import StopFlag
-from slurm_train.train.build import set_determinism, set_threads
-from slurm_train.train.start import RankStart
+
+_LONGEST_SUSPENSION_S = 7 * 86400.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Rank:
+    """Who this rank is, which run it belongs to, and where its peers are."""
+
+    config: RunConfig
+    """The frozen configuration."""
+    plan: BatchPlan
+    """Batch arithmetic for this world size."""
+    run: RunDirectory
+    """Where everything is kept."""
+    place: RankPlace
+    """Rank, local rank, node rank, world size."""
+    point: MeetingPoint
+    """Where the ranks of this attempt meet."""
+    attempt: int
+    """Number of the attempt, counted over the run."""
+    stop: StopFlag
+    """Set by the signal handlers, which are installed already."""
+    env: Mapping[str, str]
+    """The process's environment."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    """What this rank says about its progress."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """This rank's device; chosen by `enter_device`."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Which rank holds what."""
+        return solve_layout(self.config.parallel, world_size=self.place.world_size)
+
+    @property
+    def clock(self) -> AwakeClock:
+        """Seconds in which this process ran."""
+        return self.heartbeat.clock
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Type of the forward pass's matrix products, None for the parameters' own."""
+        precision, on_gpu = self.config.train.precision, self.device.type == "cuda"
+        is_half = precision == "bfloat16" or (precision == "auto" and on_gpu and torch.cuda.is_bf16_supported())
+        return torch.bfloat16 if is_half else None
+
+    @property
+    def sequence_part(self) -> SequencePart | None:
+        """This rank's positions of each sequence; None for all."""
+        layout = self.layout
+        return SequencePart(layout.coordinates(self.place.rank).cp, layout.cp) if layout.cp > 1 else None
+
+    def collective_timeout_s(self, timeout_s: float) -> float:
+        """Returns the time-out of collectives: a week where the supervisor's watchdog watches the ranks.
+
+        The watchdog names the rank that hangs; a short time-out would blame whoever waits for it. And the watchdog
+        knows of suspended jobs; gloo and NCCL take the time in which they were stopped for a peer that is silent.
+
+        Args:
+            timeout_s: without a watchdog.
+        """
+        return timeout_s if limits_of(self.config) is None else max(timeout_s, _LONGEST_SUSPENSION_S)
+
+    def enter_device(self) -> None:
+        """Sets deterministic kernels and torch's threads, and makes this rank's device the current one.
+
+        The threads are those asked for, else the cores that this rank is bound to, or an equal part of an unbound node.
+        """
+        train = self.config.train
+        if train.deterministic:
+            # cuBLAS reads it when its first handle is made; without it, deterministic mode raises on a GPU.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+        bound, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+        share = bound if bound < cores else cores // self.place.local_world_size
+        torch.set_num_threads(max(1, share) if train.threads is None else train.threads)
+        self.device = choose_device(self.place)
+
+    def join(self) -> None:
+        """Opens the process group. Collective over all ranks.
+
+        Raises:
+            RendezvousError: the ranks do not find each other, or cannot exchange anything; the message names the node
+                that saw it.
+        """
+        if self.device.type == "cpu":
+            check_gloo_address(self.place, self.env)
+        store, _ = open_store(self.place, self.point)
+        timeout_s = self.collective_timeout_s(self.config.train.start_timeout_s)
+        init_group(self.place, store, device=self.device, timeout_s=timeout_s)
+        self.heartbeat.record = newest_collectives
+        if "SLURM_STEP_ID" in self.env and self.config.preflight.enabled and self.place.world_size > 1:
+            exchange_once(self.place, device=self.device, timeout_s=self.config.preflight.collective_timeout_s)
+
+
+def gather(own: Any) -> list[Any]:
+    """Returns what every rank gives, in rank order. Collective over all ranks; on the host."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,22 +153,20 @@ class TaskContext:
     """Counts the starts of this run, from 0."""
 
 
-def run_task(start: RankStart) -> int:
+def run_task(rank: Rank) -> int:
     """Calls the configured function on this rank and returns its exit code. All ranks call it.
 
     Raises:
         ConfigError: `task._target_` cannot be called, or it returned something else than an exit code.
     """
-    config = start.config
+    config = rank.config
     assert config.task is not None
-    set_determinism(config.train)
-    set_threads(config.train, place=start.place)
-    device = choose_device(start.place)
-    start.join(device=device)
+    rank.enter_device()
+    rank.join()
     use_steady_timeout(config.train.steady_timeout_s)
-    seed_everything(config.seed, data_parallel_rank=start.place.rank)
+    seed_everything(config.seed, data_parallel_rank=rank.place.rank)
     context = TaskContext(
-        config=config, run=start.run, place=start.place, device=device, stop=start.stop, attempt=start.attempt
+        config=config, run=rank.run, place=rank.place, device=rank.device, stop=rank.stop, attempt=rank.attempt
     )
     code = instantiate(config.task, context=context)
     if code is not None and type(code) is not int:

@@ -1,43 +1,40 @@
 """Evaluation over the held-out samples: sums and counts on each rank, put together once.
 
-No sample is padded and none counts twice, so the number does not depend on how many ranks measured it. A rank without
-a batch takes part in the exchange all the same; so does one that was asked to stop, and then nothing is reported.
+No sample is padded and none counts twice, so the number depends neither on how many ranks measured it nor on the
+layout. With whole replicas a rank may have more batches than another, or none: the only exchange is at the end, where a
+rank that was asked to stop makes all report nothing. With parts of a model every pass is an exchange, so all ranks make
+equally many, the last ones with a batch that does not count, and a stop is agreed upon before each pass.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurm_train.data.source import Lengths, SampleSource
+from slurm_train.data.source import SampleSource, lengths_of
 from slurm_train.data.stream import evaluation_batches
-from slurm_train.distributed.place import RankPlace
-from slurm_train.models.objective import Objective
-from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.distributed.pipeline import Pipeline
+from slurm_train.models.objective import Objective, default_sums
 from slurm_train.supervise.signals import StopFlag
-from slurm_train.train.step import to_device
+from slurm_train.train.context import Rank, gather
+from slurm_train.train.passes import in_precision, to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
     """Measures a model on the held-out samples."""
 
+    rank: Rank
     objective: Objective
     source: SampleSource
-    place: RankPlace
-    device: torch.device
-    batch_size: int
-    autocast: torch.dtype | None
-    stop: StopFlag
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    lengths: Lengths | None = None
-    """What each sample costs, where all ranks shall have equal work."""
+    pipeline: Pipeline | None = None
+    """This rank's stages; None where every rank computes all layers."""
 
     def evaluate(self) -> dict[str, float] | None:
         """Returns "eval_loss" and what else the objective counts, the same on every rank. Collective.
@@ -47,42 +44,59 @@ class Evaluator:
         broadcast_buffers(self.objective)
         self.objective.eval()
         try:
-            sums = self._sums(self._batches())
+            sums = self._sums()
         finally:
             self.objective.train()
-        self.heartbeat.mark("gather")
-        of_ranks: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(of_ranks, sums)
-        if any(of_rank is None for of_rank in of_ranks):
+        self.rank.heartbeat.mark("gather")
+        counts = sums is None or self.rank.layout.owns_items(self.rank.place.rank)
+        of_ranks = gather(sums if counts else {})
+        if None in of_ranks:
             return None
         return measures(of_ranks, bytes_per_item=getattr(self.source, "bytes_per_target", None))
 
-    def _batches(self) -> Iterator[tuple[Tensor, ...]]:
-        place = self.place
-        return evaluation_batches(
-            self.source,
-            rank=place.rank,
-            size=place.world_size,
-            batch_size=self.batch_size,
-            lengths=self.lengths,
-        )
-
     @torch.no_grad()
-    def _sums(self, batches: Iterator[tuple[Tensor, ...]]) -> dict[str, float] | None:
-        """Returns this rank's sums, {} without batches, None when asked to stop."""
+    def _sums(self) -> dict[str, float] | None:
+        """Returns the sums of this rank's samples, {} without any, None when the evaluation is broken off."""
+        device, part, autocast = self.rank.device, self.rank.sequence_part, self.rank.autocast
+        is_whole, stop = self.rank.layout.is_replicated, self.rank.stop
         totals: dict[str, Tensor] = {}
-        for batch in batches:
-            self.heartbeat.mark("evaluate")
-            if self.stop.requested:
+        for batch, counts in self._batches():
+            self.rank.heartbeat.mark("evaluate")
+            if stop.requested if is_whole else _any_asks(stop):
                 return None
-            if self.device.type != "cpu":
-                batch = to_device(batch, self.device)
-            with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-                sums = self.objective.evaluation_sums(batch)
-            for name, value in sums.items():
+            batch = to_device(batch if part is None else part.cut(batch), device)
+            with in_precision(device, autocast):
+                sums = self._sums_of(batch)
+            for name, value in sums.items() if counts else ():
                 # float64 on the device: exact for counts, and nothing waits for the host.
                 totals[name] = totals[name] + value.double() if name in totals else value.double()
         return {name: value.item() for name, value in totals.items()}
+
+    def _sums_of(self, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Returns the sums of one batch, {} on all stages but the last."""
+        if self.pipeline is None:
+            return self.objective.evaluation_sums(batch)
+        outputs = self.pipeline.forward(batch[0])
+        return {} if outputs is None else default_sums(outputs, batch[1])
+
+    def _batches(self) -> Iterator[tuple[tuple[Tensor, ...], bool]]:
+        """Yields this rank's batches; with parts of a model then the first sample, which does not count."""
+        layout, size, source = self.rank.layout, self.rank.plan.local_size, self.source
+        by_length = self.rank.config.batch.by_length and layout.is_replicated
+        own = evaluation_batches(
+            source,
+            rank=layout.data_parallel_index(self.rank.place.rank),
+            size=layout.data_parallel_size,
+            batch_size=size,
+            lengths=lengths_of(source) if by_length else None,
+        )
+        num_own = 0
+        for batch in own:
+            num_own += 1
+            yield batch, True
+        largest_share = 0 if layout.is_replicated else math.ceil(len(source) / layout.data_parallel_size)
+        for _ in range(num_own, math.ceil(largest_share / size)):
+            yield source.batch(np.zeros(1, dtype=np.int64)), False
 
 
 def measures(of_ranks: list[dict[str, float]], *, bytes_per_item: float | None) -> dict[str, float]:
@@ -111,3 +125,10 @@ def broadcast_buffers(module: nn.Module) -> None:
     for name, buffer in module.named_buffers():
         if name in saved:
             dist.broadcast(buffer, src=0)
+
+
+def _any_asks(stop: StopFlag) -> bool:
+    """Returns whether any rank was asked to stop. Collective over all ranks, on the host."""
+    asked = torch.tensor(int(bool(stop.requested)), dtype=torch.int64)
+    dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+    return bool(asked.item())

@@ -1,4 +1,5 @@
-"""What follows a step that went wrong: a NaN, an infinite value, a loss far above the last ones.
+"""What follows a step that went wrong (a NaN, an infinite value, a loss far above the last ones), and whether all
+replicas still hold the same parameters.
 
 Only reduced values are judged, which every rank has alike, and the step itself has decided by the same values whether
 it was applied; so all ranks do the same without a further exchange.
@@ -7,63 +8,57 @@ it was applied; so all ranks do the same without a further exchange.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
 from slurm_train.checkpoint.retention import discard_from
-from slurm_train.config.schema import HealthSection
+from slurm_train.data.global_batches import GlobalBatches
 from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train.context import Rank, gather
+from slurm_train.train.optimizer import local_part
 from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.step import StepResult
 
-Action = Literal["log", "skip", "rollback", "stop"]
 _MOST_IDS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A step that went wrong."""
-
-    result: StepResult
-    kind: Literal["non_finite", "spike"]
-    action: Action
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthParts:
-    """What a health policy works with."""
-
-    settings: HealthSection
-    run: RunDirectory
-    attempt: int
-    is_first: bool
-    """Whether this is rank 0, which writes."""
-    size_before: Callable[[int], int]
-    """Gives the number of samples of the step that brought the run to a position."""
-    sample_ids: Callable[[int, int], list[int]]
-    """Gives the samples at so many positions of the run's order, from one on."""
-    say: Callable[[str], None]
-    checkpointer: Checkpointer
-    group: Any
-    """A gloo group of all ranks."""
+_CHUNK = 1 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 class Health:
-    """Judges steps, writes them to events@<host>.jsonl, and takes a run back where that is asked.
+    """Judges steps, writes those that went wrong to events@<host>.jsonl, and takes a run back where that is asked.
 
     Args:
-        parts: what it works with.
+        rank: this rank.
+        batches: what every step takes.
+        checkpointer: what a run is taken back by.
         num_rollbacks: how many this run has had.
+        say: prints a line; on rank 0.
     """
 
-    def __init__(self, parts: HealthParts, *, num_rollbacks: int = 0) -> None:
-        self._parts, self._settings = parts, parts.settings
-        self._num_rollbacks = num_rollbacks
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        batches: GlobalBatches,
+        checkpointer: Checkpointer,
+        num_rollbacks: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.bad_step: int | None = None
+        """A step that the run has to be taken back behind, with `roll_back`."""
+        self._rank, self._settings, self._batches = rank, rank.config.health, batches
+        self._checkpointer, self._num_rollbacks = checkpointer, num_rollbacks
+        self._say = say if rank.place.is_first else lambda _: None
 
     def loss_limit(self, position: Position) -> float:
         """Returns the loss above which the next step is a spike, infinity where nothing is."""
@@ -73,116 +68,91 @@ class Health:
         median = statistics.median(recent)
         return settings.spike_factor * median if median > 0 else float("inf")
 
-    def take(self, result: StepResult, position: Position) -> Finding | None:
-        """Judges a step: remembers the loss of a good one, tells of one that went wrong.
+    def take(self, result: StepResult, position: Position) -> None:
+        """Judges a step: remembers the loss of a good one, writes down one that went wrong.
 
         Raises:
             SlurmTrainError: the run has to stop because of it.
         """
         if not result.num_items:
             refuse(result)
-        if result.is_finite and not result.is_spike:
-            self._remember(result.loss, position)
-            return None
-        finding = (
-            Finding(result, "spike", self._settings.on_spike)
-            if result.is_finite
-            else Finding(result, "non_finite", self._settings.on_non_finite)
-        )
-        self._tell(finding)
-        if finding.action == "stop":
+        settings, action = self._settings, "log"
+        if not result.is_finite or result.is_spike:
+            action = settings.on_spike if result.is_finite else settings.on_non_finite
+            if self._rank.place.is_first:
+                self._write(result, "spike" if result.is_finite else "non_finite", action)
+        if action == "stop":
             refuse(result)
-        if finding.action == "log":
-            self._remember(result.loss, position)
-        return finding
+        if action == "rollback":
+            self.bad_step = result.facts.step
+        if action == "log" and settings.spike_factor is not None:
+            position.recent_losses.append(result.loss)
+            del position.recent_losses[: -settings.spike_window]
 
-    def roll_back(self, finding: Finding, *, samples: int) -> Position:
-        """Restores the newest verified checkpoint from before a step; the samples since are passed over. Collective.
+    def roll_back(self, *, samples: int) -> Position:
+        """Restores the newest verified checkpoint from before `bad_step`; the samples since are passed over.
+
+        Collective.
 
         Args:
-            finding: the step.
             samples: global samples consumed up to now.
 
         Raises:
             SlurmTrainError: the run has been taken back too often, or there is nothing to go back to.
         """
-        bad_step = finding.result.facts.step
+        bad_step, self.bad_step = self.bad_step, None
+        assert bad_step is not None
         if self._num_rollbacks >= self._settings.max_rollbacks:
             raise SlurmTrainError(
                 f"step {bad_step} went wrong after {self._num_rollbacks} rollbacks of this run",
                 hint="look at events@*.jsonl in the run directory; health.max_rollbacks allows more",
             )
         self._num_rollbacks += 1
+        run, attempt, group = self._rank.run, self._rank.attempt, dist.group.WORLD
         # A save under way may be of a step that is to be forgotten.
-        self._parts.checkpointer.finish()
+        self._checkpointer.finish()
         # On the nodes first: what is left there after a kill could be brought in again.
-        on_every_rank(self._parts.group, lambda: self._parts.checkpointer.discard_local_from(bad_step))
-        on_rank_zero(self._parts.group, lambda: self._discard_from(bad_step))
-        position, notes = self._parts.checkpointer.resume()
+        on_every_rank(group, lambda: self._checkpointer.discard_local_from(bad_step))
+        fence = partial(check_fence, run, attempt)
+        on_rank_zero(group, lambda: discard_from(run.checkpoints, bad_step, attempt=attempt, fence=fence))
+        position, notes = self._checkpointer.resume()
         if position.step == 0:
             raise SlurmTrainError(
                 f"step {bad_step} went wrong and there is no checkpoint to go back to",
                 hint="lower checkpoint.every_steps, or set health.on_non_finite=skip",
             )
-        on_rank_zero(self._parts.group, lambda: self._note_rollback(bad_step, position, samples))
-        for note in notes:
-            self._say(note)
+        facts = {"to_step": position.step, "checkpoint_samples": position.samples, "resume_samples": samples}
+        on_rank_zero(group, lambda: append_event(run, "rollback", attempt=attempt, step=bad_step, **facts))
+        span = f"samples {position.samples} to {samples}"
+        for line in (f"step {bad_step}: back to step {position.step}; {span} are passed over", *notes):
+            self._say(line)
         position.samples = samples
         return position
 
-    def _discard_from(self, step: int) -> None:
-        run, attempt = self._parts.run, self._parts.attempt
-        discard_from(run.checkpoints, step, attempt=attempt, fence=lambda: check_fence(run, attempt))
-
-    def _note_rollback(self, bad_step: int, position: Position, samples: int) -> None:
-        append_event(
-            self._parts.run,
-            "rollback",
-            attempt=self._parts.attempt,
-            step=bad_step,
-            to_step=position.step,
-            checkpoint_samples=position.samples,
-            resume_samples=samples,
-        )
-        self._say(
-            f"step {bad_step}: back to step {position.step}; samples {position.samples} to {samples} are passed over"
-        )
-
-    def _remember(self, loss: float, position: Position) -> None:
-        if self._settings.spike_factor is not None:
-            position.recent_losses.append(loss)
-            del position.recent_losses[: -self._settings.spike_window]
-
-    def _tell(self, finding: Finding) -> None:
-        if not self._parts.is_first:
-            return
-        facts = finding.result.facts
-        size = self._parts.size_before(facts.samples)
+    def _write(self, result: StepResult, kind: str, action: str) -> None:
+        facts = result.facts
+        size = self._batches.size_before(facts.samples)
         first = facts.samples - size
         append_event(
-            self._parts.run,
-            finding.kind,
-            attempt=self._parts.attempt,
-            action=finding.action,
+            self._rank.run,
+            kind,
+            attempt=self._rank.attempt,
+            action=action,
             step=facts.step,
             samples=[first, facts.samples],
-            sample_ids=self._parts.sample_ids(first, min(size, _MOST_IDS)),
-            value=finding.result.loss,
-            grad_norm=finding.result.grad_norm,
+            sample_ids=self._batches.sample_ids(first, min(size, _MOST_IDS)).tolist(),
+            value=result.loss,
+            grad_norm=result.grad_norm,
             limit=facts.loss_limit,
             lr=facts.lr,
         )
         self._say(
-            f"step {facts.step}: loss {finding.result.loss:.4g}, gradient norm {finding.result.grad_norm:.4g} "
-            f"({finding.kind.replace('_', '-')}); {finding.action}; samples {first} to {facts.samples}"
+            f"step {facts.step}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g} "
+            f"({kind.replace('_', '-')}); {action}; samples {first} to {facts.samples}"
         )
 
-    def _say(self, text: str) -> None:
-        if self._parts.is_first:
-            self._parts.say(text)
 
-
-def position_after_rollbacks(run: RunDirectory, position: Position, *, group: Any) -> tuple[int, int]:
+def position_after_rollbacks(run: RunDirectory, position: Position) -> tuple[int, int]:
     """Returns the samples consumed at a restored position, and the rollbacks so far. Collective.
 
     A run that ended between a rollback and its next checkpoint resumes from the checkpoint that it went back to; the
@@ -194,7 +164,7 @@ def position_after_rollbacks(run: RunDirectory, position: Position, *, group: An
         moved = [int(line["resume_samples"]) for line in events if line["checkpoint_samples"] == position.samples]
         return max([position.samples, *moved]), len(events)
 
-    return on_rank_zero(group, read)
+    return on_rank_zero(dist.group.WORLD, read)
 
 
 def refuse(result: StepResult) -> None:
@@ -219,4 +189,59 @@ def refuse(result: StepResult) -> None:
         f"step {step} is not finite: {what}, gradient norm {result.grad_norm}, lr {result.facts.lr:.3g}",
         hint="lower optim.lr or optim.grad_clip_norm, look at the samples of this step (events@*.jsonl), then resume: "
         "the newest checkpoint is from before it; health.on_non_finite=skip or rollback goes on by itself",
+    )
+
+
+@torch.no_grad()
+def digest_of_parameters(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns a digest (int64 scalar on the device) of all parameters, bit for bit.
+
+    The sum of every element's bits times an odd number of its own, modulo 2**64: a change of any single element always
+    changes it, since an odd factor loses no bit. Integer arithmetic depends on no order of summation.
+    """
+    tensors = [local_part(parameter).detach().reshape(-1) for parameter in parameters]
+    # Elements of 8 bytes count as two of 4.
+    longest = 2 * min(_CHUNK, max((tensor.numel() for tensor in tensors), default=0))
+    weights = torch.arange(1, 2 * longest, 2, dtype=torch.int64, device=device) * -7046029254386353131
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        for chunk in torch.split(tensor, _CHUNK):
+            bits = chunk.view(_INTEGERS[chunk.element_size()]).long()
+            # Multiplied on, so that equal chunks in another order do not give the same.
+            total = total * 3 + (bits * weights[: bits.numel()]).sum()
+    return total
+
+
+def find_divergent(digests: list[int]) -> list[int]:
+    """Returns the ranks whose digest is not that of the majority; of two equal camps, the one without rank 0."""
+    counts = Counter(digests)
+    most = max(counts.values())
+    majority = next(digest for digest in digests if counts[digest] == most)
+    return [rank for rank, digest in enumerate(digests) if digest != majority]
+
+
+def check_replicas(rank: Rank, parameters: Iterable[Tensor], *, step: int) -> None:
+    """Compares the parameters of all ranks that hold the same part of them. Collective: 8 bytes a rank.
+
+    A flipped bit in one GPU's memory, a kernel that is not the same everywhere or a forgotten broadcast lets replicas
+    drift apart, and nothing fails: the loss only gets worse.
+
+    Raises:
+        SlurmTrainError: they differ; on every rank, with the same message.
+    """
+    own = digest_of_parameters(parameters, rank.device).reshape(1)
+    gathered = [torch.empty_like(own) for _ in range(rank.place.world_size)]
+    dist.all_gather(gathered, own)
+    digests = [int(digest) for digest in torch.cat(gathered).tolist()]
+    layout = rank.layout
+    alike: Any = [range(len(digests))] if layout.is_replicated else layout.groups(("dp_replicate",))
+    divergent = [ranks[number] for ranks in alike for number in find_divergent([digests[one] for one in ranks])]
+    if not divergent:
+        return
+    hosts = gather(rank.place.host)
+    names = ", ".join(f"{one} on {hosts[one]}" for one in divergent[:8]) + (", ..." if len(divergent) > 8 else "")
+    raise SlurmTrainError(
+        f"the replicas differ at step {step}: rank {names} holds other parameters than the other "
+        f"{len(digests) - len(divergent)}",
+        hint="resume goes on from a checkpoint from before; if it comes back, exclude that node (cluster.exclude)",
     )

@@ -26,7 +26,7 @@ from slurm_train.checkpoint.local_copy import copy_to_run, held_by_all, newest_r
 from slurm_train.distributed.group import open_side_group
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.rundir.attempts import check_fence, read_ledger
-from slurm_train.train.start import RankStart
+from slurm_train.train.context import Rank
 
 if TYPE_CHECKING:
     from slurm_train.checkpoint.background import BackgroundSaver
@@ -203,22 +203,22 @@ def recent_attempts(run: RunDirectory, attempt: int) -> set[int]:
     return found
 
 
-def build_local_saves(start: RankStart) -> LocalSaves | None:
+def build_local_saves(rank: Rank) -> LocalSaves | None:
     """Returns this rank's part in the fast tier, None where none is configured. Collective over all ranks.
 
     Raises:
         ConfigError: `checkpoint.local_dir` names a variable that is not set.
         CheckpointError: the folder is not there, or not this user's.
     """
-    settings, place = start.config.checkpoint, start.place
+    settings, place, run = rank.config.checkpoint, rank.place, rank.run
     if settings.local_dir is None:
         return None
     from slurm_train.checkpoint.background import BackgroundSaver
 
-    base = Path(expand(settings.local_dir, start.env))
-    key = hashlib.sha256(str(start.run.path).encode()).hexdigest()[:12]
+    base = Path(expand(settings.local_dir, rank.env))
+    key = hashlib.sha256(str(run.path).encode()).hexdigest()[:12]
     # Nodes that share the folder after all, a network mount say, do not share their files.
-    parts = (f"{start.run.name}-{start.run.run_id}-{key}", f"{place.host}-{place.node_rank}")
+    parts = (f"{run.name}-{run.run_id}-{key}", f"{place.host}-{place.node_rank}")
     is_leader = place.local_rank == 0
     # One rank of a node makes the folder, and the others take it: its name may be a random one.
     opened = on_every_rank(
@@ -229,17 +229,11 @@ def build_local_saves(start: RankStart) -> LocalSaves | None:
         node=place.node_rank,
         is_leader=is_leader,
         keep=settings.local_keep,
-        attempt=start.attempt,
-        fence=lambda: check_fence(start.run, start.attempt),
+        attempt=rank.attempt,
+        fence=partial(check_fence, run, rank.attempt),
     )
     copier = Copier(saver=BackgroundSaver(), group=open_side_group(settings.save_timeout_s))
-    return LocalSaves(
-        run=start.run,
-        tier=tier,
-        keep=settings.keep,
-        copy_every=settings.copy_every,
-        copier=copier,
-    )
+    return LocalSaves(run=run, tier=tier, keep=settings.keep, copy_every=settings.copy_every, copier=copier)
 
 
 def expand(path: str, env: Mapping[str, str]) -> str:

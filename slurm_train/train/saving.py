@@ -1,44 +1,57 @@
-"""Where a run stands, and how that gets into a checkpoint and out of it.
+"""Where a run stands, how that gets into a checkpoint and out of it, and when the next save is due.
 
 A periodic save costs the training a copy in memory; a thread writes it while training goes on. The save at a stop or
-at the end is the same, waited for. The loop asks `news` after each step.
+at the end is the same, waited for. The loop asks `news` after each step. Failures that all ranks agreed on, a full disk
+say, cost one checkpoint and are printed. Others end the run: they are kept until all ranks have stopped at the same
+step, and are raised there.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from slurm_train.config.batch import BatchPlan
+from slurm_train.config.frozen import config_hash
 from slurm_train.config.layout import AXES, ParallelLayout
-from slurm_train.distributed.place import RankPlace
+from slurm_train.config.schema import CheckpointSection
+from slurm_train.data.source import SampleSource
+from slurm_train.distributed.group import open_side_group
 from slurm_train.distributed.seeds import rng_state, set_rng_state
-from slurm_train.metrics.trackers.follow import tracker_ids
-from slurm_train.rundir.attempts import check_fence
+from slurm_train.errors import CheckpointError, SlurmTrainError
+from slurm_train.rundir.attempts import check_fence, read_ledger
 from slurm_train.rundir.events import SaveLog
+from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.train.beside import SavingBeside
-from slurm_train.train.continuity import Continuity
+from slurm_train.train.context import Rank
+from slurm_train.train.continuity import Continuity, build_continuity
 from slurm_train.train.evaluate import broadcast_buffers
-from slurm_train.train.exchange import Exchange
+from slurm_train.train.local_tier import LocalSaves, build_local_saves, choose
+from slurm_train.train.passes import Exchange
 
 if TYPE_CHECKING:
-    from slurm_train.checkpoint.background import Outcome
+    from slurm_train.checkpoint.background import BackgroundSaver, Outcome
     from slurm_train.checkpoint.load import Choice
     from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
     from slurm_train.checkpoint.save import Saved
-    from slurm_train.train.local_tier import LocalSaves
+    from slurm_train.checkpoint.staging import StagingBuffers
 
-
+# What may have been changed on purpose is the configuration's, not the checkpoint's.
 _CONFIGURED = ("betas", "eps", "weight_decay")
+_FIRST_AFTER_STEPS = 10
+# A measured cost of nothing would ask for a save at every step.
+_LEAST_COST_S = 0.01
+# The disk should be idle half of the time, or the next save waits for it.
+_LEAST_SAVE_TIMES = 2.0
 
 
 @dataclass(slots=True)
@@ -67,39 +80,50 @@ class Position:
 
 
 @dataclass(slots=True, kw_only=True)
+class Background:
+    """What saves while training goes on."""
+
+    saver: BackgroundSaver
+    """The thread."""
+    buffers: StagingBuffers
+    """Where states are copied to."""
+    group: dist.ProcessGroup
+    """A gloo group of all ranks, used by the thread alone."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Checkpointer:
     """Saves and restores one run's training state. All ranks call the same methods in the same order."""
 
-    run: RunDirectory
-    place: RankPlace
-    layout: ParallelLayout
-    plan: BatchPlan
-    attempt: int
-    keep: int
+    rank: Rank
     model: nn.Module
     optimizer: Optimizer
-    config_hash: str
-    """Of the frozen configuration, as in `plan.json`; a change that is accepted changes it, not the run id."""
     continuity: Continuity
     """Settings, code and data: what makes this the same training as the checkpoints'."""
+    config_hash: str
+    """Of the frozen configuration, as in `plan.json`; a change that is accepted changes it, not the run id."""
     group_names: list[list[str]] | None = None
     """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
     lr: dict[str, Any] = field(default_factory=dict)
     """Peak learning rate, and how it follows the global batch; for the manifest."""
-    job: str = "local"
-    beside: SavingBeside | None = None
-    """Saves while training goes on; None: every save is waited for."""
-    clock: Callable[[], float] = time.monotonic
+    exchange: Exchange = field(default_factory=Exchange)
+    """How gradients are exchanged; it may have a state of each rank."""
+    background: Background | None = None
+    """None: every save is waited for."""
     local: LocalSaves | None = None
     """Periodic checkpoints go to the nodes' own disks first."""
     log: SaveLog | None = None
     """Rank 0's record of the saves."""
-    exchange: Exchange | None = None
-    """What is exchanged if not whole gradients; it may have a state of each rank."""
     blocked_s: float = 0.0
     """Seconds that saves have kept the training waiting."""
     longest_save_s: float = 0.0
     """Longest time from the begin of a save until it was durable."""
+    last_save_s: float | None = None
+    """That of the newest good save; None before it has ended."""
+    fatal: Exception | None = None
+    """Why the run has to end: the caller asks for a stop, so that all ranks end at the same step, and the save of that
+    stop raises it. None while the run may go on."""
+    _news: list[str] = field(default_factory=list)
 
     def resume(self) -> tuple[Position, list[str]]:
         """Restores the newest verified checkpoint; returns where it stands and what a person should know.
@@ -109,16 +133,16 @@ class Checkpointer:
             RunError: settings or code are not those that the checkpoint was trained with.
             DataError: the data set is not the one that the checkpoint was trained on.
         """
-        from slurm_train.train.local_tier import choose
-
         self.finish()
-        choice, brought = choose(self.run, self.attempt, self.local)
+        choice, brought = choose(self.rank.run, self.rank.attempt, self.local)
         if choice is None:
             return Position(), []
-        accepted = self.continuity.check(choice.manifest)
+        manifest, extra = choice.manifest, choice.manifest.extra
+        accepted = self.continuity.check(manifest)
         accepted += self._restore(choice)
-        manifest = choice.manifest
-        extra = manifest.extra
+        since = extra.get("batch_since", (0, 0))
+        if manifest.batch_plan.get("global_size") != self.rank.plan.global_size:
+            since = manifest.step, manifest.samples
         position = Position(
             step=manifest.step,
             samples=manifest.samples,
@@ -126,10 +150,107 @@ class Checkpointer:
             loss=extra.get("loss"),
             evaluation_due=bool(extra.get("evaluation_due", False)),
             recent_losses=[float(loss) for loss in extra.get("recent_losses", [])],
+            batch_since=(int(since[0]), int(since[1])),
         )
         notes = [f"passed over {passed.path.name}: {passed.reason}" for passed in choice.passed_over]
-        position.batch_since = self._batch_since(manifest)
         return position, [*brought, *notes, *accepted, f"resuming from {choice.path.name} (step {position.step})"]
+
+    def save(self, position: Position) -> None:
+        """Writes a checkpoint of this moment; returns when it is durable. A save under way is waited for.
+
+        Raises:
+            CheckpointError: it could not be written; the previous one is untouched.
+            RunError: a newer attempt has taken over.
+        """
+        if self.background is None:
+            self._save_now(position, local=None)
+            return
+        start, saver = self.rank.clock(), self.background.saver
+        self.finish()
+        state = self._own_state()
+        # The thread cannot read tensors on a GPU, not even while training waits.
+        if self.background.buffers.is_remote:
+            state = self.background.buffers.stage(state)
+        saver.start(self._work(state, position), step=position.step)
+        outcome = saver.wait()
+        assert outcome is not None
+        self._note_stall(position.step, self.rank.clock() - start)
+        if isinstance(outcome.result, Exception):
+            self._write_log(outcome)
+            raise _error_of(outcome) from outcome.result
+        self._take(outcome)
+
+    def save_soon(self, position: Position) -> None:
+        """Saves this moment while training goes on; returns when it is copied. `news` tells if it failed.
+
+        Raises:
+            SlurmTrainError: the save before it failed in a way that ends the run.
+        """
+        if self.background is None:
+            self._save_now(position, local=self.local)
+            return
+        start, buffers = self.rank.clock(), self.background.buffers
+        self.finish()
+        state = buffers.stage(self._own_state())
+        # The next forward pass changes running statistics already.
+        if any(True for _ in self.model.buffers()):
+            buffers.hold_changes()
+        self.background.saver.start(self._work(state, position, local=self.local), step=position.step)
+        self._note_stall(position.step, self.rank.clock() - start)
+
+    def prepare(self) -> None:
+        """Makes the first save as cheap as the later ones, memory and imports, beside the training; not collective.
+
+        Call it when the optimizer's state is there.
+        """
+        from slurm_train.checkpoint.state import own_tensors
+        from slurm_train.checkpoint.tensors import load_writer
+
+        if self.background is None:
+            return
+        rank, num_ranks = self._share
+        tensors, buffers = (
+            own_tensors(self.model, self.optimizer, rank=rank, num_ranks=num_ranks),
+            self.background.buffers,
+        )
+
+        def work() -> None:
+            load_writer()
+            buffers.prepare(tensors)
+
+        self.background.saver.prepare(work)
+
+    def hold_changes(self) -> None:
+        """Makes the next change of the tensors wait until they are copied; costs the host nothing."""
+        if self.background is not None:
+            self.background.buffers.hold_changes()
+
+    def finish(self) -> None:
+        """Waits for a save under way; what became of it is among the `news`.
+
+        Raises:
+            SlurmTrainError: it, or one before it, failed in a way that ends the run.
+        """
+        if self.background is not None and (outcome := self.background.saver.wait()) is not None:
+            self._take(outcome)
+        if self.fatal is not None:
+            raise self.fatal
+
+    def finish_within(self, limit_s: float) -> None:
+        """Waits for a save under way, but not longer; what is not whole then is nobody's checkpoint.
+
+        Raises:
+            SlurmTrainError: it, or one before it, failed in a way that ends the run.
+        """
+        if self.background is not None and self.background.saver.is_done_within(limit_s):
+            self.finish()
+
+    def news(self) -> list[str]:
+        """Returns what a person should know of background saves, each line once; costs next to nothing."""
+        if self.background is not None and (outcome := self.background.saver.poll()) is not None:
+            self._take(outcome)
+        news, self._news = self._news, []
+        return news if self.local is None else [*news, *self.local.copier.news()]
 
     def discard_local_from(self, step: int) -> None:
         """Removes what this node's own disk has of a step and later ones."""
@@ -141,115 +262,41 @@ class Checkpointer:
         if self.local is not None:
             self.local.close()
 
-    def finish(self) -> None:
-        """Waits for a save under way; what became of it is among the `news`."""
-        if self.beside is not None:
-            self.beside.finish()
-
-    def finish_within(self, limit_s: float) -> None:
-        """Waits for a save under way, but not longer; what is not whole then is nobody's checkpoint.
-
-        Raises:
-            SlurmTrainError: one before it failed in a way that ends the run.
-        """
-        if self.beside is not None and self.beside.is_done_within(limit_s):
-            self.beside.finish()
-        self._measure()
-
-    def save(self, position: Position) -> None:
-        """Writes a checkpoint of this moment; returns when it is durable. A save under way is waited for.
-
-        Raises:
-            CheckpointError: it could not be written; the previous one is untouched.
-            RunError: a newer attempt has taken over.
-        """
-        start = self.clock()
-        if self.beside is None:
-            self._save_now(position, local=None)
-            return
-        self.beside.finish()
-        state = self._own_state()
-        if self.beside.must_copy:
-            state = self.beside.copy(state, changes_at_once=False)
-        try:
-            self.beside.run(self._work(state, position), step=position.step)
-        finally:
-            self._stood_still(position.step, self.clock() - start)
-            self._measure()
-
-    def save_soon(self, position: Position) -> None:
-        """Saves this moment while training goes on; returns when it is copied. `news` tells if it failed.
-
-        Raises:
-            SlurmTrainError: the save before it failed in a way that ends the run.
-        """
-        if self.beside is None:
-            self._save_now(position, local=self.local)
-            return
-        start = self.clock()
-        self.beside.finish()
-        # The next forward pass changes running statistics already.
-        has_statistics = any(True for _ in self.model.buffers())
-        copied = self.beside.copy(self._own_state(), changes_at_once=has_statistics)
-        self.beside.start(self._work(copied, position, local=self.local), step=position.step)
-        self._stood_still(position.step, self.clock() - start)
-
-    def prepare(self) -> None:
-        """Makes the first save as cheap as the later ones, beside the training; not collective.
-
-        Call it when the optimizer's state is there.
-        """
-        from slurm_train.checkpoint.state import own_tensors
-
-        if self.beside is not None:
-            rank, num_ranks = self._share
-            self.beside.prepare(own_tensors(self.model, self.optimizer, rank=rank, num_ranks=num_ranks))
-
-    def hold_changes(self) -> None:
-        """Makes the next change of the tensors wait until they are copied; costs the host nothing."""
-        if self.beside is not None:
-            self.beside.hold_changes()
-
-    def news(self) -> list[str]:
-        """Returns what a person should know of background saves, each line once; costs next to nothing.
-
-        A failure that ends the run is kept in `fatal`: the caller asks for a stop, so that all ranks end at the same
-        step, and the save of that stop raises it.
-        """
-        saves = [] if self.beside is None else self.beside.news()
-        self._measure()
-        return saves if self.local is None else [*saves, *self.local.copier.news()]
-
-    @property
-    def last_save_s(self) -> float | None:
-        """Seconds until the newest background save was on disk; None before it is, and without background saves."""
-        return None if self.beside is None else self.beside.last_save_s
-
     def _save_now(self, position: Position, *, local: LocalSaves | None) -> None:
         """Saves while the training waits, without a thread."""
-        start = self.clock()
-        saved = self._work(self._own_state(), position, local=local)()
-        took_s = self.clock() - start
-        self.longest_save_s = max(self.longest_save_s, took_s)
-        self._stood_still(position.step, took_s)
-        if self.log is not None:
-            self.log.ended(position.step, num_bytes=saved.num_bytes, save_s=took_s)
+        from slurm_train.checkpoint.background import Outcome
 
-    def _stood_still(self, step: int, seconds: float) -> None:
+        start = self.rank.clock()
+        saved = self._work(self._own_state(), position, local=local)()
+        took_s = self.rank.clock() - start
+        self._note_stall(position.step, took_s)
+        self._take(Outcome(position.step, saved, took_s))
+
+    def _note_stall(self, step: int, seconds: float) -> None:
         self.blocked_s += seconds
         if self.log is not None:
             self.log.stalled(step, seconds)
 
-    def _measure(self) -> None:
-        self.longest_save_s = max(self.longest_save_s, self.last_save_s or 0.0)
-        for outcome in () if self.beside is None else self.beside.ended():
-            if self.log is not None:
-                _write_down(outcome, self.log)
+    def _take(self, outcome: Outcome) -> None:
+        """Takes note of how a save ended."""
+        result = outcome.result
+        self._write_log(outcome)
+        if not isinstance(result, Exception):
+            self.last_save_s = outcome.duration_s
+            self.longest_save_s = max(self.longest_save_s, outcome.duration_s)
+            self._news += result.problems
+        elif outcome.is_fatal:
+            self.fatal = _error_of(outcome)
+        else:
+            self._news.append(
+                f"the checkpoint of step {outcome.step} failed, training goes on; the one before is untouched: {result}"
+            )
 
-    @property
-    def fatal(self) -> Exception | None:
-        """Why the run has to end; None while it may go on."""
-        return None if self.beside is None else self.beside.fatal
+    def _write_log(self, outcome: Outcome) -> None:
+        result = outcome.result
+        num_bytes, error = (0, str(result)) if isinstance(result, Exception) else (result.num_bytes, "")
+        if self.log is not None:
+            self.log.ended(outcome.step, num_bytes=num_bytes, save_s=outcome.duration_s, error=error)
 
     def _own_state(self) -> dict[str, Any]:
         from slurm_train.checkpoint.state import own_part, set_group_names, training_state
@@ -264,8 +311,8 @@ class Checkpointer:
     @property
     def _share(self) -> tuple[int, int]:
         """This rank's number among those that hold the same layers, and how many they are."""
-        peers = self.layout.members([axis for axis in AXES if axis != "pp"], self.place.rank)
-        return peers.index(self.place.rank), len(peers)
+        peers = self.rank.layout.members([axis for axis in AXES if axis != "pp"], self.rank.place.rank)
+        return peers.index(self.rank.place.rank), len(peers)
 
     def _work(
         self, tensors: dict[str, Any], position: Position, *, local: LocalSaves | None = None
@@ -273,31 +320,33 @@ class Checkpointer:
         """Returns the save of these tensors with everything else as it is now, into the run directory or a node's."""
         from slurm_train.checkpoint.save import save_checkpoint
 
-        rank_state, header, fence = self._rank_state(), self._header(position), self._fence
-        group = dist.group.WORLD if self.beside is None else self.beside.group
-        if local is not None:
-            return local.work(tensors, rank_state, header, group)
-        return lambda: save_checkpoint(
-            self.run.checkpoints,
-            tensors=tensors,
-            rank_state=rank_state,
-            header=header,
-            group=group,
-            keep=self.keep,
-            fence=fence,
+        run, attempt, header = self.rank.run, self.rank.attempt, self._header(position)
+        rank_state: dict[str, Any] = {"rng": rng_state()}
+        if state := self.exchange.state():
+            rank_state["exchange"] = {self.exchange.name: state}
+        background = self.background
+        group = dist.group.WORLD if background is None else background.group
+        write: Callable[[], Saved] = (
+            partial(
+                save_checkpoint,
+                run.checkpoints,
+                tensors=tensors,
+                rank_state=rank_state,
+                header=header,
+                group=group,
+                keep=self.rank.config.checkpoint.keep,
+                fence=partial(check_fence, run, attempt),
+            )
+            if local is None
+            else local.work(tensors, rank_state, header, group)
         )
 
-    def _rank_state(self) -> dict[str, Any]:
-        own = {"rng": rng_state()}
-        return own if self.exchange is None else {**own, "exchange": {self.exchange.name: self.exchange.state()}}
+        def work() -> Saved:
+            if background is not None:
+                background.buffers.wait_for_copy()
+            return write()
 
-    @property
-    def _fence(self) -> Callable[[], None]:
-        return lambda: check_fence(self.run, self.attempt)
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
+        return work
 
     def _restore(self, choice: Choice) -> list[str]:
         """Restores what a checkpoint holds; returns what a person should know about it."""
@@ -309,59 +358,52 @@ class Checkpointer:
             training_state,
         )
 
+        layout, groups = self.rank.layout, self.optimizer.param_groups
         state = training_state(self.model, self.optimizer)
-        # What may have been changed on purpose is the configuration's, not the checkpoint's.
-        settings = [{name: group[name] for name in _CONFIGURED if name in group} for group in self._groups]
+        settings = [{name: group[name] for name in _CONFIGURED if name in group} for group in groups]
         require_fit(choice.path, state["model"], is_stage=self.group_names is not None)
         load_tensors(choice.path, state, group=dist.group.WORLD)
-        if self.layout.pp > 1:  # the checkpoint names the parameters of all stages
+        if layout.pp > 1:  # the checkpoint names the parameters of all stages
             set_group_names(state, names_of_groups(self.model, self.optimizer))
         restore_training_state(self.model, self.optimizer, state)
-        for group, own in zip(self._groups, settings, strict=True):
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
         # Random streams belong to samples, not to ranks.
-        index = self.layout.data_parallel_index(self.place.rank)
-        rank = ParallelLayout(**choice.manifest.mesh).first_reader(index)
-        rank_state = None if rank is None else load_rank_state(choice.path, rank)
-        if rank_state is not None:
+        index = layout.data_parallel_index(self.rank.place.rank)
+        reader = ParallelLayout(**choice.manifest.mesh).first_reader(index)
+        rank_state = (None if reader is None else load_rank_state(choice.path, reader)) or {}
+        if "rng" in rank_state:
             set_rng_state(rank_state["rng"])
-        return self._restore_exchange(choice.manifest, (rank_state or {}).get("exchange", {}))
+        return self._restore_exchange(choice.manifest, rank_state.get("exchange", {}))
 
     def _restore_exchange(self, manifest: Manifest, states: dict[str, Any]) -> list[str]:
-        if self.exchange is None:
-            return []
-        state = states.get(self.exchange.name)
-        if manifest.world_size == self.place.world_size or not state:
-            self.exchange.load(state or {})
+        name, num_ranks = self.exchange.name, self.rank.place.world_size
+        state = states.get(name, {})
+        if manifest.world_size == num_ranks or not state:
+            self.exchange.load(state)
             return []
         self.exchange.forget()
-        return [
-            f"{self.exchange.name}: what {manifest.world_size} ranks have kept of their gradients fits no "
-            f"{self.place.world_size}, so it begins anew"
-        ]
-
-    def _batch_since(self, manifest: Manifest) -> tuple[int, int]:
-        if manifest.batch_plan.get("global_size") != self.plan.global_size:
-            return manifest.step, manifest.samples
-        step, samples = manifest.extra.get("batch_since", (0, 0))
-        return int(step), int(samples)
+        kept = f"what {manifest.world_size} ranks have kept of their gradients fits no {num_ranks}"
+        return [f"{name}: {kept}, so it begins anew"]
 
     def _header(self, position: Position) -> CheckpointHeader:
         from slurm_train.checkpoint.manifest import CheckpointHeader
 
+        rank, place = self.rank, self.rank.place
         return CheckpointHeader(
             step=position.step,
             samples=position.samples,
             epoch=position.samples // self.continuity.num_samples,
-            world_size=self.place.world_size,
-            mesh=self.layout.as_mapping,
-            batch_plan={**asdict(self.plan), "global_size": self.plan.global_size},
+            world_size=place.world_size,
+            mesh=rank.layout.as_mapping,
+            batch_plan={**asdict(rank.plan), "global_size": rank.plan.global_size},
             config_hash=self.config_hash,
             data_fingerprint=self.continuity.data,
             torch_version=str(torch.__version__),
-            attempt=self.attempt,
-            job=self.job,
-            written_by=f"{self.place.host} pid {os.getpid()}" if self.place.is_first else "",
+            attempt=rank.attempt,
+            # Letters, digits and "_".
+            job=rank.env.get("SLURM_JOB_ID", "local"),
+            written_by=f"{place.host} pid {os.getpid()}" if place.is_first else "",
             extra={
                 "items": position.items,
                 "loss": position.loss,
@@ -370,12 +412,174 @@ class Checkpointer:
                 "batch_since": list(position.batch_since),
                 "lr": self.lr,
                 **self.continuity.as_extra(),
-                **(tracker_ids(self.run) if self.place.is_first else {}),
+                **(tracker_ids(rank.run) if place.is_first else {}),
             },
         )
 
 
-def _write_down(outcome: Outcome, log: SaveLog) -> None:
-    result = outcome.result
-    num_bytes, error = (0, str(result)) if isinstance(result, Exception) else (result.num_bytes, "")
-    log.ended(outcome.step, num_bytes=num_bytes, save_s=outcome.duration_s, error=error)
+def build_checkpointer(
+    rank: Rank,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: SampleSource,
+    group_names: list[list[str]] | None,
+    exchange: Exchange,
+    peak_lr: float,
+) -> Checkpointer:
+    """Returns what saves and restores this run. Collective over all ranks."""
+    settings, optim, global_size = rank.config.checkpoint, rank.config.optim, rank.plan.global_size
+    return Checkpointer(
+        rank=rank,
+        model=model,
+        optimizer=optimizer,
+        continuity=build_continuity(
+            rank.run, rank.config, global_size=global_size, data=data.fingerprint(), num_samples=len(data)
+        ),
+        config_hash=config_hash(rank.config, global_size=global_size),
+        group_names=group_names,
+        lr={"peak": peak_lr, "retune": optim.lr_retune, "tuned_for_global_size": optim.lr_global_size},
+        exchange=exchange,
+        background=build_background(rank) if settings.background else None,
+        local=build_local_saves(rank),
+        log=SaveLog(rank.run, rank.attempt) if rank.place.is_first else None,
+    )
+
+
+def build_background(rank: Rank) -> Background:
+    """Returns what saves in the background. Collective over all ranks."""
+    from slurm_train.checkpoint.background import BackgroundSaver
+    from slurm_train.checkpoint.staging import StagingBuffers
+
+    return Background(
+        saver=BackgroundSaver(clock=rank.clock),
+        buffers=StagingBuffers(rank.device),
+        group=open_side_group(rank.config.checkpoint.save_timeout_s),
+    )
+
+
+def tracker_ids(run: RunDirectory) -> dict[str, dict[str, str]]:
+    """Returns {"trackers": {"wandb": "5d2030c7-8a1f04", ...}} for a checkpoint's manifest; {} where there are none."""
+    states = {path.stem: read_json(path) or {} for path in sorted(run.trackers.glob("*.json"))}
+    ids = {name: str(state["tracker_id"]) for name, state in states.items() if state.get("tracker_id")}
+    return {"trackers": ids} if ids else {}
+
+
+def _error_of(outcome: Outcome) -> Exception:
+    """Returns the error to raise in the training thread for a save that failed."""
+    assert isinstance(outcome.result, Exception)
+    if isinstance(outcome.result, SlurmTrainError):
+        return outcome.result
+    return CheckpointError(
+        f"the ranks lost each other while saving step {outcome.step}: {outcome.result}",
+        hint="another rank died or hangs; if its disk is that slow, raise checkpoint.save_timeout_s",
+    )
+
+
+class SaveCosts(Protocol):
+    """What saves have cost so far."""
+
+    blocked_s: float
+    """Seconds that they kept the training waiting, all together."""
+    last_save_s: float | None
+    """Seconds until the newest was on disk; None where that is not known."""
+
+
+class SavePace:
+    """Says at which steps to save, the same on every rank: every N steps, or as often as pays off.
+
+    "auto" follows Young and Daly: with a save that holds the training up for C seconds and an interruption every M
+    seconds, sqrt(2 C M) seconds between saves lose the least. Rank 0 measures and decides; a save tells all ranks.
+
+    Args:
+        every: steps between saves, "auto", or None for never.
+        start_step: step at which this attempt begins.
+        failure_every_s: seconds between interruptions, for auto.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        every: int | Literal["auto"] | None,
+        *,
+        start_step: int = 0,
+        failure_every_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._every, self._failure_every_s, self._clock = every, failure_every_s, clock
+        self._next = start_step + _FIRST_AFTER_STEPS
+        self._blocked_s = 0.0
+        self._since: tuple[int, float] | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether to save after this step."""
+        if self._every == "auto":
+            if self._since is None:  # the first step's time is start-up
+                self._since = (step, self._clock())
+            return step >= self._next
+        return self._every is not None and step % self._every == 0
+
+    def saved(self, step: int, costs: SaveCosts) -> str | None:
+        """Takes note of a save that was just begun; returns what to tell a person, if anything. Collective for auto."""
+        if self._every != "auto":
+            return None
+        now = self._clock()
+        since_step, since = self._since or (step, now)
+        cost_s, self._blocked_s = costs.blocked_s - self._blocked_s, costs.blocked_s
+        steps = interval_steps(
+            cost_s=cost_s,
+            save_s=costs.last_save_s or 0.0,
+            step_s=max(now - since - cost_s, 0.0) / max(step - since_step, 1),
+            failure_every_s=self._failure_every_s,
+        )
+        box = torch.tensor(steps, dtype=torch.int64)
+        dist.broadcast(box, src=0)
+        steps = int(box.item())
+        before, self._next, self._since = self._next - since_step, step + steps, (step, now)
+        if 0.5 < steps / max(before, 1) < 2.0:
+            return None
+        return f"the next checkpoint is due in {steps} steps: a save takes {cost_s:.2f} s of training"
+
+
+def interval_steps(*, cost_s: float, save_s: float, step_s: float, failure_every_s: float) -> int:
+    """Returns the steps between two saves that lose the least time, at least 1.
+
+    Args:
+        cost_s: seconds that a save holds the training up.
+        save_s: seconds until it is on disk.
+        step_s: seconds of a step.
+        failure_every_s: seconds between interruptions.
+    """
+    best_s = math.sqrt(2.0 * max(cost_s, _LEAST_COST_S) * failure_every_s)
+    return max(1, math.ceil(max(best_s, _LEAST_SAVE_TIMES * save_s) / max(step_s, 1e-6)))
+
+
+def failure_every_s(attempts: Iterable[Mapping[str, Any]], *, expected_s: float) -> float:
+    """Returns the seconds between interruptions: what was expected, corrected by what the run has seen.
+
+    Args:
+        attempts: the ledger, one mapping per attempt; those that ended (with "end_time_unix_s") were interrupted.
+        expected_s: counts as one interruption after so many seconds.
+    """
+    spans = [
+        max(float(entry["end_time_unix_s"]) - float(entry["time_unix_s"]) - float(entry.get("suspended_s", 0.0)), 0.0)
+        for entry in attempts
+        if "end_time_unix_s" in entry and "time_unix_s" in entry
+    ]
+    return (expected_s + sum(spans)) / (1 + len(spans))
+
+
+def build_save_pace(
+    settings: CheckpointSection, *, run: RunDirectory, start_step: int, clock: Callable[[], float]
+) -> SavePace:
+    """Returns when a run saves.
+
+    Args:
+        settings: what a person asked for.
+        run: its ledger says how often it was interrupted; only read for auto.
+        start_step: step at which this attempt begins.
+        clock: seconds that never run backwards.
+    """
+    attempts = read_ledger(run) if settings.every_steps == "auto" else []
+    every_s = failure_every_s(attempts, expected_s=3600 * settings.failure_every_h)
+    return SavePace(settings.every_steps, start_step=start_step, failure_every_s=every_s, clock=clock)

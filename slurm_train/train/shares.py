@@ -1,7 +1,8 @@
-"""How many samples of each micro-batch the ranks compute: the weights that were asked for, or what they are fast for.
+"""How many samples of each micro-batch the ranks compute: by the weights that were asked for, or by their speed.
 
 Speed is measured at the start of every attempt, on all ranks at once, with forward and backward passes over the same
-samples, which leave no trace. What the ranks measured goes to all, and rank 0's arithmetic counts.
+samples, which leave no trace. What the ranks measured goes to all, and rank 0's arithmetic counts. Only loaded where
+`batch.shares` asks for it.
 """
 
 from __future__ import annotations
@@ -12,33 +13,29 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slurm_train.config.batch import MOST, BatchPlan, Choice, sizes_by_speed, sizes_by_weight, sizes_in_words
-from slurm_train.data.global_batches import GlobalBatches
-from slurm_train.data.source import Draw, SampleSource
+from slurm_train.data.source import Draw
 from slurm_train.data.stream import BatchStream
 from slurm_train.metrics.progress import Display
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.events import append_event
-from slurm_train.train.build import autocast_dtype
-from slurm_train.train.module import TrainingModule
+from slurm_train.train.context import gather
+from slurm_train.train.passes import TrainingModule, to_device, without_traces
 from slurm_train.train.saving import Position
-from slurm_train.train.start import RankStart
-from slurm_train.train.step import to_device
-from slurm_train.train.traces import without_traces
 
 if TYPE_CHECKING:
-    from slurm_train.train.trainer import Built, RankRun
+    from slurm_train.train.trainer import Trainer
 
 _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S = 3, 30, 0.5
 
 
-class Told(NamedTuple):
+class Measured(NamedTuple):
     """What a rank tells the others."""
 
     host: str
@@ -50,13 +47,7 @@ class Told(NamedTuple):
 
 
 def build_shares(
-    rank_run: RankRun,
-    built: Built,
-    *,
-    objective: Objective,
-    batches: GlobalBatches,
-    position: Position,
-    display: Display | None,
+    trainer: Trainer, *, objective: Objective, position: Position, display: Display | None
 ) -> tuple[int, ...] | None:
     """Returns the samples of a micro-batch, rank by rank, None where all get the same. Collective.
 
@@ -65,49 +56,33 @@ def build_shares(
     Raises:
         BatchError: there are other ranks than weights; on every rank alike.
     """
-    start = rank_run.start
-    asked, plan = start.config.batch.shares, start.plan
-    if asked == "even" or plan.ranks == 1 or position.step >= start.config.train.max_steps:
+    rank, config, plan = trainer.rank, trainer.rank.config, trainer.rank.plan
+    shares = config.batch.shares
+    if plan.ranks == 1 or position.step >= config.train.max_steps:
         return None
-    once_s = double_s = 0.0
-    if asked == "measured":
-        module = TrainingModule(
-            objective,
-            stop=start.stop,
-            device=rank_run.device,
-            autocast=autocast_dtype(start.config.train, device=rank_run.device),
-        )
-        samples = read_samples(built.train, batches, plan, first=position.samples)
-        with _uncompiled() if start.config.train.compile else contextlib.nullcontext():
-            once_s, double_s = time_passes(module, samples, clock=start.clock, meet=_meet)
-    told = _tell(Told(start.place.host, start.place.node_rank, once_s, double_s))
-    ranks_per_node = [len(list(ranks)) for _, ranks in itertools.groupby(told, key=lambda one: one.node_rank)]
-    if isinstance(asked, str):
-        choice = sizes_by_speed([(one.once_s, one.double_s) for one in told], plan)
+    times = 0.0, 0.0
+    if shares == "measured":
+        module = TrainingModule(objective, stop=rank.stop, device=rank.device, autocast=rank.autocast)
+        # What is compiled outside of DDP's forward is not cut at its buckets, and would be used in it all the same.
+        is_compiled = config.train.compile
+        with torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext():
+            once_s, double_s = time_passes(module, _read_samples(trainer, position), clock=rank.clock, meet=_meet)
+            times = once_s, double_s
+    found: list[Measured] = gather(Measured(rank.place.host, rank.place.node_rank, *times))
+    ranks_per_node = [len(list(ranks)) for _, ranks in itertools.groupby(found, key=lambda one: one.node_rank)]
+    if isinstance(shares, str):
+        choice = sizes_by_speed([(one.once_s, one.double_s) for one in found], plan)
     else:
-        choice = Choice(sizes=sizes_by_weight(asked, plan, ranks_per_node=ranks_per_node), equal_s=0.0, chosen_s=0.0)
-    sizes = _agree(choice.sizes)
+        choice = Choice(sizes=sizes_by_weight(shares, plan, ranks_per_node=ranks_per_node), equal_s=0.0, chosen_s=0.0)
+    agreed = torch.tensor(choice.sizes, dtype=torch.int64)
+    dist.broadcast(agreed, src=0)
     if display is not None:
-        _note(start, choice, told, ranks_per_node, display=display)
-    return sizes
-
-
-def read_samples(
-    source: SampleSource, batches: GlobalBatches, plan: BatchPlan, *, first: int
-) -> list[tuple[Tensor, ...]]:
-    """Returns micro-batches of an equal share and of `MOST` times as many samples, the same on every rank.
-
-    Args:
-        source: where samples come from.
-        batches: their order.
-        plan: the cut of the global batch.
-        first: position of the first sample.
-    """
-    draws = []
-    for size in (plan.local_size, MOST * plan.local_size):
-        indices = batches.sample_ids(first, size)
-        draws.append(Draw(indices, torch.arange(first, first + size).numpy()))
-    return [batch.tensors for batch in BatchStream(source, iter(draws))]
+        sentence, facts = _describe(choice, found, ranks_per_node, plan), {}
+        if choice.equal_s:
+            facts = {"equal_pass_s": choice.equal_s, "expected_pass_s": choice.chosen_s}
+        display.say(f"shares: {sentence}")
+        append_event(rank.run, "shares", attempt=rank.attempt, sentence=sentence, sizes=list(choice.sizes), **facts)
+    return tuple(agreed.tolist())
 
 
 def time_passes(
@@ -125,13 +100,10 @@ def time_passes(
         clock: seconds.
         meet: waits for the other ranks once everything is warm, so that all measure at the same time.
     """
-    device = module.rider.device
+    device = module.stats_param.device
     found: list[list[float]] = [[] for _ in samples]
     with without_traces(module):
-        passes = [
-            partial(_pass_s, module, tensors if device.type == "cpu" else to_device(tensors, device), clock=clock)
-            for tensors in samples
-        ]
+        passes = [partial(_pass_s, module, to_device(tensors, device), clock=clock) for tensors in samples]
         has_room = [one() < math.inf for one in passes]
         meet()
         start = clock()
@@ -143,14 +115,17 @@ def time_passes(
     return tuple(median(times) for times in found)
 
 
-def _uncompiled() -> contextlib.AbstractContextManager[None]:
-    # What is compiled outside of DDP's forward is not cut at its buckets, and would be used in it all the same.
-    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
+def _read_samples(trainer: Trainer, position: Position) -> list[tuple[Tensor, ...]]:
+    """Returns micro-batches of an equal share and of `MOST` times as many samples, the same on every rank."""
+    draws, first = [], position.samples
+    for size in (trainer.rank.plan.local_size, MOST * trainer.rank.plan.local_size):
+        indices = trainer.global_batches.sample_ids(first, size)
+        draws.append(Draw(indices, torch.arange(first, first + size).numpy()))
+    return [batch.tensors for batch in BatchStream(trainer.train_data, iter(draws))]
 
 
 def _pass_s(module: TrainingModule, tensors: tuple[Tensor, ...], *, clock: Callable[[], float]) -> float:
-    device = module.rider.device
+    device = module.stats_param.device
     start = clock()
     try:
         module.backward(module(*tensors))
@@ -168,41 +143,16 @@ def _meet() -> None:
     dist.all_reduce(torch.zeros(()))
 
 
-def _tell(own: Told) -> list[Told]:
-    """Returns what every rank tells, in rank order."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    return told
-
-
-def _agree(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns rank 0's sizes."""
-    agreed = torch.tensor(sizes, dtype=torch.int64)
-    dist.broadcast(agreed, src=0)
-    return tuple(agreed.tolist())
-
-
-def _note(
-    start: RankStart, choice: Choice, told: Sequence[Told], ranks_per_node: Sequence[int], *, display: Display
-) -> None:
-    """Says the shares and writes them down. Rank 0 only."""
-    sentence, facts = _in_words(choice, told, ranks_per_node, start.plan), {}
-    if choice.equal_s:
-        facts = {"equal_pass_s": choice.equal_s, "expected_pass_s": choice.chosen_s}
-    display.say(f"shares: {sentence}")
-    append_event(start.run, "shares", attempt=start.attempt, sentence=sentence, sizes=list(choice.sizes), **facts)
-
-
-def _in_words(choice: Choice, told: Sequence[Told], ranks_per_node: Sequence[int], plan: BatchPlan) -> str:
+def _describe(choice: Choice, found: Sequence[Measured], ranks_per_node: Sequence[int], plan: BatchPlan) -> str:
     if math.isnan(choice.equal_s):
-        odd = next(rank for rank, one in enumerate(told) if not (0 < one.once_s < math.inf and one.double_s > 0))
-        return f"equal, since rank {odd} on {told[odd].host} has measured {told[odd].once_s:g} s"
+        odd = next(rank for rank, one in enumerate(found) if not (0 < one.once_s < math.inf and one.double_s > 0))
+        return f"equal, since rank {odd} on {found[odd].host} has measured {found[odd].once_s:g} s"
     firsts = itertools.accumulate(ranks_per_node[:-1], initial=0)
     words = sizes_in_words(
         choice.sizes,
         ranks_per_node=ranks_per_node,
-        nodes=[told[first].host for first in firsts],
-        seconds=[one.once_s for one in told] if choice.equal_s else None,
+        nodes=[found[first].host for first in firsts],
+        seconds=[one.once_s for one in found] if choice.equal_s else None,
     )
     sentence = f"{words} of the {plan.local_size * plan.ranks} samples of a micro-batch"
     if not choice.equal_s:

@@ -1,99 +1,110 @@
 """The built-in trainer: one rank's way from a frozen configuration to an exit code.
 
-`train` is what the worker calls on every rank. It assembles: group, parts, resume, loop, last words. Every part is made
-by a `build_*` function and can be used without the rest.
+`train` is what the worker calls on every rank: parts, group, parallelism, resume, loop, last lines. What a rank holds
+is one `Trainer`; every part is made by a `build_*` function and can be used without the rest.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from slurm_train.checkpoint.digest import saved_weights, weights_digest
+from slurm_train.checkpoint.state import names_of_groups
 from slurm_train.config.batch import planned_lr
-from slurm_train.config.frozen import config_hash
-from slurm_train.data.build import build_source
-from slurm_train.data.global_batches import GlobalBatches
+from slurm_train.config.layout import stages_of
+from slurm_train.config.schema import RunConfig
+from slurm_train.config.target import TARGET, instantiate
+from slurm_train.data.build import build_source, prefetch_depth
+from slurm_train.data.global_batches import GlobalBatches, LengthBatches, Split
+from slurm_train.data.order import SampleOrder
+from slurm_train.data.prefetch import Prefetch
 from slurm_train.data.source import SampleSource, lengths_of
-from slurm_train.distributed.group import choose_device, shutdown, use_steady_timeout
-from slurm_train.distributed.pipeline import Pipeline
+from slurm_train.data.stream import BatchStream, EvenBatches, MicroBatch
+from slurm_train.distributed.group import shutdown
+from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics.progress import Display, open_display
 from slurm_train.models.objective import Objective
-from slurm_train.rundir.events import SaveLog
+from slurm_train.rundir.events import ExchangeFacts, write_exchange
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.step_times import StepTimes
 from slurm_train.rundir.timing import Spent, account_path
-from slurm_train.train.beside import build_saving_beside
-from slurm_train.train.build import (
-    autocast_dtype,
-    build_ddp,
-    build_model,
-    build_objective,
-    build_optimizer,
-    load_start_weights,
-    set_determinism,
-    set_threads,
-)
-from slurm_train.train.continuity import build_continuity
+from slurm_train.train.context import Rank
 from slurm_train.train.evaluate import Evaluator
-from slurm_train.train.exchange import Exchange
-from slurm_train.train.exchange_choice import build_exchange, fitting_buckets, note_exchange
-from slurm_train.train.feed import build_global_batches, build_stream
-from slurm_train.train.flops import flops_per_token
-from slurm_train.train.health import Health, HealthParts, position_after_rollbacks
-from slurm_train.train.layout import (
-    build_layout_evaluator,
-    build_layout_stepper,
-    build_replica_check,
-    digest_weights,
-    lay_out,
+from slurm_train.train.health import Health, position_after_rollbacks
+from slurm_train.train.loop import Loop, Stopping
+from slurm_train.train.metrics import (
+    PaceProbe,
+    Recorder,
+    flops_per_token,
+    say_finished,
+    say_stopped,
+    say_text,
+    write_result,
 )
-from slurm_train.train.local_tier import build_local_saves
-from slurm_train.train.loop import Evaluates, Loop, LoopPace, LoopParts, TakesSteps
-from slurm_train.train.module import TrainingModule
-from slurm_train.train.record_keeping import build_probe, build_recorder, build_step_times
-from slurm_train.train.recorder import Recorder
-from slurm_train.train.save_pace import build_save_pace
-from slurm_train.train.saving import Checkpointer, Position
-from slurm_train.train.schedule import Schedule, build_schedule
-from slurm_train.train.shares import build_shares
-from slurm_train.train.start import RankStart, patient
-from slurm_train.train.step import StepParts, Stepper
-from slurm_train.train.stopping import Stopping
-from slurm_train.train.summary import say_finished, say_stopped, say_text, write_result
+from slurm_train.train.optimizer import Schedule, begin_state, build_optimizer, build_schedule, can_call_kernel
+from slurm_train.train.passes import (
+    Exchange,
+    Passes,
+    PipelinePasses,
+    ReplicaPasses,
+    ShardPasses,
+    TrainingModule,
+    build_ddp,
+)
+from slurm_train.train.saving import Checkpointer, Position, SavePace, build_checkpointer, build_save_pace
+from slurm_train.train.step import Stepper
 
 
-@dataclass(frozen=True, slots=True)
-class RankRun:
-    """What one rank knows of its run before anything is built."""
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """What one rank of a training holds."""
 
-    start: RankStart
-    device: torch.device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """The parts of a training that checkpoints and the last words need too."""
-
+    rank: Rank
     model: nn.Module
+    """Whole, or since `apply_parallelism` this rank's part of it."""
     optimizer: Optimizer
-    train: SampleSource
+    train_data: SampleSource
     heldout: SampleSource | None
     flops_per_token: float
     """Of forward and backward pass of the whole model."""
     group_names: list[list[str]] | None = None
     """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
     pipeline: Pipeline | None = None
-    """This rank's stage; None where every rank computes all layers."""
+    """This rank's stages; None where every rank computes all layers."""
+
+    # The rest is made by `build_loop`, when the ranks have met.
+    exchange: Exchange = field(init=False)
+    checkpointer: Checkpointer = field(init=False)
+    global_batches: GlobalBatches = field(init=False)
+    """The samples of every step."""
+    batches: Iterator[MicroBatch] = field(init=False)
+    """This rank's micro-batches."""
+    health: Health = field(init=False)
+    stepper: Stepper = field(init=False)
+    schedule: Schedule = field(init=False)
+    save_pace: SavePace = field(init=False)
+    evaluator: Evaluator | None = field(init=False)
+    """None where there are no held-out samples, or none shall be evaluated."""
+    recorder: Recorder | None = field(init=False)
+    """Rank 0's; None on the others."""
+    stopping: Stopping = field(init=False)
+    step_times: StepTimes = field(init=False)
+    probe: PaceProbe = field(init=False)
 
 
-def train(start: RankStart) -> int:
+def train(rank: Rank) -> int:
     """Trains one rank to the end or to an agreed stop; returns the exit code. All ranks call it.
 
     Returns:
@@ -102,288 +113,314 @@ def train(start: RankStart) -> int:
     Raises:
         SlurmTrainError: what a person can act on; the caller must end the process without tearing the group down.
     """
-    config = start.config
-    set_determinism(config.train)
-    set_threads(config.train, place=start.place)
-    rank_run = RankRun(start, choose_device(start.place))
-    built = build_parts(rank_run)
-    clock, coming_s = start.clock, start.clock()
+    rank.enter_device()
+    trainer = build_trainer(rank)
+    clock, is_first = rank.clock, rank.place.is_first
+    joining_s = clock()
     spent = Spent(begin_unix_s=time.time() - clock.away_s)
-    if start.place.is_first:
-        spent.write(account_path(start.run, start.attempt))
-    start.join(device=rank_run.device)
-    spent.add("rendezvous_s", clock() - coming_s)
-    built = lay_out(rank_run, built)
-    first = start.place.is_first
-    display = open_display(sys.stderr, max_steps=config.train.max_steps, env=start.env) if first else None
+    if is_first:
+        spent.write(account_path(rank.run, rank.attempt))
+    rank.join()
+    spent.add("rendezvous_s", clock() - joining_s)
+    apply_parallelism(trainer)
+    display = open_display(sys.stderr, max_steps=rank.config.train.max_steps, env=rank.env) if is_first else None
     loading_s = clock()
-    loop, recorder = build_loop(rank_run, built, display=display, spent=spent)
+    loop = build_loop(trainer, display=display, spent=spent)
     spent.add("load_s", clock() - loading_s)
     try:
         finished = loop.run()
-        start.heartbeat.mark("end")
+        rank.heartbeat.mark("end")
     finally:
-        if recorder is not None:
-            recorder.close()
-    _last_words(rank_run, built, loop, display, finished=finished)
+        if trainer.recorder is not None:
+            trainer.recorder.close()
+    _end(trainer, loop, display, finished=finished)
     shutdown()
     return EXIT_DONE if finished else EXIT_REQUEUE
 
 
-def build_parts(rank_run: RankRun) -> Built:
-    """Returns model, optimizer and data; nothing here needs the other ranks."""
-    config, layout = rank_run.start.config, rank_run.start.layout
+def build_trainer(rank: Rank) -> Trainer:
+    """Returns model, optimizer and data; nothing here needs the other ranks.
+
+    Raises:
+        ConfigError: no model or no data set is configured, or they cannot be made.
+    """
+    config = rank.config
     if not config.data:
         raise ConfigError(
             "no data set is configured", hint="choose one: data=stdlib, or data._target_=my_package.MyData"
         )
     # What is cut first need not fit on the device as a whole.
-    model = build_model(config, device=rank_run.device if layout.is_replicated else torch.device("cpu"))
-    load_start_weights(model, config, run=rank_run.start.run)
-    train_source = build_source(config.data, split="train", seed=config.seed)
-    assert train_source is not None
-    return Built(
+    model = build_model(config, device=rank.device if rank.layout.is_replicated else torch.device("cpu"))
+    load_start_weights(model, config, run=rank.run)
+    train_data = build_source(config.data, split="train", seed=config.seed)
+    assert train_data is not None
+    return Trainer(
+        rank=rank,
         model=model,
         optimizer=build_optimizer(model, optim=config.optim),
-        train=train_source,
+        train_data=train_data,
         heldout=build_source(config.data, split="heldout", seed=config.seed),
         flops_per_token=flops_per_token(model),
     )
 
 
-def build_loop(
-    rank_run: RankRun, built: Built, *, display: Display | None, spent: Spent
-) -> tuple[Loop, Recorder | None]:
-    """Returns the loop, at the newest checkpoint's position, and rank 0's recorder. Collective over all ranks."""
-    start, config, layout = rank_run.start, rank_run.start.config, rank_run.start.layout
-    # Blocks of a model that is cut are compiled one by one, when it is.
-    objective = build_objective(built.model, train=config.train) if layout.is_replicated else Objective(built.model)
-    exchange = build_exchange(config, place=start.place, device=rank_run.device)
-    checkpointer = build_checkpointer(rank_run, built, exchange=exchange)
+def build_model(config: RunConfig, *, device: torch.device) -> nn.Module:
+    """Returns the model with its first weights, the same on every rank.
+
+    Raises:
+        ConfigError: no model is configured, or its target does not give an nn.Module.
+    """
+    if not config.model:
+        raise ConfigError("no model is configured", hint="choose one: model=gpt, or model._target_=my_package.MyModel")
+    torch.manual_seed(config.seed)
+    model = instantiate(config.model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.{TARGET}={config.model[TARGET]} gave a {type(model).__name__}, not a torch.nn.Module",
+            hint="name a class that derives from torch.nn.Module",
+        )
+    return model.to(device)
+
+
+def load_start_weights(model: nn.Module, config: RunConfig, *, run: RunDirectory) -> None:
+    """Gives a model the weights of `train.init_from`, if it is set and no checkpoint has later ones.
+
+    Raises:
+        ConfigError: there are none, or they are another model's.
+    """
+    path = config.train.init_from
+    if path is not None and not list_checkpoints(run.checkpoints):
+        from slurm_train.models.pretrained import load_pretrained
+
+        load_pretrained(model, Path(path).expanduser(), settings=config.model or {})
+
+
+def apply_parallelism(trainer: Trainer) -> None:
+    """Leaves this rank's part of the model, and an optimizer of it. Collective over all ranks.
+
+    Of whole replicas only the blocks change, where activation checkpointing is asked for.
+
+    Raises:
+        ConfigError: the model does not say how it can be cut.
+    """
+    from slurm_train.distributed.mesh import build_mesh
+    from slurm_train.distributed.parallelize import parallelize, prepare_blocks
+
+    rank, model, config = trainer.rank, trainer.model, trainer.rank.config
+    layout, settings = rank.layout, config.parallel
+    if layout.is_replicated:
+        if settings.activation_checkpointing != "none":
+            prepare_blocks(model, settings=settings, compiles=False)
+        return
+    mesh = build_mesh(layout, device=rank.device)
+    roots = [model]
+    if layout.pp > 1:
+        trainer.group_names = names_of_groups(model, trainer.optimizer)
+        place, per_rank = layout.coordinates(rank.place.rank).pp, settings.stages_per_rank
+        stages, num_stages = stages_of(place, num_ranks=layout.pp, per_rank=per_rank), layout.pp * per_rank
+        keep_stages(model, stages=stages, num_stages=num_stages)
+        roots = split_stages(model, stages=stages, num_stages=num_stages)
+        group = mesh["pp"].get_group()
+        trainer.pipeline = Pipeline(parts=roots, place=place, num_ranks=layout.pp, device=rank.device, group=group)
+    parallelize(model, layout=layout, mesh=mesh, roots=roots, settings=settings, compiles=config.train.compile)
+    # The parameters are other objects now.
+    trainer.optimizer = build_optimizer(model, optim=config.optim)
+    if can_call_kernel(trainer.optimizer):
+        begin_state(trainer.optimizer)
+    elif layout.tp > 1:
+        raise ConfigError(
+            f"the parameters of {type(model).__name__} are of several types, which tensor parallelism "
+            "cannot update together",
+            hint="give all parameters one type, or leave parallel.tp at 1",
+        )
+
+
+def build_loop(trainer: Trainer, *, display: Display | None, spent: Spent) -> Loop:
+    """Builds the rest of a trainer; returns the loop at the newest checkpoint's position. Collective over all ranks.
+
+    Args:
+        trainer: model, optimizer and data.
+        display: rank 0's; None on the others.
+        spent: what the start of this rank was spent on.
+    """
+    rank, config, layout = trainer.rank, trainer.rank.config, trainer.rank.layout
+    objective = Objective(trainer.model)
+    if layout.is_replicated and config.train.compile:
+        # In place, so parameter names stay. Blocks of a model that is cut are compiled one by one, when it is.
+        trainer.model.compile()
+    trainer.exchange = build_exchange(rank)
+    peak_lr = planned_lr(config.optim, global_size=rank.plan.global_size)
+    trainer.checkpointer = checkpointer = build_checkpointer(
+        rank,
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        data=trainer.train_data,
+        group_names=trainer.group_names,
+        exchange=trainer.exchange,
+        peak_lr=peak_lr,
+    )
     position, notes = checkpointer.resume()
-    batches, health = build_order(rank_run, built, checkpointer=checkpointer, position=position, display=display)
-    if position.step == 0:
-        seed_everything(config.seed, data_parallel_rank=layout.data_parallel_index(start.place.rank))
-    recorder = None
-    if display is not None:
-        spent.first_step = position.step
-        recorder = build_recorder(rank_run, built, display=display, spent=spent, notes=notes)
-        note_exchange(start, built.model, exchange)
-    hold = checkpointer.hold_changes
-    sizes = build_shares(rank_run, built, objective=objective, batches=batches, position=position, display=display)
-    stepper = build_any_stepper(rank_run, built, objective=objective, exchange=exchange, before_update=hold)
-    parts = LoopParts(
-        stepper=stepper,
-        batches=build_stream(start, built.train, batches, start_samples=position.samples, sizes=sizes),
-        size_at=batches.size_at,
-        schedule=build_run_schedule(start, position),
+    position.samples, num_rollbacks = position_after_rollbacks(rank.run, position)
+    trainer.global_batches = batches = build_global_batches(rank, trainer.train_data, position)
+    trainer.health = Health(
+        rank,
+        batches=batches,
         checkpointer=checkpointer,
-        save_pace=build_save_pace(config.checkpoint, run=start.run, start_step=position.step, clock=start.clock),
-        evaluator=build_evaluator(rank_run, built, objective=objective),
-        recorder=recorder,
-        stop=start.stop,
-        stopping=build_stopping(rank_run, spent=None if recorder is None else spent),
-        on_first_step=lambda: _after_first_step(rank_run, checkpointer),
-        health=health,
-        heartbeat=start.heartbeat,
-        step_times=build_step_times(start),
-        probe=build_probe(rank_run, stepper),
-        exchange=exchange,
-        check_replicas=build_replica_check(rank_run, built.model),
-    )
-    return Loop(parts, pace=build_pace(rank_run), position=position), recorder
-
-
-def peak_lr(start: RankStart) -> float:
-    """Returns the peak learning rate for this run's global batch."""
-    return planned_lr(start.config.optim, global_size=start.plan.global_size)
-
-
-def build_run_schedule(start: RankStart, position: Position) -> Schedule:
-    """Returns the learning rate over the samples of the run."""
-    config, global_size = start.config, start.plan.global_size
-    return build_schedule(
-        config.optim,
-        peak_lr=peak_lr(start),
-        total_samples=position.samples_at(config.train.max_steps, global_size=global_size),
-    )
-
-
-def build_stopping(rank_run: RankRun, *, spent: Spent | None) -> Stopping:
-    """Returns this rank's part in stopping; `spent` is rank 0's, which looks at the clock."""
-    start = rank_run.start
-    return Stopping(start.run, start.attempt, stop=start.stop, spent=spent, group=dist.group.WORLD)
-
-
-def build_order(
-    rank_run: RankRun, built: Built, *, checkpointer: Checkpointer, position: Position, display: Display | None
-) -> tuple[GlobalBatches, Health]:
-    """Returns what every step takes, and what judges it; moves the position past what was passed over. Collective."""
-    start, group = rank_run.start, dist.group.WORLD
-    position.samples, num_rollbacks = position_after_rollbacks(start.run, position, group=group)
-    batches = build_global_batches(start, built.train, position)
-    parts = HealthParts(
-        settings=start.config.health,
-        run=start.run,
-        attempt=start.attempt,
-        is_first=start.place.is_first,
-        size_before=batches.size_before,
-        sample_ids=lambda first, count: [int(sample) for sample in batches.sample_ids(first, count)],
+        num_rollbacks=num_rollbacks,
         say=print if display is None else display.say,
-        checkpointer=checkpointer,
-        group=group,
     )
-    return batches, Health(parts, num_rollbacks=num_rollbacks)
+    if position.step == 0:
+        seed_everything(config.seed, data_parallel_rank=layout.data_parallel_index(rank.place.rank))
+    trainer.recorder = None
+    if display is not None:
+        for note in notes:
+            display.say(note)
+        spent.first_step = position.step
+        flops = trainer.flops_per_token
+        trainer.recorder = Recorder(
+            rank, display=display, source=trainer.train_data, spent=spent, flops_per_token=flops
+        )
+        if layout.is_replicated:
+            _write_exchange(trainer)
+    sizes = None
+    if config.batch.shares != "even":
+        from slurm_train.train.shares import build_shares
 
-
-def build_evaluator(rank_run: RankRun, built: Built, *, objective: Objective) -> Evaluates | None:
-    """Returns what measures the held-out samples, None where there are none, or none shall be."""
-    if built.heldout is None or not rank_run.start.config.train.evaluate:
-        return None
-    start = rank_run.start
-    autocast = autocast_dtype(start.config.train, device=rank_run.device)
-    if not start.layout.is_replicated:
-        return build_layout_evaluator(rank_run, built, objective=objective, autocast=autocast)
-    return Evaluator(
-        objective=objective,
-        source=built.heldout,
-        place=start.place,
-        device=rank_run.device,
-        batch_size=start.plan.local_size,
-        autocast=autocast,
-        stop=start.stop,
-        heartbeat=start.heartbeat,
-        lengths=lengths_of(built.heldout) if start.config.batch.by_length else None,
+        sizes = build_shares(trainer, objective=objective, position=position, display=display)
+    trainer.stepper = build_stepper(trainer, objective)
+    trainer.batches = build_stream(trainer, start_samples=position.samples, sizes=sizes)
+    total_samples = position.samples_at(config.train.max_steps, global_size=rank.plan.global_size)
+    trainer.schedule = build_schedule(config.optim, peak_lr=peak_lr, total_samples=total_samples)
+    trainer.save_pace = build_save_pace(config.checkpoint, run=rank.run, start_step=position.step, clock=rank.clock)
+    heldout = trainer.heldout if config.train.evaluate else None
+    trainer.evaluator = None
+    if heldout is not None:
+        trainer.evaluator = Evaluator(rank=rank, objective=objective, source=heldout, pipeline=trainer.pipeline)
+    trainer.stopping = Stopping(rank, spent=None if display is None else spent)
+    trainer.step_times = StepTimes(rank.run, rank.attempt, rank=rank.place.rank, host=rank.place.host, clock=rank.clock)
+    # The heartbeat writes them down now and then.
+    rank.heartbeat.also = trainer.step_times.keep_when_due
+    passes = trainer.stepper.passes
+    trainer.probe = PaceProbe(
+        passes.ddp,
+        rank.heartbeat,
+        every=config.health.pace_every_steps,
+        data_wait_s=lambda: passes.data_wait_s,
+        on_device=rank.device.type != "cpu",
     )
+    return Loop(trainer, position)
 
 
-def build_pace(rank_run: RankRun) -> LoopPace:
-    """Returns when the loop logs and evaluates."""
-    config, layout, rank = rank_run.start.config, rank_run.start.layout, rank_run.start.place.rank
-    return LoopPace(
-        max_steps=config.train.max_steps,
-        log_every=config.train.log_every_steps,
-        eval_every=config.train.eval_every_steps,
-        seed=config.seed,
-        random_stream=layout.random_stream(rank, splits_positions=config.parallel.sequence_parallel),
-        counts=layout.owns_samples(rank),
-        digest=config.train.samples_digest,
-        check_every=config.health.check_replicas_every_steps,
+def build_exchange(rank: Rank) -> Exchange:
+    """Returns how gradients are exchanged. Collective over all ranks."""
+    if rank.config.ddp.comm == "none":
+        return Exchange()
+    # A tool: loaded by name, and only when asked for.
+    build: Any = importlib.import_module("slurm_train.tools.exchanges").build_exchange
+    exchange: Exchange = build(rank.config, place=rank.place, device=rank.device)
+    return exchange
+
+
+def build_stepper(trainer: Trainer, objective: Objective) -> Stepper:
+    """Returns what takes steps in this run's layout. Collective: DDP compares the ranks' parameters."""
+    rank, model, optimizer = trainer.rank, trainer.model, trainer.optimizer
+    hold, exchange = trainer.checkpointer.hold_changes, trainer.exchange
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    passes: Passes
+    if rank.layout.is_replicated:
+        module = TrainingModule(objective, stop=rank.stop, device=rank.device, autocast=rank.autocast)
+        settings = exchange.fit_buckets(rank.config.ddp, parameters, device=rank.device)
+        ddp = build_ddp(module, ddp=settings, device=rank.device)
+        exchange.attach(ddp, module.stats_param, optimizer=optimizer, before_change=hold)
+        passes = ReplicaPasses(rank, module, ddp, must_arrange=exchange.is_active)
+    elif trainer.pipeline is None:
+        passes = ShardPasses(rank, model=model, objective=objective, parameters=parameters)
+    else:
+        passes = PipelinePasses(rank, trainer.pipeline, model=model, objective=objective, parameters=parameters)
+    return Stepper(rank, passes, optimizer, before_update=hold)
+
+
+def build_global_batches(rank: Rank, source: SampleSource, position: Position) -> GlobalBatches:
+    """Returns the samples of every step; moves the position to where a global batch begins.
+
+    It is there already unless the lengths of the samples or the settings of the batch were changed on purpose.
+
+    Raises:
+        DataError: batches by length are asked of samples without lengths.
+    """
+    config, global_size = rank.config, rank.plan.global_size
+    order = SampleOrder(len(source), seed=config.seed)
+    batches: GlobalBatches = EvenBatches(order, global_size=global_size)
+    if config.batch.by_length:
+        first, pool = position.batch_since[1], config.batch.pool
+        batches = LengthBatches(order, lengths_of(source), global_size=global_size, pool_batches=pool, first=first)
+    position.samples = batches.align(position.samples)
+    return batches
+
+
+def build_stream(trainer: Trainer, *, start_samples: int, sizes: tuple[int, ...] | None = None) -> Iterator[MicroBatch]:
+    """Returns this rank's micro-batches from a position on.
+
+    Args:
+        trainer: data and its order.
+        start_samples: the position.
+        sizes: samples of a micro-batch, rank by rank; None: equal numbers of them.
+
+    Raises:
+        ConfigError: they cannot be read ahead as asked.
+    """
+    rank, layout, source = trainer.rank, trainer.rank.layout, trainer.train_data
+    split = Split(
+        rank=layout.data_parallel_index(rank.place.rank),
+        ranks=layout.data_parallel_size,
+        accumulation=rank.plan.accumulation,
+        sizes=sizes,
     )
+    stream = BatchStream(source, trainer.global_batches.draws(split, start_samples=start_samples))
+    depth = prefetch_depth(rank.config.data or {}, source)
+    return Prefetch(stream, depth=depth) if depth else stream
 
 
-def build_any_stepper(
-    rank_run: RankRun,
-    built: Built,
-    *,
-    objective: Objective,
-    exchange: Exchange | None,
-    before_update: Callable[[], None],
-) -> TakesSteps:
-    """Returns what takes steps in this run's layout. Collective."""
-    if not rank_run.start.layout.is_replicated:
-        return build_layout_stepper(rank_run, built, objective=objective, before_update=before_update)
-    autocast = autocast_dtype(rank_run.start.config.train, device=rank_run.device)
-    module = TrainingModule(objective, stop=rank_run.start.stop, device=rank_run.device, autocast=autocast)
-    return build_stepper(rank_run, module, built, exchange=exchange, before_update=before_update)
+def _write_exchange(trainer: Trainer) -> None:
+    """Writes down how many bytes a step sends where ranks hold whole replicas. Rank 0 only."""
+    rank = trainer.rank
+    parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    sent = trainer.exchange.sent_bytes(parameters)
+    whole = Exchange().sent_bytes(parameters)
+    facts = ExchangeFacts(comm=rank.config.ddp.comm, gradient_bytes=whole, sent_bytes=sent)
+    write_exchange(rank.run, rank.attempt, facts)
 
 
-def build_stepper(
-    rank_run: RankRun,
-    module: TrainingModule,
-    built: Built,
-    *,
-    exchange: Exchange | None,
-    before_update: Callable[[], None],
-) -> Stepper:
-    """Returns what takes steps. Collective: DDP compares the ranks' parameters."""
-    settings = fitting_buckets(rank_run.start.config.ddp, built.model, device=rank_run.device)
-    ddp = build_ddp(module, ddp=settings, device=rank_run.device)
-    if exchange is not None:
-        exchange.attach(ddp, module.rider)
-        exchange.watch(built.optimizer, hold_changes=before_update)
-    parts = StepParts(
-        ddp=ddp,
-        module=module,
-        optimizer=built.optimizer,
-        clip_norm=rank_run.start.config.optim.grad_clip_norm,
-        accumulation=rank_run.start.plan.accumulation,
-        world_size=rank_run.start.place.world_size,
-        device=rank_run.device,
-        before_update=before_update,
-        applies_spikes=rank_run.start.config.health.on_spike == "log",
-        heartbeat=rank_run.start.heartbeat,
-        must_arrange=exchange is not None,
-    )
-    return Stepper(parts)
-
-
-def build_checkpointer(rank_run: RankRun, built: Built, *, exchange: Exchange | None = None) -> Checkpointer:
-    """Returns what saves and restores this run. Collective over all ranks."""
-    start = rank_run.start
-    settings, optim, clock = start.config.checkpoint, start.config.optim, start.clock
-    return Checkpointer(
-        run=rank_run.start.run,
-        place=rank_run.start.place,
-        layout=rank_run.start.layout,
-        plan=rank_run.start.plan,
-        attempt=rank_run.start.attempt,
-        keep=settings.keep,
-        model=built.model,
-        optimizer=built.optimizer,
-        group_names=built.group_names,
-        config_hash=config_hash(start.config, global_size=start.plan.global_size),
-        continuity=build_continuity(
-            start.run,
-            start.config,
-            global_size=start.plan.global_size,
-            data=built.train.fingerprint(),
-            num_samples=len(built.train),
-        ),
-        lr={"peak": peak_lr(start), "retune": optim.lr_retune, "tuned_for_global_size": optim.lr_global_size},
-        job=rank_run.start.job,
-        clock=clock,
-        beside=build_saving_beside(rank_run.device, timeout_s=settings.save_timeout_s, clock=clock)
-        if settings.background
-        else None,
-        local=build_local_saves(start),
-        log=SaveLog(start.run, start.attempt) if start.place.is_first else None,
-        exchange=exchange,
-    )
-
-
-def _after_first_step(rank_run: RankRun, checkpointer: Checkpointer) -> None:
-    config = rank_run.start.config
-    use_steady_timeout(patient(config, config.train.steady_timeout_s))
-    if config.checkpoint.every_steps is not None:
-        checkpointer.prepare()
-
-
-def _last_words(rank_run: RankRun, built: Built, loop: Loop, display: Display | None, *, finished: bool) -> None:
-    is_whole = rank_run.start.layout.is_replicated
+def _end(trainer: Trainer, loop: Loop, display: Display | None, *, finished: bool) -> None:
+    """Writes the result and says how the run ended; on rank 0. Collective where ranks hold parts of the weights."""
+    rank, is_whole = trainer.rank, trainer.rank.layout.is_replicated
     # Of what is sharded every rank gives its part; a digest of a replica is rank 0's own business.
     takes_part = finished and (display is not None or not is_whole)
-    digest = digest_weights(rank_run, built, step=loop.position.step) if takes_part else ""
+    digest = _digest_weights(trainer, step=loop.position.step) if takes_part else ""
     if display is None:
         return
     if not finished:
-        config = rank_run.start.config
-        returns = config.cluster is not None and config.requeue.enabled and config.launch != "interactive"
-        say_stopped(display.say, rank_run.start.run, loop, returns=returns)
+        say_stopped(display.say, rank, loop)
         return
-    write_result(
-        rank_run.start.run,
-        loop,
-        weights_digest=digest,
-        attempt=rank_run.start.attempt,
-        world_size=rank_run.start.place.world_size,
-    )
-    say_finished(display.say, rank_run.start.run, loop)
+    write_result(rank, loop, weights_digest=digest)
+    say_finished(display.say, rank, loop)
     say_text(
         display.say,
-        built.model,
-        train=built.train,
-        heldout=built.heldout,
+        trainer.model,
+        train=trainer.train_data,
+        heldout=trainer.heldout,
         # One rank alone cannot run a model that is spread over several.
-        num_tokens=rank_run.start.config.train.sample_tokens if is_whole else 0,
+        num_tokens=rank.config.train.sample_tokens if is_whole else 0,
     )
+
+
+def _digest_weights(trainer: Trainer, *, step: int) -> str:
+    """Returns the identity of all weights at the end, on rank 0. Collective where ranks hold parts of them."""
+    if trainer.group_names is None:
+        return weights_digest(trainer.model.named_parameters())
+    if not trainer.rank.place.is_first:
+        return ""
+    # No rank has a way to the parameters of all stages but the checkpoint that was just saved.
+    names = [name for group in trainer.group_names for name in group]
+    checkpoints = list_checkpoints(trainer.rank.run.checkpoints)
+    return weights_digest(saved_weights(next(path for path in checkpoints if name_of(path).step == step), names))

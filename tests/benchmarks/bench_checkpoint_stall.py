@@ -25,13 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurm_train.config.batch import BatchPlan
-from slurm_train.config.layout import ParallelLayout
-from slurm_train.distributed.place import RankPlace
+from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.train.beside import build_saving_beside
 from slurm_train.train.continuity import Continuity
-from slurm_train.train.saving import Checkpointer, Position
+from slurm_train.train.saving import Checkpointer, Position, build_background
+from tests.support.ranks import make_rank
 
 NUM_MATRICES, NUM_VECTORS = 50, 50
 NUM_PARAMETERS = 124_000_000
@@ -98,8 +96,7 @@ class Bench:
         if self.future is not None:
             self.future.result()
             self.future = None
-        assert self.checkpointer.beside is not None
-        self.checkpointer.beside.finish()
+        self.checkpointer.finish()
         assert not self.checkpointer.news(), "a save failed"
 
     def _state(self) -> dict[str, Any]:
@@ -117,18 +114,14 @@ class Bench:
     def _build_checkpointer(self) -> Checkpointer:
         run = RunDirectory(self.folder / "run")
         run.path.mkdir()
+        rank = make_rank(run.path, RunConfig(checkpoint=CheckpointSection(keep=1)))
         return Checkpointer(
-            run=run,
-            place=RankPlace.from_env({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}),
-            layout=ParallelLayout(),
-            plan=BatchPlan(local_size=8, ranks=1, accumulation=1),
-            attempt=0,
-            keep=1,
+            rank=rank,
             model=self.model,
             optimizer=self.optimizer,
             config_hash="none",
             continuity=Continuity(run=run, settings={}, code="", data="none", num_samples=1000, changes=[]),
-            beside=build_saving_beside(torch.device("cpu"), timeout_s=600),
+            background=build_background(rank),
         )
 
 

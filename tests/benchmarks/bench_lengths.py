@@ -228,7 +228,7 @@ def sampler_run(read_s: float) -> Run:
     from torch.utils.data.distributed import DistributedSampler
 
     from slurm_train.rundir.heartbeat import Heartbeat
-    from slurm_train.train.pace import PaceProbe
+    from slurm_train.train.metrics import PaceProbe
 
     counts, data, heartbeat = Counts(), Sequences(read_s), Heartbeat()
     sampler: Any = DistributedSampler(data, shuffle=True, seed=3, drop_last=True)  # type: ignore[arg-type]
@@ -261,20 +261,15 @@ def sampler_run(read_s: float) -> Run:
 
 def our_run(*, by_length: bool, prefetch: int, read_s: float) -> Run:
     """Our loop with everything on."""
-    import torch
 
     from slurm_train.config.batch import BatchPlan
     from slurm_train.config.schema import BatchSection, CheckpointSection, HealthSection, RunConfig, TrainSection
     from slurm_train.data.mapstyle import MapStyleSource
-    from slurm_train.distributed.greeting import MeetingPoint
-    from slurm_train.distributed.place import RankPlace
     from slurm_train.metrics.progress import LineDisplay
-    from slurm_train.rundir.layout import RunDirectory
     from slurm_train.rundir.timing import Spent
-    from slurm_train.supervise.signals import StopFlag
-    from slurm_train.train.build import build_optimizer
-    from slurm_train.train.start import RankStart
-    from slurm_train.train.trainer import Built, RankRun, build_loop
+    from slurm_train.train.optimizer import build_optimizer
+    from slurm_train.train.trainer import Trainer, build_loop
+    from tests.support.ranks import make_rank
 
     config = RunConfig(
         batch=BatchSection(by_length=by_length, pool=POOL),
@@ -283,24 +278,15 @@ def our_run(*, by_length: bool, prefetch: int, read_s: float) -> Run:
         checkpoint=CheckpointSection(every_steps=None),
         health=HealthSection(pace_every_steps=2),
     )
-    start = RankStart(
-        config=config,
-        plan=BatchPlan(local_size=LOCAL, ranks=RANKS, accumulation=1),
-        run=RunDirectory(Path(os.environ["BENCH_SCRATCH"])),
-        place=RankPlace.from_env(os.environ),
-        point=MeetingPoint(master_addr="127.0.0.1", ports=[], run_id="bench", attempt=0, timeout_s=60),
-        attempt=0,
-        stop=StopFlag(),
-        env={},
-    )
+    plan = BatchPlan(local_size=LOCAL, ranks=RANKS, accumulation=1)
+    rank = make_rank(Path(os.environ["BENCH_SCRATCH"]), config, plan=plan, rank=int(os.environ["RANK"]), ranks=RANKS)
     counts, model = Counts(), make_model()
     source = MapStyleSource(Sequences(read_s), collate=counts.pad)  # type: ignore[arg-type]
     optimizer = build_optimizer(model, optim=config.optim)
-    built = Built(model=model, optimizer=optimizer, train=source, heldout=None, flops_per_token=0.0)
-    display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if start.place.is_first else None
-    rank_run = RankRun(start, torch.device("cpu"))
-    loop, _ = build_loop(rank_run, built, display=display, spent=Spent(begin_unix_s=time.time()))
-    watch = Stopwatch(counts, start.heartbeat)
+    trainer = Trainer(rank=rank, model=model, optimizer=optimizer, train_data=source, heldout=None, flops_per_token=0.0)
+    display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if rank.place.is_first else None
+    loop = build_loop(trainer, display=display, spent=Spent(begin_unix_s=time.time()))
+    watch = Stopwatch(counts, rank.heartbeat)
     return lambda steps: watch.run(lambda: loop.advance(loop.position.step + 1), steps)
 
 

@@ -96,30 +96,24 @@ def build(kwargs: dict[str, int], tokens: Any, *, accumulation: int, half: bool)
     import torch
 
     from slurm_train.checkpoint.staging import StagingBuffers
+    from slurm_train.config.batch import BatchPlan
     from slurm_train.config.schema import DdpSection, OptimSection
     from slurm_train.data.stream import MicroBatch
     from slurm_train.models.gpt import GPT
     from slurm_train.models.objective import Objective
     from slurm_train.supervise.signals import StopFlag
-    from slurm_train.train.build import build_ddp, build_optimizer
-    from slurm_train.train.module import TrainingModule
-    from slurm_train.train.step import StepParts, Stepper
+    from slurm_train.train.optimizer import build_optimizer
+    from slurm_train.train.passes import ReplicaPasses, TrainingModule, build_ddp
+    from slurm_train.train.step import Stepper
+    from tests.support.ranks import make_rank
 
     device = torch.device("cpu")
     model = GPT(**kwargs)
     autocast = torch.bfloat16 if half else None
     module = TrainingModule(Objective(model), stop=StopFlag(), device=device, autocast=autocast)
     optimizer = build_optimizer(model, optim=OptimSection())
-    parts = StepParts(
-        ddp=build_ddp(module, ddp=DdpSection(), device=device),
-        module=module,
-        optimizer=optimizer,
-        clip_norm=1.0,
-        accumulation=accumulation,
-        world_size=1,
-        device=device,
-    )
-    stepper = Stepper(parts)
+    rank = make_rank(plan=BatchPlan(local_size=len(tokens), ranks=1, accumulation=accumulation))
+    stepper = Stepper(rank, ReplicaPasses(rank, module, build_ddp(module, ddp=DdpSection(), device=device)), optimizer)
     batches = itertools.repeat(MicroBatch(None, (tokens, tokens.clone())))  # type: ignore[arg-type]  # no indices
     take_step(stepper, batches, 0)
     moments = [one for state in optimizer.state.values() for one in (state["exp_avg"], state["exp_avg_sq"])]

@@ -1,7 +1,7 @@
 """Step time of this toolkit with everything on, beside a bare DDP loop, accelerate and Lightning. Two gloo ranks.
 
 All four train the same model on the same in-memory batches with the same optimizer flags in one process group, in
-turns (A B C D A B C D ...), so noise of the machine hits all alike. "Everything on" is: rider, clipping, schedule,
+turns (A B C D A B C D ...), so noise of the machine hits all alike. "Everything on" is: stops, clipping, schedule,
 metrics.jsonl every 10 steps, display, stop flag and STOP file, heartbeat, look for stragglers, garbage collector
 control. Peers get what they offer for the same: clipping and a schedule; Lightning a CSV log every 10 steps too. No
 peer pays for a DataLoader.
@@ -181,20 +181,15 @@ def bare_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int]
 def our_loop(
     hidden: int, layers: int, batch: int, rank: int, pace: Any = "auto"
 ) -> Callable[[int], tuple[float, float]]:
-    import torch
 
     from slurm_train.config.batch import BatchPlan
     from slurm_train.config.schema import CheckpointSection, HealthSection, OptimSection, RunConfig, TrainSection
-    from slurm_train.distributed.greeting import MeetingPoint
-    from slurm_train.distributed.place import RankPlace
     from slurm_train.metrics.progress import LineDisplay
     from slurm_train.rundir.heartbeat import BeatSource, Limits
-    from slurm_train.rundir.layout import RunDirectory
     from slurm_train.rundir.timing import Spent
-    from slurm_train.supervise.signals import StopFlag
-    from slurm_train.train.build import build_optimizer
-    from slurm_train.train.start import RankStart
-    from slurm_train.train.trainer import Built, RankRun, build_loop
+    from slurm_train.train.optimizer import build_optimizer
+    from slurm_train.train.trainer import Trainer, build_loop
+    from tests.support.ranks import make_rank
 
     config = RunConfig(
         optim=OptimSection(lr=LR, betas=[0.9, 0.999], weight_decay=0.01, grad_clip_norm=CLIP),
@@ -202,24 +197,16 @@ def our_loop(
         checkpoint=CheckpointSection(every_steps=None),
         health=HealthSection(pace_every_steps=pace),
     )
-    start = RankStart(
-        config=config,
-        plan=BatchPlan(local_size=batch, ranks=RANKS, accumulation=1),
-        run=RunDirectory(Path(os.environ["BENCH_SCRATCH"])),
-        place=RankPlace.from_env(os.environ),
-        point=MeetingPoint(master_addr="127.0.0.1", ports=[], run_id="bench", attempt=0, timeout_s=60),
-        attempt=0,
-        stop=StopFlag(),
-        env={},
-    )
+    plan = BatchPlan(local_size=batch, ranks=RANKS, accumulation=1)
+    own = make_rank(Path(os.environ["BENCH_SCRATCH"]), config, plan=plan, rank=rank, ranks=RANKS)
     source = BeatSource(rank=rank, host="here", pid=os.getpid())
-    start.heartbeat.start(start.run, 0, source, limits=Limits(600, 300))
-    rank_run = RankRun(start, torch.device("cpu"))
+    own.heartbeat.start(own.run, 0, source, limits=Limits(600, 300))
     model = make_model(hidden, layers)
     optimizer = build_optimizer(model, optim=config.optim)
-    built = Built(model=model, optimizer=optimizer, train=TensorSource(), heldout=None, flops_per_token=0.0)
+    data: Any = TensorSource()
+    trainer = Trainer(rank=own, model=model, optimizer=optimizer, train_data=data, heldout=None, flops_per_token=0.0)
     display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if rank == 0 else None
-    loop, _ = build_loop(rank_run, built, display=display, spent=Spent(begin_unix_s=time.time()))
+    loop = build_loop(trainer, display=display, spent=Spent(begin_unix_s=time.time()))
     return lambda steps: timed(lambda count: loop.advance(loop.position.step + count), steps)
 
 

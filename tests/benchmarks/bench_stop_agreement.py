@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.bench_stop_agreement [--rounds 15] [--out result.json]
 
-The same bare loop (DDP, backward, fused AdamW) in turns: without any agreement; with the rider, whose gradient carries
+The same bare loop (DDP, backward, fused AdamW) in turns: without any agreement; with a parameter whose gradient has
 the wish to stop through a bucket that is sent anyway, read after each step; and with an all-reduce of a flag of its
 own, as most loops do it. torch's profiler counts the collectives of a step. The ratios are medians over rounds, each
 to the bare loop of the same round.
@@ -65,7 +65,7 @@ def main() -> None:
             print(f"{case:<10}{name:<14}{facts['ms']:>10.3f}{facts['ratio']:>8.3f}{facts['collectives']:>20g}")
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")
-    if any(ways["rider"]["collectives"] != ways["none"]["collectives"] for ways in results.values()):
+    if any(ways["parameter"]["collectives"] != ways["none"]["collectives"] for ways in results.values()):
         sys.exit("the agreement adds collectives")
 
 
@@ -144,10 +144,10 @@ def bare(hidden: int, layers: int, batch: int) -> Step:
     return step
 
 
-def with_rider(hidden: int, layers: int, batch: int) -> Step:
-    """Returns a step that agrees through the rider of the training's own module."""
+def with_parameter(hidden: int, layers: int, batch: int) -> Step:
+    """Returns a step that agrees through the parameter of the training's own module."""
     from slurm_train.supervise.signals import StopFlag
-    from slurm_train.train.module import STOP, TrainingModule
+    from slurm_train.train.passes import STOP, TrainingModule
 
     objective = SummedLoss(make_model(hidden, layers))
     module = TrainingModule(objective, stop=StopFlag(), device=torch.device("cpu"), autocast=None)
@@ -159,9 +159,9 @@ def with_rider(hidden: int, layers: int, batch: int) -> Step:
         module.backward(ddp(inputs, targets))
         optimizer.step()
         optimizer.zero_grad()
-        assert module.rider.grad is not None
-        stop = module.rider.grad[STOP].item() > 0
-        module.rider.grad = None
+        assert module.stats_param.grad is not None
+        stop = module.stats_param.grad[STOP].item() > 0
+        module.stats_param.grad = None
         return stop
 
     return step
@@ -181,7 +181,7 @@ def with_all_reduce(hidden: int, layers: int, batch: int) -> Step:
     return step
 
 
-WAYS = {"none": bare, "rider": with_rider, "all-reduce": with_all_reduce}
+WAYS = {"none": bare, "parameter": with_parameter, "all-reduce": with_all_reduce}
 
 
 def make_model(hidden: int, layers: int) -> nn.Module:

@@ -29,16 +29,16 @@ class Phase(NamedTuple):
 
 
 PHASES = {
-    "meet": Phase("slurm_train.train.start", "open_store", 0.05),
+    "meet": Phase("slurm_train.train.context", "open_store", 0.05),
     "group": Phase("slurm_train.distributed.group", "init_group", 0.05),
     "resume": Phase("slurm_train.train.saving", "Checkpointer.resume", 0.05),
     "step": Phase("slurm_train.train.step", "Stepper.step", 0.005),
-    "copy": Phase("slurm_train.train.beside", "SavingBeside.copy", 0.001),
+    "copy": Phase("slurm_train.checkpoint.staging", "StagingBuffers.stage", 0.001),
     "save": Phase("slurm_train.checkpoint.save", "save_checkpoint", 0.05),
     "tensors": Phase("slurm_train.checkpoint.save", "write_tensors", 0.02),
     "commit": Phase("slurm_train.checkpoint.save", "commit", 0.005, only_first=True),
     "prune": Phase("slurm_train.checkpoint.save", "prune", 0.005, only_first=True),
-    "finish": Phase("slurm_train.train.loop", "Loop._save_last", 0.05),
+    "finish": Phase("slurm_train.train.saving", "Checkpointer.save", 0.05),
     "result": Phase("slurm_train.train.trainer", "write_result", 0.003, only_first=True),
     "exit": Phase("slurm_train.train.trainer", "shutdown", 0.005),
 }

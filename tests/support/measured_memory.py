@@ -14,7 +14,8 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from tests.support.warm_ranks import start_rank
 
@@ -81,14 +82,14 @@ def _measure(case: dict[str, Any], orders: dict[str, Any]) -> dict[str, Any]:
     from slurm_train.train.step import StepFacts
 
     torch.set_num_threads(1)
-    rank_run, facts = _rank_run(case, rank=orders["rank"], ranks=orders["ranks"])
+    rank, facts = _make_rank(case, rank=orders["rank"], ranks=orders["ranks"])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        stepper, batches = _build(rank_run)
+        stepper, batches = _build(rank)
         for step in range(1, 2 + NUM_STEPS):
             with record_function(f"step {step}"):
                 stepper.step(StepFacts(step, step, 1e-3, float("inf")), batches)
     peak, between = _peak(found.profiler.kineto_results)  # type: ignore[union-attr]
-    return {"peak": peak, "between_steps": between, **_estimate(facts, rank_run)}
+    return {"peak": peak, "between_steps": between, **_estimate(facts, rank)}
 
 
 def _peak(results: Any) -> tuple[int, int]:
@@ -127,56 +128,38 @@ def _allocations(roots: Any) -> list[tuple[int, int, int]]:
     return sorted(found, key=lambda one: one[0])
 
 
-def _rank_run(case: dict[str, Any], *, rank: int, ranks: int) -> Any:
-    import torch
-
+def _make_rank(case: dict[str, Any], *, rank: int, ranks: int) -> Any:
     from slurm_train.config.batch import solve_batch
     from slurm_train.config.layout import solve_layout
     from slurm_train.config.schema import RunConfig, build_config
-    from slurm_train.distributed.greeting import MeetingPoint
-    from slurm_train.distributed.place import RankPlace
     from slurm_train.estimate.memory import facts_of
-    from slurm_train.rundir.layout import RunDirectory
-    from slurm_train.supervise.signals import StopFlag
-    from slurm_train.train.start import RankStart
-    from slurm_train.train.trainer import RankRun
+    from tests.support.ranks import make_rank
 
     sections = {**case, "model": {**MODEL, **case.get("model", {})}}
     config = build_config(RunConfig, sections)
     layout = solve_layout(config.parallel, world_size=ranks)
     plan = solve_batch(config.batch, ranks=layout.data_parallel_size, stages=layout.pp)
-    env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    start = RankStart(
-        config=config,
-        plan=plan,
-        run=RunDirectory(Path("/nowhere/run")),
-        place=RankPlace.from_env(env),
-        point=MeetingPoint(master_addr="127.0.0.1", ports=[1], run_id="none", attempt=0, timeout_s=1),
-        attempt=0,
-        stop=StopFlag(),
-        env=env,
-    )
     facts = facts_of(config, layout, plan, half=config.train.precision == "bfloat16")
     assert facts is not None
-    return RankRun(start, torch.device("cpu")), facts
+    return make_rank(config=config, plan=plan, rank=rank, ranks=ranks), facts
 
 
-def _build(rank_run: Any) -> tuple[Any, Any]:
+def _build(rank: Any) -> tuple[Any, Any]:
     import torch
 
     from slurm_train.models.objective import Objective
-    from slurm_train.train.build import build_model, build_optimizer
-    from slurm_train.train.layout import lay_out
-    from slurm_train.train.trainer import Built, build_any_stepper
+    from slurm_train.train.optimizer import build_optimizer
+    from slurm_train.train.passes import Exchange
+    from slurm_train.train.trainer import Trainer, apply_parallelism, build_model, build_stepper
 
-    config, plan = rank_run.start.config, rank_run.start.plan
-    model = build_model(config, device=rank_run.device)
+    config, plan = rank.config, rank.plan
+    model, unused = build_model(config, device=rank.device), cast("Any", SimpleNamespace(hold_changes=lambda: None))
     optimizer = build_optimizer(model, optim=config.optim)
-    unused: Any = None
-    built = lay_out(rank_run, Built(model=model, optimizer=optimizer, train=unused, heldout=None, flops_per_token=0.0))
+    trainer = Trainer(rank=rank, model=model, optimizer=optimizer, train_data=unused, heldout=None, flops_per_token=0.0)
     del model, optimizer
-    objective = Objective(built.model)
-    stepper = build_any_stepper(rank_run, built, objective=objective, exchange=None, before_update=lambda: None)
+    trainer.checkpointer, trainer.exchange = unused, Exchange()
+    apply_parallelism(trainer)
+    stepper = build_stepper(trainer, Objective(trainer.model))
     tokens = torch.randint(0, config.model["vocab_size"], (plan.local_size, config.model["context"]))
     return stepper, itertools.repeat(_Batch((tokens, tokens.clone())))
 
@@ -186,12 +169,12 @@ class _Batch:
     tensors: tuple[Any, ...]
 
 
-def _estimate(facts: Any, rank_run: Any) -> dict[str, Any]:
+def _estimate(facts: Any, rank: Any) -> dict[str, Any]:
     from dataclasses import asdict
 
     from slurm_train.estimate.memory import rank_memory
 
-    place = rank_run.start.layout.coordinates(rank_run.start.place.rank)
+    place = rank.layout.coordinates(rank.place.rank)
     memory = rank_memory(facts, stage=place.pp)
     return {"estimated": memory.total_bytes + memory.offloaded_bytes, "parts": asdict(memory)}
 

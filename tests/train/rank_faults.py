@@ -12,9 +12,9 @@ from typing import Any
 
 from slurm_train.checkpoint import save
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.train import trainer
+from slurm_train.train import saving
+from slurm_train.train.context import Rank
 from slurm_train.train.local_tier import LocalSaves
-from slurm_train.train.start import RankStart
 from slurm_train.train.step import StepFacts, Stepper
 
 
@@ -49,12 +49,12 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
 
 
 def _give_own_disk(rank: int) -> None:
-    build = trainer.build_local_saves
+    build = saving.build_local_saves
 
-    def build_for_node(start: RankStart) -> LocalSaves | None:
+    def build_for_node(start: Rank) -> LocalSaves | None:
         return build(replace(start, place=replace(start.place, node_rank=rank, local_rank=0)))
 
-    trainer.build_local_saves = build_for_node
+    saving.build_local_saves = build_for_node
 
 
 def _kill_in(step: int) -> None:

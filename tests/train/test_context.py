@@ -12,16 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurm_train.config.batch import BatchPlan
 from slurm_train.config.schema import RunConfig, TrainSection
-from slurm_train.distributed.greeting import MeetingPoint
-from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
-from slurm_train.rundir.layout import RunDirectory
-from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.context import TaskContext, run_task
-from slurm_train.train.start import RankStart
 from tests.support.process_groups import leave_group
+from tests.support.ranks import make_rank
 
 SEEN: list[tuple[TaskContext, float]] = []
 
@@ -46,11 +41,7 @@ def call(tmp_path: Path, answer: Any) -> int:
     config = RunConfig(
         task={"_target_": "context_task.task", "answer": answer}, train=TrainSection(threads=torch.get_num_threads())
     )
-    point = MeetingPoint(master_addr="127.0.0.1", ports=[port], run_id="run", attempt=2, timeout_s=20)
-    run = RunDirectory(tmp_path)
-    place, plan = RankPlace.from_env({}), BatchPlan(local_size=1, ranks=1, accumulation=1)
-    start = RankStart(config=config, plan=plan, run=run, place=place, point=point, attempt=2, stop=StopFlag(), env={})
-    return run_task(start)
+    return run_task(make_rank(tmp_path, config, port=port, attempt=2))
 
 
 @pytest.mark.parametrize(("answer", "code"), [(None, 0), (0, 0), (75, 75)])

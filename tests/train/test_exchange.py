@@ -1,4 +1,4 @@
-"""Ways to exchange less than whole gradients: two gloo ranks against what the numbers should be, the rider exactly."""
+"""Ways to exchange less than whole gradients: two gloo ranks against what they should get; agreed numbers exactly."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from slurm_train.config.schema import DdpSection
 from slurm_train.errors import RunError
-from slurm_train.train.exchange import Exchange
-from slurm_train.train.powersgd import PowerSgd, one_bucket_mb
+from slurm_train.tools.exchanges import HalfPrecision, PowerSgd
 from tests.support.rank_pair import run_pair
 from tests.train.test_trainer import config_of, result_of, run_to_end, steps_of
 
@@ -26,7 +26,7 @@ CASES = [
     ("post_local_sgd", "bfloat16"),
 ]
 STEPS = 12
-# Rank r gives (r + 1) x the same gradients at every step, and a rider whose numbers bfloat16 cannot hold. The first
+# Rank r gives (r + 1) x the same gradients at every step, and agreed numbers that bfloat16 cannot hold. The first
 # step is exchanged in full. All cases one after the other in one pair of processes.
 PROGRAM = """
 import json, os, sys, torch
@@ -35,9 +35,8 @@ from torch import nn
 from slurm_train.config.schema import DdpSection, RunConfig
 from slurm_train.distributed.place import RankPlace
 from slurm_train.supervise.signals import StopFlag
-from slurm_train.train.build import build_ddp
-from slurm_train.train.exchange_choice import build_exchange, fitting_buckets
-from slurm_train.train.module import TrainingModule
+from slurm_train.tools.exchanges import build_exchange
+from slurm_train.train.passes import Exchange, TrainingModule, build_ddp
 
 cases, steps = json.loads(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo")
@@ -57,21 +56,23 @@ class Objective(nn.Module):
 
 def steps_of(way, dtype):
     section = DdpSection(comm=way, comm_start_step=1, bucket_cap_mb=0.005)
-    exchange = build_exchange(RunConfig(ddp=section), place=place, device=device)
+    exchange = Exchange()
+    if way != "none":
+        exchange = build_exchange(RunConfig(ddp=section), place=place, device=device)
     stop = StopFlag()
     if rank == 1:
         stop.request("test")
     objective = Objective(getattr(torch, dtype))
     module = TrainingModule(objective, stop=stop, device=device, autocast=None)
-    ddp = build_ddp(module, ddp=fitting_buckets(section, objective, device=device), device=device)
-    if exchange is not None:
-        exchange.attach(ddp, module.rider)
+    parameters = list(objective.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    ddp = build_ddp(module, ddp=exchange.fit_buckets(section, parameters, device=device), device=device)
+    exchange.attach(ddp, module.stats_param, optimizer=optimizer, before_change=lambda: None)
     for step in range(1, steps + 1):
-        if exchange is not None:
-            exchange.begin(step)
+        exchange.begin(step)
         module.backward(ddp(inputs))
         gradients = [number for p in objective.parameters() for number in p.grad.float().flatten().tolist()]
-        yield {"rider": module.rider.grad.tolist(), "gradients": gradients}
+        yield {"numbers": module.stats_param.grad.tolist(), "gradients": gradients}
         for parameter in module.parameters():
             parameter.grad = None
 
@@ -98,13 +99,13 @@ def gradients(facts: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("way", "dtype"), CASES)
-def test_the_rider_is_exact_however_gradients_are_sent(found: dict[str, Found], way: str, dtype: str) -> None:
+def test_the_agreed_numbers_are_exact_however_gradients_are_sent(found: dict[str, Found], way: str, dtype: str) -> None:
     ranks = found[f"{way} {dtype}"]
     for facts in (*ranks[0], *ranks[1]):
-        stop, count, _, non_finite = facts["rider"]
+        stop, count, _, non_finite = facts["numbers"]
         # Float32 holds the sum of the ranks' counts, bfloat16 not nearly.
         assert (stop, round(2 * count), non_finite) == (0.5, 16777213, 0.0)
-    assert len({facts["rider"][2] for facts in (*ranks[0], *ranks[1])}) == 1, "the sum of losses, bit for bit"
+    assert len({facts["numbers"][2] for facts in (*ranks[0], *ranks[1])}) == 1, "the sum of losses, bit for bit"
 
 
 @pytest.mark.distributed
@@ -138,10 +139,11 @@ def test_post_local_sgd_leaves_each_node_its_own_gradients(found: dict[str, Foun
 
 def test_bytes_that_are_sent() -> None:
     parameters = [torch.zeros(1000, 500), torch.zeros(1000)]
-    assert Exchange().sent_bytes(parameters) == 2 * 501_000
+    assert HalfPrecision().sent_bytes(parameters) == 2 * 501_000
     powersgd = PowerSgd(start_step=0, rank=2, seed=0, device=torch.device("cpu"))
     assert powersgd.sent_bytes(parameters) == 4 * (2 * 1500 + 1000)
-    assert one_bucket_mb(parameters) > 4 * 501_000 / 2**20
+    fitting = powersgd.fit_buckets(DdpSection(), parameters, device=torch.device("cpu"))
+    assert fitting.bucket_cap_mb > 4 * 501_000 / 2**20
 
 
 def config_with(way: str, **facts: Any) -> dict[str, Any]:

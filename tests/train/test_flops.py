@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from slurm_train.assets import read_asset
 from slurm_train.config.target import instantiate
-from slurm_train.train.flops import flops_per_token
+from slurm_train.train.metrics import flops_per_token
 
 PUBLISHED = ["gpt", "gpt2-124m", "llama3-8b"]
 

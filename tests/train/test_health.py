@@ -178,7 +178,7 @@ def test_samples_passed_over_stay_so_after_a_resume(tmp_path: Path, samples: int
     for resume in (60, 72):
         append_event(run, "rollback", attempt=0, step=5, to_step=3, checkpoint_samples=36, resume_samples=resume)
     position = Position(step=samples // GLOBAL, samples=samples)
-    assert position_after_rollbacks(run, position, group=None) == (expected, 2)
+    assert position_after_rollbacks(run, position) == (expected, 2)
 
 
 def test_events_are_strict_json(tmp_path: Path) -> None:

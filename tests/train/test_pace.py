@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from slurm_train.rundir.pace import Pace
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurm_train.rundir.heartbeat import Heartbeat, Pace
-from slurm_train.train.pace import PaceProbe
+from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.train.metrics import PaceProbe
 from tests.support.rank_pair import run_pair
 
 # Rank 1 computes 30 ms longer in each step; each rank leaves its sums, by kind of DDP.
@@ -20,7 +21,7 @@ import json, os, time, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from slurm_train.rundir.heartbeat import Heartbeat
-from slurm_train.train.pace import PaceProbe
+from slurm_train.train.metrics import PaceProbe
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 

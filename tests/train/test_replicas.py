@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slurm_train.train.replicas import digest_of_parameters, find_divergent
+from slurm_train.train.health import digest_of_parameters, find_divergent
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from slurm_train.train.save_pace import SavePace, failure_every_s, interval_steps
+from slurm_train.train.saving import SavePace, failure_every_s, interval_steps
 
 DAY_S = 86400.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slurm_train.config.schema import OptimSection
-from slurm_train.train.schedule import build_schedule
+from slurm_train.train.optimizer import build_schedule
 
 
 def lr_at(samples: int, **optim: object) -> float:

@@ -13,7 +13,7 @@ from slurm_train.models.objective import Objective
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.supervise.signals import StopFlag
-from slurm_train.train.module import TrainingModule
+from slurm_train.train.passes import TrainingModule
 from slurm_train.train.shares import time_passes
 from tests.train.test_trainer import config_of, result_of, run_to_end, steps_of
 

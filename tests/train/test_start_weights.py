@@ -9,7 +9,7 @@ from torch import nn
 
 from slurm_train.config.schema import RunConfig, TrainSection
 from slurm_train.rundir.layout import CheckpointName, RunDirectory
-from slurm_train.train.build import load_start_weights
+from slurm_train.train.trainer import load_start_weights
 
 
 def test_a_run_starts_from_weights_until_it_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One step: what the rider carries, what it costs, and what is refused."""
+"""One step: what the agreed numbers are, what it costs, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from slurm_train.config.schema import DdpSection, OptimSection
+from slurm_train.config.batch import BatchPlan
+from slurm_train.config.schema import DdpSection, OptimSection, RunConfig
 from slurm_train.errors import SlurmTrainError
 from slurm_train.models.objective import Objective
 from slurm_train.supervise.signals import StopFlag
-from slurm_train.train.build import build_ddp, build_optimizer
 from slurm_train.train.health import refuse
-from slurm_train.train.module import TrainingModule
-from slurm_train.train.step import StepFacts, StepParts, Stepper, StepResult
+from slurm_train.train.optimizer import build_optimizer
+from slurm_train.train.passes import ReplicaPasses, TrainingModule, build_ddp
+from slurm_train.train.step import StepFacts, Stepper, StepResult
+from tests.support.ranks import make_rank
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 CPU = torch.device("cpu")
@@ -48,17 +50,12 @@ def make_stepper(
     world_size: int = 1,
     **ddp: Any,
 ) -> Stepper:
+    config = RunConfig(optim=OptimSection(weight_decay=0.0, grad_clip_norm=clip_norm))
+    plan = BatchPlan(local_size=8, ranks=world_size, accumulation=accumulation)
+    rank = make_rank(config=config, plan=plan, ranks=world_size)
     module = TrainingModule(Objective(model), stop=stop or StopFlag(), device=CPU, autocast=None)
-    parts = StepParts(
-        ddp=build_ddp(module, ddp=DdpSection(**ddp), device=CPU),
-        module=module,
-        optimizer=build_optimizer(model, optim=OptimSection(weight_decay=0.0)),
-        clip_norm=clip_norm,
-        accumulation=accumulation,
-        world_size=world_size,
-        device=CPU,
-    )
-    return Stepper(parts)
+    passes = ReplicaPasses(rank, module, build_ddp(module, ddp=DdpSection(**ddp), device=CPU))
+    return Stepper(rank, passes, build_optimizer(model, optim=config.optim))
 
 
 def step_of(stepper: Stepper, *batches: Batch) -> StepResult:
@@ -113,19 +110,19 @@ def count_collectives(run: Any) -> int:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_rider_adds_no_collective() -> None:
+def test_the_agreed_numbers_add_no_collective() -> None:
     ddp = DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
     bare = count_collectives(lambda: ddp(make_batch().tensors[0]).sum().backward())
     stepper = make_stepper(make_model())
     assert count_collectives(lambda: step_of(stepper, make_batch())) == bare == 1
 
 
-def test_rider_is_neither_trained_nor_saved() -> None:
+def test_stats_param_is_neither_trained_nor_saved() -> None:
     model = make_model()
     stepper = make_stepper(model)
     step_of(stepper, make_batch())
-    assert len(stepper._parameters) == len(list(model.parameters()))
-    assert "rider" not in model.state_dict()
+    assert len(stepper._update.parameters) == len(list(model.parameters()))
+    assert "stats_param" not in model.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +149,7 @@ def test_the_pass_before_the_first_step_leaves_nothing_behind() -> None:
     stepper = make_stepper(model, world_size=3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     stream = torch.get_rng_state()
-    stepper.arrange(make_batch().tensors)
+    stepper.passes.arrange(make_batch().tensors)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), stream)
@@ -172,7 +169,7 @@ def test_only_ranks_whose_sums_depend_on_it_take_a_pass_before_the_first_step(
         seen += 1
 
     model.register_forward_hook(count)
-    make_stepper(model, world_size=world_size, accumulation=accumulation, static_graph=static_graph).arrange(
+    make_stepper(model, world_size=world_size, accumulation=accumulation, static_graph=static_graph).passes.arrange(
         make_batch().tensors
     )
     assert seen == passes

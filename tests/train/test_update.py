@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from slurm_train.config.schema import OptimSection
-from slurm_train.train.build import build_optimizer
-from slurm_train.train.update import Update, can_be_short
+from slurm_train.train.optimizer import Update, build_optimizer, can_call_kernel
 
 OPTIM = OptimSection(lr=0.01, weight_decay=0.3)
 
@@ -33,10 +32,10 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, *, divisor: f
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_short_way_gives_what_torchs_own_step_gives(dtype: torch.dtype) -> None:
+def test_the_calls_kernel_gives_what_torchs_own_step_gives(dtype: torch.dtype) -> None:
     ours, theirs = make(dtype), make(dtype)
     optimizer, plain = build_optimizer(ours, optim=OPTIM), build_optimizer(theirs, optim=OPTIM)
-    assert can_be_short(optimizer)
+    assert can_call_kernel(optimizer)
     # A power of two divides without rounding, so equality can be asked for bit for bit.
     take_steps(ours, optimizer, divisor=64.0, steps=range(6))
     for step in range(6):
@@ -62,11 +61,11 @@ def test_a_loaded_state_is_used_after_the_load() -> None:
 
 def test_what_is_not_plain_fused_adamw_goes_torchs_way() -> None:
     model = make()
-    assert not can_be_short(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert not can_be_short(torch.optim.AdamW(model.parameters(), fused=False))
+    assert not can_call_kernel(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not can_call_kernel(torch.optim.AdamW(model.parameters(), fused=False))
     hooked = build_optimizer(model, optim=OPTIM)
     hooked.register_step_post_hook(lambda *_: None)
-    assert not can_be_short(hooked)
+    assert not can_call_kernel(hooked)
 
 
 def test_only_matrices_decay() -> None:
@@ -82,7 +81,7 @@ def test_a_masked_step_leaves_parameters_moments_and_step_count_alone(is_short: 
     take_steps(masked, optimizer, divisor=2.0, steps=range(3))
     take_steps(plain, other, divisor=2.0, steps=range(3))
     update = Update(optimizer)
-    update._short_way = is_short
+    update._calls_kernel = is_short
     bad = gradients(update, 3, float("nan"))
     update.apply(bad, torch.tensor(float("nan")), skip=torch.tensor(1.0))
     good = gradients(update, 4, 2.0)

@@ -28,7 +28,7 @@ def main() -> int:
     from slurm_train.distributed.greeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.rundir.layout import RunDirectory
-    from slurm_train.train.start import RankStart
+    from slurm_train.train.context import Rank
     from slurm_train.train.trainer import train
 
     config = build_config(RunConfig, orders["config"])
@@ -37,7 +37,7 @@ def main() -> int:
     point = MeetingPoint(
         master_addr="127.0.0.1", ports=[orders["port"]], run_id="test", attempt=orders["attempt"], timeout_s=60
     )
-    start = RankStart(
+    start = Rank(
         config=config,
         plan=solve_batch(config.batch, ranks=layout.data_parallel_size, stages=layout.pp),
         run=RunDirectory(Path(orders["run"])),

@@ -1,0 +1,371 @@
+"""What is kept of the steps: rank 0's lines of metrics.jsonl, its display, its last lines and result.json, and on every
+rank what a step is spent on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slurm_train.data.source import SampleSource
+from slurm_train.metrics.progress import Display, Glance
+from slurm_train.metrics.writer import MetricsWriter
+from slurm_train.rundir.attempts import publish_result
+from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
+from slurm_train.rundir.sweep import sweep_of
+from slurm_train.rundir.timing import Spent, account_path
+from slurm_train.train.context import Rank
+from slurm_train.train.loop import Loop, format_measures
+from slurm_train.train.step import StepResult
+
+if TYPE_CHECKING:
+    from slurm_train.data.tokens import TokenSource
+
+# A killed attempt loses what it did since its last account.
+_ACCOUNT_EVERY_S = 2.0
+# Dense bfloat16 peaks per second, from the vendors' data sheets (SXM forms).
+_PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "V100": 125e12}
+# A table of all pairs of ids: for bytes, not for a vocabulary of words.
+_LARGEST_BIGRAM_VOCABULARY = 1024
+_NOT_PRINTABLE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Recorder:
+    """Keeps what a step gave; time spent elsewhere (evaluation, saving) is taken out of the step time. Rank 0 only.
+
+    Args:
+        rank: this rank.
+        display: what a person sees.
+        source: the training samples.
+        spent: what this attempt's time was spent on so far.
+        flops_per_token: of a training step; used where samples are text.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        display: Display,
+        source: SampleSource,
+        spent: Spent,
+        flops_per_token: float,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.display, self.spent = display, spent
+        self._writer = MetricsWriter(rank.run.metrics)
+        self._account = account_path(rank.run, rank.attempt)
+        self._clock = rank.clock if clock is None else clock
+        self._unit = "tokens" if hasattr(source, "bytes_per_target") else "samples"
+        self._num_samples = len(source)
+        peak = peak_flops(rank.device)
+        can_count = peak is not None and self._unit == "tokens"
+        self._mfu_per_rate = flops_per_token / (peak * rank.place.world_size) if can_count and peak else None
+        self._attempt, self._world_size = rank.attempt, rank.place.world_size
+        self._shown: tuple[float, int] | None = None
+        self._newest: StepResult | None = None
+        self._account_due_s = 0.0
+        self.restart_window()
+
+    def count(self, result: StepResult) -> None:
+        """Takes note of a step; shows it when the display is due."""
+        self._window_steps += 1
+        self._window_items += result.num_items
+        self._newest = result
+        now = self._clock()
+        if self._shown is None:  # the first step's time is start-up; a speed is known from the second on
+            self._shown = (now, result.facts.step)
+        elif now >= self.display.due_s:
+            self._show(result, now, *self._shown)
+
+    def write(self, result: StepResult, *, items: int, data_wait_s: float, digest: int | None) -> None:
+        """Writes the line of a step and opens the next window.
+
+        Args:
+            result: the step.
+            items: items of the whole run up to this step.
+            data_wait_s: seconds that this window's steps waited for data on this rank.
+            digest: order-free digest of the samples of the step, None where it is not asked for.
+        """
+        now = self._clock()
+        elapsed_s = max(now - self._window_start, 1e-9)
+        steps = max(self._window_steps, 1)
+        rate = self._window_items / elapsed_s
+        line = {
+            **self._head(result.facts.step, result.facts.samples),
+            "tokens": items if self._unit == "tokens" else None,
+            # JSON has no NaN; a step that was not applied has no loss that counts.
+            "loss": result.loss if result.applied else None,
+            "lr": result.facts.lr,
+            "grad_norm": result.grad_norm if result.applied else None,
+            "step_time_s": elapsed_s / steps,
+            "data_time_s": data_wait_s / steps,
+            f"{self._unit}_per_s": rate,
+            "mfu": None if self._mfu_per_rate is None else rate * self._mfu_per_rate,
+            **self._tail(),
+        }
+        self._writer.write(line if digest is None else {**line, "samples_digest": digest})
+        self.book(data_wait_s=data_wait_s)
+        if now >= self._account_due_s:
+            self._account_due_s = now + _ACCOUNT_EVERY_S
+            self._keep_account()
+
+    def write_evaluation(self, step: int, samples: int, measures: Mapping[str, float]) -> None:
+        """Writes the line of an evaluation."""
+        self._writer.write({**self._head(step, samples), **measures, **self._tail()})
+
+    def book(self, *, data_wait_s: float) -> None:
+        """Adds the steps of the current window to the account and opens the next one.
+
+        Args:
+            data_wait_s: seconds that they waited for data on this rank.
+        """
+        if self._window_steps:
+            seconds = self._clock() - self._window_start
+            self.spent.add_steps(self._window_steps, seconds=seconds, data_wait_s=data_wait_s)
+        self.restart_window()
+
+    def restart_window(self) -> None:
+        """Begins to measure step times anew."""
+        self._window_start, self._window_steps, self._window_items = self._clock(), 0, 0
+
+    def skip(self, seconds: float, cause: str = "") -> None:
+        """Takes time that was no step's out of the current window and the display's rate.
+
+        Args:
+            seconds: how long it was.
+            cause: the account that it belongs to, e.g. "evaluate_s"; see `rundir.timing`.
+        """
+        self._window_start += seconds
+        self.spent.add(cause, seconds)
+        if self._shown is not None:
+            self._shown = (self._shown[0] + seconds, self._shown[1])
+
+    def close(self) -> None:
+        """Closes the display at the newest step and makes the lines durable."""
+        if self._newest is not None and self._shown is not None and self._newest.facts.step > self._shown[1]:
+            self._show(self._newest, self._clock(), *self._shown)
+        self.display.close()
+        self._writer.close()
+        self._keep_account()
+
+    def _head(self, step: int, samples: int) -> dict[str, Any]:
+        return {"step": step, "epoch": samples // self._num_samples, "samples": samples}
+
+    def _tail(self) -> dict[str, Any]:
+        return {"attempt": self._attempt, "world_size": self._world_size, "time_unix_s": time.time()}
+
+    def _keep_account(self) -> None:
+        if isinstance(self._clock, AwakeClock):
+            self.spent.suspended_s = self._clock.away_s
+        self.spent.write(self._account)
+
+    def _show(self, result: StepResult, now: float, since: float, step_then: int) -> None:
+        step = result.facts.step
+        step_time_s = max(now - since, 1e-9) / max(step - step_then, 1)
+        rate = result.num_items / step_time_s
+        self.display.show(Glance(step=step, loss=result.loss, rate=rate, unit=self._unit, step_time_s=step_time_s))
+        self._shown = (now, step)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Returns the dense bfloat16 peak of one device per second, None where it is not known (a CPU, another GPU)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """Returns the floating-point operations of forward and backward per token: six per weight of a matrix product.
+
+    Attention's own products are left out, and so is an embedding that is only looked up; a tied one counts, because
+    the output layer multiplies by it.
+    """
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    weights = [p for p in model.parameters() if p.dim() >= 2 and (id(p) not in looked_up or id(p) in multiplied)]
+    return 6.0 * sum(weight.numel() for weight in weights)
+
+
+_AIM_S = 0.25
+_MOST_STEPS = 64
+# On a GPU reading the timers waits for the device once.
+_LEAST_STEPS_ON_DEVICE = 50
+_NEVER = 2**30
+# What comes before is still warming up.
+_FIRST_STEP = 5
+_NS = 1e-9
+
+
+class PaceProbe:
+    """Measures every so many steps what a rank's step is spent on: its own work, or waiting for others' gradients.
+
+    DDP has timers of its own; they are off but for the sampled steps, and what they say goes into the heartbeat, which
+    is written anyway. So no collective is added, and a step between samples costs two comparisons. The loop calls
+    `begin` and `end` around each step.
+
+    Args:
+        ddp: the wrapped module; torch itself measures its first ten passes. None: nothing is measured.
+        heartbeat: carries the sums.
+        every: steps between samples, the first of which is step 5; "auto": about four samples a second, at least one
+            in 64 steps; None: none.
+        data_wait_s: gives the seconds that this rank has waited for data so far.
+        on_device: whether steps run beside the host.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel | None,
+        heartbeat: Heartbeat,
+        *,
+        every: int | Literal["auto"] | None,
+        data_wait_s: Callable[[], float],
+        on_device: bool,
+    ) -> None:
+        self.exchange_s = 0.0
+        """Seconds of exchanges outside DDP so far, added by whoever makes them: they are waits, too."""
+        # Their types are not told by torch.
+        self._ddp: Any = ddp
+        self._heartbeat = heartbeat
+        self._data_wait_s, self._every, self._on_device = data_wait_s, every, on_device
+        # The interface is a prototype of torch's (2.6 to 2.13): without it, or unasked, nothing is measured.
+        can_measure = every is not None and hasattr(ddp, "_set_ddp_runtime_logging_sample_rate")
+        self._steps_left = _FIRST_STEP if can_measure else _NEVER
+        # Seconds by the clock, of waits for data, of exchanges: at the begin of the sampled step, then of the step.
+        self._before: tuple[float, ...] = ()
+        self._step: tuple[float, ...] | None = None
+        self._iteration = -1
+
+    def begin(self) -> None:
+        """Takes note of the begin of a step."""
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            self._ddp._set_ddp_runtime_logging_sample_rate(1)
+            self._before = self._counters()
+
+    def end(self) -> None:
+        """Takes note of its end. The timers of a step can be read when the pass after it has begun."""
+        if self._steps_left > 0:
+            return
+        if self._step is None:
+            self._step = tuple(late - early for late, early in zip(self._counters(), self._before, strict=True))
+            return
+        (step_s, data_s, exchange_s), self._step = self._step, None
+        self._ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
+        self._steps_left = self._steps_to_next(step_s)
+        facts = self._ddp._get_ddp_logging_data()
+        # A pass that torch did not measure leaves the numbers of an earlier one.
+        if facts.get("iteration") == self._iteration:
+            return
+        self._iteration = facts.get("iteration", -1)
+        # From the first gradient that is sent to the last that comes back, without the part spent on computing others.
+        waited_ns = facts.get("backward_comm_time", 0) - facts.get("backward_compute_comm_overlap_time", 0)
+        wait_s = max(waited_ns * _NS, 0.0) + exchange_s
+        own_s = max(step_s - wait_s, 0.0)
+        if self._on_device:
+            # The host runs ahead of the device, so its clock says nothing of one step; the device's timers do.
+            computed_ns = facts.get("forward_compute_time", 0) + facts.get("backward_compute_time", 0)
+            own_s = computed_ns * _NS + data_s
+        self._heartbeat.pace = self._heartbeat.pace.plus(own_s=own_s, wait_s=wait_s, data_s=data_s)
+
+    def _counters(self) -> tuple[float, ...]:
+        return self._heartbeat.clock(), self._data_wait_s(), self.exchange_s
+
+    def _steps_to_next(self, step_s: float) -> int:
+        if isinstance(self._every, int):
+            return max(self._every - 1, 1)
+        least = _LEAST_STEPS_ON_DEVICE if self._on_device else 1
+        return max(min(math.ceil(_AIM_S / max(step_s, 1e-6)), _MOST_STEPS), least)
+
+
+def write_result(rank: Rank, loop: Loop, *, weights_digest: str) -> None:
+    """Writes result.json, which says that the run is finished.
+
+    Raises:
+        RunError: a newer attempt has taken over; the result is its business.
+    """
+    values: dict[str, Any] = {
+        "step": loop.position.step,
+        "samples": loop.position.samples,
+        "loss": loop.position.loss,
+        **loop.measures,
+        "weights_digest": weights_digest,
+        "attempt": rank.attempt,
+        "world_size": rank.place.world_size,
+        "time_unix_s": time.time(),
+    }
+    publish_result(rank.run, rank.attempt, values)
+
+
+def say_finished(say: Callable[[str], None], rank: Rank, loop: Loop) -> None:
+    """Says the held-out numbers, where everything is, and what to do next."""
+    nothing = "nothing was evaluated, the data have no held-out samples (set data.heldout, or take a `split`)"
+    say(f"finished step {loop.position.step}: {format_measures(loop.measures) or nothing}")
+    say(f"run directory: {rank.run.path}")
+    if sweep_of(rank.run) is not None:
+        return  # The sweep says what is next, once.
+    say(f"next: python -m slurm_train status {rank.run.run_id}")
+    say("      another run of the same: the same words with seed=N or run.name=NAME")
+
+
+def say_stopped(say: Callable[[str], None], rank: Rank, loop: Loop) -> None:
+    """Says where the run stopped and how it goes on."""
+    config, resume = rank.config, f"python -m slurm_train resume {rank.run.run_id}"
+    if loop.not_saved:
+        say(f"stopped at step {loop.position.step} without a save: {loop.not_saved}; the newest checkpoint counts")
+    else:
+        say(f"stopped at step {loop.position.step}; everything is saved in {rank.run.path}")
+    # The job is requeued after a preemption or a time limit; a rank does not know which it was.
+    if config.cluster is not None and config.requeue.enabled and config.launch != "interactive":
+        say("next: nothing to do after a preemption or at the time limit: the job comes back by itself")
+        say(f"      after a cancel: {resume}")
+    else:
+        say(f"next: {resume}")
+
+
+def say_text(
+    say: Callable[[str], None], model: nn.Module, *, train: SampleSource, heldout: SampleSource | None, num_tokens: int
+) -> None:
+    """Says how a text model compares with counting pairs, and shows what it writes; other models say nothing."""
+    if not hasattr(train, "encoding") or not hasattr(train, "shards"):
+        return
+    train_tokens: TokenSource = train  # type: ignore[assignment]  # it has what is used here
+    vocabulary = train_tokens.encoding().vocab_size
+    if heldout is not None and vocabulary <= _LARGEST_BIGRAM_VOCABULARY:
+        from slurm_train.models.bigram import bigram_bits_per_byte
+
+        tokens: TokenSource = heldout  # type: ignore[assignment]
+        shards, per_target = tokens.shards(), tokens.bytes_per_target
+        bits = bigram_bits_per_byte(train_tokens.shards(), shards, vocab_size=vocabulary, bytes_per_target=per_target)
+        say(f"a bigram model on the same held-out bytes: {bits:.4f} bits per byte")
+    if num_tokens > 0 and hasattr(model, "generate"):
+        text = _sample(model, train_tokens, num_tokens)
+        # The bytes of a model that has hardly begun are no text, and no news.
+        is_text = text.count(_NOT_PRINTABLE) * 4 < len(text)
+        say(f"the model writes:\n{text}" if is_text else "the model does not write text yet; train it longer")
+
+
+def _sample(model: Any, source: TokenSource, num_tokens: int) -> str:
+    encoding = source.encoding()
+    device = next(model.parameters()).device
+    # A document begins after the end of another one.
+    start = torch.full((1, 1), encoding.vocab_size - 1, dtype=torch.int64, device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    model.eval()
+    try:
+        tokens = model.generate(start, num_tokens=num_tokens, generator=generator)
+    finally:
+        model.train()
+    return printable(encoding.decode(tokens[0, 1:].tolist()))
+
+
+def printable(text: str) -> str:
+    """Returns a text that cannot steer a terminal: a model may write any byte, and a terminal obeys some of them."""
+    return "".join(char if char.isprintable() or char in "\n\t" else _NOT_PRINTABLE for char in text)
