@@ -10,15 +10,15 @@ import errno
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from slurm_train.errors import CheckpointError, SlurmTrainError
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 Result = TypeVar("Result")
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Failure:
 
     Args:
         rank: rank in the group.
+        host: name of its node.
         kind: class to raise everywhere.
         message: what was found there, without the rank.
         hint: what to do about it.
@@ -55,11 +56,9 @@ def on_rank_zero(group: ProcessGroup | None, work: Callable[[], Result]) -> Resu
     """
     outcome, cause = _attempt(0, work) if rank_in(group) == 0 else (None, None)
     if group is not None:
-        from torch import device, distributed
-
         box = [outcome]
-        source = distributed.get_global_rank(group, 0)
-        distributed.broadcast_object_list(box, src=source, group=group, device=device("cpu"))
+        source = dist.get_global_rank(group, 0)
+        dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
         outcome = box[0]
     _raise_failures([outcome], cause)
     return outcome  # type: ignore[return-value]  # not a Failure: those have just been raised
@@ -74,10 +73,8 @@ def on_every_rank(group: ProcessGroup | None, work: Callable[[], Result]) -> lis
     outcome, cause = _attempt(rank_in(group), work)
     outcomes: list[Any] = [outcome]
     if group is not None:
-        from torch import distributed
-
         outcomes = [None] * group.size()
-        distributed.all_gather_object(outcomes, outcome, group=group)
+        dist.all_gather_object(outcomes, outcome, group=group)
     _raise_failures(outcomes, cause)
     return outcomes
 
@@ -86,14 +83,15 @@ def failure_of(rank: int, err: BaseException) -> Failure:
     """Describes an exception of a rank of this group; `host` is this process's."""
     if isinstance(err, SlurmTrainError):
         return Failure(rank, socket.gethostname(), type(err), err.message, err.hint)
-    hint = "free space, raise the quota, or lower checkpoint.keep" if _is_full(err) else ""
+    is_full = isinstance(err, OSError) and err.errno in {errno.ENOSPC, errno.EDQUOT}
+    hint = "free space, raise the quota, or lower checkpoint.keep" if is_full else ""
     return Failure(rank, socket.gethostname(), CheckpointError, f"{type(err).__name__}: {err}", hint)
 
 
 def _attempt(rank: int, work: Callable[[], Result]) -> tuple[Result | Failure, BaseException | None]:
     try:
         return work(), None
-    except Exception as err:  # every kind: whatever it is, the other ranks must hear of it
+    except Exception as err:  # every kind: whatever it is, the other ranks need it
         return failure_of(rank, err), err
 
 
@@ -103,7 +101,3 @@ def _raise_failures(outcomes: list[Any], cause: BaseException | None) -> None:
     if failures:
         hint = next((failure.hint for failure in failures if failure.hint), "")
         raise failures[0].kind("; ".join(map(str, failures)), hint=hint) from cause
-
-
-def _is_full(err: BaseException) -> bool:
-    return isinstance(err, OSError) and err.errno in _FULL

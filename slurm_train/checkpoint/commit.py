@@ -1,4 +1,4 @@
-"""Every change of a checkpoint directory's name: open, commit, claim, discard. Rank 0 (or a node's leader). No torch.
+"""Every change of a checkpoint directory's name: open, commit, claim, prune. Rank 0 (or a node's leader). No torch.
 
 A process may be stopped in any file-system call (a frozen node, a stuck file server) and carry it out after any length
 of time, beside its successor. Nothing here depends on when that is, because names have one owner:
@@ -13,6 +13,10 @@ of time, beside its successor. Nothing here depends on when that is, because nam
 
 So a late call either came before the claim, and the new attempt sees its effect, or fails. The fence (is there a newer
 attempt?) is checked before each rename; it ends an overtaken process early, safety does not depend on it.
+
+The newest `keep` whole checkpoints stay, counted by what is on disk, and only those of the attempt's own number count;
+never more than marker and sizes are checked, since it wrote or verified them. Others are removed after a save is
+durable, so a failed save never costs an old checkpoint.
 """
 
 from __future__ import annotations
@@ -20,24 +24,19 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_train.checkpoint.directory import (
-    STAGING_SUFFIX,
-    TRASH_PREFIX,
-    Search,
-    check_sizes,
-    newest_verified,
-    verify,
-)
-from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, digest_of
-from slurm_train.checkpoint.shards import check_size, write_file
+from slurm_train.checkpoint.directory import Search, check_sizes, newest_verified, verify
+from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, check_size, digest_of, write_file
 from slurm_train.errors import CheckpointError
 from slurm_train.rundir.attempts import publishing
 from slurm_train.rundir.files import fsync_directory
 from slurm_train.rundir.layout import CheckpointName, list_checkpoints, name_of, parse_name
 
+TRASH_PREFIX = ".trash-"
+STAGING_SUFFIX = ".tmp"
 DIRECTORY_MODE = 0o700
 
 Fence = Callable[[], None]
@@ -48,125 +47,213 @@ def no_fence() -> None:
     """Never raises: for callers whose attempt cannot be overtaken."""
 
 
-def own_saved(root: Path, *, step: int, attempt: int) -> Path | None:
-    """Returns this attempt's checkpoint of a step if it verifies, and makes its name durable.
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What a round of retention did.
+
+    Args:
+        removed: directories that were removed.
+        problems: one line for each directory that could not be removed.
+        kept: whole checkpoints that stay, newest first.
+        untrusted: directories with a checkpoint's name that do not count; left for a person to look at.
+    """
+
+    removed: tuple[Path, ...]
+    problems: tuple[str, ...]
+    kept: tuple[Path, ...] = ()
+    untrusted: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A directory of checkpoints as one attempt changes it: the run's; a node's is a `local.NodePlace`.
 
     Raises:
-        CheckpointError: it is there and cannot be read just now, so it is unknown whether it is whole.
+        CheckpointError: keep is below 1, which would remove the newest checkpoint.
     """
-    for path in list_checkpoints(root):
-        if name_of(path)[:2] == (step, attempt):
-            try:
-                verify(path)
-            except CheckpointError as err:
-                if _is_unreadable(err):
-                    raise
-                continue
-            fsync_directory(root)
-            return path
-    return None
 
+    root: Path
+    """May be absent; its parent must be private to the user."""
+    attempt: int
+    keep: int = 1
+    """How many whole checkpoints stay."""
+    fence: Fence = no_fence
+    """Called before each change of a name."""
+    node: int | None = None
+    """Position of the node in the job; None where all ranks see the directory."""
+    is_leader: bool = True
+    """This rank makes, commits and removes the directories."""
 
-def open_staging(root: Path, *, step: int, attempt: int) -> Path:
-    """Makes the directory to write into, always a fresh one.
+    def __post_init__(self) -> None:
+        """Refuses a number that would remove the newest checkpoint."""
+        if self.keep < 1:
+            raise CheckpointError(
+                f"checkpoint.keep={self.keep} would remove the newest checkpoint", hint="keep at least 1"
+            )
 
-    Two saves into one directory would mix: torch keeps the older metadata while shards change.
-    """
-    if not root.exists():
-        root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-        fsync_directory(root.parent)
-    staging = root / f"{CheckpointName(step, attempt, secrets.token_hex(4))}{STAGING_SUFFIX}"
-    staging.mkdir(mode=DIRECTORY_MODE)
-    return staging
+    def begin(self, step: int) -> Path:
+        """Returns a fresh directory to write a step into, or this attempt's checkpoint of it if that verifies.
+
+        Raises:
+            CheckpointError: it is there and cannot be read just now, so it is unknown whether it is whole.
+        """
+        self.fence()
+        for path in list_checkpoints(self.root) if self.node is None else ():
+            if name_of(path)[:2] == (step, self.attempt):
+                try:
+                    verify(path)
+                except CheckpointError as err:
+                    if _is_unreadable(err):
+                        raise
+                    continue
+                fsync_directory(self.root)
+                return path
+        self.sweep()
+        return self.open_staging(step)
+
+    def open_staging(self, step: int) -> Path:
+        """Makes the directory to write into, always a fresh one.
+
+        Two saves into one directory would mix: torch keeps the older metadata while shards change.
+        """
+        if not self.root.exists():
+            self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            fsync_directory(self.root.parent)
+        staging = self.root / f"{CheckpointName(step, self.attempt, secrets.token_hex(4))}{STAGING_SUFFIX}"
+        staging.mkdir(mode=DIRECTORY_MODE)
+        return staging
+
+    def commit(self, staging: Path, manifest: Manifest, *, here: Collection[str] | None = None) -> Path:
+        """Turns a staging directory, whose files are durable, into a checkpoint and returns its path.
+
+        Args:
+            staging: where all ranks have written.
+            manifest: what was written.
+            here: the files that lie here, where other nodes have the rest; None: all of them.
+
+        Raises:
+            CheckpointError: a file is missing or has another size than its rank said.
+            OSError: the file system refuses.
+        """
+        final = committed_path(staging)
+        assert name_of(final).step == manifest.step, f"{final.name} is not of step {manifest.step}"
+        for name, record in manifest.files.items():
+            if here is None or name in here:
+                check_size(staging / name, record)
+        text = manifest.to_json().encode()
+        write_file(staging / MANIFEST_FILE, text)
+        write_file(staging / COMPLETE_FILE, digest_of(text))
+        fsync_directory(staging)
+        with publishing():
+            self.fence()
+            _rename(staging, final)
+            fsync_directory(final.parent)
+        return final
+
+    def claim(self) -> Search:
+        """Makes the attempt the owner of what it goes on from, and returns the newest checkpoint that verifies.
+
+        Older ones are claimed by marker and sizes. Those that do not hold keep their name: they count for nothing and
+        are left for a person. To be called before anything is loaded or saved.
+
+        Raises:
+            CheckpointError: a later attempt has claimed it.
+            OSError: the file system refuses.
+        """
+        self.trash_stale_staging()
+        while (search := newest_verified(self.root)).found is not None:
+            path, manifest = search.found
+            own = self.claim_one(path)
+            if own is not None:
+                for older in list_checkpoints(self.root):
+                    if name_of(older) < name_of(own):
+                        with contextlib.suppress(OSError, CheckpointError):  # unclaimed, it only does not count
+                            check_sizes(older)
+                            self.claim_one(older)
+                fsync_directory(self.root)
+                return Search((own, manifest), search.passed_over)
+        return search
+
+    def trash_stale_staging(self) -> None:
+        """Moves earlier attempts' staging directories to the trash: without them they cannot commit any more."""
+        for path in self._stale_staging():
+            _move_to_trash(path, self.fence)
+
+    def claim_one(self, path: Path) -> Path | None:
+        """Renames a checkpoint to the attempt's number; returns its new path, None where its owner has just moved it.
+
+        Raises:
+            CheckpointError: it belongs to a later attempt.
+        """
+        name = name_of(path)
+        if name.attempt > self.attempt:
+            raise CheckpointError(
+                f"{path} belongs to attempt {name.attempt}, so attempt {self.attempt} cannot go on from it",
+                hint="nothing to do: the later attempt carries on",
+            )
+        own = path.with_name(str(name._replace(attempt=self.attempt)))
+        return own if own == path or _is_moved(path, own, self.fence) else None
+
+    def prune(self, newest: Path, *, protect: Collection[str] = ()) -> Pruned:
+        """Removes the attempt's whole checkpoints beyond the newest `keep`, and what earlier attempts left.
+
+        Args:
+            newest: the one that was just saved or verified; it stays, and a newer one counts for nothing.
+            protect: names of directories that stay whatever their age.
+
+        Raises:
+            SlurmTrainError: what the fence raised.
+        """
+        whole: list[Path] = [newest]
+        untrusted: list[Path] = []
+        for path in list_checkpoints(self.root):
+            if path != newest:
+                is_own = name_of(path) < name_of(newest) and name_of(path).attempt == self.attempt
+                (whole if is_own and _is_whole(path) else untrusted).append(path)
+        outdated = [path for path in whole[self.keep :] if path.name not in protect]
+        # Saved again, and this time it holds.
+        same_step = [path for path in untrusted if name_of(path).step == name_of(newest).step]
+        outdated += [path for path in same_step if name_of(path).attempt <= self.attempt]
+        pruned, swept = self._discard_each(outdated), self.sweep()
+        return Pruned(
+            removed=pruned.removed + swept.removed,
+            problems=pruned.problems + swept.problems,
+            kept=tuple(path for path in whole if path not in outdated),
+            untrusted=tuple(path for path in untrusted if path not in outdated),
+        )
+
+    def sweep(self) -> Pruned:
+        """Removes what no reader trusts: trash, and staging directories of attempts before this one."""
+        trash = _remove_each(sorted(self.root.glob(f"{TRASH_PREFIX}*")), _empty_trash)
+        stale = self._discard_each(self._stale_staging())
+        return Pruned(trash.removed + stale.removed, trash.problems + stale.problems)
+
+    def discard_from(self, step: int) -> list[Path]:
+        """Removes all checkpoints of a step and later ones, trusted or not: the run goes back to before it.
+
+        Raises:
+            OSError: the file system refuses.
+            SlurmTrainError: what the fence raised.
+        """
+        names = ((path, name_of(path)) for path in list_checkpoints(self.root))
+        outdated = [path for path, name in names if name.step >= step and name.attempt <= self.attempt]
+        return [path for path in outdated if discard(path, fence=self.fence)]
+
+    def _stale_staging(self) -> list[Path]:
+        stale = []
+        for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
+            name = parse_name(path.name.removesuffix(STAGING_SUFFIX)) if path.name.endswith(STAGING_SUFFIX) else None
+            if name is not None and name.attempt < self.attempt:
+                stale.append(path)
+        return stale
+
+    def _discard_each(self, paths: Iterable[Path]) -> Pruned:
+        return _remove_each(paths, lambda path: discard(path, fence=self.fence))
 
 
 def committed_path(staging: Path) -> Path:
     """Returns the name that a staging directory gets when it is committed."""
     return staging.with_name(staging.name.removesuffix(STAGING_SUFFIX))
-
-
-def commit(staging: Path, manifest: Manifest, *, fence: Fence = no_fence, here: Collection[str] | None = None) -> Path:
-    """Turns a staging directory, whose files are durable, into a checkpoint and returns its path.
-
-    Args:
-        staging: where all ranks have written.
-        manifest: what was written.
-        fence: checked right before the rename.
-        here: the files that lie here, where other nodes have the rest; None: all of them.
-
-    Raises:
-        CheckpointError: a file is missing or has another size than its rank said.
-        OSError: the file system refuses.
-    """
-    final = committed_path(staging)
-    assert name_of(final).step == manifest.step, f"{final.name} is not of step {manifest.step}"
-    for name, record in manifest.files.items():
-        if here is None or name in here:
-            check_size(staging / name, record)
-    text = manifest.to_json().encode()
-    write_file(staging / MANIFEST_FILE, text)
-    write_file(staging / COMPLETE_FILE, digest_of(text).encode())
-    fsync_directory(staging)
-    with publishing():
-        fence()
-        _rename(staging, final)
-        fsync_directory(final.parent)
-    return final
-
-
-def claim(root: Path, *, attempt: int, fence: Fence = no_fence) -> Search:
-    """Makes an attempt the owner of what it goes on from, and returns the newest checkpoint that verifies.
-
-    Older ones are claimed by marker and sizes. Those that do not hold keep their name: they count for nothing and are
-    left for a person. To be called before anything is loaded or saved.
-
-    Raises:
-        CheckpointError: a later attempt has claimed it.
-        OSError: the file system refuses.
-    """
-    # First: without its staging directory an earlier attempt cannot commit any more.
-    for path in stale_staging(root, below=attempt):
-        move_to_trash(path, fence=fence)
-    while (search := newest_verified(root)).found is not None:
-        path, manifest = search.found
-        own = take(path, attempt=attempt, fence=fence)
-        if own is not None:
-            for older in list_checkpoints(root):
-                if name_of(older) < name_of(own):
-                    with contextlib.suppress(OSError, CheckpointError):  # unclaimed, it only does not count
-                        check_sizes(older)
-                        take(older, attempt=attempt, fence=fence)
-            fsync_directory(root)
-            return Search((own, manifest), search.passed_over)
-    return search
-
-
-def take(path: Path, *, attempt: int, fence: Fence = no_fence) -> Path | None:
-    """Renames a checkpoint to an attempt's number; returns its new path, None where its owner has just moved it.
-
-    Raises:
-        CheckpointError: it belongs to a later attempt.
-    """
-    name = name_of(path)
-    if name.attempt > attempt:
-        raise CheckpointError(
-            f"{path} belongs to attempt {name.attempt}, so attempt {attempt} cannot go on from it",
-            hint="nothing to do: the later attempt carries on",
-        )
-    own = path.with_name(str(name._replace(attempt=attempt)))
-    return own if own == path or _moved(path, own, fence) else None
-
-
-def stale_staging(root: Path, *, below: int) -> list[Path]:
-    """Returns the staging directories of attempts below a number."""
-    paths = sorted(root.iterdir()) if root.is_dir() else []
-    return [path for path in paths if _is_stale_staging(path.name, below)]
-
-
-def move_to_trash(path: Path, *, fence: Fence = no_fence) -> Path | None:
-    """Takes a directory's name away for good; returns the name it has now, None where it was not there."""
-    trash = path.with_name(f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}")
-    return trash if _moved(path, trash, fence) else None
 
 
 def discard(path: Path, *, fence: Fence = no_fence) -> bool:
@@ -175,27 +262,49 @@ def discard(path: Path, *, fence: Fence = no_fence) -> bool:
     Raises:
         OSError: the file system refuses; what is left has no checkpoint's name.
     """
-    trash = move_to_trash(path, fence=fence)
+    trash = _move_to_trash(path, fence)
     if trash is not None:
         # Durable before its content goes: a name that comes back after a power cut is that of a whole checkpoint.
         fsync_directory(path.parent)
-        empty_trash(trash)
+        _empty_trash(trash)
     return trash is not None
 
 
-def empty_trash(trash: Path) -> None:
+def _move_to_trash(path: Path, fence: Fence) -> Path | None:
+    """Returns the name that a directory has now, None where it was not there."""
+    trash = path.with_name(f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    return trash if _is_moved(path, trash, fence) else None
+
+
+def _empty_trash(trash: Path) -> None:
     """Removes a directory from the trash; another process may be at it as well."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(trash)
 
 
-def _is_stale_staging(name: str, below: int) -> bool:
-    found = parse_name(name.removesuffix(STAGING_SUFFIX)) if name.endswith(STAGING_SUFFIX) else None
-    return found is not None and found.attempt < below
+def _remove_each(paths: Iterable[Path], remove: Callable[[Path], object]) -> Pruned:
+    """Removes what it can: one directory that resists must not keep the others, nor fail a save that is durable."""
+    removed: list[Path] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            remove(path)
+            removed.append(path)
+        except OSError as err:
+            problems.append(f"cannot remove {path}: {err}")
+    return Pruned(tuple(removed), tuple(problems))
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        check_sizes(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _is_unreadable(err: BaseException | None) -> bool:
-    """Says whether an error goes back to the file system's refusal to read, not to what was read."""
+    """Returns whether an error goes back to the file system's refusal to read, not to what was read."""
     while err is not None:
         if isinstance(err, OSError) and not isinstance(err, FileNotFoundError):
             return True
@@ -203,8 +312,8 @@ def _is_unreadable(err: BaseException | None) -> bool:
     return False
 
 
-def _moved(source: Path, target: Path, fence: Fence) -> bool:
-    """Renames and returns True, or returns False where the source is not there any more."""
+def _is_moved(source: Path, target: Path, fence: Fence) -> bool:
+    """Renames, and returns whether the source was still there."""
     fence()
     try:
         _rename(source, target)

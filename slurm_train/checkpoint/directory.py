@@ -7,6 +7,7 @@ what it goes on from (see `commit`), so a reader looks for a vanished one under 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -14,16 +15,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, digest_of
+from slurm_train.checkpoint.manifest import (
+    COMPLETE_FILE,
+    DAMAGED_HINT,
+    MANIFEST_FILE,
+    Manifest,
+    check_hash,
+    check_size,
+    digest_of,
+    open_plain,
+)
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata
-from slurm_train.checkpoint.shards import check_hash, check_size
 from slurm_train.errors import CheckpointError
 from slurm_train.rundir.layout import list_checkpoints, name_of, parse_name
 
-TRASH_PREFIX = ".trash-"
-STAGING_SUFFIX = ".tmp"
+VISIBLE_TIMEOUT_S = 120.0
 _NUM_HASHING_THREADS = 4
-_OLDER_HINT = "an older checkpoint may verify: `checkpoint verify RUN` reads all of a run's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,7 @@ class Search:
 
 
 def survey(root: Path, check: Callable[[Path], Manifest]) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
-    """Yields each checkpoint, newest first, with what a check says about it.
+    """Yields each checkpoint, newest first, with its manifest or the error that a check raises.
 
     One that a starting attempt renames meanwhile is checked under its new name; one that is removed is left out.
 
@@ -65,14 +72,15 @@ def survey(root: Path, check: Callable[[Path], Manifest]) -> Iterator[tuple[Path
         path: Path | None = listed
         while path is not None:
             try:
-                outcome: Manifest | CheckpointError = check(path)
-            except CheckpointError as err:
-                outcome = err
-            now = path if isinstance(outcome, Manifest) else _find_save(root, name_of(path).save_id)
-            if now == path:
-                yield path, outcome
+                yield path, check(path)
                 break
-            path = now
+            except CheckpointError as err:
+                save_id = name_of(path).save_id
+                now = next((other for other in list_checkpoints(root) if name_of(other).save_id == save_id), None)
+                if now == path:
+                    yield path, err
+                    break
+                path = now
 
 
 def newest_verified(root: Path) -> Search:
@@ -87,8 +95,7 @@ def newest_verified(root: Path) -> Search:
 
 def newest_committed_step(root: Path) -> int:
     """Returns the newest step whose marker fits its manifest, -1 where there is none; other files are not read."""
-    found = (outcome.step for _, outcome in survey(root, read_manifest) if isinstance(outcome, Manifest))
-    return next(found, -1)
+    return next((found.step for _, found in survey(root, read_manifest) if isinstance(found, Manifest)), -1)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -97,18 +104,14 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: COMPLETE is missing or does not hold the manifest's hash, or the step is another.
     """
-    try:
+    with _reasons_for(path):
         marker, text = _read_small(path / COMPLETE_FILE), _read_small(path / MANIFEST_FILE)
-        if marker != digest_of(text).encode():
-            raise CheckpointError(f"{COMPLETE_FILE}: not the hash of {MANIFEST_FILE}", hint=_OLDER_HINT)
-        manifest = Manifest.from_json(text.decode())
+        if marker != digest_of(text):
+            raise CheckpointError(f"{COMPLETE_FILE}: not the hash of {MANIFEST_FILE}", hint=DAMAGED_HINT)
+        manifest = Manifest.from_json(text)
         name = parse_name(path.name)
         if name is not None and name.step != manifest.step:
-            raise CheckpointError(f"{MANIFEST_FILE}: is of step {manifest.step}", hint=_OLDER_HINT)
-    except CheckpointError as err:
-        raise _untrusted(path, err.message, hint=err.hint) from err
-    except UnicodeDecodeError as err:
-        raise _untrusted(path, str(err)) from err
+            raise CheckpointError(f"{MANIFEST_FILE}: is of step {manifest.step}", hint=DAMAGED_HINT)
     return manifest
 
 
@@ -121,11 +124,9 @@ def check_sizes(path: Path) -> Manifest:
         CheckpointError: naming directory, file and reason.
     """
     manifest = read_manifest(path)
-    for name, record in manifest.files.items():
-        try:
+    with _reasons_for(path):
+        for name, record in manifest.files.items():
             check_size(path / name, record)
-        except CheckpointError as err:
-            raise _untrusted(path, err.message) from err
     return manifest
 
 
@@ -136,31 +137,29 @@ def verify(path: Path) -> Manifest:
         CheckpointError: naming directory, file and reason.
     """
     manifest = check_sizes(path)
-    try:
+    with _reasons_for(path):
         # Several readers at once: a parallel file system gives one stream a fraction of its bandwidth.
         with ThreadPoolExecutor(min(_NUM_HASHING_THREADS, max(1, len(manifest.files)))) as pool:
             list(pool.map(lambda name: check_hash(path / name, manifest.files[name]), manifest.files))
         if METADATA_FILE in manifest.files:
             check_metadata(path, manifest.files)
-    except CheckpointError as err:
-        raise _untrusted(path, err.message) from err
     return manifest
 
 
-def wait_until_visible(path: Path, *, timeout_s: float) -> None:
+def wait_until_visible(path: Path) -> None:
     """Waits until this node sees a path that another node has made.
 
     NFS keeps a listing for up to a minute; opening the parent again is what makes it ask the server.
 
     Raises:
-        CheckpointError: it is still not there after the time.
+        CheckpointError: it is still not there after two minutes.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + VISIBLE_TIMEOUT_S
     pause_s = 0.01
     while not path.exists():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{path} is not visible on this node after {timeout_s:g} s; another rank has made it",
+                f"{path} is not visible on this node after {VISIBLE_TIMEOUT_S:g} s; another rank has made it",
                 hint="put run.root on a file system that every node mounts at the same path",
             )
         time.sleep(pause_s)
@@ -169,22 +168,19 @@ def wait_until_visible(path: Path, *, timeout_s: float) -> None:
             os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
 
 
-def _find_save(root: Path, save_id: str) -> Path | None:
-    """Returns where a save is now, None where it was removed."""
-    return next((path for path in list_checkpoints(root) if name_of(path).save_id == save_id), None)
-
-
 def _read_small(path: Path) -> bytes:
-    """Reads a marker or a manifest; a link in its place is refused."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
+        with open_plain(path) as file:
             return file.read()
-    except FileNotFoundError as err:
-        raise CheckpointError(f"{path.name}: missing", hint=_OLDER_HINT) from err
     except OSError as err:
-        raise CheckpointError(f"{path.name}: {err.strerror}", hint=_OLDER_HINT) from err
+        reason = "missing" if isinstance(err, FileNotFoundError) else err.strerror
+        raise CheckpointError(f"{path.name}: {reason}", hint=DAMAGED_HINT) from err
 
 
-def _untrusted(path: Path, reason: str, *, hint: str = _OLDER_HINT) -> CheckpointError:
-    return CheckpointError(f"checkpoint {path} cannot be trusted: {reason}", hint=hint)
+@contextlib.contextmanager
+def _reasons_for(path: Path) -> Iterator[None]:
+    """Names the checkpoint in the errors about its files."""
+    try:
+        yield
+    except CheckpointError as err:
+        raise CheckpointError(f"checkpoint {path} cannot be trusted: {err.message}", hint=err.hint) from err

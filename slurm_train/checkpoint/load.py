@@ -11,22 +11,19 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
-from slurm_train.checkpoint.commit import Fence, claim, no_fence
+from slurm_train.checkpoint.commit import Fence, Place, no_fence
 from slurm_train.checkpoint.directory import PassedOver, check_sizes, wait_until_visible
-from slurm_train.checkpoint.manifest import COMPLETE_FILE, Manifest
+from slurm_train.checkpoint.manifest import COMPLETE_FILE, Manifest, check_hash
 from slurm_train.checkpoint.save import rank_file
-from slurm_train.checkpoint.shards import check_hash
-from slurm_train.checkpoint.tensors import read_tensors, tensor_shapes
 from slurm_train.errors import CheckpointError, RunError
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-
-_MODEL = "model."
+MODEL = "model."
 _NUM_NAMED = 5
 
 
@@ -46,7 +43,7 @@ class Choice:
 
 
 def choose_checkpoint(
-    root: Path, *, group: ProcessGroup | None, attempt: int, fence: Fence = no_fence, timeout_s: float = 120.0
+    root: Path, *, group: ProcessGroup | None, attempt: int, fence: Fence = no_fence
 ) -> Choice | None:
     """Chooses the newest checkpoint that verifies; None means that nothing was ever saved completely. Collective.
 
@@ -57,14 +54,27 @@ def choose_checkpoint(
         group: a gloo group of all ranks; None for one process without a group.
         attempt: this attempt of the run.
         fence: called by rank 0 before each rename; raises if a newer attempt has taken over.
-        timeout_s: how long a rank waits until its node sees the directory that rank 0 chose.
 
     Raises:
         CheckpointError: all of them are damaged (starting over would hide the loss), a rank does not see the chosen
             one, another user owns it, or a later attempt does.
     """
-    choice = on_rank_zero(group, lambda: _choose(root, attempt, fence))
-    on_every_rank(group, lambda: _check_here(choice, timeout_s))
+
+    def choose() -> Choice | None:
+        search = Place(root=root, attempt=attempt, fence=fence).claim()
+        if search.found is not None:
+            return Choice(*search.found, search.passed_over)
+        if search.passed_over:
+            raise CheckpointError(
+                f"none of the {len(search.passed_over)} checkpoints in {root} verifies; the newest: "
+                f"{search.passed_over[0].reason}",
+                hint=f"restore one, or move them out of {root} to start from the beginning",
+            )
+        return None
+
+    choice = on_rank_zero(group, choose)
+    if choice is not None:
+        on_every_rank(group, lambda: _check_here(choice))
     return choice
 
 
@@ -79,11 +89,13 @@ def load_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | N
     Raises:
         CheckpointError: a key is missing there, a shape differs, or a file cannot be read; the text names the rank.
     """
+    from slurm_train.checkpoint.tensors import read_tensors
+
     read_tensors(path, tensors, group=group)
 
 
 def require_fit(path: Path, model: Mapping[str, Any], *, is_stage: bool = False) -> None:
-    """Does nothing where a checkpoint holds the weights that a model has, by name and shape.
+    """Checks that a checkpoint holds the weights that a model has, by name and shape.
 
     Args:
         path: the directory that choose_checkpoint gave.
@@ -93,11 +105,10 @@ def require_fit(path: Path, model: Mapping[str, Any], *, is_stage: bool = False)
     Raises:
         RunError: it does not; the first of them are named.
     """
-    saved = {
-        name.removeprefix(_MODEL): tuple(tensor.shape)
-        for name, tensor in tensor_shapes(path).items()
-        if name.startswith(_MODEL)
-    }
+    from slurm_train.checkpoint.tensors import tensor_shapes
+
+    stored = {name: tuple(tensor.shape) for name, tensor in tensor_shapes(path).items()}
+    saved = {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
     here = {name: tuple(value.shape) for name, value in model.items() if hasattr(value, "shape")}
     names = sorted(name for name in (here if is_stage else {*saved, *here}) if saved.get(name) != here.get(name))
     if names:
@@ -119,8 +130,6 @@ def load_rank_state(path: Path, rank: int) -> dict[str, Any] | None:
     Raises:
         CheckpointError: the file is not the one that the manifest describes, as seen from this node.
     """
-    import torch
-
     record = check_sizes(path).files.get(rank_file(rank))
     if record is None:
         return None
@@ -129,25 +138,9 @@ def load_rank_state(path: Path, rank: int) -> dict[str, Any] | None:
     return state
 
 
-def _choose(root: Path, attempt: int, fence: Fence) -> Choice | None:
-    """Claims the newest verified one. Rank 0."""
-    search = claim(root, attempt=attempt, fence=fence)
-    if search.found is not None:
-        return Choice(*search.found, search.passed_over)
-    if search.passed_over:
-        raise CheckpointError(
-            f"none of the {len(search.passed_over)} checkpoints in {root} verifies; the newest: "
-            f"{search.passed_over[0].reason}",
-            hint=f"restore one, or move them out of {root} to start from the beginning",
-        )
-    return None
-
-
-def _check_here(choice: Choice | None, timeout_s: float) -> None:
+def _check_here(choice: Choice) -> None:
     """Checks that this node sees the same checkpoint, and that nobody else could have written it."""
-    if choice is None:
-        return
-    wait_until_visible(choice.path / COMPLETE_FILE, timeout_s=timeout_s)
+    wait_until_visible(choice.path / COMPLETE_FILE)
     if check_sizes(choice.path) != choice.manifest:
         raise CheckpointError(
             f"{choice.path} is another checkpoint on this node than on rank 0",
@@ -163,15 +156,10 @@ def check_owners(path: Path, manifest: Manifest) -> None:
         CheckpointError: naming the file and its owner.
     """
     for member in [path, *(path / name for name in manifest.files)]:
-        _check_owner(member)
-
-
-def _check_owner(path: Path) -> None:
-    """Refuses what another user (root excepted) owns or may write."""
-    status = path.lstat()
-    if status.st_uid not in {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise CheckpointError(
-            f"{path} belongs to uid {status.st_uid} with mode {stat.filemode(status.st_mode)}; "
-            f"loading it would trust whoever can write it with your account (uid {os.geteuid()})",
-            hint="chown it to yourself and remove group and world write permission, if you trust its content",
-        )
+        status = member.lstat()
+        if status.st_uid not in {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise CheckpointError(
+                f"{member} belongs to uid {status.st_uid} with mode {stat.filemode(status.st_mode)}; "
+                f"loading it would trust whoever can write it with your account (uid {os.geteuid()})",
+                hint="chown it to yourself and remove group and world write permission, if you trust its content",
+            )

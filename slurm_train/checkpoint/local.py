@@ -1,7 +1,9 @@
-"""The fast tier: checkpoints on the nodes' own disks, each node with the files of its own ranks.
+"""The fast tier: checkpoints on the nodes' own disks, each node with the files of its own ranks, and their copies.
 
 Written with the discipline of any other: fresh directory, fsync, the manifest of all files on every node, rename,
-COMPLETE. The run directory stays the truth, see `local_copy`.
+COMPLETE. The run directory stays the truth. A local checkpoint is whole if the nodes together hold every file of its
+manifest. To be loaded it is copied into the run directory first, every hash compared, and committed there like any
+other; so a reader knows one place, and a node that dies takes only what had not been copied yet.
 """
 
 from __future__ import annotations
@@ -10,51 +12,48 @@ import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in
-from slurm_train.checkpoint.commit import (
-    DIRECTORY_MODE,
-    Fence,
-    commit,
-    committed_path,
-    discard,
-    move_to_trash,
-    open_staging,
-    stale_staging,
-    take,
-)
-from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
-from slurm_train.checkpoint.retention import discard_from, sweep
-from slurm_train.checkpoint.save import Saved, write_rank
-from slurm_train.checkpoint.tensors import write_tensors
-from slurm_train.errors import CheckpointError, SlurmTrainError
+from torch.distributed import ProcessGroup
+
+from slurm_train.checkpoint.agreement import on_every_rank, rank_in
+from slurm_train.checkpoint.commit import DIRECTORY_MODE, Place, Pruned
+from slurm_train.checkpoint.directory import read_manifest, survey, wait_until_visible
+from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, copy_file
+from slurm_train.checkpoint.save import Records, Saved, fill
+from slurm_train.errors import CheckpointError
 from slurm_train.rundir.layout import list_checkpoints, name_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-_VISIBLE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalTier:
-    """One node's folder of checkpoints, as one rank of that node sees it."""
+class NodePlace(Place):
+    """One node's folder of checkpoints, as one rank of that node uses it; each node's leader changes its names."""
 
-    root: Path
     node: int
-    """Position of the node in the job."""
-    is_leader: bool
-    """This rank makes, commits and removes the node's directories."""
-    keep: int
-    """Checkpoints that stay on the node."""
-    attempt: int
-    """This attempt of the run; the leader claims what earlier ones left on the node."""
-    fence: Fence
-    """Raises if a newer attempt has taken over."""
+
+    def claim_all(self) -> None:
+        """Makes this attempt the owner of what earlier ones left on the node; before anything is read or saved.
+
+        Raises:
+            CheckpointError: a later attempt has claimed it.
+            OSError: the file system refuses.
+        """
+        if self.is_leader:
+            self.trash_stale_staging()
+            for path in list_checkpoints(self.root):
+                self.claim_one(path)
+
+    def prune(self, newest: Path, *, protect: Collection[str] = ()) -> Pruned:
+        """Removes the node's checkpoints but the one just saved and those before it; files elsewhere do not count.
+
+        One of the same or a later step is of a past that the run has left: it goes, too.
+        """
+        others = [path for path in list_checkpoints(self.root) if path != newest]
+        own = [path for path in others if name_of(path).attempt <= self.attempt]
+        kept = [path for path in own if name_of(path).step < name_of(newest).step][: self.keep - 1]
+        return self._discard_each(path for path in own if path not in kept and path.name not in protect)
 
 
 def open_private(base: Path, *parts: str) -> Path:
@@ -68,9 +67,11 @@ def open_private(base: Path, *parts: str) -> Path:
             not private.
     """
     _require_keeps_names(base)
-    own = _own_folders(base)
+    name = f"slurm_train-{os.geteuid()}"
+    found = [path for path in base.iterdir() if path.name == name or path.name.startswith(f"{name}.")]
+    own = sorted(path for path in found if _is_private(path))  # the one without a suffix first
     path = next((folder for folder in own if (folder / parts[0]).is_dir()), own[0] if own else None)
-    path = path or _make_own(base)
+    path = path or _make_first_free(base, name)
     for part in parts:
         path = path / part
         with contextlib.suppress(FileExistsError):
@@ -83,6 +84,14 @@ def open_private(base: Path, *parts: str) -> Path:
                 hint="remove it, or name another checkpoint.local_dir",
             )
     return path
+
+
+def _make_first_free(base: Path, name: str) -> Path:
+    for free in (name, *(f"{name}.{secrets.token_hex(8)}" for _ in range(9))):
+        with contextlib.suppress(FileExistsError):
+            (base / free).mkdir(mode=DIRECTORY_MODE)
+            return base / free
+    raise CheckpointError(f"no folder can be made in checkpoint.local_dir={base}", hint="name another folder")
 
 
 def _require_keeps_names(base: Path) -> None:
@@ -99,25 +108,6 @@ def _require_keeps_names(base: Path) -> None:
             )
 
 
-def _own_folders(base: Path) -> list[Path]:
-    """Returns this user's private folders in `base`, the one without a suffix first."""
-    name = _own_name()
-    found = [path for path in base.iterdir() if path.name == name or path.name.startswith(f"{name}.")]
-    return sorted(path for path in found if _is_private(path))
-
-
-def _make_own(base: Path) -> Path:
-    for name in (_own_name(), *(f"{_own_name()}.{secrets.token_hex(8)}" for _ in range(9))):
-        with contextlib.suppress(FileExistsError):
-            (base / name).mkdir(mode=DIRECTORY_MODE)
-            return base / name
-    raise CheckpointError(f"no folder can be made in checkpoint.local_dir={base}", hint="name another folder")
-
-
-def _own_name() -> str:
-    return f"slurm_train-{os.geteuid()}"
-
-
 def _is_private(path: Path) -> bool:
     """Returns whether a path is a folder, no link, that this user owns and nobody else may enter."""
     try:
@@ -131,100 +121,87 @@ def _is_private(path: Path) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
-def save_local(
-    tier: LocalTier,
-    *,
-    tensors: dict[str, Any],
-    rank_state: dict[str, Any],
-    header: CheckpointHeader,
-    group: ProcessGroup | None,
-    protect: Collection[str] = (),
-) -> tuple[Saved, Manifest]:
-    """Saves one checkpoint on the nodes' own disks. Collective.
+@dataclass(frozen=True, slots=True)
+class Reachable:
+    """A local checkpoint that the nodes of this job hold completely.
 
     Args:
-        tier: this rank's node.
-        tensors: as for `save_checkpoint`.
-        rank_state: this rank's own state.
-        header: the facts for the manifest.
+        manifest: what it holds.
+        holders: the rank that copies each file.
+    """
+
+    manifest: Manifest
+    holders: Mapping[str, int]
+
+
+def newest_reachable(
+    place: NodePlace, wanted: Callable[[Manifest], bool], *, group: ProcessGroup | None
+) -> Reachable | None:
+    """Returns the newest local checkpoint that the nodes hold completely, among those that are wanted. Collective."""
+    return choose_reachable(on_every_rank(group, lambda: held_here(place, wanted)))
+
+
+def held_here(place: NodePlace, wanted: Callable[[Manifest], bool]) -> dict[str, list[str]]:
+    """Returns the files of each marked local checkpoint on this node, by the text of its manifest."""
+    found: dict[str, list[str]] = {}
+    for path, manifest in survey(place.root, read_manifest):
+        if isinstance(manifest, Manifest) and wanted(manifest):
+            found[manifest.to_json()] = [name for name, record in manifest.files.items() if _has(path / name, record)]
+    return found
+
+
+def choose_reachable(held: Sequence[Mapping[str, Collection[str]]]) -> Reachable | None:
+    """Returns the newest checkpoint whose files the ranks' nodes hold together; ranks of a node share the copying.
+
+    Args:
+        held: what each rank's node holds, in rank order, see `held_here`.
+    """
+    found = [(Manifest.from_json(text), text) for text in {text for of_rank in held for text in of_rank}]
+    for manifest, text in sorted(found, key=lambda one: (one[0].step, one[0].attempt), reverse=True):
+        able = {
+            name: [rank for rank, of_rank in enumerate(held) if name in of_rank.get(text, ())]
+            for name in sorted(manifest.files)
+        }
+        if all(able.values()):
+            return Reachable(manifest, {name: able[name][n % len(able[name])] for n, name in enumerate(able)})
+    return None
+
+
+def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: ProcessGroup | None) -> Saved:
+    """Copies a local checkpoint into the run directory and commits it there. Collective.
+
+    Args:
+        place: this rank's node.
+        run: the run's directory of checkpoints.
+        reachable: the checkpoint, and which rank copies what.
         group: a gloo group of all ranks; None for one process.
-        protect: names that stay, whatever their age: they are being copied.
 
     Raises:
-        CheckpointError: some node could not write; what was written is removed on all of them.
+        CheckpointError: a file is not what its manifest says, or cannot be written; nothing is left of the copy.
     """
-    opened = on_every_rank(group, lambda: _open(tier, header))
-    staging = tier.root / next(name for node, name in opened if name and node == tier.node)
+    manifest = reachable.manifest
+    names = [name for name, rank in reachable.holders.items() if rank == rank_in(group)]
+
+    def copy_own(staging: Path) -> Records:
+        if not names:
+            return {}
+        source = next((path for path, found in survey(place.root, read_manifest) if found == manifest), None)
+        if source is None:
+            raise CheckpointError(
+                f"step {manifest.step} is not on this node any more",
+                hint="the newest checkpoint in the run directory counts; checkpoint.local_keep keeps more on the nodes",
+            )
+        wait_until_visible(staging)
+        for name in names:
+            copy_file(source / name, staging / name, manifest.files[name])
+        return {name: manifest.files[name] for name in names}
+
+    return fill(run, manifest, lambda staging: on_every_rank(group, lambda: copy_own(staging)), group=group)
+
+
+def _has(path: Path, record: FileRecord) -> bool:
     try:
-        write_tensors(staging, tensors, group=group)
-        records = on_every_rank(group, lambda: write_rank(staging, rank_state, rank=rank_in(group)))
-        files = {name: record for of_rank in records for name, record in of_rank.items()}
-        # Rank 0's on every node: the other ranks' headers need not be equal to the letter.
-        manifest = on_rank_zero(group, lambda: Manifest.of(header, files))
-        own = {name for (node, _), found in zip(opened, records, strict=True) if node == tier.node for name in found}
-        results = on_every_rank(group, lambda: _commit_here(tier, staging, manifest, own, protect))
-    except SlurmTrainError:
-        if tier.is_leader:
-            with contextlib.suppress(OSError):
-                discard(staging)
-        raise
-    problems = tuple(problem for of_rank in results for problem in of_rank)
-    return Saved(committed_path(staging), manifest.num_bytes, problems), manifest
-
-
-def _open(tier: LocalTier, header: CheckpointHeader) -> tuple[int, str]:
-    """Returns the node, and from its leader the name of the directory to write into."""
-    if not tier.is_leader:
-        return tier.node, ""
-    tier.fence()
-    sweep(tier.root, attempt=tier.attempt, fence=tier.fence)
-    return tier.node, open_staging(tier.root, step=header.step, attempt=tier.attempt).name
-
-
-def _commit_here(
-    tier: LocalTier, staging: Path, manifest: Manifest, own: Collection[str], protect: Collection[str]
-) -> list[str]:
-    if not tier.is_leader:
-        return []
-    path = commit(staging, manifest, fence=tier.fence, here=own)
-    return prune_local(tier, newest=path, protect=protect)
-
-
-def claim_local(tier: LocalTier) -> None:
-    """Makes this attempt the owner of what earlier ones left on the node; the leader, before anything is read or saved.
-
-    Raises:
-        CheckpointError: a later attempt has claimed it.
-        OSError: the file system refuses.
-    """
-    if tier.is_leader:
-        for path in stale_staging(tier.root, below=tier.attempt):
-            move_to_trash(path, fence=tier.fence)
-        for path in list_checkpoints(tier.root):
-            take(path, attempt=tier.attempt, fence=tier.fence)
-
-
-def prune_local(tier: LocalTier, *, newest: Path, protect: Collection[str] = ()) -> list[str]:
-    """Removes a node's checkpoints but the one just saved and those before it; returns a line for each that resisted.
-
-    One of the same or a later step is of a past that the run has left: it goes, too.
-    """
-    others = [path for path in list_checkpoints(tier.root) if path != newest and name_of(path).attempt <= tier.attempt]
-    kept = [path for path in others if name_of(path).step < name_of(newest).step][: tier.keep - 1]
-    problems = []
-    for path in others:
-        if path not in kept and path.name not in protect:
-            try:
-                discard(path, fence=tier.fence)
-            except OSError as err:
-                problems.append(f"cannot remove {path}: {err}")
-    return problems
-
-
-def discard_local(tier: LocalTier, *, step: int) -> None:
-    """Removes a node's checkpoints of a step and later ones.
-
-    Raises:
-        OSError: the file system refuses.
-    """
-    discard_from(tier.root, step, attempt=tier.attempt, fence=tier.fence)
+        check_size(path, record)
+    except CheckpointError:
+        return False
+    return True

@@ -1,19 +1,28 @@
-"""What a checkpoint says about itself: the facts of the moment it was taken, and size and hash of every file.
+"""What a checkpoint says about itself, and its single files: written once, made durable, measured.
 
-The manifest is the trust anchor: COMPLETE holds the hash of its bytes, and it holds the hashes of everything else. It
-is plain JSON, so a login node reads it without torch. Reading is strict: a checkpoint that this version does not fully
-understand is refused, not guessed at.
+The manifest is the trust anchor: COMPLETE holds the hash of its bytes, and it holds size and hash of everything else.
+It is plain JSON, so a login node reads it without torch. Reading is strict: a checkpoint that this version does not
+fully understand is refused, not guessed at.
+
+A failed fsync or close is never tried again: after it the kernel may have dropped the dirty pages, and a second call
+would report success for bytes that are gone. The attempt to save is over; the next one uses a fresh directory.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import stat
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from io import FileIO
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
 
 import xxhash
 
 from slurm_train.errors import CheckpointError
+from slurm_train.rundir.files import write_all
 
 FORMAT_VERSION = 1
 # What to do about a checkpoint that is not as it was written; its loader and `verify` look for an older one themselves.
@@ -21,8 +30,8 @@ DAMAGED_HINT = "`checkpoint verify RUN` shows which checkpoints are whole; take 
 _HEADER_HINT = "pass the facts of a checkpoint as CheckpointHeader describes them"
 MANIFEST_FILE = "manifest.json"
 COMPLETE_FILE = "COMPLETE"
-_HASH_PREFIX = "xxh3_128:"
-_HASH_LENGTH = 32
+# Plain reads, not mmap: a page that cannot be read would end the process with SIGBUS instead of an error.
+_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +47,9 @@ class FileRecord:
     xxh3_128: str
 
     def __post_init__(self) -> None:
-        """Refuses a negative size and a text that is no hash."""
-        if self.bytes < 0 or len(self.xxh3_128) != _HASH_LENGTH or set(self.xxh3_128) - set("0123456789abcdef"):
+        """Refuses what is no size and no hash."""
+        is_size = type(self.bytes) is int and self.bytes >= 0
+        if not is_size or not re.fullmatch("[0-9a-f]{32}", str(self.xxh3_128)):
             raise CheckpointError(f"no file record: {self.bytes} bytes, hash {self.xxh3_128!r}", hint=DAMAGED_HINT)
 
 
@@ -79,11 +89,18 @@ class CheckpointHeader:
 
     def __post_init__(self) -> None:
         """Refuses values of another type and negative counts."""
-        for name, kind in _KINDS.items():
-            _check_kind(name, getattr(self, name), kind)
-        if not self.job.replace("_", "").isalnum() or not self.job.isascii():
+        for name, kind in get_type_hints(type(self)).items():
+            value, expected = getattr(self, name), get_origin(kind) or kind
+            if not isinstance(value, expected) or isinstance(value, bool):
+                raise CheckpointError(
+                    f"checkpoint {name}={value!r} is not of type {expected.__name__}", hint=_HEADER_HINT
+                )
+            if isinstance(value, int) and value < 0:
+                raise CheckpointError(f"checkpoint {name}={value} is negative", hint=_HEADER_HINT)
+        if not re.fullmatch("[0-9A-Za-z_]+", self.job):
             raise CheckpointError(
-                f"checkpoint job={self.job!r} cannot be part of a file name", hint="letters, digits and _ are taken"
+                f"checkpoint job={self.job!r} cannot be part of a file name",
+                hint="use letters, digits and underscores only",
             )
 
 
@@ -120,13 +137,9 @@ class Manifest(CheckpointHeader):
                 f"checkpoint of step {self.step}: header holds what JSON cannot: {err}", hint=_HEADER_HINT
             ) from err
 
-    def digest(self) -> str:
-        """Gives the content of COMPLETE, for example "xxh3_128:0a1b..."."""
-        return digest_of(self.to_json().encode())
-
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """Reads the text of manifest.json.
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Reads the content of manifest.json.
 
         Raises:
             CheckpointError: not JSON, another format version, or any key or type other than expected.
@@ -135,14 +148,29 @@ class Manifest(CheckpointHeader):
             facts = json.loads(text)
         except ValueError as err:
             raise CheckpointError(f"{MANIFEST_FILE} is not JSON: {err}", hint=DAMAGED_HINT) from err
-        _check_shape(facts)
-        files = {name: _record(name, value) for name, value in facts.pop("files").items()}
+        version = facts.get("format_version") if isinstance(facts, dict) else None
+        if repr(version) != repr(FORMAT_VERSION):  # True and 1.0 are equal to 1
+            raise CheckpointError(
+                f"{MANIFEST_FILE} has format version {version!r}; this version reads {FORMAT_VERSION}",
+                hint="load it with the version of slurm_train that wrote it",
+            )
+        expected = {item.name for item in fields(cls)}
+        if set(facts) != expected:
+            raise CheckpointError(
+                f"{MANIFEST_FILE} lacks the keys {sorted(expected - set(facts))} and has the unknown keys "
+                f"{sorted(set(facts) - expected)}",
+                hint=DAMAGED_HINT,
+            )
+        try:
+            files = {name: FileRecord(**value) for name, value in facts.pop("files").items()}
+        except (AttributeError, TypeError) as err:
+            raise CheckpointError(f"{MANIFEST_FILE} lacks sizes and hashes: {err}", hint=DAMAGED_HINT) from err
         return cls(**facts, files=files)
 
 
-def digest_of(data: bytes) -> str:
-    """Gives the marker text for the bytes of a manifest.json."""
-    return _HASH_PREFIX + xxhash.xxh3_128_hexdigest(data)
+def digest_of(data: bytes) -> bytes:
+    """Gives the content of COMPLETE for the bytes of a manifest.json, for example b"xxh3_128:0a1b..."."""
+    return f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}".encode()
 
 
 def check_file_name(name: str) -> None:
@@ -158,52 +186,116 @@ def check_file_name(name: str) -> None:
         )
 
 
-_KINDS: dict[str, type] = {
-    "step": int,
-    "samples": int,
-    "epoch": int,
-    "world_size": int,
-    "mesh": dict,
-    "batch_plan": dict,
-    "config_hash": str,
-    "data_fingerprint": str,
-    "torch_version": str,
-    "attempt": int,
-    "job": str,
-    "written_by": str,
-    "extra": dict,
-}
+def open_plain(path: Path) -> FileIO:
+    """Opens a file to be read without a buffer; a link in its place is refused.
+
+    Raises:
+        OSError: there is no such file, it is a link, or it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    return os.fdopen(descriptor, "rb", buffering=0)
 
 
-def _check_kind(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise CheckpointError(f"checkpoint {name}={value!r} is not of type {kind.__name__}", hint=_HEADER_HINT)
-    if isinstance(value, int) and value < 0:
-        raise CheckpointError(f"checkpoint {name}={value} is negative", hint=_HEADER_HINT)
+def write_file(path: Path, data: bytes) -> FileRecord:
+    """Writes a new private file, makes its content durable, and gives its record.
+
+    Raises:
+        OSError: the file exists, or the file system refuses.
+    """
+    descriptor = _create(path)
+    try:
+        write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
-def _check_shape(facts: object) -> None:
-    """Refuses another format version, and missing or unknown keys."""
-    if not isinstance(facts, dict):
-        raise CheckpointError(f"{MANIFEST_FILE} holds a {type(facts).__name__}, not an object", hint=DAMAGED_HINT)
-    version = facts.get("format_version")
-    if type(version) is not int or version != FORMAT_VERSION:
+def seal_file(path: Path) -> FileRecord:
+    """Makes a file that another library wrote private and durable, and gives its record.
+
+    torch 2.13's FileSystemWriter calls fsync before Python's buffer is flushed: .metadata has 0 bytes at that moment.
+    """
+    with open_plain(path) as file:
+        os.fchmod(file.fileno(), 0o600)
+        os.fsync(file.fileno())
+        return _measure(file)
+
+
+def copy_file(source: Path, target: Path, expected: FileRecord) -> None:
+    """Copies a file, makes the copy durable, reads it back, and compares both with the record.
+
+    Raises:
+        CheckpointError: the source is not what was recorded, or the copy is not what was read.
+        OSError: the copy exists, or the file system refuses.
+    """
+    hasher, num_bytes = xxhash.xxh3_128(), 0
+    descriptor = _create(target)
+    try:
+        with open_plain(source) as file:
+            while data := file.read(_CHUNK_BYTES):
+                hasher.update(data)
+                num_bytes += len(data)
+                write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if FileRecord(num_bytes, hasher.hexdigest()) != expected:
+        raise CheckpointError(f"{source} is not what its manifest says, so it was not copied", hint=DAMAGED_HINT)
+    check_hash(target, expected)
+
+
+def read_record(path: Path) -> FileRecord:
+    """Gives the record of a file as it is on disk now."""
+    with open_plain(path) as file:
+        return _measure(file)
+
+
+def check_size(path: Path, expected: FileRecord) -> None:
+    """Checks that a regular file of the recorded size is there, without reading it.
+
+    Raises:
+        CheckpointError: it is missing, not a regular file, or of another size; the text names the file.
+    """
+    try:
+        status = path.lstat()
+    except OSError as err:
+        raise CheckpointError(f"{path.name}: {err.strerror}", hint=DAMAGED_HINT) from err
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path.name}: not a regular file", hint=DAMAGED_HINT)
+    if status.st_size != expected.bytes:
         raise CheckpointError(
-            f"{MANIFEST_FILE} has format version {version!r}; this version reads {FORMAT_VERSION}",
-            hint="load it with the version of slurm_train that wrote it",
+            f"{path.name}: {status.st_size} bytes, the manifest says {expected.bytes}", hint=DAMAGED_HINT
         )
-    expected = {item.name for item in fields(Manifest)}
-    if set(facts) != expected:
-        missing, unknown = sorted(expected - set(facts)), sorted(set(facts) - expected)
+
+
+def check_hash(path: Path, expected: FileRecord) -> None:
+    """Checks that a file has exactly the recorded content.
+
+    Raises:
+        CheckpointError: size or hash differ, or it cannot be read; the text names the file.
+    """
+    try:
+        found = read_record(path)
+    except OSError as err:
+        raise CheckpointError(f"{path.name}: {err.strerror}", hint=DAMAGED_HINT) from err
+    if found != expected:
         raise CheckpointError(
-            f"{MANIFEST_FILE} lacks the keys {missing} and has the unknown keys {unknown}", hint=DAMAGED_HINT
+            f"{path.name}: {found.bytes} bytes with hash {found.xxh3_128}, "
+            f"the manifest says {expected.bytes} and {expected.xxh3_128}",
+            hint=DAMAGED_HINT,
         )
-    _check_kind("files", facts["files"], dict)
 
 
-def _record(name: str, value: object) -> FileRecord:
-    if not isinstance(value, dict) or set(value) != {"bytes", "xxh3_128"}:
-        raise CheckpointError(f"{MANIFEST_FILE} has no size and hash for {name!r}, found {value!r}", hint=DAMAGED_HINT)
-    _check_kind("files.bytes", value["bytes"], int)
-    _check_kind("files.xxh3_128", value["xxh3_128"], str)
-    return FileRecord(bytes=value["bytes"], xxh3_128=value["xxh3_128"])
+def _create(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _measure(file: FileIO) -> FileRecord:
+    """Reads a file to its end; it does not depend on a size that may change meanwhile."""
+    hasher, num_bytes = xxhash.xxh3_128(), 0
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, os.fstat(file.fileno()).st_size + 1)))
+    while count := file.readinto(buffer):
+        hasher.update(buffer[:count])
+        num_bytes += count
+    return FileRecord(num_bytes, hasher.hexdigest())

@@ -12,14 +12,13 @@ verified whose description could not be loaded. The one enum in the list is pick
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slurm_train.checkpoint.manifest import DAMAGED_HINT, FileRecord, check_file_name
+from slurm_train.checkpoint.manifest import DAMAGED_HINT, FileRecord, check_file_name, open_plain
 from slurm_train.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -128,8 +127,7 @@ def check_metadata(path: Path, files: Mapping[str, FileRecord]) -> None:
 
 def _read(path: Path, reader: type[_Reader]) -> Any:
     try:
-        descriptor = os.open(path / METADATA_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
+        with open_plain(path / METADATA_FILE) as file:
             data = file.read()
     except OSError as err:
         raise CheckpointError(f"{path / METADATA_FILE}: {err.strerror}", hint=DAMAGED_HINT) from err

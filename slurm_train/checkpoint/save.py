@@ -1,28 +1,36 @@
-"""Saving: all ranks write into a fresh directory, rank 0 publishes it when every byte is durable.
+"""Saving: all ranks write into a fresh directory, its leader publishes it when every byte is durable.
 
-Four exchanges: the directory's name, torch's own plan, the records of the files, the outcome. Whatever fails on any
-rank, all ranks hear it, the directory is removed and the previous checkpoint is untouched. Nothing here depends on the
-calling thread, so the same function serves a background save that brings its own tensors and its own group.
+A checkpoint goes to a place: the run directory, led by rank 0 of the job, or the own disks of the nodes, each led by
+one of its ranks. Four exchanges: the directory's name, torch's own plan, the records of the files, the outcome. If any
+rank fails, all ranks raise the same error, the directory is removed and the previous checkpoint is untouched. Nothing
+here depends on the calling thread, so the same function serves an asynchronous save that brings its own tensors and
+its own group.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from queue import SimpleQueue
+from typing import Any
 
-from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in
-from slurm_train.checkpoint.commit import Fence, commit, discard, no_fence, open_staging, own_saved
-from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, Manifest
-from slurm_train.checkpoint.retention import check_keep, prune, sweep
-from slurm_train.checkpoint.shards import seal_file, write_file
-from slurm_train.checkpoint.tensors import tensor_files, write_tensors
+import torch
+from torch.distributed import ProcessGroup
+
+from slurm_train.checkpoint.agreement import on_every_rank, rank_in
+from slurm_train.checkpoint.commit import Fence, Place, committed_path, discard, no_fence
+from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, Manifest, seal_file, write_file
 from slurm_train.errors import CheckpointError, SlurmTrainError
+from slurm_train.rundir.layout import parse_name
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+Records = dict[str, FileRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +39,18 @@ class Saved:
 
     Args:
         path: its directory.
-        num_bytes: size of all its files; 0 where it had been saved before.
+        manifest: what it holds; None where it had been saved before.
         problems: what retention could not remove, one line each; the checkpoint itself is whole.
     """
 
     path: Path
-    num_bytes: int
+    manifest: Manifest | None
     problems: tuple[str, ...] = ()
 
-
-def rank_file(rank: int) -> str:
-    """Gives the name of a rank's own file, for example "rank_00007.pt"."""
-    return f"rank_{rank:05d}.pt"
+    @property
+    def num_bytes(self) -> int:
+        """Size of all its files; 0 where it had been saved before."""
+        return 0 if self.manifest is None else self.manifest.num_bytes
 
 
 def save_checkpoint(
@@ -55,7 +63,7 @@ def save_checkpoint(
     keep: int,
     fence: Fence = no_fence,
 ) -> Saved:
-    """Saves one checkpoint. Collective: all ranks call it with the same header.
+    """Saves one checkpoint into a directory that all ranks see. Collective: all ranks call it with the same header.
 
     A step that is saved already (the periodic save and the last one may meet) costs one exchange and a verification.
 
@@ -72,39 +80,99 @@ def save_checkpoint(
         CheckpointError: it could not be saved; the text names the rank, its node and the system's reason.
         SlurmTrainError: what the fence raised, on every rank.
     """
-    check_keep(keep)
-    saved, staging = on_rank_zero(group, lambda: _begin(root, header, fence))
-    if saved is not None:
-        return Saved(saved, num_bytes=0)
-    try:
+    place = Place(root=root, attempt=header.attempt, keep=keep, fence=fence, is_leader=rank_in(group) == 0)
+    return save_to(place, tensors=tensors, rank_state=rank_state, header=header, group=group)
+
+
+def save_to(
+    place: Place,
+    *,
+    tensors: dict[str, Any],
+    rank_state: dict[str, Any],
+    header: CheckpointHeader,
+    group: ProcessGroup | None,
+    protect: Collection[str] = (),
+) -> Saved:
+    """Saves one checkpoint at a place. Collective; arguments and errors as for `save_checkpoint` and `fill`."""
+
+    def write(staging: Path) -> list[Records]:
+        from slurm_train.checkpoint.tensors import tensor_files, write_tensors
+
+        def write_own() -> Records:
+            own = rank_file(rank_in(group))
+            records = {own: write_file(staging / own, _to_bytes(rank_state))}
+            return records | {path.name: seal_file(path) for path in tensor_files(staging, rank=rank_in(group))}
+
         write_tensors(staging, tensors, group=group)
-        records = on_every_rank(group, lambda: write_rank(staging, rank_state, rank=rank_in(group)))
-        return on_rank_zero(group, lambda: _publish(staging, header, records, keep=keep, fence=fence))
+        return on_every_rank(group, write_own)
+
+    return fill(place, header, write, group=group, protect=protect)
+
+
+def fill(
+    place: Place,
+    header: CheckpointHeader,
+    write: Callable[[Path], list[Records]],
+    *,
+    group: ProcessGroup | None,
+    protect: Collection[str] = (),
+) -> Saved:
+    """Has a fresh directory of a place filled, commits it, and removes older checkpoints. Collective.
+
+    Args:
+        place: where to; each node has one leader, and so has a directory that all ranks see.
+        header: the facts for the manifest; rank 0's count, the others' need not be equal to the letter.
+        write: collective; writes this rank's files into the directory, durable, and returns all ranks' records.
+        group: a gloo group of all ranks; None for one process.
+        protect: names of checkpoints that stay, whatever their age: they are being copied.
+
+    Raises:
+        SlurmTrainError: on every rank; what was written is removed.
+    """
+
+    def begin() -> tuple[int | None, str, CheckpointHeader | None]:
+        name = place.begin(header.step).name if place.is_leader else ""
+        return place.node, name, header if rank_in(group) == 0 else None
+
+    begun = on_every_rank(group, begin)
+    staging = place.root / next(name for node, name, _ in begun if name and node == place.node)
+    if parse_name(staging.name):
+        return Saved(staging, manifest=None)
+    try:
+        records = write(staging)
+        facts = begun[0][2] or header
+        manifest = Manifest.of(facts, {name: record for of_rank in records for name, record in of_rank.items()})
+        of_ranks = zip(begun, records, strict=True)
+        here = {name for (node, *_), of_rank in of_ranks if node == place.node for name in of_rank}
+        problems = on_every_rank(
+            group, lambda: _commit_and_prune(place, staging, manifest, here, protect) if place.is_leader else ()
+        )
     except SlurmTrainError:
-        _abandon(staging, group)
+        # All ranks have stopped writing when they raise.
+        if place.is_leader:
+            with contextlib.suppress(OSError):  # the reason of the failure matters more; a later sweep removes it
+                discard(staging)
         raise
+    return Saved(committed_path(staging), manifest, tuple(line for of_rank in problems for line in of_rank))
 
 
-def _begin(root: Path, header: CheckpointHeader, fence: Fence) -> tuple[Path | None, Path]:
-    """Returns the checkpoint of this step, None where it is to be saved, and the directory to write into. Rank 0."""
-    fence()
-    if (saved := own_saved(root, step=header.step, attempt=header.attempt)) is not None:
-        return saved, saved
-    sweep(root, attempt=header.attempt, fence=fence)
-    return None, open_staging(root, step=header.step, attempt=header.attempt)
+def _commit_and_prune(
+    place: Place, staging: Path, manifest: Manifest, here: Collection[str], protect: Collection[str]
+) -> tuple[str, ...]:
+    final = place.commit(staging, manifest, here=here)
+    try:
+        return place.prune(final, protect=protect).problems
+    except OSError as err:  # what was just saved is durable, so the save has not failed
+        return (f"cannot look for old checkpoints: {err}",)
 
 
-def write_rank(staging: Path, rank_state: dict[str, Any], *, rank: int) -> dict[str, FileRecord]:
-    """Writes this rank's own file, makes all files that this rank wrote durable, and gives their records."""
-    own = rank_file(rank)
-    records = {own: write_file(staging / own, _to_bytes(rank_state))}
-    return records | {path.name: seal_file(path) for path in tensor_files(staging, rank=rank)}
+def rank_file(rank: int) -> str:
+    """Gives the name of a rank's own file, for example "rank_00007.pt"."""
+    return f"rank_{rank:05d}.pt"
 
 
 def _to_bytes(rank_state: dict[str, Any]) -> bytes:
     """Gives the file content, and proves that a resume will be able to read it."""
-    import torch
-
     buffer = io.BytesIO()
     torch.save(rank_state, buffer)
     try:
@@ -118,32 +186,92 @@ def _to_bytes(rank_state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _publish(
-    staging: Path,
-    header: CheckpointHeader,
-    records: list[dict[str, FileRecord]],
-    *,
-    keep: int,
-    fence: Fence,
-) -> Saved:
-    """Commits, then prunes. Rank 0."""
-    files = {name: record for of_rank in records for name, record in of_rank.items()}
-    manifest = Manifest.of(header, files)
-    return commit_and_prune(staging, manifest, keep=keep, attempt=header.attempt, fence=fence)
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an asynchronous save ended.
+
+    Args:
+        step: which one.
+        result: what was saved, or why not.
+        duration_s: from the hand-over to the end.
+    """
+
+    step: int
+    result: Saved | Exception
+    duration_s: float
+
+    @property
+    def is_fatal(self) -> bool:
+        """The run cannot go on: a newer attempt has taken over, or the exchange between the ranks broke.
+
+        A CheckpointError is none: all ranks have agreed on it, and the checkpoint before it is untouched.
+        """
+        return isinstance(self.result, Exception) and not isinstance(self.result, CheckpointError)
 
 
-def commit_and_prune(staging: Path, manifest: Manifest, *, keep: int, attempt: int, fence: Fence) -> Saved:
-    """Commits what all ranks have written, then removes older checkpoints. Rank 0."""
-    final = commit(staging, manifest, fence=fence)
-    try:
-        pruned = prune(final.parent, newest=final, keep=keep, attempt=attempt, fence=fence)
-    except OSError as err:  # what was just saved is durable, so the save has not failed
-        return Saved(final, manifest.num_bytes, (f"cannot look for old checkpoints: {err}",))
-    return Saved(final, manifest.num_bytes, pruned.problems)
+class BackgroundSaver:
+    """One thread that saves while training goes on, one save at a time; it lives as long as the process.
+
+    All exchanges between ranks happen in this thread, on a group that nothing else uses, and every rank hands over the
+    same saves in the same order; so they meet whatever the training threads do meanwhile. The thread is a daemon: a
+    process that ends on an error does not wait for it, and what it wrote so far has no checkpoint's name.
+
+    Args:
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._works: SimpleQueue[tuple[Callable[[], object], Future[object]]] = SimpleQueue()
+        self._preparation: Future[object] | None = None
+        self._save: tuple[int, float, Future[object]] | None = None
+        threading.Thread(target=_run_works, args=(self._works,), name="checkpoint", daemon=True).start()
+
+    def prepare(self, work: Callable[[], None]) -> None:
+        """Runs something that makes the first save cheaper; if it fails, that save is dearer."""
+        assert self._save is None, "a save is under way"
+        self._preparation = self._hand_over(work)
+
+    def start(self, work: Callable[[], Saved], *, step: int) -> None:
+        """Begins a save; the outcome of the one before must have been taken with `wait` or `poll`."""
+        assert self._save is None, f"the save of step {self._save[0]} is under way"
+        self._save = (step, self._clock(), self._hand_over(work))
+
+    def poll(self) -> Outcome | None:
+        """Returns how the save ended, once; None while it runs or where there is none."""
+        return self.wait() if self._save is not None and self._save[2].done() else None
+
+    def is_done_within(self, limit_s: float) -> bool:
+        """Waits for the save under way, but not longer, and returns whether it has ended, or there was none."""
+        return self._save is None or not wait_for_all([self._save[2]], timeout=limit_s).not_done
+
+    def wait(self) -> Outcome | None:
+        """Returns how the save ended, when it has; None where there is none. Waits for a preparation too."""
+        if self._preparation is not None:
+            self._preparation.exception()
+            self._preparation = None
+        if self._save is None:
+            return None
+        step, started_s, future = self._save
+        error = future.exception()
+        self._save = None
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        result = error or future.result()
+        assert isinstance(result, (Saved, Exception))
+        return Outcome(step, result, self._clock() - started_s)
+
+    def _hand_over(self, work: Callable[[], object]) -> Future[object]:
+        future: Future[object] = Future()
+        self._works.put((work, future))
+        return future
 
 
-def _abandon(staging: Path, group: ProcessGroup | None) -> None:
-    """Removes what was written; all ranks have stopped writing when they heard of the failure."""
-    if rank_in(group) == 0:
-        with contextlib.suppress(OSError):  # the reason of the failure matters more; a later sweep removes it
-            discard(staging)
+def _run_works(works: SimpleQueue[tuple[Callable[[], object], Future[object]]]) -> None:
+    while True:
+        work, future = works.get()
+        try:
+            future.set_result(work())
+        except BaseException as err:  # whatever it is, it is raised where the outcome is asked for
+            future.set_exception(err)
+        del work, future  # nothing of a save stays alive while the thread waits for the next

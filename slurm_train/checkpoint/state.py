@@ -1,4 +1,4 @@
-"""Model and optimizer as one nested dictionary, keyed by full parameter names.
+"""Model and optimizer as one nested dictionary, keyed by full parameter names, and the memory it is copied into.
 
 Names, not positions: the dictionary of a DDP-wrapped or compiled model equals that of the bare one, and the optimizer's
 state can be loaded at another world size or mesh.
@@ -6,12 +6,14 @@ state can be loaded at another world size or mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def own_part(state: dict[str, Any], *, rank: int, num_ranks: int) -> dict[str, A
 
     Replicated tensors are shared out; shards, values and what lies in lists stay on every rank.
     """
-    sizes = {name: value.nbytes for name, value in _replicated(state, "")}
+    sizes = {name: value.nbytes for name, value in _tensors(state) if not hasattr(value, "placements")}
     return _without(state, "", sizes.keys() - share_of(sizes, rank=rank, num_ranks=num_ranks))
 
 
@@ -77,24 +79,15 @@ def own_tensors(model: nn.Module, optimizer: Optimizer, *, rank: int, num_ranks:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {names.get(id(parameter), str(id(parameter))): entry for parameter, entry in optimizer.state.items()}
     part = own_part({"model": model.state_dict(), "optimizer": {"state": state}}, rank=rank, num_ranks=num_ranks)
-    return list(_tensors(part))
+    return [tensor for _, tensor in _tensors(part)]
 
 
-def _tensors(state: dict[str, Any]) -> Iterator[Tensor]:
-    for value in state.values():
-        if isinstance(value, dict):
-            yield from _tensors(value)
-        elif hasattr(value, "nbytes"):
-            yield value
-
-
-def _replicated(state: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _tensors(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     for key, value in state.items():
-        name = f"{prefix}/{key}"
         if isinstance(value, dict):
-            yield from _replicated(value, name)
-        elif hasattr(value, "nbytes") and not hasattr(value, "placements"):
-            yield name, value
+            yield from _tensors(value, f"{prefix}/{key}")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}/{key}", value
 
 
 def _without(state: dict[str, Any], prefix: str, left_out: set[str]) -> dict[str, Any]:
@@ -104,3 +97,121 @@ def _without(state: dict[str, Any], prefix: str, left_out: set[str]) -> dict[str
         for key, (name, value) in named.items()
         if name not in left_out
     }
+
+
+_Kind = tuple[torch.Size, torch.dtype, bool]
+"""What makes two buffers interchangeable: shape, number type, whether the memory is pinned."""
+
+
+class StagingBuffers:
+    """Copies of a nested state in host memory; a new copy takes the place of the one before.
+
+    Fresh memory costs several times the copy, since the kernel clears each page when it is first touched; so the
+    buffers are made once, touched before they are needed, and kept. From a GPU the copy runs on a stream of its own
+    into pinned memory: training goes on meanwhile, and only the next change of the tensors has to wait.
+
+    Args:
+        device: where the training's tensors live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_remote = device.type == "cuda"
+        """The tensors are on a GPU, so a save reads copies in any case."""
+        self._device = device
+        self._can_pin = self.is_remote and can_pin()
+        self._buffers: defaultdict[_Kind, list[Tensor]] = defaultdict(list)
+        self._stream = torch.cuda.Stream(device) if self._can_pin else None  # type: ignore[no-untyped-call]
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers together."""
+        return sum(buffer.nbytes for of_kind in self._buffers.values() for buffer in of_kind)
+
+    def prepare(self, tensors: Iterable[Tensor]) -> None:
+        """Makes and touches the buffers that such tensors will need; not while a copy is in use."""
+        self._enter_device()
+        for tensor in tensors:
+            self._add_buffer(self._kind_of(_local(tensor))).zero_()
+
+    def stage(self, state: Any) -> Any:
+        """Returns a copy of a nested state of dictionaries, lists and tensors; the copy before it is gone.
+
+        From a GPU the bytes arrive later: a reader calls `wait_for_copy` first, and who changes the tensors calls
+        `hold_changes`.
+        """
+        unused = {kind: iter(buffers) for kind, buffers in self._buffers.items()}
+        if self._stream is None:
+            return self._copy(state, unused)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            staged = self._copy(state, unused)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types here
+            self._copied.record(self._stream)
+        return staged
+
+    def wait_for_copy(self) -> None:
+        """Returns when the bytes are there; for the thread that reads them."""
+        self._enter_device()
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def hold_changes(self) -> None:
+        """Makes the GPU's later work wait for the copy; the host goes on. Nothing to do on a CPU."""
+        if self._stream is not None and self._copied is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+
+    def _enter_device(self) -> None:
+        # A thread begins on GPU 0, and whatever touches CUDA there takes half a GB of it, for every rank of a node.
+        if self.is_remote:
+            torch.cuda.set_device(self._device)
+
+    def _copy(self, value: Any, unused: dict[_Kind, Iterator[Tensor]]) -> Any:
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value, unused)
+        if isinstance(value, dict):
+            return {key: self._copy(item, unused) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._copy(item, unused) for item in value)
+        return copy.deepcopy(value)
+
+    def _copy_tensor(self, tensor: Tensor, unused: dict[_Kind, Iterator[Tensor]]) -> Tensor:
+        local = _local(tensor)
+        kind = self._kind_of(local)
+        buffer = next(unused.get(kind, iter(())), None)
+        if buffer is None:
+            buffer = self._add_buffer(kind)
+        buffer.copy_(local.detach(), non_blocking=kind[2])
+        spec = getattr(tensor, "_spec", None)
+        if spec is None:
+            return buffer
+        from torch.distributed.tensor import DTensor
+
+        # The same shard of the same whole; from_local would move it to the mesh's device.
+        build: Any = DTensor
+        sharded: Tensor = build(buffer, spec, requires_grad=False)
+        return sharded
+
+    def _kind_of(self, tensor: Tensor) -> _Kind:
+        return tensor.shape, tensor.dtype, self._can_pin and tensor.is_cuda
+
+    def _add_buffer(self, kind: _Kind) -> Tensor:
+        shape, dtype, is_pinned = kind
+        buffer = torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
+        self._buffers[kind].append(buffer)
+        return buffer
+
+
+def can_pin() -> bool:
+    """Returns whether pinned host memory can be had here; containers and memory limits refuse it at times."""
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Returns the part that this rank holds: of a DTensor its shard, else the tensor itself."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local

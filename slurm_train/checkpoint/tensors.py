@@ -1,6 +1,6 @@
 """The tensors of a checkpoint in torch's own sharded format; the one module that calls torch.distributed.checkpoint.
 
-It is imported inside the functions: about 0.7 s on its own, 0.1 s once an optimizer exists (they share most of it).
+Import it inside a function: it takes about 0.7 s on its own, 0.1 s once an optimizer exists (they share most of it).
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import io
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from slurm_train.checkpoint.agreement import failure_of
 from slurm_train.checkpoint.directory import wait_until_visible
 from slurm_train.checkpoint.metadata import METADATA_FILE, read_metadata
 from slurm_train.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-
-_VISIBLE_TIMEOUT_S = 120.0
-_FAILURE_HINT = "each rank's log says more: `logs RUN --rank N`; the checkpoint before is untouched"
 
 
 def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None) -> None:
@@ -33,16 +35,9 @@ def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | 
     Raises:
         CheckpointError: on every rank, naming the ranks that failed and why.
     """
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     with _agreed_errors(f"cannot write {path}", is_alone=group is None):
-        save(
-            tensors,
-            storage_writer=_build_writer(path),
-            planner=_build_save_planner(),
-            process_group=group,
-            no_dist=group is None,
-        )
+        writer = _Writer(path, overwrite=False)
+        save(tensors, storage_writer=writer, planner=_SavePlanner(), process_group=group, no_dist=group is None)
 
 
 def read_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None) -> None:
@@ -51,30 +46,13 @@ def read_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | N
     Raises:
         CheckpointError: on every rank, naming the ranks that failed and why.
     """
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     with _agreed_errors(f"cannot load {path}", is_alone=group is None):
-        load(
-            tensors,
-            storage_reader=_build_reader(path),
-            planner=_build_load_planner(),
-            process_group=group,
-            no_dist=group is None,
-        )
-
-
-def load_writer() -> None:
-    """Imports what a save needs; 0.1 s or more, so better before the first save than in it."""
-    import torch.distributed.checkpoint.filesystem
-    import torch.distributed.checkpoint.state_dict
-    import torch.distributed.checkpoint.state_dict_saver  # noqa: F401
+        reader = _Reader(path)
+        load(tensors, storage_reader=reader, planner=_LoadPlanner(), process_group=group, no_dist=group is None)
 
 
 def tensor_shapes(path: Path) -> dict[str, Tensor]:
     """Gives an empty tensor for each that was written, by its flat name, e.g. "model.head.weight"."""
-    import torch
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     found = read_metadata(path).state_dict_metadata
     tensors = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
     return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
@@ -86,107 +64,78 @@ def tensor_files(path: Path, *, rank: int) -> list[Path]:
     return sorted(path.glob(f"__{rank}_*.distcp")) + metadata
 
 
-def _build_writer(path: Path) -> FileSystemWriter:
-    """Builds a writer that waits for the directory and reports the system's own error.
+class _Writer(FileSystemWriter):
+    """Waits for the directory and reports the system's own error.
 
     torch's zip writer answers a full disk with "unexpected pos 704 vs 598"; its cause does not travel to other ranks.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    class Writer(FileSystemWriter):
-        def prepare_local_plan(self, plan: Any, *args: Any, **kwargs: Any) -> Any:
-            # Raised here, a node that does not see the directory stops all ranks; torch would make it locally.
-            wait_until_visible(path, timeout_s=_VISIBLE_TIMEOUT_S)
-            return super().prepare_local_plan(plan, *args, **kwargs)
+    def prepare_local_plan(self, plan: Any, *args: Any, **kwargs: Any) -> Any:
+        # Raised here, a node that does not see the directory stops all ranks; torch would make it locally.
+        wait_until_visible(Path(self.path))
+        return super().prepare_local_plan(plan, *args, **kwargs)
 
-        def write_data(self, plan: Any, planner: Any) -> Any:
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as err:
+            link: BaseException | None = err
+            while link is not None and not isinstance(link, OSError):
+                link = link.__cause__ or link.__context__
+            raise (link or err) from err
+
+
+class _Reader(FileSystemReader):
+    """Takes the metadata for data; torch's own would unpickle it."""
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Any:
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reads plain values as data; torch's own would unpickle them."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        set_element(self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True))
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Refuses at the save what the load would refuse, when it would be too late."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        if isinstance(data, io.BytesIO):
             try:
-                return super().write_data(plan, planner)
+                torch.load(io.BytesIO(data.getbuffer()), weights_only=True)
             except Exception as err:
-                raise _first_system_error(err) from err
-
-    return Writer(path, overwrite=False)
-
-
-def _build_reader(path: Path) -> FileSystemReader:
-    """Builds a reader that takes the metadata for data; torch's own would unpickle it."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import StorageMeta
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *_args: Any, **_kwargs: Any) -> Any:
-            metadata = read_metadata(path)
-            metadata.storage_meta = metadata.storage_meta or StorageMeta()
-            metadata.storage_meta.load_id = self.load_id
-            return metadata
-
-    return Reader(path)
-
-
-def _build_load_planner() -> DefaultLoadPlanner:
-    """Builds a planner that reads plain values as data; torch's own would unpickle them."""
-    import torch
-    from torch.distributed.checkpoint._traverse import set_element
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
-    class LoadPlanner(DefaultLoadPlanner):
-        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-            name = read_item.dest_index.fqn
-            set_element(self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True))
-
-    return LoadPlanner()
-
-
-def _build_save_planner() -> DefaultSavePlanner:
-    """Builds a planner that refuses at the save what the load would refuse, when it would be too late."""
-    import torch
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-    class SavePlanner(DefaultSavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            data = super().resolve_data(write_item)
-            if isinstance(data, io.BytesIO):
-                try:
-                    torch.load(io.BytesIO(data.getbuffer()), weights_only=True)
-                except Exception as err:
-                    raise CheckpointError(
-                        f"{write_item.index.fqn} could not be loaded again with weights_only=True",
-                        hint="keep tensors, numbers, strings, lists and dicts only in the optimizer's options",
-                    ) from err
-            return data
-
-    return SavePlanner()
-
-
-def _first_system_error(err: Exception) -> Exception:
-    """Gives the OSError during whose handling the error came up, else the error itself."""
-    link: BaseException | None = err
-    while link is not None and not isinstance(link, OSError):
-        link = link.__cause__ or link.__context__
-    return link or err
+                raise CheckpointError(
+                    f"{write_item.index.fqn} could not be loaded again with weights_only=True",
+                    hint="keep tensors, numbers, strings, lists and dicts only in the optimizer's options",
+                ) from err
+        return data
 
 
 @contextlib.contextmanager
 def _agreed_errors(task: str, *, is_alone: bool) -> Iterator[None]:
-    """Turns torch's error, which all ranks get, into one line per failed rank without the stack traces."""
-    from torch.distributed.checkpoint.api import CheckpointException
+    """Turns torch's error, which all ranks get, into one line per failed rank without the stack traces.
 
+    Silences torch where it takes "one process" (no_dist), asked for on purpose, for a mistake; but not around a
+    background save: the filters belong to the process, not to the thread.
+    """
     try:
-        with _quiet() if is_alone else contextlib.nullcontext():
+        with warnings.catch_warnings() if is_alone else contextlib.nullcontext():
+            if is_alone:
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             yield
     except CheckpointException as err:  # derives from BaseException
         failures = [failure_of(rank, wrapped[0]) for rank, wrapped in sorted(err.failures.items())]
         text = "; ".join(f"rank {failure.rank}: {failure.message}" for failure in failures)
-        hint = next((failure.hint for failure in failures if failure.hint), _FAILURE_HINT)
-        raise CheckpointError(f"{task}: {text}", hint=hint) from err
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences torch where it takes "one process" (no_dist), said on purpose, for a mistake.
-
-    Not around a background save: the filters belong to the process, not to the thread.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
+        hint = next((failure.hint for failure in failures if failure.hint), "")
+        raise CheckpointError(
+            f"{task}: {text}",
+            hint=hint or "each rank's log has more: `logs RUN --rank N`; the checkpoint before is untouched",
+        ) from err

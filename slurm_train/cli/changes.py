@@ -16,7 +16,7 @@ from slurm_train.checkpoint.directory import read_manifest, survey
 from slurm_train.cli.display import note
 from slurm_train.config.frozen import Change, all_changes, is_below, load_config, unaccepted
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
-from slurm_train.data.presence import known_fingerprint
+from slurm_train.data.shards import known_fingerprint
 from slurm_train.errors import CheckpointError, ConfigError, RunError, SlurmTrainError
 from slurm_train.launch.code_index import FileChange, compare_code, index_code, matters, read_index, shorten
 from slurm_train.launch.plan import RunPlan

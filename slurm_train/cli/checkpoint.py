@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from slurm_train.checkpoint.commit import claim
+from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.directory import newest_verified, read_manifest, survey, verify
 from slurm_train.checkpoint.manifest import MANIFEST_FILE, Manifest
-from slurm_train.checkpoint.retention import prune, sweep
 from slurm_train.cli.display import note, table
 from slurm_train.cli.liveness import holder_lives
 from slurm_train.config.frozen import load_config
@@ -148,15 +147,16 @@ def _collect(arguments: argparse.Namespace) -> int:
     try:
         # All attempts are over. What stays gets the number of the next one, so none of them can remove it any more.
         attempt = max(existing_attempts(run), default=-1) + 1
-        search = claim(run.checkpoints, attempt=attempt)
+        place = Place(root=run.checkpoints, attempt=attempt, keep=keep)
+        search = place.claim()
         if search.found is not None:
-            pruned = prune(run.checkpoints, newest=search.found[0], keep=keep, attempt=attempt)
+            pruned = place.prune(search.found[0])
         elif search.passed_over:
             raise CheckpointError(
                 f"no checkpoint in {run.checkpoints} verifies, so none is removed", hint="look with `checkpoint verify`"
             )
         else:
-            pruned = sweep(run.checkpoints, attempt=attempt)
+            pruned = place.sweep()
     finally:
         release_lock(run, holder)
     for path in pruned.removed:
@@ -181,13 +181,17 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _export_pretrained(path: Path, target: Path, *, shard_size: str) -> int:
-    from slurm_train.checkpoint.export import export_directory, read_model
+    from slurm_train.checkpoint.export import export_to, read_model
     from slurm_train.models.pretrained import write_pretrained
 
     manifest, tensors = read_model(path)
     model = nested(manifest.extra.get("settings", {})).get("model", {})
-    export_directory(target, lambda folder: write_pretrained(folder, tensors, model=model, shard_size=shard_size))
-    return len(tensors)
+
+    def write(folder: Path) -> int:
+        write_pretrained(folder, tensors, model=model, shard_size=shard_size)
+        return len(tensors)
+
+    return export_to(target, write)
 
 
 _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurm_train.cli.display import note
 from slurm_train.config.schema import RunConfig, TrackSection
-from slurm_train.data.presence import require_readable
+from slurm_train.data.shards import require_readable
 from slurm_train.errors import ConfigError
 from slurm_train.launch.layout import CAUSAL_LM
 from slurm_train.launch.plan import RunPlan

@@ -1,6 +1,6 @@
 """From the `data` part of a configuration to a sample source.
 
-`data._target_` names a function of ours that gives a source, or a user's own map-style `Dataset`. Beside its keyword
+`data._target_` names a function of ours that gives a source, or a user's own map-style `Dataset`. Besides its keyword
 arguments a user's data set may have
 
 - `heldout`: what differs for the held-out samples, e.g. `{train: false}`; with a `_target_` it stands for itself;
@@ -8,10 +8,10 @@ arguments a user's data set may have
 - `collate`: dotted path of a function that makes a batch of a list of items;
 - `keyed_randomness`: seed the random generators before each sample (true); false is faster where nothing is random.
 
-Beside any source may stand `prefetch`: micro-batches that a thread of the training process reads ahead (0).
+Any source may have `prefetch`: micro-batches that a thread of the training process reads ahead (0).
 
 A callable that takes `split` gets "train" or "heldout", unless the configuration sets `split` itself. One that does
-not, and has no `heldout` beside it, has no held-out samples, and evaluation is left out.
+not, and has no `heldout`, has no held-out samples, and evaluation is left out.
 """
 
 from __future__ import annotations
@@ -51,9 +51,19 @@ def build_source(config: Mapping[str, Any], *, split: Split, seed: int) -> Sampl
     if made is None and split == "heldout":
         return None
     if isinstance(made, SampleSource):
-        _refuse_reading(reading, made)
+        for key in reading:
+            raise ConfigError(
+                f"data.{key} is for map-style data sets; {type(made).__name__} reads whole batches itself",
+                hint=f"leave data.{key} out",
+            )
         return made
-    return _adapt(made, reading, seed=seed)
+    collate = reading.get("collate")
+    return MapStyleSource(
+        made,
+        collate=resolve_target(collate) if isinstance(collate, str) else collate,
+        num_workers=int(reading.get("num_workers", 0)),
+        seed=seed if reading.get("keyed_randomness", True) else None,
+    )
 
 
 def prefetch_depth(config: Mapping[str, Any], source: SampleSource) -> int:
@@ -64,7 +74,9 @@ def prefetch_depth(config: Mapping[str, Any], source: SampleSource) -> int:
     """
     depth = config.get(_PREFETCH) or 0
     if not isinstance(depth, int) or depth < 0:
-        raise ConfigError(f"data.prefetch={depth!r} is no count", hint="set it to 0 or more")
+        raise ConfigError(
+            f"data.prefetch must be a whole number of at least 0, got {depth!r}", hint="0 reads nothing ahead"
+        )
     if depth and config.get("num_workers"):
         raise ConfigError(
             "data.prefetch and data.num_workers both read ahead", hint="keep data.num_workers and drop data.prefetch"
@@ -88,22 +100,3 @@ def _words_of(config: Mapping[str, Any], split: Split) -> dict[str, Any] | None:
         return dict(other) if TARGET in other else {**words, **other}
     by_split = accepts_keyword(callable_target(words), "split") and "split" not in words
     return words if by_split else None
-
-
-def _adapt(dataset: Any, reading: Mapping[str, Any], *, seed: int) -> MapStyleSource:
-    collate = reading.get("collate")
-    return MapStyleSource(
-        dataset,
-        collate=resolve_target(collate) if isinstance(collate, str) else collate,
-        num_workers=int(reading.get("num_workers", 0)),
-        seed=seed if reading.get("keyed_randomness", True) else None,
-    )
-
-
-def _refuse_reading(reading: Mapping[str, Any], source: SampleSource) -> None:
-    if reading:
-        key = next(iter(reading))
-        raise ConfigError(
-            f"data.{key} is for map-style data sets; {type(source).__name__} reads whole batches itself",
-            hint=f"leave data.{key} out",
-        )

@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slurm_train.data.permutation import Int64Array, mix64
+from slurm_train.data.order import Int64Array, mix64
 from slurm_train.data.shards import Split
 from slurm_train.errors import DataError
 
@@ -71,7 +71,12 @@ def read_rows() -> NDArray[np.float64]:
     Raises:
         DataError: scikit-learn is not installed, or keeps its data elsewhere.
     """
-    path = _table_path()
+    found = importlib.util.find_spec("sklearn")
+    if found is None or not found.submodule_search_locations:
+        raise DataError(
+            "the digits are part of scikit-learn, which is not installed", hint="pip install 'slurm-train[digits]'"
+        )
+    path = Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     try:
         with gzip.open(path, "rt", encoding="ascii") as file:
             return np.loadtxt(file, delimiter=",")
@@ -88,12 +93,3 @@ def held_out_rows(labels: Int64Array) -> NDArray[np.bool_]:
         ranked = rows[np.argsort(hashes[rows], kind="stable")]
         held_out[ranked[: round(len(rows) / _HELD_OUT_ONE_IN)]] = True
     return held_out
-
-
-def _table_path() -> Path:
-    found = importlib.util.find_spec("sklearn")
-    if found is None or not found.submodule_search_locations:
-        raise DataError(
-            "the digits are part of scikit-learn, which is not installed", hint="pip install 'slurm-train[digits]'"
-        )
-    return Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"

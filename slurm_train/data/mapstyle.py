@@ -22,10 +22,11 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from slurm_train.data.permutation import Int64Array, mix64
-from slurm_train.data.source import Draw
+from slurm_train.data.order import Int64Array, mix64
+from slurm_train.data.source import IGNORED, Draw
 from slurm_train.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -62,9 +63,8 @@ class MapStyleSource:
 
     @property
     def lengths(self) -> Any:
-        """What the data set says about the lengths of its samples, None where it says nothing."""
-        found = getattr(self._reader.dataset, "lengths", None)
-        return found() if callable(found) else found
+        """The lengths of the data set's samples or a method that returns them, None where it has neither."""
+        return getattr(self._reader.dataset, "lengths", None)
 
     @property
     def draws_at_random(self) -> bool:
@@ -158,7 +158,7 @@ class _Reader:
 
 
 def prepare_worker(_: int) -> None:
-    """Makes a worker process deaf to the signals that ask a job to stop: the training process decides.
+    """Makes a worker process ignore the signals that ask a job to stop: the training process decides.
 
     Slurm signals every process of a step. A worker that died of it would take the save at the step boundary with it;
     one that ran the training process's inherited handlers would believe that it had been asked.
@@ -224,3 +224,21 @@ def _generators_put_back() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
+
+
+def pad(samples: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Returns a batch of (inputs, targets, ...): inputs padded with 0, all that follows with -100.
+
+    For samples of unequal length, as `data.collate=slurm_train.data.mapstyle.pad`. How little there is to pad is up to
+    the batch: `batch.by_length=true` puts samples of about equal length together.
+
+    Args:
+        samples: tuples of tensors (length, ...) of the same kind; tensors without dimensions are stacked.
+    """
+    columns = [list(column) for column in zip(*samples, strict=True)]
+    return tuple(
+        pad_sequence(column, batch_first=True, padding_value=IGNORED if number else 0)
+        if column[0].dim()
+        else torch.stack(column)
+        for number, column in enumerate(columns)
+    )

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import os
+import platform
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -84,6 +86,43 @@ class ShardIndex:
     splits: dict[str, SplitIndex]
 
 
+def write_shards(
+    directory: Path, split: str, pieces: Iterable[Tokens], *, dtype: str, max_targets: int, first: int
+) -> tuple[Shard, ...]:
+    """Writes tokens into `<split>_00000.bin`, `<split>_00001.bin`, ..., durable, and returns what was written.
+
+    Args:
+        directory: where the files go; they must not exist.
+        split: "train" or "heldout".
+        pieces: the tokens, arrays (n,).
+        dtype: "<u2" or "<u4".
+        max_targets: targets of a full shard.
+        first: the token of context of the first shard: the end of a document.
+    """
+    shards: list[Shard] = []
+    data = np.array([first], dtype=dtype).tobytes()
+    nothing = np.empty(0, dtype=dtype)
+    filled = (piece.astype(dtype, copy=False) for piece in pieces if len(piece))
+    tokens = next(filled, nothing)
+    while len(tokens):
+        name, num_tokens, hasher = f"{split}_{len(shards):05d}.bin", 1, xxhash.xxh3_128()
+        with (directory / name).open("xb") as file:
+            data = data[-nothing.itemsize :]
+            file.write(data)
+            hasher.update(data)
+            while len(tokens) and num_tokens <= max_targets:
+                part = tokens[: max_targets + 1 - num_tokens]
+                data = part.tobytes()
+                file.write(data)
+                hasher.update(data)
+                num_tokens += len(part)
+                tokens = tokens[len(part) :] if len(part) < len(tokens) else next(filled, nothing)
+            file.flush()
+            os.fsync(file.fileno())
+        shards.append(Shard(name, num_tokens, hasher.hexdigest()))
+    return tuple(shards)
+
+
 def write_index(directory: Path, index: ShardIndex) -> None:
     """Writes `index.json` and makes it and the directory durable."""
     write_durable(directory / INDEX, json.dumps({"format": FORMAT, **dataclasses.asdict(index)}, indent=2) + "\n")
@@ -105,69 +144,79 @@ def read_index(directory: Path) -> ShardIndex:
     if text.pop("format", None) != FORMAT:
         raise DataError(f"{directory / INDEX} has another format than {FORMAT}", hint="prepare the text again")
     try:
-        splits = {name: _split_from(value) for name, value in text.pop("splits").items()}
+        splits = {
+            name: SplitIndex(**{**value, "shards": tuple(Shard(**shard) for shard in value["shards"])})
+            for name, value in text.pop("splits").items()
+        }
         index = ShardIndex(splits=splits, **text)
     except (AttributeError, KeyError, TypeError) as err:
         raise DataError(f"{directory / INDEX} is not a shard index: {err}", hint="prepare the text again") from err
-    _check_lengths(directory, index)
+    if index.dtype not in DTYPES:
+        raise DataError(f"{directory / INDEX} has dtype {index.dtype!r}", hint=f"it must be one of {DTYPES}")
+    for shard in (shard for split in splits.values() for shard in split.shards):
+        path, expected = directory / shard.file, shard.tokens * np.dtype(index.dtype).itemsize
+        found = path.stat().st_size if path.is_file() else -1
+        if found != expected:
+            state = "is missing" if found < 0 else f"has {found} bytes"
+            raise DataError(
+                f"{path} {state}, the index says {expected} bytes",
+                hint=f"remove {directory} and prepare the text again",
+            )
     return index
 
 
 def map_tokens(directory: Path, index: ShardIndex, split: Split) -> list[Tokens]:
     """Returns the shards of a split as memory-mapped arrays, in order."""
-    maps = []
-    for shard in index.splits[split].shards:
-        mapped = np.memmap(directory / shard.file, dtype=index.dtype, mode="r")
-        # A plain array over the same memory: slicing a memmap object costs four times as much.
-        maps.append(cast("Tokens", np.asarray(mapped)))
-    return maps
+    paths = (directory / shard.file for shard in index.splits[split].shards)
+    # Plain arrays over the same memory: slicing a memmap object costs four times as much.
+    return [cast("Tokens", np.asarray(np.memmap(path, dtype=index.dtype, mode="r"))) for path in paths]
 
 
-def verify_hashes(directory: Path, index: ShardIndex) -> None:
-    """Reads every shard and compares its hash.
+def default_path() -> Path:
+    """Returns where the shards of the embedded data set lie by default, e.g. ~/.cache/slurm_train/stdlib-3.11.2."""
+    return Path("~/.cache/slurm_train").expanduser() / f"stdlib-{platform.python_version()}"
+
+
+def fingerprint_of(hashes: Iterable[str], *, context: int) -> str:
+    """Returns the fingerprint of prepared text: its shards' hashes and the length of a window, 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(f"{context} {' '.join(hashes)}".encode())
+
+
+def known_fingerprint(data: Mapping[str, Any], *, cwd: Path) -> str | None:
+    """Returns the training samples' fingerprint where it can be told without the data set's own code, else None.
+
+    Args:
+        data: the `data` mapping of a configuration.
+        cwd: directory that a relative path starts from.
+    """
+    if data.get("_target_") == "slurm_train.data.stdlib.build" and not data.get("path"):
+        directory = default_path()
+    elif data.get("_target_") in ("slurm_train.data.text.build", "slurm_train.data.stdlib.build"):
+        directory = cwd / Path(str(data.get("path"))).expanduser()
+    else:
+        return None
+    try:
+        shards = (read_json(directory / INDEX) or {})["splits"]["train"]["shards"]
+        return fingerprint_of([str(shard["xxh3_128"]) for shard in shards], context=int(data.get("context", 256)))
+    except (KeyError, TypeError, OSError):
+        return None
+
+
+def require_readable(data: Mapping[str, Any], *, cwd: Path) -> None:
+    """Checks on the login node that prepared text is there; other data sets only their own code can check.
+
+    Args:
+        data: the `data` mapping of a configuration.
+        cwd: directory that a relative path starts from.
 
     Raises:
-        DataError: a shard's content has changed since it was prepared.
+        DataError: prepared text is asked for, and the directory holds none.
     """
-    for split in index.splits.values():
-        for shard in split.shards:
-            found = hash_file(directory / shard.file)
-            if found != shard.xxh3_128:
-                raise DataError(
-                    f"{directory / shard.file} has hash {found}, the index says {shard.xxh3_128}",
-                    hint=f"remove {directory} and prepare the text again",
-                )
-
-
-def hash_file(path: Path) -> str:
-    """Returns the xxh3_128 of a file's bytes, 32 hex digits."""
-    hasher = xxhash.xxh3_128()
-    for block in _blocks(path):
-        hasher.update(block)
-    return hasher.hexdigest()
-
-
-def _blocks(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(size):
-            yield block
-
-
-def _split_from(value: dict[str, Any]) -> SplitIndex:
-    return SplitIndex(**{**value, "shards": tuple(Shard(**shard) for shard in value["shards"])})
-
-
-def _check_lengths(directory: Path, index: ShardIndex) -> None:
-    if index.dtype not in DTYPES:
-        raise DataError(f"{directory / INDEX} says dtype {index.dtype!r}", hint=f"it must be one of {DTYPES}")
-    width = np.dtype(index.dtype).itemsize
-    for split in index.splits.values():
-        for shard in split.shards:
-            path = directory / shard.file
-            found = path.stat().st_size if path.is_file() else -1
-            if found != shard.tokens * width:
-                state = "is missing" if found < 0 else f"has {found} bytes"
-                raise DataError(
-                    f"{path} {state}, the index says {shard.tokens * width} bytes",
-                    hint=f"remove {directory} and prepare the text again",
-                )
+    if data.get("_target_") != "slurm_train.data.text.build":
+        return
+    directory = cwd / Path(str(data.get("path"))).expanduser()
+    if read_json(directory / INDEX) is None:
+        raise DataError(
+            f"data.path={data.get('path')} holds no prepared text: {directory / INDEX} is missing or broken",
+            hint=f"make it with `python -m slurm_train prepare TEXT_FILES --out {data.get('path')}`",
+        )

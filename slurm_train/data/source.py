@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slurm_train.data.permutation import Int64Array
+from slurm_train.data.order import Int64Array
 from slurm_train.errors import DataError
 
 Lengths = NDArray[np.integer[Any]]
+IGNORED = -100
+"""What torch's cross entropy passes over: targets that only pad a sample do not count."""
 
 
 class Draw(NamedTuple):
@@ -56,17 +58,17 @@ class SampleSource(Protocol):
 def lengths_of(source: SampleSource) -> Lengths:
     """Returns what each sample costs, whole numbers (len(source),).
 
-    A source, or the map-style data set that it reads, says it by an attribute or method `lengths`: a numpy array (a
+    They are the attribute or method `lengths` of a source, or of the map-style data set that it reads: a numpy array (a
     memory-mapped one will do), a tensor or a list.
 
     Raises:
-        DataError: it does not.
+        DataError: there is none, or the lengths are not whole numbers.
     """
     found = getattr(source, "lengths", None)
     found = found() if callable(found) else found
     if found is None:
         raise DataError(
-            f"batch.by_length was asked, but {type(source).__name__} does not say how long its samples are",
+            f"batch.by_length=true needs the lengths of samples, and {type(source).__name__} has none",
             hint="give the data set an attribute `lengths`: one whole number per sample",
         )
     lengths = np.asarray(found)

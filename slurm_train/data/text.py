@@ -1,14 +1,116 @@
-"""A user's own text, as `python -m slurm_train prepare` made it. Torch-free until `build`."""
+"""A user's own text, as `python -m slurm_train prepare` made it: windows of tokens over memory-mapped shards.
+
+Shapes: B windows, T tokens of context. A window is T + 1 tokens at stride T, so every token is a target at most once.
+Training takes whole windows; evaluation also the last, shorter one of each shard, padded with targets that the loss
+passes over, so each held-out token counts exactly once.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from slurm_train.data.shards import Split, read_index
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from slurm_train.data.tokens import TokenSource
+from slurm_train.data.order import Int64Array
+from slurm_train.data.prepare import BYTES, TOKENIZER, Encoding, load_encoding
+from slurm_train.data.shards import ShardIndex, Split, Tokens, fingerprint_of, map_tokens, read_index
+from slurm_train.data.source import IGNORED
+from slurm_train.errors import DataError
+
+
+class TokenSource:
+    """The windows of one split.
+
+    Args:
+        directory: where the shards lie.
+        index: what `read_index(directory)` gave.
+        context: T, tokens of a window.
+        split: "train" or "heldout".
+
+    Raises:
+        DataError: no shard is as long as one window.
+    """
+
+    def __init__(self, directory: Path, *, index: ShardIndex, context: int, split: Split) -> None:
+        self.index = index
+        self.context = context
+        self.split = split
+        self._directory = directory
+        self._shards = map_tokens(directory, index, split)
+        self._whole = [_whole_windows(tokens, context) for tokens in self._shards]
+        up = context - 1 if split == "heldout" else 0  # a last, shorter window counts as one
+        counts = [(len(tokens) - 1 + up) // context for tokens in self._shards]
+        self._starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        if len(self) == 0:
+            raise DataError(
+                f"{directory} has no {split} window of {context} tokens: {index.splits[split].targets} tokens in all",
+                hint="lower data.context, or prepare more text",
+            )
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def bytes_per_target(self) -> float:
+        """Bytes of text per predicted token: loss in nats / ln 2 / this = bits per byte."""
+        split = self.index.splits[self.split]
+        return split.bytes / split.targets
+
+    def encoding(self) -> Encoding:
+        """Returns the encoding the shards were made with, to decode what a model writes."""
+        return load_encoding(None if self.index.tokenizer == BYTES else self._directory / TOKENIZER)
+
+    def shards(self) -> list[Tokens]:
+        """Returns the memory-mapped shards; in each, all tokens but the first are targets."""
+        return self._shards
+
+    def fingerprint(self) -> str:
+        """Returns a hash over the shards' hashes and the window's length."""
+        hashes = (shard.xxh3_128 for shard in self.index.splits[self.split].shards)
+        return fingerprint_of(hashes, context=self.context)
+
+    def batch(self, indices: Int64Array) -> tuple[Tensor, ...]:
+        """Returns the windows with these numbers: inputs and targets, each int64 (B, T).
+
+        Targets that pad a short window are IGNORED; the inputs beside them are 0.
+        """
+        if len(self._shards) == 1:
+            return self._gather(0, indices)
+        shard_of = np.searchsorted(self._starts, indices, side="right") - 1
+        inputs_BT = torch.empty(len(indices), self.context, dtype=torch.int64)
+        targets_BT = torch.empty_like(inputs_BT)
+        for shard in np.unique(shard_of):
+            rows = np.flatnonzero(shard_of == shard)
+            inputs_BT[rows], targets_BT[rows] = self._gather(int(shard), indices[rows] - self._starts[shard])
+        return inputs_BT, targets_BT
+
+    def _gather(self, shard: int, numbers: Int64Array) -> tuple[Tensor, Tensor]:
+        whole = self._whole[shard]
+        short = numbers >= len(whole)
+        if not short.any():
+            return _as_tensors(whole[numbers].astype(np.int64))
+        windows = np.full((len(numbers), self.context + 1), IGNORED, dtype=np.int64)
+        windows[~short] = whole[numbers[~short]]
+        tail = self._shards[shard][len(whole) * self.context :]
+        windows[short, : len(tail)] = tail
+        inputs_BT, targets_BT = _as_tensors(windows)
+        return inputs_BT.clamp_(min=0), targets_BT
+
+
+def _whole_windows(tokens: Tokens, context: int) -> Tokens:
+    """Returns a view (windows, T + 1) of a shard; neighbours share one token."""
+    count = (len(tokens) - 1) // context
+    stride = tokens.strides[0]
+    return np.lib.stride_tricks.as_strided(
+        tokens, shape=(count, context + 1), strides=(context * stride, stride), writeable=False
+    )
+
+
+def _as_tensors(windows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
 
 def build(*, path: str, context: int = 256, split: Split = "train") -> TokenSource | None:
@@ -22,8 +124,6 @@ def build(*, path: str, context: int = 256, split: Split = "train") -> TokenSour
     Raises:
         DataError: there are no whole shards in the directory.
     """
-    from slurm_train.data.tokens import TokenSource
-
     directory = Path(path).expanduser()
     index = read_index(directory)
     if split == "heldout" and not index.splits[split].targets:

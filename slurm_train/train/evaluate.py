@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slurm_train.data.batches import evaluation_batches
 from slurm_train.data.source import SampleSource, lengths_of
-from slurm_train.data.stream import evaluation_batches
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.models.objective import Objective, default_sums
 from slurm_train.supervise.signals import StopFlag

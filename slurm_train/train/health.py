@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
-from slurm_train.checkpoint.retention import discard_from
-from slurm_train.data.global_batches import GlobalBatches
+from slurm_train.checkpoint.commit import Place
+from slurm_train.data.batches import GlobalBatches
 from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.events import append_event, read_events
@@ -113,8 +113,8 @@ class Health:
         self._checkpointer.finish()
         # On the nodes first: what is left there after a kill could be brought in again.
         on_every_rank(group, lambda: self._checkpointer.discard_local_from(bad_step))
-        fence = partial(check_fence, run, attempt)
-        on_rank_zero(group, lambda: discard_from(run.checkpoints, bad_step, attempt=attempt, fence=fence))
+        place = Place(root=run.checkpoints, attempt=attempt, fence=partial(check_fence, run, attempt))
+        on_rank_zero(group, lambda: place.discard_from(bad_step))
         position, notes = self._checkpointer.resume()
         if position.step == 0:
             raise SlurmTrainError(

@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
+from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.checkpoint.load import choose_checkpoint
-from slurm_train.checkpoint.local import LocalTier, claim_local, discard_local, open_private, save_local
-from slurm_train.checkpoint.local_copy import copy_to_run, held_by_all, newest_reachable
+from slurm_train.checkpoint.local import NodePlace, Reachable, copy_to_run, newest_reachable, open_private
+from slurm_train.checkpoint.save import save_to
 from slurm_train.distributed.group import open_side_group
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.rundir.attempts import check_fence, read_ledger
 from slurm_train.train.context import Rank
 
 if TYPE_CHECKING:
-    from slurm_train.checkpoint.background import BackgroundSaver
     from slurm_train.checkpoint.load import Choice
     from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
-    from slurm_train.checkpoint.save import Saved
+    from slurm_train.checkpoint.save import BackgroundSaver, Saved
     from slurm_train.rundir.layout import RunDirectory
 
 
@@ -89,7 +89,7 @@ class LocalSaves:
     """This rank's part in the fast tier. All ranks make the same calls in the same order."""
 
     run: RunDirectory
-    tier: LocalTier
+    tier: NodePlace
     keep: int
     """Whole checkpoints that stay in the run directory."""
     copy_every: int
@@ -102,7 +102,7 @@ class LocalSaves:
         """Returns the save of these tensors on the nodes, for the saving thread; it hands copies on."""
 
         def save() -> Saved:
-            saved, manifest = save_local(
+            saved = save_to(
                 self.tier,
                 tensors=tensors,
                 rank_state=rank_state,
@@ -110,6 +110,8 @@ class LocalSaves:
                 group=group,
                 protect={self.copier.name},
             )
+            manifest = saved.manifest
+            assert manifest is not None
             self.saves_since_copy += 1
             if on_rank_zero(group, lambda: self.saves_since_copy >= self.copy_every and self.copier.is_idle()):
                 self.saves_since_copy = 0
@@ -121,7 +123,9 @@ class LocalSaves:
     def bring_in(self, *, above: int) -> list[str]:
         """Copies what the nodes have beyond a step into the run directory; returns what a person should know."""
         attempts = on_rank_zero(dist.group.WORLD, lambda: sorted(recent_attempts(self.run, self.tier.attempt)))
-        found = newest_reachable(self.tier, group=dist.group.WORLD, attempts=attempts, above=above)
+        found = newest_reachable(
+            self.tier, lambda manifest: manifest.attempt in attempts and manifest.step > above, group=dist.group.WORLD
+        )
         if found is None:
             return []
         step = found.manifest.step
@@ -134,19 +138,19 @@ class LocalSaves:
     def discard_from(self, step: int) -> None:
         """Removes this node's checkpoints of a step and later ones: the run goes back to before it."""
         if self.tier.is_leader:
-            discard_local(self.tier, step=step)
+            self.tier.discard_from(step)
 
     def close(self) -> None:
         """Leaves nothing on the node: the run is finished, and all that counts is in the run directory."""
         self.copier.settle()
         if self.tier.is_leader:
             with contextlib.suppress(OSError):
-                discard_local(self.tier, step=0)
+                self.tier.discard_from(0)
                 self.tier.root.rmdir()
                 self.tier.root.parent.rmdir()
 
     def _copy(self, manifest: Manifest) -> Saved:
-        found = held_by_all(self.tier, manifest, group=self.copier.group)
+        found = newest_reachable(self.tier, lambda held: held == manifest, group=self.copier.group)
         if found is None:
             raise CheckpointError(
                 f"step {manifest.step} is not whole on the nodes any more",
@@ -154,8 +158,16 @@ class LocalSaves:
             )
         return self._copy_to_run(found, group=self.copier.group)
 
-    def _copy_to_run(self, found: Any, *, group: Any) -> Saved:
-        return copy_to_run(self.tier, self.run.checkpoints, found, group=group, keep=self.keep)
+    def _copy_to_run(self, found: Reachable, *, group: dist.ProcessGroup | None) -> Saved:
+        tier = self.tier
+        run = Place(
+            root=self.run.checkpoints,
+            attempt=tier.attempt,
+            keep=self.keep,
+            fence=tier.fence,
+            is_leader=dist.get_rank() == 0,
+        )
+        return copy_to_run(tier, run, found, group=group)
 
 
 def choose(run: RunDirectory, attempt: int, local: LocalSaves | None) -> tuple[Choice | None, list[str]]:
@@ -174,7 +186,7 @@ def choose(run: RunDirectory, attempt: int, local: LocalSaves | None) -> tuple[C
     if local is None:
         return choose_in_run(), []
     tier = local.tier
-    on_every_rank(group, lambda: claim_local(tier))
+    on_every_rank(group, tier.claim_all)
     notes = local.bring_in(above=on_rank_zero(group, lambda: newest_committed_step(run.checkpoints)))
     try:
         choice = choose_in_run()
@@ -213,7 +225,7 @@ def build_local_saves(rank: Rank) -> LocalSaves | None:
     settings, place, run = rank.config.checkpoint, rank.place, rank.run
     if settings.local_dir is None:
         return None
-    from slurm_train.checkpoint.background import BackgroundSaver
+    from slurm_train.checkpoint.save import BackgroundSaver
 
     base = Path(expand(settings.local_dir, rank.env))
     key = hashlib.sha256(str(run.path).encode()).hexdigest()[:12]
@@ -224,7 +236,7 @@ def build_local_saves(rank: Rank) -> LocalSaves | None:
     opened = on_every_rank(
         dist.group.WORLD, lambda: (place.node_rank, str(open_private(base, *parts)) if is_leader else "")
     )
-    tier = LocalTier(
+    tier = NodePlace(
         root=Path(next(path for node, path in opened if path and node == place.node_rank)),
         node=place.node_rank,
         is_leader=is_leader,

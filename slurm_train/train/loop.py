@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from slurm_train.checkpoint.agreement import on_rank_zero
+from slurm_train.data.batches import MicroBatch
 from slurm_train.data.order import DIGEST_MODULUS, samples_digest
-from slurm_train.data.stream import MicroBatch
 from slurm_train.distributed.group import use_steady_timeout
 from slurm_train.distributed.seeds import mix
 from slurm_train.rundir.events import append_event

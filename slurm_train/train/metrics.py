@@ -25,7 +25,7 @@ from slurm_train.train.loop import Loop, format_measures
 from slurm_train.train.step import StepResult
 
 if TYPE_CHECKING:
-    from slurm_train.data.tokens import TokenSource
+    from slurm_train.data.text import TokenSource
 
 # A killed attempt loses what it did since its last account.
 _ACCOUNT_EVERY_S = 2.0

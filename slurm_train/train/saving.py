@@ -39,11 +39,10 @@ from slurm_train.train.local_tier import LocalSaves, build_local_saves, choose
 from slurm_train.train.passes import Exchange
 
 if TYPE_CHECKING:
-    from slurm_train.checkpoint.background import BackgroundSaver, Outcome
     from slurm_train.checkpoint.load import Choice
     from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
-    from slurm_train.checkpoint.save import Saved
-    from slurm_train.checkpoint.staging import StagingBuffers
+    from slurm_train.checkpoint.save import BackgroundSaver, Outcome, Saved
+    from slurm_train.checkpoint.state import StagingBuffers
 
 # What may have been changed on purpose is the configuration's, not the checkpoint's.
 _CONFIGURED = ("betas", "eps", "weight_decay")
@@ -204,7 +203,6 @@ class Checkpointer:
         Call it when the optimizer's state is there.
         """
         from slurm_train.checkpoint.state import own_tensors
-        from slurm_train.checkpoint.tensors import load_writer
 
         if self.background is None:
             return
@@ -215,7 +213,10 @@ class Checkpointer:
         )
 
         def work() -> None:
-            load_writer()
+            # Imports what a save needs: 0.1 s or more, so better before the first save than in it.
+
+            import slurm_train.checkpoint.tensors  # noqa: F401
+
             buffers.prepare(tensors)
 
         self.background.saver.prepare(work)
@@ -264,7 +265,7 @@ class Checkpointer:
 
     def _save_now(self, position: Position, *, local: LocalSaves | None) -> None:
         """Saves while the training waits, without a thread."""
-        from slurm_train.checkpoint.background import Outcome
+        from slurm_train.checkpoint.save import Outcome
 
         start = self.rank.clock()
         saved = self._work(self._own_state(), position, local=local)()
@@ -448,8 +449,8 @@ def build_checkpointer(
 
 def build_background(rank: Rank) -> Background:
     """Returns what saves in the background. Collective over all ranks."""
-    from slurm_train.checkpoint.background import BackgroundSaver
-    from slurm_train.checkpoint.staging import StagingBuffers
+    from slurm_train.checkpoint.save import BackgroundSaver
+    from slurm_train.checkpoint.state import StagingBuffers
 
     return Background(
         saver=BackgroundSaver(clock=rank.clock),

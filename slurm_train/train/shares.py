@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_train.config.batch import MOST, BatchPlan, Choice, sizes_by_speed, sizes_by_weight, sizes_in_words
+from slurm_train.data.batches import BatchStream
 from slurm_train.data.source import Draw
-from slurm_train.data.stream import BatchStream
 from slurm_train.metrics.progress import Display
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.events import append_event

@@ -18,18 +18,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from slurm_train.checkpoint.digest import saved_weights, weights_digest
+from slurm_train.checkpoint.export import saved_weights, weights_digest
 from slurm_train.checkpoint.state import names_of_groups
 from slurm_train.config.batch import planned_lr
 from slurm_train.config.layout import stages_of
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import TARGET, instantiate
+from slurm_train.data.batches import BatchStream, GlobalBatches, LengthBatches, MicroBatch, Prefetch, Split
 from slurm_train.data.build import build_source, prefetch_depth
-from slurm_train.data.global_batches import GlobalBatches, LengthBatches, Split
 from slurm_train.data.order import SampleOrder
-from slurm_train.data.prefetch import Prefetch
 from slurm_train.data.source import SampleSource, lengths_of
-from slurm_train.data.stream import BatchStream, EvenBatches, MicroBatch
 from slurm_train.distributed.group import shutdown
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.distributed.seeds import seed_everything
@@ -350,7 +348,7 @@ def build_global_batches(rank: Rank, source: SampleSource, position: Position) -
     """
     config, global_size = rank.config, rank.plan.global_size
     order = SampleOrder(len(source), seed=config.seed)
-    batches: GlobalBatches = EvenBatches(order, global_size=global_size)
+    batches = GlobalBatches(order, global_size=global_size)
     if config.batch.by_length:
         first, pool = position.batch_since[1], config.batch.pool
         batches = LengthBatches(order, lengths_of(source), global_size=global_size, pool_batches=pool, first=first)

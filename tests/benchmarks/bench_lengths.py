@@ -191,7 +191,8 @@ class Counts:
 
     def pad(self, samples: list[Any]) -> Any:
         """Collates and counts."""
-        from slurm_train.data.padding import IGNORED, pad
+        from slurm_train.data.mapstyle import pad
+        from slurm_train.data.source import IGNORED
 
         inputs, targets = pad(samples)
         self.padded += inputs.numel()

@@ -95,10 +95,10 @@ def build(kwargs: dict[str, int], tokens: Any, *, accumulation: int, half: bool)
 
     import torch
 
-    from slurm_train.checkpoint.staging import StagingBuffers
+    from slurm_train.checkpoint.state import StagingBuffers
     from slurm_train.config.batch import BatchPlan
     from slurm_train.config.schema import DdpSection, OptimSection
-    from slurm_train.data.stream import MicroBatch
+    from slurm_train.data.batches import MicroBatch
     from slurm_train.models.gpt import GPT
     from slurm_train.models.objective import Objective
     from slurm_train.supervise.signals import StopFlag

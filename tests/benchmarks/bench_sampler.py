@@ -83,8 +83,7 @@ def measure_permutation(size: int) -> dict[str, float]:
     """Returns what the order of samples costs for an epoch of so many."""
     import numpy as np
 
-    from slurm_train.data.order import SampleOrder
-    from slurm_train.data.permutation import KeyedPermutation
+    from slurm_train.data.order import KeyedPermutation, SampleOrder
 
     KeyedPermutation(size, seed=1, epoch=1)(np.arange(4, dtype=np.int64))  # numpy's own first call
     before = _peak_mb()

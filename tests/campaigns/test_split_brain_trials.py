@@ -9,7 +9,7 @@ import pytest
 from slurm_train.rundir.layout import RunDirectory
 from tests.campaigns.commit_watch import CommitWatch
 from tests.campaigns.split_brain_trials import MODES, STEPS, Commit, History, plan_trials, what_is_wrong
-from tests.checkpoint.conftest import make_checkpoint
+from tests.support.small_checkpoints import make_checkpoint
 
 OLD = Commit(name="checkpoint_0000008", attempt=0, time_unix_s=90.0, seen_for_s=30.0)
 NEW = Commit(name="checkpoint_0000010", attempt=1, time_unix_s=110.0, seen_for_s=30.0)

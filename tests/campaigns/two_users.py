@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slurm_train.checkpoint.commit import claim, commit, no_fence
+from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.directory import verify
-from slurm_train.checkpoint.local import LocalTier, claim_local, open_private, prune_local
-from slurm_train.checkpoint.local_copy import copy_to_run, newest_reachable
+from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable, open_private
 from tests.campaigns.memory import in_memory
 from tests.campaigns.result import Result
 from tests.support.small_checkpoints import make_header, stage
@@ -107,16 +106,17 @@ def try_once(memory: Path, obstacle: Callable[[Path, Path], None], victims: tupl
 def _save_and_resume(base: Path, memory: Path, uid: int, attempt: int) -> None:
     """One attempt of a user: it resumes what the one before has saved, and saves."""
     root, home = open_private(base, f"run-{uid}", "node"), memory / f"home-{uid}" / "checkpoints"
-    tier = LocalTier(root=root, node=0, is_leader=True, keep=2, attempt=attempt, fence=no_fence)
-    claim_local(tier)
-    claim(home, attempt=attempt)
+    tier = NodePlace(root=root, node=0, keep=2, attempt=attempt)
+    tier.claim_all()
+    run = Place(root=home, attempt=attempt)
+    run.claim()
     if attempt:
-        found = newest_reachable(tier, group=None, attempts={attempt - 1}, above=-1)
+        found = newest_reachable(tier, lambda held: held.attempt == attempt - 1, group=None)
         assert found is not None, f"uid {uid} does not find what it has saved, in {root}"
-        saved = copy_to_run(tier, home, found, group=None, keep=1)
+        saved = copy_to_run(tier, run, found, group=None)
         assert verify(saved.path).written_by == str(uid)
     staging, manifest = stage(root, make_header(1 + attempt, attempt=attempt, written_by=str(uid)))
-    prune_local(tier, newest=commit(staging, manifest))
+    tier.prune(tier.commit(staging, manifest))
 
 
 def _reach(base: Path, others: list[int]) -> None:

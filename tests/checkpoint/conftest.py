@@ -1,4 +1,4 @@
-"""A folder in memory for checkpoints, and the means to make small ones."""
+"""A folder in memory for checkpoints."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-
-from tests.support.small_checkpoints import make_checkpoint, make_header, stage
 
 
 @pytest.fixture
@@ -27,13 +24,3 @@ def fast_path(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def root(fast_path: Path) -> Path:
     return fast_path / "checkpoints"
-
-
-@pytest.fixture
-def kit() -> SimpleNamespace:
-    """Short names for what most tests here use."""
-    return SimpleNamespace(
-        header=make_header,
-        stage=stage,
-        make=make_checkpoint,
-    )

@@ -1,4 +1,4 @@
-"""Names have one owner: what a commit, a claim and a removal do, at once or arbitrarily late."""
+"""Names have one owner: what a commit, a claim, a prune and a removal do, at once or arbitrarily late."""
 
 from __future__ import annotations
 
@@ -6,120 +6,179 @@ import shutil
 
 import pytest
 
-from slurm_train.checkpoint.commit import claim, commit, committed_path, discard, open_staging, own_saved, take
+from slurm_train.checkpoint import commit as commit_module
+from slurm_train.checkpoint.commit import Place, discard
 from slurm_train.checkpoint.directory import newest_verified, verify
 from slurm_train.checkpoint.manifest import FileRecord, Manifest
 from slurm_train.errors import CheckpointError, RunError
-from slurm_train.rundir.layout import CheckpointName, list_checkpoints, name_of
+from slurm_train.rundir.layout import list_checkpoints, name_of
+from tests.support.small_checkpoints import make_checkpoint, make_header, stage, steps_in
 
 
-def names(root):
-    return sorted(path.name for path in root.iterdir())
+@pytest.fixture
+def place(root):
+    """Returns an attempt's hold on the directory."""
+    return lambda attempt=1, **changes: Place(root=root, attempt=attempt, **changes)
 
 
 def owners(root):
     return [(name_of(path).step, name_of(path).attempt) for path in list_checkpoints(root)]
 
 
-def test_commit_leaves_one_verified_directory(root, kit):
-    staging, manifest = kit.stage(root, kit.header(3))
-    final = commit(staging, manifest)
-    assert verify(final) == manifest
-    assert names(root) == [final.name] == [staging.name.removesuffix(".tmp")]
+def overtaken():
+    raise RunError("attempt 2 has taken over")
 
 
-def test_staging_is_always_fresh(root):
-    first, second = (open_staging(root, step=3, attempt=1) for _ in range(2))
-    assert first != second
-    assert name_of(committed_path(first))[:2] == (3, 1)
+def test_commit_leaves_one_verified_directory(root, place):
+    staging, manifest = stage(root, make_header(3))
+    assert place().open_staging(3) != staging, "always a fresh one"
+    final = place().commit(staging, manifest)
+    assert verify(final) == manifest and final.name == staging.name.removesuffix(".tmp")
 
 
-def test_a_step_that_is_saved_and_verifies_is_found(root, kit):
-    final = kit.make(root, 3)
-    assert own_saved(root, step=3, attempt=1) == final
-    assert own_saved(root, step=3, attempt=2) is None, "another attempt's"
+def test_a_step_that_is_saved_and_verifies_is_not_written_again(root, place):
+    final = make_checkpoint(root, 3)
+    assert place().begin(3) == final
+    assert place(2).begin(3).name.endswith(".tmp"), "another attempt's"
     (final / "__1_0.distcp").write_bytes(b"damaged")
-    assert own_saved(root, step=3, attempt=1) is None
+    assert place().begin(3).name.endswith(".tmp")
 
 
-def test_the_fence_is_checked_right_before_the_rename(root, kit):
-    staging, manifest = kit.stage(root, kit.header(3))
+def test_the_fence_is_checked_right_before_the_rename(root, place):
+    staging, manifest = stage(root, make_header(3))
     seen = []
 
     def fence():
         seen.extend(path.name for path in root.iterdir())
-        raise RunError("attempt 2 has taken over")
+        overtaken()
 
     with pytest.raises(RunError, match="taken over"):
-        commit(staging, manifest, fence=fence)
-    assert seen == [staging.name]
-    assert (staging / "COMPLETE").exists()
+        place(fence=fence).commit(staging, manifest)
+    assert seen == [staging.name] and (staging / "COMPLETE").exists()
     assert newest_verified(root).found is None
 
 
 @pytest.mark.parametrize("size", [23, None])
-def test_a_file_that_rank_zero_does_not_see_whole_stops_the_commit(root, kit, size):
-    staging, manifest = kit.stage(root, kit.header(3))
+def test_a_file_that_rank_zero_does_not_see_whole_stops_the_commit(root, place, size):
+    staging, manifest = stage(root, make_header(3))
     record = FileRecord(bytes=size or 5, xxh3_128="0" * 32)
-    files = dict(manifest.files) | {"__0_0.distcp" if size else "__1_0.distcp": record}
+    files = dict(manifest.files) | {"__0_0.distcp" if size else "__2_0.distcp": record}
     with pytest.raises(CheckpointError, match=r"distcp"):
-        commit(staging, Manifest.of(kit.header(3), files))
+        place().commit(staging, Manifest.of(make_header(3), files))
     assert list_checkpoints(root) == []
 
 
-def test_a_claim_renames_what_holds_and_leaves_what_does_not(root, kit):
-    old, older, damaged = kit.make(root, 2), kit.make(root, 1), kit.make(root, 3)
+def test_a_claim_renames_what_holds_and_leaves_what_does_not(root, place):
+    old, _, damaged = make_checkpoint(root, 2), make_checkpoint(root, 1), make_checkpoint(root, 3)
     (damaged / "__1_0.distcp").write_bytes(b"x" * 24)
-    kit.stage(root, kit.header(4))
-    search = claim(root, attempt=7)
+    stage(root, make_header(4))
+    search = place(7).claim()
     assert search.found is not None
     assert search.found[0] == old.with_name(str(name_of(old)._replace(attempt=7)))
     assert [passed.path for passed in search.passed_over] == [damaged]
     assert owners(root) == [(3, 1), (2, 7), (1, 7)]
     assert not list(root.glob("*.tmp")), "an earlier attempt's staging directory is in the trash"
-    assert not older.exists()
-    assert claim(root, attempt=7).found == search.found, "its own are not renamed again"
+    assert place(7).claim().found == search.found, "its own are not renamed again"
+    with pytest.raises(CheckpointError, match=r"belongs to attempt 7, so attempt 4 cannot go on from it"):
+        place(4).claim()
 
 
-def test_a_late_commit_of_an_earlier_attempt_finds_its_staging_directory_gone(root, kit):
-    kit.make(root, 1)
-    staging, manifest = kit.stage(root, kit.header(3))
+def test_what_an_earlier_attempt_does_late_finds_its_source_gone(root, place):
+    """Its fence says nothing, so only the names stop it."""
+    make_checkpoint(root, 1)
+    staging, manifest = stage(root, make_header(3))
     with pytest.raises(FileNotFoundError):
-        commit(staging, manifest, fence=lambda: claim(root, attempt=2) and None)
+        place(fence=lambda: place(2).claim() and None).commit(staging, manifest)
     assert owners(root) == [(1, 2)]
+    assert not discard(list_checkpoints(root)[0], fence=lambda: place(3).claim() and None)
+    assert owners(root) == [(1, 3)]
 
 
-def test_a_late_removal_of_an_earlier_attempt_finds_nothing(root, kit):
-    path = kit.make(root, 3)
-    assert not discard(path, fence=lambda: claim(root, attempt=2) and None)
-    found = newest_verified(root).found
-    assert found is not None and name_of(found[0]).attempt == 2
+@pytest.mark.parametrize(("late", "expected"), [("claimed", (3, 3)), ("removed", (1, 3))])
+def test_a_checkpoint_that_an_earlier_attempt_moves_during_the_claim(root, place, late, expected):
+    """Attempt 2 was stopped in its own claim or removal, and carries it out between attempt 3's look and rename."""
+    make_checkpoint(root, 1)
+    path = make_checkpoint(root, 3)
+    works = iter([lambda: place(2).claim_one(path) if late == "claimed" else shutil.rmtree(path)])
+    found = place(3, fence=lambda: next(works, lambda: None)() and None).claim().found
+    assert found is not None and name_of(found[0])[:2] == expected
 
 
-def test_what_a_later_attempt_owns_is_not_claimed(root, kit):
-    path = kit.make(root, 3, attempt=5)
-    with pytest.raises(CheckpointError, match=r"belongs to attempt 5, so attempt 4 cannot go on from it"):
-        claim(root, attempt=4)
-    assert list_checkpoints(root) == [path]
+def test_the_newest_whole_ones_stay(root, place):
+    paths = [make_checkpoint(root, step) for step in (1, 2, 3, 4)]
+    pruned = place(keep=2).prune(paths[-1])
+    assert (pruned.kept, pruned.removed) == ((paths[3], paths[2]), (paths[1], paths[0]))
+    assert (pruned.untrusted, pruned.problems) == ((), ())
+    assert sorted(root.iterdir()) == paths[2:], "nothing is in the trash"
+    place(keep=1).prune(paths[-1], protect={paths[2].name})
+    assert steps_in(root) == [4, 3]
 
 
-def test_a_checkpoint_that_an_earlier_attempt_claims_late_is_followed(root, kit):
-    """Attempt 2 was stopped in its own claim, and carries it out between attempt 3's look and rename."""
-    path = kit.make(root, 3)
-    late = iter([lambda: take(path, attempt=2)])
-    found = claim(root, attempt=3, fence=lambda: next(late, lambda: None)() and None).found
-    assert found is not None
-    assert owners(root) == [(3, 3)]
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keep_below_one_is_refused(place, keep):
+    with pytest.raises(CheckpointError, match=f"checkpoint.keep={keep} would remove the newest"):
+        place(keep=keep)
 
 
-def test_a_checkpoint_that_is_removed_during_the_claim_gives_way_to_the_one_before(root, kit):
-    kit.make(root, 1)
-    path = kit.make(root, 3)
-    found = claim(root, attempt=2, fence=lambda: shutil.rmtree(path, ignore_errors=True)).found
-    assert found is not None and found[1].step == 1
+@pytest.mark.parametrize("content", [b"short", b"flipped bits, same size!"])
+def test_one_that_is_newer_than_what_was_just_saved_does_not_count(root, place, content):
+    """It was passed over when the run resumed; bytes are not read again, so its sizes may hold."""
+    paths = {step: make_checkpoint(root, step) for step in (1, 2, 3)}
+    (paths[3] / "__1_0.distcp").write_bytes(content)
+    assert place().prune(paths[2]).untrusted == (paths[3],)
+    assert steps_in(root) == [3, 2]
 
 
-def test_names_say_step_attempt_and_save(root):
-    name = CheckpointName(1000, 2, "3f9a1c07")
-    assert str(name) == "checkpoint_0001000_attempt_0002_3f9a1c07"
-    assert str(CheckpointName(12345678, 12345, "00000000")) == "checkpoint_12345678_attempt_12345_00000000"
+def test_a_damaged_one_gives_way_when_its_step_is_saved_again(root, place):
+    damaged = make_checkpoint(root, 3)
+    (damaged / "__1_0.distcp").write_bytes(b"short")
+    newest = make_checkpoint(root, 3, attempt=2)
+    assert place(2, keep=2).prune(newest).removed == (damaged,)
+    assert list_checkpoints(root) == [newest]
+
+
+def test_another_attempts_checkpoints_neither_count_nor_go(root, place):
+    for step, attempt in ((1, 1), (2, 2), (3, 0), (5, 2)):
+        make_checkpoint(root, step, attempt=attempt)
+    place().prune(make_checkpoint(root, 4))
+    assert steps_in(root) == [5, 4, 3, 2]
+
+
+def test_a_fence_stops_the_removal(root, place):
+    paths = [make_checkpoint(root, step) for step in (1, 2)]
+    for remove in (lambda own: own.prune(paths[1]), lambda own: own.discard_from(1)):
+        with pytest.raises(RunError, match="taken over"):
+            remove(place(fence=overtaken))
+    assert steps_in(root) == [2, 1]
+
+
+def test_going_back_removes_a_step_and_later_ones_of_this_and_earlier_attempts(root, place):
+    for step, attempt in ((1, 1), (2, 0), (3, 1), (4, 2)):
+        make_checkpoint(root, step, attempt=attempt)
+    assert [name_of(path).step for path in place().discard_from(2)] == [3, 2]
+    assert steps_in(root) == [4, 1]
+
+
+def test_sweep_takes_leftovers_of_earlier_attempts_only(root, place):
+    kept = make_checkpoint(root, 1)
+    stagings = [stage(root, make_header(9, attempt=attempt))[0] for attempt in (1, 2, 3)]
+    (root / ".trash-checkpoint_0000001-00ff").mkdir()
+    (root / "notes").mkdir()
+    swept = place(2).sweep()
+    assert {path.name for path in root.iterdir()} == {kept.name, stagings[1].name, stagings[2].name, "notes"}
+    assert (len(swept.removed), swept.problems) == (2, ())
+
+
+def test_one_that_cannot_be_removed_is_reported_and_does_not_keep_the_others(root, place, monkeypatch):
+    paths = [make_checkpoint(root, step) for step in (1, 2, 3)]
+    rename = commit_module._rename
+
+    def refuse(source, target):
+        if source == paths[1]:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(commit_module, "_rename", refuse)
+    pruned = place().prune(paths[2])
+    assert pruned.removed == (paths[0],)
+    assert pruned.problems == (f"cannot remove {paths[1]}: [Errno 5] Input/output error",)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 
 from slurm_train.checkpoint.directory import verify
-from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, FileRecord, Manifest, digest_of
+from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, digest_of, read_record
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata, read_metadata
-from slurm_train.checkpoint.shards import read_record
 from slurm_train.checkpoint.tensors import read_tensors, tensor_shapes, write_tensors
 from slurm_train.errors import CheckpointError
+from tests.support.small_checkpoints import make_header
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -35,14 +34,14 @@ class Trap:
         return Path.touch, (self.canary,)
 
 
-def forge(path: Path, header: Any) -> None:
+def forge(path: Path) -> None:
     """Writes manifest and marker that fit whatever lies in the directory."""
     files = {
         entry.name: read_record(entry) for entry in path.iterdir() if entry.name not in (MANIFEST_FILE, COMPLETE_FILE)
     }
-    text = Manifest.of(header, {name: FileRecord(**asdict(record)) for name, record in files.items()}).to_json()
-    (path / MANIFEST_FILE).write_text(text)
-    (path / COMPLETE_FILE).write_text(digest_of(text.encode()))
+    text = Manifest.of(make_header(4), files).to_json().encode()
+    (path / MANIFEST_FILE).write_bytes(text)
+    (path / COMPLETE_FILE).write_bytes(digest_of(text))
 
 
 @pytest.fixture
@@ -64,10 +63,10 @@ def test_what_we_write_is_read_back_without_pickle(honest: Path) -> None:
     assert set(tensor_shapes(honest)) == {"a", "b"}
 
 
-def test_metadata_that_is_code_is_refused_although_every_hash_fits(honest: Path, kit: Any, tmp_path: Path) -> None:
+def test_metadata_that_is_code_is_refused_although_every_hash_fits(honest: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     (honest / METADATA_FILE).write_bytes(pickle.dumps(Trap(canary)))
-    forge(honest, kit.header(4))
+    forge(honest)
     for read in (verify, tensor_shapes, lambda path: read_tensors(path, {"a": torch.zeros(3)}, group=None)):
         with pytest.raises(CheckpointError, match="which no checkpoint needs"):
             read(honest)
@@ -77,11 +76,11 @@ def test_metadata_that_is_code_is_refused_although_every_hash_fits(honest: Path,
     assert canary.exists(), "torch's own reader should have fallen into the trap; else this test proves nothing"
 
 
-def test_a_plain_value_that_is_code_is_not_run(kit: Any, tmp_path: Path) -> None:
+def test_a_plain_value_that_is_code_is_not_run(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     path = tmp_path / "checkpoint_0000004"
     save({"lr": Trap(canary)}, storage_writer=FileSystemWriter(path), no_dist=True)
-    forge(path, kit.header(4))
+    forge(path)
     verify(path)
     with pytest.raises(CheckpointError):
         read_tensors(path, {"lr": 0.0}, group=None)
@@ -126,12 +125,12 @@ def test_metadata_that_leads_out_of_the_directory_is_refused(honest: Path, targe
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 10**9), (10**9, 1), (-1, 1), (8, -16)])
-def test_verify_refuses_parts_that_the_files_do_not_have(honest: Path, kit: Any, offset: int, length: int) -> None:
+def test_verify_refuses_parts_that_the_files_do_not_have(honest: Path, offset: int, length: int) -> None:
     metadata = read_metadata(honest)
     name = next(iter(metadata.storage_data.values())).relative_path
     metadata.storage_data[MetadataIndex("a")] = _StorageInfo(name, offset, length)
     (honest / METADATA_FILE).write_bytes(pickle.dumps(metadata))
-    forge(honest, kit.header(4))
+    forge(honest)
     with pytest.raises(CheckpointError, match="which the checkpoint does not have"):
         verify(honest)
 
@@ -146,13 +145,13 @@ class ByName:
         return getattr, self.found
 
 
-def test_the_enum_of_the_metadata_is_read_by_name_and_by_value(honest: Path, kit: Any) -> None:
+def test_the_enum_of_the_metadata_is_read_by_name_and_by_value(honest: Path) -> None:
     for member in _MEM_FORMAT_ENCODING:
         for form in (ByName(_MEM_FORMAT_ENCODING, member.name), _ByValue(member.value)):
             metadata = read_metadata(honest)
             metadata.planner_data = form
             (honest / METADATA_FILE).write_bytes(pickle.dumps(metadata))
-            forge(honest, kit.header(4))
+            forge(honest)
             verify(honest)
             assert read_metadata(honest).planner_data is member
 

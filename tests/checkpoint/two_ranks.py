@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import distributed
 
-from slurm_train.checkpoint import tensors
-from slurm_train.checkpoint.digest import weights_digest
+from slurm_train.checkpoint import directory
+from slurm_train.checkpoint.export import weights_digest
 from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors
 from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.save import save_checkpoint
-from slurm_train.checkpoint.staging import StagingBuffers
-from slurm_train.checkpoint.state import own_part, restore_training_state, training_state
+from slurm_train.checkpoint.state import StagingBuffers, own_part, restore_training_state, training_state
 from slurm_train.errors import RunError, SlurmTrainError
 from slurm_train.rundir.layout import name_of, parse_name
 from tests.support.small_checkpoints import checkpoint_of
@@ -118,7 +117,7 @@ def failure_scene(root: Path) -> dict[str, Any]:
         results[name] = error_of(lambda state_of_rank=rank_state: save(root, 2, state, rank_state=state_of_rank))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     if rank == 1:
-        tensors._VISIBLE_TIMEOUT_S = 0.0
+        directory.VISIBLE_TIMEOUT_S = 0.0
         exists, Path.exists = Path.exists, sees_nothing
     results["invisible"] = error_of(lambda: save(root, 2, state))
     if rank == 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.checkpoint.commit import commit, open_staging
+from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
 from slurm_train.config.frozen import load_config, trained_settings
 from slurm_train.errors import DataError, RunError
@@ -46,7 +46,8 @@ def save(run: RunDirectory, step: int = 40, **changes: Any) -> Manifest:
     }
     header = CheckpointHeader(**(facts | changes))
     manifest = Manifest.of(header, {})
-    commit(open_staging(run.checkpoints, step=step, attempt=0), manifest)
+    place = Place(root=run.checkpoints, attempt=0)
+    place.commit(place.open_staging(step), manifest)
     return manifest
 
 
@@ -223,7 +224,7 @@ def test_prepared_text_that_was_made_again_is_found_before_anything_is_submitted
     words = ("+cluster=1x1", "data=text", "data.path=tokens")
     run = shell.types(*words).job_and_run[1]
     shell.slurm.account("4711", "CANCELLED by 0")
-    from slurm_train.data.presence import known_fingerprint
+    from slurm_train.data.shards import known_fingerprint
 
     data = load_config(run.config).data
     assert data is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, safe_open
 
-from slurm_train.checkpoint.commit import open_staging
+from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.models.gpt import GPT
@@ -124,7 +124,7 @@ def test_diff_names_tensors_and_facts_and_equal_is_equal(shell, run):
 
 
 def test_gc_keeps_the_newest_and_removes_what_dead_attempts_left(shell, run):
-    staging = open_staging(run.checkpoints, step=3, attempt=0)
+    staging = Place(root=run.checkpoints, attempt=0).open_staging(3)
     done = shell.types("checkpoint", "gc", "gpt-stdlib", "--keep", "1")
     assert done.code == 0, done.err
     removed = [line.rpartition("/")[2] for line in done.out.splitlines()]

@@ -98,7 +98,7 @@ def source_of(name: str, **words: Any) -> MapStyleSource:
 
 def test_lengths_are_those_that_the_data_set_says() -> None:
     assert lengths_of(source_of("Measured")).tolist() == [3, 1, 4, 1, 5]
-    with pytest.raises(DataError, match="MapStyleSource does not say how long its samples are"):
+    with pytest.raises(DataError, match="needs the lengths of samples, and MapStyleSource has none"):
         lengths_of(source_of("Plain"))
     with pytest.raises(DataError, match="lengths of samples are float64"):
         lengths_of(source_of("Wrong"))
@@ -107,7 +107,7 @@ def test_lengths_are_those_that_the_data_set_says() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"prefetch": -1}, "data.prefetch=-1 is no count"),
+        ({"prefetch": -1}, "data.prefetch must be a whole number of at least 0, got -1"),
         ({"prefetch": 2, "num_workers": 1, "keyed_randomness": False}, "both read ahead"),
         ({"prefetch": 2}, "would share its random generators with the training"),
     ],

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from slurm_train.data.mapstyle import MapStyleSource
+from slurm_train.data.batches import BatchStream, GlobalBatches, Split
+from slurm_train.data.mapstyle import MapStyleSource, pad
 from slurm_train.data.order import SampleOrder
-from slurm_train.data.stream import BatchSlice, BatchStream, draws
+from slurm_train.data.source import IGNORED
 from slurm_train.errors import DataError
 
 
@@ -45,9 +46,9 @@ class KillsItsWorker(Noisy):
 
 
 def read(source: MapStyleSource, *, local: int = 4, rank: int = 0, ranks: int = 1, count: int = 10) -> list[Any]:
-    part = BatchSlice(local * ranks, local, 1, rank)
-    stream = BatchStream(source, draws(SampleOrder(len(source), seed=1), slice=part, start_samples=0))
-    return list(islice(stream, count))
+    batches = GlobalBatches(SampleOrder(len(source), seed=1), global_size=local * ranks)
+    draws = batches.draws(Split(rank=rank, ranks=ranks, accumulation=1), start_samples=0)
+    return list(islice(BatchStream(source, draws), count))
 
 
 def test_randomness_is_keyed_by_sample_and_epoch_not_by_workers() -> None:
@@ -96,7 +97,6 @@ ENDS_WHILE_READING = """
 import sys, torch
 from torch.utils.data import Dataset
 from slurm_train.data.mapstyle import MapStyleSource
-from slurm_train.data.stream import *
 
 class Ones(Dataset):
     def __len__(self):
@@ -104,9 +104,9 @@ class Ones(Dataset):
     def __getitem__(self, index):
         return torch.ones(1)
 
-source = MapStyleSource(Ones(), num_workers=2)
-stream = BatchStream(source, draws(SampleOrder(100, seed=0), slice=BatchSlice(4, 4, 1, 0), start_samples=0))
-next(stream)
+from slurm_train.data.source import Draw
+import numpy as np
+next(MapStyleSource(Ones(), num_workers=2).stream(Draw(np.arange(4), np.arange(4)) for _ in range(20)))
 print("read", flush=True)
 sys.exit(3)
 """
@@ -151,3 +151,14 @@ def test_fingerprint_tells_length_and_takes_the_data_sets_own() -> None:
     short, long = (TensorDataset(torch.zeros(length)) for length in (3, 4))
     assert MapStyleSource(short).fingerprint() != MapStyleSource(long).fingerprint()
     assert MapStyleSource(Own()).fingerprint() == "abc"
+
+
+def test_inputs_are_padded_with_zeros_and_targets_with_what_does_not_count() -> None:
+    inputs, targets = pad([(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4])), (torch.tensor([5]), torch.tensor([6]))])
+    assert inputs.tolist() == [[1, 2, 3], [5, 0, 0]]
+    assert targets.tolist() == [[2, 3, 4], [6, IGNORED, IGNORED]]
+
+
+def test_values_without_length_are_stacked() -> None:
+    inputs, labels = pad([(torch.ones(2, 3), torch.tensor(1)), (torch.ones(1, 3), torch.tensor(0))])
+    assert inputs.shape == (2, 2, 3) and labels.tolist() == [1, 0]

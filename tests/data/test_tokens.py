@@ -9,8 +9,8 @@ import torch
 from slurm_train.data import stdlib, text
 from slurm_train.data.prepare import PrepareOptions, prepare
 from slurm_train.data.shards import read_index
-from slurm_train.data.source import SampleSource
-from slurm_train.data.tokens import IGNORED, TokenSource
+from slurm_train.data.source import IGNORED, SampleSource
+from slurm_train.data.text import TokenSource
 from slurm_train.errors import DataError
 
 LENGTH = 1003

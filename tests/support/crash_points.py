@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurm_train.checkpoint.commit import claim, commit
+from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.directory import newest_verified
-from slurm_train.checkpoint.retention import prune
 from slurm_train.rundir.layout import list_checkpoints
 from tests.support.faulty_files import FaultyFiles, PowerCut, count_calls, run_failing, run_killed
 from tests.support.small_checkpoints import make_checkpoint, make_header, stage
@@ -82,26 +81,25 @@ def prepare_many(root: Path) -> None:
 
 def save_new(root: Path) -> None:
     """Stages and commits the new checkpoint."""
-    staging, manifest = stage(root, make_header(NEW))
-    commit(staging, manifest)
+    Place(root=root, attempt=1).commit(*stage(root, make_header(NEW)))
 
 
 def prune_all(root: Path) -> Any:
     """Keeps one checkpoint."""
-    return prune(root, newest=list_checkpoints(root)[0], keep=1, attempt=1)
+    return Place(root=root, attempt=1).prune(list_checkpoints(root)[0])
 
 
 def claim_all(root: Path) -> Any:
     """The next attempt makes what it goes on from its own."""
-    return claim(root, attempt=2)
+    return Place(root=root, attempt=2).claim()
 
 
 def save_next(root: Path) -> str:
     """The next attempt claims, saves, prunes, and leaves nothing behind but what does not verify."""
-    claim(root, attempt=2)
-    staging, manifest = stage(root, make_header(NEXT, attempt=2))
-    saved = commit(staging, manifest)
-    pruned = prune(root, newest=saved, keep=1, attempt=2)
+    place = Place(root=root, attempt=2)
+    place.claim()
+    saved = place.commit(*stage(root, make_header(NEXT, attempt=2)))
+    pruned = place.prune(saved)
     left = {path.name for path in root.iterdir()} - {path.name for path in pruned.untrusted}
     if pruned.problems or left != {saved.name}:
         return f"the next attempt left {sorted(left)}: {pruned.problems}"

@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from slurm_train.checkpoint.commit import commit, open_staging
-from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
-from slurm_train.checkpoint.shards import write_file
+from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest, write_file
 from slurm_train.rundir.layout import list_checkpoints, name_of
 
 
@@ -31,7 +30,7 @@ def make_header(step: int, **changes: Any) -> CheckpointHeader:
 
 def stage(root: Path, header: CheckpointHeader, *, size: int = 24) -> tuple[Path, Manifest]:
     """Writes the files of a checkpoint and returns the staging directory and the manifest."""
-    staging = open_staging(root, step=header.step, attempt=header.attempt)
+    staging = Place(root=root, attempt=header.attempt).open_staging(header.step)
     names = ("rank_00000.pt", "__0_0.distcp", "__1_0.distcp")
     files = {name: write_file(staging / name, os.urandom(size)) for name in names}
     return staging, Manifest.of(header, files)
@@ -39,8 +38,8 @@ def stage(root: Path, header: CheckpointHeader, *, size: int = 24) -> tuple[Path
 
 def make_checkpoint(root: Path, step: int, *, size: int = 24, **changes: Any) -> Path:
     """Makes a checkpoint that verifies and returns its directory."""
-    staging, manifest = stage(root, make_header(step, **changes), size=size)
-    return commit(staging, manifest)
+    header = make_header(step, **changes)
+    return Place(root=root, attempt=header.attempt).commit(*stage(root, header, size=size))
 
 
 def checkpoint_of(root: Path, step: int) -> Path:

@@ -13,16 +13,14 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from slurm_train.checkpoint import local_copy
-from slurm_train.checkpoint.commit import claim, commit, discard
+from slurm_train.checkpoint import directory
+from slurm_train.checkpoint.commit import Place, discard
 from slurm_train.checkpoint.directory import newest_verified, verify
-from slurm_train.checkpoint.local import LocalTier, claim_local, discard_local, prune_local
-from slurm_train.checkpoint.local_copy import copy_to_run, newest_reachable
-from slurm_train.checkpoint.retention import discard_from, prune
+from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable
 from slurm_train.errors import CheckpointError
 from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt, publish_result, withdraw_result
 from slurm_train.rundir.files import read_json
@@ -50,11 +48,12 @@ class Stage:
     def root(self) -> Path:
         return self.run.checkpoints
 
-    def tier(self, attempt: int) -> LocalTier:
+    def place(self, attempt: int) -> Place:
+        return Place(root=self.root, attempt=attempt, keep=self.keep, fence=partial(check_fence, self.run, attempt))
+
+    def node(self, attempt: int) -> NodePlace:
         fence = partial(check_fence, self.run, attempt)
-        return LocalTier(
-            root=self.folder / "node", node=0, is_leader=True, keep=self.keep, attempt=attempt, fence=fence
-        )
+        return NodePlace(root=self.folder / "node", node=0, keep=self.keep, attempt=attempt, fence=fence)
 
     def open_attempt(self) -> int:
         return open_attempt(self.run, AttemptStart(job_id=None, restart_count=0, nodes=("n",), world_size=1))
@@ -79,37 +78,35 @@ class Scene:
 
 def save(stage_of_run: Stage, attempt: int) -> Path:
     """Stages, commits and prunes step NEW, as rank 0 of an attempt does; returns the checkpoint."""
-    root, fence = stage_of_run.root, partial(check_fence, stage_of_run.run, attempt)
-    fence()
-    staging, manifest = stage(root, make_header(NEW, attempt=attempt))
-    path = commit(staging, manifest, fence=fence)
-    prune(root, newest=path, keep=stage_of_run.keep, attempt=attempt, fence=fence)
+    place = stage_of_run.place(attempt)
+    place.fence()
+    path = place.commit(*stage(place.root, make_header(NEW, attempt=attempt)))
+    place.prune(path)
     return path
 
 
 def save_local(stage_of_run: Stage, attempt: int) -> Path:
     """Saves step NEW on the node and copies it into the run directory; returns the copy."""
     # An overtaken writer would wait so long for the staging directory that its successor has taken away.
-    local_copy._VISIBLE_TIMEOUT_S = 0.05
-    tier = stage_of_run.tier(attempt)
+    directory.VISIBLE_TIMEOUT_S = 0.05
+    tier = stage_of_run.node(attempt)
     tier.fence()
     staging, manifest = stage(tier.root, make_header(NEW, attempt=attempt))
-    prune_local(tier, newest=commit(staging, manifest, fence=tier.fence, here=manifest.files))
-    found = newest_reachable(tier, group=None, attempts={attempt}, above=OLD)
+    tier.prune(tier.commit(staging, manifest, here=manifest.files))
+    found = newest_reachable(tier, lambda held: held.attempt == attempt and held.step > OLD, group=None)
     assert found is not None
-    return copy_to_run(tier, stage_of_run.root, found, group=None, keep=stage_of_run.keep).path
+    return copy_to_run(tier, stage_of_run.place(attempt), found, group=None).path
 
 
 def roll_back_and_save(stage_of_run: Stage) -> None:
     """Goes back to before NEW, and saves it again."""
-    fence = partial(check_fence, stage_of_run.run, 1)
-    discard_from(stage_of_run.root, NEW, attempt=1, fence=fence)
+    stage_of_run.place(1).discard_from(NEW)
     save(stage_of_run, 1)
 
 
 def claim_and_save(stage_of_run: Stage) -> None:
     """Begins as an attempt does."""
-    claim(stage_of_run.root, attempt=1, fence=partial(check_fence, stage_of_run.run, 1))
+    stage_of_run.place(1).claim()
     save(stage_of_run, 1)
 
 
@@ -127,9 +124,8 @@ def has(*checkpoints: tuple[int, int], on_node: bool = False) -> Callable[[Stage
 
 def prune_all(stage_of_run: Stage) -> None:
     """Keeps the newest of many."""
-    fence = partial(check_fence, stage_of_run.run, 1)
-    newest = list_checkpoints(stage_of_run.root)[0]
-    prune(stage_of_run.root, newest=newest, keep=1, attempt=1, fence=fence)
+    place = replace(stage_of_run, keep=1).place(1)
+    place.prune(list_checkpoints(place.root)[0])
 
 
 SCENES = (
@@ -141,13 +137,13 @@ SCENES = (
     Scene(
         name="local-claim",
         prepare=has((OLD, 0), (NEW, 0), on_node=True),
-        work=lambda one: claim_local(one.tier(1)),
+        work=lambda one: one.node(1).claim_all(),
         is_local=True,
     ),
     Scene(
         name="local-close",
         prepare=has((OLD, 1), (NEW, 1), on_node=True),
-        work=lambda one: discard_local(one.tier(1), step=0),
+        work=lambda one: one.node(1).discard_from(0),
         is_local=True,
     ),
 )
@@ -252,13 +248,13 @@ def _succeed(here: Stage, *, is_local: bool) -> Iterator[list[Path]]:
     assert attempt == 2
     yield []
     if is_local:
-        claim_local(here.tier(2))
-    found = claim(here.root, attempt=2, fence=partial(check_fence, here.run, 2)).found
+        here.node(2).claim_all()
+    found = here.place(2).claim().found
     assert found is not None, "it found no checkpoint to go on from"
     yield [path for path in list_checkpoints(here.root) if name_of(path).attempt == 2]
     saved = save_local(here, 2) if is_local else save(here, 2)
     kept = [path for path in list_checkpoints(here.root) if name_of(path).attempt == 2]
-    yield [*kept, *(path for path in list_checkpoints(here.tier(2).root) if name_of(path).attempt == 2)]
+    yield [*kept, *(path for path in list_checkpoints(here.node(2).root) if name_of(path).attempt == 2)]
     newest = newest_verified(here.root).found
     assert newest is not None, "no checkpoint verifies"
     assert newest[0] == saved or name_of(newest[0]).step > NEW, f"the newest is {newest[0].name}, not {saved.name}"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors
-from slurm_train.checkpoint.retention import sweep
 from slurm_train.checkpoint.save import Saved, save_checkpoint
 from tests.support.crash_points import NEW, NEXT, OLD, Scene
 from tests.support.small_checkpoints import make_header, stage
@@ -49,7 +49,7 @@ def resume(root: Path) -> int:
     loaded["step"] = 0
     load_tensors(choice.path, loaded)
     own = load_rank_state(choice.path, 0)
-    sweep(root, attempt=2)
+    Place(root=root, attempt=2).sweep()
     check_equal(loaded, own, step=step)
     return step
 

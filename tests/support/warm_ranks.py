@@ -30,8 +30,8 @@ _WARM = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
-    "slurm_train.checkpoint.background",
-    "slurm_train.checkpoint.load",
+    "slurm_train.checkpoint.export",
+    "slurm_train.checkpoint.tensors",
     "slurm_train.train.trainer",
 )
 

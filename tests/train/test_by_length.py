@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 def by_length(global_size: int = 16, accumulation: int | None = None, **facts: Any) -> dict[str, Any]:
     batch = {"global_size": global_size, "accumulation": accumulation, "by_length": True, "pool": 4}
     config = config_of(batch=batch, **facts)
-    pads = {"collate": "slurm_train.data.padding.pad", "keyed_randomness": False}
+    pads = {"collate": "slurm_train.data.mapstyle.pad", "keyed_randomness": False}
     return config | {"data": {"_target_": "small_training.Sequences", **pads}}
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from slurm_train.checkpoint.digest import weights_digest
 from slurm_train.checkpoint.directory import newest_verified, read_manifest
+from slurm_train.checkpoint.export import weights_digest
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.tensors import tensor_shapes
 from slurm_train.metrics.writer import read_metrics

@@ -21,7 +21,7 @@ from tests.train.test_trainer import config_of, result_of, run_to_end, steps_of
 def sequences(shares: Any = "even", **model: Any) -> dict[str, Any]:
     """Sequences of 1 to 39 tokens: ranks have unequal numbers of samples, and other numbers of tokens at every step."""
     batch = {"global_size": 36, "accumulation": 2, "shares": shares}
-    pads = {"collate": "slurm_train.data.padding.pad", "keyed_randomness": False}
+    pads = {"collate": "slurm_train.data.mapstyle.pad", "keyed_randomness": False}
     return config_of(batch=batch, model=model) | {"data": {"_target_": "small_training.Sequences", **pads}}
 
 

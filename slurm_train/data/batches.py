@@ -1,0 +1,444 @@
+"""Which samples each optimizer step takes, and the micro-batches of one data-parallel rank, from any position on.
+
+Optimizer step s of a run consumes the global positions [c, c + G), c being the samples consumed before it and G the
+global batch: equal numbers of samples, or equal work. Both are functions of seed and epoch (and of the samples'
+lengths). The slice of a rank is contiguous, and so is each of its micro-batches within it; hence every split into
+ranks x local x accumulation reads the same global batches, equal or not, and resuming is a seek. The trainer counts
+what the optimizer consumed; the stream only runs ahead of it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from slurm_train.config.batch import LEAST_SHARE
+from slurm_train.data.order import Int64Array, KeyedPermutation, SampleOrder
+from slurm_train.data.source import Draw, Lengths, SampleSource, StreamingSource
+from slurm_train.errors import DataError
+
+T = TypeVar("T")
+
+# Indices permuted in one call. One step at a time would cost 30 us a step; this many cost 0.1 ms once in many steps.
+_LOOKAHEAD_INDICES = 4096
+# The cost that all parts stay below is searched for to this share; nobody notices less.
+_PRECISION = 0.005
+_LOOK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How one data-parallel rank shares the global batches."""
+
+    rank: int
+    """Place of this rank among the data-parallel ranks, from 0."""
+    ranks: int
+    accumulation: int
+    """Micro-batches of one optimizer step."""
+    sizes: tuple[int, ...] | None = None
+    """Samples of a micro-batch, rank by rank, where they are not equal; not for batches by length."""
+
+    @property
+    def num_parts(self) -> int:
+        """Micro-batches that a global batch is cut into over all ranks."""
+        return self.ranks * self.accumulation
+
+
+class GlobalBatches:
+    """The global batches of a run, by position; these are of the same number of samples, in the run's order.
+
+    A position is the number of global samples consumed.
+
+    Args:
+        order: the run's order of samples.
+        global_size: samples of a global batch.
+    """
+
+    def __init__(self, order: SampleOrder, *, global_size: int) -> None:
+        self._order, self._global_size = order, global_size
+
+    def size_at(self, _samples: int) -> int:
+        """Returns the number of samples of the global batch that begins at a position."""
+        return self._global_size
+
+    def size_before(self, _samples: int) -> int:
+        """Returns the number of samples of the global batch that ends at a position."""
+        return self._global_size
+
+    def align(self, samples: int) -> int:
+        """Returns the first position from here on at which a global batch begins."""
+        return samples
+
+    def sample_ids(self, first: int, count: int) -> Int64Array:
+        """Returns the samples at consecutive positions, in the order of the batches, int64 (count,)."""
+        return self._order.indices(first, count)
+
+    def draws(self, split: Split, *, start_samples: int) -> Iterator[Draw]:
+        """Yields a rank's micro-batches from a position on, without end; many steps are permuted in one call."""
+        global_size = self._global_size
+        sizes = split.sizes or (global_size // split.num_parts,) * split.ranks
+        assert sum(sizes) * split.accumulation == global_size, f"not the whole global batch: {split}"
+        size = sizes[split.rank]
+        share, begin = size * split.accumulation, sum(sizes[: split.rank]) * split.accumulation
+        # No further ahead than one epoch, or a few samples would need the permutations of thousands of epochs at once.
+        num_steps = max(1, min(_LOOKAHEAD_INDICES // share, self._order.num_samples // global_size))
+        within = np.arange(share, dtype=np.int64) + begin
+        offsets = (np.arange(num_steps, dtype=np.int64)[:, None] * global_size + within).reshape(-1)
+        while True:
+            positions = offsets + start_samples
+            indices = self._order.at(positions)
+            for start in range(0, len(offsets), size):
+                yield Draw(indices[start : start + size], positions[start : start + size])
+            start_samples += num_steps * global_size
+
+
+class LengthBatches(GlobalBatches):
+    """Global batches of about equal padded size, each of samples of about equal length.
+
+    Samples are taken in the run's order, so many batches at a time (a pool), sorted by length, cut into as many batches
+    of equal cost, and these are shuffled. So a pool of P samples is P samples of the plain order, each used once.
+
+    Args:
+        order: the run's order of samples.
+        lengths: whole numbers (num_samples,), what each sample costs, at least 1; only looked up, never copied whole.
+        global_size: samples of a global batch on average.
+        pool_batches: batches that are cut out of one pool.
+        first: position at which the first pool begins: that at which the global batch got its size.
+
+    Raises:
+        DataError: the lengths are not one per sample.
+    """
+
+    def __init__(
+        self, order: SampleOrder, lengths: Lengths, *, global_size: int, pool_batches: int, first: int = 0
+    ) -> None:
+        if lengths.shape != (order.num_samples,):
+            raise DataError(
+                f"the data set has {order.num_samples} samples and lengths of shape {lengths.shape}",
+                hint="`lengths` of the data set is one whole number per sample",
+            )
+        super().__init__(order, global_size=global_size)
+        self._lengths, self._num_batches, self._first = lengths, pool_batches, first
+        self._pools: dict[int, _Pool] = {}
+
+    def size_at(self, samples: int) -> int:
+        """Returns the samples of the global batch that begins at a position."""
+        pool, offset = self._find(samples)
+        return int(pool.borders[np.searchsorted(pool.borders, offset, side="right")]) - offset
+
+    def size_before(self, samples: int) -> int:
+        """Returns the samples of the global batch that ends at a position."""
+        pool, offset = self._find(samples - 1)
+        return offset + 1 - int(pool.borders[np.searchsorted(pool.borders, offset, side="right") - 1])
+
+    def align(self, samples: int) -> int:
+        """Returns the first position from here on at which a global batch begins.
+
+        Anywhere else is only where other lengths or another pool were used before.
+        """
+        if samples <= self._first:
+            return self._first
+        return samples - 1 + self.size_at(samples - 1)
+
+    def sample_ids(self, first: int, count: int) -> Int64Array:
+        """Returns the samples at consecutive positions, in the order of the batches."""
+        found = []
+        while count > 0:
+            pool, offset = self._find(first)
+            taken = pool.ids[offset : offset + count]
+            found.append(taken)
+            first, count = first + len(taken), count - len(taken)
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
+    def draws(self, split: Split, *, start_samples: int) -> Iterator[Draw]:
+        """Yields a rank's micro-batches: parts of about equal cost, neighbours in length."""
+        assert split.sizes is None, "batches by length are shared out by length"
+        samples = start_samples
+        while True:
+            pool, offset = self._find(samples)
+            size = self.size_at(samples)
+            ids, positions = pool.ids[offset : offset + size], pool.positions[offset : offset + size]
+            borders = cut_evenly(self._lengths_of(ids), split.num_parts)
+            for micro in range(split.accumulation):
+                part = micro * split.ranks + split.rank
+                chosen = slice(borders[part], borders[part + 1])
+                yield Draw(ids[chosen], positions[chosen])
+            samples += size
+
+    def _find(self, samples: int) -> tuple[_Pool, int]:
+        """Returns the pool that a position lies in, and where in it."""
+        size = self._num_batches * self._global_size
+        number, offset = divmod(samples - self._first, size)
+        if number not in self._pools:
+            # The loop looks at its own position while the reader is ahead of it, seldom by more than a pool.
+            for old in [other for other in self._pools if abs(other - number) > 2]:
+                del self._pools[old]
+            self._pools[number] = self._make_pool(number, size)
+        return self._pools[number], offset
+
+    def _lengths_of(self, ids: Int64Array) -> Int64Array:
+        lengths = self._lengths[ids].astype(np.int64)
+        if int(lengths.min()) < 1:
+            wrong = int(ids[lengths.argmin()])
+            raise DataError(f"sample {wrong} has a length of {int(lengths.min())}", hint="lengths are 1 or more")
+        return lengths
+
+    def _make_pool(self, number: int, size: int) -> _Pool:
+        start = self._first + number * size
+        ids = self._order.indices(start, size)
+        lengths = self._lengths_of(ids)
+        by_length = np.argsort(lengths, kind="stable")
+        least = max(1, self._global_size // LEAST_SHARE)
+        borders = cut_evenly(lengths[by_length], self._num_batches, least=least)
+        # Any key that no epoch of this run has will do; the sign tells pools and epochs apart.
+        shuffle = KeyedPermutation(self._num_batches, seed=self._order.seed, epoch=-1 - number)
+        shuffled = shuffle(np.arange(self._num_batches, dtype=np.int64))
+        places = np.concatenate([np.arange(borders[batch], borders[batch + 1]) for batch in shuffled])
+        sizes = np.diff(borders)[shuffled]
+        return _Pool(
+            ids=ids[by_length[places]],
+            positions=start + by_length[places],
+            borders=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        )
+
+
+class _Pool(NamedTuple):
+    """One pool, batch after batch; within a batch the samples are sorted by length."""
+
+    ids: Int64Array
+    positions: Int64Array
+    """Of the same samples in the run's plain order: what keys the randomness of reading them."""
+    borders: Int64Array
+    """Where the batches begin and end, from 0 to the size of the pool."""
+
+
+def cut_evenly(lengths: Int64Array, num_parts: int, *, least: int = 1) -> Int64Array:
+    """Returns the borders of consecutive parts whose largest padded cost is as small as it can be (to half a percent).
+
+    Padded to its longest sample, a part costs (samples) x (longest). Parts of neighbours in length need little
+    padding, and parts of equal cost take equally long.
+
+    Args:
+        lengths: int64 (n,), ascending, each at least 1.
+        num_parts: how many; there is a sample for each, or twice `least`.
+        least: samples that every part gets, even where it becomes too costly by them.
+
+    Returns:
+        int64 (num_parts + 1,): part p holds [borders[p], borders[p + 1]).
+    """
+    enough = num_parts if least == 1 else 2 * least * num_parts
+    assert len(lengths) >= enough > 0, f"{len(lengths)} samples for {num_parts} parts of {least}"
+    longest = lengths.tolist()
+    low = max(int(lengths.sum()) // num_parts, 1)
+    high = low
+    while (borders := _fill(longest, high, num_parts, least)) is None:
+        low, high = high, 2 * high
+    while high - low > max(1.0, _PRECISION * high):
+        middle = (low + high) // 2
+        tried = _fill(longest, middle, num_parts, least)
+        if tried is None:
+            low = middle
+        else:
+            high, borders = middle, tried
+    return np.array(_split_until(borders, longest, num_parts, least), dtype=np.int64)
+
+
+def _fill(lengths: list[int], limit: int, num_parts: int, least: int) -> list[int] | None:
+    """Returns borders of at most so many parts, each below the limit or of the least size; None if there are none.
+
+    Filled from the longest sample down: the first of a part determines how many fit into it.
+    """
+    borders = [len(lengths)]
+    while borders[-1] > 0:
+        if len(borders) > num_parts:
+            return None
+        end = borders[-1]
+        borders.append(max(end - max(limit // lengths[end - 1], least), 0))
+    if len(borders) > 2 and borders[-2] < least:
+        # The shortest are left over; the part before gives them some of its own.
+        borders[-2] = least
+        if borders[-3] - least < least:
+            return None
+    return borders[::-1]
+
+
+def _split_until(borders: list[int], lengths: list[int], num_parts: int, least: int) -> list[int]:
+    """Halves the costliest parts until there are enough of them."""
+    while len(borders) <= num_parts:
+        parts = [
+            ((stop - start) * lengths[stop - 1], -start, start, stop)
+            for start, stop in itertools.pairwise(borders)
+            if stop - start >= 2 * least
+        ]
+        _, _, start, stop = max(parts)
+        bisect.insort(borders, (start + stop) // 2)
+    return borders
+
+
+class MicroBatch(NamedTuple):
+    """One micro-batch on this rank.
+
+    Attributes:
+        indices: int64 (local_size,), the samples it is made of.
+        tensors: what the model's objective takes, most often (inputs, targets).
+    """
+
+    indices: Int64Array
+    tensors: tuple[Tensor, ...]
+
+
+class BatchStream:
+    """An endless iterator over this rank's micro-batches.
+
+    Args:
+        source: where samples come from.
+        draws: which ones each micro-batch is made of.
+    """
+
+    def __init__(self, source: SampleSource, draws: Iterator[Draw]) -> None:
+        self._source, self._draws = source, draws
+        self._waiting: deque[Int64Array] = deque()
+        # A function, not a method: workers end with the stream, which no cycle of references may keep alive.
+        remembered = _remember(draws, self._waiting)
+        self._batches = source.stream(remembered) if isinstance(source, StreamingSource) else None
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        if self._batches is None:
+            indices = next(self._draws).indices
+            return MicroBatch(indices, self._source.batch(indices))
+        tensors = next(self._batches)
+        return MicroBatch(self._waiting.popleft(), tensors)
+
+
+def _remember(draws: Iterator[Draw], waiting: deque[Int64Array]) -> Iterator[Draw]:
+    """Keeps the samples of batches that a streaming source has asked for and not given back yet."""
+    for draw in draws:
+        waiting.append(draw.indices)
+        yield draw
+
+
+class Prefetch(Generic[T]):
+    """An iterator over what another one gives, so many items of it read ahead by a thread.
+
+    The thread only runs ahead: what it has read and the optimizer has not used yet is read again after a restart,
+    since positions are counted at the optimizer. An error of reading is raised where its batch would have been used.
+    Only for reading that draws nothing from the random generators of this process: they belong to the training.
+
+    Args:
+        items: what to read; only the thread touches it from now on.
+        depth: items that are read ahead, at least 1.
+    """
+
+    def __init__(self, items: Iterator[T], *, depth: int) -> None:
+        assert depth >= 1
+        self._items = items
+        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
+        self._closed = threading.Event()
+        self._over: BaseException | None = None
+        # A daemon: the process may end in the middle of reading, and nothing is lost by it.
+        self._thread = threading.Thread(target=self._read, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._over is not None:
+            raise self._over
+        item, error = self._ready.get()
+        if error is not None:
+            self._over = error
+            raise error
+        return item  # type: ignore[return-value]  # there is an item where there is no error
+
+    def close(self) -> None:
+        """Ends the thread; what it has read is dropped."""
+        self._closed.set()
+        self._thread.join()
+
+    def _read(self) -> None:
+        while not self._closed.is_set():
+            try:
+                entry: tuple[T | None, BaseException | None] = (next(self._items), None)
+            except BaseException as err:
+                entry = (None, err)
+            self._put(entry)
+            if entry[1] is not None:
+                return
+
+    def _put(self, entry: tuple[T | None, BaseException | None]) -> None:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(entry, timeout=_LOOK_EVERY_S)
+                return
+            except queue.Full:
+                continue
+
+
+def evaluation_batches(
+    source: SampleSource, *, rank: int, size: int, batch_size: int, lengths: Lengths | None = None
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yields the micro-batches that one data-parallel rank evaluates: over all ranks each sample exactly once.
+
+    None is padded. Ranks may get unequal numbers of batches, also none at all; sums and counts are reduced afterwards,
+    so no collective may be inside the loop over these batches. Randomness of a sample is keyed by its number: every
+    evaluation is alike.
+
+    Args:
+        source: the held-out samples.
+        rank: this data-parallel rank, from 0.
+        size: number of data-parallel ranks.
+        batch_size: samples of a batch; the last may be smaller.
+        lengths: what each sample costs, to give all ranks equal work; None: equal numbers of samples.
+    """
+    if lengths is None:
+        indices = evaluation_indices(len(source), rank=rank, size=size, batch_size=batch_size)
+    else:
+        indices = evaluation_by_length(lengths, rank=rank, size=size, batch_size=batch_size)
+    if isinstance(source, StreamingSource):
+        return source.stream(Draw(batch, batch) for batch in indices)
+    return (source.batch(batch) for batch in indices)
+
+
+def evaluation_indices(num_samples: int, *, rank: int, size: int, batch_size: int) -> Iterator[Int64Array]:
+    """Yields the samples that one rank evaluates, as int64 arrays of at most `batch_size`.
+
+    Args:
+        num_samples: held-out samples over all ranks; 0 gives nothing.
+        rank: this data-parallel rank, from 0.
+        size: number of data-parallel ranks.
+        batch_size: samples of a batch; the last one may be smaller.
+    """
+    first, last = rank * num_samples // size, (rank + 1) * num_samples // size
+    for start in range(first, last, batch_size):
+        yield np.arange(start, min(start + batch_size, last), dtype=np.int64)
+
+
+def evaluation_by_length(lengths: Lengths, *, rank: int, size: int, batch_size: int) -> Iterator[Int64Array]:
+    """Yields the samples that one rank evaluates, in batches of about equal length; all ranks get equal work.
+
+    Args:
+        lengths: what each held-out sample costs.
+        rank: this data-parallel rank, from 0.
+        size: number of data-parallel ranks.
+        batch_size: samples of a batch on average.
+    """
+    num_parts = min(size * -(-len(lengths) // (size * batch_size)), len(lengths))
+    if not num_parts:
+        return
+    ascending = np.argsort(lengths, kind="stable")
+    borders = cut_evenly(lengths[ascending].astype(np.int64), num_parts)
+    for part in range(rank, num_parts, size):
+        yield ascending[borders[part] : borders[part + 1]]

@@ -1,0 +1,209 @@
+"""Asynchronous saves: one at a time, in order, from copies in re-used memory that do not follow the training."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from slurm_train.checkpoint.directory import verify
+from slurm_train.checkpoint.save import BackgroundSaver, Saved, save_checkpoint
+from slurm_train.checkpoint.state import StagingBuffers, can_pin, own_part, own_tensors, share_of, training_state
+from slurm_train.errors import CheckpointError, RunError
+from slurm_train.rundir.layout import list_checkpoints
+from tests.support.small_checkpoints import make_header
+
+DONE = Saved(Path("checkpoint_0000001"), manifest=None)
+
+
+@pytest.fixture
+def saver() -> BackgroundSaver:
+    return BackgroundSaver()
+
+
+@pytest.fixture
+def buffers() -> StagingBuffers:
+    return StagingBuffers(torch.device("cpu"))
+
+
+def raising(error: BaseException):
+    def work():
+        raise error
+
+    return work
+
+
+def test_the_caller_goes_on_while_a_save_runs_and_gets_its_outcome_once(saver):
+    may_end = threading.Event()
+    seen: list[str] = []
+    saver.prepare(lambda: seen.append(threading.current_thread().name))
+    saver.start(lambda: DONE if may_end.wait(10) and not seen.append("save") else None, step=1)
+    assert saver.poll() is None
+    with pytest.raises(AssertionError, match="step 1 is under way"):
+        saver.start(lambda: DONE, step=2)
+    assert not saver.is_done_within(0.01)
+    may_end.set()
+    assert saver.is_done_within(10)
+    outcome = saver.poll()
+    assert (outcome.step, outcome.result, outcome.is_fatal) == (1, DONE, False)
+    assert saver.poll() is None and saver.wait() is None
+    assert seen == ["checkpoint", "save"], "in the order they were handed over, in one thread"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_fatal"),
+    [(CheckpointError("full"), False), (RunError("overtaken"), True), (RuntimeError("connection closed"), True)],
+)
+def test_only_what_the_ranks_agreed_on_is_survivable(saver, error, is_fatal):
+    saver.prepare(raising(MemoryError()))  # costs nothing but time
+    saver.start(raising(error), step=4)
+    outcome = saver.wait()
+    assert (outcome.result, outcome.is_fatal) == (error, is_fatal)
+    saver.start(lambda: DONE, step=5)
+    assert saver.wait().result == DONE
+
+
+def test_an_idle_thread_keeps_nothing_of_the_last_save(saver):
+    tensor = torch.ones(3)
+    seen = weakref.ref(tensor)
+    saver.start(lambda tensor=tensor: tensor.sum() and DONE, step=1)
+    saver.wait()
+    del tensor
+    deadline = time.monotonic() + 10
+    while seen() is not None:  # the thread lets go of it right after the outcome
+        assert time.monotonic() < deadline
+        gc.collect()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_memory_does_not_grow_over_thirty_saves(saver, buffers, root):
+    state = {f"layer{number}": torch.randn(64, 1024) for number in range(16)}
+    resident = []
+    for step in range(1, 31):
+        staged = buffers.stage(state)
+        header = make_header(step)
+
+        def work(staged=staged, header=header) -> Saved:
+            return save_checkpoint(root, tensors=staged, rank_state={}, header=header, group=None, keep=2)
+
+        saver.start(work, step=step)
+        outcome = saver.wait()
+        assert isinstance(outcome.result, Saved), outcome
+        resident.append(resident_bytes())
+    assert buffers.num_bytes == 16 * 64 * 1024 * 4
+    # One state is 4 MiB; a copy kept per save would be 80 MiB over the last twenty.
+    assert resident[-1] - resident[9] < 8 << 20
+    assert [verify(path).step for path in list_checkpoints(root)] == [30, 29]
+
+
+def state_of(value: float) -> dict:
+    weights = {"a": torch.full((3, 4), value), "b": torch.full((3, 4), -value), "half": torch.ones(5).bfloat16()}
+    groups = [{"lr": value, "params": ["a", "b"], "tensors": (torch.tensor(value),)}]
+    return {"model": weights, "optimizer": {"param_groups": groups, "none": None, "empty": torch.empty(0)}}
+
+
+def test_a_copy_equals_its_source_and_does_not_follow_it(buffers):
+    state = state_of(1.5)
+    staged = buffers.stage(state)
+    state["model"]["a"].add_(1)
+    state["optimizer"]["param_groups"][0]["lr"] = 7.0
+    state["optimizer"]["param_groups"][0]["params"].append("c")
+    expected = state_of(1.5)
+    for name, tensor in expected["model"].items():
+        assert staged["model"][name].equal(tensor) and staged["model"][name].dtype == tensor.dtype
+    (group,) = staged["optimizer"]["param_groups"]
+    assert (group["lr"], group["params"], group["tensors"][0].item()) == (1.5, ["a", "b"], 1.5)
+    assert staged["optimizer"]["none"] is None and staged["optimizer"]["empty"].shape == (0,)
+
+
+def test_later_copies_use_the_same_memory(buffers):
+    first = buffers.stage(state_of(1.0))
+    places = {name: tensor.data_ptr() for name, tensor in first["model"].items()}
+    size = buffers.num_bytes
+    second = buffers.stage(state_of(2.0))
+    assert {name: tensor.data_ptr() for name, tensor in second["model"].items()} == places
+    assert buffers.num_bytes == size == sum(t.nbytes for t in first["model"].values()) + 4
+
+
+def test_a_state_that_grows_gets_more_memory_and_keeps_the_old(buffers):
+    buffers.stage({"a": torch.ones(8)})
+    staged = buffers.stage({"a": torch.ones(8), "b": torch.zeros(8), "c": torch.ones(2, 4)})
+    assert staged["a"].sum() == 8 and staged["b"].sum() == 0 and staged["c"].shape == (2, 4)
+    assert buffers.num_bytes == 3 * 32
+
+
+def test_prepared_memory_is_what_the_first_copy_takes(buffers):
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for rank in range(2):
+        buffers = StagingBuffers(torch.device("cpu"))
+        buffers.prepare(own_tensors(model, optimizer, rank=rank, num_ranks=2))
+        size = buffers.num_bytes
+        buffers.stage(own_part(training_state(model, optimizer), rank=rank, num_ranks=2))
+        assert buffers.num_bytes == size > 0
+
+
+def test_strided_and_gradient_carrying_tensors_are_copied_as_values(buffers):
+    weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    staged = buffers.stage({"weight": weight, "turned": weight.t()})
+    assert not staged["weight"].requires_grad
+    assert staged["turned"].equal(torch.arange(6.0).reshape(2, 3).t())
+
+
+def test_without_a_gpu_nothing_is_pinned_and_waiting_is_nothing(buffers):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert not can_pin()
+    buffers.stage(state_of(1.0))
+    buffers.wait_for_copy()
+    buffers.hold_changes()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+def test_shares_are_disjoint_complete_and_even(num_ranks):
+    sizes = {f"t{number}": 8 * (number % 5 + 1) for number in range(40)} | {"big": 100}
+    shares = [share_of(sizes, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    loads = [sum(sizes[name] for name in share) for share in shares]
+    assert max(loads) - min(loads) <= 100
+
+
+def test_the_parts_of_the_ranks_make_the_whole_and_values_are_on_each():
+    state = state_of(1.0)
+    parts = [own_part(state, rank=rank, num_ranks=2) for rank in range(2)]
+    names = [set(part["model"]) for part in parts]
+    assert names[0] | names[1] == set(state["model"]) and not names[0] & names[1]
+    for part in parts:
+        assert part["optimizer"]["param_groups"] is state["optimizer"]["param_groups"]
+        assert part["optimizer"]["none"] is None
+
+
+@pytest.mark.gpu
+def test_a_copy_from_a_gpu_is_of_the_moment_although_training_goes_on():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    device = torch.device("cuda", torch.cuda.current_device())
+    buffers = StagingBuffers(device)
+    weights = torch.zeros(64 << 20, device=device)
+    steps = torch.zeros(3)
+    for number in range(1, 6):
+        weights.fill_(number)
+        steps.fill_(number)
+        staged = buffers.stage({"weights": weights, "steps": steps})
+        buffers.hold_changes()
+        weights.fill_(-1)
+        steps.fill_(-1)
+        buffers.wait_for_copy()
+        assert staged["weights"].is_pinned() == can_pin() and not staged["weights"].is_cuda
+        assert staged["weights"].eq(number).all() and staged["steps"].eq(number).all()
+    assert buffers.num_bytes == weights.nbytes + steps.nbytes

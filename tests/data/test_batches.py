@@ -1,0 +1,344 @@
+"""Global batches, equal in number or in work: the same for every split and every start, each sample once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slurm_train.data.batches import (
+    BatchStream,
+    GlobalBatches,
+    LengthBatches,
+    Prefetch,
+    Split,
+    cut_evenly,
+    evaluation_batches,
+    evaluation_by_length,
+    evaluation_indices,
+)
+from slurm_train.data.order import SampleOrder
+from slurm_train.data.source import Draw
+from slurm_train.errors import DataError
+from tests.support.waiting import wait_for
+
+
+class Numbers:
+    """A source whose samples are their own numbers."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def batch(self, indices: np.ndarray) -> tuple[Tensor, ...]:
+        return (torch.from_numpy(indices.copy()),)
+
+    def fingerprint(self) -> str:
+        return f"numbers {self.length}"
+
+
+def read_steps(num_samples: int, *, sizes: tuple[int, ...], accumulation: int, start: int, steps: int) -> np.ndarray:
+    """The global batches (steps, G) that ranks with micro-batches of these sizes read together."""
+    source, order = Numbers(num_samples), SampleOrder(num_samples, seed=5)
+    batches = GlobalBatches(order, global_size=sum(sizes) * accumulation)
+    per_rank = []
+    for rank, size in enumerate(sizes):
+        # Equal sizes need not be named.
+        named = sizes if len(set(sizes)) > 1 else None
+        split = Split(rank=rank, ranks=len(sizes), accumulation=accumulation, sizes=named)
+        stream = BatchStream(source, batches.draws(split, start_samples=start))
+        own = list(islice(stream, steps * accumulation))
+        assert all(np.array_equal(indices, tensors[0].numpy()) and len(indices) == size for indices, tensors in own)
+        per_rank.append(np.stack([batch.indices for batch in own]).reshape(steps, -1))
+    return np.concatenate(per_rank, axis=1)
+
+
+@st.composite
+def equal_sizes(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
+    global_size = draw(st.sampled_from([1, 6, 12, 24, 96]))
+    divisors = [d for d in range(1, global_size + 1) if global_size % d == 0]
+    ranks = draw(st.sampled_from(divisors))
+    local = draw(st.sampled_from([d for d in divisors if (global_size // ranks) % d == 0]))
+    return (local,) * ranks, global_size // ranks // local
+
+
+unequal_sizes = st.tuples(st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple), st.integers(1, 3))
+
+
+@given(split=equal_sizes() | unequal_sizes, num_samples=st.integers(1, 300), start_step=st.integers(0, 50))
+@settings(deadline=None)
+def test_any_split_reads_the_same_global_batches(
+    split: tuple[tuple[int, ...], int], num_samples: int, start_step: int
+) -> None:
+    sizes, accumulation = split
+    global_size = sum(sizes) * accumulation
+    found = read_steps(num_samples, sizes=sizes, accumulation=accumulation, start=start_step * global_size, steps=4)
+    whole = SampleOrder(num_samples, seed=5).indices(0, (start_step + 4) * global_size)
+    assert np.array_equal(found.reshape(-1), whole[start_step * global_size :])
+
+
+def test_resume_at_any_step_continues_the_stream_beyond_its_lookahead() -> None:
+    whole = read_steps(1000, sizes=(512, 512), accumulation=2, start=0, steps=9)
+    for step in range(9):
+        resumed = read_steps(1000, sizes=(512, 512), accumulation=2, start=step * 2048, steps=9 - step)
+        assert np.array_equal(resumed, whole[step:])
+
+
+def test_resume_with_another_world_size_continues_the_stream() -> None:
+    before = read_steps(500, sizes=(4,) * 6, accumulation=1, start=0, steps=5)
+    after = read_steps(500, sizes=(3,), accumulation=8, start=5 * 24, steps=20)
+    both = np.concatenate([before, after]).reshape(-1)
+    assert np.array_equal(np.sort(both[:500]), np.arange(500))
+    assert np.array_equal(both, SampleOrder(500, seed=5).indices(0, 25 * 24))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_samples", "size"), [(None, 50, 9), (None, 0, 2), (None, 7, 1), (1, 1, 3), (7, 7, 2), (64, 64, 4)]
+)
+def test_evaluation_sees_each_sample_once_over_all_ranks(lengths: Any, num_samples: int, size: int) -> None:
+    lengths = lengths and np.random.default_rng(4).integers(1, 300, num_samples)
+    seen = [
+        number
+        for rank in range(size)
+        for (numbers,) in evaluation_batches(Numbers(num_samples), rank=rank, size=size, batch_size=4, lengths=lengths)
+        for number in numbers.tolist()
+    ]
+    assert sorted(seen) == list(range(num_samples))
+
+
+def test_shares_differ_by_at_most_one_and_none_is_padded() -> None:
+    shares = [[batch.tolist() for batch in evaluation_indices(7, rank=rank, size=3, batch_size=2)] for rank in range(3)]
+    assert shares == [[[0, 1]], [[2, 3]], [[4, 5], [6]]]
+
+
+def test_a_rank_may_have_nothing_to_evaluate() -> None:
+    assert [len(list(evaluation_indices(1, rank=rank, size=3, batch_size=4))) for rank in range(3)] == [0, 0, 1]
+
+
+def test_evaluation_by_length_gives_all_ranks_as_much_to_do() -> None:
+    lengths = np.random.default_rng(4).integers(1, 300, 1000)
+    per_rank = [list(evaluation_by_length(lengths, rank=rank, size=3, batch_size=8)) for rank in range(3)]
+    work = [sum(len(batch) * lengths[batch].max() for batch in batches) for batches in per_rank]
+    assert max(work) < 1.1 * min(work)
+
+
+GLOBAL_SIZE, POOL = 32, 8
+
+
+def make_lengths(num_samples: int = 1000) -> np.ndarray:
+    values = np.random.default_rng(3).lognormal(4.0, 0.8, num_samples)
+    return np.clip(values, 4, 600).astype(np.int32)
+
+
+LENGTHS = make_lengths()
+
+
+def make(seed: int = 5, *, first: int = 0, pool: int = POOL, lengths: np.ndarray = LENGTHS) -> LengthBatches:
+    order = SampleOrder(len(lengths), seed=seed)
+    return LengthBatches(order, lengths, global_size=GLOBAL_SIZE, pool_batches=pool, first=first)
+
+
+def steps_of(batches: LengthBatches, *, ranks: int, accumulation: int, steps: int, start: int = 0) -> list[list[Draw]]:
+    """All micro-batches of each step, over all ranks."""
+    found: list[list[Draw]] = [[] for _ in range(steps)]
+    for rank in range(ranks):
+        split = Split(rank=rank, ranks=ranks, accumulation=accumulation)
+        drawn = list(islice(batches.draws(split, start_samples=start), steps * accumulation))
+        for step in range(steps):
+            found[step] += drawn[step * accumulation : (step + 1) * accumulation]
+    return found
+
+
+def ids(draws: list[Draw]) -> list[int]:
+    return sorted(int(sample) for draw in draws for sample in draw.indices)
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(2, 1), (4, 2), (8, 1), (3, 1)])
+def test_any_split_by_length_reads_the_same_global_batches(ranks: int, accumulation: int) -> None:
+    one = steps_of(make(), ranks=1, accumulation=1, steps=30)
+    split = steps_of(make(), ranks=ranks, accumulation=accumulation, steps=30)
+    assert [ids(step) for step in split] == [ids(step) for step in one]
+
+
+@given(start_step=st.integers(0, 40), first=st.sampled_from([0, 96]))
+@settings(deadline=None, max_examples=25)
+def test_a_start_at_any_step_reads_what_follows(start_step: int, first: int) -> None:
+    batches = make(first=first)
+    samples = first
+    for _ in range(start_step):
+        samples += batches.size_at(samples)
+    assert batches.align(samples) == samples
+    whole = steps_of(make(first=first), ranks=2, accumulation=1, steps=start_step + 5, start=first)
+    rest = steps_of(make(first=first), ranks=2, accumulation=1, steps=5, start=samples)
+    assert [ids(step) for step in rest] == [ids(step) for step in whole[start_step:]]
+    if start_step:
+        assert batches.size_before(samples) == len(ids(whole[start_step - 1]))
+
+
+def test_a_pool_holds_each_of_its_samples_once_and_as_many_batches_as_the_plain_order() -> None:
+    drawn = steps_of(make(), ranks=2, accumulation=1, steps=2 * POOL)
+    for pool in range(2):
+        found = ids([draw for step in drawn[pool * POOL : (pool + 1) * POOL] for draw in step])
+        plain = SampleOrder(len(LENGTHS), seed=5).indices(pool * POOL * GLOBAL_SIZE, POOL * GLOBAL_SIZE)
+        assert found == sorted(plain.tolist())
+
+
+def test_positions_are_those_of_the_plain_order() -> None:
+    order = SampleOrder(len(LENGTHS), seed=5)
+    for step in steps_of(make(), ranks=2, accumulation=2, steps=40):
+        for draw in step:
+            assert np.array_equal(order.at(np.sort(draw.positions)), draw.indices[np.argsort(draw.positions)])
+
+
+def test_the_parts_of_a_step_cost_the_same_and_hold_neighbours_in_length() -> None:
+    ratios, padded = [], 0
+    for step in steps_of(make(pool=16), ranks=4, accumulation=1, steps=64):
+        costs = [len(draw.indices) * int(LENGTHS[draw.indices].max()) for draw in step]
+        ratios.append(max(costs) / np.mean(costs))
+        padded += sum(costs)
+    plain = SampleOrder(len(LENGTHS), seed=5).indices(0, 64 * GLOBAL_SIZE).reshape(64, 4, -1)
+    plain_costs = LENGTHS[plain].max(axis=2) * plain.shape[2]
+    assert np.mean(ratios) < 1.1 < np.mean(plain_costs.max(axis=1) / plain_costs.mean(axis=1))
+    assert padded < 0.6 * plain_costs.sum(), "little is padding"
+
+
+def test_the_batches_of_a_pool_cost_about_the_same() -> None:
+    drawn = steps_of(make(pool=32), ranks=1, accumulation=1, steps=32)
+    costs = [len(step[0].indices) * int(LENGTHS[step[0].indices].max()) for step in drawn]
+    assert np.std(costs) < 0.2 * np.mean(costs)
+    sizes = [len(step[0].indices) for step in drawn]
+    assert min(sizes) >= GLOBAL_SIZE // 4 and max(sizes) > 2 * GLOBAL_SIZE, "short samples come in larger batches"
+
+
+def test_batches_of_a_pool_are_shuffled_and_differ_by_seed_and_pool() -> None:
+    def mean_lengths(seed: int, pool: int) -> list[int]:
+        drawn = steps_of(make(seed), ranks=1, accumulation=1, steps=(pool + 1) * POOL)[pool * POOL :]
+        return [int(LENGTHS[step[0].indices].mean()) for step in drawn]
+
+    assert mean_lengths(5, 0) == mean_lengths(5, 0)
+    assert mean_lengths(5, 0) != sorted(mean_lengths(5, 0))
+    assert np.argsort(mean_lengths(5, 0)).tolist() != np.argsort(mean_lengths(5, 1)).tolist()
+    assert np.argsort(mean_lengths(5, 0)).tolist() != np.argsort(mean_lengths(6, 0)).tolist()
+
+
+def test_a_position_within_a_batch_moves_to_the_next_one() -> None:
+    batches = make()
+    end = batches.size_at(0)
+    assert batches.align(1) == batches.align(end) == end
+    assert batches.size_at(1) == end - 1
+    assert make(first=50).align(7) == 50, "a position before the first pool"
+
+
+def test_sample_ids_are_those_of_the_batches_in_order() -> None:
+    batches = make()
+    steps = steps_of(batches, ranks=1, accumulation=1, steps=12)
+    flat = np.concatenate([step[0].indices for step in steps])
+    assert np.array_equal(batches.sample_ids(0, len(flat)), flat)
+    assert np.array_equal(batches.sample_ids(100, 200), flat[100:300])
+
+
+def test_lengths_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(DataError, match="1000 samples and lengths of shape"):
+        LengthBatches(SampleOrder(1000, seed=0), LENGTHS[:-1], global_size=8, pool_batches=4)
+    wrong = LENGTHS.copy()
+    wrong[:] = 0
+    with pytest.raises(DataError, match="has a length of 0"):
+        make(lengths=wrong).size_at(0)
+
+
+def best_cost(lengths: list[int], num_parts: int) -> int:
+    """The smallest largest cost of any cut into so many parts, by trying all (dynamic programming)."""
+    end = len(lengths)
+    best = [[0.0] * (end + 1) for _ in range(num_parts + 1)]
+    best[0] = [0.0] + [float("inf")] * end
+    for parts in range(1, num_parts + 1):
+        best[parts][0] = float("inf")
+        for stop in range(1, end + 1):
+            best[parts][stop] = min(
+                max(best[parts - 1][start], (stop - start) * lengths[stop - 1]) for start in range(stop)
+            )
+    return int(best[num_parts][end])
+
+
+@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=24), num_parts=st.integers(1, 8))
+@settings(deadline=None)
+def test_the_costliest_part_costs_as_little_as_it_can(lengths: list[int], num_parts: int) -> None:
+    num_parts = min(num_parts, len(lengths))
+    ascending = np.sort(np.array(lengths, dtype=np.int64))
+    borders = cut_evenly(ascending, num_parts)
+    assert borders[0] == 0 and borders[-1] == len(lengths) and len(borders) == num_parts + 1
+    assert (np.diff(borders) >= 1).all()
+    best = best_cost(ascending.tolist(), num_parts)
+    costs = np.diff(borders) * ascending[borders[1:] - 1]
+    assert costs.max() <= best + max(1, 0.01 * best)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 500), min_size=64, max_size=256), num_parts=st.integers(1, 8), seed=st.integers(0)
+)
+@settings(deadline=None)
+def test_every_part_gets_its_least_number_of_samples(lengths: list[int], num_parts: int, seed: int) -> None:
+    ascending = np.sort(np.array(lengths, dtype=np.int64))
+    least = len(lengths) // num_parts // 4
+    borders = cut_evenly(ascending, num_parts, least=least)
+    assert len(borders) == num_parts + 1 and borders[-1] == len(lengths)
+    assert np.diff(borders).min() >= least
+
+
+def test_equal_lengths_give_equal_parts() -> None:
+    assert cut_evenly(np.full(12, 7, dtype=np.int64), 4).tolist() == [0, 3, 6, 9, 12]
+
+
+def test_more_parts_than_samples_are_refused() -> None:
+    with pytest.raises(AssertionError, match="2 samples for 3 parts"):
+        cut_evenly(np.array([1, 2], dtype=np.int64), 3)
+
+
+def test_items_come_in_order_and_so_many_are_read_ahead() -> None:
+    read: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(100):
+            read.append(number)
+            yield number
+
+    ahead = Prefetch(items(), depth=3)
+    # Three wait in the queue and one for a place in it.
+    wait_for(lambda: len(read) == 4, within_s=5, what="reading ahead", poll_s=0.01)
+    assert [next(ahead) for _ in range(10)] == list(range(10))
+    wait_for(lambda: len(read) == 14, within_s=5, what="reading ahead", poll_s=0.01)
+    ahead.close()
+
+
+def test_an_error_of_reading_comes_where_its_item_would_have_been() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise OSError("the disk is gone")
+
+    ahead = Prefetch(items(), depth=4)
+    assert next(ahead) == 1
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(ahead)
+
+
+def test_the_end_of_the_items_is_the_end() -> None:
+    assert list(Prefetch(iter([1, 2, 3]), depth=2)) == [1, 2, 3]
+
+
+def test_closing_ends_a_thread_that_waits_for_a_place() -> None:
+    before = threading.active_count()
+    ahead = Prefetch(iter(range(100)), depth=1)
+    next(ahead)
+    ahead.close()
+    assert threading.active_count() == before
