@@ -21,8 +21,8 @@ from slurm_train.config.site import GROUP, SiteFile, user_config_dir
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.rundir.files import write_atomic
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.policy import TestVerdict
 from slurm_train.slurm.site import SiteFacts, gather_facts
-from slurm_train.slurm.verdicts import TestVerdict
 from slurm_train.tools.site.profile import Question, build_profile, open_questions, render_site
 from slurm_train.tools.site.trial import try_site
 

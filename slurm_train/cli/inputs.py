@@ -64,7 +64,7 @@ def say_keys_left_behind(config: RunConfig, env: Mapping[str, str]) -> None:
     if config.cluster is None or config.track == TrackSection():
         return
     from slurm_train.metrics.trackers.catalogue import keys_left_behind
-    from slurm_train.slurm.exports import exported
+    from slurm_train.slurm.environment import exported
 
     names = keys_left_behind(config.track, env, exported(env, config.cluster.export))
     if names:

@@ -26,8 +26,7 @@ from slurm_train.rundir.jobs import (
     this_process,
 )
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.job_id import is_job_id
+from slurm_train.slurm.commands import SlurmCommands, is_job_id
 from slurm_train.slurm.records import JobState
 
 _SUBMITTER_WAIT_S = 30.0

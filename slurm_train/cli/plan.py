@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from slurm_train.config.schema import RunConfig
     from slurm_train.estimate.layouts import Suggestion
     from slurm_train.estimate.run import PlanEstimate
+    from slurm_train.slurm.policy import TestVerdict
     from slurm_train.slurm.site import SiteFacts
-    from slurm_train.slurm.verdicts import TestVerdict
 
 _HELP = """\
 usage: python -m slurm_train plan [settings]
@@ -242,8 +242,7 @@ def _slurm_says(script: str, env: Mapping[str, str], plan: RunPlan) -> tuple[Tes
 
 
 def _environment(patterns: Sequence[str], env: Mapping[str, str]) -> str:
-    from slurm_train.slurm.environment import is_job_variable
-    from slurm_train.slurm.exports import exported
+    from slurm_train.slurm.environment import exported, is_job_variable
 
     goes = exported(env, patterns)
     stays = sorted(name for name in env if name not in goes and not is_job_variable(name))

@@ -37,9 +37,8 @@ from slurm_train.rundir.timing import Notice
 from slurm_train.slurm.allocation import Allocation, het_job_ids
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import job_environment
-from slurm_train.slurm.preemption import duration_s, end_and_limit, grace_s
-from slurm_train.slurm.records import queue_seconds
-from slurm_train.slurm.step_errors import violent_end
+from slurm_train.slurm.policy import read_preemption
+from slurm_train.slurm.records import end_and_limit, queue_seconds, violent_end
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.monitor import (
     BestEffort,
@@ -191,12 +190,9 @@ def _notice_reader(job_id: str, commands: SlurmCommands) -> ReadNotice:
         job = commands.show_job(job_id)
         if not site:
             settings = commands.show_config()
-            site["kill_wait_s"] = duration_s(settings.get("KillWait", ""))
-            site["grace_s"] = grace_s(
-                settings.get("PreemptType", ""),
-                qos=commands.show_qos(job.get("QOS", "")),
-                partition=commands.show_partition(job.get("Partition", "")),
-            )
+            partition = commands.show_partition(job.get("Partition", ""))
+            preemption = read_preemption(settings, qos=commands.show_qos(job.get("QOS", "")), partition=partition)
+            site.update(kill_wait_s=preemption.kill_wait_s, grace_s=preemption.grace_s)
         end_unix_s, limit_s = end_and_limit(job)
         return Notice(end_unix_s=end_unix_s, limit_s=limit_s, **site)
 
@@ -208,7 +204,7 @@ def _kill_steps(commands: SlurmCommands, job_ids: Sequence[str], beats: Mapping[
         job, _, step = step_id.partition(".")
         # The step has the same number in each component.
         for one in (job, *(other for other in job_ids if job in job_ids and other != job)):
-            commands.kill_step(f"{one}.{step}")
+            commands.cancel_step(f"{one}.{step}", kill=True)
 
 
 def _job_ids(allocation: Allocation, env: Mapping[str, str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import list_runs
 from slurm_train.rundir.timing import read_measured, warning_lead_s
-from slurm_train.slurm.preemption import Preemption
+from slurm_train.slurm.policy import Preemption
 
 _MOST_RUNS = 20
 _MOST_LINES = 50

@@ -16,7 +16,7 @@ from slurm_train.launch.continuation import how_it_returns
 from slurm_train.launch.layout import spans_nodes
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.world import count_local_gpus
-from slurm_train.slurm.preemption import Preemption
+from slurm_train.slurm.policy import Preemption
 from slurm_train.slurm.site import SiteFacts, default_account, default_qos, preemption_in
 
 _MOST_KINDS = 3

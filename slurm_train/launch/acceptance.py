@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from slurm_train.errors import ClusterError
 from slurm_train.launch.plan import RunPlan
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.verdicts import Refusal, TestVerdict
+from slurm_train.slurm.policy import Refusal, TestVerdict
 
 if TYPE_CHECKING:
-    from slurm_train.slurm.partitions import Partition
+    from slurm_train.slurm.policy import Partition
 
 
 def slurm_verdict(script: str, commands: SlurmCommands) -> TestVerdict:

@@ -16,7 +16,7 @@ from slurm_train.assets import read_template
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.sweep import ArrayDirectory
-from slurm_train.slurm.script_text import sbatch_line
+from slurm_train.slurm.flags import sbatch_line
 
 _DEFAULT_MAX_ARRAY_SIZE = 1001
 # An array has a name and a log of its own.

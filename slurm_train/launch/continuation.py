@@ -14,8 +14,8 @@ from slurm_train.launch.resources import renewed_warning
 from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.preemption import Preemption, return_in_words
-from slurm_train.slurm.states import Phase
+from slurm_train.slurm.policy import Preemption, return_in_words
+from slurm_train.slurm.records import Phase
 
 CONTINUES = "TRAIN_CONTINUES_JOB"
 """Variable by which such a job is known from its first moment on, whoever submits one meanwhile."""

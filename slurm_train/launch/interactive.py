@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from slurm_train.errors import ClusterError
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.resources import sbatch_components
-from slurm_train.slurm.partitions import tres_gpus
-from slurm_train.slurm.script_text import check_flag_name
+from slurm_train.slurm.flags import check_flag_name
+from slurm_train.slurm.policy import tres_gpus
 
 # Of a batch script alone; salloc does not know them, and an allocation is not run again.
 _OF_BATCH = frozenset({"output", "error", "open-mode", "requeue", "no-requeue", "export"})

@@ -17,8 +17,8 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.world import NodeGroup, World
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.timing import warning_lead_s
+from slurm_train.slurm.flags import Flags, resource_flags
 from slurm_train.slurm.nodelist import parse_nodelist
-from slurm_train.slurm.resource_flags import Flags, resource_flags
 
 STEP_NAME = "attempt_{attempt}"
 

@@ -1,6 +1,6 @@
 """Renders the batch script: a pure function of the plan, compared with a golden file in the tests.
 
-Every value that reaches the text passes one of two guards of `slurm.script_text`: one for what sbatch reads, one for
+Every value that reaches the text passes one of two guards of `slurm.flags`: one for what sbatch reads, one for
 what bash reads. The template is plain bash; decisions are taken here.
 """
 
@@ -18,8 +18,8 @@ from slurm_train.errors import ConfigError
 from slurm_train.launch.container import Ranks
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.resources import job_environment, sbatch_components, srun_flags
-from slurm_train.slurm.resource_flags import Flags
-from slurm_train.slurm.script_text import (
+from slurm_train.slurm.flags import (
+    Flags,
     check_env_name,
     check_env_value,
     check_flag_name,

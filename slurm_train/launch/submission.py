@@ -18,7 +18,7 @@ from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissio
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.files import make_private, write_durable
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.exports import exported
+from slurm_train.slurm.environment import exported
 
 
 class ScriptExecutor(submitit.SlurmExecutor):

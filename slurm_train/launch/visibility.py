@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from slurm_train.errors import NodesError, SilentNodesError
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.allocation import het_node_counts
-from slurm_train.slurm.runner import is_away, run_program
+from slurm_train.slurm.commands import is_away, run_program
 
 _TIMEOUT_S = 25.0
 _PATIENCE_S = 120.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ConfigError
-from slurm_train.slurm.runner import run_program
+from slurm_train.slurm.commands import run_program
 
 _LISTING_TIMEOUT_S = 20.0
 

@@ -1,14 +1,14 @@
-"""What this job got and which task this process is, read from the environment that Slurm sets.
+"""Which nodes and tasks a job has, and which task this process is, read from the environment that Slurm sets.
 
-Both are values made by `from_env(env)`; the environment is passed in, never reached for. The step's variables win over
-the job's, because a step may run on fewer nodes than the job has. Nothing is guessed: a missing variable is an error
-that names it. In a heterogeneous job Slurm sorts the step's node list by name while it numbers nodes and ranks by
-component (22.05), so there the lists of the components are put together instead.
+Both are values made by `from_env(env)`. The step's variables win over the job's, because a step may run on fewer nodes
+than the job has. Nothing is guessed: a missing variable is an error that names it. In a heterogeneous job Slurm sorts
+the step's node list by name while it numbers nodes and ranks by component (22.05), so there the lists of the components
+are put together instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,8 +16,6 @@ from slurm_train.errors import ClusterError
 from slurm_train.slurm.nodelist import NodeListError, parse_nodelist, parse_tasks_per_node
 
 _Item = TypeVar("_Item", int, str)
-_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _IN_A_JOB = "run this inside a Slurm job: sbatch run_dir/submit.sh, or salloc first"
 _UNDER_SRUN = "start the process with srun inside the job; a batch script or a login shell has no rank"
 
@@ -38,12 +36,6 @@ class Allocation:
     """Host names in rank order; the first is where rank 0 lives."""
     tasks_per_node: tuple[int, ...]
     """Tasks on each of `nodes`; not always equal."""
-    cpus_per_task: int | None
-    """None where it was not asked for."""
-    partition: str
-    """Name of the partition, "" if Slurm does not say."""
-    job_name: str
-    """Name of the job, "" if Slurm does not say."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Allocation:
@@ -52,18 +44,15 @@ class Allocation:
         Raises:
             ClusterError: not in a job, or a variable is missing, malformed or disagrees with another.
         """
-        array_job_id = _optional_int(env, "SLURM_ARRAY_JOB_ID")
+        array_job_id = _int(env, "SLURM_ARRAY_JOB_ID") if env.get("SLURM_ARRAY_JOB_ID") else None
         nodes, tasks_per_node = _layout(env)
         return cls(
-            job_id=_int(env, ("SLURM_JOB_ID",), _IN_A_JOB),
+            job_id=_int(env, "SLURM_JOB_ID"),
             array_job_id=array_job_id,
-            array_task_id=None if array_job_id is None else _int(env, ("SLURM_ARRAY_TASK_ID",), _IN_A_JOB),
-            restart_count=_optional_int(env, "SLURM_RESTART_COUNT") or 0,
+            array_task_id=None if array_job_id is None else _int(env, "SLURM_ARRAY_TASK_ID"),
+            restart_count=_int(env, "SLURM_RESTART_COUNT") if env.get("SLURM_RESTART_COUNT") else 0,
             nodes=nodes,
             tasks_per_node=tasks_per_node,
-            cpus_per_task=_optional_int(env, "SLURM_CPUS_PER_TASK"),
-            partition=env.get("SLURM_JOB_PARTITION", ""),
-            job_name=env.get("SLURM_JOB_NAME", ""),
         )
 
     def __post_init__(self) -> None:
@@ -97,7 +86,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskPlace:
-    """Where this process stands among the tasks of its step."""
+    """Which task of its step this process is."""
 
     rank: int
     """0 .. world_size - 1."""
@@ -118,17 +107,17 @@ class TaskPlace:
             ClusterError: not started by srun, or a variable is missing, malformed or disagrees with another.
         """
         # A batch script has SLURM_PROCID=0 too, but only a task has a step.
-        _int(env, ("SLURM_STEP_ID",), _UNDER_SRUN)
-        node_rank = _int(env, ("SLURM_NODEID",), _UNDER_SRUN)
-        world_size = _int(env, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), _UNDER_SRUN)
+        _int(env, "SLURM_STEP_ID", hint=_UNDER_SRUN)
+        node_rank = _int(env, "SLURM_NODEID", hint=_UNDER_SRUN)
+        world_size = _int(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", hint=_UNDER_SRUN)
         _, tasks_per_node = _layout(env)
         if node_rank >= len(tasks_per_node):
             raise _disagrees("SLURM_NODEID", node_rank, f"{len(tasks_per_node)} nodes")
         if world_size != sum(tasks_per_node):
             raise _disagrees("SLURM_STEP_NUM_TASKS", world_size, f"task counts {tasks_per_node}")
         return cls(
-            rank=_int(env, ("SLURM_PROCID",), _UNDER_SRUN),
-            local_rank=_int(env, ("SLURM_LOCALID",), _UNDER_SRUN),
+            rank=_int(env, "SLURM_PROCID", hint=_UNDER_SRUN),
+            local_rank=_int(env, "SLURM_LOCALID", hint=_UNDER_SRUN),
             node_rank=node_rank,
             world_size=world_size,
             local_world_size=tasks_per_node[node_rank],
@@ -147,69 +136,64 @@ def het_node_counts(env: Mapping[str, str]) -> tuple[int, ...]:
     Raises:
         ClusterError: a variable is missing or malformed.
     """
-    components = _optional_int(env, "SLURM_HET_SIZE") or 0
-    return tuple(len(_nodes(env, (f"SLURM_JOB_NODELIST_HET_GROUP_{index}",))) for index in range(components))
+    return tuple(len(_nodes(env, f"SLURM_JOB_NODELIST_HET_GROUP_{index}")) for index in _components(env))
 
 
 def het_job_ids(env: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the job id of each component of a heterogeneous job, the leader's first; () in any other job."""
-    components = _optional_int(env, "SLURM_HET_SIZE") or 0
-    ids = (_int(env, (f"SLURM_JOB_ID_HET_GROUP_{index}",), _IN_A_JOB) for index in range(components))
-    return tuple(map(str, ids))
+    return tuple(str(_int(env, f"SLURM_JOB_ID_HET_GROUP_{index}")) for index in _components(env))
+
+
+def _components(env: Mapping[str, str]) -> range:
+    return range(_int(env, "SLURM_HET_SIZE") if env.get("SLURM_HET_SIZE") else 0)
 
 
 def _layout(env: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Returns the nodes in rank order and the number of tasks on each."""
-    components = _optional_int(env, "SLURM_HET_SIZE") or 0
-    if not components:
-        return _nodes(env, _NODES), _tasks(env, _TASKS)
-    step = _nodes(env, ("SLURM_STEP_NODELIST",)) if env.get("SLURM_STEP_NODELIST") else None
-    nodes: tuple[str, ...] = ()
+    if not _components(env):
+        nodes = _nodes(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        return nodes, _tasks(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    step = _nodes(env, "SLURM_STEP_NODELIST") if env.get("SLURM_STEP_NODELIST") else None
+    nodes = ()
     tasks: tuple[int, ...] = ()
-    for index in range(components):
-        component = _nodes(env, (f"SLURM_JOB_NODELIST_HET_GROUP_{index}",))
+    for index in _components(env):
+        component = _nodes(env, f"SLURM_JOB_NODELIST_HET_GROUP_{index}")
         # srun --het-group may leave components out; no two of them share a node.
         if step is None or set(component) <= set(step):
             nodes += component
-            tasks += _tasks(env, (f"SLURM_TASKS_PER_NODE_HET_GROUP_{index}",))
+            tasks += _tasks(env, f"SLURM_TASKS_PER_NODE_HET_GROUP_{index}")
     if step is not None and set(nodes) != set(step):
         raise _disagrees("SLURM_STEP_NODELIST", ",".join(step), f"job components on {','.join(nodes) or 'other nodes'}")
     return nodes, tasks
 
 
-def _first_set(env: Mapping[str, str], names: tuple[str, ...], hint: str) -> tuple[str, str]:
+def _first_set(env: Mapping[str, str], names: Sequence[str], hint: str) -> tuple[str, str]:
     """Returns name and value of the first variable that is set."""
     for name in names:
-        value = env.get(name, "")
-        if value:
+        if value := env.get(name, ""):
             return name, value
     raise ClusterError(f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not set", hint=hint)
 
 
-def _int(env: Mapping[str, str], names: tuple[str, ...], hint: str) -> int:
+def _int(env: Mapping[str, str], *names: str, hint: str = _IN_A_JOB) -> int:
     name, value = _first_set(env, names, hint)
     if not (value.isascii() and value.isdigit()):
         raise ClusterError(f"{name}={value!r} is not a number", hint=hint)
     return int(value)
 
 
-def _optional_int(env: Mapping[str, str], name: str) -> int | None:
-    return _int(env, (name,), _IN_A_JOB) if env.get(name) else None
+def _nodes(env: Mapping[str, str], *names: str) -> tuple[str, ...]:
+    return _parsed(env, names, parse_nodelist)
 
 
-def _nodes(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, ...]:
+def _tasks(env: Mapping[str, str], *names: str) -> tuple[int, ...]:
+    return _parsed(env, names, parse_tasks_per_node)
+
+
+def _parsed(env: Mapping[str, str], names: Sequence[str], parse: Callable[[str], list[_Item]]) -> tuple[_Item, ...]:
     name, value = _first_set(env, names, _IN_A_JOB)
-    return tuple(_parsed(name, value, parse_nodelist))
-
-
-def _tasks(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[int, ...]:
-    name, value = _first_set(env, names, _IN_A_JOB)
-    return tuple(_parsed(name, value, parse_tasks_per_node))
-
-
-def _parsed(name: str, value: str, parse: Callable[[str], list[_Item]]) -> list[_Item]:
     try:
-        return parse(value)
+        return tuple(parse(value))
     except NodeListError as err:
         raise ClusterError(f"{name}: {err.message}", hint=err.hint) from err
 

@@ -1,36 +1,149 @@
 """The one place that runs squeue, sacct, scontrol, scancel, sinfo, sacctmgr and `sbatch --test-only`.
 
-Commands get argument lists, a scrubbed environment and a time limit. What they print is parsed by the pure modules
-beside this one, each imported by the method that needs it: a submission pays for one of them. A command that is
-missing, too slow or fails is a ClusterError that quotes it. Nothing is retried and nothing is cached: how often to ask
-is the caller's business.
+Commands get argument lists, a scrubbed environment and a time limit. A command that is missing, too slow or fails is a
+ClusterError that quotes it. Nothing is retried and nothing is cached: how often to ask is the caller's business.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import shlex
 import shutil
-from collections.abc import Iterable, Mapping
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from slurm_train.errors import ClusterError
+from slurm_train.slurm import policy, records
 from slurm_train.slurm.environment import command_environment
-from slurm_train.slurm.job_id import by_array, checked_ids, is_step_id, only_asked
-from slurm_train.slurm.runner import Finished, Runner, failed_command, is_away, run_process
-
-if TYPE_CHECKING:
-    from slurm_train.slurm.accounting import Association, Qos
-    from slurm_train.slurm.partitions import Partition
-    from slurm_train.slurm.records import JobState
-    from slurm_train.slurm.verdicts import TestVerdict
-    from slurm_train.slurm.waiting_line import Queue
+from slurm_train.slurm.policy import Association, Partition, Qos, TestVerdict
+from slurm_train.slurm.records import JobState
 
 # sbatch gives up on an absent controller after 18 s (22.05); a busy one may take longer to answer.
 DEFAULT_TIMEOUT_S = 60.0
+_KILLED_WITHIN_S = 1.0
+# What the commands print when the controller does not answer; an answer that was lost may have been acted upon.
+_UNREACHABLE = (
+    "unable to contact slurm controller",
+    "unexpected message received",
+    "socket timed out",
+    "connection refused",
+    "zero bytes were transmitted",
+    "communication connection failure",
+    "backup controller in standby",
+)
+_JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")
+_STEP_ID = re.compile(r"[0-9]+(_[0-9]+)?\.[0-9]+")
+
+
+class ControllerAway(ClusterError):
+    """Slurm's controller does not answer; asking again later may help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A process that has ended."""
+
+    return_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def last_line(self) -> str:
+        """The last line of stderr with something on it, else of stdout."""
+        lines = [line.strip() for text in (self.stdout, self.stderr) for line in text.splitlines() if line.strip()]
+        return lines[-1] if lines else "no output"
+
+
+class Runner(Protocol):
+    """Runs a command to its end; tests pass their own."""
+
+    def __call__(self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> Finished:
+        """Returns the ended process; raises ClusterError if it cannot start or takes too long."""
+
+
+def run_program(
+    argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, cwd: str | None = None, text: str = ""
+) -> Finished:
+    """Runs a program without a shell, with `text` as its input, and returns how it ended.
+
+    One that is too slow is killed with all that it has started. A program that even KILL does not end, as nvidia-smi
+    in a hanging driver, is left behind.
+
+    Raises:
+        OSError: it cannot be started.
+        subprocess.TimeoutExpired: it did not end in time.
+    """
+    process = subprocess.Popen(
+        list(argv),
+        env=dict(env),
+        cwd=cwd,
+        stdin=subprocess.PIPE if text else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(text or None, timeout=timeout_s)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILLED_WITHIN_S)
+        for file in filter(None, (process.stdin, process.stdout, process.stderr)):
+            with contextlib.suppress(OSError):
+                file.close()
+        raise
+    return Finished(process.returncode, stdout, stderr)
+
+
+def run_process(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> Finished:
+    """Runs a command of Slurm and returns how it ended.
+
+    Raises:
+        ClusterError: no such command on this machine, or it did not end in time.
+    """
+    try:
+        return run_program(argv, env=env, timeout_s=timeout_s)
+    except FileNotFoundError as err:
+        raise ClusterError(
+            f"there is no {argv[0]} on this machine",
+            hint="run this where Slurm's commands are (a login node), or without +cluster to train on this machine",
+        ) from err
+    except OSError as err:
+        # No memory, no descriptors, a file server that is away: that may pass.
+        raise ControllerAway(
+            f"`{shlex.join(argv)}` could not be started: {err}", hint="see `ulimit -a` and `free` on this machine"
+        ) from err
+    except subprocess.TimeoutExpired as err:
+        raise ControllerAway(
+            f"`{shlex.join(argv)}` did not answer in {timeout_s:g} s",
+            hint="the Slurm controller may be busy: try later",
+        ) from err
+
+
+def is_away(stderr: str) -> bool:
+    """Returns whether a command failed because it did not reach the controller."""
+    return any(text in stderr.lower() for text in _UNREACHABLE)
+
+
+def is_job_id(text: str) -> bool:
+    """Returns whether the text is one job or one array element: "123" or "123_4"."""
+    return _JOB_ID.fullmatch(text) is not None
 
 
 class SlurmCommands:
     """Slurm as seen through its commands.
+
+    Every method raises ClusterError if Slurm refuses or does not answer (ControllerAway), or an id is malformed.
 
     Args:
         env: environment to take PATH and SLURM_CONF from; job and rank variables in it are left out.
@@ -46,9 +159,17 @@ class SlurmCommands:
         self._runner = runner
 
     def is_available(self) -> bool:
-        """Returns whether sbatch and squeue are on the PATH; says nothing about the controller."""
+        """Returns whether sbatch and squeue are on the PATH, whatever the controller does."""
         path = self._env.get("PATH", "")
         return all(shutil.which(name, path=path) for name in ("sbatch", "squeue"))
+
+    def version(self) -> str | None:
+        """Returns the version of Slurm's commands here, e.g. "22.05.8"; None where it is not known."""
+        try:
+            name, _, version = self._run(["scontrol", "--version"]).strip().partition(" ")
+        except ClusterError:
+            return None
+        return version if name == "slurm" else None
 
     def job_states(self, job_ids: Iterable[str], *, ended: bool = True) -> dict[str, JobState]:
         """Returns what Slurm knows about jobs, by id; an array's id gives one entry per element.
@@ -59,148 +180,159 @@ class SlurmCommands:
         Args:
             job_ids: the jobs.
             ended: ask sacct about those that squeue does not know; whether a job is active, squeue alone can tell.
-
-        Raises:
-            ClusterError: neither command gives an answer.
         """
-        from slurm_train.slurm.records import parse_squeue
-
-        asked = checked_ids(job_ids)
-        if not asked:
-            return {}
+        asked = _checked_ids(job_ids)
         try:
-            queued = only_asked(asked, parse_squeue(self._squeue(asked)))
+            queued, _ = self.queue(asked)
         except ClusterError as unanswered:
-            return self._sacct(asked, or_else=unanswered)
+            try:
+                return self.accounted(asked)
+            except ClusterError:
+                raise unanswered from None
         missing = [job_id for job_id in asked if job_id not in queued] if ended else []
-        return {**self._sacct(missing), **queued} if missing else queued
+        with contextlib.suppress(ClusterError):  # many sites keep no accounts
+            queued = {**self.accounted(missing), **queued}
+        return queued
 
-    def queue(self, job_ids: Iterable[str], *, whole: bool = False) -> Queue:
-        """Returns what squeue alone knows about jobs, from one call.
+    def queue(self, job_ids: Iterable[str], *, whole: bool = False) -> tuple[dict[str, JobState], dict[str, int]]:
+        """Returns what squeue alone knows about jobs; of waiting ones also how many are in line before them.
 
         Args:
             job_ids: as for `job_states`.
-            whole: read the whole queue and tell the places of those that wait in it.
-
-        Raises:
-            ClusterError: no answer.
+            whole: read the whole queue, which the numbers need; without it they are empty. squeue gets all jobs from
+                the controller as soon as it is asked for more than one, so this costs the controller no more.
         """
-        from slurm_train.slurm.records import parse_squeue
-        from slurm_train.slurm.waiting_line import QUEUE_FORMAT, Queue, parse_queue
-
-        asked = checked_ids(job_ids)
+        asked = _checked_ids(job_ids)
         if not asked:
-            return Queue({})
+            return {}, {}
+        # All states: a job stays visible for MinJobAge after its end, which spares a look at accounting.
+        argv = ["squeue", "-h", "-t", "all"]
         if whole:
-            return parse_queue(self._run(["squeue", "-h", "-a", "-t", "all", "-o", QUEUE_FORMAT]), asked=asked)
-        return Queue(only_asked(asked, parse_squeue(self._squeue(asked))))
+            return records.parse_queue(self._run([*argv, "-a", "-o", records.QUEUE_FORMAT]), asked)
+        text = self._run([*argv, "-r", "-o", records.SQUEUE_FORMAT, "-j", _by_array(asked)], gone_is_empty=True)
+        return records.only_asked(asked, records.parse_squeue(text)), {}
 
     def accounted(self, job_ids: Iterable[str]) -> dict[str, JobState]:
-        """Returns what accounting knows about jobs, by id.
-
-        Raises:
-            ClusterError: no answer; many sites keep no accounts.
-        """
-        asked = checked_ids(job_ids)
-        no_answer = ClusterError("sacct gives no answer", hint="many sites keep no accounts of jobs")
-        return self._sacct(asked, or_else=no_answer) if asked else {}
+        """Returns what accounting knows about jobs, by id; many sites keep none, and sacct fails there."""
+        asked = _checked_ids(job_ids)
+        if not asked:
+            return {}
+        text = self._run(["sacct", "-n", "-P", "-X", "-o", records.SACCT_FORMAT, "-j", _by_array(asked)])
+        return records.only_asked(asked, records.parse_sacct(text))
 
     def named_jobs(self, names: Iterable[str]) -> dict[tuple[str, str], str]:
-        """Returns this user's jobs with these names that the controller still knows: (name, script's path) -> id.
-
-        Raises:
-            ClusterError: no answer.
-        """
-        from slurm_train.slurm.records import NAMED_FORMAT, parse_named
-
-        argv = ["squeue", "-h", "--me", "-t", "all", "-o", NAMED_FORMAT, "-n", ",".join(names)]
-        return parse_named(self._run(argv))
+        """Returns this user's jobs with these names that the controller still knows: (name, script's path) -> id."""
+        argv = ["squeue", "-h", "--me", "-t", "all", "-o", records.NAMED_FORMAT, "-n", ",".join(names)]
+        return records.parse_named(self._run(argv))
 
     def own_scripts(self) -> dict[str, str]:
         """Returns the batch scripts of all jobs of this user that the controller knows, by id: {"12": "/a/submit.sh"}.
 
         Array ids are as squeue writes them, e.g. "12_[0-3]".
-
-        Raises:
-            ClusterError: no answer.
         """
         lines = self._run(["squeue", "-h", "--me", "-t", "all", "-o", "%i|%o"]).splitlines()
         rows = (line.partition("|")[::2] for line in lines)
         return {job_id.partition("+")[0]: script for job_id, script in rows if job_id[:1].isdigit()}
 
+    def ended_states(self, job_id: str) -> list[str]:
+        """Returns how the earlier starts of a job ended, oldest first, e.g. ["NODE_FAIL", "PREEMPTED"].
+
+        Empty where there is no accounting.
+        """
+        done = self._call(["sacct", "-n", "-P", "-X", "-D", "-o", "State", "-j", *_checked_ids([job_id])])
+        words = [line.split()[0].rstrip("+") for line in done.stdout.splitlines() if line.strip()]
+        return [] if done.return_code else [word for word in words if word not in ("PENDING", "RUNNING")]
+
+    def steps(self, job_id: str) -> dict[str, str]:
+        """Returns the running steps of a job as id -> name, e.g. {"77.1": "attempt_0", "77.batch": "batch"}."""
+        argv = ["squeue", "-h", "-s", "-o", "%i|%j", "-j", *_checked_ids([job_id])]
+        rows = (line.strip().partition("|") for line in self._run(argv, gone_is_empty=True).splitlines())
+        return {step: name for step, bar, name in rows if bar}
+
     def show_job(self, job_id: str) -> dict[str, str]:
         """Returns the fields of `scontrol show job`, e.g. {"JobState": "RUNNING", "Restarts": "0", ...}.
 
-        Raises:
-            ClusterError: the controller does not know the job (any more) or does not answer.
+        It fails where the controller does not know the job any more.
         """
-        from slurm_train.slurm.records import parse_job
+        return records.parse_record(self._run(["scontrol", "show", "job", *_checked_ids([job_id])]))
 
-        return parse_job(self._run(["scontrol", "show", "job", *checked_ids([job_id])]))
-
-    def version(self) -> str | None:
-        """Returns the version of Slurm's commands here, e.g. "22.05.8"; None where that cannot be told."""
-        try:
-            done = self._call(["scontrol", "--version"])
-        except ClusterError:
-            return None
-        name, _, version = done.stdout.strip().partition(" ")
-        return version if name == "slurm" and done.return_code == 0 else None
+    def restarts(self, job_id: str) -> int:
+        """Returns how often Slurm has restarted a job."""
+        return records.restarts_of(self.show_job(job_id))
 
     def show_config(self) -> dict[str, str]:
         """Returns the controller's settings, e.g. {"MaxArraySize": "1001", "KillWait": "30 sec", ...}."""
-        from slurm_train.slurm.records import parse_config
-
-        return parse_config(self._run(["scontrol", "show", "config"]))
+        return records.parse_config(self._run(["scontrol", "show", "config"]))
 
     def show_partition(self, name: str) -> dict[str, str]:
-        """Returns the fields of `scontrol show partition`, e.g. {"GraceTime": "0", "PreemptMode": "REQUEUE", ...}.
+        """Returns the fields of `scontrol show partition`, e.g. {"GraceTime": "0", "PreemptMode": "REQUEUE", ...}."""
+        return records.parse_record(self._run(["scontrol", "show", "partition", name]))
 
-        Raises:
-            ClusterError: there is none of that name, or no answer.
-        """
-        from slurm_train.slurm.records import parse_job
-
-        return parse_job(self._run(["scontrol", "show", "partition", name]))
+    def show_partitions(self) -> list[dict[str, str]]:
+        """Returns the fields of every partition that this user can see, see `show_partition`."""
+        found = records.parse_records(self._run(["scontrol", "show", "partition"]))
+        return [fields for fields in found if fields.get("PartitionName")]
 
     def show_qos(self, name: str) -> dict[str, str]:
         """Returns {"GraceTime": "00:00:15", "PreemptMode": "requeue"} of a QOS; empty where there is no accounting."""
         columns = ("GraceTime", "PreemptMode")
+        asked = ["where", f"name={name}", f"format={','.join(columns)}"]
         try:
-            done = self._call(
-                ["sacctmgr", "-n", "-P", "show", "qos", "where", f"name={name}", f"format={','.join(columns)}"]
-            )
+            lines = self._run(["sacctmgr", "-n", "-P", "show", "qos", *asked]).splitlines()
         except ClusterError:
             return {}
-        lines = done.stdout.splitlines()
-        return dict(zip(columns, lines[0].split("|"), strict=False)) if lines and not done.return_code else {}
-
-    def show_partitions(self) -> list[dict[str, str]]:
-        """Returns the fields of every partition that this user can see, see `show_partition`."""
-        from slurm_train.slurm.records import parse_partitions
-
-        return parse_partitions(self._run(["scontrol", "show", "partition"]))
-
-    def associations(self, user: str) -> list[Association]:
-        """Returns the accounts that a user may charge; empty where the database knows none.
-
-        Raises:
-            ClusterError: there is no accounting, or it refuses or does not answer.
-        """
-        from slurm_train.slurm.accounting import ASSOCIATION_FORMAT, parse_associations
-
-        asked = ["where", f"name={user}", "withassoc", f"format={ASSOCIATION_FORMAT}"]
-        return parse_associations(self._run(["sacctmgr", "-n", "-P", "show", "user", *asked]))
+        return dict(zip(columns, lines[0].split("|"), strict=False)) if lines else {}
 
     def all_qos(self) -> list[Qos]:
-        """Returns every QOS.
+        """Returns every QOS; it fails where there is no accounting."""
+        return policy.parse_qos(self._run(["sacctmgr", "-n", "-P", "show", "qos", f"format={policy.QOS_FORMAT}"]))
 
-        Raises:
-            ClusterError: there is no accounting, or it refuses or does not answer.
+    def associations(self, user: str) -> list[Association]:
+        """Returns the accounts that a user may charge; it fails where there is no accounting."""
+        asked = ["where", f"name={user}", "withassoc", f"format={policy.ASSOCIATION_FORMAT}"]
+        return policy.parse_associations(self._run(["sacctmgr", "-n", "-P", "show", "user", *asked]))
+
+    def partitions(self) -> list[Partition]:
+        """Returns the partitions that this user can see, from one sinfo call."""
+        return policy.parse_sinfo(self._run(["sinfo", "-h", "-e", "-o", policy.SINFO_FORMAT]))
+
+    def test_only(self, script: Path) -> TestVerdict:
+        """Returns whether Slurm would take a batch script and when it would start it; nothing is submitted.
+
+        Slurm does not look at a partition that is down, nor, without EnforcePartLimits, at its time limit. It fails
+        where the controller does not answer, which is no verdict on the script.
         """
-        from slurm_train.slurm.accounting import QOS_FORMAT, parse_qos
+        argv = ["sbatch", "--test-only", str(script)]
+        done = self._call(argv)
+        if done.return_code and is_away(done.stderr):
+            raise _failed_command(argv, done)
+        return policy.read_verdict(done.return_code, done.stderr)
 
-        return parse_qos(self._run(["sacctmgr", "-n", "-P", "show", "qos", f"format={QOS_FORMAT}"]))
+    def requeue(self, job_id: str, *, is_over: bool = False) -> None:
+        """Asks Slurm to requeue a job unless it was cancelled; read `restarts` back to see whether that happened.
+
+        The `incomplete` form returns success when it did nothing, and the plain form would bring back a job that its
+        user cancelled. From inside the job, the call may end the caller. It fails e.g. for a job with --no-requeue.
+
+        Args:
+            job_id: array-safe id.
+            is_over: the job has run into its time limit, where only the plain form works; such a job cannot be
+                cancelled any more.
+        """
+        form = [] if is_over else ["incomplete"]
+        self._run(["scontrol", "requeue", *form, *_checked_ids([job_id])])
+
+    def allow_requeue(self, job_id: str) -> None:
+        """Lets a job be requeued that was submitted with --no-requeue, or where that is the site's default."""
+        self._update(job_id, "Requeue=1")
+
+    def exclude_nodes(self, job_id: str, nodes: str) -> None:
+        """Keeps a waiting job off nodes; Slurm refuses it for a running one."""
+        self._update(job_id, f"ExcNodeList={nodes}")
+
+    def put_off(self, job_id: str, seconds: int) -> None:
+        """Lets a waiting job start no earlier than in so many seconds."""
+        self._update(job_id, f"StartTime=now+{seconds}")
 
     def cancel(self, job_ids: Iterable[str], *, cluster: str = "") -> None:
         """Cancels jobs; those that have ended already are no error.
@@ -208,172 +340,39 @@ class SlurmCommands:
         Args:
             job_ids: the jobs.
             cluster: where they are, if not on this machine's cluster.
-
-        Raises:
-            ClusterError: Slurm refused, e.g. somebody else's job.
         """
-        checked = checked_ids(job_ids)
-        if not checked:
-            return
-        argv = ["scancel", *([f"--clusters={cluster}"] if cluster else []), *checked]
-        done = self._call(argv)
-        if done.return_code and not _has_ended(done.stderr):
-            raise failed_command(argv, done)
+        if checked := _checked_ids(job_ids):
+            self._scancel(*([f"--clusters={cluster}"] if cluster else []), *checked)
 
-    def kill_step(self, step_id: str) -> None:
-        """Kills all tasks of a step ("123.0") with a signal that also ends stopped ones; an ended step is no error.
-
-        Raises:
-            ClusterError: it is no step id, or Slurm refused or does not answer.
-        """
-        if not is_step_id(step_id):
-            raise ClusterError(f"{step_id!r} is not the id of a step", hint='write "123.0"')
-        argv = ["scancel", "--signal=KILL", step_id]
-        done = self._call(argv)
-        if done.return_code and not _has_ended(done.stderr):
-            raise failed_command(argv, done)
-
-    def restarts(self, job_id: str) -> int:
-        """Returns how often Slurm has restarted a job.
-
-        Raises:
-            ClusterError: it does not say.
-        """
-        return restarts_of(self.show_job(job_id))
-
-    def requeue(self, job_id: str, *, is_over: bool = False) -> None:
-        """Asks Slurm to requeue a job unless it was cancelled; read `restarts` back to see whether that happened.
-
-        The `incomplete` form returns success when it did nothing, and the plain form would bring back a job that its
-        user cancelled. From inside the job, the call may end the caller.
+    def cancel_step(self, step_id: str, *, kill: bool = False) -> None:
+        """Ends one step of a job ("123.0"); the job goes on. One that has ended already is no error.
 
         Args:
-            job_id: array-safe id.
-            is_over: the job has run into its time limit, where only the plain form works; such a job cannot be
-                cancelled any more.
-
-        Raises:
-            ClusterError: Slurm refused (e.g. a job with --no-requeue) or does not answer.
+            step_id: the step.
+            kill: by a signal to all its tasks that also ends stopped ones.
         """
-        form = [] if is_over else ["incomplete"]
-        self._run(["scontrol", "requeue", *form, *checked_ids([job_id])])
+        if _STEP_ID.fullmatch(step_id) is None:
+            raise ClusterError(f"{step_id!r} is not the id of a step", hint='write "123.0"')
+        self._scancel(*(["--signal=KILL"] if kill else []), step_id)
 
-    def allow_requeue(self, job_id: str) -> None:
-        """Lets a job be requeued that was submitted with --no-requeue, or where that is the site's default.
-
-        Raises:
-            ClusterError: Slurm refused or does not answer.
-        """
-        self._run(["scontrol", "update", f"JobId={checked_ids([job_id])[0]}", "Requeue=1"])
-
-    def exclude_nodes(self, job_id: str, nodes: str) -> None:
-        """Keeps a waiting job off nodes; Slurm refuses it for a running one.
-
-        Raises:
-            ClusterError: Slurm refused or does not answer.
-        """
-        self._run(["scontrol", "update", f"JobId={checked_ids([job_id])[0]}", f"ExcNodeList={nodes}"])
-
-    def put_off(self, job_id: str, seconds: int) -> None:
-        """Lets a waiting job start no earlier than in so many seconds.
-
-        Raises:
-            ClusterError: Slurm refused or does not answer.
-        """
-        self._run(["scontrol", "update", f"JobId={checked_ids([job_id])[0]}", f"StartTime=now+{seconds}"])
-
-    def steps(self, job_id: str) -> dict[str, str]:
-        """Returns the running steps of a job as id -> name, e.g. {"77.1": "attempt_0", "77.batch": "batch"}.
-
-        Raises:
-            ClusterError: no answer.
-        """
-        argv = ["squeue", "-h", "-s", "-o", "%i|%j", "-j", *checked_ids([job_id])]
+    def _scancel(self, *words: str) -> None:
+        argv = ["scancel", *words]
         done = self._call(argv)
-        if done.return_code and "invalid job id" not in done.stderr.lower():
-            raise failed_command(argv, done)
-        rows = (line.strip().partition("|") for line in done.stdout.splitlines())
-        return {step: name for step, bar, name in rows if bar}
+        lines = [line.lower() for line in done.stderr.splitlines() if line.strip()]
+        has_ended = all("invalid job id" in line or "already completing or completed" in line for line in lines)
+        if done.return_code and not has_ended:
+            raise _failed_command(argv, done)
 
-    def cancel_step(self, step_id: str) -> None:
-        """Ends one step of a job; the job goes on. One that has ended already is no error.
+    def _update(self, job_id: str, setting: str) -> None:
+        self._run(["scontrol", "update", f"JobId={_checked_ids([job_id])[0]}", setting])
 
-        Raises:
-            ClusterError: Slurm refused or does not answer.
-        """
-        job, dot, step = step_id.partition(".")
-        if not dot or not step.isdigit():
-            raise ClusterError(f"{step_id!r} is not a step id", hint='write "123.0"')
-        argv = ["scancel", f"{checked_ids([job])[0]}.{step}"]
+    def _run(self, argv: list[str], *, gone_is_empty: bool = False) -> str:
+        """Returns what a command prints; "" for jobs that are gone, of which squeue complains for a single one."""
         done = self._call(argv)
-        if done.return_code and not _has_ended(done.stderr):
-            raise failed_command(argv, done)
-
-    def ended_states(self, job_id: str) -> list[str]:
-        """Returns how the earlier starts of a job ended, oldest first, e.g. ["NODE_FAIL", "PREEMPTED"].
-
-        Empty where there is no accounting.
-        """
-        argv = ["sacct", "-n", "-P", "-X", "-D", "-o", "State", "-j", *checked_ids([job_id])]
-        done = self._call(argv)
-        words = [line.split()[0].rstrip("+") for line in done.stdout.splitlines() if line.strip()]
-        return [] if done.return_code else [word for word in words if word not in ("PENDING", "RUNNING")]
-
-    def partitions(self) -> list[Partition]:
-        """Returns the partitions that this user can see, from one sinfo call.
-
-        Raises:
-            ClusterError: sinfo failed or cannot be read.
-        """
-        from slurm_train.slurm.partitions import SINFO_FORMAT, parse_sinfo
-
-        return parse_sinfo(self._run(["sinfo", "-h", "-e", "-o", SINFO_FORMAT]))
-
-    def test_only(self, script: Path) -> TestVerdict:
-        """Returns whether Slurm would take a batch script and when it would start it; nothing is submitted.
-
-        Slurm does not look at a partition that is down, nor, without EnforcePartLimits, at its time limit.
-
-        Raises:
-            ClusterError: no answer from the controller; that is no verdict on the script.
-        """
-        from slurm_train.slurm.verdicts import read_verdict
-
-        argv = ["sbatch", "--test-only", str(script)]
-        done = self._call(argv)
-        if done.return_code and is_away(done.stderr):
-            raise failed_command(argv, done)
-        return read_verdict(done.return_code, done.stderr)
-
-    def _squeue(self, job_ids: list[str]) -> str:
-        from slurm_train.slurm.records import SQUEUE_FORMAT
-
-        # All states: a job stays visible for MinJobAge after its end, which spares a look at accounting.
-        argv = ["squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, "-j", ",".join(by_array(job_ids))]
-        done = self._call(argv)
-        if done.return_code and "invalid job id" in done.stderr.lower():
-            # Said only when a single job was asked for and it is gone.
+        if done.return_code and gone_is_empty and "invalid job id" in done.stderr.lower():
             return ""
         if done.return_code:
-            raise failed_command(argv, done)
-        return done.stdout
-
-    def _sacct(self, job_ids: list[str], or_else: ClusterError | None = None) -> dict[str, JobState]:
-        """Returns sacct's answer; without one raises `or_else`, or returns nothing (many sites keep no accounts)."""
-        from slurm_train.slurm.records import SACCT_FORMAT, parse_sacct
-
-        argv = ["sacct", "-n", "-P", "-X", "-o", SACCT_FORMAT, "-j", ",".join(by_array(job_ids))]
-        try:
-            return only_asked(job_ids, parse_sacct(self._run(argv)))
-        except ClusterError:
-            if or_else is not None:
-                raise or_else from None
-            return {}
-
-    def _run(self, argv: list[str]) -> str:
-        done = self._call(argv)
-        if done.return_code:
-            raise failed_command(argv, done)
+            raise _failed_command(argv, done)
         return done.stdout
 
     def _call(self, argv: list[str]) -> Finished:
@@ -382,21 +381,27 @@ class SlurmCommands:
         return self._runner(argv, env=env, timeout_s=self._timeout_s)
 
 
-def _has_ended(stderr: str) -> bool:
-    lines = [line.lower() for line in stderr.splitlines() if line.strip()]
-    return all("invalid job id" in line or "already completing or completed" in line for line in lines)
+def _checked_ids(job_ids: Iterable[str]) -> list[str]:
+    """Returns ids without repetitions."""
+    checked = list(dict.fromkeys(job_ids))
+    for job_id in checked:
+        if not is_job_id(job_id):
+            raise ClusterError(f"{job_id!r} is not a job id", hint='write "123", or "123_4" for an array element')
+    return checked
 
 
-def restarts_of(job: Mapping[str, str]) -> int:
-    """Returns how often Slurm has restarted a job, from its record.
+def _by_array(job_ids: Sequence[str]) -> str:
+    """Returns the ids to ask for: that of an array where several of its elements are meant, else each itself."""
+    num_asked = Counter(job_id.partition("_")[0] for job_id in job_ids if "_" in job_id)
+    short = (job_id.partition("_")[0] if num_asked[job_id.partition("_")[0]] > 1 else job_id for job_id in job_ids)
+    return ",".join(dict.fromkeys(short))
 
-    Raises:
-        ClusterError: it does not say.
-    """
-    text = job.get("Restarts", "")
-    if not text.isdigit():
-        raise ClusterError(
-            f"scontrol does not say how often the job was restarted: Restarts={text!r}",
-            hint="`scontrol show job JOBID` must have a line with Restarts=; Slurm 21.08 and later have it",
-        )
-    return int(text)
+
+def _failed_command(argv: Sequence[str], done: Finished) -> ClusterError:
+    """Returns the error for a command that ended badly, which quotes it."""
+    # A job that ends takes the commands that its script runs along (22.05 with linuxproc signals every descendant).
+    kind = ControllerAway if done.return_code < 0 or is_away(done.stderr) else ClusterError
+    return kind(
+        f"`{shlex.join(argv)}` ended with exit code {done.return_code}: {done.last_line}",
+        hint="run the command by hand; `scontrol ping` says whether the controller answers",
+    )

@@ -1,101 +1,65 @@
-"""The environment that a new job or a Slurm command may see.
+"""Which environment variables belong to one job, and which travel into another job or a Slurm command.
 
 Submitting from inside a job would hand that job's CPU binding, ranks and rendezvous to the new one, and options left
-in SBATCH_* or SRUN_* would change what the script says. Both go; the rest of the user's environment stays.
+in SBATCH_* or SRUN_* would change what the script asks for. Both are removed. sbatch would export all the rest, and
+slurmctld keeps it on disk, and with AccountingStoreFlags=job_env in the database as well: what travels is on a list.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from slurm_train.config.secrets import is_secret_name, is_secret_value
 from slurm_train.slurm.nodelist import parse_nodelist
 
-# SLURM_CONF says which cluster this is; without it a non-default installation is not found.
-_KEPT = frozenset({"SLURM_CONF"})
-# Tuning of the PMIx library, which users set themselves.
-_KEPT_PREFIX = "PMIX_MCA_"
-_PREFIXES = (
-    "SLURM_",
-    "SLURMD_",
-    "SBATCH_",
-    "SRUN_",
-    "SALLOC_",
-    "SUBMITIT_",
-    "TORCHELASTIC_",
-    "PMI",
-    "OMPI_COMM_WORLD_",
-    "MV2_COMM_WORLD_",
-    "MPI_LOCAL",
+_JOB_PREFIXES = (
+    *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SUBMITIT_", "TORCHELASTIC_"),
+    *("PMI", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "MPI_LOCAL"),
 )
-_NAMES = frozenset(
+_JOB_NAMES = frozenset(
     {
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_RANK",
-        "ROLE_NAME",
-        "ROLE_WORLD_SIZE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "OMPI_UNIVERSE_SIZE",
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+        *("ROLE_NAME", "ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_UNIVERSE_SIZE"),
     }
 )
 # A user's own defaults for the commands: they filter and reformat what the commands print.
 _COMMAND_PREFIXES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
-
-
-def is_job_variable(name: str) -> bool:
-    """Returns whether a variable belongs to one job or one rank and must not travel into another."""
-    if name in _KEPT or name.startswith(_KEPT_PREFIX):
-        return False
-    return name in _NAMES or name.startswith(_PREFIXES)
-
-
-# Of all that a shell in a step has of its job: what says which job it is, where it runs, and how Slurm is reached.
-_OF_JOB = frozenset(
+# Of all that a shell in a step has of its job: which job it is, where it runs, and how Slurm is reached.
+_WHOLE_JOB_NAMES = frozenset(
     {
         *("SLURM_JOBID", "SLURM_NODELIST", "SLURM_NODE_ALIASES", "SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME"),
         *("SLURM_CONF", "SLURM_JWT", "SLURM_STEPMGR", "SLURM_WORKING_CLUSTER", "SLURMD_NODENAME"),
     }
 )
-_OF_JOB_PREFIXES = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_HET_", "SLURM_SUBMIT_", "SLURM_TRAIN_")
+_WHOLE_JOB_PREFIXES = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_HET_", "SLURM_SUBMIT_", "SLURM_TRAIN_")
+# What programs need to start and libraries are tuned by.
+_EXPORTED_NAMES = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "NO_COLOR", "FORCE_COLOR"),
+        *("TMPDIR", "TMP", "TEMP", "SCRATCH", "WORK", "PROJECT", "BASH_ENV", "ENV", "VIRTUAL_ENV", "SLURM_CONF"),
+        *("LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "PKG_CONFIG_PATH", "CC", "CXX", "LOADEDMODULES", "_LMFILES_"),
+        *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy", "all_proxy"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "KRB5CCNAME", "MUNGE_SOCKET"),
+    }
+)
+_EXPORTED_PREFIXES = (
+    *("LC_", "XDG_", "PYTHON", "CONDA_", "_CE_", "MAMBA_", "PYENV_", "MODULE", "LMOD_", "__LMOD_", "_ModuleTable"),
+    # Functions of the shell, `module` among them.
+    *("BASH_FUNC_", "EB", "SPACK_", "CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "FI_", "IBV_"),
+    *("PMIX_MCA_", "OMPI_MCA_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TORCH", "PYTORCH_"),
+    *("TRITON_", "ROCR_", "HIP_", "HSA_", "RCCL_", "MIOPEN_", "HF_", "TRANSFORMERS_", "DATASETS_", "TOKENIZERS_"),
+    *("WANDB_", "MLFLOW_", "TRACKIO_", "SINGULARITY", "APPTAINER", "ENROOT_", "PYXIS_", "HYDRA_"),
+)
 
 
-def job_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a job for the processes that a supervisor in it starts, srun above all.
-
-    Left-over ranks and options of srun go. In a batch script the rest stays: sbatch hands its own options on to srun by
-    such variables (SLURM_HINT and the like). In a shell that srun has started (`srun --pty bash`) they are those of the
-    shell's step (CPU binding, distribution, one task on one node), and srun would read them as options: there only
-    what is about the whole job stays.
-    """
-    others = {name: value for name, value in env.items() if not is_job_variable(name)}
-    ours = {name: value for name, value in env.items() if name.startswith("SLURM")}
-    if not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(ours):
-        return others | {name: value for name, value in ours.items() if not name.startswith("SLURM_STEP_")}
-    kept = {name: value for name, value in ours.items() if _is_about_the_job(name)}
-    if "SLURM_HET_SIZE" not in env and (nodes := env.get("SLURM_JOB_NODELIST")):
-        # SLURM_TASKS_PER_NODE is the shell's. How many tasks a run has is in its plan.
-        kept["SLURM_TASKS_PER_NODE"] = f"1(x{len(parse_nodelist(nodes))})"
-    # The shell's step holds the nodes itself, and the ranks would wait for its end.
-    return others | kept | {"SLURM_OVERLAP": "1"}
-
-
-def _is_about_the_job(name: str) -> bool:
-    return name in _OF_JOB or name.startswith(_OF_JOB_PREFIXES) or "_HET_GROUP_" in name
-
-
-def node_name(env: Mapping[str, str]) -> str:
-    """Returns the name under which Slurm knows this node, which `--exclude` wants: its NodeName, not its host name.
-
-    The two may differ (an alias, or a host name with a domain). Outside a job it is the host name.
-    """
-    return env.get("SLURMD_NODENAME") or socket.gethostname()
+def is_job_variable(name: str) -> bool:
+    """Returns whether a variable belongs to one job or one rank and must not travel into another."""
+    # SLURM_CONF names the cluster; without it a non-default installation is not found. Users tune the PMIx library.
+    if name == "SLURM_CONF" or name.startswith("PMIX_MCA_"):
+        return False
+    return name in _JOB_NAMES or name.startswith(_JOB_PREFIXES)
 
 
 def scrubbed(env: Mapping[str, str]) -> dict[str, str]:
@@ -110,3 +74,57 @@ def command_environment(env: Mapping[str, str]) -> dict[str, str]:
     """
     clean = {name: value for name, value in scrubbed(env).items() if not name.startswith(_COMMAND_PREFIXES)}
     return clean | {"SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}
+
+
+def job_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a job for the processes that a supervisor in it starts, srun above all.
+
+    Left-over ranks and options of srun are removed. In a batch script the rest stays: sbatch hands its own options on
+    to srun by such variables (SLURM_HINT and the like). In a shell that srun has started (`srun --pty bash`) they are
+    those of the shell's step (CPU binding, distribution, one task on one node), and srun would read them as options:
+    there only what is about the whole job stays.
+    """
+    slurm = {name: value for name, value in env.items() if name.startswith("SLURM")}
+    if not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(slurm):
+        kept = {name: value for name, value in slurm.items() if not name.startswith("SLURM_STEP_")}
+        return scrubbed(env) | kept
+    kept = {
+        name: value
+        for name, value in slurm.items()
+        if name in _WHOLE_JOB_NAMES or name.startswith(_WHOLE_JOB_PREFIXES) or "_HET_GROUP_" in name
+    }
+    if "SLURM_HET_SIZE" not in env and (nodes := env.get("SLURM_JOB_NODELIST")):
+        # SLURM_TASKS_PER_NODE is the shell's. The number of tasks of a run is in its plan.
+        kept["SLURM_TASKS_PER_NODE"] = f"1(x{len(parse_nodelist(nodes))})"
+    # The shell's step holds the nodes itself, and the ranks would wait for its end.
+    return scrubbed(env) | kept | {"SLURM_OVERLAP": "1"}
+
+
+def exported(env: Mapping[str, str], patterns: Iterable[str] = ()) -> set[str]:
+    """Returns the names of the submitting shell's variables that a new job gets.
+
+    Args:
+        env: environment of the submitting shell.
+        patterns: further names, or patterns as in a shell ("MY_*"); a secret is matched by its full name only.
+    """
+    asked = set(patterns)
+
+    def is_exported(name: str) -> bool:
+        if is_job_variable(name):
+            return False
+        if name in asked:
+            return True
+        if is_secret_name(name) or is_secret_value(env[name]):
+            return False
+        is_listed = name in _EXPORTED_NAMES or name.startswith(_EXPORTED_PREFIXES)
+        return is_listed or any(fnmatch.fnmatchcase(name, pattern) for pattern in asked)
+
+    return {name for name in env if is_exported(name)}
+
+
+def node_name(env: Mapping[str, str]) -> str:
+    """Returns the name under which Slurm knows this node, which `--exclude` wants: its NodeName, not its host name.
+
+    The two may differ (an alias, or a host name with a domain). Outside a job it is the host name.
+    """
+    return env.get("SLURMD_NODENAME") or socket.gethostname()

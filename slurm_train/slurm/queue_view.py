@@ -1,7 +1,8 @@
-"""What Slurm says about jobs, asked again and again without being a burden: one squeue per look, and not every time.
+"""The state of jobs, asked of Slurm again and again without being a burden: the controller is everybody's.
 
-What ended longer ago than the controller remembers is asked of sacct, once: an end does not change. Between two
-questions, and while nobody answers, the last answer counts; its age is told with it.
+One squeue per look, never sooner than a few seconds after the last answer, later where the answer took long, and ever
+later while there is none. What ended longer ago than the controller remembers is asked of sacct, once: an end does not
+change. Between two questions, and while there is no answer, the last answer counts; its age comes with it.
 """
 
 from __future__ import annotations
@@ -12,29 +13,48 @@ from dataclasses import dataclass, field
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.pace import Pace
 from slurm_train.slurm.records import JobState
 
+_ASK_EVERY_S = 5.0
 # Accounting answers slowly, and what it does not know now it seldom knows soon.
 _ACCOUNT_EVERY_S = 60.0
+_LONGEST_PAUSE_S = 300.0
+# A command that takes a second keeps the controller busy for one; then it has this many for others.
+_REST = 20.0
 # One word of a command line takes 128 KiB on Linux; beyond this many ids the whole queue is the shorter question.
 _MOST_NAMED = 5000
 
 
+class _Pace:
+    """When the next question is due."""
+
+    def __init__(self, least_s: float) -> None:
+        self.due_s = float("-inf")
+        self._least_s = self._unanswered_s = least_s
+
+    def answered(self, now_s: float, *, took_s: float) -> None:
+        self._unanswered_s = self._least_s
+        self.due_s = now_s + min(_LONGEST_PAUSE_S, max(self._least_s, _REST * took_s))
+
+    def unanswered(self, now_s: float) -> None:
+        self._unanswered_s = min(_LONGEST_PAUSE_S, 2 * self._unanswered_s)
+        self.due_s = now_s + self._unanswered_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which jobs somebody wants to know about."""
+    """The jobs that somebody asks about."""
 
     job_ids: Collection[str] = ()
     may_wait: bool = False
-    """Whether one of them may be waiting; then its place in the queue is wanted, too."""
+    """Whether one of them may be waiting; then its place in the queue is looked up, too."""
     settled: Collection[str] = ()
     """Those whose end is known from elsewhere: sacct is not asked about them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What is known about them."""
+    """What is known about jobs."""
 
     jobs: Mapping[str, JobState] = field(default_factory=dict)
     jobs_ahead: Mapping[str, int] = field(default_factory=dict)
@@ -57,8 +77,7 @@ class QueueView:
 
     def __init__(self, commands: SlurmCommands, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._commands, self._clock = commands, clock
-        self._pace = Pace()
-        self._account_pace = Pace(least_s=_ACCOUNT_EVERY_S)
+        self._pace, self._account_pace = _Pace(_ASK_EVERY_S), _Pace(_ACCOUNT_EVERY_S)
         self._jobs: dict[str, JobState] = {}
         self._accounted: dict[str, JobState] = {}
         self._ahead: Mapping[str, int] = {}
@@ -67,7 +86,7 @@ class QueueView:
 
     def look(self, wanted: Wanted) -> Look:
         """Returns what is known now; Slurm is asked if it is time to."""
-        if wanted.job_ids and self._pace.is_due(self._clock()) and self._commands.is_available():
+        if wanted.job_ids and self._clock() >= self._pace.due_s and self._commands.is_available():
             self._ask(wanted)
         now_s = self._clock()
         return Look(
@@ -80,28 +99,24 @@ class QueueView:
 
     def _ask(self, wanted: Wanted) -> None:
         start_s, unsettled = self._clock(), set(wanted.job_ids) - set(wanted.settled)
+        is_whole = wanted.may_wait or len(wanted.job_ids) > _MOST_NAMED
         try:
-            is_whole = wanted.may_wait or len(wanted.job_ids) > _MOST_NAMED
-            queue = self._commands.queue(wanted.job_ids, whole=is_whole)
+            self._jobs, self._ahead = self._commands.queue(wanted.job_ids, whole=is_whole)
         except ClusterError as err:
             self._pace.unanswered(self._clock())
             self._problem = "" if self._ask_accounting(unsettled) else err.message
             return
-        self._pace.answered(self._clock(), took_s=self._clock() - start_s)
-        self._jobs, self._ahead, self._problem = dict(queue.jobs), queue.jobs_ahead, ""
-        self._answered_s = self._clock()
+        self._answered_s, self._problem = self._clock(), ""
+        self._pace.answered(self._answered_s, took_s=self._answered_s - start_s)
         # What the queue has is alive, whatever was on account of its last end.
         self._accounted = {job_id: job for job_id, job in self._accounted.items() if job_id not in self._jobs}
-        self._ask_accounting({one for one in unsettled - set(self._jobs) if not self._is_over(one)})
-
-    def _is_over(self, job_id: str) -> bool:
-        job = self._accounted.get(job_id)
-        return job is not None and not job.is_active
+        ended = {job_id for job_id, job in self._accounted.items() if not job.is_active}
+        self._ask_accounting(unsettled - set(self._jobs) - ended)
 
     def _ask_accounting(self, job_ids: Collection[str]) -> bool:
         """Asks sacct if it is time to, and returns whether it answered."""
         now_s = self._clock()
-        if not job_ids or not self._account_pace.is_due(now_s):
+        if not job_ids or now_s < self._account_pace.due_s:
             return False
         try:
             found = self._commands.accounted(sorted(job_ids))

@@ -61,8 +61,8 @@ _BEGINNINGS = {
     "BurstBuffer": "waits for the burst buffer",
     "FrontEnd": "waits for a front-end node",
 }
-# In line for nodes: all others wait for something else and keep nobody from starting.
-_IN_LINE = ("", "None", "Priority", "Resources", "ReqNodeNotAvail", "NodeDown", "Nodes required for job are")
+# These wait for nodes; all others wait for something else and delay nobody.
+_WAITS_FOR_NODES = ("", "None", "Priority", "Resources", "ReqNodeNotAvail", "NodeDown", "Nodes required for job are")
 
 _LIMIT = re.compile(
     r"(?P<owner>Assoc|QOS|)(?P<kind>Grp|Max|Min)"
@@ -97,34 +97,34 @@ def explain_reason(reason: str) -> str:
     """
     if not reason:
         return ""
-    code = code_of(reason)
-    phrase = _PHRASES.get(code) or _by_beginning(code) or _limit_in_words(code)
+    code = _code_of(reason)
+    by_beginning = (phrase for beginning, phrase in _BEGINNINGS.items() if code.startswith(beginning))
+    phrase = _PHRASES.get(code) or next(by_beginning, "") or _explain_limit(code)
     if not phrase:
         return f"Slurm says {reason}"
-    # A reason of several words says nothing that the phrase does not.
+    # A reason of several words adds nothing to the phrase.
     return phrase if " " in code else f"{phrase} ({reason})"
 
 
-def is_in_line(reason: str) -> bool:
+def waits_for_nodes(reason: str) -> bool:
     """Returns whether a job that waits for this reason would start if it had nodes."""
-    return code_of(reason) in _IN_LINE or reason.startswith(_IN_LINE[-1])
+    return _code_of(reason) in _WAITS_FOR_NODES or reason.startswith(_WAITS_FOR_NODES[-1])
 
 
-def code_of(reason: str) -> str:
+def _code_of(reason: str) -> str:
     """Returns the code without what Slurm adds to it: "ReqNodeNotAvail, UnavailableNodes:n1" -> "ReqNodeNotAvail"."""
     text = reason.strip().strip("()").replace("_", " ")
-    return text.split(",")[0].strip() if " " not in text.split(",")[0].strip() else text
+    first = text.split(",")[0].strip()
+    return text if " " in first else first
 
 
-def _by_beginning(code: str) -> str:
-    return next((phrase for beginning, phrase in _BEGINNINGS.items() if code.startswith(beginning)), "")
-
-
-def _limit_in_words(code: str) -> str:
+def _explain_limit(code: str) -> str:
     match = _LIMIT.fullmatch(code)
     if match is None:
         return ""
-    owner, what = _OWNERS[match["owner"]], _what(match["what"], match["time"])
+    owner, word = _OWNERS[match["owner"]], match["what"].upper()
+    what = _WHAT.get(word) or _WHAT[word.removesuffix("S")]
+    what = f"minutes of {what}" if match["time"] else what
     if match["kind"] == "Min":
         return f"asks for less than the {what} that {owner} wants"
     if match["scope"] in ("PerJob", "PerNode") or match["what"] == "WallDuration":
@@ -132,8 +132,3 @@ def _limit_in_words(code: str) -> str:
         return f"asks for more {what} than {owner} allows{place}, so it will not start as it is"
     scope = " of all jobs together" if match["kind"] == "Grp" else _SCOPES[match["scope"]]
     return f"{owner}'s limit on {what}{scope} is reached"
-
-
-def _what(word: str, time: str) -> str:
-    name = _WHAT.get(word.upper()) or _WHAT[word.upper().removesuffix("S")]
-    return f"minutes of {name}" if time else name

@@ -1,25 +1,34 @@
-"""What squeue, sacct and scontrol print about jobs, as values. Pure text in, values out; nothing is run here.
+"""What squeue, sacct, scontrol and srun print about jobs, as values. Pure text in, values out; nothing is run here.
 
 Only explicit column formats are read, never `--json`, whose schema changes with every release. Where rows of many jobs
 are read, no column holds text that a user chose: a job's name may have a line break (22.05 prints it as it is), and its
-rest would pass for another job's row.
+rest would pass for another job's row. Unknown states and reasons are passed on: a new Slurm must not break `status`.
 """
 
 from __future__ import annotations
 
+import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import TypeVar
 
+from slurm_train.errors import ClusterError
 from slurm_train.slurm.nodelist import parse_nodelist
-from slurm_train.slurm.states import Phase, expand_array_id, phase_of
+from slurm_train.slurm.reasons import waits_for_nodes
+
+T = TypeVar("T")
 
 SQUEUE_FORMAT = "%i|%T|%r|%N|%S|%e|%P"
+QUEUE_FORMAT = f"%Q|{SQUEUE_FORMAT}"
 SACCT_FORMAT = "JobID,State,Reason,NodeList,Start,End,Partition,ExitCode"
-
 NAMED_FORMAT = "%F|%j|%o"
 
+_ARRAY = re.compile(r"([0-9]+)_\[([0-9,:-]+)(?:%[0-9]+)?\]")
+_INDEX_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+)(?::([1-9][0-9]*))?)?")
+# MaxArraySize cannot be set higher (slurm.conf).
+_MAX_INDEX = 4000001
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=")
 # The rest of the line is the value, whatever it holds.
 _FREE_TEXT = frozenset(
@@ -28,16 +37,58 @@ _FREE_TEXT = frozenset(
 _NOTHING = frozenset({"", "None", "(null)", "N/A", "n/a", "Unknown", "None assigned", "NONE"})
 
 
+class Phase(enum.Enum):
+    """State of a job in eleven words, for the thirty of squeue, sacct and scontrol; the value is shown to people."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    FINISHING = "finishing"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    NODE_FAIL = "node failure"
+    PREEMPTED = "preempted"
+    OUT_OF_MEMORY = "out of memory"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the job holds, waits for or still gives back nodes."""
+        return self in (Phase.QUEUED, Phase.RUNNING, Phase.FINISHING)
+
+
+_STATES = {
+    Phase.QUEUED: "CONFIGURING PENDING POWER_UP_NODE REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT",
+    Phase.RUNNING: "RESIZING RUNNING SIGNALING STOPPED SUSPENDED",
+    Phase.FINISHING: "COMPLETING STAGE_OUT UPDATE_DB",
+    Phase.COMPLETED: "COMPLETED",
+    Phase.FAILED: "FAILED LAUNCH_FAILED RECONFIG_FAIL",
+    Phase.CANCELLED: "CANCELLED REVOKED",
+    Phase.TIMEOUT: "DEADLINE TIMEOUT",
+    Phase.NODE_FAIL: "BOOT_FAIL NODE_FAIL",
+    Phase.PREEMPTED: "PREEMPTED",
+    Phase.OUT_OF_MEMORY: "OUT_OF_MEMORY",
+}
+_PHASES = {state: phase for phase, states in _STATES.items() for state in states.split()}
+
+
+def phase_of(state: str) -> Phase:
+    """Returns the phase of a state as any Slurm command writes it, e.g. "CANCELLED by 1001" or "RUNNING+"."""
+    first = state.split(maxsplit=1)[0] if state.strip() else ""
+    return _PHASES.get(first.rstrip("+").upper(), Phase.UNKNOWN)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """One job, or one element of an array, as Slurm sees it now."""
+    """One job, or one element of an array, in its newest state."""
 
     job_id: str
     """ "123", or "123_4" for an array element."""
     word: str
     """Slurm's own word, e.g. "CANCELLED by 1001"."""
     source: str
-    """Who said so: "squeue" or "sacct"."""
+    """The command that printed it: "squeue" or "sacct"."""
     reason: str = ""
     """Why it waits or ended, in Slurm's words, e.g. "Resources"."""
     nodelist: str = ""
@@ -67,46 +118,111 @@ class JobState:
 
 def parse_squeue(text: str) -> dict[str, JobState]:
     """Returns the jobs in the output of `squeue -h -r -o SQUEUE_FORMAT`, by id."""
-    found: dict[str, JobState] = {}
-    for fields in _rows(text, SQUEUE_FORMAT.count("|") + 1):
-        job_ids, word, reason, nodelist, start, end, partition = fields
-        if (leader := _leader(job_ids)) in found:
-            found[leader] = _with_nodes(found[leader], _known(nodelist))
-        for job_id in _ids(job_ids):
-            found[job_id] = JobState(
-                job_id=job_id,
-                word=word,
-                source="squeue",
-                reason=_known(reason),
-                nodelist=_known(nodelist),
-                start=_known(start),
-                end=_known(end),
-                partition=partition,
-            )
-    return found
+    return _parse_jobs(text, source="squeue", num_fields=SQUEUE_FORMAT.count("|") + 1)
 
 
 def parse_sacct(text: str) -> dict[str, JobState]:
     """Returns the jobs in the output of `sacct -n -P -X -o SACCT_FORMAT`, by id; the last row of an id wins."""
+    return _parse_jobs(text, source="sacct", num_fields=SACCT_FORMAT.count(",") + 1)
+
+
+def _parse_jobs(text: str, *, source: str, num_fields: int) -> dict[str, JobState]:
     found: dict[str, JobState] = {}
-    for fields in _rows(text, SACCT_FORMAT.count(",") + 1):
-        job_ids, word, reason, nodelist, start, end, partition, exit_code = fields
-        if (leader := _leader(job_ids)) in found:
-            found[leader] = _with_nodes(found[leader], _known(nodelist))
-        for job_id in _ids(job_ids):
+    for row in split_rows(text, num_fields):
+        word = row[1]
+        reason, nodelist, start, end, partition, *exit_code = map(_known, row[2:])
+        # "12+0" leads a heterogeneous job, whose id is 12; "12+1" and on are its other components.
+        job_ids, _, component = row[0].partition("+")
+        if component not in ("", "0"):
+            if job_ids in found:
+                nodes = filter(None, (found[job_ids].nodelist, nodelist))
+                found[job_ids] = replace(found[job_ids], nodelist=",".join(nodes))
+            continue
+        # Of an ended job sacct keeps why it once waited, which explains nothing.
+        if source == "sacct" and phase_of(word) is not Phase.QUEUED:
+            reason = ""
+        for job_id in expand_array_id(job_ids):
             found[job_id] = JobState(
                 job_id=job_id,
                 word=word,
-                source="sacct",
-                # Of an ended job sacct keeps why it once waited, which explains nothing.
-                reason=_known(reason) if phase_of(word) is Phase.QUEUED else "",
-                nodelist=_known(nodelist),
-                start=_known(start),
-                end=_known(end),
+                source=source,
+                reason=reason,
+                nodelist=nodelist,
+                start=start,
+                end=end,
                 partition=partition,
-                exit_code=exit_code,
+                exit_code="".join(exit_code),
             )
     return found
+
+
+def parse_queue(text: str, asked: Sequence[str]) -> tuple[dict[str, JobState], dict[str, int]]:
+    """Returns jobs, and of those that wait for nodes how many jobs of their partitions are in line before them.
+
+    Smaller numbers win among equal priorities, which is the order of submission; each element of an array is a job.
+    Where a site hides the jobs of others, they are not counted.
+
+    Args:
+        text: output of `squeue -h -t all -o QUEUE_FORMAT`: the whole queue, arrays in brackets.
+        asked: ids of the jobs; an array's id means all of its elements.
+    """
+    rows = [line.partition("|")[::2] for line in text.splitlines()]
+    numbers = {job_id.partition("_")[0] for job_id in asked}
+    jobs = only_asked(asked, parse_squeue("\n".join(row for _, row in rows if _array_number(row) in numbers)))
+    waiting: dict[str, tuple[tuple[int, int], set[str], int]] = {}  # row's id -> place, partitions, number of jobs
+    for priority, row in rows:
+        fields = row.split("|")
+        if len(fields) != SQUEUE_FORMAT.count("|") + 1 or not priority.isdigit():
+            continue
+        if phase_of(fields[1]) is Phase.QUEUED and waits_for_nodes(fields[2]):
+            number = _array_number(row)
+            place = (-int(priority), int(number) if number.isdigit() else 0)
+            waiting[fields[0]] = (place, set(fields[6].split(",")), _num_elements(fields[0]))
+    ahead = {}
+    for job_ids, (place, partitions, _) in waiting.items():
+        if (number := _array_number(job_ids)) in numbers:
+            before = (one for one in waiting.values() if one[0] < place and one[1] & partitions)
+            ahead[number] = sum(count for _, _, count in before)
+    queued = [job_id for job_id, job in jobs.items() if job.phase is Phase.QUEUED and waits_for_nodes(job.reason)]
+    return jobs, {job_id: ahead[_array_number(job_id)] for job_id in queued if _array_number(job_id) in ahead}
+
+
+def _array_number(row: str) -> str:
+    """Returns the job or array number at the beginning of a row or id: "12_[0-3]|..." -> "12", "12+1" -> "12"."""
+    return re.split(r"[|_+]", row, maxsplit=1)[0]
+
+
+def _num_elements(job_ids: str) -> int:
+    try:
+        return len(expand_array_id(job_ids))
+    except ClusterError:
+        return 1
+
+
+def only_asked(asked: Sequence[str], found: Mapping[str, T]) -> dict[str, T]:
+    """Returns those of the jobs that were asked for, also by the id of their array."""
+    wanted = set(asked)
+    return {key: job for key, job in found.items() if key in wanted or key.partition("_")[0] in wanted}
+
+
+def expand_array_id(text: str) -> list[str]:
+    """Returns one id per array element: "12_[4-6,9%2]" -> ["12_4", "12_5", "12_6", "12_9"]; other ids as they are.
+
+    Raises:
+        ClusterError: the brackets hold something else, e.g. a list that Slurm cut off with "...".
+    """
+    if "[" not in text:
+        return [text]
+    match = _ARRAY.fullmatch(text)
+    ranges = [] if match is None else [_INDEX_RANGE.fullmatch(part) for part in match[2].split(",")]
+    found = [one for one in ranges if one is not None and max(int(one[1]), int(one[2] or 0)) <= _MAX_INDEX]
+    if match is None or len(found) < len(ranges):
+        raise ClusterError(
+            f"{text!r} is not a job array as Slurm writes it",
+            hint='expected the form "12_[0-3,7%2]"; set SLURM_BITSTR_LEN=0 where Slurm cuts it off',
+        )
+    indices = (range(int(one[1]), int(one[2] or one[1]) + 1, int(one[3] or 1)) for one in found)
+    return [f"{match[1]}_{index}" for part in indices for index in part]
 
 
 def parse_named(text: str) -> dict[tuple[str, str], str]:
@@ -119,27 +235,51 @@ def parse_named(text: str) -> dict[tuple[str, str], str]:
     return {(row[1], row[2]): row[0] for row in rows if len(row) == 3 and row[0].isdigit()}
 
 
-def parse_job(text: str) -> dict[str, str]:
-    """Returns the fields of the first job in the output of `scontrol show job`, e.g. {"JobState": "RUNNING", ...}.
+def parse_record(text: str) -> dict[str, str]:
+    """Returns the fields of the first record in the output of `scontrol show`, e.g. {"JobState": "RUNNING", ...}.
 
     The many-line form is read, not `-o`: there a job named "x JobState=FAILED" cannot be told from a failed one.
     """
-    fields: dict[str, str] = {}
-    for line in text.strip().split("\n\n")[0].splitlines():
-        for key, value in _pairs(line):
-            fields.setdefault(key, value)
-    return fields
+    return next(iter(parse_records(text)), {})
 
 
-def parse_partitions(text: str) -> list[dict[str, str]]:
-    """Returns the fields of each partition in the output of `scontrol show partition`."""
-    return [fields for block in text.strip().split("\n\n") if (fields := parse_job(block)).get("PartitionName")]
+def parse_records(text: str) -> list[dict[str, str]]:
+    """Returns the fields of each record in the output of `scontrol show job` or `show partition`."""
+    found = []
+    for block in text.strip().split("\n\n"):
+        fields: dict[str, str] = {}
+        for line in block.splitlines():
+            matches = list(_KEY.finditer(line))
+            for match, following in zip(matches, [*matches[1:], None], strict=False):
+                is_free = match[1] in _FREE_TEXT
+                end = None if is_free or following is None else following.start()
+                value = line[match.end() : end].rstrip()
+                fields.setdefault(match[1], value if is_free else value.strip())
+                if is_free:
+                    break
+        found.append(fields)
+    return found
 
 
 def parse_config(text: str) -> dict[str, str]:
     """Returns the settings in the output of `scontrol show config`, e.g. {"MaxArraySize": "1001", ...}."""
     pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
     return {key.strip(): value.strip() for key, value in pairs}
+
+
+def restarts_of(job: Mapping[str, str]) -> int:
+    """Returns how often Slurm has restarted a job, from its record.
+
+    Raises:
+        ClusterError: it is not in the record.
+    """
+    text = job.get("Restarts", "")
+    if not text.isdigit():
+        raise ClusterError(
+            f"scontrol's record of the job has no number of restarts: Restarts={text!r}",
+            hint="`scontrol show job JOBID` must have a line with Restarts=; Slurm 21.08 and later have it",
+        )
+    return int(text)
 
 
 def nodes_in(job: Mapping[str, str], key: str) -> list[str]:
@@ -169,39 +309,53 @@ def queue_seconds(job: Mapping[str, str]) -> float | None:
     return None if start is None or eligible is None else max(0.0, start - eligible)
 
 
-def _rows(text: str, num_fields: int) -> list[list[str]]:
-    """Splits lines into fields; lines with another number of them are left out."""
+def end_and_limit(job: Mapping[str, str]) -> tuple[float | None, float | None]:
+    """Returns when a running job's limit ends it (seconds since 1970) and how long it is; None where it has none.
+
+    Args:
+        job: the fields of `scontrol show job`.
+    """
+    start, end = (unix_s(job.get(key, "")) for key in ("StartTime", "EndTime"))
+    return (None, None) if start is None or end is None else (end, end - start)
+
+
+def split_rows(text: str, num_fields: int) -> list[list[str]]:
+    """Returns the lines split at "|"; lines with another number of fields are left out."""
     rows = (line.split("|") for line in text.splitlines())
     return [row for row in rows if len(row) == num_fields]
-
-
-def _ids(text: str) -> list[str]:
-    # "12+0" leads a heterogeneous job and stands for it; "12+1" and on are its other components.
-    job_id, plus, component = text.partition("+")
-    return [] if plus and component != "0" else expand_array_id(job_id)
-
-
-def _leader(text: str) -> str:
-    """Returns the id by which a heterogeneous job is known for the row of a further component, "" for other rows."""
-    job_id, _, component = text.partition("+")
-    return job_id if component not in ("", "0") else ""
-
-
-def _with_nodes(job: JobState, nodelist: str) -> JobState:
-    """Returns a heterogeneous job with the nodes of another of its components."""
-    return replace(job, nodelist=",".join(filter(None, (job.nodelist, nodelist))))
 
 
 def _known(text: str) -> str:
     return "" if text in _NOTHING else text
 
 
-def _pairs(line: str) -> list[tuple[str, str]]:
-    matches = list(_KEY.finditer(line))
-    pairs: list[tuple[str, str]] = []
-    for index, match in enumerate(matches):
-        if match[1] in _FREE_TEXT:
-            return [*pairs, (match[1], line[match.end() :].rstrip())]
-        end = matches[index + 1].start() if index + 1 < len(matches) else len(line)
-        pairs.append((match[1], line[match.end() : end].strip()))
-    return pairs
+_TASK_ERROR = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>[\d,-]+): (?P<what>.+)$", re.MULTILINE)
+_STEP_ERRORS = (
+    r"(?m)^srun: error: (Node failure on \S+)",
+    r"(?m)^srun: error: (srun itself was killed by signal \d+)$",
+    # What the supervisor writes when a node did not answer whether it sees the run.
+    r"(?m)^error: (no answer from .+ within \d+ s)",
+)
+WARNED = "User defined signal 2"
+"""The end of a rank that does not handle the warning before the time limit: a script as it is."""
+# Terminated and a plain exit code are what the peers of the culprit show.
+_BY_SIGNAL = (
+    *("Killed", "Segmentation fault", "Aborted", "Bus error", "Out Of Memory", "Illegal instruction", "Floating"),
+    WARNED,
+)
+
+
+def violent_end(text: str) -> str:
+    """Returns the first end by a signal, a lost or a silent node, e.g. "rank 3 on node2: Killed"; "" if none.
+
+    Args:
+        text: what srun and the supervisor have written about a step.
+    """
+    for pattern in _STEP_ERRORS:
+        if found := re.search(pattern, text):
+            return found[1].replace("Node failure", "node failure")
+    for match in _TASK_ERROR.finditer(text):
+        if match["what"].startswith(_BY_SIGNAL):
+            word = "ranks" if "," in match["tasks"] or "-" in match["tasks"] else "rank"
+            return f"{word} {match['tasks']} on {match['node']}: {match['what']}"
+    return ""

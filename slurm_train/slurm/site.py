@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from slurm_train.errors import ClusterError, ConfigError
-from slurm_train.slurm.accounting import Association, Qos
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.nodelist import NodeListError, parse_nodelist
-from slurm_train.slurm.partitions import NodeGroup, Partition
-from slurm_train.slurm.preemption import Preemption, read_preemption
+from slurm_train.slurm.policy import Association, NodeGroup, Partition, Preemption, Qos, read_preemption
 
 T = TypeVar("T")
 

@@ -9,8 +9,7 @@ from typing import Any
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.sweep import Element
 from slurm_train.slurm.queue_view import Look, Wanted
-from slurm_train.slurm.records import JobState, unix_s
-from slurm_train.slurm.states import Phase
+from slurm_train.slurm.records import JobState, Phase, unix_s
 from slurm_train.standing.files import RunFiles
 from slurm_train.standing.states import RunState
 from slurm_train.standing.verdict import explain, judge

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from slurm_train.errors import ConfigError
-from slurm_train.slurm.states import Phase
+from slurm_train.slurm.records import Phase
 
 
 class RunState(enum.Enum):

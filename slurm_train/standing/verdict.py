@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 from slurm_train.slurm.nodelist import parse_nodelist
 from slurm_train.slurm.reasons import explain_reason
-from slurm_train.slurm.records import JobState
-from slurm_train.slurm.states import Phase
+from slurm_train.slurm.records import JobState, Phase
 from slurm_train.standing.files import RunFiles
 from slurm_train.standing.states import RunState, state_of_phase, state_of_reason
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
-from slurm_train.slurm.step_errors import WARNED
+from slurm_train.slurm.records import WARNED
 
 _KINDS = {
     "time_limit": "time_limit",

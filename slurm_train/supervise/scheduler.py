@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.commands import SlurmCommands, restarts_of
-from slurm_train.slurm.runner import ControllerAway
+from slurm_train.slurm.commands import ControllerAway, SlurmCommands
+from slurm_train.slurm.records import restarts_of
 from slurm_train.supervise.decision import is_over_its_limit
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
-from slurm_train.slurm.records import parse_job
+from slurm_train.slurm.records import parse_record
 from tests.campaigns.result import Result
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.slurm_runs import losses
@@ -163,7 +163,7 @@ def _wait_until_over(job: str) -> None:
 def restarts(job: str) -> dict[int, int]:
     """Returns how often Slurm has restarted each element of an array."""
     text = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
-    records = [parse_job(part) for part in text.strip().split("\n\n")]
+    records = [parse_record(part) for part in text.strip().split("\n\n")]
     return {int(one["ArrayTaskId"]): int(one["Restarts"]) for one in records if one["ArrayTaskId"].isdigit()}
 
 

@@ -28,7 +28,7 @@ from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.slurm.records import parse_job
+from slurm_train.slurm.records import parse_record
 from tests.campaigns.on_slurm import PATIENCE_S, Tally, at_work, end_problems, submit, take_nodes, weights
 from tests.campaigns.result import Result
 from tests.support.command_line import Person
@@ -195,7 +195,7 @@ def _delay_s(job: str) -> float:
 
 
 def _record(job: str) -> dict[str, str]:
-    return parse_job(
+    return parse_record(
         subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=False).stdout
     )
 

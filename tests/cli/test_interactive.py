@@ -156,9 +156,6 @@ def allocation(nodes: tuple[str, ...], tasks: tuple[int, ...]) -> Allocation:
         restart_count=0,
         nodes=nodes,
         tasks_per_node=tasks,
-        cpus_per_task=None,
-        partition="",
-        job_name="",
     )
 
 

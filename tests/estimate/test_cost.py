@@ -11,7 +11,7 @@ from slurm_train.estimate.cost import Cost, Speed, WorstLoss, estimate_cost, mea
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.timing import account_path
-from slurm_train.slurm.preemption import Preemption
+from slurm_train.slurm.policy import Preemption
 from tests.support.plans import make_plan
 
 

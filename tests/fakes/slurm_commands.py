@@ -6,11 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.accounting import Association, Qos
-from slurm_train.slurm.partitions import NodeGroup, Partition
+from slurm_train.slurm.policy import Association, NodeGroup, Partition, Qos, TestVerdict
 from slurm_train.slurm.records import JobState
-from slurm_train.slurm.verdicts import TestVerdict
-from slurm_train.slurm.waiting_line import Queue
 
 
 def job_state(job_id: str, word: str = "RUNNING", *, source: str = "squeue", **fields: str) -> JobState:
@@ -77,8 +74,8 @@ class FakeSlurmCommands:
         asked = set(job_ids)
         return {key: job for key, job in self.jobs.items() if key in asked or key.split("_")[0] in asked}
 
-    def queue(self, job_ids: Iterable[str], *, whole: bool = False) -> Queue:
-        return Queue(self.job_states(job_ids), dict(self.ahead) if whole else {})
+    def queue(self, job_ids: Iterable[str], *, whole: bool = False) -> tuple[dict[str, JobState], dict[str, int]]:
+        return self.job_states(job_ids), dict(self.ahead) if whole else {}
 
     def accounted(self, job_ids: Iterable[str]) -> dict[str, JobState]:
         return self.job_states(job_ids)
@@ -129,10 +126,6 @@ class FakeSlurmCommands:
             self.cancelled.append(job_id)
             self.jobs[job_id] = job_state(job_id, "CANCELLED")
 
-    def kill_step(self, step_id: str) -> None:
-        self._fail_if_told()
-        self.cancelled.append(step_id)
-
     def restarts(self, job_id: str) -> int:
         return int(self.show_job(job_id)["Restarts"])
 
@@ -161,7 +154,7 @@ class FakeSlurmCommands:
         self._fail_if_told()
         return {step: name for step, name in self.running_steps.items() if step.partition(".")[0] == job_id}
 
-    def cancel_step(self, step_id: str) -> None:
+    def cancel_step(self, step_id: str, *, kill: bool = False) -> None:
         self._fail_if_told()
         self.cancelled.append(step_id)
         if step_id not in self.stuck_steps:

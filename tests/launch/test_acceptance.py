@@ -7,7 +7,7 @@ import pytest
 
 from slurm_train.errors import ClusterError
 from slurm_train.launch.acceptance import require_acceptable, slurm_verdict
-from slurm_train.slurm.verdicts import Refusal, TestVerdict
+from slurm_train.slurm.policy import Refusal, TestVerdict
 from tests.fakes.slurm_commands import FakeSlurmCommands, four_by_eight
 from tests.support.plans import make_plan
 

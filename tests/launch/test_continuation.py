@@ -16,7 +16,7 @@ from slurm_train.launch.continuation import (
 )
 from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.slurm.preemption import Preemption
+from slurm_train.slurm.policy import Preemption
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.fakes.slurm_programs import SlurmPrograms
 
@@ -63,7 +63,7 @@ def test_it_does_not_begin_if_the_one_before_was_cancelled(word: str, expected: 
     [
         (Preemption(by="qos", mode="CANCEL", grace_s=60, kill_wait_s=30), "else another job takes over"),
         (Preemption(by="nobody", mode="OFF", grace_s=0, kill_wait_s=30), "nobody preempts here"),
-        (None, "Slurm does not say what it does on preemption"),
+        (None, "what happens on preemption is not known"),
     ],
 )
 def test_how_a_run_comes_back_is_read_from_the_site(preemption: Preemption | None, said: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from slurm_train.errors import ClusterError
 from slurm_train.launch.step import end_step, run_step
-from slurm_train.slurm.step_errors import violent_end
+from slurm_train.slurm.records import violent_end
 from tests.fakes.slurm_commands import FakeSlurmCommands
 
 

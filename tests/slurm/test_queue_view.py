@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.queue_view import QueueView, Wanted
 from slurm_train.slurm.records import JobState
-from slurm_train.slurm.waiting_line import Queue
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 
 ENDED = job_state("8", "COMPLETED", source="sacct")
@@ -20,7 +19,7 @@ class Asked(FakeSlurmCommands):
         self.calls: list[tuple[str, list[str]]] = []
         self.accounts: list[JobState] | None = list(accounts)
 
-    def queue(self, job_ids: Iterable[str], *, whole: bool = False) -> Queue:
+    def queue(self, job_ids: Iterable[str], *, whole: bool = False) -> tuple[dict[str, JobState], dict[str, int]]:
         self.calls.append(("whole" if whole else "squeue", sorted(job_ids)))
         self.now_s += self.takes_s
         return super().queue(job_ids, whole=whole)

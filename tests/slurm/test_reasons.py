@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.slurm.reasons import code_of, explain_reason, is_in_line
+from slurm_train.slurm.reasons import explain_reason, waits_for_nodes
 
 REASONS = [
     ("", ""),
@@ -93,9 +93,4 @@ def test_every_limit_has_words(code: str) -> None:
     ],
 )
 def test_who_is_in_line_for_nodes(reason: str, in_line: bool) -> None:
-    assert is_in_line(reason) is in_line
-
-
-def test_the_code_of_a_reason() -> None:
-    assert code_of("(ReqNodeNotAvail, UnavailableNodes:n1)") == "ReqNodeNotAvail"
-    assert code_of("launch_failed_requeued_held") == "launch failed requeued held"
+    assert waits_for_nodes(reason) is in_line

@@ -1,11 +1,32 @@
+"""What Slurm's commands print about jobs; the recorded answers are those of 22.05.8."""
+
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
 
 import pytest
 
-from slurm_train.slurm.records import JobState, parse_config, parse_job, parse_partitions, parse_sacct, parse_squeue
-from slurm_train.slurm.states import Phase
+from slurm_train.errors import ClusterError
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.records import (
+    QUEUE_FORMAT,
+    SACCT_FORMAT,
+    JobState,
+    Phase,
+    end_and_limit,
+    expand_array_id,
+    parse_config,
+    parse_queue,
+    parse_record,
+    parse_records,
+    parse_sacct,
+    parse_squeue,
+    phase_of,
+    violent_end,
+)
 
 Recorded = Callable[[str], str]
 
@@ -100,7 +121,7 @@ def test_activity_depends_on_who_says_so(word: str, source: str, is_active: bool
 
 
 def test_a_job_cannot_pass_for_another_state_by_its_name_or_comment(recorded: Recorded) -> None:
-    fields = parse_job(recorded("show_job_cancelled"))
+    fields = parse_record(recorded("show_job_cancelled"))
     wanted = ("JobId", "JobName", "JobState", "Restarts", "PreemptTime", "Comment", "ExitCode", "CPUs/Task", "StdOut")
     assert {key: fields[key] for key in wanted} == {
         "JobId": "42",
@@ -116,7 +137,7 @@ def test_a_job_cannot_pass_for_another_state_by_its_name_or_comment(recorded: Re
 
 
 def test_an_array_element_and_a_command_with_arguments(recorded: Recorded) -> None:
-    fields = parse_job(recorded("show_job_array_element"))
+    fields = parse_record(recorded("show_job_array_element"))
     wanted = ("JobId", "ArrayJobId", "ArrayTaskId", "JobName", "JobState", "Command", "TRES", "ReqB:S:C:T", "Features")
     assert {key: fields[key] for key in wanted} == {
         "JobId": "44",
@@ -133,9 +154,9 @@ def test_an_array_element_and_a_command_with_arguments(recorded: Recorded) -> No
 
 def test_of_several_records_the_first_counts(recorded: Recorded) -> None:
     both = recorded("show_job_held_array") + recorded("show_job_cancelled")
-    assert parse_job(both)["ArrayTaskId"] == "4,6,8%2"
-    assert parse_job(both)["JobState"] == "PENDING"
-    assert parse_job("") == {}
+    assert parse_record(both)["ArrayTaskId"] == "4,6,8%2"
+    assert parse_record(both)["JobState"] == "PENDING"
+    assert parse_record("") == {}
 
 
 def test_recorded_config(recorded: Recorded) -> None:
@@ -147,6 +168,175 @@ def test_recorded_config(recorded: Recorded) -> None:
 
 def test_each_partition_is_a_record_of_its_own() -> None:
     text = "PartitionName=a\n   State=UP TRES=cpu=4,mem=1G\n\nPartitionName=b\n   State=DOWN\n\n"
-    assert [(one["PartitionName"], one["State"]) for one in parse_partitions(text)] == [("a", "UP"), ("b", "DOWN")]
-    assert parse_partitions(text)[0]["TRES"] == "cpu=4,mem=1G"
-    assert parse_partitions("\n") == []
+    assert [(one["PartitionName"], one["State"]) for one in parse_records(text)] == [("a", "UP"), ("b", "DOWN")]
+    assert parse_records(text)[0]["TRES"] == "cpu=4,mem=1G"
+
+
+@pytest.mark.parametrize(
+    ("word", "phase"),
+    [
+        ("PENDING", Phase.QUEUED),
+        ("CONFIGURING", Phase.QUEUED),
+        ("REQUEUED", Phase.QUEUED),
+        ("REQUEUE_HOLD", Phase.QUEUED),
+        ("RUNNING", Phase.RUNNING),
+        ("RUNNING+", Phase.RUNNING),
+        ("SUSPENDED", Phase.RUNNING),
+        ("COMPLETING", Phase.FINISHING),
+        ("COMPLETED", Phase.COMPLETED),
+        ("FAILED", Phase.FAILED),
+        ("CANCELLED", Phase.CANCELLED),
+        ("CANCELLED+", Phase.CANCELLED),
+        ("CANCELLED by 1001", Phase.CANCELLED),
+        ("TIMEOUT", Phase.TIMEOUT),
+        ("DEADLINE", Phase.TIMEOUT),
+        ("NODE_FAIL", Phase.NODE_FAIL),
+        ("BOOT_FAIL", Phase.NODE_FAIL),
+        ("PREEMPTED", Phase.PREEMPTED),
+        ("OUT_OF_MEMORY", Phase.OUT_OF_MEMORY),
+        ("running", Phase.RUNNING),
+        (" RUNNING ", Phase.RUNNING),
+        ("", Phase.UNKNOWN),
+        ("BRAND_NEW", Phase.UNKNOWN),
+    ],
+)
+def test_words_of_slurm(word: str, phase: Phase) -> None:
+    assert phase_of(word) is phase
+
+
+def test_only_jobs_that_hold_or_wait_for_nodes_are_active() -> None:
+    assert {phase for phase in Phase if phase.is_active} == {Phase.QUEUED, Phase.RUNNING, Phase.FINISHING}
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("123", ["123"]),
+        ("123_4", ["123_4"]),
+        ("123_[4]", ["123_4"]),
+        ("123_[4-7%2]", ["123_4", "123_5", "123_6", "123_7"]),
+        ("38_[4,6,8%2]", ["38_4", "38_6", "38_8"]),
+        ("12_[0-2,9]", ["12_0", "12_1", "12_2", "12_9"]),
+        ("12_[0-6:3]", ["12_0", "12_3", "12_6"]),
+    ],
+)
+def test_array_ids_are_written_out(text: str, ids: list[str]) -> None:
+    assert expand_array_id(text) == ids
+
+
+@pytest.mark.parametrize(
+    "text", ["12_[0-2,...]", "12_[]", "12_[x]", "12_[1-2", "x_[1]", "12_[1-2:0]", "12_[0-99999999]"]
+)
+def test_other_brackets_are_refused(text: str) -> None:
+    with pytest.raises(ClusterError, match="is not a"):
+        expand_array_id(text)
+
+
+def row(priority: int, job_id: str, word: str = "PENDING", reason: str = "Priority", partition: str = "main") -> str:
+    return f"{priority}|{job_id}|{word}|{reason}||N/A|N/A|{partition}\n"
+
+
+LINE = (
+    row(100, "7", reason="Resources")
+    + row(90, "9")
+    + row(90, "8")
+    + row(80, "20_[0-9%2]")
+    + row(70, "30")
+    + row(60, "31", partition="big,main")
+    + row(200, "40", reason="JobHeldUser")
+    + row(200, "41", reason="Dependency")
+    + row(200, "42", "RUNNING", "None")
+    + row(200, "43", "COMPLETED", "None")
+    + row(200, "44", partition="other")
+)
+
+
+@pytest.mark.parametrize(
+    ("job_id", "ahead"),
+    [("7", 0), ("8", 1), ("9", 2), ("20_4", 3), ("30", 13), ("31", 14), ("44", 0)],
+)
+def test_how_many_jobs_come_before_one_in_its_partition(job_id: str, ahead: int) -> None:
+    assert parse_queue(LINE, [job_id])[1] == {job_id: ahead}
+
+
+@pytest.mark.parametrize("job_id", ["40", "41", "42", "43", "99"])
+def test_a_job_that_is_not_in_line_has_no_place(job_id: str) -> None:
+    assert parse_queue(LINE, [job_id])[1] == {}
+
+
+def test_only_the_jobs_that_were_asked_for_are_told() -> None:
+    jobs, _ = parse_queue(LINE, ["20_3", "20_5", "42"])
+    assert {job_id: job.phase for job_id, job in jobs.items()} == {
+        "20_3": Phase.QUEUED,
+        "20_5": Phase.QUEUED,
+        "42": Phase.RUNNING,
+    }
+    assert set(parse_queue(LINE, ["20"])[0]) == {f"20_{task}" for task in range(10)}
+
+
+def test_lines_that_cannot_be_read_cost_nothing_but_themselves() -> None:
+    odd = "slurm_load_jobs: warning\n\n" + row(500, "50_[...]") + "x|y\n"
+    assert parse_queue(LINE + odd, ["7"])[1] == {"7": 1}
+
+
+def test_the_format_has_as_many_columns_as_are_read() -> None:
+    assert QUEUE_FORMAT.count("|") == row(1, "1").count("|")
+
+
+def test_no_column_about_many_jobs_holds_text_that_a_user_chose() -> None:
+    # Name, comment, account, WCKey, dependency, command, working directory, user and group of squeue.
+    chosen = {"%j", "%k", "%a", "%w", "%E", "%o", "%Z", "%u", "%g"}
+    assert not chosen & set(QUEUE_FORMAT.split("|"))
+    assert not {"JobName", "Comment", "AdminComment", "Account", "User", "WCKey", "WorkDir"} & set(
+        SACCT_FORMAT.split(",")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ""),
+        ("srun: error: node1: task 0: Exited with exit code 1\n", ""),
+        ("srun: error: node2: tasks 2-3: Terminated\nsrun: error: node1: task 1: Killed\n", "rank 1 on node1: Killed"),
+        ("srun: error: node2: tasks 2-3: Aborted (core dumped)\n", "ranks 2-3 on node2: Aborted (core dumped)"),
+        (
+            "srun: error: node2: task 3: User defined signal 2\nsrun: error: node1: tasks 0-1: Terminated\n",
+            "rank 3 on node2: User defined signal 2",
+        ),
+        ("srun: error: Node failure on node3\nsrun: error: node1: task 0: Killed\n", "node failure on node3"),
+        ("error: no answer from node2 within 25 s, when asked for /runs/a\n", "no answer from node2 within 25 s"),
+    ],
+)
+def test_the_first_violent_end_is_named(text: str, words: str) -> None:
+    assert violent_end(text) == words
+
+
+def test_end_and_length_of_a_limit() -> None:
+    job = {"StartTime": "2026-11-20T12:49:37", "EndTime": "2026-11-20T12:54:37"}
+    assert end_and_limit(job) == (datetime(2026, 11, 20, 12, 54, 37).timestamp(), 300.0)  # local
+    assert end_and_limit(job | {"EndTime": "Unknown"}) == (None, None)
+    assert end_and_limit({}) == (None, None)
+
+
+# 02:30 for the second time on the night on which summer time ends.
+REPEATED = 1792891800
+
+
+def test_the_end_of_a_job_in_the_hour_that_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    form = '+"${SLURM_TIME_FORMAT:-%Y-%m-%dT%H:%M:%S}"'
+    start, end = (f"$(date -d @{time_s} {form})" for time_s in (REPEATED - 7200, REPEATED))
+    scontrol.write_text(f'#!/bin/sh\necho "JobId=7 JobName=x"; echo "   StartTime={start} EndTime={end}"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        assert datetime.fromtimestamp(REPEATED).isoformat() == "2026-10-25T02:30:00"
+        job = SlurmCommands({"PATH": f"{tmp_path}:/usr/bin:/bin", "TZ": "Europe/Berlin"}).show_job("7")
+        assert end_and_limit(job) == (REPEATED, 7200)
+        # Slurm's usual form still is read, where it is not ambiguous.
+        job = {"StartTime": "2026-10-25T05:00:00", "EndTime": "2026-10-25T05:30:00"}
+        assert end_and_limit(job) == (REPEATED + 3 * 3600, 1800)
+    finally:
+        monkeypatch.undo()
+        time.tzset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.slurm.partitions import parse_sinfo
+from slurm_train.slurm.policy import parse_sinfo
 from slurm_train.slurm.site import NodeShape, cpus_per_gpu, gpu_types, memory_gb_per_gpu, preemption_in, shape_of
 from tests.tools.site.sites import facts_of
 

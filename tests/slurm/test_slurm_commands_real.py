@@ -13,8 +13,8 @@ import pytest
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import scrubbed
-from slurm_train.slurm.states import Phase
-from slurm_train.slurm.verdicts import Refusal
+from slurm_train.slurm.policy import Refusal
+from slurm_train.slurm.records import Phase
 
 pytestmark = pytest.mark.slurm
 
@@ -60,8 +60,8 @@ def test_the_name_of_a_job_is_no_row_about_another(real_slurm: SlurmCommands, sc
     row = "4000000|RUNNING|None|node1|N/A|N/A|main"
     job_id = submit(script, "--hold", f"--job-name=a\n{row}\n100|{row}\n{row}|0:0", f"--comment=b\n100|{row}")
     try:
-        for queue in (real_slurm.queue(["4000000", job_id], whole=True), real_slurm.queue([job_id])):
-            assert list(queue.jobs) == [job_id]
+        for jobs, _ in (real_slurm.queue(["4000000", job_id], whole=True), real_slurm.queue([job_id])):
+            assert list(jobs) == [job_id]
         assert list(real_slurm.job_states([job_id, "4000000"])) == [job_id]
     finally:
         real_slurm.cancel([job_id])

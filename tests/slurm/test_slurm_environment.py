@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.slurm.environment import command_environment, is_job_variable, job_environment, scrubbed
+from slurm_train.slurm.environment import command_environment, exported, job_environment, scrubbed
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,6 @@ from slurm_train.slurm.environment import command_environment, is_job_variable, 
     ],
 )
 def test_variables_of_an_enclosing_job_go(name: str) -> None:
-    assert is_job_variable(name)
     assert scrubbed({name: "1", "HOME": "/home/user"}) == {"HOME": "/home/user"}
 
 
@@ -123,3 +122,40 @@ def test_a_command_sees_neither_the_users_formats_nor_cut_off_arrays() -> None:
         "SLURM_BITSTR_LEN": "0",
         "LC_ALL": "C",
     }
+
+
+SHELL = {
+    "PATH": "/bin",
+    "HOME": "/home/ada",
+    "CUDA_HOME": "/cuda",
+    "BASH_FUNC_module%%": "() { :; }",
+    "HF_HOME": "/hf",
+    "HF_TOKEN": "t",
+    "WANDB_MODE": "offline",
+    "WANDB_API_KEY": "k",
+    "MLFLOW_TRACKING_URI": "https://ada:pw@host/",
+    "https_proxy": "http://proxy:80",
+    "HTTPS_PROXY": "http://ada:pw@proxy:80",
+    "LD_PRELOAD": "/evil.so",
+    "MY_DATA": "/data",
+    "MY_PASSWORD": "p",
+    "SLURM_JOB_ID": "7",
+    "SBATCH_REQUEUE": "1",
+    "RANK": "0",
+}
+PLAIN = {"PATH", "HOME", "CUDA_HOME", "BASH_FUNC_module%%", "HF_HOME", "WANDB_MODE", "https_proxy"}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "more"),
+    [
+        ([], set()),
+        (["MY_*"], {"MY_DATA"}),
+        (["WANDB_API_KEY"], {"WANDB_API_KEY"}),
+        (["*"], {"MY_DATA", "LD_PRELOAD"}),
+        (["MLFLOW_TRACKING_URI", "HTTPS_PROXY"], {"MLFLOW_TRACKING_URI", "HTTPS_PROXY"}),
+        (["RANK", "SLURM_JOB_ID", "SBATCH_*"], set()),
+    ],
+)
+def test_what_is_listed_goes_and_a_secret_only_by_its_full_name(patterns: list[str], more: set[str]) -> None:
+    assert exported(SHELL, patterns) == PLAIN | more

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from slurm_train.errors import ConfigError
-from slurm_train.slurm.states import Phase
+from slurm_train.slurm.records import Phase
 from slurm_train.standing.states import MEANINGS, RunState, read_states, state_of_phase, state_of_reason
 
 

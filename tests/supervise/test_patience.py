@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.runner import ControllerAway
+from slurm_train.slurm.commands import ControllerAway
 from slurm_train.supervise.scheduler import bring_back, wait_for_the_end, with_patience
 from tests.fakes.slurm_commands import FakeSlurmCommands
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.files import write_atomic
-from slurm_train.slurm.runner import run_program
+from slurm_train.slurm.commands import run_program
 from slurm_train.tools.devcluster.plan import CONTROLLER, MARK, ClusterPlan
 
 # A fixed search path: what the caller's shell put first must not replace a system tool that runs as root.

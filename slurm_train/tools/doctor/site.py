@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slurm_train.slurm.partitions import Partition
-from slurm_train.slurm.preemption import Preemption
+from slurm_train.slurm.policy import Partition, Preemption
 from slurm_train.slurm.site import SiteFacts, preemption_in
 from slurm_train.tools.doctor.finding import Finding, Level, merge
 from slurm_train.tools.doctor.majority import listed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slurm_train.slurm.preemption import Preemption
+from slurm_train.slurm.policy import Preemption
 from slurm_train.slurm.site import preempting_qos
 from slurm_train.tools.doctor.majority import listed
 from slurm_train.tools.doctor.site import SiteView, duration_text, requeue_delay_s, usual_preemption

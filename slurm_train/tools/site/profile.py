@@ -14,8 +14,7 @@ import yaml
 
 from slurm_train.config.site import SiteFile, SitePartition, SiteQos
 from slurm_train.errors import ConfigError
-from slurm_train.slurm.partitions import Partition
-from slurm_train.slurm.preemption import duration_s, return_in_words
+from slurm_train.slurm.policy import Partition, duration_s, return_in_words
 from slurm_train.slurm.site import (
     SiteFacts,
     cpus_per_gpu,

@@ -12,10 +12,8 @@ from typing import Any
 
 from slurm_train.config.schema import ClusterSection, build_config
 from slurm_train.config.site import SiteFile, SitePartition, with_site
-from slurm_train.slurm.partitions import Partition
-from slurm_train.slurm.resource_flags import resource_flags
-from slurm_train.slurm.script_text import sbatch_line
-from slurm_train.slurm.verdicts import Refusal, TestVerdict
+from slurm_train.slurm.flags import resource_flags, sbatch_line
+from slurm_train.slurm.policy import Partition, Refusal, TestVerdict
 
 Ask = Callable[[str], TestVerdict]
 # Another spelling or a smaller share helps against these alone.

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_train.slurm.records import parse_job
+from slurm_train.slurm.records import parse_record
 from slurm_train.tools.devcluster.cluster import start_node, stop_node
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR
 from tests.campaigns.peers.job import Job
@@ -126,7 +126,7 @@ def flip_byte(path: Path) -> None:
 
 def show_job(job: Job) -> dict[str, str]:
     """Returns the job's record."""
-    return parse_job(_run("scontrol", "show", "job", job.job_id))
+    return parse_record(_run("scontrol", "show", "job", job.job_id))
 
 
 def _rank_pids(job_id: str, *, rank: int) -> list[int]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.runner import Finished
+from slurm_train.slurm.commands import Finished, SlurmCommands
 from slurm_train.slurm.site import SiteFacts, gather_facts
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -9,7 +9,7 @@ import yaml
 from slurm_train.config.site import SiteFile, read_site
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.partitions import NodeGroup, Partition
+from slurm_train.slurm.policy import NodeGroup, Partition
 from slurm_train.slurm.site import SiteFacts, gather_facts, usable_partitions
 from slurm_train.tools.site.profile import build_profile, open_questions, render_site
 from tests.tools.site.sites import RECORDED, SITES, RecordedRunner, facts_of
@@ -129,7 +129,7 @@ def test_commands_that_refuse_are_told_and_the_rest_goes_on(tmp_path: Path) -> N
     assert [problem.partition(":")[0] for problem in facts.problems] == ["settings", "partitions", "accounts", "QOS"]
     site = build_profile(facts, {})
     assert site.cluster == {"partition": "main", "gpu_flag": "gpus-per-node"}
-    assert site.requeue == "requeue, same job id; Slurm does not say what it does on preemption"
+    assert site.requeue == "requeue, same job id; what happens on preemption is not known"
 
 
 def test_without_sinfo_nothing_is_known(tmp_path: Path) -> None:

@@ -8,13 +8,7 @@ import sys
 import pytest
 
 from slurm_train.errors import ConfigError
-from slurm_train.slurm.script_text import (
-    check_env_name,
-    check_env_value,
-    check_flag_name,
-    check_flag_value,
-    sbatch_line,
-)
+from slurm_train.slurm.flags import check_env_name, check_env_value, check_flag_name, check_flag_value, sbatch_line
 
 
 @pytest.mark.parametrize(

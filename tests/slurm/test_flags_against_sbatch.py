@@ -10,7 +10,7 @@ import pytest
 
 from slurm_train.errors import ConfigError
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.script_text import check_flag_value, sbatch_line
+from slurm_train.slurm.flags import check_flag_value, sbatch_line
 
 pytestmark = pytest.mark.slurm
 

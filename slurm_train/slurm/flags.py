@@ -1,4 +1,4 @@
-"""Guards everything that ends up in a batch script.
+"""The flags and variables that a batch script sets, checked and quoted.
 
 Two readers parse a script: sbatch its `#SBATCH` lines, bash the rest. A value is either refused or reaches its reader
 byte for byte. What was learned from sbatch 22.05: blanks end a value, "#" starts a comment, both kinds of quotes group
@@ -10,8 +10,11 @@ from __future__ import annotations
 import re
 import shlex
 
+from slurm_train.config.schema import ClusterSection
 from slurm_train.errors import ConfigError
 from slurm_train.slurm.environment import is_job_variable
+
+Flags = dict[str, str | bool]
 
 # Slurm's MAXIMUM for names, paths and comments of a job.
 _MAX_FLAG_BYTES = 1024
@@ -19,6 +22,35 @@ _FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # bash refuses to assign these; under `set -e` the job would end before its first line of work.
 _READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
+_CHARACTERS = {"\n": "a line break", "\r": "a carriage return", "\0": "a NUL", "\t": "a tab"}
+
+
+def resource_flags(cluster: ClusterSection, *, per_node: int) -> Flags:
+    """Returns the sbatch flags for GPUs, CPUs, memory and a place in the queue, by their long names without dashes.
+
+    Args:
+        cluster: the settings, e.g. of partition "gpu": {"gpus-per-node": "8", "partition": "gpu"}.
+        per_node: ranks, and so GPUs, of each node.
+    """
+    gpus = f"{cluster.gpu_type}:{per_node}" if cluster.gpu_type else str(per_node)
+    memory_gb = cluster.memory_gb_per_node
+    if memory_gb is None and cluster.memory_gb_per_gpu is not None:
+        memory_gb = cluster.memory_gb_per_gpu * per_node
+    values = {
+        "gres": f"gpu:{gpus}" if cluster.gpu_flag == "gres" else None,
+        "gpus-per-node": gpus if cluster.gpu_flag not in ("gres", "none") else None,
+        "cpus-per-task": cluster.cpus_per_gpu,
+        # --mem=0 means all memory of the node; a unit would be wrong there.
+        "mem": None if memory_gb is None else f"{memory_gb}G" if memory_gb else "0",
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "time": cluster.time_limit_min,
+        "nodelist": cluster.nodelist,
+        "exclude": cluster.exclude,
+        "constraint": cluster.constraint,
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def check_flag_name(name: str) -> str:
@@ -99,14 +131,10 @@ def check_env_value(value: str) -> str:
 
 
 def _check_printable(value: str, what: str) -> None:
-    for position, character in enumerate(value):
+    for position, character in enumerate(value, start=1):
         if not character.isprintable():
+            name = _CHARACTERS.get(character, f"U+{ord(character):04X}")
             raise ConfigError(
-                f"{_name_of(character)} at character {position + 1} of {value[:80]!r} cannot be in {what}'s value",
+                f"{name} at character {position} of {value[:80]!r} cannot be in {what}'s value",
                 hint="remove it: only printable characters reach the batch script",
             )
-
-
-def _name_of(character: str) -> str:
-    names = {"\n": "a line break", "\r": "a carriage return", "\0": "a NUL", "\t": "a tab"}
-    return names.get(character, f"U+{ord(character):04X}")

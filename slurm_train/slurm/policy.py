@@ -1,0 +1,402 @@
+"""What a cluster has and allows: partitions, accounts, QOS, preemption, and what sbatch would refuse. Pure text in.
+
+The database keeps names in lower case; a site without accounting prints nothing, and nothing is guessed for it.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from slurm_train.errors import ClusterError
+from slurm_train.slurm.records import split_rows
+
+SINFO_FORMAT = "%R|%P|%a|%D|%s|%l|%L|%G|%c|%m|%t"
+ASSOCIATION_FORMAT = "DefaultAccount,Cluster,Account,Partition,QOS,DefaultQOS"
+QOS_FORMAT = "Name,Priority,GraceTime,Preempt,PreemptMode,MaxWall"
+
+_USABLE = frozenset({"idle", "mix", "alloc", "comp", "resv", "plnd"})
+_TIME_LIMIT = re.compile(r"(?:(?P<days>[0-9]+)-)?(?P<fields>[0-9]+(?::[0-9]+){0,2})")
+_DURATION = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)(?: sec)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroup:
+    """Nodes of one partition that have the same parts and are in the same state."""
+
+    num_nodes: int
+    gpus_per_node: int
+    gpu_type: str
+    """Type as --gres wants it, e.g. "a100"; "" where the site names none."""
+    cpus_per_node: int
+    memory_per_node_mb: int
+    state: str
+    """Slurm's short word, e.g. "idle", "mix", "drain"; a trailing "*" means that the node does not answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """A partition that this user can see."""
+
+    name: str
+    is_default: bool
+    state: str
+    """ "up", "down", "drain" or "inact": only "up" starts jobs."""
+    max_nodes: int | None
+    """Nodes that one job may have; None if unlimited."""
+    max_time_min: int | None
+    """Longest time limit in minutes; None if unlimited."""
+    default_time_min: int | None
+    """Time limit of a job that asks for none; None if the longest."""
+    groups: tuple[NodeGroup, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of any kind and state."""
+        return sum(group.num_nodes for group in self.groups)
+
+    @property
+    def num_usable_nodes(self) -> int:
+        """Nodes that run jobs or could: neither down nor being drained."""
+        return sum(group.num_nodes for group in self.groups if group.state.rstrip("-") in _USABLE)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs on the best-equipped nodes."""
+        return max((group.gpus_per_node for group in self.groups), default=0)
+
+    @property
+    def cpus_per_node(self) -> int:
+        """CPUs on the best-equipped nodes."""
+        return max((group.cpus_per_node for group in self.groups), default=0)
+
+    def num_nodes_with(self, *, gpus: int) -> int:
+        """Returns how many nodes have at least so many GPUs, whatever their state."""
+        return sum(group.num_nodes for group in self.groups if group.gpus_per_node >= gpus)
+
+
+def parse_sinfo(text: str) -> list[Partition]:
+    """Returns the partitions in the output of `sinfo -h -e -o SINFO_FORMAT`, in Slurm's order.
+
+    Raises:
+        ClusterError: a line is not of that format.
+    """
+    rows: dict[str, list[list[str]]] = {}
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) != SINFO_FORMAT.count("|") + 1:
+            raise ClusterError(f"cannot read sinfo's line {line!r}", hint="run sinfo by hand and report what it prints")
+        rows.setdefault(fields[0], []).append(fields)
+    found = []
+    for name, lines in rows.items():
+        _, starred, state, _, job_size, max_time, default_time, *_ = lines[0]
+        most = job_size.rpartition("-")[2]
+        found.append(
+            Partition(
+                name=name,
+                is_default=starred == f"{name}*",
+                state=state,
+                max_nodes=int(most) if most.isdigit() else None,
+                max_time_min=parse_time_limit_min(max_time),
+                default_time_min=parse_time_limit_min(default_time),
+                groups=tuple(_node_group(line) for line in lines if line[3] != "0"),
+            )
+        )
+    return found
+
+
+def _node_group(row: list[str]) -> NodeGroup:
+    num_nodes, gres, cpus, memory, state = row[3], row[7], row[8], row[9], row[10]
+    gpus_per_node, gpu_type = parse_gpus(gres)
+    return NodeGroup(
+        num_nodes=int(num_nodes),
+        gpus_per_node=gpus_per_node,
+        gpu_type=gpu_type,
+        # "64+" where nodes of one line differ: the smallest of them.
+        cpus_per_node=int(cpus.rstrip("+")),
+        memory_per_node_mb=int(memory.rstrip("+")),
+        state=state,
+    )
+
+
+def parse_time_limit_min(text: str) -> int | None:
+    """Returns a limit in whole minutes: "1-00:00:00" -> 1440, "30:00" -> 30; None for "infinite" and "n/a".
+
+    Raises:
+        ClusterError: the text is none of Slurm's forms.
+    """
+    if text.lower() in ("infinite", "unlimited", "n/a", "none", "partition_limit"):
+        return None
+    match = _TIME_LIMIT.fullmatch(text)
+    if match is None:
+        raise ClusterError(f"{text!r} is not a time limit", hint='Slurm writes e.g. "1-12:00:00", "30:00", "infinite"')
+    numbers = [int(number) for number in match["fields"].split(":")]
+    if match["days"] is not None:
+        hours, minutes = (numbers + [0, 0])[:2]
+        return int(match["days"]) * 1440 + hours * 60 + minutes
+    # Without days one number is minutes, two are minutes:seconds, three are hours:minutes:seconds.
+    return numbers[0] * 60 + numbers[1] if len(numbers) == 3 else numbers[0]
+
+
+def duration_s(text: str) -> float | None:
+    """Returns seconds for what Slurm writes as "00:00:15", "1-02:00:00", "30 sec" or "15"; None for other words."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(86400 * days + 3600 * hours + 60 * minutes + seconds)
+
+
+def parse_gpus(gres: str) -> tuple[int, str]:
+    """Returns number and type of the GPUs in a node's generic resources: "gpu:a100:4(S:0-1),nic:2" -> (4, "a100").
+
+    Of several types on one node the numbers add up and the type is "" (no single one would be right).
+    """
+    count, types = 0, set()
+    for entry in re.sub(r"\([^)]*\)", "", gres).split(","):
+        name, *words = (word for word in entry.split(":") if word != "no_consume")
+        if name != "gpu":
+            continue
+        # "gpu:4" is a number, "gpu:a100" a type, and of "gpu:3090:4" the last is the number, whatever the type is.
+        number = words.pop() if words and words[-1].isdigit() else "1"
+        count += int(number)
+        types.add(words[0] if words else "")
+    return count, types.pop() if len(types) == 1 else ""
+
+
+def tres_gpus(tres: str) -> int | None:
+    """Returns the GPUs in a job's trackable resources: "cpu=8,gres/gpu=4,gres/gpu:3090=4" -> 4; None if there are none.
+
+    A site accounts for all of them, for each type, or for both; then the types are parts of the whole.
+    """
+    pairs = [entry.partition("=")[::2] for entry in tres.split(",")]
+    counts = {name: int(count) for name, count in pairs if count.isdigit()}
+    typed = [count for name, count in counts.items() if name.startswith("gres/gpu:")]
+    return counts.get("gres/gpu", sum(typed) if typed else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Association:
+    """An account that a user may charge, on a cluster."""
+
+    cluster: str
+    account: str
+    is_default: bool
+    """Whether Slurm takes it where a job names none."""
+    partition: str = ""
+    """The one partition that it is for; "" for all."""
+    qos: tuple[str, ...] = ()
+    """Names that a job may ask for; empty where the site lists none."""
+    default_qos: str = ""
+    """What a job gets that asks for none; "" where the site names none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qos:
+    """A quality of service."""
+
+    name: str
+    priority: int = 0
+    grace_s: float = 0.0
+    """From the first TERM of a preemption to the last."""
+    preempts: tuple[str, ...] = ()
+    """The QOS whose jobs it may preempt."""
+    preempt_mode: str = ""
+    """What becomes of its jobs when they are preempted, e.g. "requeue"; "cluster": the cluster's PreemptMode."""
+    max_time_min: int | None = None
+    """Longest time limit in minutes; None if unlimited."""
+
+
+def parse_associations(text: str) -> list[Association]:
+    """Returns the rows of `sacctmgr -n -P show user where name=... withassoc format=ASSOCIATION_FORMAT`."""
+    return [
+        Association(
+            cluster=cluster,
+            account=account,
+            is_default=account == default,
+            partition=partition,
+            qos=_names(qos),
+            default_qos=default_qos,
+        )
+        for default, cluster, account, partition, qos, default_qos in split_rows(text, 6)
+        if account
+    ]
+
+
+def parse_qos(text: str) -> list[Qos]:
+    """Returns the rows of `sacctmgr -n -P show qos format=QOS_FORMAT`."""
+    return [
+        Qos(
+            name=name,
+            priority=int(priority) if priority.isdigit() else 0,
+            grace_s=duration_s(grace) or 0.0,
+            preempts=_names(preempts),
+            preempt_mode=mode.lower(),
+            max_time_min=parse_time_limit_min(max_wall) if max_wall else None,
+        )
+        for name, priority, grace, preempts, mode, max_wall in split_rows(text, 6)
+        if name
+    ]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preemption:
+    """What becomes of a job of one QOS and partition when Slurm wants its nodes for another one."""
+
+    by: Literal["nobody", "qos", "partition"]
+    """What decides whose job is preempted."""
+    mode: str
+    """Slurm's word, e.g. "REQUEUE", "CANCEL", "GANG,SUSPEND"; "OFF" where nobody preempts."""
+    grace_s: float
+    """From the first TERM to the last."""
+    kill_wait_s: float | None
+    """From the last TERM to KILL; None if not known."""
+
+    @property
+    def outcome(self) -> Literal["never", "requeued", "cancelled", "suspended"]:
+        """What a preemption does to the job."""
+        if self.by == "nobody" or self.mode == "OFF":
+            return "never"
+        if "CANCEL" in self.mode:
+            return "cancelled"
+        return "suspended" if "SUSPEND" in self.mode and "REQUEUE" not in self.mode else "requeued"
+
+    @property
+    def in_words(self) -> str:
+        """How a run comes back from it, e.g. "preemption requeues here: 15 s grace, then 5 s to end in"."""
+        wait = "" if self.kill_wait_s is None else f"{self.kill_wait_s:g} s to end in"
+        if self.outcome == "never":
+            return "nobody preempts here" + (f"; {wait}" if wait else "")
+        if self.outcome == "suspended":
+            return "preemption suspends here: the run waits in memory and goes on in the same attempt"
+        grace = f"{self.grace_s:g} s grace" + (f", then {wait}" if wait else "")
+        if self.outcome == "cancelled":
+            return f"preemption cancels here ({grace}): requeued within that time, else another job takes over"
+        return f"preemption requeues here: {grace}"
+
+
+def return_in_words(preemption: Preemption | None) -> str:
+    """Returns in one line how a run comes back from the time limit, a lost node and a preemption.
+
+    Args:
+        preemption: None if not known.
+    """
+    # JobRequeue=0 is a default only: every script says --requeue.
+    known = "what happens on preemption is not known" if preemption is None else preemption.in_words
+    return f"requeue, same job id; {known}"
+
+
+def read_preemption(settings: Mapping[str, str], *, qos: Mapping[str, str], partition: Mapping[str, str]) -> Preemption:
+    """Returns how jobs of a QOS and a partition are preempted.
+
+    Args:
+        settings: `scontrol show config`.
+        qos: the job's QOS by sacctmgr's names, e.g. {"GraceTime": "00:00:15", "PreemptMode": "requeue"}; may be empty.
+        partition: the job's partition by scontrol's names, e.g. {"GraceTime": "0", "PreemptMode": "REQUEUE"}.
+    """
+    kind = settings.get("PreemptType", "")
+    by: Literal["nobody", "qos", "partition"] = "nobody"
+    fields: Mapping[str, str] = {}
+    if kind == "preempt/qos":
+        by, fields = "qos", qos
+    elif kind == "preempt/partition_prio":
+        by, fields = "partition", partition
+    own = fields.get("PreemptMode", "").upper()
+    mode = own if own not in ("", "CLUSTER") else settings.get("PreemptMode", "").upper()
+    return Preemption(
+        by=by,
+        mode=mode if by != "nobody" and mode else "OFF",
+        grace_s=0.0 if own in ("OFF", "SUSPEND") else duration_s(fields.get("GraceTime", "")) or 0.0,
+        kill_wait_s=duration_s(settings.get("KillWait", "")),
+    )
+
+
+class Refusal(enum.Enum):
+    """Why Slurm would not take a script; the value is the advice for it."""
+
+    PARTITION = "see `sinfo` for the partitions you may use and set cluster.partition"
+    QOS = "see `sacctmgr show qos` for the names you may use and set cluster.qos"
+    ACCOUNT = "see `sacctmgr show associations user=$USER` and set cluster.account"
+    RESOURCES = (
+        "no set of nodes has that much: lower cluster.nodes, cluster.gpus_per_node, CPUs or memory (see `sinfo -N -l`)"
+    )
+    TIME_LIMIT = "lower cluster.time_limit_min (`sinfo -o '%P %l'` shows the longest)"
+    POLICY = "your account or QOS allows less: ask for less, or for another QOS"
+    NODE_NAME = "see `sinfo -N` for the names and set cluster.nodelist or cluster.exclude"
+    FEATURE = "see `sinfo -o '%N %f'` for the features and set cluster.sbatch.constraint"
+    RESERVATION = "see `scontrol show reservation` and set cluster.sbatch.reservation"
+    OPTION = "look up the option in `man sbatch` and set cluster.sbatch.<flag>"
+    OTHER = "run `sbatch --test-only` on the script by hand"
+
+
+# Searched in order in the lower-cased text: the first that occurs decides.
+_NEEDLES = {
+    # First: its explanation mentions time limits too.
+    "accounting/qos policy": Refusal.POLICY,
+    "partition name": Refusal.PARTITION,
+    "invalid partition": Refusal.PARTITION,
+    "not permitted to use this partition": Refusal.PARTITION,
+    "invalid qos": Refusal.QOS,
+    "invalid account": Refusal.ACCOUNT,
+    "time limit": Refusal.TIME_LIMIT,
+    "--time specification": Refusal.TIME_LIMIT,
+    "invalid node name": Refusal.NODE_NAME,
+    "feature specification": Refusal.FEATURE,
+    "reservation": Refusal.RESERVATION,
+    "node configuration is not available": Refusal.RESOURCES,
+    "partition configuration not available": Refusal.RESOURCES,
+    "node count": Refusal.RESOURCES,
+    "more processors": Refusal.RESOURCES,
+    "generic resource": Refusal.RESOURCES,
+    "gres": Refusal.RESOURCES,
+    "memory specification": Refusal.RESOURCES,
+    "option": Refusal.OPTION,
+    "specification": Refusal.OPTION,
+    "directive": Refusal.OPTION,
+    "unmatched": Refusal.OPTION,
+}
+_ESTIMATE = re.compile(
+    # A heterogeneous job's line has neither "nodes" nor the partition.
+    r"to start at (?P<start>\S+) using .* on (?:nodes )?(?P<nodes>\S+)(?: in partition (?P<partition>\S+))?"
+)
+_PREFIX = re.compile(r"^(?:sbatch: )?(?:error: |fatal: )?(?:allocation failure: |Batch job submission failed: )?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestVerdict:
+    """Whether Slurm would take a script now, and when it would start it."""
+
+    __test__ = False
+
+    is_accepted: bool
+    start: str = ""
+    """Estimated start, e.g. "2026-01-31T09:41:24"; "" if refused or not known."""
+    nodelist: str = ""
+    """Nodes that it would use, in compact form."""
+    partition: str = ""
+    refusal: Refusal | None = None
+    """None if accepted."""
+    message: str = ""
+    """Slurm's own words for the refusal."""
+
+
+def read_verdict(return_code: int, text: str) -> TestVerdict:
+    """Returns what exit code and stderr of `sbatch --test-only` mean."""
+    if return_code == 0:
+        match = _ESTIMATE.search(text)
+        if match is None:
+            return TestVerdict(is_accepted=True)
+        partition = match["partition"] or ""
+        return TestVerdict(is_accepted=True, start=match["start"], nodelist=match["nodes"], partition=partition)
+    lines = [_PREFIX.sub("", line.strip()) for line in text.splitlines()]
+    messages = [line for line in lines if line and not line.startswith("Try ")]
+    message = "; ".join(messages[-2:]) or "sbatch gave no reason"
+    refusal = next((refusal for needle, refusal in _NEEDLES.items() if needle in message.lower()), Refusal.OTHER)
+    return TestVerdict(is_accepted=False, refusal=refusal, message=message)

@@ -1,0 +1,341 @@
+"""What a cluster has and allows; sbatch's texts are those of 22.05.8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from slurm_train.errors import ClusterError
+from slurm_train.slurm.policy import (
+    Association,
+    NodeGroup,
+    Partition,
+    Preemption,
+    Qos,
+    Refusal,
+    TestVerdict,
+    duration_s,
+    parse_associations,
+    parse_gpus,
+    parse_qos,
+    parse_sinfo,
+    parse_time_limit_min,
+    read_preemption,
+    read_verdict,
+    tres_gpus,
+)
+
+
+def group(num_nodes: int, gpus: int, gpu_type: str, cpus: int, memory_mb: int, state: str) -> NodeGroup:
+    return NodeGroup(
+        num_nodes=num_nodes,
+        gpus_per_node=gpus,
+        gpu_type=gpu_type,
+        cpus_per_node=cpus,
+        memory_per_node_mb=memory_mb,
+        state=state,
+    )
+
+
+def test_recorded_devcluster(recorded: Callable[[str], str]) -> None:
+    assert parse_sinfo(recorded("sinfo_devcluster")) == [
+        Partition(
+            name="main",
+            is_default=True,
+            state="up",
+            max_nodes=None,
+            max_time_min=1440,
+            default_time_min=60,
+            groups=(group(2, 8, "", 64, 512000, "mix"), group(2, 8, "", 64, 512000, "idle")),
+        )
+    ]
+
+
+def test_recorded_cluster_of_mixed_nodes(recorded: Callable[[str], str]) -> None:
+    main, mixed, closed = parse_sinfo(recorded("sinfo_mixed"))
+    assert (main.num_nodes, main.gpus_per_node, main.cpus_per_node, main.is_default) == (4, 8, 16, True)
+    assert mixed == Partition(
+        name="mixed",
+        is_default=False,
+        state="up",
+        max_nodes=3,
+        max_time_min=None,
+        default_time_min=None,
+        groups=(group(2, 4, "a100", 64, 64000, "down~"), group(4, 8, "", 16, 64000, "idle~")),
+    )
+    assert [mixed.num_nodes_with(gpus=gpus) for gpus in (0, 4, 5, 8, 9)] == [6, 6, 4, 4, 0]
+    assert (closed.state, closed.max_time_min) == ("down", 60)
+
+
+def test_a_partition_without_nodes() -> None:
+    (empty,) = parse_sinfo("new|new|up|0|1-infinite|infinite|n/a||0|0|n/a\n")
+    assert (empty.num_nodes, empty.gpus_per_node, empty.cpus_per_node, empty.groups) == (0, 0, 0, ())
+
+
+def test_nodes_that_differ_within_a_line_count_as_the_smallest() -> None:
+    (partition,) = parse_sinfo("p|p|up|9|1-infinite|infinite|n/a|gpu:2|32+|64000+|idle\n")
+    assert partition.groups == (group(9, 2, "", 32, 64000, "idle"),)
+
+
+def test_a_line_of_another_form_is_an_error() -> None:
+    with pytest.raises(ClusterError, match=r"cannot read sinfo's line 'main\|up'"):
+        parse_sinfo("main|up\n")
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("gpu:8", (8, "")),
+        ("gpu", (1, "")),
+        ("gpu:a100:4", (4, "a100")),
+        ("gpu:a100:4(S:0-1),nic:2", (4, "a100")),
+        ("nic:2,gpu:h100:8(S:0,1)", (8, "h100")),
+        ("gpu:a100:2,gpu:v100:2", (4, "")),
+        ("gpu:a100_3g.20gb:4", (4, "a100_3g.20gb")),
+        ("gpu:2g:4", (4, "2g")),
+        ("gpu:3090:4", (4, "3090")),
+        ("gpu:3090:4(S:0-1),nic:2", (4, "3090")),
+        ("gpu:a100_3g.20gb:2(S:0-1)", (2, "a100_3g.20gb")),
+        ("gpu:tesla:2,gpu:kepler:1", (3, "")),
+        ("gpu:tesla:no_consume:2", (2, "tesla")),
+        ("gpu:a100:2(IDX:0,1),gpu:a100:1", (3, "a100")),
+        ("gpu:a100", (1, "a100")),
+        ("(null)", (0, "")),
+        ("", (0, "")),
+        ("craynetwork:4,gpumem:80", (0, "")),
+    ],
+)
+def test_gpus_of_a_node(gres: str, gpus: tuple[int, str]) -> None:
+    assert parse_gpus(gres) == gpus
+
+
+@pytest.mark.parametrize(
+    ("tres", "gpus"),
+    [
+        ("cpu=8,mem=64G,node=1,billing=8,gres/gpu=4", 4),
+        ("cpu=8,gres/gpu=4,gres/gpu:3090=4", 4),
+        ("gres/gpu:3090=4", 4),
+        ("gres/gpu:tesla=2,gres/gpu:kepler=1", 3),
+        ("cpu=8,gres/gpumem=80,gres/nic=2", None),
+        ("", None),
+    ],
+)
+def test_gpus_of_a_job(tres: str, gpus: int | None) -> None:
+    assert tres_gpus(tres) == gpus
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [
+        ("infinite", None),
+        ("UNLIMITED", None),
+        ("n/a", None),
+        ("1-00:00:00", 1440),
+        ("7-12:30:00", 10830),
+        ("2-12", 3600),
+        ("1:00:00", 60),
+        ("30:00", 30),
+        ("45", 45),
+        ("0:30", 0),
+    ],
+)
+def test_time_limits(text: str, minutes: int | None) -> None:
+    assert parse_time_limit_min(text) == minutes
+
+
+@pytest.mark.parametrize("text", ["", "x", "1:2:3:4", "-5", "1-", "1 h"])
+def test_other_time_limits_are_refused(text: str) -> None:
+    with pytest.raises(ClusterError, match="is not a time limit"):
+        parse_time_limit_min(text)
+
+
+def test_nodes_that_are_down_or_drained_are_not_usable() -> None:
+    two = group(2, 0, "", 1, 1, "idle")
+    states = ("idle", "mix", "alloc", "down*", "drain", "drng", "idle*", "alloc-")
+    partition = Partition(
+        name="main",
+        is_default=True,
+        state="up",
+        max_nodes=None,
+        max_time_min=None,
+        default_time_min=None,
+        groups=tuple(replace(two, state=state) for state in states),
+    )
+    assert partition.num_usable_nodes == 8
+
+
+def test_associations_of_a_user() -> None:
+    text = "dev|devcluster|dev||normal,urgent|normal\ndev|devcluster|root|main||\n"
+    assert parse_associations(text) == [
+        Association(
+            cluster="devcluster", account="dev", is_default=True, qos=("normal", "urgent"), default_qos="normal"
+        ),
+        Association(cluster="devcluster", account="root", is_default=False, partition="main"),
+    ]
+
+
+def test_qos_with_limits_and_victims() -> None:
+    text = "normal|0|00:00:15||requeue|\nurgent|1000|00:00:00|normal,free|cluster|1-00:00:00\n"
+    assert parse_qos(text) == [
+        Qos(name="normal", grace_s=15.0, preempt_mode="requeue"),
+        Qos(name="urgent", priority=1000, preempts=("normal", "free"), preempt_mode="cluster", max_time_min=1440),
+    ]
+
+
+def test_lines_of_another_form_are_passed_over() -> None:
+    assert parse_associations("You are not running a supported accounting_storage plugin\n\n||||| \n") == []
+    assert parse_qos("a|b\n|0|00:00:00|||\n") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("00:00:15", 15.0),
+        ("5 sec", 5.0),
+        ("30", 30.0),
+        ("0", 0.0),
+        ("02:30", 150.0),
+        ("1-02:00:01", 93601.0),
+        ("UNLIMITED", None),
+        ("", None),
+        ("N/A", None),
+    ],
+)
+def test_durations_as_slurm_writes_them(text: str, seconds: float | None) -> None:
+    assert duration_s(text) == seconds
+
+
+QOS = {"GraceTime": "00:00:15", "PreemptMode": "requeue"}
+PARTITION = {"GraceTime": "40", "PreemptMode": "CANCEL"}
+
+
+@pytest.mark.parametrize(
+    ("preempt_type", "change", "expected"),
+    [
+        ("preempt/qos", {}, 15.0),
+        ("preempt/partition_prio", {}, 40.0),
+        ("preempt/none", {}, 0.0),
+        ("preempt/qos", {"PreemptMode": "OFF"}, 0.0),
+        ("preempt/partition_prio", {"PreemptMode": "SUSPEND"}, 0.0),
+        ("preempt/qos", {"GraceTime": ""}, 0.0),
+    ],
+)
+def test_grace_is_that_of_the_side_that_preempts(preempt_type: str, change: dict[str, str], expected: float) -> None:
+    settings = {"PreemptType": preempt_type}
+    assert read_preemption(settings, qos=QOS | change, partition=PARTITION | change).grace_s == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "cluster_mode", "change", "outcome", "mode"),
+    [
+        ("preempt/qos", "CANCEL", {}, "requeued", "REQUEUE"),
+        ("preempt/qos", "CANCEL", {"PreemptMode": "cluster"}, "cancelled", "CANCEL"),
+        ("preempt/qos", "REQUEUE", {"PreemptMode": ""}, "requeued", "REQUEUE"),
+        ("preempt/partition_prio", "REQUEUE", {}, "cancelled", "CANCEL"),
+        ("preempt/partition_prio", "REQUEUE", {"PreemptMode": "OFF"}, "never", "OFF"),
+        ("preempt/partition_prio", "REQUEUE", {"PreemptMode": "GANG,SUSPEND"}, "suspended", "GANG,SUSPEND"),
+        ("preempt/none", "OFF", {}, "never", "OFF"),
+        ("", "", {}, "never", "OFF"),
+    ],
+)
+def test_what_a_preemption_does(kind: str, cluster_mode: str, change: dict[str, str], outcome: str, mode: str) -> None:
+    settings = {"PreemptType": kind, "PreemptMode": cluster_mode, "KillWait": "30 sec"}
+    found = read_preemption(settings, qos=QOS | change, partition=PARTITION | change)
+    assert (found.outcome, found.mode, found.kill_wait_s) == (outcome, mode, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kill_wait_s", "words"),
+    [
+        ("REQUEUE", 5.0, "preemption requeues here: 15 s grace, then 5 s to end in"),
+        ("REQUEUE", None, "preemption requeues here: 15 s grace"),
+        (
+            "CANCEL",
+            30.0,
+            "preemption cancels here (15 s grace, then 30 s to end in): requeued within that time, else another job "
+            "takes over",
+        ),
+        ("SUSPEND", 5.0, "preemption suspends here: the run waits in memory and goes on in the same attempt"),
+        ("OFF", 30.0, "nobody preempts here; 30 s to end in"),
+        ("OFF", None, "nobody preempts here"),
+    ],
+)
+def test_preemption_in_words(mode: str, kill_wait_s: float | None, words: str) -> None:
+    assert Preemption(by="qos", mode=mode, grace_s=15.0, kill_wait_s=kill_wait_s).in_words == words
+
+
+def test_an_accepted_script_has_an_estimated_start() -> None:
+    text = "sbatch: Job 5 to start at 2026-11-20T09:38:00 using 4 processors on nodes node[1-4] in partition main\n"
+    assert read_verdict(0, text) == TestVerdict(
+        is_accepted=True, start="2026-11-20T09:38:00", nodelist="node[1-4]", partition="main"
+    )
+
+
+def test_a_heterogeneous_job_is_estimated_in_other_words() -> None:
+    text = "sbatch: Job 34 to start at 2026-11-20T09:52:18 using 6 processors on node2\n"
+    assert read_verdict(0, text) == TestVerdict(is_accepted=True, start="2026-11-20T09:52:18", nodelist="node2")
+
+
+def test_an_accepted_script_without_an_estimate() -> None:
+    assert read_verdict(0, "") == TestVerdict(is_accepted=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal", "message"),
+    [
+        (
+            "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name specified\n",
+            Refusal.PARTITION,
+            "invalid partition specified: nope; Invalid partition name specified",
+        ),
+        ("allocation failure: Invalid qos specification\n", Refusal.QOS, "Invalid qos specification"),
+        (
+            "allocation failure: Invalid account or account/partition combination specified\n",
+            Refusal.ACCOUNT,
+            "Invalid account or account/partition combination specified",
+        ),
+        (
+            "allocation failure: Requested node configuration is not available\n",
+            Refusal.RESOURCES,
+            "Requested node configuration is not available",
+        ),
+        (
+            "sbatch: error: Invalid generic resource (gres) specification\n",
+            Refusal.RESOURCES,
+            "Invalid generic resource (gres) specification",
+        ),
+        ("allocation failure: Invalid node name specified\n", Refusal.NODE_NAME, "Invalid node name specified"),
+        ("allocation failure: Invalid feature specification\n", Refusal.FEATURE, "Invalid feature specification"),
+        (
+            "allocation failure: Requested reservation is invalid\n",
+            Refusal.RESERVATION,
+            "Requested reservation is invalid",
+        ),
+        (
+            "allocation failure: Requested time limit is invalid\n",
+            Refusal.TIME_LIMIT,
+            "Requested time limit is invalid",
+        ),
+        ("sbatch: error: Invalid --time specification\n", Refusal.TIME_LIMIT, "Invalid --time specification"),
+        (
+            "sbatch: unrecognized option '--bogus=3'\nTry \"sbatch --help\" for more information\n",
+            Refusal.OPTION,
+            "unrecognized option '--bogus=3'",
+        ),
+        (
+            "allocation failure: Job violates accounting/QOS policy (user's size and/or time limits)\n",
+            Refusal.POLICY,
+            "Job violates accounting/QOS policy (user's size and/or time limits)",
+        ),
+        ("sbatch: error: the site says no\n", Refusal.OTHER, "the site says no"),
+        ("", Refusal.OTHER, "sbatch gave no reason"),
+    ],
+)
+def test_refusals_are_told_apart(text: str, refusal: Refusal, message: str) -> None:
+    assert read_verdict(1, text) == TestVerdict(is_accepted=False, refusal=refusal, message=message)
+
+
+def test_every_refusal_says_what_to_do() -> None:
+    assert all(len(refusal.value) > 20 for refusal in Refusal)
