@@ -1,6 +1,6 @@
 """`doctor`: what this site does to a run; `doctor +cluster=NxG`: are the nodes of such a job fit to train on?
 
-The first asks Slurm's commands and submits nothing. The second submits a job that looks at nodes and network as every
+The first asks Slurm's commands and submits nothing. The second submits a job that checks nodes and network as every
 run does before it trains, measures them as well, and ends; inside an salloc it runs there. Exit code 1 where something
 is wrong that would keep a run from working.
 """
@@ -8,52 +8,45 @@ is wrong that would keep a run from working.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import secrets
 import shutil
+import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from slurm_train.cli.arguments import login_name
 from slurm_train.cli.display import note
-from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
+from slurm_train.rundir.events import fatal_line, read_preflight
+from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.site import default_account, default_qos, gather_facts
-from slurm_train.tools.doctor.finding import Finding, errors_in
-from slurm_train.tools.doctor.site import SiteView, examine
-from slurm_train.tools.doctor.site_words import in_words, site_table
+from slurm_train.tools.doctor.site_rules import SiteView, in_words, rules, site_table
 
 _EXAMPLES = """\
 examples:
   python -m slurm_train doctor                       what happens to a run here on preemption, what can be lost
   python -m slurm_train doctor --json
-  python -m slurm_train doctor +cluster=4x8          a job that looks at 4 nodes and their network, and ends
+  python -m slurm_train doctor +cluster=4x8          a job that checks 4 nodes and their network, and ends
   python -m slurm_train doctor +cluster=4x8 cluster.partition=gpu cluster.network_interface=ib0
 """
 _RUNTIMES = ("apptainer", "singularity", "enroot", "podman", "docker", "shifter", "sarus")
+_FOLDER = ".doctor"
+"""No run has such a name: run.name refuses a leading dot."""
+_FIRST = ("preflight.bandwidth=true",)
+_LAST = ("preflight.enabled=true", "preflight.only=true", "requeue.enabled=false")
+_ASK_EVERY_S = 1.0
 
 
 def main(words: Sequence[str]) -> int:
     """Prints what was found and returns 0, or 1 where there is an error among it."""
-    arguments = _parser().parse_args(list(words))
-    if arguments.settings:
-        from slurm_train.cli.doctor_job import look_at_nodes
-
-        return look_at_nodes(arguments.settings, dict(os.environ), as_json=arguments.json)
-    view = look_at_site(os.environ)
-    findings = examine(view)
-    if arguments.json:
-        facts = {"site": dict(site_table(view)), "in_words": in_words(view)} if view.settings else {}
-        print(json.dumps({**facts, "findings": [finding.as_json() for finding in findings]}, indent=2))
-    else:
-        _print_site(view)
-        print_findings(findings)
-        note("the nodes themselves: python -m slurm_train doctor +cluster=NxG")
-    return EXIT_FAILURE if errors_in(findings) else EXIT_DONE
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m slurm_train doctor",
         description=__doc__,
@@ -62,10 +55,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="+cluster=NxG and other settings of a run")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+    arguments = parser.parse_args(list(words))
+    if arguments.settings:
+        return _check_nodes(arguments.settings, dict(os.environ), as_json=arguments.json)
+    view = _ask_site(os.environ)
+    findings = rules.find(view)
+    table, sentences = (site_table(view), in_words(view)) if view.settings else ({}, [])
+    if arguments.json:
+        facts = {"site": table, "in_words": sentences} if table else {}
+        print(json.dumps({**facts, "findings": [finding.as_json() for finding in findings]}, indent=2))
+    else:
+        for name, value in table.items():
+            print(f"  {name:<14} {value}")
+        width = min(shutil.get_terminal_size((100, 24)).columns, 110)
+        for sentence in sentences:
+            print(textwrap.fill(sentence, width, initial_indent="  ", subsequent_indent="  "))
+        for finding in findings:
+            print(f"{finding.level}: {finding.line}")
+        sys.stdout.flush()
+        note("the nodes themselves: python -m slurm_train doctor +cluster=NxG")
+    return EXIT_FAILURE if any(finding.level == "error" for finding in findings) else EXIT_DONE
 
 
-def look_at_site(env: Mapping[str, str]) -> SiteView:
+def _ask_site(env: Mapping[str, str]) -> SiteView:
     """Returns what Slurm's commands say on this machine."""
     commands = SlurmCommands(env, timeout_s=20.0)
     if not commands.is_available():
@@ -74,26 +86,105 @@ def look_at_site(env: Mapping[str, str]) -> SiteView:
         facts = gather_facts(commands, user=login_name())
     except ClusterError as err:
         return SiteView(away=err.message)
-    path = env.get("PATH")
     return SiteView(
         facts=facts,
         qos=default_qos(facts.associations, default_account(facts.associations)),
-        runtimes=[name for name in _RUNTIMES if shutil.which(name, path=path)],
+        runtimes=[name for name in _RUNTIMES if shutil.which(name, path=env.get("PATH"))],
     )
 
 
-def _print_site(view: SiteView) -> None:
-    if not view.settings:
-        return
-    for name, value in site_table(view):
-        print(f"  {name:<14} {value}")
-    width = min(shutil.get_terminal_size((100, 24)).columns, 110)
-    for sentence in in_words(view):
-        print(textwrap.fill(sentence, width, initial_indent="  ", subsequent_indent="  "))
+def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bool) -> int:
+    """Runs a job that does what every run does before it trains, prints what it found, and returns the exit code.
+
+    It works in a folder of its own, `<root>/.doctor/<random name>`: whatever `run.name` is, no folder of a run is
+    touched, and no verb lists it. Where all is well the folder is removed again; else it stays, with its logs.
+
+    Raises:
+        ClusterError: no Slurm here, or it refuses the job.
+        ConfigError: the settings ask for no cluster.
+    """
+    from slurm_train.cli.submit import hand_over, require_slurm
+    from slurm_train.config.compose import compose
+    from slurm_train.config.words import Words
+    from slurm_train.launch.acceptance import require_acceptable
+    from slurm_train.launch.container import Ranks
+    from slurm_train.launch.plan import plan_run
+    from slurm_train.launch.preparation import write_run_directory
+    from slurm_train.launch.script import render_script
+    from slurm_train.launch.snapshot import ask_git, read_answers
+    from slurm_train.launch.source import read_source
+
+    cwd = Path.cwd()
+    plan = plan_run(compose(Words(overrides=[*_FIRST, *settings, *_LAST])), cwd=cwd, env=env)
+    run = RunDirectory(plan.run.path.parent.parent / _FOLDER / secrets.token_hex(4))
+    plan = replace(plan, run=run)
+    cluster = plan.config.cluster
+    if cluster is None:
+        raise ConfigError(
+            f"doctor {' '.join(settings)} asks for no nodes",
+            hint="`doctor +cluster=NxG` checks nodes; `doctor` alone checks the site",
+        )
+    if cluster.launcher == "torchrun":
+        raise ConfigError(
+            f"doctor {' '.join(settings)} would start its ranks by torchrun, under which there is no preflight",
+            hint="add cluster.launcher=srun, and give one number of nodes: they are the same nodes",
+        )
+    commands = SlurmCommands(env)
+    require_slurm(commands, env)
+    script = render_script(plan)
+    require_acceptable(script, commands, plan)
+    Ranks(plan.config, run, plan.directory).make_mount_points()
+    write_run_directory(plan, read_source(plan, cwd, read_answers(ask_git(cwd, env)), env=env), script=script)
+    if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env:
+        note(f"checking the nodes of this allocation, job {env['SLURM_JOB_ID']}")
+        subprocess.run(["bash", str(run.submit_script)], env=dict(env), stdout=sys.stderr, check=False)
+    else:
+        # Nodes that were found bad are not left out: they are to be checked as well.
+        job_id = hand_over(run, script, commands, env=env, export=cluster.export)
+        note(f"submitted job {job_id}; logs in {run.logs}; Ctrl-C cancels it")
+        try:
+            _wait(job_id, commands)
+        except KeyboardInterrupt:
+            commands.cancel([job_id])
+            raise
+    code = _print_record(run, as_json=as_json)
+    if code == EXIT_DONE:
+        # Made by this very command, under a name of its own.
+        shutil.rmtree(run.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            run.path.parent.rmdir()
+    return code
 
 
-def print_findings(findings: Iterable[Finding]) -> None:
-    """Prints one line for each finding, errors first."""
-    for finding in findings:
-        print(f"{finding.level}: {finding.line}")
-    sys.stdout.flush()
+def _wait(job_id: str, commands: SlurmCommands) -> None:
+    """Waits for the end of a job and prints its state whenever it changes."""
+    printed = ""
+    while True:
+        with contextlib.suppress(ClusterError):
+            state = commands.job_states([job_id]).get(job_id)
+            if state is None or not state.is_active:
+                return
+            now = f"{state.phase.value} {state.reason or state.nodelist}".strip()
+            if now != printed:
+                printed = now
+                note(f"job {job_id} is {now}")
+        time.sleep(_ASK_EVERY_S)
+
+
+def _print_record(run: RunDirectory, *, as_json: bool) -> int:
+    attempts = existing_attempts(run)
+    record = read_preflight(run, attempts[-1]) if attempts else {}
+    if not record:
+        log = run.logs / "batch.log"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        raise RunError(
+            f"the job ended without a report on its nodes: {lines[-1] if lines else 'its log is empty'}",
+            hint=f"look at {run.logs}",
+        )
+    findings = record.get("findings", [])
+    if as_json:
+        print(json.dumps(record, indent=2))
+    else:
+        print(*record.get("table", []), *(f"{one['level']}: {one['line']}" for one in findings), sep="\n")
+        note(f"{len(findings)} findings in {record.get('seconds', 0):g} s")
+    return EXIT_FAILURE if fatal_line(record) else EXIT_DONE

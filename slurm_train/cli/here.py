@@ -14,7 +14,7 @@ from types import FrameType
 from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.failure_lines import tell_unseen_failure
-from slurm_train.cli.liveness import holder_lives, refuse_active, writing
+from slurm_train.cli.liveness import refuse_active, writing
 from slurm_train.cli.lost_terminal import outlive_terminal
 from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.cli.seal import refused_code
@@ -31,12 +31,12 @@ from slurm_train.launch.source import Source
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat
-from slurm_train.rundir.jobs import this_process
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import scrubbed
-from slurm_train.supervise.monitor import Monitor, hang_of, hang_watchdog, limits_of, straggler_watch
-from slurm_train.supervise.supervisor import Site, supervise
+from slurm_train.supervise.monitor import Monitor, watch_ranks
+from slurm_train.supervise.scheduler import Scheduler
+from slurm_train.supervise.supervisor import Supervisor
 
 
 def train_here(
@@ -80,23 +80,21 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
     Raises:
         RunError: the run is active already.
     """
-    site = Site(
-        start=AttemptStart(job_id=None, restart_count=0, nodes=(socket.gethostname(),), world_size=world_size),
-        holder=this_process(),
-        is_alive=lambda holder: holder_lives(holder, SlurmCommands(env)),
-        show_job=lambda: None,
-        requeue=lambda _decision: False,
+    start = AttemptStart(job_id=None, restart_count=0, nodes=(socket.gethostname(),), world_size=world_size)
+    supervisor = Supervisor(
+        run,
+        Scheduler(start, env),
+        config.requeue,
         committed_step=partial(newest_committed_step, run.checkpoints) if config.trains else None,
-        explain=lambda attempt: hang_of(run, attempt),
+        is_own_code=not config.trains,
     )
-
     outlive_terminal(run.logs / "batch.log")
 
     def launch(attempt: int) -> int:
         return _launch(run, config, world_size, attempt, env=env)
 
     with tracking_run(run, config.track, env):
-        code = supervise(run, config.requeue, site, launch, is_own_code=not config.trains)
+        code = supervisor.supervise(launch)
     tell_unseen_failure(run)
     return code
 
@@ -118,15 +116,11 @@ def _launch(run: RunDirectory, config: RunConfig, world_size: int, attempt: int,
     rank_env["MASTER_PORT"] = str(probe_port(str(run.path), attempt=attempt, env=rank_env))
     command = _rank_command(run, config)
     ranks = start_local(command, run=run, attempt=attempt, num_ranks=world_size, env=rank_env)
-    limits, monitor = limits_of(config), Monitor()
 
     def end_ranks(_: Mapping[int, Beat]) -> None:
         ranks.kill()
 
-    monitor.add(
-        hang_watchdog(run, attempt, limits=limits, world_size=world_size, end_ranks=end_ranks, clock=monitor.clock)
-    )
-    monitor.add(straggler_watch(run, attempt, config=config, world_size=world_size))
+    monitor = watch_ranks(run, attempt, config, world_size=world_size, end_ranks=end_ranks)
     with monitor.running():
         return _wait(ranks, monitor)
 

@@ -10,6 +10,7 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_FAILURE, NodesError, SilentNodesError
 from slurm_train.rundir.events import (
     BAD_NODES_PARTS,
+    Finding,
     add_bad_nodes,
     bad_nodes_of,
     fatal_line,
@@ -20,7 +21,6 @@ from slurm_train.rundir.events import (
 )
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.supervise.monitor import say
-from slurm_train.tools.doctor.finding import Finding
 
 
 def note_unfit(run: RunDirectory, attempt: int, error: NodesError, *, nodes: Sequence[str]) -> int:

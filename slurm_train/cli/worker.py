@@ -19,11 +19,10 @@ from slurm_train.rundir.attempts import end_publishing
 from slurm_train.slurm.environment import node_name
 from slurm_train.supervise.signals import (
     StopFlag,
-    Ties,
     hold_continue,
     install,
-    orphan_watchdog,
     release_continue,
+    start_orphan_watchdog,
     was_continued,
 )
 from slurm_train.train.preflight import preflight
@@ -60,7 +59,7 @@ def main(words: Sequence[str]) -> NoReturn:
         elif "SLURM_HET_SIZE" in env and "SLURM_TRAIN_ATTEMPT" in env:
             _open_own_log(path, env)
         if "SLURM_TRAIN_ATTEMPT" in env:
-            _watch_ties(path, env, parent)
+            _watch_orphan(path, env, parent)
         _leave(_told(path, joined, _work(path, env, stop)))
     except SlurmTrainError as err:
         print(f"error: {err}", file=sys.stderr, flush=True)
@@ -128,7 +127,7 @@ def _fail(path: Path, env: Mapping[str, str], code: int, message: str) -> NoRetu
     _leave(code)
 
 
-def _watch_ties(path: Path, env: Mapping[str, str], parent: int) -> None:
+def _watch_orphan(path: Path, env: Mapping[str, str], parent: int) -> None:
     """Makes this rank end by itself when nobody holds it any more; a rank started by hand belongs to the hand."""
     from slurm_train.rundir.attempts import check_fence
     from slurm_train.rundir.layout import RunDirectory
@@ -151,7 +150,7 @@ def _watch_ties(path: Path, env: Mapping[str, str], parent: int) -> None:
     def on_orphaned() -> None:
         _fail(path, env, EXIT_ORPHANED, f"the process that started it is gone ({_names_of_parents(env)} was killed?)")
 
-    orphan_watchdog(Ties(parent=parent, is_overtaken=is_overtaken, on_orphaned=on_orphaned, on_overtaken=on_overtaken))
+    start_orphan_watchdog(parent=parent, is_overtaken=is_overtaken, on_orphaned=on_orphaned, on_overtaken=on_overtaken)
 
 
 def _names_of_parents(env: Mapping[str, str]) -> str:

@@ -17,9 +17,9 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slurm_train.config.secrets import redact
 from slurm_train.rundir.files import (
@@ -196,6 +196,51 @@ def read_exchange(run: RunDirectory, attempt: int) -> ExchangeFacts | None:
         return None if value is None else ExchangeFacts(**value)
     except TypeError:
         return None
+
+
+Level = Literal["error", "warning", "note"]
+"""error: the ranks are not started; warning: they are, and somebody should know; note: how things are here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One problem of nodes or of a site: the same in logs, ledger, `status` and `doctor --json`."""
+
+    code: str
+    """Stable name, e.g. "DISK_FULL"; docs/troubleshooting.md has a section for each."""
+    level: Level
+    seen: str
+    """What was asked and found, with values; one line."""
+    todo: str
+    """What to do about it; one line."""
+    node: str = ""
+    """The node or nodes, "node3" or "node2, node3"; "" where it is everywhere or nowhere in particular."""
+    blames_node: bool = False
+    """Whether leaving these nodes out would mend it."""
+
+    @property
+    def line(self) -> str:
+        """All of it in one line, e.g. "DISK_FULL node3: ...; free some (docs/troubleshooting.md#disk_full)"."""
+        return f"{self.short}; {self.hint}"
+
+    @property
+    def short(self) -> str:
+        """Code, node and what was seen."""
+        return f"{self.code}{' ' + self.node if self.node else ''}: {self.seen}"
+
+    @property
+    def hint(self) -> str:
+        """What to do, and where more is said."""
+        return f"{self.todo} (docs/troubleshooting.md#{self.code.lower()})"
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns it for a file or `--json`, the line for people included."""
+        return {**asdict(self), "line": self.line}
+
+
+def read_finding(value: Mapping[str, Any]) -> Finding:
+    """Returns what `Finding.as_json` gave."""
+    return Finding(**{field.name: value[field.name] for field in fields(Finding)})
 
 
 def write_preflight(run: RunDirectory, attempt: int, record: Mapping[str, Any]) -> None:

@@ -32,105 +32,22 @@ _KINDS = {
 }
 # A limit that is too short stays too short. Nodes fail by themselves now and then, and preemptions say nothing about
 # the run: 50 in a row, be it before the first step, must not stop one.
-_WEIGHTS = {"time_limit": 1, "node_failure": 2, "preempted": 30}
-_BUDGET_WORDS = {
+_BUDGETS = {
     "time_limit": (
+        1,
         "time limits",
         "the limit is shorter than the start and the way to a checkpoint: raise cluster.time_limit_min, or lower "
         "checkpoint.every_steps",
     ),
     "node_failure": (
+        2,
         "lost nodes",
         "the run itself may bring its nodes down (memory, driver): see the logs of these attempts",
     ),
-    "preempted": ("preemptions", "lower checkpoint.every_steps, or ask for another partition or QOS"),
+    "preempted": (30, "preemptions", "lower checkpoint.every_steps, or ask for another partition or QOS"),
 }
-
-
-def is_fruitful(entry: Mapping[str, Any]) -> bool:
-    """Returns whether an attempt brought the run on: by a commit where checkpoints are known, else by a step."""
-    first, last = entry.get("first_committed"), entry.get("last_committed")
-    if first is not None and last is not None:
-        # Fewer after a rollback, which has a limit of its own.
-        return bool(first != last)
-    return int(entry.get("last_step") or 0) > int(entry.get("first_step") or 0)
-
-
-def fruitless_ends(ledger: Sequence[Mapping[str, Any]]) -> Counter[str]:
-    """Returns how many attempts in a row have ended in vain, by kind: "failed", "time_limit", "file_system", ..."""
-    counts: Counter[str] = Counter()
-    for entry in reversed(ledger):
-        if "end_time_unix_s" not in entry:
-            continue
-        if is_fruitful(entry) or entry.get("action") == "stop":
-            break
-        counts[_KINDS.get(str(entry.get("reason")), "failed")] += 1
-    return counts
-
-
-def with_end(counts: Mapping[str, int], reason: str) -> Counter[str]:
-    """Returns the counts with one more attempt that ended in vain."""
-    return Counter(counts) + Counter([_KINDS.get(reason, "failed")])
-
-
-def used_up(counts: Mapping[str, int], *, reason: str, max_returns: int, course: str) -> str:
-    """Returns in words why a run is not to come back again after such an end, "" where it may.
-
-    Args:
-        counts: as `fruitless_ends` gives them, this end included.
-        reason: what ended the newest attempt.
-        max_returns: `requeue.max_fruitless_returns`.
-        course: how that attempt went, from `course_of`; "" if that is not known.
-    """
-    kind = _KINDS.get(reason, "")
-    if kind not in _WEIGHTS or counts.get(kind, 0) < max_returns * _WEIGHTS[kind]:
-        return ""
-    what, advice = _BUDGET_WORDS[kind]
-    details = f" ({course})" if course else ""
-    return f"{counts[kind]} {what} in a row without a new checkpoint{details}: {advice}; `resume` tries again"
-
-
-def course_of(entry: Mapping[str, Any]) -> str:
-    """Returns how long an attempt ran, and how much of it before its first step, "" where that is not known."""
-    begin, end = entry.get("time_unix_s"), entry.get("end_time_unix_s")
-    if begin is None or end is None:
-        return ""
-    before_s = sum(float(entry.get(cause) or 0.0) for cause in ("start_s", "rendezvous_s", "load_s", "compile_s"))
-    first = f", {before_s:.0f} s of it before its first step" if before_s else ""
-    return f"the last attempt ran {float(end) - float(begin):.0f} s{first}"
-
-
-def starts_in_vain(ledger: Sequence[Mapping[str, Any]], *, job_id: str | None, restart_count: int) -> int:
-    """Returns how many starts of a job in a row, this one included, could not even write what an attempt needs.
-
-    Args:
-        ledger: the run's; starts that could write nothing at all are not in it, but Slurm has counted them.
-        job_id: the job.
-        restart_count: how often Slurm had restarted it when this start began.
-    """
-    known = [int(entry.get("restart_count") or 0) for entry in ledger if entry.get("job_id") == job_id]
-    without_trace = restart_count - max(known, default=-1)
-    return max(without_trace, 0) + fruitless_ends(ledger)["file_system"]
-
-
+"""By kind: how many ends in a row use up one of `requeue.max_fruitless_returns`; their name; what to do."""
 _ON_NODE = re.compile(r"^(?:ranks? [\d,-]+ on|node failure on|no answer from) (?P<node>[^\s:,\[\]]+)(?::| within |$)")
-
-
-def node_of(cause: str) -> str:
-    """Returns the node in words like "rank 3 on node2: Killed", "" where none or several are named."""
-    match = _ON_NODE.match(cause)
-    return match["node"] if match else ""
-
-
-def last_bad_node(ledger: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the node that the newest attempt failed on in vain, "" where it did otherwise."""
-    if not ledger or ledger[-1].get("reason") != "failed":
-        return ""
-    newest = ledger[-1]
-    if is_fruitful(newest):
-        return ""
-    return str(newest.get("failed_on", ""))
-
 
 Reason = Literal[
     "done",
@@ -173,17 +90,17 @@ class Outcome:
     """Failures in a row, this one included, that ended without a new checkpoint."""
     max_fruitless_failures: int
     fruitless_ends: Mapping[str, int] | None = None
-    """Earlier ends in a row without a new checkpoint, from `budget.fruitless_ends`; None: this attempt made one, or
+    """Earlier ends in a row without a new checkpoint, from `fruitless_ends`; None: this attempt made one, or
     nobody can tell."""
     max_fruitless_returns: int = 3
     course: str = ""
-    """How the attempt went, in words, from `budget.course_of`."""
+    """How the attempt went, in words, from `course_of`."""
     bad_node: str = ""
     """The node that the last failures have in common, where the job could do without it; "" if none."""
     is_bad_for_certain: bool = False
     """Whether it was looked at and found bad; then `bad_node` may be several with commas."""
     cause: str = ""
-    """The first failing rank in its own words, as far as known."""
+    """What the first failing rank printed last, as far as known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,16 +144,17 @@ def decide(outcome: Outcome) -> Decision:
 
 
 def _reason(outcome: Outcome) -> Reason:
-    by_slurm = slurm_reason(outcome.job, outcome.restart_count) if outcome.job is not None else None
+    by_slurm = None if outcome.job is None else slurm_reason(outcome.job, outcome.restart_count)
     if outcome.stop_asked:
         # `cancel` leaves a STOP file as well.
         return "cancelled" if by_slurm == "cancelled" else "stopped"
-    if outcome.job is not None:
-        if by_slurm == "requeued" and outcome.cause.startswith(NODE_FAILURE):
-            return "node_failure"
-        if by_slurm is not None:
-            return by_slurm
-    if _was_ended_by_the_warning(outcome) and (outcome.job is not None or not outcome.has_slurm):
+    if by_slurm == "requeued" and outcome.cause.startswith(NODE_FAILURE):
+        return "node_failure"
+    if by_slurm is not None:
+        return by_slurm
+    # Ranks may die of the signal that comes before the limit, as a script does as it is.
+    was_warned = outcome.exit_code == _KILLED_BY_WARNING or WARNED in outcome.cause
+    if was_warned and (outcome.job is not None or not outcome.has_slurm):
         # On this machine the same signal passes Ctrl-C on.
         return "time_limit" if outcome.has_slurm else "stopped"
     if outcome.exit_code != EXIT_REQUEUE:
@@ -245,11 +163,6 @@ def _reason(outcome: Outcome) -> Reason:
         return "unknown" if outcome.has_slurm else "stopped"
     # The ranks saved because of the warning signal, and nothing else is on record: the limit is near.
     return "time_limit"
-
-
-def _was_ended_by_the_warning(outcome: Outcome) -> bool:
-    """Returns whether ranks died of the signal that comes before the limit, as a script does as it is."""
-    return outcome.exit_code == _KILLED_BY_WARNING or WARNED in outcome.cause
 
 
 def slurm_reason(job: Mapping[str, str], restart_count: int) -> Reason | None:
@@ -263,19 +176,13 @@ def slurm_reason(job: Mapping[str, str], restart_count: int) -> Reason | None:
     if state == "CANCELLED":
         # Also one that was being preempted when its user cancelled it.
         return "cancelled"
-    if _is_preempted(job):
+    if job.get("PreemptTime", "None") not in ("None", "Unknown", ""):
         return "preempted"
     if is_over_its_limit(job):
         return "time_limit"
-    if int(job.get("Restarts", "0")) > restart_count:
+    if _restarts(job) > restart_count:
         return "requeued"
-    if state == "COMPLETING":
-        return "cancelled"
-    return None
-
-
-def _is_preempted(job: Mapping[str, str]) -> bool:
-    return job.get("PreemptTime", "None") not in ("None", "Unknown", "")
+    return "cancelled" if state == "COMPLETING" else None
 
 
 def is_over_its_limit(job: Mapping[str, str]) -> bool:
@@ -283,27 +190,23 @@ def is_over_its_limit(job: Mapping[str, str]) -> bool:
     return job.get("Reason") == "TimeLimit" and job.get("JobState") != "CANCELLED"
 
 
+def _restarts(job: Mapping[str, str]) -> int:
+    return int(job.get("Restarts", "0"))
+
+
 def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
     if not outcome.requeue_enabled:
         return Decision(reason, "stop", f"{reason}; requeue.enabled=false, so the run waits for `resume`")
-    if outcome.job is not None and _num_restarts(outcome.job) > outcome.restart_count:
+    if outcome.job is not None and _restarts(outcome.job) > outcome.restart_count:
         return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
-    if why := _return_used_up(outcome, reason):
-        return Decision(reason, "stop", f"{reason}; {why}")
+    if outcome.fruitless_ends is not None:
+        counts = Counter(outcome.fruitless_ends) + Counter([_KINDS[reason]])
+        most = outcome.max_fruitless_returns
+        if why := used_up(counts, reason=reason, max_returns=most, course=outcome.course):
+            return Decision(reason, "stop", f"{reason}; {why}")
     is_over = outcome.job is not None and is_over_its_limit(outcome.job)
     note = f"{reason}; the job is requeued and continues from its checkpoint"
     return Decision(reason, "requeue", note, is_over=is_over)
-
-
-def _return_used_up(outcome: Outcome, reason: Reason) -> str:
-    if outcome.fruitless_ends is None:
-        return ""
-    counts = with_end(outcome.fruitless_ends, reason)
-    return used_up(counts, reason=reason, max_returns=outcome.max_fruitless_returns, course=outcome.course)
-
-
-def _num_restarts(job: Mapping[str, str]) -> int:
-    return int(job.get("Restarts", "0"))
 
 
 def _decide_failure(outcome: Outcome) -> Decision:
@@ -321,3 +224,79 @@ def _decide_failure(outcome: Outcome) -> Decision:
         note = f"{what}; {why}"
         return Decision("failed", "requeue", note, exclude=outcome.bad_node)
     return Decision("failed", "relaunch", f"{what}; the ranks are started again in this allocation")
+
+
+def is_fruitful(entry: Mapping[str, Any]) -> bool:
+    """Returns whether an attempt brought the run on: by a commit where checkpoints are known, else by a step."""
+    first, last = entry.get("first_committed"), entry.get("last_committed")
+    if first is not None and last is not None:
+        # Fewer after a rollback, which has a limit of its own.
+        return bool(first != last)
+    return int(entry.get("last_step") or 0) > int(entry.get("first_step") or 0)
+
+
+def fruitless_ends(ledger: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """Returns how many attempts in a row have ended in vain, by kind: "failed", "time_limit", "file_system", ..."""
+    counts: Counter[str] = Counter()
+    for entry in reversed(ledger):
+        if "end_time_unix_s" not in entry:
+            continue
+        if is_fruitful(entry) or entry.get("action") == "stop":
+            break
+        counts[_KINDS.get(str(entry.get("reason")), "failed")] += 1
+    return counts
+
+
+def used_up(counts: Mapping[str, int], *, reason: str, max_returns: int, course: str) -> str:
+    """Returns in words why a run is not to come back again after such an end, "" where it may.
+
+    Args:
+        counts: as `fruitless_ends` gives them, this end included.
+        reason: what ended the newest attempt.
+        max_returns: `requeue.max_fruitless_returns`.
+        course: how that attempt went, from `course_of`; "" if that is not known.
+    """
+    kind = _KINDS.get(reason, "")
+    if kind not in _BUDGETS:
+        return ""
+    weight, what, advice = _BUDGETS[kind]
+    if counts.get(kind, 0) < max_returns * weight:
+        return ""
+    details = f" ({course})" if course else ""
+    return f"{counts[kind]} {what} in a row without a new checkpoint{details}: {advice}; `resume` tries again"
+
+
+def course_of(entry: Mapping[str, Any]) -> str:
+    """Returns how long an attempt ran, and how much of it before its first step, "" where that is not known."""
+    begin, end = entry.get("time_unix_s"), entry.get("end_time_unix_s")
+    if begin is None or end is None:
+        return ""
+    before_s = sum(float(entry.get(cause) or 0.0) for cause in ("start_s", "rendezvous_s", "load_s", "compile_s"))
+    first = f", {before_s:.0f} s of it before its first step" if before_s else ""
+    return f"the last attempt ran {float(end) - float(begin):.0f} s{first}"
+
+
+def starts_in_vain(ledger: Sequence[Mapping[str, Any]], *, job_id: str | None, restart_count: int) -> int:
+    """Returns how many starts of a job in a row, this one included, could not even write what an attempt needs.
+
+    Args:
+        ledger: the run's; starts that could write nothing at all are not in it, but Slurm has counted them.
+        job_id: the job.
+        restart_count: how often Slurm had restarted it when this start began.
+    """
+    known = [int(entry.get("restart_count") or 0) for entry in ledger if entry.get("job_id") == job_id]
+    without_trace = restart_count - max(known, default=-1)
+    return max(without_trace, 0) + fruitless_ends(ledger)["file_system"]
+
+
+def node_of(cause: str) -> str:
+    """Returns the node in words like "rank 3 on node2: Killed", "" where none or several are named."""
+    match = _ON_NODE.match(cause)
+    return match["node"] if match else ""
+
+
+def last_bad_node(ledger: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the node that the newest attempt failed on in vain, "" where it did otherwise."""
+    if not ledger or ledger[-1].get("reason") != "failed" or is_fruitful(ledger[-1]):
+        return ""
+    return str(ledger[-1].get("failed_on", ""))

@@ -19,8 +19,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_FAILURE, ClusterError
@@ -28,36 +28,47 @@ from slurm_train.rundir.attempts import newest_round, read_round
 from slurm_train.rundir.events import FailureMark, append_event, finding_lines, leave_mark, read_events, read_preflight
 from slurm_train.rundir.heartbeat import Beat, Limits, read_beats
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.step_times import Finding, PaceWindow, append_window
+from slurm_train.rundir.step_times import PaceWindow, append_window
 from slurm_train.rundir.timing import Notice, write_notice
 from slurm_train.supervise.hang import Flight, Observer, read_flight
 from slurm_train.supervise.stragglers import Judge, WindowCutter
 
 T = TypeVar("T")
-_WITHIN_S = 30.0
-_LEAST_S = 0.5
+_STUCK_AFTER_S = 90.0
+_END_WITHIN_S = 10.0
+_STOPPED_AFTER_S = 5.0
+
+
+def say(text: str) -> None:
+    """Prints a line for the person to stderr (batch.log in a job); a log that is full costs the line, nothing else."""
+    try:
+        print(f"slurm_train: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        # What could not be written stays in the buffer, and would turn the exit code into 120 at the end.
+        with contextlib.suppress(OSError):
+            sys.stderr = open(os.dup(2), "w", encoding="utf-8", errors="replace")  # noqa: PTH123, SIM115  # a descriptor
 
 
 class BestEffort:
     """Carries out reads and writes that a run can do without.
 
+    Between the end of the ranks and the requeue nothing may raise, and nothing may wait for a file server for ever.
     What does not come back is left behind in its thread: only reads, and writes that do no harm when they are carried
     out arbitrarily late (a line of the ledger).
 
     Args:
-        say: prints a line for the person.
-        within_s: seconds that all of them have together.
+        within_s: seconds that all of them have together; each has half a second at least.
     """
 
-    def __init__(self, say: Callable[[str], None], *, within_s: float = _WITHIN_S) -> None:
-        self._say, self._deadline_s = say, time.monotonic() + within_s
+    def __init__(self, *, within_s: float = 30.0) -> None:
+        self._deadline_s = time.monotonic() + within_s
 
     def __call__(self, what: str, work: Callable[[], T], default: T, *, asks_slurm: bool = False) -> T:
         """Returns what the work gives, `default` where it raises or does not come back in time.
 
         Args:
             what: what cannot be read or written then, e.g. "the ledger".
-            work: whatever it raises is said.
+            work: whatever it raises is printed.
             default: what is taken for granted then.
             asks_slurm: commands have time limits of their own, and are waited for.
         """
@@ -75,44 +86,28 @@ class BestEffort:
         else:
             thread = threading.Thread(target=attempt, daemon=True)
             thread.start()
-            thread.join(max(self._deadline_s - time.monotonic(), _LEAST_S))
+            thread.join(max(self._deadline_s - time.monotonic(), 0.5))
         if found:
             return found[0]
         why = f"{type(failed[0]).__name__}: {failed[0]}" if failed else "the file system does not answer"
-        self._say(f"{what}: {why}; the run goes on without")
+        say(f"{what}: {why}; the run goes on without")
         return default
 
 
-def say(text: str) -> None:
-    """Prints a line for the person to stderr (batch.log in a job); a log that is full costs the line, nothing else."""
-    try:
-        print(f"slurm_train: {text}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        # What could not be written stays in the buffer, and would turn the exit code into 120 at the end.
-        with contextlib.suppress(OSError):
-            sys.stderr = open(os.dup(2), "w", encoding="utf-8", errors="replace")  # noqa: PTH123, SIM115  # a descriptor
-
-
-_STUCK_AFTER_S = 90.0
-_END_WITHIN_S = 10.0
-_STOPPED_AFTER_S = 5.0
-
-
-def _nothing() -> None:
-    """The last look of a task that needs none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Something to do every few seconds."""
+    """Something to do every few seconds while the ranks run."""
 
-    name: str
+    name = ""
     """For messages, e.g. "the hang watchdog"."""
-    every_s: float
+    every_s = 1.0
     """Pause between two looks."""
-    look: Callable[[], None]
-    end: Callable[[], None] = _nothing
-    """Called instead of `look` when the ranks have ended."""
+
+    def look(self) -> None:
+        """Does it once."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Called instead of `look` when the ranks have ended."""
 
 
 class CheckedClock:
@@ -127,7 +122,7 @@ class CheckedClock:
         self._ticked_s = monotonic()
 
     def tick(self) -> None:
-        """Says that this process runs; called about once a second."""
+        """Records that this process runs; called about once a second."""
         now_s = self._monotonic()
         self._away_s += max(0.0, now_s - self._ticked_s - _STOPPED_AFTER_S)
         self._ticked_s = now_s
@@ -153,20 +148,19 @@ class Monitor:
 
     Args:
         say: prints a line for the person; it may be slow.
-        stuck_after_s: a look that takes longer is said to be stuck.
+        stuck_after_s: a look that takes longer is reported as stuck.
     """
 
     def __init__(self, *, say: Callable[[str], None] = say, stuck_after_s: float = _STUCK_AFTER_S) -> None:
         self.clock = CheckedClock()
-        """For tasks that count how long the ranks stand still."""
+        """For tasks that count how long the ranks make no progress."""
         self._say, self._stuck_after_s = say, stuck_after_s
         self._workers: list[_Worker] = []
         self._done = threading.Event()
 
-    def add(self, task: Task | None) -> None:
-        """Adds a task, before the context is entered; None is no task."""
-        if task is not None:
-            self._workers.append(_Worker(task))
+    def add(self, task: Task) -> None:
+        """Adds a task, before the context is entered."""
+        self._workers.append(_Worker(task))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -196,7 +190,7 @@ class Monitor:
             if begun_s is not None and time.monotonic() - begun_s > self._stuck_after_s and "stuck" not in worker.said:
                 worker.said.add("stuck")
                 self._say_apart(
-                    f"{worker.task.name} waits since {self._stuck_after_s:.0f} s for a file system or for Slurm, "
+                    f"{worker.task.name} has waited for {self._stuck_after_s:.0f} s for a file system or for Slurm, "
                     "and goes on when it answers"
                 )
 
@@ -233,44 +227,31 @@ class Monitor:
 
 EndRanks = Callable[[Mapping[int, Beat]], None]
 """Kills the ranks, whose heartbeats are given; called again every few seconds until they have ended."""
-_KILL_AGAIN_S = 5.0
-_REPORT_WITHIN_S = 5.0
-"""So long the end of the ranks waits for the report; the promise is time-out + 10 s."""
 
 
 def limits_of(config: RunConfig) -> Limits | None:
-    """Returns how long ranks may stand still; None where nobody watches, as with a user's own function or script."""
+    """Returns how long ranks may make no progress; None where nobody watches, as with a user's own code."""
     if config.health.hang_timeout_s is None or not config.trains:
         return None
     return Limits(config.train.start_timeout_s, config.health.hang_timeout_s)
 
 
-def hang_watchdog(
-    run: RunDirectory,
-    attempt: int,
-    *,
-    limits: Limits | None,
-    world_size: int,
-    end_ranks: EndRanks,
-    clock: Callable[[], float],
-    read: Callable[[RunDirectory, int], Mapping[int, Beat]] = read_beats,
-) -> Task | None:
-    """Returns the task that ends an attempt's ranks when they hang; None where nobody watches.
+def watch_ranks(run: RunDirectory, attempt: int, config: RunConfig, *, world_size: int, end_ranks: EndRanks) -> Monitor:
+    """Returns a monitor with what every launch needs: the hang watchdog and the search for stragglers.
 
     Args:
         run: the run.
         attempt: number of the attempt.
-        limits: how long ranks may stand still; None: nothing is watched.
+        config: which of the two are wanted; a user's own code has no heartbeats.
         world_size: ranks.
         end_ranks: kills them.
-        clock: seconds that stand still while the job is suspended.
-        read: gives the newest heartbeats; it may take long.
     """
-    if limits is None:
-        return None
-    dog = _Watchdog(run, attempt, limits, world_size, end_ranks, clock, read)
-    every_s = min(max(limits.steady_s / 30, 0.2), 3.0)
-    return Task(name="the hang watchdog", every_s=every_s, look=dog.look, end=dog.end)
+    monitor, limits = Monitor(), limits_of(config)
+    if limits is not None:
+        monitor.add(HangWatchdog(run, attempt, limits, world_size=world_size, end_ranks=end_ranks, clock=monitor.clock))
+    if config.health.pace_every_steps is not None and config.trains:
+        monitor.add(StragglerSearch(run, attempt, excess=config.health.straggler_excess, world_size=world_size))
+    return monitor
 
 
 def hang_of(run: RunDirectory, attempt: int) -> str:
@@ -279,19 +260,36 @@ def hang_of(run: RunDirectory, attempt: int) -> str:
     return found[-1] if found else ""
 
 
-class _Watchdog:
-    """The task's state."""
+class HangWatchdog(Task):
+    """Ends an attempt's ranks when they hang, whether or not what was found can be written down.
+
+    Args:
+        run: the run.
+        attempt: number of the attempt.
+        limits: how long ranks may make no progress.
+        world_size: ranks.
+        end_ranks: kills them.
+        clock: seconds that stand still while the job is suspended.
+        read: gives the newest heartbeats; it may take long.
+    """
+
+    name = "the hang watchdog"
+    _KILL_AGAIN_S = 5.0
+    _REPORT_WITHIN_S = 5.0
+    """So long the end of the ranks waits for the report; the promise is time-out + 10 s."""
 
     def __init__(
         self,
         run: RunDirectory,
         attempt: int,
         limits: Limits,
+        *,
         world_size: int,
         end_ranks: EndRanks,
         clock: Callable[[], float],
-        read: Callable[[RunDirectory, int], Mapping[int, Beat]],
+        read: Callable[[RunDirectory, int], Mapping[int, Beat]] = read_beats,
     ) -> None:
+        self.every_s = min(max(limits.steady_s / 30, 0.2), 3.0)
         self._run, self._first, self._attempt, self._limits = run, attempt, attempt, limits
         self._end_ranks, self._clock, self._read = end_ranks, clock, read
         self._observer = Observer(limits, world_size=world_size)
@@ -313,9 +311,9 @@ class _Watchdog:
             # Before the ranks die: those that lose a peer leave marks, too. But the ranks wait for no file system.
             self._report = threading.Thread(target=self._write_report, daemon=True)
             self._report.start()
-            self._report.join(_REPORT_WITHIN_S)
+            self._report.join(self._REPORT_WITHIN_S)
         if time.monotonic() >= self._again_s:
-            self._again_s = time.monotonic() + _KILL_AGAIN_S
+            self._again_s = time.monotonic() + self._KILL_AGAIN_S
             try:
                 self._end_ranks(self._beats)
             except ClusterError as err:
@@ -324,7 +322,7 @@ class _Watchdog:
     def end(self) -> None:
         """Lets a report that is still being written become whole, for a while."""
         if self._report is not None:
-            self._report.join(_REPORT_WITHIN_S)
+            self._report.join(self._REPORT_WITHIN_S)
 
     def _follow_restarts(self) -> None:
         try:
@@ -339,84 +337,60 @@ class _Watchdog:
 
     def _write_report(self) -> None:
         run, attempt = self._run, self._attempt
-        stacks, flights = _read_stacks(run, attempt, self._beats), _read_flights(run, attempt, self._beats)
+        stacks: dict[int, str] = {}
+        flights: dict[int, Flight] = {}
+        for rank in self._beats:
+            with contextlib.suppress(OSError):
+                stacks[rank] = run.stacks(attempt, rank).read_text(encoding="utf-8", errors="replace")
+            with contextlib.suppress(OSError):
+                if (flight := read_flight(run.flight(attempt, rank).read_bytes())) is not None:
+                    flights[rank] = flight
         hang = self._observer.explain(stacks, flights)
-        where = f"({socket.gethostname()})"
-        say(f"the ranks hang: {hang}; stacks in {run.attempt_logs(attempt)}; they are ended {where}")
-        facts = {"ranks": list(hang.ranks), "host": hang.host, "step": hang.step, "phase": hang.phase}
-        mark = FailureMark(rank=hang.ranks[0], host=hang.host, exit_code=EXIT_FAILURE, message=hang.what)
+        say(f"the ranks hang: {hang}; stacks in {run.attempt_logs(attempt)}; they are ended ({socket.gethostname()})")
         try:
+            mark = FailureMark(rank=hang.ranks[0], host=hang.host, exit_code=EXIT_FAILURE, message=hang.what)
             leave_mark(run, attempt, mark)
         except OSError as err:
             say(f"the hang could not be marked: {err}")
+        facts = {"ranks": list(hang.ranks), "host": hang.host, "step": hang.step, "phase": hang.phase}
         try:
             append_event(run, "hang", attempt=attempt, sentence=str(hang), **facts)
         except OSError as err:
             say(f"the hang could not be written to the events: {err}")
 
 
-def _read_stacks(run: RunDirectory, attempt: int, world: Mapping[int, Beat]) -> dict[int, str]:
-    stacks = {}
-    for rank in world:
-        with contextlib.suppress(OSError):
-            stacks[rank] = run.stacks(attempt, rank).read_text(encoding="utf-8", errors="replace")
-    return stacks
+class StragglerSearch(Task):
+    """Compares the ranks' heartbeats, window by window, and reports once who holds the others up.
 
-
-def _read_flights(run: RunDirectory, attempt: int, world: Mapping[int, Beat]) -> dict[int, Flight]:
-    flights: dict[int, Flight] = {}
-    for rank in world:
-        with contextlib.suppress(OSError):
-            flight = read_flight(run.flight(attempt, rank).read_bytes())
-            if flight is not None:
-                flights[rank] = flight
-    return flights
-
-
-_LONGEST_WINDOW_S = 60.0
-# A line has some 40 bytes per rank: a thousand ranks get one in eight minutes.
-_RANKS_PER_LONGEST = 128
-
-
-def straggler_watch(
-    run: RunDirectory,
-    attempt: int,
-    *,
-    config: RunConfig,
-    world_size: int,
-    look_every_s: float = 2.0,
-    first_window_s: float = 3.0,
-) -> Task | None:
-    """Returns the task that looks for stragglers among an attempt's ranks; None where nothing is measured.
+    The ranks pay for their own sampling only.
 
     Args:
         run: the run.
         attempt: number of the attempt.
-        config: says whether and how; a user's own function or script measures nothing.
+        excess: see `Judge`.
         world_size: ranks; one alone has nobody to wait for.
-        look_every_s: seconds between looks at the heartbeats.
         first_window_s: length of the first window; later ones grow.
     """
-    if config.health.pace_every_steps is None or not config.trains:
-        return None
 
-    def build_cutter(of_attempt: int, ranks: int) -> WindowCutter:
-        longest_s = _LONGEST_WINDOW_S * max(1.0, ranks / _RANKS_PER_LONGEST)
-        return WindowCutter(of_attempt, world_size=ranks, first_s=first_window_s, longest_s=longest_s)
-
-    watch = _StragglerWatch(run, attempt, config.health.straggler_excess, build_cutter, world_size)
-    return Task(name="the look for stragglers", every_s=look_every_s, look=watch.look, end=watch.end)
-
-
-class _StragglerWatch:
-    """The task's state."""
+    name = "the search for stragglers"
+    every_s = 2.0
 
     def __init__(
-        self, run: RunDirectory, attempt: int, excess: float, build: Callable[[int, int], WindowCutter], world_size: int
+        self, run: RunDirectory, attempt: int, *, excess: float, world_size: int, first_window_s: float = 3.0
     ) -> None:
-        self._run, self._first, self._attempt, self._build, self._excess = run, attempt, attempt, build, excess
-        self._cutter, self._judge = build(attempt, world_size), Judge(excess=excess)
+        self._run, self._first, self._excess, self._first_window_s = run, attempt, excess, first_window_s
         self._said: set[tuple[str, tuple[int, ...]]] = set()
+        self._begin(attempt, world_size)
+
+    def look(self) -> None:
+        """Reads the heartbeats."""
+        newest = newest_round(self._run, self._first)
+        if newest != self._attempt and (begun := read_round(self._run, newest)) is not None:
+            # torchrun has started the ranks again: other processes, and at times other numbers.
+            self._begin(newest, begun.world_size)
+        window = self._cutter.look(read_beats(self._run, self._attempt), time.time())
+        if window is not None:
+            self._take(window)
 
     def end(self) -> None:
         """Takes what the ranks have left."""
@@ -425,66 +399,43 @@ class _StragglerWatch:
             # What is left is shorter than a window, so nothing is concluded from it.
             append_window(self._run, rest)
 
-    def look(self) -> None:
-        """Reads the heartbeats."""
-        newest = newest_round(self._run, self._first)
-        if newest != self._attempt and (begun := read_round(self._run, newest)) is not None:
-            # torchrun has started the ranks again: other processes, and at times other numbers.
-            self._attempt, self._judge = newest, Judge(excess=self._excess)
-            self._cutter = self._build(newest, begun.world_size)
-        self._take(self._cutter.look(read_beats(self._run, self._attempt), time.time()))
+    def _begin(self, attempt: int, world_size: int) -> None:
+        # A line has some 40 bytes per rank: a thousand ranks get one in eight minutes.
+        longest_s = 60.0 * max(1.0, world_size / 128)
+        self._attempt, self._judge = attempt, Judge(excess=self._excess)
+        self._cutter = WindowCutter(attempt, world_size=world_size, first_s=self._first_window_s, longest_s=longest_s)
 
-    def _take(self, window: PaceWindow | None) -> None:
-        if window is None:
-            return
+    def _take(self, window: PaceWindow) -> None:
         judged = self._judge.take(window)
         append_window(self._run, judged)
         for finding in judged.findings:
-            if (finding.kind, finding.ranks) not in self._said:
-                self._said.add((finding.kind, finding.ranks))
-                self._say(finding)
-
-    def _say(self, finding: Finding) -> None:
-        facts: dict[str, Any] = {"kind": finding.kind, "ranks": list(finding.ranks), "hosts": list(finding.hosts)}
-        facts |= {"factor": finding.factor, "lost_share": finding.lost_share}
-        with contextlib.suppress(OSError):
-            append_event(
-                self._run, "slow", attempt=self._attempt, sentence=finding.sentence, advice=finding.advice, **facts
-            )
-        say(f"{finding.sentence}; {finding.advice}")
+            if (finding.kind, finding.ranks) in self._said:
+                continue
+            self._said.add((finding.kind, finding.ranks))
+            with contextlib.suppress(OSError):
+                append_event(self._run, "slow", attempt=self._attempt, **asdict(finding))
+            say(f"{finding.sentence}; {finding.advice}")
 
 
-ReadNotice = Callable[[], Notice]
-"""Asks Slurm; raises ClusterError where it does not answer."""
-_NOTICE_EVERY_S = 2.0
-_FAR_S, _NEAR_S = 600.0, 60.0
-_IS_NEAR_S = 1200.0
-_ASK_AGAIN_S = 20.0
+class NoticeKeeper(Task):
+    """Asks Slurm when the job will be ended, and writes it down for the ranks.
 
-
-def notice_keeper(run: RunDirectory, attempt: int, *, read: ReadNotice) -> Task:
-    """Returns the task that keeps an attempt's notice up to date.
+    A limit that was extended, or moved by a suspension, is seen here. Slurm is asked once in ten minutes, and once a
+    minute when the end is near.
 
     Args:
         run: the run.
         attempt: number of the attempt.
-        read: asks Slurm.
+        ask: asks Slurm; raises ClusterError where it does not answer.
     """
-    return Task(name="the notice of the job's end", every_s=_NOTICE_EVERY_S, look=_Keeper(run, attempt, read).look)
 
+    name = "the notice of the job's end"
+    every_s = 2.0
+    _FAR_S, _NEAR_S, _IS_NEAR_S = 600.0, 60.0, 1200.0
+    _ASK_AGAIN_S = 20.0
 
-def next_look_s(notice: Notice, *, now_unix_s: float) -> float:
-    """Returns the seconds after which Slurm is to be asked again."""
-    if notice.end_unix_s is None:
-        return _FAR_S
-    return _NEAR_S if notice.end_unix_s - now_unix_s < _IS_NEAR_S else _FAR_S
-
-
-class _Keeper:
-    """The task's state."""
-
-    def __init__(self, run: RunDirectory, attempt: int, read: ReadNotice) -> None:
-        self._run, self._first, self._written_for, self._read = run, attempt, attempt, read
+    def __init__(self, run: RunDirectory, attempt: int, *, ask: Callable[[], Notice]) -> None:
+        self._run, self._first, self._written_for, self._ask = run, attempt, attempt, ask
         self._known: Notice | None = None
         self._due_s = self._looked_s = time.monotonic()
 
@@ -492,39 +443,47 @@ class _Keeper:
         """Asks Slurm where that is due, and writes what has changed."""
         now_s = time.monotonic()
         # After a suspension, of which this process was a part, the limit has moved.
-        if now_s >= self._due_s or now_s - self._looked_s > 5 * _NOTICE_EVERY_S:
-            self._due_s = now_s + _ASK_AGAIN_S
+        if now_s >= self._due_s or now_s - self._looked_s > 5 * self.every_s:
+            self._due_s = now_s + self._ASK_AGAIN_S
             # What was known stays true until somebody answers.
             with contextlib.suppress(ClusterError):
-                found = self._read()
+                found = self._ask()
                 if found != self._known:
                     write_notice(self._run, self._written_for, found)
                     self._known = found
-                self._due_s = time.monotonic() + next_look_s(found, now_unix_s=time.time())
+                self._due_s = time.monotonic() + self.pause_s(found, now_unix_s=time.time())
         self._looked_s = time.monotonic()
         if self._known is not None and (newest := newest_round(self._run, self._first)) != self._written_for:
             # torchrun has started the ranks again, as another attempt, whose folder may not be there yet.
             write_notice(self._run, newest, self._known)
             self._written_for = newest
 
+    def pause_s(self, notice: Notice, *, now_unix_s: float) -> float:
+        """Returns the seconds after which Slurm is to be asked again."""
+        is_near = notice.end_unix_s is not None and notice.end_unix_s - now_unix_s < self._IS_NEAR_S
+        return self._NEAR_S if is_near else self._FAR_S
 
-_RELAY_EVERY_S = 1.0
 
-
-def findings_relay(run: RunDirectory, attempt: int, *, say: Callable[[str], None]) -> Task:
-    """Returns the task that says each finding of an attempt once.
+class FindingsRelay(Task):
+    """Prints each of the preflight's findings once, as soon as rank 0 has written it down.
 
     Args:
         run: the run.
         attempt: number of the attempt.
-        say: gets a line.
+        say: prints a line.
     """
-    said = set[str]()
 
-    def look() -> None:
-        for line in finding_lines(read_preflight(run, attempt)):
-            if line not in said:
-                said.add(line)
-                say(line)
+    name = "the preflight's findings"
 
-    return Task(name="the preflight's findings", every_s=_RELAY_EVERY_S, look=look, end=look)
+    def __init__(self, run: RunDirectory, attempt: int, *, say: Callable[[str], None] = say) -> None:
+        self._run, self._attempt, self._say = run, attempt, say
+        self._said: set[str] = set()
+
+    def look(self) -> None:
+        """Reads the record."""
+        for line in finding_lines(read_preflight(self._run, self._attempt)):
+            if line not in self._said:
+                self._said.add(line)
+                self._say(line)
+
+    end = look

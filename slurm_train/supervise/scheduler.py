@@ -1,16 +1,33 @@
-"""Asks Slurm again while its controller is away: a restart of slurmctld must not cost a run."""
+"""What the supervisor asks of whatever starts jobs: Slurm, or this machine, which has no jobs.
+
+A restart of slurmctld must not cost a run: while nobody answers, Slurm is asked again for some minutes.
+"""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
-from slurm_train.errors import ClusterError
+from slurm_train.errors import EXIT_ORPHANED, ClusterError
+from slurm_train.launch.avoidance import can_avoid, keep_off
+from slurm_train.launch.continuation import is_cancelled, submit_continuation
+from slurm_train.launch.resources import STEP_NAME
+from slurm_train.launch.step import end_step
+from slurm_train.rundir.attempts import AttemptStart, first_round
+from slurm_train.rundir.events import first_mark
+from slurm_train.rundir.heartbeat import Beat
+from slurm_train.rundir.jobs import Holder, number_of, process_lives, this_process
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.timing import Notice
+from slurm_train.slurm.allocation import Allocation, het_job_ids
 from slurm_train.slurm.commands import ControllerAway, SlurmCommands
-from slurm_train.slurm.records import restarts_of
-from slurm_train.supervise.decision import is_over_its_limit
+from slurm_train.slurm.policy import read_preemption
+from slurm_train.slurm.records import end_and_limit, queue_seconds, restarts_of, violent_end
+from slurm_train.supervise.decision import Decision, is_over_its_limit
+from slurm_train.supervise.monitor import say
 
 T = TypeVar("T")
 
@@ -21,7 +38,231 @@ _WRITTEN_AFTER_S = 7.0
 """slurmctld writes what has changed into its files within 5 s; until then a crash undoes it."""
 
 
-def with_patience(ask: Callable[[], T], *, limit_s: float = _PATIENCE_S, sleep: Callable[[float], None]) -> T:
+class Scheduler:
+    """This machine, which has no jobs: nothing comes back by itself.
+
+    Args:
+        start: who opens attempts, and where.
+        env: environment for Slurm's commands: the run may be held by a job.
+    """
+
+    continues: str | None = None
+    """The job that this one takes over from."""
+    can_relaunch = False
+    """Whether failed ranks are started again here, without a person."""
+
+    def __init__(self, start: AttemptStart, env: Mapping[str, str]) -> None:
+        self.start, self.commands = start, SlurmCommands(env)
+        self.holder = this_process(job_id=start.job_id)
+
+    def is_alive(self, holder: Holder) -> bool:
+        """Returns whether another holder of the run's lock still lives."""
+        return holder_lives(holder, self.commands)
+
+    def queue_s(self) -> float | None:
+        """Returns the seconds that the job waited, from when it could have started; None where nobody knows."""
+        return None
+
+    def newest_job(self) -> int | None:
+        """Returns the highest number of this user's jobs that Slurm knows, None where it does not answer."""
+        return None
+
+    def show_job(self) -> dict[str, str] | None:
+        """Returns this job's record, None where there is none or Slurm does not answer."""
+        return None
+
+    def past_ends(self, _job_id: str) -> Sequence[str]:
+        """Returns how the earlier starts of a job ended in Slurm's words, oldest first; empty where nobody knows."""
+        return ()
+
+    def explain(self, _attempt: int) -> str:
+        """Returns what is known from outside about how an attempt's ranks ended; "" if nothing."""
+        return ""
+
+    def can_avoid(self, _nodes: str) -> bool:
+        """Returns whether there are nodes enough for this job without one of them, or several with commas."""
+        return False
+
+    def clear(self, _attempt: int) -> bool:
+        """Ends what is left of an attempt's ranks; returns whether its nodes are free again."""
+        return True
+
+    def requeue(self, _decision: Decision) -> bool:
+        """Requeues this job; returns whether Slurm confirmed it."""
+        return False
+
+    def resubmit(self, _decision: Decision) -> str:
+        """Submits another job that takes over when this one has ended; returns its id, "" where that failed."""
+        return ""
+
+
+class SlurmJob(Scheduler):
+    """The Slurm job that this process runs in.
+
+    Args:
+        run: the run.
+        allocation: the nodes that the run takes of the job's.
+        env: the job's environment.
+        world_size: ranks.
+        patience_s: seconds to go on asking while nobody answers.
+        continues: the job that this one takes over from.
+        before_requeue: called first; Slurm ends this process by a requeue.
+    """
+
+    can_relaunch = True
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        allocation: Allocation,
+        env: Mapping[str, str],
+        *,
+        world_size: int,
+        patience_s: float,
+        continues: str | None = None,
+        before_requeue: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.job_id = allocation.requeue_id
+        super().__init__(
+            AttemptStart(
+                job_id=self.job_id,
+                restart_count=allocation.restart_count,
+                nodes=allocation.nodes,
+                world_size=world_size,
+            ),
+            env,
+        )
+        # Steps and nodes of a heterogeneous job are known by the ids of all its components.
+        self.job_ids = het_job_ids(env) or (self.job_id,)
+        self.continues = continues
+        self._run, self._env, self._patience_s, self._before_requeue = run, env, patience_s, before_requeue
+        self._site: dict[str, float | None] = {}
+
+    def queue_s(self) -> float | None:
+        """Asks Slurm, for ten seconds at most."""
+        # Only a figure for the ledger: a controller that is busy now does not hold the start up.
+        try:
+            return queue_seconds(SlurmCommands(self._env, timeout_s=10.0).show_job(self.job_id))
+        except ClusterError:
+            return None
+
+    def newest_job(self) -> int | None:
+        """Asks Slurm."""
+        return newest_job(self.commands)
+
+    def show_job(self) -> dict[str, str] | None:
+        """Asks Slurm, patiently."""
+        ask = partial(self.commands.show_job, self.job_id)
+        try:
+            return ask_patiently(ask, limit_s=self._patience_s)
+        except ClusterError as err:
+            say(f"Slurm does not give the record of job {self.job_id}: {err.message}")
+            return None
+
+    def past_ends(self, job_id: str) -> Sequence[str]:
+        """Asks accounting."""
+        try:
+            return self.commands.ended_states(job_id)
+        except ClusterError:
+            return ()
+
+    def explain(self, attempt: int) -> str:
+        """Reads what srun wrote."""
+        log = self._run.attempt_logs(first_round(self._run, attempt)) / "batch.log"
+        return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""
+
+    def can_avoid(self, nodes: str) -> bool:
+        """Asks Slurm about the job's partition."""
+        return can_avoid(nodes, self.job_id, self.commands, num_nodes=len(self.start.nodes))
+
+    def clear(self, attempt: int) -> bool:
+        """Ends the attempt's steps."""
+        mark = first_mark(self._run, attempt)
+        # Slurm has nobody left who could end the step of a killed slurmstepd (22.05: it stays until the job ends).
+        within_s = 10.0 if mark is not None and mark.exit_code == EXIT_ORPHANED else 60.0
+        name = STEP_NAME.format(attempt=first_round(self._run, attempt))
+        return all(end_step(one, name, self.commands, within_s=within_s) for one in self.job_ids)
+
+    def requeue(self, decision: Decision) -> bool:
+        """Requeues the job, and puts it off or excludes nodes as decided."""
+        self._before_requeue()
+        count = self.start.restart_count
+        try:
+            is_requeued = bring_back(
+                self.job_id,
+                self.commands,
+                restart_count=count,
+                is_over=decision.is_over,
+                limit_s=self._patience_s,
+            )
+        except ClusterError as err:
+            say(f"job {self.job_id} could not be requeued: {err.message}")
+            return False
+        if is_requeued:
+            self._change_requeued(decision)
+        return is_requeued
+
+    def _change_requeued(self, decision: Decision) -> None:
+        # Slurm may end this process any moment: attempts, not promises.
+        for one in self.job_ids if decision.delay_s else ():
+            try:
+                self.commands.put_off(one, decision.delay_s)
+            except ClusterError as err:
+                say(f"job {one} may start again at once: {err.message}")
+        for one in self.job_ids if decision.exclude else ():
+            try:
+                keep_off(decision.exclude, one, self.commands)
+            except ClusterError as err:
+                say(f"job {one} may get {decision.exclude} again: {err.message}")
+
+    def resubmit(self, decision: Decision) -> str:
+        """Submits the run's script once more."""
+        try:
+            return submit_continuation(self._run, self.job_id, exclude=decision.exclude, env=self._env)
+        except ClusterError as err:
+            say(f"no other job could be submitted: {err.message}")
+            return ""
+
+    def is_predecessor_cancelled(self) -> bool:
+        """Returns whether the job that this one is to continue was cancelled, as far as Slurm says."""
+        if self.continues is None:
+            return False
+        try:
+            return ask_patiently(partial(is_cancelled, self.continues, self.commands))
+        except ClusterError:
+            return False
+
+    def end_ranks(self, beats: Mapping[int, Beat]) -> None:
+        """Kills the steps that ranks belong to.
+
+        Raises:
+            ClusterError: Slurm refused, or does not answer.
+        """
+        for step_id in {beat.source.step_id for beat in beats.values()} - {""}:
+            job, _, step = step_id.partition(".")
+            # The step has the same number in each component.
+            for one in (job, *(other for other in self.job_ids if job in self.job_ids and other != job)):
+                self.commands.cancel_step(f"{one}.{step}", kill=True)
+
+    def notice(self) -> Notice:
+        """Returns when the job ends; how the site ends jobs does not change and is asked once.
+
+        Raises:
+            ClusterError: Slurm does not answer.
+        """
+        job = self.commands.show_job(self.job_id)
+        if not self._site:
+            settings = self.commands.show_config()
+            partition = self.commands.show_partition(job.get("Partition", ""))
+            preemption = read_preemption(settings, qos=self.commands.show_qos(job.get("QOS", "")), partition=partition)
+            self._site = {"kill_wait_s": preemption.kill_wait_s, "grace_s": preemption.grace_s}
+        end_unix_s, limit_s = end_and_limit(job)
+        return Notice(end_unix_s=end_unix_s, limit_s=limit_s, **self._site)
+
+
+def ask_patiently(
+    ask: Callable[[], T], *, limit_s: float = _PATIENCE_S, sleep: Callable[[float], None] = time.sleep
+) -> T:
     """Returns the first answer; waits longer from one try to the next while nobody answers.
 
     Args:
@@ -90,7 +331,7 @@ def bring_back(
             sleep(0.5)
         return False
 
-    return with_patience(ask, limit_s=limit_s, sleep=sleep)
+    return ask_patiently(ask, limit_s=limit_s, sleep=sleep)
 
 
 def wait_for_the_end(
@@ -122,3 +363,25 @@ def wait_for_the_end(
             return
         if not answer:
             sure_s = time.monotonic() + written_after_s
+
+
+def newest_job(commands: SlurmCommands) -> int | None:
+    """Returns the highest number of this user's jobs that Slurm knows now; None where it does not answer."""
+    try:
+        return max(map(number_of, commands.own_scripts()), default=None)
+    except ClusterError:
+        return None
+
+
+def holder_lives(holder: Holder, commands: SlurmCommands) -> bool:
+    """Returns whether a holder lives; one that cannot be asked about (no Slurm here, another host) counts as alive.
+
+    Raises:
+        ClusterError: Slurm is here and does not answer.
+    """
+    if holder.job_id is None:
+        return process_lives(holder)
+    if not commands.is_available():
+        return True
+    state = commands.job_states([holder.job_id], ended=False).get(holder.job_id)
+    return state is not None and state.is_active

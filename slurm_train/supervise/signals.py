@@ -17,7 +17,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -58,7 +57,7 @@ class StopFlag:
         self.requested = 1
 
     def ask(self) -> Ask:
-        """Returns how this process was asked to stop; one that was not has heard it from another rank."""
+        """Returns how this process was asked to stop; one that was not asked itself follows another rank."""
         if self.signal_number:
             name = signal.Signals(self.signal_number).name.removeprefix("SIG")
             return Ask(by=name, since_s=max(0.0, time.monotonic() - self.signal_at))
@@ -128,54 +127,52 @@ def was_continued() -> bool:
 
 
 def ignore_in_worker(*, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> None:
-    """Makes a loader worker deaf to stop signals; its parent ends it."""
+    """Makes a loader worker ignore stop signals; its parent ends it."""
     for number in (*signals, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
-LOOK_EVERY_S = 1.0
 FENCE_EVERY_S = 4.0
 """A zombie must be gone 10 s after its successor began; listing a folder costs the shared file system little. Counted
 by the clock, so a process that was stopped meanwhile looks at once when it goes on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ties:
-    """What keeps a rank alive."""
-
-    parent: int
-    """Process id of the parent at the start."""
-    is_overtaken: Callable[[], bool]
-    """Whether a newer attempt of the run exists."""
-    on_orphaned: Callable[[], None]
-    """Called once when the parent is gone; must end the process."""
-    on_overtaken: Callable[[], None]
-    """Called once when a newer attempt exists; must end the process and write nothing to the run."""
-
-
-def orphan_watchdog(
-    ties: Ties,
+def start_orphan_watchdog(
     *,
-    every_s: float = LOOK_EVERY_S,
+    parent: int,
+    is_overtaken: Callable[[], bool],
+    on_orphaned: Callable[[], None],
+    on_overtaken: Callable[[], None],
+    every_s: float = 1.0,
     parent_now: Callable[[], int] = os.getppid,
     clock: Callable[[], float] = time.monotonic,
 ) -> threading.Thread:
-    """Starts the thread that looks after the ties; it ends with the process."""
+    """Starts the thread that ends a rank whose parent is gone, or whose run has a newer attempt.
 
-    def look() -> None:
+    Args:
+        parent: process id of the parent at the start.
+        is_overtaken: whether a newer attempt of the run exists.
+        on_orphaned: called once when the parent is gone; must end the process.
+        on_overtaken: called once when a newer attempt exists; must end the process and write nothing to the run.
+        every_s: seconds between two looks.
+        parent_now: gives the process id of the parent.
+        clock: seconds that never run backwards.
+    """
+
+    def watch() -> None:
         pause = threading.Event()
         due_s = clock()
         while True:
-            if parent_now() != ties.parent:
-                return ties.on_orphaned()
+            if parent_now() != parent:
+                return on_orphaned()
             if clock() >= due_s:
                 # A file system that refuses now is asked again in a moment.
                 with contextlib.suppress(OSError):
-                    if ties.is_overtaken():
-                        return ties.on_overtaken()
+                    if is_overtaken():
+                        return on_overtaken()
                     due_s = clock() + FENCE_EVERY_S
             pause.wait(every_s)
 
-    thread = threading.Thread(target=look, name="ties", daemon=True)
+    thread = threading.Thread(target=watch, name="orphan watchdog", daemon=True)
     thread.start()
     return thread

@@ -53,16 +53,15 @@ def preflight(
         if place.is_first:
             print(f"preflight: {_NOT_UNDER_TORCHRUN}", file=sys.stderr, flush=True)
         return {}
-    from slurm_train.tools.doctor.preflight import PreflightStart, run_preflight
+    from slurm_train.tools.doctor.preflight import Preflight, run_preflight
 
     allocation = Allocation.from_env(env)
     return run_preflight(
-        PreflightStart(
+        Preflight(
             run=run,
             config=config,
             place=place,
             point=point,
-            attempt=point.attempt,
             nodes=allocation.nodes,
             ranks_per_node=allocation.tasks_per_node,
             world_size=int(plan.get("world", {}).get("size", place.world_size)),

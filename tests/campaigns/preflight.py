@@ -17,7 +17,7 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import unix_s
-from slurm_train.tools.doctor.finding import CODES
+from slurm_train.tools.doctor.node_rules import OTHER_CODES, rules
 from tests.campaigns.on_slurm import at_work
 from tests.campaigns.preflight_faults import FAULTS, Fault, Scene, missing_for
 from tests.campaigns.result import Result
@@ -137,7 +137,7 @@ def _codes_said(run: RunDirectory) -> list[str]:
     log = run.logs / "batch.log"
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     said = (line.removeprefix("slurm_train: ") for line in lines if line.startswith("slurm_train: "))
-    found = [line for line in said if line.partition(" ")[0].rstrip(":") in CODES]
+    found = [line for line in said if line.partition(" ")[0].rstrip(":") in (*rules.codes, *OTHER_CODES)]
     # A rank that fails after the preflight says so in the attempt's note alone.
     return found or [line for line in lines if "COLLECTIVE" in line]
 

@@ -63,7 +63,7 @@ def test_a_job_that_slurm_would_not_take_is_refused(site: Any) -> None:
 def test_the_job_of_the_doctor_looks_and_does_not_train(site: Any) -> None:
     done = site.types("doctor", "+cluster=2x1")
     # The fake job ends at once without a word.
-    assert done.code == 2 and "the job ended without a word about its nodes" in done.err
+    assert done.code == 2 and "the job ended without a report on its nodes" in done.err
     script = site.slurm.said("submitted.sh")
     assert "#SBATCH --job-name=.doctor-" in script and "#SBATCH --no-requeue" in script
     (config,) = site.folder.glob("runs/.doctor/*/config.yaml")
@@ -79,7 +79,7 @@ def test_whatever_the_run_is_called_the_doctor_touches_no_folder_of_a_run(site: 
     checkpoint.mkdir()
     before = {path: path.stat().st_mtime_ns for path in (run, *run.rglob("*"))}
     for _ in range(2):
-        assert "the job ended without a word" in site.types("doctor", *words).err
+        assert "the job ended without a report" in site.types("doctor", *words).err
     assert {path: path.stat().st_mtime_ns for path in (run, *run.rglob("*"))} == before
     assert len(list(site.folder.glob("runs/.doctor/*/config.yaml"))) == 2, "each has a folder of its own"
     assert ".doctor" not in site.types("status").out

@@ -173,5 +173,5 @@ def test_a_run_takes_its_share_of_an_allocation(
     ranks_per_node: list[int], nodes: tuple[str, ...], tasks: tuple[int, ...], run: RunDirectory
 ) -> None:
     run.plan.write_text(f'{{"world": {{"ranks_per_node": {ranks_per_node}}}}}')
-    found = _share_of(allocation(("n1", "n2"), (1, 1)), run, RunConfig())
-    assert (found.nodes, found.tasks_per_node) == (nodes, tasks)
+    found, num_ranks = _share_of(allocation(("n1", "n2"), (1, 1)), run, RunConfig())
+    assert (found.nodes, found.tasks_per_node, num_ranks) == (nodes, tasks, sum(tasks))

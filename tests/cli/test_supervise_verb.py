@@ -155,7 +155,7 @@ def test_a_slurm_that_does_not_answer_does_not_lose_the_ledger(batch: Batch) -> 
     batch.run.config.write_text(dump_config(config))
     done = batch.supervises()
     assert done.code == 75
-    assert "Slurm does not say how job 77 stands" in done.err
+    assert "Slurm does not give the record of job 77" in done.err
     assert read_ledger(batch.run)[0]["reason"] == "unknown"
 
 

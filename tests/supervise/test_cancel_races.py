@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,8 @@ from slurm_train.slurm.commands import ControllerAway
 from slurm_train.slurm.records import JobState
 from slurm_train.supervise import supervisor as supervise_module
 from slurm_train.supervise.decision import Decision
-from slurm_train.supervise.scheduler import bring_back
-from slurm_train.supervise.supervisor import Site, supervise
+from slurm_train.supervise.scheduler import Scheduler, bring_back
+from slurm_train.supervise.supervisor import Supervisor
 from tests.fakes.slurm_commands import job_state
 
 JOB = "7"
@@ -124,42 +125,45 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+class Job(Scheduler):
+    """The supervisor's job, at a controller."""
+
+    can_relaunch = True
+
+    def __init__(self, run: RunDirectory, controller: Controller, job_id: str = JOB) -> None:
+        super().__init__(AttemptStart(job_id=job_id, restart_count=0, nodes=("node1",), world_size=2), {})
+        self.holder = Holder(job_id=job_id, host="node1", pid=1, started="1")
+        self._run, self._controller = run, controller
+
+    def show_job(self) -> dict[str, str]:
+        return self._controller.show_job()
+
+    def past_ends(self, job_id: str) -> list[str]:
+        return self._controller.ended_states(job_id)
+
+    def clear(self, attempt: int) -> bool:
+        return False
+
+    def requeue(self, decision: Decision) -> bool:
+        commands: Any = self._controller
+        try:
+            return bring_back(JOB, commands, restart_count=0, is_over=decision.is_over, sleep=lambda _s: None)
+        except ClusterError:
+            return False
+
+    def resubmit(self, decision: Decision) -> str:
+        self._controller._command()
+        self._controller.continuation = True
+        record_job(self._run, "8", continues=JOB)
+        return "8"
+
+
 def end_an_attempt(folder: Path, controller: Controller, code: int) -> None:
     """Runs the supervisor as the batch script does, from the end of the ranks on."""
     run = RunDirectory(folder)
     run.path.mkdir(parents=True)
     record_job(run, JOB)
-
-    def requeue(decision: Decision) -> bool:
-        try:
-            return bring_back(
-                JOB,
-                controller,  # type: ignore[arg-type]  # it has what is called
-                restart_count=0,
-                is_over=decision.is_over,
-                sleep=lambda _s: None,
-            )
-        except ClusterError:
-            return False
-
-    def resubmit(_decision: Decision) -> str:
-        controller._command()
-        controller.continuation = True
-        record_job(run, "8", continues=JOB)
-        return "8"
-
-    site = Site(
-        start=AttemptStart(job_id=JOB, restart_count=0, nodes=("node1",), world_size=2),
-        holder=Holder(job_id=JOB, host="node1", pid=1, started="1"),
-        is_alive=lambda _holder: True,
-        show_job=controller.show_job,
-        requeue=requeue,
-        resubmit=resubmit,
-        clear=lambda _attempt: False,
-        past_ends=controller.ended_states,
-        can_relaunch=True,
-    )
-    supervise(run, RequeueSection(), site, lambda _attempt: code)
+    Supervisor(run, Job(run, controller), RequeueSection()).supervise(lambda _attempt: code)
     controller.is_ending = False
     if controller.base == "RUNNING":
         controller.base = "FAILED"
@@ -212,12 +216,6 @@ def test_a_job_that_comes_after_cancel_does_not_begin(tmp_path: Path) -> None:
     run.path.mkdir()
     run.stop_file.touch()
     started: list[int] = []
-    site = Site(
-        start=AttemptStart(job_id="8", restart_count=0, nodes=("node1",), world_size=2),
-        holder=Holder(job_id="8", host="node1", pid=1, started="1"),
-        is_alive=lambda _holder: True,
-        show_job=controller.show_job,
-        requeue=lambda _decision: False,
-    )
-    assert supervise(run, RequeueSection(), site, lambda attempt: started.append(attempt) or 0) == 1
+    supervisor = Supervisor(run, Job(run, controller, "8"), RequeueSection())
+    assert supervisor.supervise(lambda attempt: started.append(attempt) or 0) == 1
     assert started == []

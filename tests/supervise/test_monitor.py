@@ -1,29 +1,59 @@
-"""The supervisor's periodic work goes on whatever one look meets, and a hang is ended whatever the disk does."""
+"""The supervisor's periodic tasks: they go on whatever one look meets, and a hang is ended whatever the disk does.
+
+Stragglers whose ranks compute longer, and whole nodes, are tried by the campaign `stragglers`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import re
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.events import read_events
-from slurm_train.rundir.heartbeat import Beat, BeatSource, Limits, read_beats
+from slurm_train.errors import ClusterError
+from slurm_train.rundir.attempts import AttemptStart, begin_round, open_attempt, read_ledger
+from slurm_train.rundir.events import first_mark, read_events, write_preflight
+from slurm_train.rundir.heartbeat import Beat, BeatSource, Heartbeat, Limits, read_beats
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.step_times import read_windows
+from slurm_train.rundir.timing import Notice, notice_path, read_notice
 from slurm_train.supervise import monitor as module
-from slurm_train.supervise.monitor import CheckedClock, Monitor, Task, hang_watchdog
+from slurm_train.supervise.monitor import (
+    CheckedClock,
+    FindingsRelay,
+    HangWatchdog,
+    Monitor,
+    NoticeKeeper,
+    StragglerSearch,
+    Task,
+)
+from tests.support.command_line import TINY, TINY_MODULE, Person, new_project
 from tests.support.faulty_files import FaultyFiles
 from tests.support.waiting import wait_for
+from tests.support.warm_ranks import start_rank
+from tests.train.test_trainer import RANK_PROGRAM, config_of
+
+
+def on_real_ranks(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.distributed(pytest.mark.faults(test))
 
 
 def task(name: str, look: Callable[[], None]) -> Task:
-    return Task(name=name, every_s=0.01, look=look)
+    found = Task()
+    found.name, found.every_s, found.look = name, 0.01, look  # type: ignore[method-assign]  # a task is a class
+    return found
 
 
 def test_a_look_that_raises_is_followed_by_the_next_and_said_once_per_kind() -> None:
@@ -83,7 +113,7 @@ def test_a_look_that_does_not_return_is_said_and_delays_nobody(monkeypatch: pyte
         wait_for(lambda: looks[0] > before + 3, within_s=5, what="looks of the other task", poll_s=0.01)
     assert time.monotonic() - began_s < 10
     wait_for(lambda: len(said) == 2, within_s=5, what="the second line", poll_s=0.01)
-    assert "the notice waits since 0 s for a file system or for Slurm" in said[0]
+    assert "the notice has waited for 0 s for a file system or for Slurm" in said[0]
     assert said[1] == "the notice did not come to its end and is left behind"
     stuck.set()
 
@@ -104,8 +134,6 @@ LIMITS = Limits(0.5, 0.5)
 
 def has_beat(run: RunDirectory) -> dict[int, Beat]:
     """Leaves the heartbeat of a rank that does not go on, and returns it."""
-    from slurm_train.rundir.heartbeat import Heartbeat
-
     heart = Heartbeat()
     heart.settled = True
     heart.mark("step")
@@ -117,11 +145,7 @@ def has_beat(run: RunDirectory) -> dict[int, Beat]:
 def watchdog(
     run: RunDirectory, ended: list[Mapping[int, Beat]], now: list[float], **read: Callable[..., Mapping[int, Beat]]
 ) -> Task:
-    found = hang_watchdog(
-        run, 0, limits=LIMITS, world_size=1, end_ranks=lambda beats: ended.append(beats), clock=lambda: now[0], **read
-    )
-    assert found is not None
-    return found
+    return HangWatchdog(run, 0, LIMITS, world_size=1, end_ranks=ended.append, clock=lambda: now[0], **read)
 
 
 def looks_until(dog: Task, ended: list[Mapping[int, Beat]], now: list[float]) -> None:
@@ -172,16 +196,271 @@ def test_a_hang_is_found_where_a_look_takes_a_good_part_of_the_time_out(tmp_path
         return beats
 
     monitor = Monitor()
-    monitor.add(
-        hang_watchdog(
-            run,
-            0,
-            limits=Limits(1.0, 1.0),
-            world_size=1,
-            end_ranks=lambda _: ended.set(),
-            clock=monitor.clock,
-            read=slow,
-        )
-    )
+    limits, end_ranks = Limits(1.0, 1.0), lambda _: ended.set()
+    monitor.add(HangWatchdog(run, 0, limits, world_size=1, end_ranks=end_ranks, clock=monitor.clock, read=slow))
     with monitor.running():
         assert ended.wait(10)
+
+
+@pytest.mark.parametrize(("left_s", "expected"), [(None, 600.0), (7200.0, 600.0), (1100.0, 60.0), (-30.0, 60.0)])
+def test_slurm_is_asked_more_often_when_the_end_is_near(left_s: float | None, expected: float, tmp_path: Path) -> None:
+    notice = Notice(end_unix_s=None if left_s is None else 1000.0 + left_s)
+    keeper = NoticeKeeper(RunDirectory(tmp_path), 0, ask=lambda: notice)
+    assert keeper.pause_s(notice, now_unix_s=1000.0) == expected
+
+
+class Slurm:
+    """Answers with the newest of some limits; ClusterError for None."""
+
+    def __init__(self, *ends: float | None) -> None:
+        self.ends, self.asked = list(ends), 0
+
+    def __call__(self) -> Notice:
+        end = self.ends[min(self.asked, len(self.ends) - 1)]
+        self.asked += 1
+        if end is None:
+            raise ClusterError("away")
+        return Notice(end_unix_s=end)
+
+
+@contextlib.contextmanager
+def keeping_time(run: RunDirectory, slurm: Slurm) -> Iterator[None]:
+    monitor = Monitor()
+    monitor.add(NoticeKeeper(run, 0, ask=slurm))
+    with monitor.running():
+        yield
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    monkeypatch.setattr(NoticeKeeper, "every_s", 0.01)
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(0).mkdir(parents=True)
+    return run
+
+
+def test_an_extended_limit_reaches_the_ranks(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NoticeKeeper, "_NEAR_S", 0.02)
+    slurm = Slurm(time.time() + 100, time.time() + 100, time.time() + 900)
+    with keeping_time(run, slurm):
+        wait_for(lambda: read_notice(run, 0).end_unix_s == slurm.ends[0], within_s=5, what="a notice", poll_s=0.001)
+        wait_for(lambda: read_notice(run, 0).end_unix_s == slurm.ends[2], within_s=5, what="the new one", poll_s=0.01)
+    asked = slurm.asked
+    assert asked >= 3
+
+
+def test_a_controller_that_is_away_is_asked_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NoticeKeeper, "_ASK_AGAIN_S", 0.02)
+    slurm = Slurm(None, None, 5e9)
+    with keeping_time(run, slurm):
+        wait_for(lambda: read_notice(run, 0).end_unix_s == 5e9, within_s=5, what="a notice", poll_s=0.01)
+    assert slurm.asked == 3
+
+
+def test_a_run_directory_that_is_gone_is_no_second_failure(run: RunDirectory) -> None:
+    notice_path(run, 0).parent.rmdir()
+    slurm = Slurm(5e9)
+    with keeping_time(run, slurm):
+        wait_for(lambda: slurm.asked, within_s=5, what="a look", poll_s=0.01)
+
+
+def test_ranks_that_torchrun_starts_again_are_told_as_well(run: RunDirectory) -> None:
+    start = AttemptStart(job_id="7", restart_count=0, nodes=("here",), world_size=1)
+    begin_round(run, start, first=open_attempt(run, start))
+    with keeping_time(run, Slurm(5e9)):
+        wait_for(lambda: read_notice(run, 0).end_unix_s == 5e9, within_s=5, what="a notice", poll_s=0.01)
+        assert begin_round(run, start, first=0) == 1
+        wait_for(lambda: read_notice(run, 1).end_unix_s == 5e9, within_s=5, what="the next round's", poll_s=0.01)
+
+
+def test_each_of_the_preflight_s_findings_is_printed_once_and_the_last_at_the_end(run: RunDirectory) -> None:
+    said = list[str]()
+    relay = FindingsRelay(run, 0, say=said.append)
+    relay.look()
+    for lines in (["one"], ["one"], ["one", "two"]):
+        write_preflight(run, 0, {"findings": [{"code": "X", "line": line} for line in lines]})
+        relay.look()
+        assert said == lines
+    write_preflight(run, 0, {"findings": [{"code": "X", "line": "late"}]})
+    relay.end()
+    assert said == ["one", "two", "late"]
+
+
+TIMEOUT_S = 4.0
+
+
+def trains(person: Person, *words: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "slurm_train", *TINY, *words, "run.processes=2"]
+    return subprocess.Popen(
+        argv, cwd=person.folder, env=person.environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def the_run(person: Person) -> RunDirectory:
+    paths = wait_for(lambda: list(person.folder.glob("runs/*/*/config.yaml")), within_s=60, what="a run directory")
+    return RunDirectory(paths[0].parent)
+
+
+def settled_beats(run: RunDirectory) -> dict[int, Beat]:
+    beats = {rank: beat for rank, beat in read_beats(run, 0).items() if beat.step > 3 and beat.settled}
+    return beats if len(beats) == 2 else {}
+
+
+@on_real_ranks
+def test_a_stopped_rank_is_named_and_the_ranks_are_ended(tmp_path: Path) -> None:
+    rank = 0
+    person = Person(new_project(tmp_path / "project"))
+    trainer = trains(
+        person,
+        "model.step_s=0.1",
+        "train.max_steps=2000",
+        "checkpoint.every_steps=null",
+        f"health.hang_timeout_s={TIMEOUT_S}",
+    )
+    run = the_run(person)
+    try:
+        beats = wait_for(lambda: settled_beats(run), within_s=90, what="steps")
+        stopped_s = time.monotonic()
+        os.kill(beats[rank].source.pid, signal.SIGSTOP)
+        _, err = trainer.communicate(timeout=TIMEOUT_S + 30)
+        assert time.monotonic() - stopped_s < TIMEOUT_S + 10, err
+    finally:
+        for beat in read_beats(run, 0).values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(beat.source.pid, signal.SIGKILL)
+        trainer.kill()
+        trainer.communicate(timeout=20)
+    assert trainer.returncode not in (0, 75)
+    (event,) = read_events(run, "hang")
+    assert event["ranks"] == [rank]
+    where = r"in (step|data loading|save) at step \d+ since \d+ s; 1 rank waits"
+    pattern = rf"rank {rank} on \S+ does not run \(stopped or lost\), {where}"
+    assert re.match(pattern, event["sentence"]), event["sentence"]
+    assert event["sentence"] in err
+    mark = first_mark(run, 0)
+    assert mark is not None and mark.rank == rank
+    assert event["sentence"] in read_ledger(run)[0]["note"]
+    assert "_engine_run_backward" in run.stacks(0, 1 - rank).read_text(), "the other one says where it waits"
+
+
+@on_real_ranks
+def test_a_slow_run_that_makes_progress_is_left_alone(tmp_path: Path) -> None:
+    person = Person(new_project(tmp_path / "project"))
+    # All steps together take longer than the time-out, no step does, not even on a machine that is busy otherwise.
+    trainer = trains(person, "model.step_s=1.5", "train.max_steps=5", "health.hang_timeout_s=5", "train.evaluate=false")
+    _, err = trainer.communicate(timeout=120)
+    assert trainer.returncode == 0, err
+    assert read_events(the_run(person), "hang") == []
+
+
+STUCK_READER = """
+class StuckNumbers(Numbers):
+    def __getitem__(self, index):
+        if os.environ["RANK"] == "1" and os.path.exists("stick"):
+            time.sleep(3600)
+        return super().__getitem__(index)
+"""
+
+
+@on_real_ranks
+def test_a_rank_that_reads_for_ever_is_said_to_be_in_data_loading(tmp_path: Path) -> None:
+    person = Person(new_project(tmp_path / "project"))
+    (person.folder / "tiny.py").write_text(TINY_MODULE + STUCK_READER)
+    words = (
+        "data._target_=tiny.StuckNumbers",
+        "model.step_s=0.1",
+        "train.max_steps=2000",
+        "checkpoint.every_steps=null",
+    )
+    trainer = trains(person, *words, f"health.hang_timeout_s={TIMEOUT_S}")
+    run = the_run(person)
+    try:
+        wait_for(lambda: settled_beats(run), within_s=120, what="steps")
+        (person.folder / "stick").touch()
+        _, err = trainer.communicate(timeout=TIMEOUT_S + 60)
+    finally:
+        for beat in read_beats(run, 0).values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(beat.source.pid, signal.SIGKILL)
+        trainer.kill()
+        trainer.communicate(timeout=20)
+    (event,) = read_events(run, "hang")
+    where = r"is in data loading at step \d+ since \d+ s; 1 rank waits for it in all_reduce"
+    # Torch before 2.9 records nothing between gloo ranks.
+    pattern = rf"rank 1 on \S+ {where}( #\d+ of 1\d\d elements)?"
+    assert re.fullmatch(pattern, event["sentence"]), event["sentence"]
+    assert event["ranks"] == [1] and "StuckNumbers" not in err
+    mark = first_mark(run, 0)
+    assert mark is not None and mark.rank == 1
+    assert "in __getitem__" in run.stacks(0, 1).read_text(), "its stack shows where it reads"
+
+
+def test_ranks_that_torchrun_has_started_again_are_the_ones_that_are_watched(tmp_path: Path) -> None:
+    run, ended = RunDirectory(tmp_path), threading.Event()
+    start = AttemptStart(job_id="7", restart_count=0, nodes=("here",), world_size=1)
+    begin_round(run, start, first=open_attempt(run, start))
+    # What is left of the round before looks hung, and is over.
+    beating(run, 0).stop()
+    assert begin_round(run, start, first=0) == 1
+    limits, asked = Limits(0.6, 0.6), []
+
+    def end_ranks(beats: Mapping[int, Beat]) -> None:
+        asked.append({rank: beat.step for rank, beat in beats.items()})
+        ended.set()
+
+    heart = beating(run, 1)
+    monitor = Monitor()
+    monitor.add(HangWatchdog(run, 0, limits, world_size=1, end_ranks=end_ranks, clock=time.monotonic))
+    with monitor.running():
+        for heart.step in range(1, 8):
+            heart.mark("step")
+            assert not ended.wait(0.2), "it makes progress"
+        assert ended.wait(20)
+    heart.stop()
+    assert asked[0] == {0: 7}
+    assert [event["attempt"] for event in read_events(run, "hang")] == [1]
+    assert first_mark(run, 0) is None and first_mark(run, 1) is not None
+
+
+def beating(run: RunDirectory, attempt: int) -> Heartbeat:
+    heart = Heartbeat()
+    heart.settled = True
+    heart.mark("step")
+    heart.start(run, attempt, BeatSource(rank=0, host="here", pid=1), limits=None)
+    return heart
+
+
+@on_real_ranks
+def test_a_rank_whose_data_come_late_is_named_and_a_healthy_run_is_not(tmp_path: Path) -> None:
+    run, late = RunDirectory(tmp_path / "run"), tmp_path / "late"
+    run.path.mkdir()
+    config = config_of(model={"step_s": 0.02}, max_steps=100_000, log_every_steps=1000)
+    config |= {"data": {"_target_": "small_training.LateData", "late_while": str(late)}}
+    config |= {"health": {"pace_every_steps": 2}}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        orders = {"run": str(run.path), "config": config, "port": probe.getsockname()[1], "attempt": 0, "beats": True}
+    env = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        start_rank(RANK_PROGRAM, json.dumps(orders), env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    monitor, search = Monitor(), StragglerSearch(run, 0, excess=0.1, world_size=2, first_window_s=1.0)
+    search.every_s = 0.2
+    try:
+        monitor.add(search)
+        with monitor.running():
+            wait_for(lambda: len(read_windows(run)) >= 3, within_s=120, what="windows of a healthy run")
+            healthy = read_windows(run)
+            late.touch()
+            event = wait_for(lambda: read_events(run, "slow"), within_s=120, what="the finding")[0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert not any(window.findings for window in healthy), healthy
+    assert healthy[-1].ranks[1].own_s > 0.02, "the forward pass sleeps so long"
+    assert (event["kind"], event["ranks"]) == ("straggler", [1]), event
+    assert event["sentence"].startswith(f"rank 1 on {os.uname().nodename} is "), event
+    assert "because data come late" in event["sentence"], event
+    assert event["advice"].startswith("read ahead with more workers: data.num_workers=N"), event
+    window = next(window for window in read_windows(run) if window.findings)
+    assert window.ranks[1].wait_s < window.ranks[0].wait_s, "whoever holds the others up waits least"

@@ -1,15 +1,28 @@
-"""The stop flag: idempotent, silent, and its own process's only."""
+"""The stop flag: idempotent, silent, and its own process's only; and the end of an orphaned rank."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from slurm_train.supervise.signals import STOP_SIGNALS, StopFlag, ignore_in_worker, install
+from slurm_train.supervise.signals import (
+    FENCE_EVERY_S,
+    STOP_SIGNALS,
+    StopFlag,
+    ignore_in_worker,
+    install,
+    start_orphan_watchdog,
+)
+from tests.support.command_line import REPOSITORY
+from tests.support.process_faults import wait_until_gone
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +72,67 @@ def test_stop_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
     now[0] = 11.0
     flag.look_at(stop_file)
     assert flag.requested == 1
+
+
+def watched(overtaken_at: int | None, orphaned_at: int | None) -> list[str]:
+    """Returns what a rank is ended for, which is found at these looks."""
+    events: list[str] = []
+    looks, parents = itertools.count(), itertools.count()
+    # Every look finds the clock as far on as after a stop.
+    clock = itertools.count(step=FENCE_EVERY_S)
+    start_orphan_watchdog(
+        parent=7,
+        is_overtaken=lambda: overtaken_at is not None and next(looks) >= overtaken_at,
+        on_orphaned=lambda: events.append("orphaned"),
+        on_overtaken=lambda: events.append("overtaken"),
+        every_s=0.001,
+        parent_now=lambda: 1 if orphaned_at is not None and next(parents) >= orphaned_at else 7,
+        clock=lambda: next(clock),
+    ).join(timeout=10)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("overtaken_at", "orphaned_at", "event"), [(None, 3, "orphaned"), (2, None, "overtaken"), (0, 0, "orphaned")]
+)
+def test_an_orphan_is_ended_once(overtaken_at: int | None, orphaned_at: int | None, event: str) -> None:
+    assert watched(overtaken_at, orphaned_at) == [event]
+
+
+def test_the_fence_is_not_asked_at_every_look() -> None:
+    looks, parents = itertools.count(), itertools.count()
+    start_orphan_watchdog(
+        parent=7,
+        is_overtaken=lambda: next(looks) > 1_000,
+        on_orphaned=lambda: None,
+        on_overtaken=lambda: None,
+        every_s=0.0001,
+        parent_now=lambda: 7 if next(parents) < 20 else 1,
+        clock=lambda: 0.0,
+    ).join(timeout=10)
+    assert next(looks) == 1
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from slurm_train.supervise.signals import start_orphan_watchdog
+def leave():
+    os._exit(71)
+start_orphan_watchdog(
+    parent=os.getppid(), is_overtaken=lambda: False, on_orphaned=leave, on_overtaken=leave, every_s=0.05
+)
+Path(sys.argv[1]).write_text(str(os.getpid()))
+signal.pause()
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+def test_a_process_whose_parent_is_killed_ends(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, str(file)], env=env)
+    wait_for(lambda: file.exists() and file.read_text(), within_s=30, what="the child", poll_s=0.02)
+    parent.kill()
+    parent.wait()
+    wait_until_gone(int(file.read_text()), within_s=10)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from slurm_train.rundir.pace import Pace
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.rundir.heartbeat import Heartbeat, Pace
 from slurm_train.train.metrics import PaceProbe
 from tests.support.rank_pair import run_pair
 

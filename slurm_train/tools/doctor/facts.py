@@ -1,16 +1,12 @@
 """What ranks and nodes report of themselves and of each other: plain values that travel as JSON, without a judgement.
 
-A rank reports little, since there are many; the first rank of each node reports for the node. "" and None mean that
-nobody says, and what nobody says is no finding.
+A rank reports little, since there are many; the first rank of each node reports for the node. "" and None mean not
+known, and what is not known is no finding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from slurm_train.config.schema import build_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +20,6 @@ class RankFacts:
     local_world_size: int
     node: str
     """Slurm's name of the node."""
-    pid: int = 0
     slurm_rank: int | None = None
     """The rank that Slurm gave to this task."""
     visible_gpus: int | None = None
@@ -45,7 +40,7 @@ class GpuFacts:
     """As the job knows it: index or UUID."""
     total_mb: int = 0
     used_mb: int = 0
-    """By others, what the driver keeps to itself not counted."""
+    """By others, without what the driver reserves for itself."""
     holders: list[str] = field(default_factory=list)
     """Processes that hold memory, e.g. "pid 4711 (40960 MiB)"."""
     errors: list[str] = field(default_factory=list)
@@ -67,9 +62,9 @@ class DiskFacts:
     error: str = ""
     """How a small file could not be written, e.g. "Read-only file system"."""
     is_full: bool = False
-    """Whether that was for want of room."""
+    """Whether there was no room for it."""
     is_readonly: bool = False
-    """Whether it was because nothing may be written there."""
+    """Whether it was not allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +80,13 @@ class NetworkFacts:
     own_name: str = ""
     own_addresses: list[str] = field(default_factory=list)
     """What the node's own name resolves to here; gloo announces it where no interface is named."""
-    master_addresses: list[str] = field(default_factory=list)
-    """What rank 0's name resolves to here."""
-    master_error: str = ""
-    """Why it does not."""
     gloo_interface: str = ""
     """GLOO_SOCKET_IFNAME."""
     nccl_interface: str = ""
     """NCCL_SOCKET_IFNAME."""
     has_infiniband: bool = False
     link_mbit_per_s: int | None = None
-    """What the interface claims to do."""
+    """The nominal speed of the interface."""
     probe_port: int = 0
     """Where this node answers the others' probes."""
 
@@ -114,7 +105,7 @@ class FilesFacts:
     code_index: str = ""
     """Hash of the list of the code's files, as this node reads it."""
     code_changes: list[str] = field(default_factory=list)
-    """Files that are not what that list says, e.g. "train.py: changed"."""
+    """Files that differ from that list, e.g. "train.py", "model.py (gone)"."""
     config: str = ""
     """Hash of the frozen configuration and plan."""
     data: str = ""
@@ -149,19 +140,17 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeFacts:
-    """What one node found when it looked at others, once all were there."""
+    """What one node found when it probed others, once all were there."""
 
     node: str
     unreached: dict[str, str] = field(default_factory=dict)
     """Peer -> why it was not reached at the address of its route, e.g. "timed out"."""
     unreached_gloo: dict[str, str] = field(default_factory=dict)
     """Peer -> why it was not reached at the address that gloo would announce."""
-    reached: list[str] = field(default_factory=list)
-    """Peers that answered."""
     seen_after_s: dict[str, float] = field(default_factory=dict)
     """Peer -> seconds until its file was seen here."""
     unseen: list[str] = field(default_factory=list)
-    """Peers whose file was not seen while somebody waited for it."""
+    """Peers whose file was not seen in the time for it."""
     clock_offset_s: float | None = None
     """How far this clock is ahead of rank 0's."""
     clock_error_s: float = 0.0
@@ -182,7 +171,7 @@ class SpeedFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """A node whose ranks do not get to rank 0 says so in a shared file."""
+    """Written into a shared file by a node whose ranks cannot connect to rank 0."""
 
     node: str
     tries: int
@@ -198,30 +187,60 @@ class Trouble:
     """Other nodes that do not."""
 
 
-def read_node(value: Mapping[str, Any]) -> NodeFacts:
-    """Returns facts that came as JSON.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortFacts:
+    """Where rank 0 listens."""
 
-    Raises:
-        ConfigError: they have another form.
-    """
-    return build_config(NodeFacts, value)
-
-
-def read_rank(value: Mapping[str, Any]) -> RankFacts:
-    """Returns facts that came as JSON; see `read_node`."""
-    return build_config(RankFacts, value)
+    asked: int
+    """The first candidate: MASTER_PORT."""
+    bound: int
+    """The one that was free; 0 if none."""
+    holder: str = ""
+    """Which process holds the first one, where /proc tells, e.g. "pid 7 (python)"."""
 
 
-def read_probe(value: Mapping[str, Any]) -> ProbeFacts:
-    """Returns facts that came as JSON; see `read_node`."""
-    return build_config(ProbeFacts, value)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the job should be like."""
+
+    nodes: tuple[str, ...]
+    """In rank order; the first is rank 0's."""
+    world_size: int
+    gpus_per_node: int = 0
+    """GPUs asked of Slurm, on the node that has most; 0: none."""
+    cpus_per_gpu: int | None = None
+    needs_port: bool = False
+    """Whether MASTER_PORT itself has to be free, as a script of one's own expects."""
 
 
-def read_speed(value: Mapping[str, Any]) -> SpeedFacts:
-    """Returns facts that came as JSON; see `read_node`."""
-    return build_config(SpeedFacts, value)
+@dataclass(slots=True, kw_only=True)
+class Evidence:
+    """What the job should be like, and everything that rank 0 knows of it."""
 
+    asked: Asked
+    ranks: list[RankFacts] = field(default_factory=list)
+    nodes: list[NodeFacts] = field(default_factory=list)
+    probes: list[ProbeFacts] = field(default_factory=list)
+    speeds: list[SpeedFacts] = field(default_factory=list)
+    troubles: list[Trouble] = field(default_factory=list)
+    port: PortFacts | None = None
+    silent: list[str] = field(default_factory=list)
+    """Nodes of which some ranks never connected."""
+    mute: list[str] = field(default_factory=list)
+    """Nodes that connected, and whose reports did not arrive."""
+    late: list[str] = field(default_factory=list)
+    """Nodes that connected, and did not answer a question in time."""
+    waited_s: float = 0.0
+    """How long was waited for those."""
 
-def read_trouble(value: Mapping[str, Any]) -> Trouble:
-    """Returns facts that came as JSON; see `read_node`."""
-    return build_config(Trouble, value)
+    @property
+    def ranks_by_node(self) -> dict[str, list[RankFacts]]:
+        """The ranks of each node, in rank order."""
+        found: dict[str, list[RankFacts]] = {}
+        for rank in sorted(self.ranks, key=lambda rank: rank.rank):
+            found.setdefault(rank.node, []).append(rank)
+        return found
+
+    def node(self, name: str) -> NodeFacts:
+        """Returns a node by name, with nothing known of one that has not reported."""
+        return next((node for node in self.nodes if node.node == name), NodeFacts(node=name, node_rank=0))

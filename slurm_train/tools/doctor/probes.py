@@ -1,28 +1,40 @@
-"""What one node asks of others once all are there: are you reached, what time is it.
+"""What one node asks of others once all are there: is it reached, what time is it, how fast is the connection.
 
-Each peer is asked in a thread of its own, so that a node that is cut off takes as long as one blocked port.
+Each node has a small server that proves who it is, tells the time, takes and gives bytes. Callers prove themselves as
+at a meeting; each that has is served by a thread, for the seconds that the preflight takes.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import socket
+import statistics
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from slurm_train.distributed.greeting import Calling, Channel, MeetingPoint
-from slurm_train.tools.doctor.facts import ProbeFacts
-from slurm_train.tools.doctor.probe_server import probe_point
+from slurm_train.distributed.meeting import Door
+from slurm_train.tools.doctor.facts import ProbeFacts, SpeedFacts
 
+_SERVER_TIMEOUT_S = 20.0
+_BLOCK = bytes(1 << 18)
+_MOST_BYTES = 1 << 30
 # A packet that is lost is sent again after a second, and after three.
 _CONNECT_S = (1.5, 3.5)
 _ANSWER_S = 8.0
 _CLOCK_ROUNDS = 3
-MOST_PEERS = 16
+_MOST_PEERS = 16
+_PING_ROUNDS = 20
+_FIRST_TRANSFER = 1 << 20
+_LONG_ENOUGH_S = 0.05
+_LONGEST_TRANSFER = 1 << 27
+_WORK_ROUNDS = 9
+_WORK = 400_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +46,86 @@ class Peer:
     """Of the route to it."""
     port: int
     gloo_address: str = ""
-    """What gloo would announce there, if it is another one."""
+    """What gloo would announce there."""
     file: str = ""
-    """The file that it has written into the shared folder."""
+    """The file that it has written into the shared folder, "" where there is none to look for."""
 
 
 def peers_of(index: int, num_nodes: int) -> list[int]:
     """Returns the nodes that a node probes: all of a few; of many the first one, and those 1, 2, 4, ... places on."""
-    if num_nodes <= MOST_PEERS:
+    if num_nodes <= _MOST_PEERS:
         return [other for other in range(num_nodes) if other != index]
     distances = [1 << power for power in range(num_nodes.bit_length()) if 1 << power < num_nodes]
     return sorted({0, *((index + distance) % num_nodes for distance in distances)} - {index})
+
+
+def _point_of(point: MeetingPoint, node: str) -> MeetingPoint:
+    """Returns what the proofs between a node's server and its callers are about."""
+    return replace(point, purpose=f"probe of {node}")
+
+
+class ProbeServer:
+    """Answers until `close`.
+
+    Args:
+        point: of the preflight.
+        node: this node's name.
+        address: to listen at; "": at all of this machine.
+        family: of that address.
+    """
+
+    def __init__(
+        self, point: MeetingPoint, node: str, *, address: str = "", family: socket.AddressFamily = socket.AF_INET
+    ) -> None:
+        # A port that the kernel hands out, as those of the collectives will be.
+        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
+        self.port = int(self._listener.getsockname()[1])
+        self._door = Door(self._listener, _point_of(point, node), ranks=range(1), admit=self._admit)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="probe-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Accepts no more callers; those that are being served are finished in the background."""
+        self._is_closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join(_SERVER_TIMEOUT_S)
+        self._door.close()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while not self._is_closed.is_set():
+            self._door.step(1.0)
+
+    def _admit(self, channel: Channel, _rank: int, _host: str) -> None:
+        threading.Thread(target=self._answer, args=(channel.connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, ValueError, IndexError), connection.makefile("rb") as file:
+            connection.settimeout(_SERVER_TIMEOUT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while words := file.readline(200).split():
+                if words[0] == b"time":
+                    connection.sendall(f"{time.time()!r}\n".encode())
+                elif words[0] == b"take":
+                    _receive(file, min(int(words[1]), _MOST_BYTES))
+                    connection.sendall(b"taken\n")
+                elif words[0] == b"give":
+                    _send(connection, min(int(words[1]), _MOST_BYTES))
+
+
+def _send(connection: socket.socket, size: int) -> None:
+    for begin in range(0, size, len(_BLOCK)):
+        connection.sendall(_BLOCK[: size - begin])
+
+
+def _receive(file: BinaryIO, size: int) -> None:
+    while size > 0:
+        block = file.read(min(size, len(_BLOCK)))
+        if not block:
+            raise OSError("the peer hung up")
+        size -= len(block)
 
 
 class Line:
@@ -66,7 +147,7 @@ class Line:
 
 
 def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[Line | None, str]:
-    """Returns a line to a peer, or None and why packets do not get there, in the kernel's words."""
+    """Returns a line to a peer, or None and why packets do not get there, as the kernel says it."""
     why = "no address"
     for timeout_s in _CONNECT_S if address else ():
         try:
@@ -75,113 +156,145 @@ def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[Line
             why = "timed out"
             continue
         except OSError as err:
-            return None, in_words(err)
+            return None, describe_error(str(err))
         channel = Channel(connection)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            Calling(channel, probe_point(point, node), rank=0, host="").prove(deadline=time.monotonic() + _ANSWER_S)
+            Calling(channel, _point_of(point, node), rank=0, host="").prove(deadline=time.monotonic() + _ANSWER_S)
+            connection.settimeout(_ANSWER_S)
+            return Line(connection), ""
         except ValueError:
             channel.close()
             return None, "somebody else answers there"
         except ConnectionError:
             why = "hung up"  # once may be for want of room among many callers
+            channel.close()
         except OSError:
             channel.close()
             return None, ""  # The packets arrive; a node that is busy answers late.
-        else:
-            connection.settimeout(_ANSWER_S)
-            return Line(connection), ""
-        channel.close()
     return None, why
 
 
-def in_words(error: OSError) -> str:
-    """Returns why a connection was not made, e.g. "connection refused"."""
-    if error.errno == errno.EINVAL:
-        return "a route that leads nowhere (blackhole)"
-    return (error.strerror or str(error)).lower()
+def describe_error(error: str) -> str:
+    """Returns why a connection was not made: "[Errno 111] Connection refused" -> "connection refused"."""
+    text = error.partition("] ")[2].lower() or error
+    return "a route that leads nowhere (blackhole)" if text == "invalid argument" else text
 
 
 def probe(point: MeetingPoint, node: str, peers: Sequence[Peer], *, folder: Path, master: str) -> ProbeFacts:
-    """Returns what this node finds when it looks at its peers.
+    """Returns what this node finds when it probes its peers.
+
+    Each is probed in a thread of its own, so that a node that is cut off takes as long as one blocked port.
 
     Args:
         point: gives the proofs.
         node: this node.
-        peers: whom to look at.
-        folder: the shared folder with everybody's file.
+        peers: the nodes to probe.
+        folder: the shared folder with every node's file.
         master: rank 0's node, whose clock counts.
     """
-    looks = [_Look(point, peer, folder, asks_time=peer.node == master) for peer in peers]
-    threads = [threading.Thread(target=look.run, daemon=True) for look in looks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    offset_s, error_s = next((look.clock for look in looks if look.clock is not None), (None, 0.0))
+    unreached, unreached_gloo = dict[str, str](), dict[str, str]()
+    seen_s, clock = dict[str, float](), list[tuple[float, float]]()
+
+    def look(peer: Peer) -> None:
+        line, why = reach(point, peer.node, peer.address, peer.port)
+        if why:
+            unreached[peer.node] = why
+        if line is not None:
+            if peer.node == master:
+                with contextlib.suppress(OSError, ValueError):
+                    clock.append(_clock_offset(line))
+            line.close()
+            if peer.gloo_address not in ("", peer.address):
+                line, why = reach(point, peer.node, peer.gloo_address, peer.port)
+                if line is not None:
+                    line.close()
+                if why:
+                    unreached_gloo[peer.node] = why
+        began_s = time.monotonic()
+        while peer.file and peer.node not in seen_s and time.monotonic() - began_s <= _ANSWER_S / 2:
+            if _is_seen(folder, peer.file):
+                seen_s[peer.node] = round(time.monotonic() - began_s, 3)
+            else:
+                time.sleep(0.1)
+
+    with ThreadPoolExecutor(max(1, len(peers))) as pool:
+        list(pool.map(look, peers))
+    offset_s, error_s = clock[0] if clock else (None, 0.0)
     return ProbeFacts(
         node=node,
-        reached=[look.peer.node for look in looks if not look.why],
-        unreached={look.peer.node: look.why for look in looks if look.why},
-        unreached_gloo={look.peer.node: look.gloo_why for look in looks if look.gloo_why},
-        seen_after_s={look.peer.node: round(look.seen_s, 3) for look in looks if look.seen_s is not None},
-        unseen=[look.peer.node for look in looks if look.peer.file and look.seen_s is None],
+        unreached=unreached,
+        unreached_gloo=unreached_gloo,
+        seen_after_s=seen_s,
+        unseen=[peer.node for peer in peers if peer.file and peer.node not in seen_s],
         clock_offset_s=offset_s,
         clock_error_s=error_s,
     )
 
 
-class _Look:
-    """One peer, looked at."""
+def _clock_offset(line: Line) -> tuple[float, float]:
+    """Returns how far this clock is ahead of the peer's in seconds, and the error, by the quickest of a few answers."""
+    rounds = []
+    for _ in range(_CLOCK_ROUNDS):
+        began_s, began_unix_s = time.monotonic(), time.time()
+        theirs = float(line.ask("time"))
+        trip_s = time.monotonic() - began_s
+        rounds.append((trip_s, began_unix_s + trip_s / 2 - theirs))
+    trip_s, offset_s = min(rounds)
+    return round(offset_s, 6), round(trip_s / 2, 6)
 
-    def __init__(self, point: MeetingPoint, peer: Peer, folder: Path, *, asks_time: bool) -> None:
-        self.point, self.peer, self.folder, self.asks_time = point, peer, folder, asks_time
-        self.why = self.gloo_why = ""
-        self.seen_s: float | None = None
-        self.clock: tuple[float, float] | None = None
 
-    def run(self) -> None:
-        """Fills in what is found."""
-        line, self.why = reach(self.point, self.peer.node, self.peer.address, self.peer.port)
+def _is_seen(folder: Path, file: str) -> bool:
+    try:
+        # A network file system remembers that a name was not there; listing the folder makes it look again.
+        return any(entry.name == file for entry in folder.iterdir())
+    except OSError:
+        return False
+
+
+def measure(point: MeetingPoint, node: str, peers: Sequence[Peer]) -> SpeedFacts:
+    """Returns how fast this node computes, and how fast its connections are; takes about half a second a peer."""
+    rates: dict[str, float] = {}
+    latencies: dict[str, float] = {}
+    for peer in peers:
+        line, _ = reach(point, peer.node, peer.address, peer.port)
         if line is not None:
-            if self.asks_time:
-                self._ask_time(line)
-            line.close()
-            if self.peer.gloo_address and self.peer.gloo_address != self.peer.address:
-                self._try_gloo()
-        self._look_for_file()
+            with contextlib.suppress(OSError, ValueError), contextlib.closing(line):
+                trip_s = statistics.median(_seconds(line.ask, "time") for _ in range(_PING_ROUNDS))
+                latencies[peer.node] = round(1e6 * trip_s / 2, 1)
+                rates[peer.node] = round(min(_rate(line, _take), _rate(line, _give)) / 1e6, 3)
+    # The quickest round: what else runs for a moment is not the node's speed.
+    work_ms = 1e3 * min(_seconds(_work, _WORK) for _ in range(_WORK_ROUNDS))
+    return SpeedFacts(node=node, work_ms=round(work_ms, 2), mb_per_s=rates, latency_us=latencies)
 
-    def _try_gloo(self) -> None:
-        line, self.gloo_why = reach(self.point, self.peer.node, self.peer.gloo_address, self.peer.port)
-        if line is not None:
-            line.close()
 
-    def _ask_time(self, line: Line) -> None:
-        rounds = []
-        for _ in range(_CLOCK_ROUNDS):
-            began_s, began_unix_s = time.monotonic(), time.time()
-            try:
-                theirs = float(line.ask("time"))
-            except (OSError, ValueError):
-                return
-            trip_s = time.monotonic() - began_s
-            rounds.append((trip_s, began_unix_s + trip_s / 2 - theirs))
-        trip_s, offset_s = min(rounds)
-        self.clock = round(offset_s, 6), round(trip_s / 2, 6)
+def _seconds(action: Callable[..., object], *arguments: object) -> float:
+    began_s = time.monotonic()
+    action(*arguments)
+    return time.monotonic() - began_s
 
-    def _look_for_file(self) -> None:
-        if not self.peer.file:
-            return
-        began_s = time.monotonic()
-        while not self._is_seen():
-            if time.monotonic() - began_s > _ANSWER_S / 2:
-                return
-            time.sleep(0.1)
-        self.seen_s = time.monotonic() - began_s
 
-    def _is_seen(self) -> bool:
-        try:
-            # A network file system keeps in mind that a name was not there; listing the folder makes it look again.
-            return any(entry.name == self.peer.file for entry in self.folder.iterdir())
-        except OSError:
-            return False
+def _rate(line: Line, transfer: Callable[[Line, int], None]) -> float:
+    """Returns bytes a second; the amount grows until it takes long enough to be measured."""
+    size = _FIRST_TRANSFER
+    while (took_s := _seconds(transfer, line, size)) <= _LONG_ENOUGH_S and size < _LONGEST_TRANSFER:
+        size *= 4
+    return size / took_s
+
+
+def _take(line: Line, size: int) -> None:
+    line.connection.sendall(f"take {size}\n".encode())
+    _send(line.connection, size)
+    line.file.readline(200)
+
+
+def _give(line: Line, size: int) -> None:
+    line.connection.sendall(f"give {size}\n".encode())
+    _receive(line.file, size)
+
+
+def _work(rounds: int) -> int:
+    total = 0
+    for number in range(rounds):
+        total += number & 7
+    return total

@@ -110,4 +110,4 @@ def test_the_doctor_works_inside_an_allocation(person: Person) -> None:
         "salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", person.python, *words
     )
     assert done.code == 0, done.err
-    assert done.out.startswith("NODE") and "looking at the nodes of this allocation" in done.err
+    assert done.out.startswith("NODE") and "checking the nodes of this allocation" in done.err

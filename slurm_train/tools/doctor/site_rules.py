@@ -1,0 +1,292 @@
+"""What is to be known of a site before a run is submitted there: rules about what Slurm's commands say. Pure.
+
+Also the site as a table, and what happens to a run there in a few sentences: when it is preempted, how it comes back,
+what can be lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slurm_train.rundir.events import Finding
+from slurm_train.slurm.policy import Partition, Preemption
+from slurm_train.slurm.site import SiteFacts, preempting_qos, preemption_in
+from slurm_train.tools.doctor.findings import Rules, error, listed, note, warning
+
+_OLDEST = (21, 8)
+_SHORT_S = 60.0
+_DEFAULT_DELAY_S = 120.0
+_CRED_EXPIRE = re.compile(r"(?:^|,)cred_expire=(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteView:
+    """What was asked on a login node, and what came back."""
+
+    has_slurm: bool = True
+    away: str = ""
+    """Why nothing is known: how Slurm's controller failed to answer."""
+    facts: SiteFacts = field(default_factory=SiteFacts)
+    qos: str = ""
+    """What a job of this user gets that asks for none; "" where it is not known."""
+    runtimes: Sequence[str] = ()
+    """Container runtimes on the PATH."""
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """`scontrol show config`."""
+        return self.facts.settings
+
+    @property
+    def usual(self) -> Partition | None:
+        """The partition of a job that names none."""
+        parts = self.facts.partitions
+        return next((one for one in parts if one.is_default), parts[0] if parts else None)
+
+    def preemption(self, partition: Partition | None) -> Preemption | None:
+        """Returns how a job in a partition that names no QOS is preempted, None where Slurm does not say."""
+        known = self.settings and partition is not None
+        return preemption_in(self.facts, self.qos, partition.name) if known and partition else None
+
+
+rules = Rules[SiteView]()
+
+
+@rules.add(
+    "NO_SLURM", hint="type this on a login node; to try Slurm on one machine: `python -m slurm_train devcluster up`"
+)
+def no_commands(view: SiteView) -> Iterator[Finding]:
+    """There are no Slurm commands here."""
+    if not view.has_slurm:
+        yield error("", "there is no sbatch or squeue on the PATH")
+
+
+@rules.add("CONTROLLER_AWAY", hint="`scontrol ping` tells whether it is up; try again later")
+def no_answer(view: SiteView) -> Iterator[Finding]:
+    """Slurm's controller does not answer."""
+    if view.away:
+        yield error("", view.away)
+
+
+@rules.add("OLD_SLURM", hint="try a small run first: flags and output may differ")
+def old_release(view: SiteView) -> Iterator[Finding]:
+    """This Slurm is older than what this toolkit was written for."""
+    text = view.settings.get("SLURM_VERSION", "")
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is not None and (int(match[1]), int(match[2])) < _OLDEST:
+        yield warning("", f"Slurm {text}; this toolkit was written for 21.08 and later")
+
+
+@rules.add("NO_GRACE", "SHORT_GRACE", "SUSPENDS")
+def time_to_save(view: SiteView) -> Iterator[Finding]:
+    """A preempted job has no or little time to save, or is stopped and stays in memory."""
+    often = "save often: checkpoint.every_steps=auto, and checkpoint.local_dir=/tmp where the nodes have disks"
+    for part in view.facts.partitions:
+        preemption = view.preemption(part)
+        if preemption is None or preemption.outcome == "never":
+            continue
+        grace_s, wait_s = preemption.grace_s, preemption.kill_wait_s or 0.0
+        if preemption.outcome == "suspended":
+            seen = f"partition {part.name} suspends preempted jobs: they keep their memory and go on later"
+            hint = "nothing: suspended time is on no clock of a run; raise checkpoint.save_timeout_s for long ones"
+            yield note(seen, hint=hint, code="SUSPENDS")
+        elif not grace_s:
+            seen = f"partition {part.name}: a preempted job has no grace, and {wait_s:g} s from TERM to KILL"
+            yield warning("", seen, hint=often, code="NO_GRACE")
+        elif grace_s + wait_s < _SHORT_S:
+            seen = (
+                f"partition {part.name}: a preempted job has {grace_s:g} s of grace and {wait_s:g} s of KillWait for "
+                "the step under way and a save"
+            )
+            yield note(seen, hint=often, code="SHORT_GRACE")
+
+
+@rules.add("GPU_FLAG")
+def gpu_flag(view: SiteView) -> Iterator[Finding]:
+    """How GPUs are asked for here."""
+    select = view.settings.get("SelectType", "")
+    has_gpus = any(part.gpus_per_node for part in view.facts.partitions)
+    if has_gpus and select and not select.endswith(("cons_tres", "cray_aries")):
+        hint = "set cluster.gpu_flag=gres; `init` writes that into a site file"
+        yield warning("", f"SelectType={select} does not know --gpus-per-node", hint=hint)
+    elif view.facts.partitions and not has_gpus:
+        yield note(
+            "sinfo shows no GPUs on any node that you can see", hint="for runs on CPUs set cluster.gpu_flag=none"
+        )
+
+
+@rules.add("PARTITION_DOWN")
+def partitions_down(view: SiteView) -> Iterator[Finding]:
+    """A partition starts no jobs."""
+    for part in view.facts.partitions:
+        if part.state != "up":
+            seen = f"partition {part.name} is {part.state}: it starts no jobs"
+            yield warning("", seen, hint="name another one with cluster.partition")
+        if part.groups and not part.num_usable_nodes:
+            seen = f"no node of partition {part.name} works: {listed([group.state for group in part.groups])}"
+            yield warning("", seen, hint="`sinfo -R` says why; name another one")
+
+
+# One setting each: its name, whether its value is worth a note, code, what is said, and the hint.
+_SETTINGS = (
+    (
+        *("PreemptParameters", "send_user_signal", "USER_SIGNAL"),
+        "PreemptParameters=send_user_signal: a preempted job gets its warning signal instead of TERM",
+        "nothing: both mean that the ranks save now",
+    ),
+    (
+        *("JobRequeue", "0", "NO_REQUEUE", "JobRequeue=0: jobs are not requeued unless they ask for it"),
+        "nothing: submit.sh says --requeue; scripts of your own have to say it, too",
+    ),
+    (
+        *("JobFileAppend", "0", "LOG_TRUNCATED", "JobFileAppend=0: a requeue empties the log of a job"),
+        "nothing: submit.sh says --open-mode=append; scripts of your own have to say it, too",
+    ),
+    (
+        *("ProctrackType", "cgroup", "JOB_ENDS"),
+        "proctrack/cgroup: only the processes that slurmstepd itself has started get the signals",
+        "a wrapper around your program has to end with `exec`",
+    ),
+)
+
+
+@rules.add(*(code for _, _, code, _, _ in _SETTINGS))
+def settings_to_know(view: SiteView) -> Iterator[Finding]:
+    """Settings of Slurm that change what happens to a job."""
+    for name, value, code, seen, hint in _SETTINGS:
+        if value in view.settings.get(name, ""):
+            yield note(seen, hint=hint, code=code)
+
+
+def requeue_delay_s(settings: Mapping[str, str]) -> float:
+    """Returns how long a requeued job waits at least: until its old credential has expired."""
+    match = _CRED_EXPIRE.search(settings.get("AuthInfo", ""))
+    return float(match[1]) if match else _DEFAULT_DELAY_S
+
+
+@rules.add("REQUEUE_DELAY", hint="nothing; failed ranks are started again without leaving the job")
+def requeue_delay(view: SiteView) -> Iterator[Finding]:
+    """How long a requeued job waits before it may start."""
+    if view.settings:
+        delay_s = requeue_delay_s(view.settings)
+        yield note(f"a requeued job may start again after {delay_s:g} s at the earliest (cred_expire of AuthInfo)")
+
+
+@rules.add("NO_ACCOUNTING")
+def no_accounting(view: SiteView) -> Iterator[Finding]:
+    """Slurm keeps no accounts, or they do not answer."""
+    if view.settings.get("AccountingStorageType", "").endswith("/none"):
+        seen = f"no accounting: {view.settings.get('MinJobAge', '5 min')} after its end Slurm has forgotten a job"
+        hint = "nothing: `status` reads the run's own files then; how a job was preempted may stay unknown"
+        yield warning("", seen, hint=hint)
+    elif any(problem.startswith(("accounts", "QOS")) for problem in view.facts.problems):
+        seen = f"accounting does not answer: {view.facts.problems[0]}"
+        yield warning("", seen, hint="what becomes of a preempted job is not known for certain")
+
+
+@rules.add("ARRAY_SIZE")
+def array_size(view: SiteView) -> Iterator[Finding]:
+    """How many runs fit into one job array."""
+    size = view.settings.get("MaxArraySize", "")
+    if size.isdigit() and int(size) < 2:
+        hint = "sweeps need arrays: submit the runs one by one"
+        yield warning("", f"MaxArraySize={size}: there are no job arrays", hint=hint)
+    elif size.isdigit():
+        hint = "nothing: larger sweeps are several arrays"
+        yield note(f"MaxArraySize={size}: a sweep has {size} runs in an array", hint=hint)
+
+
+@rules.add(
+    "CONTAINERS",
+    hint="the batch script has to run outside the container, where scontrol is: wrap the ranks, not submit.sh",
+)
+def containers(view: SiteView) -> Iterator[Finding]:
+    """Container runtimes."""
+    if view.runtimes:
+        yield note(f"container runtimes here: {listed(view.runtimes)}")
+
+
+@rules.add(
+    "TIME_LIMITS",
+    hint="nothing: a run that reaches its limit saves before and is requeued; cluster.time_limit_min sets one",
+)
+def time_limits(view: SiteView) -> Iterator[Finding]:
+    """Time limits of the partitions."""
+    limits = []
+    for part in view.facts.partitions:
+        limit = "unlimited" if part.max_time_min is None else f"{duration_text(60 * part.max_time_min)} at most"
+        if part.default_time_min not in (None, part.max_time_min):
+            limit += f", {duration_text(60 * part.default_time_min)} if a job says nothing"
+        limits.append(f"{part.name} {limit}")
+    if limits:
+        yield note(f"time limits: {listed(limits, most=8)}")
+
+
+def duration_text(seconds: float) -> str:
+    """Returns a time in its largest unit, e.g. "45 s", "90 min", "12 h", "3 days"."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size or seconds == size:
+            return "1 day" if seconds == 86400 else f"{round(seconds / size, 1):g} {unit}"
+    return f"{seconds:g} s"
+
+
+def site_table(view: SiteView) -> dict[str, str]:
+    """Returns the rows of a table about a site."""
+
+    def told(name: str) -> str:
+        return view.settings.get(name, "not known")
+
+    nodes = [f"{part.name} {part.num_usable_nodes} of {part.num_nodes}" for part in view.facts.partitions]
+    usual = view.usual
+    return {
+        "Slurm": f"{told('SLURM_VERSION')}, cluster {told('ClusterName')}",
+        "a job goes to": "not known" if usual is None else f"partition {usual.name}, QOS {view.qos or 'none'}",
+        "working nodes": listed(nodes, most=8) or "none",
+        "preemption": f"{told('PreemptType')}, mode {told('PreemptMode')}",
+        **{name: told(name) for name in ("KillWait", "JobRequeue", "JobFileAppend", "MaxArraySize")},
+        "accounting": told("AccountingStorageType"),
+        "containers": listed(view.runtimes) or "none on the PATH",
+    }
+
+
+def in_words(view: SiteView) -> list[str]:
+    """Returns what happens to a run here, a sentence or two each; empty where Slurm says nothing."""
+    preemption, usual = view.preemption(view.usual), view.usual
+    if preemption is None or usual is None:
+        return []
+    grace_s, left_s = preemption.grace_s, preemption.grace_s + (preemption.kill_wait_s or 0.0)
+    since = "the steps since the newest checkpoint (checkpoint.every_steps says how many, auto chooses)"
+    at_limit = "Nothing at a time limit: the ranks are asked to save before it."
+
+    where = f"A run of partition {usual.name}" + (f" and QOS {view.qos}" if view.qos else "")
+    by = preempting_qos(view.facts, view.qos) if preemption.by == "qos" else []
+    who = f"jobs of QOS {listed(by)}" if by else "jobs of partitions with a higher priority tier"
+    lost = f"Nothing is lost by preemption. {at_limit} A lost node costs {since}."
+    if preemption.outcome == "never":
+        begins = f"{where} is not preempted: no other job may take its nodes."
+    elif preemption.outcome == "suspended":
+        begins = f"{where} can be stopped by {who}, and goes on in the same attempt when they have ended."
+    else:
+        kill = "" if preemption.kill_wait_s is None else f", and KILL {preemption.kill_wait_s:g} s later"
+        signals = f"TERM, TERM again after {grace_s:g} s{kill}" if grace_s else f"TERM{kill}"
+        begins = f"{where} can be preempted by {who}. Its ranks get {signals}; they save at the next step boundary."
+        lost = (
+            f"Nothing by preemption where the step under way, one more and a save take less than "
+            f"{duration_text(left_s)}; else {since}. {at_limit} A lost node costs as much."
+        )
+        if not grace_s:
+            lost = (
+                f"A preemption leaves {left_s:g} s from TERM to KILL: where a step and a save take longer, it costs "
+                f"{since}. {at_limit} A lost node costs as much."
+            )
+
+    delay = f"it keeps its id and may start again after {requeue_delay_s(view.settings):g} s"
+    returns = f"The supervisor of the run calls `scontrol requeue incomplete`, before a time limit as well: {delay}."
+    if preemption.outcome == "cancelled":
+        returns = (
+            "Slurm cancels what it preempts here, so the supervisor calls `scontrol requeue incomplete` within the "
+            f"grace; then {delay}. Where Slurm refuses, it submits the script again, to start when this job has ended."
+        )
+    return [begins, returns, lost]

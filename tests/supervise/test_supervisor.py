@@ -1,0 +1,574 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_train.config.schema import RequeueSection
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, RunError
+from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt, read_ledger
+from slurm_train.rundir.events import FailureMark, append_event, leave_mark, write_preflight
+from slurm_train.rundir.files import append_line
+from slurm_train.rundir.jobs import Holder, read_holder, take_lock
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.timing import Spent, account_path, last_step
+from slurm_train.supervise import supervisor as module
+from slurm_train.supervise.decision import Decision
+from slurm_train.supervise.scheduler import Scheduler
+from slurm_train.supervise.supervisor import Supervisor, close_lost, ignore_stop_signals
+
+ME = Holder(job_id="7", host="node1", pid=1, started="1")
+OTHER = Holder(job_id="8", host="node2", pid=2, started="2")
+RUNNING = {"JobState": "RUNNING", "PreemptTime": "None", "Reason": "None", "Restarts": "0"}
+PREEMPTED = {**RUNNING, "PreemptTime": "2026-01-31T09:41:24"}
+ENDING = {**PREEMPTED, "JobState": "COMPLETING"}
+CANCELLED = {**RUNNING, "JobState": "COMPLETING"}
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def start(job_id: str | None = "7", restart_count: int = 0) -> AttemptStart:
+    return AttemptStart(job_id=job_id, restart_count=restart_count, nodes=("node1",), world_size=8)
+
+
+class World(Scheduler):
+    """A run and the scheduler around it; what happened is kept in `events`, in order."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        super().__init__(start(), {})
+        self.run, self.holder = run, ME
+        self.jobs: list[dict[str, str] | None] = [dict(RUNNING)]
+        """The job's record; where there are several, each look takes one away."""
+        self.requeue_works, self.lives, self.clears, self.can_relaunch = True, True, True, False
+        self.new_job, self.ends, self.words = "", tuple[str, ...](), ""
+        self.committed: int | None = None
+        """Step of the newest checkpoint; None for a user's own code."""
+        self.events, self.delays_s = list[str](), list[int]()
+        self.ledger_at_requeue: list[dict[str, object]] = []
+        self.holder_at_requeue: Holder | None = ME
+
+    def restarted(self, count: int) -> None:
+        self.start = start(restart_count=count)
+
+    def supervisor(self, *, enabled: bool = True, is_own_code: bool = False) -> Supervisor:
+        committed_step = None if self.committed is None else lambda: int(str(self.committed))
+        settings = RequeueSection(enabled=enabled)
+        return Supervisor(self.run, self, settings, committed_step=committed_step, is_own_code=is_own_code)
+
+    def supervise(self, launch: Callable[[int], int], **words: bool) -> int:
+        return self.supervisor(**words).supervise(launch)
+
+    def is_alive(self, holder: Holder) -> bool:
+        return self.lives
+
+    def show_job(self) -> dict[str, str] | None:
+        return self.jobs.pop(0) if len(self.jobs) > 1 else self.jobs[0]
+
+    def explain(self, attempt: int) -> str:
+        return self.words
+
+    def can_avoid(self, nodes: str) -> bool:
+        return True
+
+    def clear(self, attempt: int) -> bool:
+        return self.clears
+
+    def past_ends(self, job_id: str) -> Sequence[str]:
+        return self.ends
+
+    def requeue(self, decision: Decision) -> bool:
+        self.events.append(f"requeue without {decision.exclude}" if decision.exclude else "requeue")
+        self.delays_s.append(decision.delay_s)
+        with contextlib.suppress(OSError):
+            self.ledger_at_requeue = read_ledger(self.run)
+            self.holder_at_requeue = read_holder(self.run)
+        return self.requeue_works
+
+    def resubmit(self, decision: Decision) -> str:
+        self.events.append("resubmit")
+        return self.new_job
+
+    def ranks(self, code: int, *, steps: int = 0, commits: bool = False, result: bool = False) -> Callable[[int], int]:
+        """Returns ranks that make steps, perhaps commit or finish, and end with a code."""
+
+        def launch(attempt: int) -> int:
+            self.events.append(f"launch {attempt}")
+            assert read_holder(self.run) == ME
+            for step in range(steps):
+                append_line(self.run.metrics, {"step": last_step(self.run) + 1, "loss": 1.0, "n": step})
+            if commits:
+                self.committed = (self.committed or 0) + 10
+            if result:
+                self.run.result.write_text("{}")
+            return code
+
+        return launch
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    world = World(RunDirectory(tmp_path))
+    monkeypatch.setattr(module, "wait_for_the_end", lambda _comes_back: world.events.append("wait"))
+    yield world
+    assert read_holder(world.run) in (None, OTHER), "the lock is given back, whatever happened"
+
+
+def newest(world: World) -> dict[str, Any]:
+    return read_ledger(world.run)[-1]
+
+
+OUTCOMES: dict[str, tuple[dict[str, Any], int, int, list[str], str]] = {
+    # what the scheduler answers, the ranks' code, the exit code of all, what was done, the reason on record
+    "preempted": ({"jobs": [PREEMPTED]}, 75, 75, ["requeue", "wait"], "preempted"),
+    "not confirmed": ({"jobs": [PREEMPTED], "requeue_works": False}, 75, 1, ["requeue", "resubmit"], "preempted"),
+    "another takes over": (
+        {"jobs": [PREEMPTED], "requeue_works": False, "new_job": "8"},
+        *(75, 75, ["requeue", "resubmit"], "preempted"),
+    ),
+    "requeued by Slurm": ({"jobs": [{**PREEMPTED, "Restarts": "1"}]}, 75, 75, ["wait"], "preempted"),
+    "cancelled, saved": ({"jobs": [CANCELLED]}, 75, 75, [], "cancelled"),
+    "cancelled, killed": ({"jobs": [CANCELLED]}, 143, 143, [], "cancelled"),
+    "cancelled, ended well": ({"jobs": [CANCELLED]}, 0, 1, [], "cancelled"),
+    "cancelled in the grace": ({"jobs": [ENDING], "ends": ("CANCELLED",)}, 75, 75, [], "cancelled"),
+    "the grace ran out": (
+        {"jobs": [ENDING], "ends": ("PREEMPTED",), "requeue_works": False},
+        *(75, 1, ["requeue", "resubmit"], "preempted"),
+    ),
+    "the grace ran out, no accounting": (
+        {"jobs": [ENDING], "requeue_works": False},
+        *(75, 1, ["requeue", "resubmit"], "preempted"),
+    ),
+    # The requeue does nothing then; the job's record says why.
+    "cancelled before its requeue": (
+        {"jobs": [RUNNING, CANCELLED], "requeue_works": False},
+        *(75, 1, ["requeue"], "cancelled"),
+    ),
+    "failed": ({}, 1, 1, [], "failed"),
+    "killed": ({}, 137, 137, [], "failed"),
+    "0 without a result": ({}, 0, 1, [], "failed"),
+    "ranks that do not end": (
+        {"can_relaunch": True, "clears": False},
+        *(137, 75, ["requeue", "wait"], "failed"),
+    ),
+    "restarted: preempted": (
+        {"jobs": [{**CANCELLED, "Restarts": "1"}], "ends": ("PREEMPTED",)},
+        *(75, 75, ["wait"], "preempted"),
+    ),
+    "restarted: lost node": (
+        {"jobs": [{**CANCELLED, "Restarts": "1"}], "ends": ("NODE_FAIL",)},
+        *(75, 75, ["wait"], "node_failure"),
+    ),
+    "restarted, no accounting": ({"jobs": [{**CANCELLED, "Restarts": "1"}]}, 75, 75, ["wait"], "requeued"),
+}
+
+
+@pytest.mark.parametrize("case", OUTCOMES.values(), ids=OUTCOMES)
+def test_how_an_attempt_ends_and_what_is_done(
+    case: tuple[dict[str, Any], int, int, list[str], str], world: World
+) -> None:
+    answers, code, expected, events, reason = case
+    for name, value in answers.items():
+        setattr(world, name, list(value) if name == "jobs" else value)
+    assert world.supervise(world.ranks(code, steps=1)) == expected
+    assert world.events == ["launch 0", *events]
+    assert (newest(world)["reason"], newest(world)["last_step"]) == (reason, 1)
+    if "requeue" in events:
+        assert world.ledger_at_requeue[0]["last_step"] == 1, "all is on disk before Slurm ends this process"
+        assert world.holder_at_requeue is None, "the next attempt must find the lock free"
+
+
+def test_a_run_that_finishes_is_booked_as_done_and_not_run_again(world: World) -> None:
+    assert world.supervise(world.ranks(0, steps=3, result=True)) == 0
+    line = {key: value for key, value in newest(world).items() if not key.endswith("time_unix_s") and key != "event"}
+    # Ranks that never met were starting all the time.
+    assert 0 <= float(str(line.pop("start_s"))) < 5
+    facts = {"attempt": 0, "job_id": "7", "restart_count": 0, "nodes": ["node1"], "world_size": 8, "exit_code": 0}
+    ending = {"reason": "done", "action": "finish", "note": "the run is finished", "first_step": 0, "last_step": 3}
+    assert line == facts | ending
+    assert world.supervise(world.ranks(1)) == 0
+    assert world.events == ["launch 0"] and len(read_ledger(world.run)) == 1
+
+
+def test_a_stop_file_stops(world: World) -> None:
+    def launch(attempt: int) -> int:
+        world.run.stop_file.touch()
+        return world.ranks(75)(attempt)
+
+    assert world.supervise(launch) == 75
+    assert (newest(world)["reason"], world.events) == ("stopped", ["launch 0"])
+
+
+def test_requeue_can_be_switched_off(world: World) -> None:
+    world.jobs = [PREEMPTED]
+    assert world.supervise(world.ranks(75), enabled=False) == 75
+    assert world.events == ["launch 0"]
+
+
+def test_a_run_that_somebody_else_runs_is_touched_when_that_one_is_gone(world: World) -> None:
+    take_lock(world.run, OTHER, is_alive=lambda _holder: True)
+    with pytest.raises(RunError, match="is being run by Slurm job 8"):
+        world.supervise(world.ranks(0))
+    assert world.events == [] and read_ledger(world.run) == [] and read_holder(world.run) == OTHER
+    world.lives = False
+    assert world.supervise(world.ranks(0, result=True)) == 0
+
+
+@pytest.mark.parametrize("error", [OSError("no srun"), KeyboardInterrupt()])
+def test_the_lock_is_given_back_when_the_launch_breaks(error: BaseException, world: World) -> None:
+    def launch(_attempt: int) -> int:
+        raise error
+
+    with pytest.raises(type(error)):
+        world.supervise(launch)
+    assert read_holder(world.run) is None
+
+
+def test_failures_are_started_again_here_until_three_bring_no_step(world: World) -> None:
+    """Ends that are nobody's fault, and a new step, leave the budget alone."""
+    for job, code, steps in ((RUNNING, 75, 0), (PREEMPTED, 75, 0), (RUNNING, 1, 0), (RUNNING, 1, 0), (RUNNING, 1, 1)):
+        world.jobs = [job]
+        world.supervise(world.ranks(code, steps=steps))
+    world.jobs, world.can_relaunch, world.events = [RUNNING], True, []
+    assert world.supervise(world.ranks(137)) == 137
+    assert world.events == ["launch 5", "launch 6", "launch 7"]
+    assert [entry["action"] for entry in read_ledger(world.run)][-3:] == ["relaunch", "relaunch", "stop"]
+
+
+def test_the_first_rank_to_fail_is_named_and_its_code_counts(world: World) -> None:
+    def launch(attempt: int) -> int:
+        world.events.append(f"launch {attempt}")
+        leave_mark(world.run, attempt, FailureMark(rank=3, host="node2", exit_code=2, message="no such layer"))
+        return 143
+
+    world.can_relaunch = True
+    world.supervise(launch)
+    assert world.events == ["launch 0"], "wrong use is not tried again"
+    assert newest(world)["note"] == "rank 3 on node2: no such layer"
+
+
+@pytest.mark.parametrize(
+    ("code", "job", "expected", "reason"),
+    [
+        (0, RUNNING, 0, "done"),
+        (0, None, 0, "done"),
+        (0, CANCELLED, 1, "cancelled"),
+        (0, {**RUNNING, "JobState": "NODE_FAIL"}, 1, "failed"),
+        (3, RUNNING, 3, "failed"),
+    ],
+)
+def test_own_code_is_done_when_it_ends_well_undisturbed(
+    code: int, job: dict[str, str] | None, expected: int, reason: str, world: World
+) -> None:
+    world.jobs = [job]
+    assert world.supervise(world.ranks(code), is_own_code=True) == expected
+    assert newest(world)["reason"] == reason
+    assert world.run.result.exists() == (reason == "done")
+    if reason == "done":
+        assert json.loads(world.run.result.read_text())["exit_code"] == 0
+
+
+def test_a_node_that_fails_twice_in_a_row_is_left_out(world: World) -> None:
+    def launch(attempt: int) -> int:
+        world.events.append(f"launch {attempt}")
+        leave_mark(world.run, attempt, FailureMark(rank=3, host="node2", exit_code=1, message="ECC error"))
+        return 1
+
+    world.can_relaunch = True
+    assert world.supervise(launch) == 75
+    assert world.events == ["launch 0", "launch 1", "requeue without node2", "wait"]
+    assert [entry["failed_on"] for entry in read_ledger(world.run)] == ["node2", "node2"]
+
+
+def test_an_overtaken_supervisor_writes_nothing_more(world: World) -> None:
+    def launch(_attempt: int) -> int:
+        (world.run.epochs / "attempt_1").touch()
+        return 75
+
+    world.jobs = [PREEMPTED]
+    with pytest.raises(RunError, match="overtaken by attempt 1"):
+        world.supervise(launch)
+    assert "reason" not in newest(world) and world.events == []
+
+
+def breaks(_attempt: int) -> int:
+    raise RuntimeError("lost")
+
+
+@pytest.mark.parametrize(
+    ("job_id", "restart_count", "ends", "reason"),
+    [
+        pytest.param("7", 0, ("NODE_FAIL",), "node_failure", id="accounting has it"),
+        pytest.param("7", 0, ("PREEMPTED",), "preempted", id="preempted too quickly to save"),
+        pytest.param("7", 1, ("PREEMPTED", "TIMEOUT"), "time_limit", id="its own start counts"),
+        pytest.param("7", 0, (), "node_failure", id="no accounting, restarted"),
+        pytest.param("6", 0, (), "lost", id="no accounting, another job"),
+        pytest.param("6", 0, ("FAILED",), "lost", id="the batch script was killed"),
+        pytest.param(None, 0, (), "lost", id="a local run"),
+    ],
+)
+def test_attempts_that_nobody_closed_are_closed_at_their_last_sign_of_life(
+    job_id: str | None, restart_count: int, ends: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path)
+    close_attempt(run, open_attempt(run, start()), {"reason": "failed", "last_step": 3})
+    lost = open_attempt(run, start(job_id, restart_count))
+    (run.attempt_logs(lost) / "rank_0.log").touch()
+    close_lost(run, start(restart_count=1), past_ends=lambda _job: ends, last_step=8)
+    first, second = read_ledger(run)
+    assert (first["reason"], first["last_step"]) == ("failed", 3)
+    assert (second["reason"], second["action"], second["last_step"]) == (reason, "lost", 8) and second["note"]
+    modified = (run.attempt_logs(lost) / "rank_0.log").stat().st_mtime
+    assert second["end_time_unix_s"] == pytest.approx(max(modified, second["time_unix_s"]))
+
+
+def test_what_rank_0_measured_gets_into_the_ledger(world: World) -> None:
+    def launch(attempt: int) -> int:
+        spent = Spent(begin_unix_s=time.time() + 5, first_step=0, steps=4, step_s=8.0, data_wait_s=1.0)
+        spent.write(account_path(world.run, attempt))
+        return world.ranks(0, result=True)(attempt)
+
+    append_line(world.run.metrics, {"step": 2})
+    world.supervise(launch)
+    line = newest(world)
+    assert line["start_s"] == pytest.approx(5, abs=0.5)
+    assert (line["step_s"], line["data_wait_s"], line["lost_work_s"]) == (8.0, 1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("asked_by", "saved", "more"), [("clock", True, ""), ("TERM", False, "; no save at the stop: 4 s ")]
+)
+def test_the_ledger_has_who_asked_and_whether_it_was_saved(asked_by: str, saved: bool, more: str, world: World) -> None:
+    def launch(attempt: int) -> int:
+        for number in (attempt - 1, attempt):
+            words = {"asked_by": asked_by if number == attempt else "file", "saved": saved}
+            append_event(world.run, "stop", attempt=number, step=4, left_s=4.0, save_s=60.0, **words)
+        return 75
+
+    world.supervise(launch)
+    note = f"time_limit; the job is requeued and continues from its checkpoint{more}"
+    assert newest(world)["asked_by"] == asked_by and str(newest(world)["note"]).startswith(note)
+
+
+def test_the_supervisor_outlives_the_signals_that_stop_the_ranks() -> None:
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        ignore_stop_signals()
+        for number in numbers:
+            signal.raise_signal(number)
+            assert callable(signal.getsignal(number)), "a handler: an ignored signal would be inherited by the ranks"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("finding", "is_own_code", "events"),
+    [
+        ({}, False, ["launch 0", "requeue without node3"]),
+        ({"node": "node3, node4"}, False, ["launch 0", "requeue without node3,node4"]),
+        ({"blames_node": False}, False, ["launch 0", "launch 1"]),
+        # None of it has begun, so it may be started again.
+        ({}, True, ["launch 0", "requeue without node3"]),
+        ({"level": "warning"}, True, ["launch 0"]),
+    ],
+)
+def test_what_the_preflight_finds(finding: dict[str, Any], is_own_code: bool, events: list[str], world: World) -> None:
+    facts = {"code": "GPU_SICK", "level": "error", "node": "node3", "seen": "seen", "blames_node": True} | finding
+    line = f"GPU_SICK {facts['node']}: seen; todo"
+
+    def launch(attempt: int) -> int:
+        world.events.append(f"launch {attempt}")
+        write_preflight(world.run, attempt, {"findings": [{**facts, "line": line}]})
+        return EXIT_FAILURE if facts["level"] == "error" else EXIT_DONE
+
+    world.can_relaunch = True
+    world.supervise(launch, is_own_code=is_own_code)
+    assert world.events[: len(events)] == events
+    entry = read_ledger(world.run)[0]
+    assert entry["found"] == f"GPU_SICK {facts['node']}"
+    if "requeue without node3" in events:
+        assert (entry["note"], entry["failed_on"]) == (f"{line}; the job is requeued without node3", "node3")
+    if facts["level"] == "warning":
+        assert entry["reason"] == "done"
+
+
+def time_limits(world: World, number: int, **ranks: bool) -> list[int]:
+    codes = []
+    for _ in range(number):
+        codes.append(world.supervise(world.ranks(75, steps=1, **ranks)))
+        world.restarted(world.start.restart_count + 1)
+    return codes
+
+
+def test_time_limits_without_a_new_checkpoint_stop_the_run_with_a_reason(world: World) -> None:
+    world.committed = -1
+    assert time_limits(world, 3) == [75, 75, 75] and world.events[-1] == "launch 2"
+    assert [entry["action"] for entry in read_ledger(world.run)] == ["requeue", "requeue", "stop"]
+    note = str(newest(world)["note"])
+    assert "time_limit; 3 time limits in a row without a new checkpoint (the last attempt ran " in note
+    assert "raise cluster.time_limit_min" in note
+    # Whoever starts it again after that has the whole budget.
+    assert time_limits(world, 3) == [75, 75, 75] and len(read_ledger(world.run)) == 6
+
+
+def test_a_new_checkpoint_clears_the_budget_and_logged_steps_do_not(world: World) -> None:
+    world.committed = -1
+    time_limits(world, 2)
+    time_limits(world, 1, commits=True)
+    time_limits(world, 2)
+    assert {entry["action"] for entry in read_ledger(world.run)} == {"requeue"}
+    assert [entry["last_committed"] for entry in read_ledger(world.run)] == [-1, -1, 9, 9, 9]
+    time_limits(world, 1)
+    assert newest(world)["action"] == "stop"
+
+
+def test_failures_between_two_logged_lines_stop_nothing_that_commits(world: World) -> None:
+    world.committed, world.can_relaunch, left = 0, True, iter([True] * 5 + [False] * 9)
+    assert world.supervise(lambda attempt: world.ranks(137, commits=next(left))(attempt)) == 137
+    assert world.events == [f"launch {attempt}" for attempt in range(8)]
+    assert "3 failures in a row without a new checkpoint" in str(newest(world)["note"])
+
+
+@pytest.mark.parametrize("committed", [None, -1], ids=["own code", "before the first checkpoint"])
+def test_own_code_and_fifty_preemptions_come_back_without_end(committed: int | None, world: World) -> None:
+    world.committed, world.jobs = committed, [RUNNING if committed is None else PREEMPTED]
+    assert time_limits(world, 8 if committed is None else 50) == [75] * (8 if committed is None else 50)
+    assert {entry["action"] for entry in read_ledger(world.run)} == {"requeue"}
+
+
+def test_a_job_that_loses_its_node_each_time_is_ended_at_a_start(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.committed, world.ends = -1, ("NODE_FAIL",) * 9
+    for count in range(6):
+        world.restarted(count)
+        with pytest.raises(RuntimeError):
+            world.supervise(breaks)
+    world.restarted(6)
+    assert world.supervise(world.ranks(0)) == EXIT_FAILURE and world.events == []
+    entry = newest(world)
+    assert (entry["attempt"], entry["reason"], entry["action"]) == (5, "node_failure", "stop")
+    assert "node_failure; 6 lost nodes in a row without a new checkpoint" in str(entry["note"])
+    assert "nothing is started: 6 lost nodes in a row" in capsys.readouterr().err
+    world.restarted(0)
+    assert world.supervise(world.ranks(0, result=True)) == 0, "a person's own start"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", None),
+        ("attempts.jsonl", None),
+        ("events.jsonl", '{"event": "stop", "attempt": 0}\n'),
+        ("events.jsonl", '{"event": "stop", "attempt": 0, "saved": false, "left_s": null, "save_s": "x"}\n'),
+        ("events.jsonl", None),
+        ("logs/attempt_0/failures.jsonl", '{"rank": 1}\n'),
+        ("logs/attempt_0/failures.jsonl", None),
+        ("logs/attempt_0/timing.json", "{}"),
+        ("logs/attempt_0/timing.json", '{"begin_unix_s": "x"}'),
+        ("logs/attempt_0/preflight.json", '{"findings": [{}]}'),
+        ("logs/attempt_0/preflight.json", '{"findings": [3]}'),
+        ("lock.json", None),
+        ("checkpoints", "no folder"),
+    ],
+)
+def test_nothing_that_cannot_be_read_or_written_keeps_a_job_from_its_requeue(
+    name: str, content: str | None, world: World
+) -> None:
+    world.committed = -1
+
+    def launch(attempt: int) -> int:
+        path = world.run.path / name
+        path.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            path.mkdir()
+        else:
+            path.write_text(content)
+        return world.ranks(75)(attempt) if name != "lock.json" else 75
+
+    world.jobs = [PREEMPTED]
+    assert world.supervise(launch) == 75
+    assert world.events[-2:] == ["requeue", "wait"]
+    if name == "lock.json":
+        world.run.lock.rmdir()
+
+
+def test_a_full_disk_at_the_end_of_the_ranks_costs_the_ledger_s_line_alone(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def launch(attempt: int) -> int:
+            patch.setattr(module, "close_attempt", full)
+            return world.ranks(75, steps=2)(attempt)
+
+        world.jobs = [PREEMPTED]
+        assert world.supervise(launch) == 75 and world.events == ["launch 0", "requeue", "wait"]
+    assert "the ledger: OSError: [Errno 122] Disk quota exceeded; the run goes on without" in capsys.readouterr().err
+    world.restarted(1)
+    world.ends, world.jobs = ("PREEMPTED",), [RUNNING]
+    assert world.supervise(world.ranks(0, result=True)) == 0
+    assert [entry["reason"] for entry in read_ledger(world.run)] == ["preempted", "done"]
+
+
+def test_own_code_that_has_ended_well_is_done_though_the_disk_is_full(world: World) -> None:
+    def launch(_attempt: int) -> int:
+        world.run.result.with_name(f".result.json.{os.getpid()}.tmp").mkdir()
+        return 0
+
+    assert world.supervise(launch, is_own_code=True) == EXIT_DONE
+    assert newest(world)["reason"] == "done"
+
+
+def test_a_start_that_cannot_write_comes_back_later_each_time(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """No start leaves a trace, so Slurm's own count tells their number."""
+    codes = []
+    for count in range(11):
+        world.restarted(count)
+        codes.append(world.supervisor().come_back_later(FULL))
+    assert codes == [75] * 10 + [1]
+    assert world.delays_s == [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600, 3600]
+    assert "that was start 11 in a row, so the job ends; `resume` continues" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError):  # does not pass by itself
+        world.supervisor().come_back_later(FileNotFoundError("no srun"))
+
+
+def test_a_launch_that_finds_the_disk_full_is_on_record_and_uses_no_budget_of_failures(world: World) -> None:
+    def launch(_attempt: int) -> int:
+        raise FULL
+
+    for count in range(4):
+        world.restarted(count)
+        with pytest.raises(OSError, match="No space left"):
+            world.supervise(launch)
+        assert world.supervisor().come_back_later(FULL) == 75
+    assert {(entry["reason"], entry["action"]) for entry in read_ledger(world.run)} == {("file_system", "requeue")}
+    assert world.delays_s == [60, 120, 240, 480]
+    world.restarted(4)
+    assert world.supervise(world.ranks(0, result=True)) == 0
+
+
+@pytest.mark.parametrize(("restart_count", "code"), [(0, 2), (1, 75)])
+def test_a_run_that_comes_back_to_too_little_room_is_put_off(restart_count: int, code: int, world: World) -> None:
+    def launch(attempt: int) -> int:
+        facts = {"code": "DISK_FULL", "level": "error", "node": "node1", "line": "DISK_FULL node1: 3 MiB are left"}
+        write_preflight(world.run, attempt, {"findings": [facts]})
+        return 2
+
+    world.restarted(restart_count)
+    world.can_relaunch = True
+    assert world.supervise(launch) == code
+    assert world.delays_s == ([60] if restart_count else [])
+    assert newest(world)["reason"] == ("file_system" if restart_count else "failed")

@@ -1,0 +1,123 @@
+"""What the doctor says of five sites: one recorded from Slurm 22.05.8, four in the formats of other releases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slurm_train.slurm.site import SiteFacts, default_account, default_qos
+from slurm_train.tools.doctor.site_rules import SiteView, duration_text, in_words, requeue_delay_s, rules, site_table
+from tests.tools.site.sites import SITES, facts_of
+
+
+def view_of(site: str, **settings: str) -> SiteView:
+    facts = facts_of(site)
+    facts = replace(facts, settings={**facts.settings, **settings})
+    return SiteView(facts=facts, qos=default_qos(facts.associations, default_account(facts.associations)))
+
+
+def codes(view: SiteView) -> dict[str, str]:
+    return {found.code: found.level for found in rules.find(view)}
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_every_site_is_described(site: str) -> None:
+    view = view_of(site)
+    assert codes(view) and len(in_words(view)) == 3
+    assert all(found.code in rules.codes and "\n" not in found.line and found.todo for found in rules.find(view))
+    assert site_table(view)["Slurm"].startswith(view.settings["SLURM_VERSION"])
+
+
+def test_the_devcluster_in_words() -> None:
+    assert in_words(view_of("devcluster", AuthInfo="cred_expire=5")) == [
+        "A run of partition main and QOS normal can be preempted by jobs of QOS urgent. Its ranks get TERM, TERM again "
+        "after 15 s, and KILL 5 s later; they save at the next step boundary.",
+        "The supervisor of the run calls `scontrol requeue incomplete`, before a time limit as well: it keeps its id "
+        "and may start again after 5 s.",
+        "Nothing by preemption where the step under way, one more and a save take less than 20 s; else the steps "
+        "since the newest checkpoint (checkpoint.every_steps says how many, auto chooses). Nothing at a time limit: "
+        "the ranks are asked to save before it. A lost node costs as much.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "level"),
+    [
+        ({}, "TIME_LIMITS", "note"),
+        ({}, "REQUEUE_DELAY", "note"),
+        ({}, "ARRAY_SIZE", "note"),
+        ({"SLURM_VERSION": "20.11.9"}, "OLD_SLURM", "warning"),
+        ({"JobRequeue": "0"}, "NO_REQUEUE", "note"),
+        ({"JobFileAppend": "0"}, "LOG_TRUNCATED", "note"),
+        ({"ProctrackType": "proctrack/cgroup"}, "JOB_ENDS", "note"),
+        ({"PreemptParameters": "send_user_signal"}, "USER_SIGNAL", "note"),
+        ({"AccountingStorageType": "accounting_storage/none"}, "NO_ACCOUNTING", "warning"),
+        ({"MaxArraySize": "1"}, "ARRAY_SIZE", "warning"),
+        ({"SelectType": "select/cons_res"}, "GPU_FLAG", "warning"),
+    ],
+)
+def test_a_setting_is_reported(settings: dict[str, str], code: str, level: str) -> None:
+    assert codes(view_of("devcluster", **settings))[code] == level
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "mode", "code", "said"),
+    [
+        (0.0, "requeue", "NO_GRACE", "leaves 5 s from TERM to KILL"),
+        (15.0, "cancel", "SHORT_GRACE", "Slurm cancels what it preempts here"),
+        (300.0, "requeue", "", "take less than 5.1 min"),
+        (15.0, "suspend", "SUSPENDS", "goes on in the same attempt"),
+    ],
+)
+def test_kinds_of_preemption_are_told_apart(grace_s: float, mode: str, code: str, said: str) -> None:
+    view = view_of("devcluster")
+    qos = [replace(one, grace_s=grace_s, preempt_mode=mode) if one.name == "normal" else one for one in view.facts.qos]
+    view = replace(view, facts=replace(view.facts, qos=qos))
+    assert {"NO_GRACE", "SHORT_GRACE", "SUSPENDS"} & set(codes(view)) == ({code} if code else set())
+    assert said in " ".join(in_words(view))
+
+
+def test_without_preemption_nothing_is_lost_by_it() -> None:
+    begins, _, lost = in_words(view_of("devcluster", PreemptType="preempt/none"))
+    assert begins.endswith("is not preempted: no other job may take its nodes.")
+    assert lost.startswith("Nothing is lost by preemption.")
+
+
+def test_a_site_that_does_not_answer() -> None:
+    (found,) = rules.find(SiteView(has_slurm=False))
+    assert found.line.startswith("NO_SLURM: there is no sbatch or squeue on the PATH; ")
+    assert codes(SiteView(away="`sinfo` did not answer in 20 s")) == {"CONTROLLER_AWAY": "error"}
+    assert in_words(SiteView(facts=SiteFacts())) == [] and codes(SiteView(facts=SiteFacts())) == {}
+
+
+@pytest.mark.parametrize("nodes", ["up", "drain"])
+def test_partitions_that_start_no_jobs_are_named(nodes: str) -> None:
+    view = view_of("devcluster")
+    parts = [
+        replace(part, groups=tuple(replace(group, state=nodes) for group in part.groups))
+        if nodes == "drain"
+        else replace(part, state="down")
+        for part in view.facts.partitions
+    ]
+    assert codes(replace(view, facts=replace(view.facts, partitions=parts)))["PARTITION_DOWN"] == "warning"
+
+
+def test_container_runtimes_are_named() -> None:
+    found = rules.find(replace(view_of("devcluster"), runtimes=("apptainer", "enroot")), only=("CONTAINERS",))
+    assert [one.seen for one in found] == ["container runtimes here: apptainer, enroot"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("cred_expire=5,socket=/x", 5.0), ("socket=/x,cred_expire=30", 30.0), ("(null)", 120.0)]
+)
+def test_the_delay_of_a_requeue_is_the_life_of_a_credential(text: str, seconds: float) -> None:
+    assert requeue_delay_s({"AuthInfo": text}) == seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(5, "5 s"), (60, "1 min"), (90, "90 s"), (3600, "1 h"), (5400, "90 min"), (86400, "1 day"), (172800, "2 days")],
+)
+def test_durations_are_in_their_largest_unit(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
