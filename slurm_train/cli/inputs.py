@@ -13,7 +13,7 @@ from slurm_train.data.shards import require_readable
 from slurm_train.errors import ConfigError
 from slurm_train.launch.layout import CAUSAL_LM
 from slurm_train.launch.plan import RunPlan
-from slurm_train.models.pretrained_source import require_source
+from slurm_train.models.pretrained_names import require_source
 
 
 def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:

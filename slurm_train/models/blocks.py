@@ -1,10 +1,11 @@
-"""What a GPT is stacked of: attention and feed-forward in all the forms that published models have.
+"""What a GPT is stacked of: attention, feed-forward and positions in all the forms that published models have.
 
-Shapes: B batch, T positions, C width, H heads, D width per head.
+Shapes: B batch, T positions, C width, H heads, D width per head, M hidden width of the feed-forward.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_train.errors import ConfigError
-from slurm_train.models.rotary import rotary_table, rotate
 
+SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
 _CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
     "activation": ("gelu", "gelu_tanh", "swiglu"),
@@ -39,12 +40,10 @@ class BlockShape:
     dropout: float
 
     def __post_init__(self) -> None:
-        """Refuses a choice that is none, and heads that do not divide the width or each other."""
+        """Refuses an unknown choice, and heads that do not divide the width or each other."""
         for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"model.{name}={getattr(self, name)} is not known", hint=f"use one of {', '.join(known)}"
-                )
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"model.{name}={value} is not known", hint=f"use one of {', '.join(known)}")
         if self.num_heads < 1 or self.width % (2 * self.num_heads):
             raise ConfigError(
                 f"model.width={self.width} cannot be split into model.num_heads={self.num_heads} heads of an even "
@@ -154,32 +153,24 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with a GELU between them."""
+    """Two linear maps with a GELU between them; or three, one of which gates another through a SiLU (SwiGLU)."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
+        is_gated = shape.activation == "swiglu"
+        self.gate = nn.Linear(shape.width, shape.hidden, bias=shape.bias) if is_gated else None
         self.up = nn.Linear(shape.width, shape.hidden, bias=shape.bias)
         self.out = nn.Linear(shape.hidden, shape.width, bias=shape.bias)
         self.approximation = "tanh" if shape.activation == "gelu_tanh" else "none"
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Returns (B, T, C)."""
-        out_BTC: Tensor = self.out(functional.gelu(self.up(x_BTC), approximate=self.approximation))
-        return out_BTC
-
-
-class GatedFeedForward(nn.Module):
-    """Three linear maps: one lets through what the SiLU of another says (SwiGLU)."""
-
-    def __init__(self, shape: BlockShape) -> None:
-        super().__init__()
-        self.gate = nn.Linear(shape.width, shape.hidden, bias=shape.bias)
-        self.up = nn.Linear(shape.width, shape.hidden, bias=shape.bias)
-        self.out = nn.Linear(shape.hidden, shape.width, bias=shape.bias)
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        """Returns (B, T, C)."""
-        out_BTC: Tensor = self.out(functional.silu(self.gate(x_BTC)) * self.up(x_BTC))
+        up_BTM: Tensor = self.up(x_BTC)
+        if self.gate is None:
+            mixed_BTM = functional.gelu(up_BTM, approximate=self.approximation)
+        else:
+            mixed_BTM = functional.silu(self.gate(x_BTC)) * up_BTM
+        out_BTC: Tensor = self.out(mixed_BTM)
         return out_BTC
 
 
@@ -191,7 +182,7 @@ class Block(nn.Module):
         self.attention_norm = shape.build_norm()
         self.attention = Attention(shape)
         self.feed_forward_norm = shape.build_norm()
-        self.feed_forward = (GatedFeedForward if shape.activation == "swiglu" else FeedForward)(shape)
+        self.feed_forward = FeedForward(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor | None, sin_TD: Tensor | None) -> Tensor:
@@ -199,3 +190,51 @@ class Block(nn.Module):
         x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), cos_TD, sin_TD))
         mixed_BTC: Tensor = self.dropout(self.feed_forward(self.feed_forward_norm(x_BTC)))
         return x_BTC + mixed_BTC
+
+
+def rotary_table(
+    num_positions: int, head_width: int, *, theta: float = 10000.0, scaling: Mapping[str, float] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns the cosines and sines of rotary positions, each float32 (T, D), the two halves of D alike.
+
+    Queries and keys are turned by an angle that grows with their place in the sequence. The two halves of a head are
+    turned against each other, as transformers does it, so weights need no reordering.
+
+    Args:
+        num_positions: T.
+        head_width: D, even.
+        theta: base of the frequencies; a larger one turns slower.
+        scaling: Llama 3.1's stretching to a longer context, with the keys `SCALING_KEYS`; None for none.
+
+    Raises:
+        ConfigError: the scaling has other keys.
+    """
+    frequency = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
+    if scaling:
+        frequency = _stretch(frequency, scaling)
+    angle_TD = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequency).repeat(1, 2)
+    return angle_TD.cos(), angle_TD.sin()
+
+
+def _stretch(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
+    """Returns the frequencies of a context `factor` times as long.
+
+    What turns often within the original context stays, what turns seldom becomes slower by the factor, and what lies
+    between goes over from the one to the other in proportion to its number of turns.
+    """
+    if set(scaling) != set(SCALING_KEYS):
+        raise ConfigError(
+            f"model.rope_scaling has the keys {', '.join(sorted(scaling)) or 'none'}",
+            hint=f"give all of {', '.join(SCALING_KEYS)} and nothing else",
+        )
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    num_turns = scaling["original_context"] * frequency / (2 * math.pi)
+    kept = ((num_turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * frequency / scaling["factor"] + kept * frequency
+
+
+def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Returns the vectors turned by the angle of their position."""
+    first, second = x_BHTD.chunk(2, dim=-1)
+    turned_BHTD = x_BHTD * cos_TD + torch.cat((-second, first), dim=-1) * sin_TD
+    return turned_BHTD.to(x_BHTD.dtype)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from slurm_train.errors import ConfigError
-from slurm_train.models.pretrained_source import CONFIG_FILE, require_source
+from slurm_train.models.pretrained_names import CONFIG_FILE, require_source
 
 PREFIX = "network."
 """Of the names of a `CausalLM`'s parameters, before those that transformers gives them."""

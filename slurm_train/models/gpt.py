@@ -1,8 +1,8 @@
 """A decoder-only transformer: pre-norm, causal scaled-dot-product attention, every published shape by its arguments.
 
 As it stands, byte-level text at one to three million parameters; `conf/model` has GPT-2's and Llama's shapes. The model
-knows no parallelism, no loss and no optimizer: `model(tokens)` gives logits, everything else is somebody else's room.
-It only says, as data, where it may be cut.
+knows no parallelism, no loss and no optimizer: `model(tokens)` gives logits, everything else is in other rooms.
+It only describes, as data, where it may be cut.
 
 Shapes: B batch, T positions, C width, H heads, D width per head, V vocabulary, M hidden width of the feed-forward.
 """
@@ -37,13 +37,13 @@ class GPT(nn.Module):
         activation: of the feed-forward: "gelu", "gelu_tanh" (GPT-2's approximation) or "swiglu" (three matrices).
         positions: "rope" turns queries and keys, "learned" adds an embedding of the position.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: Llama 3.1's stretching of them (`rotary.SCALING_KEYS`); None for none.
+        rope_scaling: Llama 3.1's stretching of them (`blocks.SCALING_KEYS`); None for none.
         bias: the matrices of the blocks and layer norms have biases.
         dropout: probability on the residual branches and attention weights.
         tied: the output layer is the embedding's weight.
 
     Raises:
-        ConfigError: the heads do not divide the width into even parts or each other, or a choice is none.
+        ConfigError: the heads do not divide the width into even parts or each other, or a choice is unknown.
     """
 
     cos_TD: Tensor | None

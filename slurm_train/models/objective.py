@@ -12,9 +12,12 @@ whole numbers (-100 is passed over) and by squared error where they are not.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,6 +25,10 @@ from slurm_train.errors import ConfigError
 
 Batch = tuple[Tensor, ...]
 IGNORED = -100
+Tokens = NDArray[np.unsignedinteger[Any]]
+_ALPHA = 0.1
+# Pairs of tokens counted at once; a block of int64 codes is 8 MB.
+_BLOCK = 2**20
 
 
 class Objective(nn.Module):
@@ -82,7 +89,11 @@ def default_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         ConfigError: the shapes do not fit.
     """
     if targets.is_floating_point():
-        _require_same_shape(outputs, targets)
+        if outputs.shape != targets.shape:
+            raise ConfigError(
+                f"the model gave {tuple(outputs.shape)} for targets of {tuple(targets.shape)}",
+                hint="give as many numbers as there are targets, or define training_loss(batch) on the model",
+            )
         precise = _precise(outputs)
         loss = functional.mse_loss(precise, targets.to(precise.dtype), reduction="sum")
         return loss, torch.full((), targets.numel(), device=loss.device)
@@ -119,9 +130,31 @@ def _precise(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _require_same_shape(outputs: Tensor, targets: Tensor) -> None:
-    if outputs.shape != targets.shape:
-        raise ConfigError(
-            f"the model gave {tuple(outputs.shape)} for targets of {tuple(targets.shape)}",
-            hint="give as many numbers as there are targets, or define training_loss(batch) on the model",
-        )
+def bigram_bits_per_byte(
+    train: Sequence[Tokens], heldout: Sequence[Tokens], *, vocab_size: int, bytes_per_target: float = 1.0
+) -> float:
+    """Returns the held-out bits per byte of a bigram model with add-0.1 smoothing: what a language model must beat.
+
+    In every array all tokens but the first are targets, each predicted from the token before it: the same targets as a
+    model's, which sees more than one token back.
+
+    Args:
+        train: arrays (n,) of token ids to count.
+        heldout: arrays (n,) of token ids to predict; at least one target in all.
+        vocab_size: number of token ids; the table has its square of entries, so this is for bytes.
+        bytes_per_target: bytes of text per predicted token.
+    """
+    counts = _count_pairs(train, vocab_size)
+    bits = -np.log2((counts + _ALPHA) / (counts + _ALPHA).sum(axis=1, keepdims=True))
+    predicted = _count_pairs(heldout, vocab_size)
+    return float((predicted * bits).sum() / predicted.sum() / bytes_per_target)
+
+
+def _count_pairs(arrays: Iterable[Tokens], vocab_size: int) -> NDArray[np.int64]:
+    """Returns how often the second token follows the first, int64 (vocab_size, vocab_size)."""
+    counts = np.zeros(vocab_size * vocab_size, dtype=np.int64)
+    for tokens in arrays:
+        for start in range(0, len(tokens) - 1, _BLOCK):
+            block = tokens[start : start + _BLOCK + 1].astype(np.int64)
+            counts += np.bincount(block[:-1] * vocab_size + block[1:], minlength=len(counts))
+    return counts.reshape(vocab_size, vocab_size)

@@ -1,4 +1,4 @@
-"""What the shipped GPT is called in transformers: its configuration and the names and order of its weights.
+"""What the shipped GPT is called in transformers, and where a model of transformers comes from.
 
 Two architectures have forms that the GPT can take, `llama` and `gpt2`. Rotary positions turn the same halves there, so
 nothing is reordered. Imports no torch and no transformers.
@@ -7,10 +7,13 @@ nothing is reordered. Imports no torch and no transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import ConfigError
+
+CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,12 @@ class Architecture:
     block: str
     """What the name of a block begins with, with {} for its number."""
     block_parts: Mapping[str, str]
-    thirds: Mapping[str, int]
+    ignored: tuple[str, ...]
+    """Endings of tensors that some published files have besides the weights."""
+    thirds: Mapping[str, int] = field(default_factory=dict)
     """Parts that are one matrix there, one after the other."""
-    transposed: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    """Endings of tensors that some published files have beside the weights."""
+    is_transposed: bool = False
+    """Whether the matrices of its blocks have inputs before outputs."""
 
     def place(self, name: str) -> Place:
         """Returns where a parameter of ours lies, e.g. of "blocks.3.attention.q.weight"."""
@@ -49,7 +53,7 @@ class Architecture:
         return Place(
             f"{self.block.format(number)}.{self.block_parts[part]}.{kind}",
             third=self.thirds.get(part),
-            is_transposed=kind == "weight" and part in self.transposed,
+            is_transposed=self.is_transposed and kind == "weight" and not part.endswith("norm"),
         )
 
 
@@ -68,7 +72,6 @@ LLAMA = Architecture(
         "feed_forward.up": "mlp.up_proj",
         "feed_forward.out": "mlp.down_proj",
     },
-    thirds={},
     ignored=("rotary_emb.inv_freq",),
 )
 
@@ -92,22 +95,13 @@ GPT2 = Architecture(
         "feed_forward.out": "mlp.c_proj",
     },
     thirds={"attention.q": 0, "attention.k": 1, "attention.v": 2},
-    transposed=("attention.q", "attention.k", "attention.v", "attention.out", "feed_forward.up", "feed_forward.out"),
+    is_transposed=True,
     ignored=("attn.bias", "attn.masked_bias"),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GptForm:
-    """A GPT's architecture in transformers and its configuration there."""
-
-    architecture: Architecture
-    config: dict[str, Any]
-    tied: bool
-
-
-def gpt_form(settings: Mapping[str, Any]) -> GptForm:
-    """Returns what a GPT with these arguments is called in transformers.
+def gpt_form(settings: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
+    """Returns a GPT's architecture in transformers and its configuration there.
 
     Args:
         settings: all arguments of the `GPT`, defaults included.
@@ -115,60 +109,72 @@ def gpt_form(settings: Mapping[str, Any]) -> GptForm:
     Raises:
         ConfigError: no architecture has this form.
     """
-    words = {name: settings[name] for name in ("norm", "activation", "positions", "bias")}
+    norm, activation, positions, bias = (settings[name] for name in ("norm", "activation", "positions", "bias"))
     heads, shared = settings["num_heads"], settings["num_kv_heads"] or settings["num_heads"]
-    if (words["norm"], words["activation"], words["positions"]) == ("rmsnorm", "swiglu", "rope"):
-        return GptForm(LLAMA, _llama(settings, shared=shared), bool(settings["tied"]))
-    plain = words["norm"] == "layernorm" and words["activation"] != "swiglu" and words["positions"] == "learned"
-    if plain and words["bias"] and shared == heads:
-        return GptForm(GPT2, _gpt2(settings), bool(settings["tied"]))
-    text = ", ".join(f"{name}={value}" for name, value in words.items())
+    config = {
+        "vocab_size": settings["vocab_size"],
+        "max_position_embeddings": settings["context"],
+        "num_hidden_layers": settings["num_layers"],
+        "num_attention_heads": heads,
+        "hidden_size": settings["width"],
+        "tie_word_embeddings": settings["tied"],
+        # Which tokens begin and end a text is known to the tokenizer only.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    hidden = settings["hidden"] or 4 * settings["width"]
+    if (norm, activation, positions) == ("rmsnorm", "swiglu", "rope"):
+        rope: dict[str, Any] = {"rope_theta": float(settings["rope_theta"]), "rope_type": "default"}
+        if scaling := dict(settings["rope_scaling"] or {}):
+            original = int(scaling.pop("original_context"))
+            rope |= {"rope_type": "llama3", "original_max_position_embeddings": original}
+            rope |= {name: float(value) for name, value in scaling.items()}
+        return LLAMA, config | {
+            "intermediate_size": hidden,
+            "num_key_value_heads": shared,
+            "hidden_act": "silu",
+            "rms_norm_eps": settings["norm_eps"],
+            "rope_parameters": rope,
+            "attention_bias": bias,
+            "mlp_bias": bias,
+            "attention_dropout": settings["dropout"],
+        }
+    if (norm, positions) == ("layernorm", "learned") and activation != "swiglu" and bias and shared == heads:
+        return GPT2, config | {
+            "n_inner": hidden,
+            "activation_function": "gelu_new" if activation == "gelu_tanh" else "gelu",
+            "layer_norm_epsilon": settings["norm_eps"],
+            **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), settings["dropout"]),
+        }
     raise ConfigError(
-        f"no architecture of transformers has the form of this GPT: {text}, num_kv_heads={shared} of {heads}",
+        f"no architecture of transformers has the form of this GPT: norm={norm}, activation={activation}, "
+        f"positions={positions}, bias={bias}, num_kv_heads={shared} of {heads}",
         hint="Llama's form is norm=rmsnorm activation=swiglu positions=rope, GPT-2's norm=layernorm "
         "activation=gelu_tanh positions=learned bias=true (docs/models.md); without --format the weights are "
         "written under this model's own names",
     )
 
 
-def _llama(settings: Mapping[str, Any], *, shared: int) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_theta": float(settings["rope_theta"]), "rope_type": "default"}
-    if scaling := dict(settings["rope_scaling"] or {}):
-        original = int(scaling.pop("original_context"))
-        rope |= {"rope_type": "llama3", "original_max_position_embeddings": original}
-        rope |= {name: float(value) for name, value in scaling.items()}
-    return {
-        **_both(settings),
-        "intermediate_size": settings["hidden"] or 4 * settings["width"],
-        "num_key_value_heads": shared,
-        "hidden_act": "silu",
-        "rms_norm_eps": settings["norm_eps"],
-        "rope_parameters": rope,
-        "attention_bias": settings["bias"],
-        "mlp_bias": settings["bias"],
-        "attention_dropout": settings["dropout"],
-    }
+def require_source(*, model_type: str | None, path: str | None, cwd: Path) -> None:
+    """Checks that a model of transformers has one source, an architecture or a directory, and that this one is there.
 
+    Args:
+        model_type: transformers' name of an architecture.
+        path: a directory with config.json, or the path of a config.json.
+        cwd: directory that a relative path starts from.
 
-def _gpt2(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **_both(settings),
-        "n_inner": settings["hidden"] or 4 * settings["width"],
-        "activation_function": "gelu_new" if settings["activation"] == "gelu_tanh" else "gelu",
-        "layer_norm_epsilon": settings["norm_eps"],
-        **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), settings["dropout"]),
-    }
-
-
-def _both(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "vocab_size": settings["vocab_size"],
-        "max_position_embeddings": settings["context"],
-        "num_hidden_layers": settings["num_layers"],
-        "num_attention_heads": settings["num_heads"],
-        "hidden_size": settings["width"],
-        "tie_word_embeddings": settings["tied"],
-        # Which tokens begin and end a text is the tokenizer's affair.
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    Raises:
+        ConfigError: both or neither are given, or the directory has no config.json.
+    """
+    if (model_type is None) == (path is None):
+        raise ConfigError(
+            f"model=hf was given model.model_type={model_type} and model.path={path}; it takes one of them",
+            hint="e.g. model.model_type=llama 'model.config={hidden_size: 64, num_hidden_layers: 2}'",
+        )
+    if path is None or (cwd / path).is_file():
+        return
+    if not (cwd / path / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"model.path={path}: there is no {Path(path) / CONFIG_FILE}",
+            hint="name a directory on this machine; nothing is downloaded (`hf download NAME --local-dir DIR` does)",
+        )

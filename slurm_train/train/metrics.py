@@ -339,7 +339,7 @@ def say_text(
     train_tokens: TokenSource = train  # type: ignore[assignment]  # it has what is used here
     vocabulary = train_tokens.encoding().vocab_size
     if heldout is not None and vocabulary <= _LARGEST_BIGRAM_VOCABULARY:
-        from slurm_train.models.bigram import bigram_bits_per_byte
+        from slurm_train.models.objective import bigram_bits_per_byte
 
         tokens: TokenSource = heldout  # type: ignore[assignment]
         shards, per_target = tokens.shards(), tokens.bytes_per_target

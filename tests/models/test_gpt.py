@@ -21,41 +21,20 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, 11, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def test_logits_have_one_score_per_token_id(model: GPT) -> None:
-    assert model(tokens(3, 5)).shape == (3, 5, 11)
-
-
 def test_no_position_sees_a_later_token(model: GPT) -> None:
     left = tokens(1, 8)
     right = left.clone()
     right[0, 5:] = (right[0, 5:] + 1) % 11
     first, second = model(left), model(right)
+    assert first.shape == (1, 8, 11)
     torch.testing.assert_close(first[:, :5], second[:, :5])
     assert not torch.allclose(first[:, 5:], second[:, 5:])
-
-
-def test_positions_matter(model: GPT) -> None:
-    swapped = torch.tensor([[1, 2, 3]]), torch.tensor([[2, 1, 3]])
-    first, second = (model(part)[0, -1] for part in swapped)
-    assert not torch.allclose(first, second)
-
-
-def test_default_size_is_one_to_three_million_parameters() -> None:
-    with torch.device("meta"):
-        model = GPT()
-    assert 1e6 < sum(parameter.numel() for parameter in model.parameters()) < 3e6
 
 
 def test_tied_head_is_the_embedding_and_untied_is_not() -> None:
     tied, untied = GPT(**SMALL), GPT(**SMALL, tied=False)  # type: ignore[arg-type]
     assert tied.head.weight is tied.embedding.weight
     assert untied.head.weight is not untied.embedding.weight
-
-
-def test_untrained_loss_is_near_that_of_a_uniform_guess(model: GPT) -> None:
-    batch = tokens(4, 9)
-    loss = torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-    assert abs(loss.item() - torch.tensor(11.0).log().item()) < 0.2
 
 
 def test_rotary_tables_are_not_saved(model: GPT) -> None:

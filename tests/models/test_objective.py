@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_train.errors import ConfigError
-from slurm_train.models.objective import IGNORED, Objective, default_loss, default_sums
+from slurm_train.models.objective import IGNORED, Objective, bigram_bits_per_byte, default_loss, default_sums
 
 
 class Given(nn.Module):
@@ -112,3 +115,22 @@ def test_message_of_shapes_that_do_not_fit(outputs: tuple[int, ...], targets: Te
 def test_batch_without_targets_needs_an_own_loss() -> None:
     with pytest.raises(ConfigError, match="a batch of 1 tensors has no"):
         Objective(Given())(torch.zeros(2))
+
+
+def test_bigram_baseline_equals_counting_by_hand() -> None:
+    train, held_out = np.array([0, 1, 0, 1, 1], dtype=np.uint16), np.array([0, 1, 1, 0], dtype=np.uint16)
+    # after 0: 1 twice; after 1: 0 once, 1 once
+    bits = -math.log2(2.1 / 2.2) - 2 * math.log2(1.1 / 2.2)
+    assert bigram_bits_per_byte([train], [held_out], vocab_size=2) == pytest.approx(bits / 3)
+
+
+def test_bigram_arrays_are_not_joined_and_bytes_divide() -> None:
+    halves = [np.array([0, 1], dtype=np.uint16), np.array([1, 0], dtype=np.uint16)]
+    one = bigram_bits_per_byte(halves, halves, vocab_size=2)
+    assert one == pytest.approx(-math.log2(1.1 / 1.2))
+    assert bigram_bits_per_byte(halves, halves, vocab_size=2, bytes_per_target=4.0) == pytest.approx(one / 4)
+
+
+def test_long_bigram_arrays_are_counted_across_blocks() -> None:
+    tokens = np.tile(np.array([0, 1, 2], dtype=np.uint16), 2**20)
+    assert bigram_bits_per_byte([tokens], [tokens], vocab_size=3) < 1e-5
