@@ -34,7 +34,7 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
     if config.trains:
         require_readable(config.data or {}, cwd=cwd)
         _require_start_weights(config.train.init_from, cwd=cwd)
-    from slurm_train.config.presence import require_target
+    from slurm_train.config.target import require_target
 
     # A rank's Python starts in this directory, or in the snapshot of it.
     search = [str(cwd), *sys.path]

@@ -1,48 +1,99 @@
-"""From a mapping with `_target_` to the object it names: the door for a user's own model and data.
+"""`_target_`: from a mapping that names a class or function to what it builds; for a user's own model and data.
 
-`{_target_: "my_pkg.Model", width: 64}` becomes `my_pkg.Model(width=64)`. A name that cannot be found and a keyword that
-is not accepted are the user's typing mistakes, and are answered with the nearest names. Imports nothing by itself.
+`{_target_: "my_pkg.Model", width: 64}` becomes `my_pkg.Model(width=64)` in the ranks (`instantiate`). On the login
+node, where there may be no time for torch and no GPU, `require_target` finds modules as Python would, but reads their
+source instead of running it. A name that cannot be found and a keyword that is not accepted are the user's typing
+mistakes, and are answered with the nearest names. What a source does not say plainly (a star import, a compiled module,
+`**kwargs`, a decorator, a name that is bound twice) is left to the ranks.
+
+What acts on the machine instead of building a part of a run is refused. This catches a slip and the lazy attack, it is
+no wall: a configuration names code, a script and lines of shell anyway, so one from somebody else deserves the look
+that their program does. The wall is around the run directory (`rundir.private`), whose frozen configuration is the only
+one that a job reads.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import importlib
 import inspect
 import pkgutil
+import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import Any
 
-from slurm_train.config.target_policy import refuse_found, refuse_path
 from slurm_train.errors import ConfigError
 
 TARGET = "_target_"
 # What Hydra's instantiate takes beside the keywords. Values are plain Python here, as with `_convert_: all`.
 _DIRECTIONS = (TARGET, "_partial_", "_args_", "_recursive_", "_convert_")
+# What the toolkit takes out of the mapping before the call, or puts into it.
+_TAKEN = {"data": frozenset({"heldout", "num_workers", "collate", "keyed_randomness"})}
+_GIVEN = {"data": frozenset({"split"}), "task": frozenset({"context"})}
+
+# Of the standard library, what computes; the rest reads, writes, starts or imports things.
+# fmt: off
+_HARMLESS = frozenset(
+    {
+        "array", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions",
+        "functools", "graphlib", "heapq", "itertools", "math", "numbers", "operator", "pathlib", "random", "re",
+        "statistics", "string", "textwrap", "types", "typing", "uuid", "zoneinfo",
+    }
+)
+# fmt: on
+_CALLERS = frozenset({"operator.methodcaller", "operator.attrgetter", "functools.reduce", "types.FunctionType"})
+_PLAIN_TYPES = frozenset("bool bytes complex dict float frozenset int list range set slice str tuple".split())  # noqa: SIM905
+# They run what a file, a package index or a text gives them.
+_LOADERS = (
+    *("torch.load", "torch.hub", "torch.serialization", "torch.utils.cpp_extension", "torch.package", "torch.jit.load"),
+    *("numpy.load", "pandas.read_pickle", "joblib", "dill", "cloudpickle", "hydra", "omegaconf", "pip", "setuptools"),
+    *("submitit", "IPython"),
+)
+_OWN_ROOMS = ("slurm_train.models.", "slurm_train.data.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """Parameters of a callable that may be given by name."""
+
+    names: tuple[str, ...]
+    required: frozenset[str]
+    is_open: bool = False
+    """Whether it takes any keyword."""
 
 
 def resolve_target(path: str) -> Any:
     """Returns what a dotted path names, e.g. "my_pkg.models.Encoder".
 
     Raises:
-        ConfigError: the path is not dotted, a module of it does not exist, or the module has no such name.
+        ConfigError: the path is not dotted, a module of it does not exist, the module has no such name, or it acts on
+            the machine.
     """
-    words = path.split(".")
-    if len(words) < 2 or not all(word.isidentifier() for word in words):
-        raise ConfigError(f"{TARGET}={path!r} is not a dotted path", hint="write it as package.module.name")
-    refuse_path(path)
+    words = _split_path(path)
     module, rest = _import_longest(path, words)
     found: Any = module
     for index, word in enumerate(rest):
         if not hasattr(found, word):
             owner = ".".join(words[: len(words) - len(rest) + index])
+            # Modules of a package that nobody has imported yet count as well.
+            inner = [one.name for one in pkgutil.iter_modules(found.__path__)] if hasattr(found, "__path__") else []
+            names = [name for name in sorted({*dir(found), *inner}) if not name.startswith("_")]
+            close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
             raise ConfigError(
-                f"{TARGET}={path}: {owner} has no {word!r}", hint=_nearest(word, _names_in(found), owner=owner)
+                f"{TARGET}={path}: {owner} has no {word!r}",
+                hint=f"did you mean {', '.join(close)}?" if close else f"see python -c 'help(\"{owner}\")'",
             )
         found = getattr(found, word)
-    refuse_found(path, found)
+    # The path may lead around: `my_package.os.system`, or a name that was imported there.
+    name = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
+    if reason := _why_refused(name):
+        raise ConfigError(f"{TARGET}={path} is {name}, which {reason}", hint="name a class or a function of your own")
     return found
 
 
@@ -58,12 +109,15 @@ def instantiate(mapping: Mapping[str, Any], **extra: Any) -> Any:
         ConfigError: the target cannot be found or called, or a keyword is unknown or missing.
     """
     target = callable_target(mapping)
-    build = _build_nested if mapping.get("_recursive_", True) else _as_it_is
-    words = {key: build(value) for key, value in mapping.items() if key not in _DIRECTIONS}
-    words.update(extra)
-    positional = [build(value) for value in mapping.get("_args_") or ()]
-    is_partial = bool(mapping.get("_partial_"))
-    _check_keywords(target, str(mapping[TARGET]), words, num_given=len(positional), is_partial=is_partial)
+    is_recursive, is_partial = mapping.get("_recursive_", True), bool(mapping.get("_partial_"))
+    words = {
+        key: _build_nested(value) if is_recursive else value for key, value in mapping.items() if key not in _DIRECTIONS
+    }
+    words |= extra
+    positional = [_build_nested(value) if is_recursive else value for value in mapping.get("_args_") or ()]
+    if (signature := _signature_of(target)) is not None:
+        names = signature.names
+        _check_keywords(mapping[TARGET], signature, words, needed=() if is_partial else names[len(positional) :])
     return functools.partial(target, *positional, **words) if is_partial else target(*positional, **words)
 
 
@@ -89,16 +143,29 @@ def callable_target(mapping: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def accepts_keyword(target: Callable[..., Any], name: str) -> bool:
-    """Says whether a callable has a parameter of this very name."""
-    parameters = _parameters(target)
-    return parameters is not None and name in _keyword_names(parameters)
+    """Returns whether a callable has a parameter of this very name."""
+    signature = _signature_of(target)
+    return signature is not None and name in signature.names
+
+
+def _build_nested(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if TARGET in value:
+            return instantiate(value)
+        return {key: _build_nested(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_build_nested(item) for item in value]
+    return value
 
 
 def _import_longest(path: str, words: list[str]) -> tuple[types.ModuleType, list[str]]:
-    """Imports the longest leading part of the path that is a module; gives it and the words after it."""
+    """Imports the longest leading part of the path that is a module; returns it and the words after it."""
     module = _import(path, words[0])
     if module is None:
-        raise _absent(path, words[0])
+        raise ConfigError(
+            f"{TARGET}={path}: there is no module {words[0]!r} here",
+            hint="install it, or start from the directory that holds it (the current directory is searched)",
+        )
     for count in range(1, len(words)):
         # A name that the package itself defines wins over a module of the same name in it.
         if not isinstance(getattr(module, words[count], module), types.ModuleType):
@@ -123,70 +190,181 @@ def _import(path: str, name: str) -> types.ModuleType | None:
         ) from err
 
 
-def _absent(path: str, module: str) -> ConfigError:
-    return ConfigError(
-        f"{TARGET}={path}: there is no module {module!r} here",
-        hint="install it, or start from the directory that holds it (the current directory is searched)",
+def _signature_of(target: Callable[..., Any]) -> _Signature | None:
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):  # some built-in types have none
+        return None
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    return _Signature(
+        names=tuple(one.name for one in named),
+        required=frozenset(one.name for one in named if one.default is one.empty),
+        is_open=any(one.kind is one.VAR_KEYWORD for one in parameters),
     )
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
+def _check_keywords(
+    target: str, signature: _Signature, words: Collection[str], *, needed: Collection[str], key: str = ""
+) -> None:
+    """Refuses keywords that the call would refuse, in the user's terms; the rest is the callable's own affair.
+
+    Args:
+        target: the path, for messages.
+        signature: what it takes.
+        words: the keywords.
+        needed: parameters that have to be given by name unless they have a default.
+        key: where the mapping is in the configuration, e.g. "model"; "" where that is not known.
+    """
+    prefix = f"{key}." if key else ""
+    names = [name for name in signature.names if name not in _GIVEN.get(key, ())]
+    unknown = [] if signature.is_open else [word for word in words if word not in signature.names]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0.5)
+        raise ConfigError(
+            f"{target} does not take {unknown[0]!r}; it takes {', '.join(names) or 'no keywords'}",
+            hint=f"did you mean {prefix}{near[0]}?" if near else f"leave {prefix}{unknown[0]} out",
+        )
+    missing = [name for name in names if name in needed and name in signature.required and name not in words]
+    if missing:
+        raise ConfigError(f"{target} needs {', '.join(missing)}", hint=f"set {prefix}{missing[0]}=<value>")
 
 
-def _build_nested(value: Any) -> Any:
+def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Sequence[str]) -> None:
+    """Checks that a mapping's `_target_` exists and takes its keywords, as far as its source tells; imports nothing.
+
+    Args:
+        key: where the mapping is in the configuration, e.g. "model".
+        mapping: has `_target_`; None, no `_target_` and one of this package pass.
+        search: directories in which Python would look, e.g. sys.path.
+
+    Raises:
+        ConfigError: there is no such module, it has no such name, or that takes other keywords.
+    """
+    for nested in _targets_in(mapping):
+        _refuse_path(nested)
+    if not mapping or TARGET not in mapping or str(mapping[TARGET]).startswith("slurm_train."):
+        return
+    target = str(mapping[TARGET])
+    words = _split_path(target, f"{key}.")
+    spec, rest = _find_longest(words, search)
+    if spec is None:
+        raise ConfigError(
+            f"{key}.{TARGET}={target}: there is no module {words[0]!r}",
+            hint="start from the folder that holds it, or install it",
+        )
+    tree = _source_of(spec)
+    if tree is None or not rest:
+        return
+    names = _names_bound(tree)
+    if rest[0] not in names and not names & {"*", "__getattr__"}:
+        near = difflib.get_close_matches(rest[0], names, n=1)
+        module = ".".join(words[: len(words) - len(rest)])
+        raise ConfigError(
+            f"{key}.{TARGET}={target}: {module} has no {rest[0]!r}",
+            hint=f"did you mean {module}.{near[0]}?" if near else f"it is looked for in {spec.origin}",
+        )
+    if len(rest) == 1 and (signature := _read_signature(tree, rest[0])) is not None:
+        given = [word for word in mapping if word not in _TAKEN.get(key, ()) and not str(word).startswith("_")]
+        needed = () if mapping.get("_args_") or mapping.get("_partial_") else signature.names
+        _check_keywords(target, signature, given, needed=needed, key=key)
+
+
+def _targets_in(value: Any) -> Iterator[str]:
+    """Yields every `_target_` of a mapping, also inside lists and other mappings."""
     if isinstance(value, Mapping):
         if TARGET in value:
-            return instantiate(value)
-        return {key: _build_nested(item) for key, item in value.items()}
+            yield str(value[TARGET])
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [_build_nested(item) for item in value]
-    return value
+        for inner in value:
+            yield from _targets_in(inner)
 
 
-def _check_keywords(
-    target: Callable[..., Any], path: str, words: Mapping[str, Any], *, num_given: int, is_partial: bool
-) -> None:
-    """Refuses keywords that the call would refuse, in the user's terms; the rest is the callable's own affair."""
-    parameters = _parameters(target)
-    if parameters is None:
-        return
-    names = _keyword_names(parameters)
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    unknown = [] if open_ended else [word for word in words if word not in names]
-    if unknown:
-        raise ConfigError(
-            f"{path} does not take {unknown[0]!r}; it takes {', '.join(names) or 'no keywords'}",
-            hint=_nearest(unknown[0], names, owner=path),
-        )
-    wanted = names[num_given:]
-    missing = [name for name in wanted if _is_required(name, parameters) and name not in words]
-    if missing and not is_partial:
-        raise ConfigError(f"{path} needs {', '.join(missing)}", hint=f"set {missing[0]}=<value> beside its {TARGET}")
+def _find_longest(words: Sequence[str], search: Sequence[str]) -> tuple[ModuleSpec | None, list[str]]:
+    """Returns the spec of the longest part of the path that is a module, and what remains of the path."""
+    found: ModuleSpec | None = None
+    places: Sequence[str] | None = search
+    for index in range(len(words)):
+        # By its last word: Python looks a folder without __init__.py up in its parent, which nobody has imported.
+        spec = PathFinder.find_spec(words[index], places)
+        if spec is None:
+            return found, list(words[index:])
+        found, folders = spec, spec.submodule_search_locations
+        if folders is None:
+            return found, list(words[index + 1 :])
+        places = list(folders)
+    return found, []
 
 
-def _parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
+def _source_of(spec: ModuleSpec) -> ast.Module | None:
+    """Returns a module's source, None where there is none to read."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
     try:
-        return list(inspect.signature(target).parameters.values())
-    except (TypeError, ValueError):  # some built-in types do not tell
+        return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
         return None
 
 
-def _keyword_names(parameters: list[inspect.Parameter]) -> list[str]:
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+def _names_bound(tree: ast.AST) -> set[str]:
+    """Returns the names that a piece of source may bind."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
 
 
-def _is_required(name: str, parameters: list[inspect.Parameter]) -> bool:
-    return any(p.name == name and p.default is p.empty for p in parameters)
+def _read_signature(tree: ast.Module, name: str) -> _Signature | None:
+    """Returns what the class or function of that name takes, None where its source does not say plainly."""
+    found = [node for node in tree.body if getattr(node, "name", None) == name]
+    if len(found) != 1 or any(name in _names_bound(node) for node in tree.body if node is not found[0]):
+        return None
+    node: ast.AST = found[0]
+    is_class = isinstance(node, ast.ClassDef)
+    if isinstance(node, ast.ClassDef):
+        made = [one for one in node.body if getattr(one, "name", None) in ("__init__", "__new__")]
+        if node.decorator_list or node.keywords or len(made) != 1:
+            return None
+        node = made[0]
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.decorator_list or node.args.kwarg:
+        return None
+    given = node.args
+    positional = [one.arg for one in (*given.posonlyargs, *given.args)][is_class:]
+    by_name = [one.arg for one in given.args][is_class and not given.posonlyargs :]
+    without_default = positional[: len(positional) - len(given.defaults)]
+    without_default += [
+        one.arg for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None
+    ]
+    names = (*by_name, *(one.arg for one in given.kwonlyargs))
+    return _Signature(names, frozenset(without_default) & frozenset(names))
 
 
-def _names_in(found: Any) -> list[str]:
-    """Returns the names that a module or class has, modules of a package that nobody imported yet included."""
-    inner = pkgutil.iter_modules(found.__path__) if hasattr(found, "__path__") else ()
-    return sorted({*dir(found), *(module.name for module in inner)})
+def _split_path(path: str, owner: str = "") -> list[str]:
+    words = path.split(".")
+    if len(words) < 2 or not all(word.isidentifier() for word in words):
+        raise ConfigError(f"{owner}{TARGET}={path!r} is not a dotted path", hint="write it as package.module.name")
+    _refuse_path(path)
+    return words
 
 
-def _nearest(word: str, names: Iterable[str], *, owner: str) -> str:
-    public = [name for name in names if not name.startswith("_")]
-    close = difflib.get_close_matches(word, public, n=3, cutoff=0.5)
-    return f"did you mean {', '.join(close)}?" if close else f"see python -c 'help(\"{owner}\")'"
+def _refuse_path(path: str) -> None:
+    if reason := _why_refused(path):
+        raise ConfigError(f"{TARGET}={path} {reason}", hint="name a class or a function of your own that does it")
+
+
+def _why_refused(path: str) -> str:
+    """Returns why a dotted path is no part of a run, by its words alone; "" for one that may be."""
+    head, _, rest = path.partition(".")
+    if head in ("builtins", "__main__"):
+        return "" if rest in _PLAIN_TYPES or head == "__main__" else "is not a part of a run"
+    if head == "slurm_train":
+        return "" if path.startswith(_OWN_ROOMS) else "is machinery of this package, not a model or a data set"
+    if head in sys.stdlib_module_names:
+        return "" if head in _HARMLESS and path not in _CALLERS else "acts on the machine and builds no part of a run"
+    loads = any(path == loader or path.startswith(f"{loader}.") for loader in _LOADERS)
+    return "runs what it is given and builds no part of a run" if loads else ""

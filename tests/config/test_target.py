@@ -4,11 +4,11 @@ import fractions
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slurm_train.config.presence import require_target
-from slurm_train.config.target import accepts_keyword, instantiate, resolve_target
+from slurm_train.config.target import accepts_keyword, instantiate, require_target, resolve_target
 from slurm_train.errors import ConfigError
 
 
@@ -82,7 +82,7 @@ def test_extra_keywords_win(package: str) -> None:
     ("words", "text"),
     [
         ({"x": 1, "yy": 2}, "{p}.Point does not take 'yy'; it takes x, y\nhint: did you mean y?"),
-        ({"y": 2}, "{p}.Point needs x\nhint: set x=<value> beside its _target_"),
+        ({"y": 2}, "{p}.Point needs x\nhint: set x=<value>"),
     ],
 )
 def test_message_of_wrong_keywords(package: str, words: dict[str, int], text: str) -> None:
@@ -157,3 +157,106 @@ def test_a_partial_is_called_later_and_its_keywords_are_checked_now(package: str
     assert instantiate(mapping)(x=1).at == (1, 7)
     with pytest.raises(ConfigError, match="does not take 'z'"):
         instantiate({**mapping, "z": 1})
+
+
+# On the login node, from the source alone
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> list[str]:
+    source = "raise RuntimeError\nfrom os import path as p\nclass Net: ...\nX = 1\n"
+    (tmp_path / "mine.py").write_text(source)
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .inner import *\n")
+    (package / "inner.py").write_text("def build(): ...\n")
+    (tmp_path / "bare" / "deep").mkdir(parents=True)
+    (tmp_path / "bare" / "deep" / "nets.py").write_text("class Net: ...\n")
+    (tmp_path / "signatures.py").write_text(SIGNATURES)
+    return [str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("mine.Net", "mine.p", "mine.X", "pack.inner.build", "pack.anything", "fractions.Fraction"),
+        *("bare.deep.nets.Net", "slurm_train.models.gpt.GPT"),
+    ],
+)
+def test_what_is_there_is_found_without_running_it(target: str, search: list[str]) -> None:
+    require_target("model", {"_target_": target}, search=[*search, *sys.path])
+    require_target("task", None, search=[])
+
+
+@pytest.mark.parametrize(
+    ("target", "text", "hint"),
+    [
+        ("nowhere.Net", "there is no module 'nowhere'", "start from the folder"),
+        ("mine.Nett", "mine has no 'Nett'", "did you mean mine.Net?"),
+        ("pack.inner.zzz", "pack.inner has no 'zzz'", "it is looked for in"),
+        ("bare.deep.nets.Nett", "bare.deep.nets has no 'Nett'", "did you mean bare.deep.nets.Net?"),
+        ("Net", "is not a dotted path", "package.module.name"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_the_nearest(target: str, text: str, hint: str, search: list[str]) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        require_target("model", {"_target_": target}, search=search)
+    assert hint in caught.value.hint
+
+
+SIGNATURES = """
+raise RuntimeError
+class Net(Module):
+    def __init__(self, width, depth=2, *, act="relu"): ...
+class Data:
+    def __init__(self, path, split="train"): ...
+class Open(Module):
+    def __init__(self, **words): ...
+class Inherits(Module): ...
+@dataclass
+class Decorated:
+    x: int
+    def __init__(self, x): ...
+class Twice:
+    def __init__(self, a): ...
+Twice = wrap(Twice)
+def main(context, *, rounds=3): ...
+@wrap
+def wrapped(context): ...
+if fast:
+    def late(x): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "words", "text", "hint"),
+    [
+        ("model", "Net", {"width": 1, "depht": 3}, "does not take 'depht'; it takes width, depth, act", "model.depth?"),
+        ("model", "Net", {"depth": 3}, "needs width", "set model.width=<value>"),
+        ("data", "Data", {"path": "x", "zzz": 1}, "does not take 'zzz'; it takes path\n", "leave data.zzz out"),
+        ("data", "Data", {}, "needs path\n", "set data.path=<value>"),
+        ("task", "main", {"round": 1}, "does not take 'round'; it takes rounds", "task.rounds?"),
+    ],
+)
+def test_wrong_keywords_are_read_from_the_source(
+    key: str, name: str, words: dict[str, Any], text: str, hint: str, search: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        require_target(key, {"_target_": f"signatures.{name}", **words}, search=search)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "words"),
+    [
+        ("model", "Net", {"width": 1, "act": "gelu"}),
+        ("model", "Net", {"_args_": [1]}),
+        ("model", "Net", {"_partial_": True}),
+        ("data", "Data", {"path": "x", "num_workers": 2, "heldout": {"path": "y"}, "keyed_randomness": False}),
+        ("task", "main", {}),
+        # What the source does not say plainly is left to the rank.
+        *(("model", name, {"zzz": 1}) for name in ("Open", "Inherits", "Decorated", "Twice", "wrapped", "late")),
+    ],
+)
+def test_right_keywords_pass(key: str, name: str, words: dict[str, Any], search: list[str]) -> None:
+    require_target(key, {"_target_": f"signatures.{name}", **words}, search=search)
