@@ -22,8 +22,7 @@ import pytest
 from slurm_train.cli.main import VERBS
 from slurm_train.cli.scaling import build_parser as build_scaling_parser
 from slurm_train.cli.scaling import read_series
-from slurm_train.config.compose import compose
-from slurm_train.config.points import Point, read_points
+from slurm_train.config.compose import Point, compose, read_points
 from slurm_train.config.words import Words, chosen_sites, read_words
 from slurm_train.errors import SlurmTrainError
 from slurm_train.standing.schema import KEYS

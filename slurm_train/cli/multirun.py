@@ -19,8 +19,7 @@ from slurm_train.cli.inputs import refuse_missing_inputs, say_keys_left_behind
 from slurm_train.cli.liveness import active_runs, holder_lives, writing
 from slurm_train.cli.outputs import RunOutput, make_outputs, plan_outputs, say_outputs
 from slurm_train.cli.submit import require_slurm, tell_of_bad_nodes
-from slurm_train.config.compose import compose_points
-from slurm_train.config.points import Point, read_points
+from slurm_train.config.compose import Point, read_points
 from slurm_train.config.words import Words
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.launch.acceptance import require_acceptable
@@ -40,7 +39,7 @@ from slurm_train.rundir.sweep import SweepDirectory, submitting
 from slurm_train.slurm.commands import SlurmCommands
 
 if TYPE_CHECKING:
-    from slurm_train.config.hydra_settings import HydraSettings
+    from slurm_train.config.hydra import HydraSettings
 
 _SHOWN_VALUES = 3
 
@@ -49,7 +48,7 @@ def multirun(
     flags: Words,
     words: Sequence[str],
     *,
-    settings: HydraSettings | None,
+    settings: HydraSettings,
     env: Mapping[str, str],
     cwd: Path,
     git: GitQuestions | None,
@@ -59,7 +58,7 @@ def multirun(
     Args:
         flags: the command line.
         words: the same as it was typed.
-        settings: what it says to Hydra itself; None: nothing.
+        settings: what it says to Hydra itself.
         env: the environment.
         cwd: where it was typed.
         git: what git is being asked about that folder.
@@ -72,7 +71,7 @@ def multirun(
 
     def carry_out(points: Sequence[Point], *, wait: bool) -> tuple[int, SweepPlan]:
         nonlocal num_before
-        plan, outputs = plan_points(flags, points, settings=settings, env=env, cwd=cwd, first=num_before)
+        plan, outputs = plan_points(points, settings=settings, env=env, cwd=cwd, first=num_before)
         num_before += len(points)
         if any(one.config.launch == "interactive" for one in plan.plans):
             raise ConfigError(
@@ -86,43 +85,29 @@ def multirun(
 
         return run_here(plan, source, words=words, env=env, outputs=outputs), plan
 
-    if settings is None:
-        return carry_out(read_points(flags), wait=flags.wait)[0]
-    from slurm_train.config.sweeper import read_sweeper
-
-    choice = read_sweeper(settings)
-    if not choice.needs_values:
-        return carry_out(read_points(choice.words), wait=flags.wait)[0]
+    if not settings.sweeper_needs_values:
+        return carry_out(read_points(settings.sweep_words), wait=flags.wait)[0]
     from slurm_train.cli.sweeper import drive_sweeper
 
-    return drive_sweeper(choice, lambda points: carry_out(points, wait=True)[1])
+    return drive_sweeper(settings, lambda points: carry_out(points, wait=True)[1])
 
 
-def plan_words(
-    flags: Words, *, settings: HydraSettings | None, env: Mapping[str, str], cwd: Path
-) -> tuple[SweepPlan, list[RunOutput]]:
+def plan_words(*, settings: HydraSettings, env: Mapping[str, str], cwd: Path) -> tuple[SweepPlan, list[RunOutput]]:
     """Returns the plan of the sweep that the words ask for, and prints it; touches nothing.
 
     Raises:
         ConfigError: as `plan_sweep`, or a sweeper that does not know its points beforehand.
         DataError: data that a run asks for are not there.
     """
-    points = flags
-    if settings is not None:
-        from slurm_train.config.sweeper import read_sweeper
-
-        choice = read_sweeper(settings)
-        if choice.needs_values:
-            raise ConfigError("this sweeper chooses its points as it goes", hint="plan one point of it, without -m")
-        points = choice.words
-    return plan_points(flags, read_points(points), settings=settings, env=env, cwd=cwd)
+    if settings.sweeper_needs_values:
+        raise ConfigError("this sweeper chooses its points as it goes", hint="plan one point of it, without -m")
+    return plan_points(read_points(settings.sweep_words), settings=settings, env=env, cwd=cwd)
 
 
 def plan_points(
-    flags: Words,
     points: Sequence[Point],
     *,
-    settings: HydraSettings | None,
+    settings: HydraSettings,
     env: Mapping[str, str],
     cwd: Path,
     first: int = 0,
@@ -133,12 +118,9 @@ def plan_points(
         ConfigError: as `plan_sweep`, or what is said to Hydra does not go together with it.
         DataError: data that a run asks for are not there.
     """
-    composed = compose_points(flags, [point.overrides for point in points], first=first)
+    composed = settings.compose_points([point.overrides for point in points], first=first)
     plan = plan_sweep(points, composed, cwd=cwd, env=env)
-    if settings is not None:
-        from slurm_train.config.hydra_settings import refuse_cluster
-
-        refuse_cluster(settings, plan.plans[0].config)
+    settings.refuse_cluster(plan.plans[0].config)
     outputs = plan_outputs(settings, plan.plans, [point.overrides for point in points], cwd=cwd, first=first)
     _refuse_missing_inputs(plan.plans, cwd=cwd)
     require_writable(RunDirectory(plan.sweep.path))

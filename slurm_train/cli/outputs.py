@@ -16,8 +16,7 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.layout import RunDirectory
 
 if TYPE_CHECKING:
-    from slurm_train.config.hydra_output import Output
-    from slurm_train.config.hydra_settings import HydraSettings
+    from slurm_train.config.hydra import HydraSettings, Output
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class RunOutput:
 
 
 def plan_outputs(
-    settings: HydraSettings | None,
+    settings: HydraSettings,
     plans: Sequence[RunPlan],
     words: Sequence[Sequence[str]],
     *,
@@ -50,9 +49,7 @@ def plan_outputs(
         ConfigError: a path that cannot be told, or the same for two runs.
         RunError: something lies there.
     """
-    if settings is None:
-        return []
-    from slurm_train.config.hydra_output import AskedRun, read_outputs
+    from slurm_train.config.hydra import AskedRun, read_outputs
     from slurm_train.config.schema import to_mapping
     from slurm_train.rundir.lookup import require_free
 

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.cli.composition import compose_one, read_settings_of
+from slurm_train.cli.composition import read_settings_of
 from slurm_train.cli.display import note, plan_rows, print_rows, table
 from slurm_train.cli.inputs import refuse_missing_inputs
 from slurm_train.cli.outputs import plan_outputs, say_outputs
-from slurm_train.config.words import Words, read_words
+from slurm_train.config.words import read_words
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.launch.layout import TABLE_HEADER, table_rows
 from slurm_train.launch.plan import RunPlan, plan_run
 
 if TYPE_CHECKING:
-    from slurm_train.config.hydra_settings import HydraSettings
+    from slurm_train.config.hydra import HydraSettings
     from slurm_train.config.schema import RunConfig
     from slurm_train.estimate.layouts import Suggestion
     from slurm_train.estimate.run import PlanEstimate
@@ -57,13 +57,13 @@ def main(words: Sequence[str]) -> int:
     env, cwd = dict(os.environ), Path.cwd()
     as_json, measure, suggest = flags.json, flags.measure, flags.suggest
     settings = read_settings_of(flags)
-    flags = flags if settings is None else settings.words
+    flags = settings.words
     if flags.multirun:
         if suggest is not None or flags.ranks:
             flag = "--ranks" if suggest is None else "--suggest"
             raise ConfigError(f"{flag} is for one run", hint="drop -m and give each key one value")
-        return _plan_sweep(flags, settings, env=env, cwd=cwd)
-    composed = compose_one(flags, settings)
+        return _plan_sweep(settings, env=env, cwd=cwd)
+    composed = settings.compose()
     if suggest is not None:
         return _suggest(composed.config, suggest, env)
     plan = plan_run(composed, cwd=cwd, env=env)
@@ -194,7 +194,7 @@ def _as_json(verdict: TestVerdict) -> dict[str, Any]:
     return {name: getattr(verdict, name) for name in names}
 
 
-def _plan_sweep(flags: Words, settings: HydraSettings | None, *, env: Mapping[str, str], cwd: Path) -> int:
+def _plan_sweep(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -> int:
     """Prints the sweep's table, and the script of each array to stdout."""
     from slurm_train.cli.multirun import plan_words
     from slurm_train.estimate.run import sweep_rows
@@ -203,7 +203,7 @@ def _plan_sweep(flags: Words, settings: HydraSettings | None, *, env: Mapping[st
     from slurm_train.launch.script import render_script
     from slurm_train.slurm.commands import SlurmCommands
 
-    plan, _ = plan_words(flags, settings=settings, env=env, cwd=cwd)
+    plan, _ = plan_words(settings=settings, env=env, cwd=cwd)
     for name, text in sweep_rows(plan.plans, facts=_site_facts(plan.plans[0], env), env=env):
         note(f"  {name:<13}  {text}")
     if not plan.uses_cluster:

@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> int:
     require_private(run)
     config = load_config(run.config)
     if settings or accept:
-        from slurm_train.config.overrides import apply_words
+        from slurm_train.config.compose import apply_words
 
         changed = apply_words(config, settings, config_dir=arguments.config_dir)
         _refuse_finished(run, config, changed)

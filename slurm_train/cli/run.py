@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.composition import compose_one, read_settings_of
+from slurm_train.cli.composition import read_settings_of
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError
 from slurm_train.launch.snapshot import GitQuestions, ask_git, drop_questions, read_answers
@@ -18,7 +18,7 @@ from slurm_train.rundir.layout import RunDirectory
 
 if TYPE_CHECKING:
     from slurm_train.cli.outputs import RunOutput
-    from slurm_train.config.hydra_settings import HydraSettings
+    from slurm_train.config.hydra import HydraSettings
     from slurm_train.launch.plan import RunPlan
     from slurm_train.launch.source import Source
 
@@ -36,14 +36,14 @@ def main(words: Sequence[str]) -> int:
         flag = "--json" if flags.json else "--measure" if flags.measure else "--suggest"
         raise ConfigError(f"{flag} goes with `plan`", hint=f"write `plan {flag} ...` to look at the run first")
     if flags.only_prints:
-        from slurm_train.config.compose import show
+        from slurm_train.config.compose import Composer
 
-        show(flags)
+        Composer(flags).show()
         return EXIT_DONE
     git = ask_git(cwd, env)
     try:
         settings = read_settings_of(flags)
-        flags = flags if settings is None else settings.words
+        flags = settings.words
         if flags.wait and not flags.multirun:
             raise ConfigError("--wait waits for the runs of a sweep", hint="add -m, or follow one: `logs -f RUN`")
         if flags.ranks:
@@ -63,7 +63,7 @@ def _run(
     flags: Words,
     words: Sequence[str],
     *,
-    settings: HydraSettings | None,
+    settings: HydraSettings,
     env: Mapping[str, str],
     cwd: Path,
     git: GitQuestions | None,
@@ -76,7 +76,7 @@ def _run(
     from slurm_train.launch.preparation import require_writable
     from slurm_train.launch.source import read_source
 
-    plan = plan_run(compose_one(flags, settings), cwd=cwd, env=env)
+    plan = plan_run(settings.compose(), cwd=cwd, env=env)
     outputs = plan_outputs(settings, [plan], [flags.overrides], cwd=cwd)
     # os.path, since Path.exists raises where a folder above may not be entered.
     if os.path.exists(plan.run.result):  # noqa: PTH110

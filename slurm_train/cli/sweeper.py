@@ -11,8 +11,8 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 
-from slurm_train.config.points import Point, unquoted
-from slurm_train.config.sweeper import SweeperChoice, drive
+from slurm_train.config.compose import Point, unquoted
+from slurm_train.config.hydra import HydraSettings
 from slurm_train.config.words import split_word
 from slurm_train.errors import RunError
 from slurm_train.launch.plan import RunPlan
@@ -24,13 +24,13 @@ CarryOut = Callable[[list[Point]], SweepPlan]
 """Carries out a sweep of these points to its end and returns its plan."""
 
 
-def drive_sweeper(choice: SweeperChoice, carry_out: CarryOut) -> int:
+def drive_sweeper(settings: HydraSettings, carry_out: CarryOut) -> int:
     """Runs the sweeper to its end and returns 0.
 
     Raises:
         RunError: a run has no value, and the sweeper cannot go on without it.
     """
-    fixed = choice.fixed_keys()
+    fixed = settings.fixed_keys()
 
     def launch(batch: list[list[str]]) -> list[Any]:
         points = {tuple(words): _point(words, fixed) for words in batch}
@@ -38,7 +38,7 @@ def drive_sweeper(choice: SweeperChoice, carry_out: CarryOut) -> int:
         plans = dict(zip(points, plan.plans, strict=True))
         return [_returned(words, plans[tuple(words)]) for words in batch]
 
-    drive(choice, launch)
+    settings.drive_sweeper(launch)
     return 0
 
 

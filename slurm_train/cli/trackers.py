@@ -60,7 +60,7 @@ def configured(run: RunDirectory, settings: Sequence[str]) -> RunConfig:
     config = load_config(run.config)
     if not settings:
         return config
-    from slurm_train.config.overrides import apply_words
+    from slurm_train.config.compose import apply_words
 
     return apply_words(config, list(settings))
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurm_train.cli.changes import weigh
-from slurm_train.cli.composition import compose_one, read_settings_of
+from slurm_train.cli.composition import read_settings_of
 from slurm_train.cli.display import note, print_plan, say_source
 from slurm_train.cli.inputs import refuse_missing_inputs
 from slurm_train.cli.liveness import refuse_active, writing
@@ -51,8 +51,8 @@ def main(words: Sequence[str]) -> int:
     env, cwd = dict(os.environ), Path.cwd()
     git = ask_git(cwd, env)
     settings = read_settings_of(flags)
-    flags = flags if settings is None else settings.words
-    plan = plan_run(compose_one(flags, settings), cwd=cwd, env=env)
+    flags = settings.words
+    plan = plan_run(settings.compose(), cwd=cwd, env=env)
     if plan.config.cluster is not None:
         raise ConfigError(
             "`write` is for a launcher of your own, and a cluster is asked for",

@@ -1,7 +1,8 @@
-"""Says in the user's terms what Hydra, OmegaConf or YAML would not accept.
+"""Says in the user's terms what Hydra, OmegaConf or YAML would not accept, and what to type instead.
 
 Their messages tell how their own machinery works; a person wants the key that was typed, what there is, and what to
-type instead.
+type. Settings of Hydra's launchers are translated: a launcher hands runs to Slurm, or to processes of this machine, and
+that is what this program does itself.
 """
 
 from __future__ import annotations
@@ -11,15 +12,41 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hydra.errors import OverrideParseException
 
-from slurm_train.config.launchers import launcher_error
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.errors import ConfigError
 
-_ABSENT = re.compile(r"Could not (?:override|delete)(?: from config)?[. ]*'?([\w./@-]+)'?")
-_NO_OPTION = re.compile(
-    r"Could not find '([^']+)'.*?Available options in '[^']+':\s*(.*?)\s*Config search path", re.DOTALL
-)
 _GENERAL_HINT = "`--cfg job` prints every key"
+_ADD_CLUSTER = "+cluster=<nodes>x<GPUs per node>"
+_SEVERAL = (
+    "{0} has several values, and makes a run of each only with -m (--multirun)",
+    'add -m; for one list write "{1}=[{2}]", for one text "{1}=\'{2}\'"',
+)
+# What Hydra and OmegaConf say about a slip of the pen, and what to say instead; {0} is what the pattern has found.
+_SAID: Mapping[str, tuple[str, str]] = {
+    r"Missing mandatory value: (hydra\.[\w.]+)": ("", ""),
+    r"Missing mandatory value: .*?full_key: (\S+)": ("{0} has no value", "set {0}=..."),
+    r"Ambiguous value for argument '(.*?)'\n": _SEVERAL,
+    r"Sweep parameters '(.*?)' requires --multirun": _SEVERAL,
+    r"Sweeping over Hydra's configuration is not supported : '(.*?)'": (
+        "{0} sets something of Hydra itself, and has several values",
+        "give it one",
+    ),
+    r"An item is already at '(.*?)'": ("{0} is there already, and + adds a key", "write {0}=VALUE, without the +"),
+    r"Config group override must be a string or a list": (
+        "null is no option of a group",
+        "write ~GROUP to leave a group out, e.g. ~cluster",
+    ),
+    r"Environment variable '(\w+)' not found": (
+        "${{oc.env:{0}}}: there is no such variable",
+        "set it, or write ${{oc.env:{0},default}}",
+    ),
+    r"Unsupported interpolation type (\S+)": (
+        "there is no resolver '{0}' for ${{{0}:...}}",
+        "register one of your own in a module of a package hydra_plugins, beside your code or installed: "
+        "every such module is imported when a configuration is composed",
+    ),
+    r"Interpolation key '(.*?)' not found": ("${{{0}}} refers to a key that there is not", _GENERAL_HINT),
+}
 
 
 def explain(err: Exception, *, composed_keys: Callable[[], Sequence[str]]) -> ConfigError:
@@ -31,25 +58,27 @@ def explain(err: Exception, *, composed_keys: Callable[[], Sequence[str]]) -> Co
     """
     text = str(err)
     if isinstance(err, OverrideParseException):
-        return _unreadable(err)
-    for pattern, say in _SAID.items():
+        reason = re.sub(r"Error parsing override '.*?'\n|\nSee https.*", "", text, flags=re.DOTALL)
+        hint = (
+            "quote a value with =, commas, brackets or ${a:${b}} once more inside the shell's quotes: \"key='value'\""
+        )
+        return ConfigError(f"{err.override!r} cannot be read: {' '.join(reason.split())}", hint=hint)
+    for pattern, (message, hint) in _SAID.items():
         if (match := re.search(pattern, text, re.DOTALL)) is not None:
-            return say(match)
-    no_option = _NO_OPTION.search(text)
-    if no_option:
-        return _no_option(no_option.group(1), " ".join(no_option.group(2).split()))
-    absent = _ABSENT.search(text) or re.search(r"Key '([^']+)' is not in struct", text)
+            word = next(iter(match.groups()), "")
+            key, _, value = word.partition("=")
+            if not message:
+                return not_known_yet(word)
+            return ConfigError(message.format(word), hint=hint.format(word, key, value))
+    if match := re.search(
+        r"Could not find '([^']+)'.*?Available options in '[^']+':\s*(.*?)\s*Config search", text, re.S
+    ):
+        return _no_option(match[1], " ".join(match[2].split()))
+    absent = re.search(r"Could not (?:override|delete)(?: from config)?[. ]*'?([\w./@-]+)'?", text)
+    absent = absent or re.search(r"Key '([^']+)' is not in struct", text)
     if absent:
-        return _absent(getattr(err, "full_key", None) or absent.group(1), composed_keys)
+        return _absent(getattr(err, "full_key", None) or absent[1], composed_keys)
     return ConfigError(" ".join(text.split("\nConfig search path")[0].split()), hint=_GENERAL_HINT)
-
-
-def _unreadable(err: OverrideParseException) -> ConfigError:
-    reason = re.sub(r"Error parsing override '.*?'\n|\nSee https.*", "", str(err), flags=re.DOTALL)
-    return ConfigError(
-        f"{err.override!r} cannot be read: {' '.join(reason.split())}",
-        hint="quote a value with =, commas, brackets or ${a:${b}} once more inside the shell's quotes: \"key='value'\"",
-    )
 
 
 def not_known_yet(reference: str) -> ConfigError:
@@ -61,81 +90,90 @@ def not_known_yet(reference: str) -> ConfigError:
     )
 
 
-def _several_values(match: re.Match[str]) -> ConfigError:
-    word = match[1]
-    key, _, value = word.partition("=")
-    return ConfigError(
-        f"{word} has several values, and makes a run of each only with -m (--multirun)",
-        hint=f'add -m; for one list write "{key}=[{value}]", for one text "{key}=\'{value}\'"',
-    )
-
-
-def _no_resolver(match: re.Match[str]) -> ConfigError:
-    return ConfigError(
-        f"there is no resolver {match[1]!r} for ${{{match[1]}:...}}",
-        hint="register one of your own in a module of a package hydra_plugins, beside your code or installed: "
-        "every such module is imported when a configuration is composed",
-    )
-
-
-# What Hydra and OmegaConf say about a slip of the pen, and what to say instead.
-_SAID: Mapping[str, Callable[[re.Match[str]], ConfigError]] = {
-    r"Missing mandatory value: (hydra\.[\w.]+)": lambda match: not_known_yet(match[1]),
-    r"Missing mandatory value: .*?full_key: (\S+)": lambda match: ConfigError(
-        f"{match[1]} has no value", hint=f"set {match[1]}=..."
-    ),
-    r"Ambiguous value for argument '(.*?)'\n": _several_values,
-    r"Sweep parameters '(.*?)' requires --multirun": _several_values,
-    r"Sweeping over Hydra's configuration is not supported : '(.*?)'": lambda match: ConfigError(
-        f"{match[1]} speaks to Hydra itself, and has several values", hint="give it one"
-    ),
-    r"An item is already at '(.*?)'": lambda match: ConfigError(
-        f"{match[1]} is there already, and + adds a key", hint=f"write {match[1]}=VALUE, without the +"
-    ),
-    r"Config group override must be a string or a list": lambda _: ConfigError(
-        "null is no option of a group", hint="write ~GROUP to leave a group out, e.g. ~cluster"
-    ),
-    r"Environment variable '(\w+)' not found": lambda match: ConfigError(
-        f"${{oc.env:{match[1]}}}: there is no such variable", hint=f"set it, or write ${{oc.env:{match[1]},default}}"
-    ),
-    r"Unsupported interpolation type (\S+)": _no_resolver,
-    r"Interpolation key '(.*?)' not found": lambda match: ConfigError(
-        f"${{{match[1]}}} refers to a key that there is not", hint=_GENERAL_HINT
-    ),
-}
-
-
 def no_cluster_error(key: str) -> ConfigError:
     """Returns the error for a cluster setting in a run that asks for no cluster."""
-    return ConfigError(
-        f"{key} was set, but the run asks for no cluster",
-        hint="add +cluster=<nodes>x<GPUs per node>, e.g. +cluster=4x8",
-    )
+    return ConfigError(f"{key} was set, but the run asks for no cluster", hint=f"add {_ADD_CLUSTER}, e.g. +cluster=4x8")
 
 
 def _no_option(name: str, options: str) -> ConfigError:
+    group, _, option = name.partition("/")
     if name.startswith("hydra/launcher/"):
         return launcher_error(name.removeprefix("hydra/launcher/"), {})
-    if name.startswith("cluster/"):
-        return ConfigError(
-            f"there is no configuration {name!r}",
-            hint=f"write +cluster=<nodes>x<GPUs per node>, e.g. +cluster=4x8, or one of: {options}",
-        )
-    group, _, option = name.partition("/")
-    own = f"a class of your own: {group}._target_={option}; " if group in ("model", "data") and "." in option else ""
-    return ConfigError(f"there is no configuration {name!r}", hint=f"{own}there are: {options}")
+    hint = f"there are: {options}"
+    if group == "cluster":
+        hint = f"write {_ADD_CLUSTER}, e.g. +cluster=4x8, or one of: {options}"
+    elif group in ("model", "data") and "." in option:
+        hint = f"a class of your own: {group}._target_={option}; {hint}"
+    return ConfigError(f"there is no configuration {name!r}", hint=hint)
 
 
 def _absent(key: str, composed_keys: Callable[[], Sequence[str]]) -> ConfigError:
-    if key.startswith("cluster.") and key in all_keys(RunConfig):
+    is_known = key in all_keys(RunConfig)
+    if key.startswith("cluster.") and is_known:
         return no_cluster_error(key)
+    if key.startswith("container.") and is_known:
+        hint = "add container=apptainer, or container=pyxis"
+        return ConfigError(f"{key} was set, but the run asks for no container", hint=hint)
     if key.startswith("hydra."):
         return ConfigError(f"there is no configuration key {key!r}", hint="`--hydra-help` lists what can be set")
-    if key.startswith("container.") and key in all_keys(RunConfig):
-        return ConfigError(
-            f"{key} was set, but the run asks for no container", hint="add container=apptainer, or container=pyxis"
-        )
     error = unknown_key_error(key, composed_keys())
     if key.startswith(("model.", "data.")):
         return ConfigError(error.message, hint=f"{error.hint} +{key}=... adds one on purpose")
     return error
+
+
+# What hydra-submitit-launcher and hydra-joblib-launcher call it, and what it is called here.
+_LAUNCHER_SETTINGS = {
+    "timeout_min": "cluster.time_limit_min",
+    "cpus_per_task": "cluster.cpus_per_gpu",
+    "mem_gb": "cluster.memory_gb_per_node",
+    "name": "run.name",
+    "array_parallelism": "sweep.max_parallel",
+    "n_jobs": "sweep.max_parallel",
+    **{key: f"cluster.{key}" for key in ("partition", "account", "qos", "constraint", "exclude", "setup")},
+}
+_SIZE = ("nodes", "gpus_per_node", "tasks_per_node", "gres")
+# Where its files go, and how often it starts a job again, is no question here.
+_NEEDLESS = ("submitit_folder", "max_num_timeout", "stderr_to_stdout", "_target_")
+
+
+def launcher_error(name: str, settings: Mapping[str, str]) -> ConfigError:
+    """Returns the error for a launcher of Hydra's, with the words that do the same here.
+
+    Args:
+        name: its option, e.g. "submitit_slurm".
+        settings: what was given to it, e.g. {"timeout_min": "60", "additional_parameters.mail-type": "END"}.
+    """
+    if name == "submitit_slurm":
+        # --gres=gpu:a100:8
+        of_gres = settings.get("gres", "").rpartition(":")[2]
+        per_node = settings.get("gpus_per_node") or of_gres or settings.get("tasks_per_node") or "1"
+        rest = [_one_word(key, value) for key, value in settings.items() if key not in (*_SIZE, *_NEEDLESS)]
+        size = f"+cluster={settings.get('nodes', '1')}x{per_node}"
+        hint = f"write {' '.join([size, *rest])} instead ({_ADD_CLUSTER})"
+    elif name in ("submitit_local", "joblib"):
+        several = f"sweep.max_parallel={settings.get('n_jobs', 'N')} trains several at a time"
+        hint = f"drop it: without +cluster the runs are trained here; {several}"
+    else:
+        hint = f"drop it: {_ADD_CLUSTER} goes through Slurm, e.g. +cluster=4x8; without it, here"
+    return ConfigError(f"hydra/launcher={name}: the runs are launched by this program, not by a plugin", hint=hint)
+
+
+def launcher_setting_error(key: str, value: str) -> ConfigError:
+    """Returns the error for a setting of a launcher where none was chosen.
+
+    Args:
+        key: its name without "hydra.launcher.".
+        value: what it was set to.
+    """
+    return ConfigError(f"hydra.launcher.{key}: no launcher of Hydra's is used", hint=f"write {_one_word(key, value)}")
+
+
+def _one_word(key: str, value: str) -> str:
+    if key in _LAUNCHER_SETTINGS:
+        return f"{_LAUNCHER_SETTINGS[key]}={value}"
+    if key in _SIZE:
+        return _ADD_CLUSTER
+    if key == "srun_args":
+        return "cluster.srun.<flag>=<value>"
+    return f"cluster.sbatch.{key.removeprefix('additional_parameters.').replace('_', '-')}={value}"

@@ -14,8 +14,7 @@ from slurm_train.launch.plan import RunPlan, plan_run
 from slurm_train.rundir.sweep import Element, SweepDirectory
 
 if TYPE_CHECKING:
-    from slurm_train.config.compose import Composed
-    from slurm_train.config.points import Point
+    from slurm_train.config.compose import Composed, Point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ BAD = [
     ("a sweep of nothing", ["-m", "seed=range(0)"], "seed=range(0) gives no value: the sweep is empty"),
     ("a planned sweep of nothing", ["plan", "-m", "seed=range(3,3)"], "gives no value: the sweep is empty"),
     ("a sweep of an interval", ["-m", "optim.lr=interval(0,1)"], "optim.lr=interval(0,1): an interval names no points"),
-    ("a sweep that Hydra cannot read", ["-m", "seed=choice("], "'seed=choice(' cannot be read in a sweep"),
+    ("a sweep that Hydra cannot read", ["-m", "seed=choice("], "'seed=choice(' cannot be read"),
     ("a key swept twice", ["-m", "seed=1,2", "seed=3,4"], "seed is swept by two words"),
     ("a sweep with a slip of the pen", ["-m", "seed=range(1000000)"], "1000000 = 1,000,000 runs in one sweep"),
     (

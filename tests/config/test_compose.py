@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.config.compose import Composed, compose, show
+from slurm_train.config.compose import Composed, Composer, compose
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError
 
@@ -184,26 +184,8 @@ def test_broken_yaml_of_a_user_is_an_error_with_its_place(tmp_path: Path) -> Non
 
 
 def test_show_prints_the_composed_configuration_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    show(read_words(["--cfg", "job", "--package", "optim", "optim.lr=0.5"]))
+    Composer(read_words(["--cfg", "job", "--package", "optim", "optim.lr=0.5"])).show()
     assert "lr: 0.5" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        ["+cluster=4x8", "optim.lr=3e-4"],
-        ["+experiment=digits", "seed=3"],
-        ["cluster=2x4", "cluster.env.NCCL_DEBUG=INFO", "data=stdlib", "data.context=64"],
-        ["model._target_=my.Net", "model.hidden=64"],
-    ],
-)
-def test_the_lean_way_gives_what_hydra_gives(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    lean = compose(read_words(words))
-    monkeypatch.setattr("slurm_train.config.compose.is_enough", lambda _words: False)
-    full = compose(read_words(words))
-    assert lean.mapping == full.mapping and lean.config == full.config
-    assert lean.choices.items() <= full.choices.items()
 
 
 def test_an_open_mapping_may_be_given_as_a_whole() -> None:

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_train.config.compose import compose
+from slurm_train.config.compose import apply_words, compose
 from slurm_train.config.frozen import (
     NOT_IDENTITY,
     Change,
@@ -26,7 +26,6 @@ from slurm_train.config.frozen import (
     training_changes,
     unaccepted,
 )
-from slurm_train.config.overrides import apply_words
 from slurm_train.config.schema import (
     ClusterSection,
     ContainerSection,

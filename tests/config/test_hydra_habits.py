@@ -10,19 +10,14 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
-from slurm_train.config import lean
-from slurm_train.config.compose import compose, compose_points, show
-from slurm_train.config.hydra_output import AskedRun, Output, read_outputs
-from slurm_train.config.hydra_settings import HydraSettings, read_settings
-from slurm_train.config.lean import is_enough
-from slurm_train.config.points import read_points
+from slurm_train.config.compose import Composer, compose, compose_points, read_points
+from slurm_train.config.hydra import AskedRun, HydraSettings, Output, read_outputs, read_settings
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError
@@ -46,15 +41,17 @@ def config_of(*words: str) -> RunConfig:
 
 def settings_of(*words: str) -> HydraSettings:
     flags = read_words(words)
-    assert not is_enough(flags)
     return read_settings(flags)
 
 
 def refusal(*words: str) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         flags = read_words(words)
-        settings = None if is_enough(flags) else read_settings(flags)
-        compose(flags if settings is None else settings.words)
+        settings = read_settings(flags)
+        for _ in settings.compose_points([flags.overrides] if flags.multirun else []):
+            pass
+        if not flags.multirun:
+            settings.compose()
     assert caught.value.hint and caught.value.exit_code == 2
     return caught.value
 
@@ -102,7 +99,7 @@ def test_every_row_of_the_tables_is_tested() -> None:
 def test_cfg_prints_the_configuration(
     words: list[str], shown: str, hidden: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show(read_words(words))
+    Composer(read_words(words)).show()
     out = capsys.readouterr().out
     assert shown in out and hidden not in out
 
@@ -110,7 +107,7 @@ def test_cfg_prints_the_configuration(
 @habit("`--cfg job`, `--cfg hydra`, `--cfg all`")
 def test_a_part_that_there_is_not_is_named() -> None:
     with pytest.raises(ConfigError, match="--package optm names no part") as caught:
-        show(read_words(["--cfg", "job", "-p", "optm"]))
+        Composer(read_words(["--cfg", "job", "-p", "optm"])).show()
     assert "optim" in caught.value.hint
 
 
@@ -128,7 +125,7 @@ def test_a_part_that_there_is_not_is_named() -> None:
     ids=lambda value: " ".join(value) if type(value) is list else "",
 )
 def test_info_prints_facts(words: list[str], shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    show(read_words(words))
+    Composer(read_words(words)).show()
     assert shown in capsys.readouterr().out
 
 
@@ -318,12 +315,10 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     before = Plugins.instance()
     monkeypatch.syspath_prepend(str(tmp_path))
-    lean._has_search_path_plugin.cache_clear()
     for name in [name for name in sys.modules if name.startswith("hydra_plugins")]:
         monkeypatch.delitem(sys.modules, name)
     yield folder
     monkeypatch.undo()
-    lean._has_search_path_plugin.cache_clear()
     from hydra.core.singleton import Singleton
 
     Singleton._instances[Plugins] = before
@@ -380,7 +375,7 @@ def test_a_search_path_plugin_is_asked(plugins: Path, tmp_path: Path) -> None:
 @habit("`hydra.mode=MULTIRUN`")
 def test_the_mode_makes_a_sweep(tmp_path: Path) -> None:
     settings = settings_of("hydra.mode=MULTIRUN", "seed=1,2")
-    assert settings.words.multirun and settings.words.overrides == ["seed=1,2"]
+    assert settings.words.multirun and "seed=1,2" in settings.words.overrides
     site = write(tmp_path, {"mine.yaml": "defaults: [config, _self_]\nhydra: {mode: MULTIRUN}\n"})
     assert settings_of("-cd", site, "-cn", "mine", "seed=1,2").words.multirun
     assert not settings_of("hydra.mode=RUN").words.multirun
@@ -422,7 +417,7 @@ def test_the_path_of_a_run_is_told(value: str, path: str) -> None:
 
 @habit("`hydra.run.dir=PATH`")
 def test_a_path_that_needs_what_comes_later_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"hydra\.run\.dir cannot be told before the run is there"):
+    with pytest.raises(ConfigError, match=r"hydra\.run\.dir is not known before the run is there"):
         outputs_of("hydra.run.dir=out/${hydra.job.id}")
 
 
@@ -500,7 +495,7 @@ def test_the_name_of_the_words_is_shaped() -> None:
 @habit("`hydra.job.chdir=false`")
 def test_what_happens_anyway_is_taken() -> None:
     settings = settings_of("hydra.job.chdir=false", "hydra.verbose=false", "hydra/job_logging=disabled", "seed=2")
-    assert settings.words.overrides == ["seed=2"] and settings.notes == ()
+    assert settings.notes == () and settings.compose().config.seed == 2
 
 
 @habit("`hydra.searchpath=[file://DIR,pkg://PACKAGE]`")
@@ -652,18 +647,3 @@ def test_batches_are_refused() -> None:
 def test_what_is_left_out_is_said() -> None:
     assert settings_of("hydra.help.app_name=x").notes == ("hydra.help is not used: --help is this program's own",)
     assert len(settings_of("hydra.help.app_name=x", "hydra.hydra_help.template=y").notes) == 2
-
-
-def test_ordinary_words_take_the_quick_way() -> None:
-    assert "hydra_plugins" not in sys.modules or isinstance(sys.modules["hydra_plugins"], ModuleType)
-    for words in ([], ["+cluster=2x8", "optim.lr=1", "run.name=${oc.env:HOME}"], ["-m", "seed=1,2"], ["--run"]):
-        assert is_enough(read_words(words)), words
-    for words in (["hydra.run.dir=x"], ["run.name=${now:%Y}"], ["run.name=${hydra:job.name}"], ["hydra/sweeper=basic"]):
-        assert not is_enough(read_words(words)), words
-
-
-def test_files_of_ones_own_that_do_not_mention_hydra_take_it_too(tmp_path: Path) -> None:
-    site = write(tmp_path, {"cluster/base.yaml": "nodes: 1\n"})
-    assert is_enough(read_words(["--config-dir", site]))
-    write(tmp_path, {"deep/er/x.yaml": "hydra: {}\n"})
-    assert not is_enough(read_words(["--config-dir", site]))

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.config.compose import compose
-from slurm_train.config.overrides import apply_words
+from slurm_train.config.compose import apply_words, compose
 from slurm_train.config.schema import ContainerSection, RunConfig
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError

@@ -7,8 +7,7 @@ import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from slurm_train.config.compose import compose, compose_points
-from slurm_train.config.points import Point, read_points
+from slurm_train.config.compose import Point, compose, compose_points, read_points
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import ConfigError
 

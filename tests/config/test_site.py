@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from slurm_train.config.compose import Composed, compose, compose_points, show
-from slurm_train.config.overrides import apply_words
+from slurm_train.config.compose import Composed, Composer, apply_words, compose, compose_points
 from slurm_train.config.schema import ClusterSection
 from slurm_train.config.site import read_site
 from slurm_train.config.words import read_words
@@ -132,14 +131,8 @@ def test_the_users_folder_shadows_nothing(home: Path) -> None:
     assert config.model is not None and "a" not in config.model
 
 
-def test_the_whole_way_of_hydra_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    lean = composed("+cluster=4x8", "site=big")
-    monkeypatch.setattr("slurm_train.config.compose.is_enough", lambda _: False)
-    assert composed("+cluster=4x8", "site=big").config == lean.config
-
-
 def test_show_prints_the_values_that_a_run_would_have(capsys: pytest.CaptureFixture[str]) -> None:
-    show(read_words(["--cfg", "job", "+cluster=4x8", "site=big"]))
+    Composer(read_words(["--cfg", "job", "+cluster=4x8", "site=big"])).show()
     printed = yaml.safe_load(capsys.readouterr().out)
     assert (printed["cluster"]["account"], printed["site"]) == ("ml", "big")
     assert printed["model"]["context"] == "${data.context}", "references stay as they were written"

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.config.compose import Composed
-from slurm_train.config.points import Point
+from slurm_train.config.compose import Composed, Point
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.sweep import SweepPlan, plan_sweep
 from slurm_train.rundir import lookup
