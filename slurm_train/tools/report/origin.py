@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from slurm_train.config.frozen import list_settings
 from slurm_train.tools.report.page import Block, as_float, folded, moment, setting, table, text
 
 _MOST_LINES = 3000
-# What `_facts` and `_differences` show; what else is in provenance.json is shown as it is.
+# What is shown in a place of its own; what else is in provenance.json is shown as it is.
 _KNOWN = {
     *("words", "directory", "user", "host", "python", "time_unix_s", "git_commit", "git_dirty", "git_diff"),
     *("versions", "environment", "folders", "elsewhere"),
@@ -57,96 +57,91 @@ def provenance(origin: Mapping[str, Any], environment: Mapping[str, Any]) -> lis
     """
     if not origin:
         return [text("provenance.json is missing.", "none")]
-    pairs = [*_code(origin), *_environment(environment)]
-    others = {key.replace("_", " "): value for key, value in origin.items() if key not in _KNOWN and value}
-    plain = {
-        name: value for name, value in others.items() if isinstance(value, (str, int, float)) and "\n" not in str(value)
+    words, folders, elsewhere = origin.get("words"), _mappings(origin, "folders"), _mappings(origin, "elsewhere")
+    commit = {"git_commit": origin.get("git_commit"), "git_dirty": origin.get("git_dirty")}
+    when, host = moment(as_float(origin.get("time_unix_s"))), origin.get("host", "-")
+    pairs = {
+        "command": shlex.join(["python", "-m", "slurm_train", *map(str, words)]) if isinstance(words, list) else "-",
+        "submitted": f"{when} by {origin.get('user', '-')} on {host}",
+        "directory": str(origin.get("directory", "-")),
+        "commit": f"{commit['git_commit'] or 'not a git repository'}{_changed(commit)}",
+        "also copied": "\n".join(map(_folder, folders)),
+        "not copied": "\n".join(map(_folder, elsewhere)),
+        **_environment(environment),
     }
-    pairs += [(name, setting(value)) for name, value in plain.items()]
-    longer = [(name, _lines(value)) for name, value in others.items() if name not in plain]
-    packages = _packages(environment.get("packages"), environment.get("sources"))
-    return [
-        {"kind": "facts", "pairs": [pair for pair in pairs if pair[1]]},
-        *([folded(f"{len(packages)} packages", "\n".join(packages))] if packages else []),
-        *(folded(f"{name}: {len(lines)} lines", "\n".join(lines[:_MOST_LINES])) for name, lines in longer),
-        *_differences(origin),
-    ]
+    blocks = []
+    for key, value in origin.items():
+        name = key.replace("_", " ")
+        if key in _KNOWN or not value:
+            continue
+        if isinstance(value, (str, int, float)) and "\n" not in str(value):
+            pairs[name] = setting(value)
+        else:
+            lines = _lines(value)
+            blocks.append(folded(f"{name}: {len(lines)} lines", lines[:_MOST_LINES]))
+    found: list[Block] = [{"kind": "facts", "pairs": [pair for pair in pairs.items() if pair[1]]}]
+    if packages := _packages(environment):
+        found.append(folded(f"{len(packages)} packages", packages))
+    # The uncommitted changes of the folder that the command was typed in, and of others that were copied.
+    differences = [("", origin.get("git_diff"))]
+    differences += [(f" in {one.get('path', '-')}", one.get("git_diff")) for one in folders]
+    for where, difference in differences:
+        lines = str(difference or "").splitlines()
+        if lines:
+            more = [f"... {len(lines) - _MOST_LINES} more lines in provenance.json"] if len(lines) > _MOST_LINES else []
+            summary = f"Uncommitted changes{where}: {len(lines)} lines of difference"
+            blocks.append(folded(summary, [*lines[:_MOST_LINES], *more], is_diff=True))
+    return found + blocks
 
 
-def _code(origin: Mapping[str, Any]) -> list[tuple[str, str]]:
-    words = origin.get("words")
-    when, who = moment(as_float(origin.get("time_unix_s"))), f"{origin.get('user', '-')} on {origin.get('host', '-')}"
-    commit = str(origin.get("git_commit") or "not a git repository")
-    return [
-        ("command", shlex.join(["python", "-m", "slurm_train", *map(str, words)]) if isinstance(words, list) else "-"),
-        ("submitted", f"{when} by {who}"),
-        ("directory", str(origin.get("directory", "-"))),
-        ("commit", commit + (" with uncommitted changes" if origin.get("git_dirty") else "")),
-        ("also copied", "\n".join(map(_folder, _mappings(origin.get("folders"))))),
-        ("not copied", "\n".join(map(_folder, _mappings(origin.get("elsewhere"))))),
-    ]
-
-
-def _mappings(values: Any) -> Sequence[Mapping[str, Any]]:
+def _mappings(origin: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
+    values = origin.get(key)
     return [value for value in values if isinstance(value, Mapping)] if isinstance(values, list) else []
+
+
+def _changed(folder: Mapping[str, Any]) -> str:
+    return " with uncommitted changes" if folder.get("git_dirty") else ""
 
 
 def _folder(folder: Mapping[str, Any]) -> str:
     packages = folder.get("packages")
     names = f" ({', '.join(map(str, packages))})" if isinstance(packages, list) and packages else ""
     commit = f", commit {str(folder.get('git_commit'))[:12]}" if folder.get("git_commit") else ", not in git"
-    return f"{folder.get('path', '-')}{names}{commit}" + (
-        " with uncommitted changes" if folder.get("git_dirty") else ""
-    )
+    return f"{folder.get('path', '-')}{names}{commit}{_changed(folder)}"
 
 
-def _environment(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns names and values of an environment, as `environment.json` has it."""
+def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Returns names and values of an environment, as `environment.json` has it; "" for what is not known."""
     known = {key: str(value) for key, value in environment.items() if isinstance(value, (str, int, float)) and value}
     cuda, gpus = known.get("cuda", ""), environment.get("gpus")
     build = f"for {cuda if not cuda[0].isdigit() else f'CUDA {cuda}'}" if cuda else "for the CPU"
     counts = Counter(map(str, gpus)) if isinstance(gpus, list) else {}
-    pairs = [
-        ("python", f"{known.get('python', '')} {known['executable']}" if "executable" in known else ""),
-        ("platform", known.get("platform", "")),
-        ("torch", f"{known['torch']}, built {build}" if "torch" in known else ""),
-        ("driver", known.get("driver", "")),
-        ("GPUs", ", ".join(f"{count} x {name}" for name, count in counts.items())),
-        ("Slurm", known.get("slurm", "")),
-    ]
-    return [pair for pair in pairs if pair[1]]
+    return {
+        "python": f"{known.get('python', '')} {known['executable']}" if "executable" in known else "",
+        "platform": known.get("platform", ""),
+        "torch": f"{known['torch']}, built {build}" if "torch" in known else "",
+        "driver": known.get("driver", ""),
+        "GPUs": ", ".join(f"{count} x {name}" for name, count in counts.items()),
+        "Slurm": known.get("slurm", ""),
+    }
 
 
-def _packages(packages: Any, sources: Any) -> list[str]:
-    origins = sources if isinstance(sources, Mapping) else {}
-    found = packages.items() if isinstance(packages, Mapping) else ()
-    return [f"{name} {version}{_source(origins.get(name))}" for name, version in found]
-
-
-def _source(source: Any) -> str:
-    if not isinstance(source, Mapping):
-        return ""
-    facts = ("editable" if source.get("editable") else "", *(str(source.get(key) or "") for key in ("commit", "url")))
-    return f" ({', '.join(filter(None, facts))})"
+def _packages(environment: Mapping[str, Any]) -> list[str]:
+    packages, sources = environment.get("packages"), environment.get("sources")
+    found = []
+    for name, version in packages.items() if isinstance(packages, Mapping) else ():
+        source = sources.get(name) if isinstance(sources, Mapping) else None
+        facts = []
+        if isinstance(source, Mapping):
+            facts = ["editable" if source.get("editable") else "", source.get("commit"), source.get("url")]
+        shown = ", ".join(str(fact) for fact in facts if fact)
+        found.append(f"{name} {version}" + (f" ({shown})" if shown else ""))
+    return found
 
 
 def _lines(value: Any) -> list[str]:
     if isinstance(value, str):
         return value.splitlines()
-    return (
-        [f"{key} {setting(item)}" for key, item in value.items()]
-        if isinstance(value, Mapping)
-        else list(map(setting, value))
-    )
-
-
-def _differences(origin: Mapping[str, Any]) -> Iterator[Block]:
-    """Yields the uncommitted changes of the folder that the command was typed in, and of others that were copied."""
-    folders = [(f" in {one.get('path', '-')}", one.get("git_diff")) for one in _mappings(origin.get("folders"))]
-    for where, difference in [("", origin.get("git_diff")), *folders]:
-        if difference:
-            lines = str(difference).splitlines()
-            left_out = len(lines) - _MOST_LINES
-            shown = lines[:_MOST_LINES] + ([f"... {left_out} more lines in provenance.json"] if left_out > 0 else [])
-            summary = f"Uncommitted changes{where}: {len(lines)} lines of difference"
-            yield folded(summary, "\n".join(shown), is_diff=True)
+    if isinstance(value, Mapping):
+        return [f"{key} {setting(item)}" for key, item in value.items()]
+    return list(map(setting, value))

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_train.errors import ConfigError, RunError
-from slurm_train.tools.report.page import COLOURS, Block, Document
+from slurm_train.tools.report.page import Block, Document, read_colours
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _DOTS_PER_INCH = 160
 _MOST_NAMED = 8
 _NOWHERE = -0.08
-_LIGHT = {name: shades[0] for name, shades in COLOURS.items()}
+_colours = cache(read_colours)
 
 
 def require_matplotlib() -> None:
-    """Does nothing if matplotlib can be imported.
+    """Checks that matplotlib can be imported.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -38,46 +38,46 @@ def write_pictures(document: Document, folder: Path) -> list[Path]:
     Raises:
         RunError: the folder cannot be made or written.
     """
-    blocks = [block for section in document["sections"] for block in section["blocks"]]
+    # Made without pyplot: no window system is looked for, and nothing is kept open.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for block in blocks:
-            if block["kind"] in _DRAWERS and block.get("curves", True):
-                path = folder / f"{block['key']}.png".replace("/", "_")
-                _draw(block).savefig(path, dpi=_DOTS_PER_INCH)
-                written.append(path)
+        for block in (block for section in document["sections"] for block in section["blocks"]):
+            if block["kind"] not in _DRAWERS or not block.get("curves", True):
+                continue
+            rows = len(block.get("bars") or block.get("hosts") or ())
+            width = 1.6 * len(block["axes"]) + 2.0 if "axes" in block else 6.0 if block["kind"] == "plot" else 8.0
+            figure = Figure(figsize=(width, max(3.4, 1.4 + 0.28 * min(rows, 60))), layout="constrained")
+            FigureCanvasAgg(figure)
+            axes = figure.add_subplot()
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(labelsize=8)
+            x_label, y_label = _DRAWERS[block["kind"]](axes, block)
+            axes.set_xlabel(_plain(x_label), fontsize=9)
+            axes.set_ylabel(_plain(y_label), fontsize=9)
+            title = _plain(block.get("title", "What the hours went to"))
+            axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+            path = folder / f"{block['key']}.png".replace("/", "_")
+            figure.savefig(path, dpi=_DOTS_PER_INCH)
+            written.append(path)
     except OSError as err:
         hint = "name another folder with --png"
         raise RunError(f"{folder} cannot be written: {err.strerror or err}", hint=hint) from err
     return written
 
 
-def _draw(block: Block) -> Figure:
-    # Made without pyplot: no window system is looked for, and nothing is kept open.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = len(block.get("bars") or block.get("hosts") or ())
-    width = 1.6 * len(block["axes"]) + 2.0 if "axes" in block else 6.0 if block["kind"] == "plot" else 8.0
-    figure = Figure(figsize=(width, max(3.4, 1.4 + 0.28 * min(rows, 60))), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    _DRAWERS[block["kind"]](axes, block)
-    axes.set_title(_plain(block.get("title", "What the hours went to")), loc="left", fontsize=11, fontweight="bold")
-    return figure
-
-
-def _plot(axes: Axes, block: Block) -> None:
+def _plot(axes: Axes, block: Block) -> tuple[str, str]:
     for at, _, kind in block["marks"]:
-        axes.axvline(at, color=_LIGHT["failed"] if kind == "event" else "#b9bec5", linewidth=0.8, linestyle=":")
+        colour = _colours()["failed" if kind == "event" else "mark"]
+        axes.axvline(at, color=colour, linewidth=0.8, linestyle=":")
     for curve in block["curves"]:
         columns = [curve[name] for name in ("y", "low", "high") if name in curve]
         points = [point for point in zip(block["x"], *columns, strict=True) if point[1] is not None]
         x, y, *band = map(list, zip(*points, strict=True))
-        colour, label, kind = _LIGHT[curve["colour"]], _plain(curve["name"]), curve["kind"]
+        colour, label, kind = _colours()[curve["colour"]], _plain(curve["name"]), curve["kind"]
         if kind in ("dots", "ranges"):
             axes.plot(x, y, ".", color=colour, markersize=6, label=label)
         else:
@@ -91,20 +91,19 @@ def _plot(axes: Axes, block: Block) -> None:
     axes.set_yscale(block["scales"][0])
     if block["from_zero"] and block["scales"][0] == "linear":
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    axes.grid(axis="y", color="#eceef0", linewidth=0.8)
+    axes.grid(axis="y", color=_colours()["grid"], linewidth=0.8)
     axes.set_axisbelow(True)
     axes.locator_params(axis="x", integer=True)
-    axes.set_xlabel(_plain(block["x_label"]), fontsize=9)
-    axes.set_ylabel(_plain(block["unit"]), fontsize=9)
     if 1 < len(block["curves"]) <= _MOST_NAMED:
         axes.legend(frameon=False, fontsize=8)
+    return block["x_label"], block["unit"]
 
 
 def _unit(seconds: float) -> tuple[float, str]:
     return next((one for one in ((3600.0, "h"), (60.0, "min")) if seconds >= 2 * one[0]), (1.0, "s"))
 
 
-def _timeline(axes: Axes, block: Block) -> None:
+def _timeline(axes: Axes, block: Block) -> tuple[str, str]:
     size, unit = _unit(block["end_unix_s"] - block["begin_unix_s"])
     named = set()
     for bar in block["bars"]:
@@ -112,44 +111,40 @@ def _timeline(axes: Axes, block: Block) -> None:
         for cause, words in block["words"].items():
             width = bar["seconds"].get(cause, 0.0) / size
             if width > 0:
-                label = None if cause in named else words
-                hatch = "////" if cause == "lost_work_s" else None
-                axes.barh(str(bar["attempt"]), width, left=left, color=_LIGHT[cause], label=label, hatch=hatch)
+                label, hatch = None if cause in named else words, "////" if cause == "lost_work_s" else None
+                axes.barh(str(bar["attempt"]), width, left=left, color=_colours()[cause], label=label, hatch=hatch)
                 named.add(cause)
                 left += width
     axes.invert_yaxis()
-    axes.set_xlabel(unit, fontsize=9)
-    axes.set_ylabel("attempt", fontsize=9)
     axes.figure.legend(loc="outside right upper", frameon=False, fontsize=7)
+    return unit, "attempt"
 
 
-def _heat_map(axes: Axes, block: Block) -> None:
+def _heat_map(axes: Axes, block: Block) -> tuple[str, str]:
     size, unit = _unit(block["edges_s"][-1])
     ranks = len(block["hosts"])
-    edges = [edge / size for edge in block["edges_s"]]
-    borders = [rank - 0.5 for rank in range(ranks + 1)]
+    edges, borders = [edge / size for edge in block["edges_s"]], [rank - 0.5 for rank in range(ranks + 1)]
     mesh = axes.pcolormesh(edges, borders, block["percent"], cmap="Reds", vmin=0, vmax=100)
     axes.figure.colorbar(mesh, ax=axes, label="% longer than the middle rank")
     axes.invert_yaxis()
     axes.set_yticks(range(0, ranks, -(-ranks // 16)))
-    axes.set_xlabel(unit, fontsize=9)
-    axes.set_ylabel("rank", fontsize=9)
+    return unit, "rank"
 
 
-def _parallel(axes: Axes, block: Block) -> None:
+def _parallel(axes: Axes, block: Block) -> tuple[str, str]:
     places = range(len(block["axes"]))
     for run in block["runs"]:
         heights = [_NOWHERE if at is None else at for at in run["at"]]
-        style = "-" if run["has_value"] else "--"
-        axes.plot(places, heights, style, color=_LIGHT[run["colour"]], linewidth=1.2)
+        axes.plot(places, heights, "-" if run["has_value"] else "--", color=_colours()[run["colour"]], linewidth=1.2)
     for place, axis in enumerate(block["axes"]):
-        axes.axvline(place, color="#b9bec5", linewidth=0.8, zorder=0)
-        is_missing = any(run["at"][place] is None for run in block["runs"])
-        for height, label in [*axis["ticks"], *([(_NOWHERE, "none")] if is_missing else [])]:
+        axes.axvline(place, color=_colours()["mark"], linewidth=0.8, zorder=0)
+        missing = [(_NOWHERE, "none")] if any(run["at"][place] is None for run in block["runs"]) else []
+        for height, label in [*axis["ticks"], *missing]:
             axes.text(place + 0.03, height, _plain(label), fontsize=7, va="center")
     axes.set_xticks(places, [_plain(axis["name"]) for axis in block["axes"]], fontsize=8)
     axes.set_yticks([])
     axes.spines[["left", "bottom"]].set_visible(False)
+    return "", ""
 
 
 def _plain(text: str) -> str:
@@ -157,7 +152,7 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-_DRAWERS: dict[str, Callable[[Any, Block], None]] = {
+_DRAWERS: dict[str, Callable[[Any, Block], tuple[str, str]]] = {
     "plot": _plot,
     "timeline": _timeline,
     "heatmap": _heat_map,

@@ -5,10 +5,11 @@ Damaged, missing and half-written files give less, never an error: a report is w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,31 +26,37 @@ from slurm_train.tools.report.attempts import (
     Verdict,
     attempts_table,
     bar_of,
+    by_rank,
     is_calm,
     read_attempts,
+    stragglers,
     time_sums,
     time_tiles,
     timeline,
 )
-from slurm_train.tools.report.curves import Curve, in_unit, is_empty, plot, thinned
 from slurm_train.tools.report.origin import provenance, read_config, settings
 from slurm_train.tools.report.page import (
-    BAD,
     Block,
+    Cell,
+    Curve,
     Document,
     as_float,
     byte_size,
     chip,
     duration,
+    duration_cell,
+    in_unit,
     moment,
+    moment_cell,
     number,
+    plot,
     section,
     setting,
     share,
     table,
     text,
+    thinned,
 )
-from slurm_train.tools.report.ranks import by_rank, stragglers
 
 _MOST_ROWS = 500
 _MOST_SAVES = 1000
@@ -65,20 +72,21 @@ def run_document(run: RunDirectory, verdict: Verdict, *, now_unix_s: float) -> D
 
     Args:
         run: the run.
-        verdict: how it stands.
+        verdict: its status.
         now_unix_s: the time of day.
     """
     attempts = read_attempts(run, verdict, now_unix_s=now_unix_s)
     bars = list(map(bar_of, attempts))
     series, config, saves, events = read_series(run.metrics), read_config(run.config), read_saves(run), read_events(run)
     step_times = {bar.attempt: times for bar in bars if (times := read_step_times(run, bar.attempt))}
+    state, mood = chip(verdict.state)
     sentence = verdict.note or (f"on {verdict.nodelist}" if verdict.nodelist else "")
     return {
         "title": f"{run.name}/{run.run_id}: {verdict.state}",
         "name": run.name,
         "id": run.run_id,
-        "chips": [chip(verdict.state)],
-        "sentence": [sentence, "bad" if chip(verdict.state)[1] == BAD else ""],
+        "chips": [[state, mood]],
+        "sentence": [sentence, "bad" if mood == "bad" else ""],
         "path": str(run.path),
         "tiles": _tiles(run, series, bars),
         "sections": [
@@ -130,29 +138,22 @@ def _tiles(run: RunDirectory, series: Series, bars: Sequence[Bar]) -> list[tuple
 def _training(series: Series, events: Sequence[Mapping[str, Any]]) -> list[Block]:
     train, held_out = thinned("training", *series.points("loss")), _evaluation("held out", series, "eval_loss")
     note = "Line: mean of neighbouring steps. Band: smallest and largest, so spikes stay visible." if train.low else ""
-    found = [
-        plot(
-            "loss",
-            "Loss",
-            [train, held_out],
-            marks=[*_attempt_marks(series), *_event_marks(events)],
-            is_wide=True,
-            note=note if len(train.x) else "no step is on record yet",
-        )
-    ]
+    marks = [*_attempt_marks(series), *_event_marks(events)]
+    note = note if len(train.x) else "no step is on record yet"
+    plots = [plot("loss", "Loss", [train, held_out], marks=marks, is_wide=True, note=note)]
     for key in series.evaluations:
         if key != "eval_loss":
             name = key.removeprefix("eval_").replace("_", " ")
-            found.append(plot(key, f"Held-out {name}", [_evaluation(name, series, key)]))
-    found.append(_single(series, "lr", "Learning rate", colour="three", from_zero=True, prefers_linear=True))
-    found.append(_single(series, "grad_norm", "Gradient norm before clipping"))
-    return [block for block in found if block["key"] == "loss" or not is_empty(block)]
+            plots.append(plot(key, f"Held-out {name}", [_evaluation(name, series, key)]))
+    plots.append(_column(series, "lr", "Learning rate", colour="three", from_zero=True, linear=True))
+    plots.append(_column(series, "grad_norm", "Gradient norm before clipping"))
+    return [block for block in plots if block["key"] == "loss" or block["curves"]]
 
 
-def _single(series: Series, key: str, title: str, *, colour: str = "one", factor: float = 1.0, **options: Any) -> Block:
+def _column(series: Series, key: str, title: str, *, colour: str = "one", factor: float = 1.0, **more: Any) -> Block:
     """Returns a plot of one column of the metrics."""
     steps, values = series.points(key)
-    return plot(key, title, [thinned(title, steps, [factor * value for value in values], colour=colour)], **options)
+    return plot(key, title, [thinned(title, steps, [factor * value for value in values], colour=colour)], **more)
 
 
 def _evaluation(name: str, series: Series, key: str) -> Curve:
@@ -174,35 +175,32 @@ def _attempt_marks(series: Series) -> Marks:
 
 def _event_marks(events: Sequence[Mapping[str, Any]]) -> Marks:
     return [
-        (
-            step,
-            f"{str(event.get('event', 'event')).replace('_', ' ')} at step {step:.0f}",
-            "calm" if is_calm(event) else "event",
-        )
+        (step, f"{_event_chip(event)[0]} at step {step:.0f}", "calm" if is_calm(event) else "event")
         for event in events[-_MOST_EVENT_MARKS:]
         if (step := as_float(event.get("step"))) is not None
     ]
 
 
 def _speed(series: Series) -> list[Block]:
-    style: Any = {"colour": "four", "from_zero": True, "prefers_linear": True}
-    found = [
-        _single(series, "tokens_per_s", "Throughput of all ranks", unit="tokens/s", **style),
-        _single(series, "samples_per_s", "Throughput of all ranks", unit="samples/s", **style),
-        _single(series, "mfu", "Model FLOP utilisation", unit="% of peak", factor=100.0, **style),
-    ]
-    whole, waits = series.points("step_time_s"), series.points("data_time_s")
-    unit, factor = in_unit([*whole[1], *waits[1]])
+    style: Any = {"colour": "four", "from_zero": True, "linear": True}
+    mfu = _column(series, "mfu", "Model FLOP utilisation", unit="% of peak", factor=100.0, **style)
+    times = {"step": series.points("step_time_s"), "waiting for data": series.points("data_time_s")}
+    unit, factor = in_unit([value for _, values in times.values() for value in values])
     curves = [
         thinned(name, steps, [factor * value for value in values], colour=colour)
-        for name, (steps, values), colour in (("step", whole, "one"), ("waiting for data", waits, "two"))
+        for (name, (steps, values)), colour in zip(times.items(), ("one", "two"), strict=True)
     ]
-    found.append(plot("step_time", "Step time on rank 0", curves, unit=unit, from_zero=True))
-    shown = [block for block in found if not is_empty(block)]
-    if not shown or not is_empty(found[2]):
-        return shown
-    unknown = "MFU is not known here: no peak is on record for this device, or no count of operations for this model."
-    return [*shown, text(unknown, "note")]
+    plots = [
+        _column(series, "tokens_per_s", "Throughput of all ranks", unit="tokens/s", **style),
+        _column(series, "samples_per_s", "Throughput of all ranks", unit="samples/s", **style),
+        mfu,
+        plot("step_time", "Step time on rank 0", curves, unit=unit, from_zero=True),
+    ]
+    shown = [block for block in plots if block["curves"]]
+    if shown and not mfu["curves"]:
+        unknown = "MFU is not known: no peak is on record for this device, or no count of operations for this model."
+        shown.append(text(unknown, "note"))
+    return shown
 
 
 def _checkpoints(run: RunDirectory, saves: Sequence[Mapping[str, Any]], *, is_expected: bool) -> list[Block]:
@@ -215,8 +213,9 @@ def _checkpoints(run: RunDirectory, saves: Sequence[Mapping[str, Any]], *, is_ex
     if good:
         stalls = [as_float(save.get("stall_s")) or 0.0 for save in good]
         sentences.append(
-            f"{len(good):,} saves, the newest of {_size(good[-1])}. They paused training for {duration(sum(stalls))} "
-            f"in total: median {duration(statistics.median(stalls))}, longest {duration(max(stalls))}."
+            f"{len(good):,} saves, the newest of {_size_cell(good[-1])[0]}. They paused training for "
+            f"{duration(sum(stalls))} in total: median {duration(statistics.median(stalls))}, longest "
+            f"{duration(max(stalls))}."
         )
     if len(good) < len(saves):
         sentences.append(f"{len(saves) - len(good)} failed.")
@@ -240,8 +239,9 @@ def _stored(run: RunDirectory) -> list[tuple[int, int | None]]:
     ]
 
 
-def _size(save: Mapping[str, Any]) -> str:
-    return byte_size(as_float(save.get("bytes")) or 0.0)
+def _size_cell(save: Mapping[str, Any]) -> Cell:
+    size = as_float(save.get("bytes"))
+    return byte_size(size or 0.0), size
 
 
 def _save_plot(saves: Sequence[Mapping[str, Any]]) -> Block:
@@ -249,56 +249,41 @@ def _save_plot(saves: Sequence[Mapping[str, Any]]) -> Block:
     curves = []
     for name, key, colour in (("until durable", "save_s", "one"), ("training paused", "stall_s", "two")):
         points = sorted(
-            (step, factor * seconds, _size(save))
+            (step, factor * seconds, _size_cell(save)[0])
             for save in saves
             if (seconds := as_float(save.get(key))) is not None and (step := as_float(save.get("step"))) is not None
         )
-        x, y, labels = ([point[place] for point in points] for place in range(3))
-        curves.append(Curve(name=name, x=x, y=y, kind="dots", colour=colour, labels=labels))  # type: ignore[arg-type]  # zip's columns
+        x, y, labels = [one[0] for one in points], [one[1] for one in points], [one[2] for one in points]
+        curves.append(Curve(name=name, x=x, y=y, kind="dots", colour=colour, labels=labels))
     return plot("saves", "Time of a save", curves, unit=unit, from_zero=True, note="" if saves else "no save succeeded")
 
 
 def _saves_table(saves: Sequence[Mapping[str, Any]]) -> Block:
-    rows = [
-        [
-            save.get("step"),
-            save.get("attempt"),
-            (_size(save), as_float(save.get("bytes"))),
-            *((duration(as_float(save.get(key))), as_float(save.get(key))) for key in ("stall_s", "save_s")),
-            *_when(save),
-            str(save.get("error", "")),
-        ]
-        for save in reversed(saves[-_MOST_ROWS:])
-    ]
     names = ["step", "attempt", "size", "training paused", "until durable"]
     columns = [*(f"{name}|num" for name in names), "ended|time", "error|words"]
+    rows = []
+    for save in reversed(saves[-_MOST_ROWS:]):
+        seconds = [duration_cell(as_float(save.get(key))) for key in ("stall_s", "save_s")]
+        error = str(save.get("error", ""))
+        rows.append([save.get("step"), save.get("attempt"), _size_cell(save), *seconds, moment_cell(save), error])
     return table("saves", columns, rows, summary="Every save", sortable=True)
-
-
-def _when(entry: Mapping[str, Any]) -> tuple[tuple[str, float | None]]:
-    unix_s = as_float(entry.get("time_unix_s"))
-    return ((moment(unix_s), unix_s),)
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> list[Block]:
     if not events:
         return [text("Nothing went wrong and nothing was asked of the run: no event is on record.", "none")]
-    shown = events[-_MOST_ROWS:]
-    rows = [
-        [*_when(event), event.get("attempt"), event.get("step"), _event_chip(event), _facts(event)] for event in shown
-    ]
+    rows = []
+    for event in events[-_MOST_ROWS:]:
+        facts = (f"{key} {_fact(value)}" for key, value in event.items() if key not in _NOT_FACTS and value is not None)
+        known = ". ".join(filter(None, [str(event.get("sentence", "")), ", ".join(facts)]))
+        rows.append([moment_cell(event), event.get("attempt"), event.get("step"), _event_chip(event), known])
     columns = ["time|time", "attempt|num", "step|num", "event|chip", "what is known|words"]
-    cut = [text(f"The newest {_MOST_ROWS} of {len(events)} events.", "note")] if len(shown) < len(events) else []
+    cut = [text(f"The newest {_MOST_ROWS} of {len(events)} events.", "note")] if len(rows) < len(events) else []
     return [*cut, table("events", columns, rows)]
 
 
 def _event_chip(event: Mapping[str, Any]) -> tuple[str, str]:
-    return (str(event.get("event", "event")).replace("_", " "), "calm" if is_calm(event) else "bad")
-
-
-def _facts(event: Mapping[str, Any]) -> str:
-    facts = (f"{key} {_fact(value)}" for key, value in event.items() if key not in _NOT_FACTS and value is not None)
-    return ". ".join(filter(None, [str(event.get("sentence", "")), ", ".join(facts)]))
+    return str(event.get("event", "event")).replace("_", " "), "calm" if is_calm(event) else "bad"
 
 
 def _fact(value: Any) -> str:
@@ -312,15 +297,11 @@ def _attempts(run: RunDirectory, attempts: Sequence[Mapping[str, Any]], num_supe
     if num_superseded:
         sentence = f"{num_superseded:,} lines of metrics.jsonl are superseded by newer attempts and not drawn."
         found.append(text(sentence, "note"))
-    try:
-        changes = [asdict(change) | {"names": change.names} for change in read_changes(run)]
-    except (SlurmTrainError, KeyError, ValueError, TypeError):
-        changes = []
-    rows = [[*_when(change), change.get("step"), _change(change)] for change in changes]
+    rows = []
+    with contextlib.suppress(SlurmTrainError, AttributeError, KeyError, ValueError, TypeError):
+        for change in read_changes(run):
+            values = {key: f"{key}: {setting(was)} -> {setting(now)}" for key, (was, now) in change.config.items()}
+            what = "; ".join(values.get(name, str(name)) for name in change.names)
+            rows.append([moment_cell({"time_unix_s": change.time_unix_s}), change.step, what])
     columns = ["accepted|time", "after step|num", "what|words"]
     return [*found, text("Accepted changes", "heading"), table("changes", columns, rows)] if rows else found
-
-
-def _change(change: Mapping[str, Any]) -> str:
-    values = {key: f"{key}: {setting(was)} -> {setting(now)}" for key, (was, now) in dict(change["config"]).items()}
-    return "; ".join(values.get(name, str(name)) for name in change["names"])

@@ -16,17 +16,19 @@ from slurm_train.metrics.series import read_series
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.tools.report.attempts import Bar, Verdict, bar_of, read_attempts, time_sums, time_tiles
-from slurm_train.tools.report.curves import Curve, is_empty, plot, skeleton
 from slurm_train.tools.report.origin import provenance, read_config, settings
 from slurm_train.tools.report.page import (
     Block,
+    Curve,
     Document,
     as_float,
     chip,
     moment,
     number,
+    plot,
     section,
     setting,
+    skeleton,
     table,
     text,
 )
@@ -39,6 +41,7 @@ _MOST_AXES = 12
 _BEST, _STEP = "best_", "_step"
 # Shares of the runs that count as the best, the good, and so on.
 _CLASSES = (0.1, 0.3, 0.6, 0.85)
+_STYLES = {"state": "chip", "run": "code", "note": "words"}
 _RENAMED = {"gpu_hours": "device hours", "index": "run", "run": "id"}
 
 Points = tuple[Sequence[float], Sequence[float]]
@@ -95,7 +98,7 @@ def read_trial(
 
     Args:
         element: its entry in the sweep's table.
-        verdict: how it stands.
+        verdict: its status.
         cells: its row of the collated table.
         is_active: it runs, waits, or comes back by itself.
         num_runs: of the sweep; the more, the fewer points each curve has.
@@ -133,12 +136,16 @@ def sweep_document(
     own = own_settings(configs, trials)
     objective = flat(configs[0]).get("sweep.objective") if "sweep.objective" not in own else None
     metric = choose_metric(trials, asked=metric, configured=objective)
-    trials = graded(trials, metric)
+    trials, bars = graded(trials, metric), [bar for trial in trials for bar in trial.bars]
+    best, finished = best_trial(trials, metric), sum(trial.verdict.state == "finished" for trial in trials)
+    tiles = [("runs", str(len(trials)), f"{finished} finished")]
+    if best is not None:
+        tiles.append((f"best {metric.replace('_', ' ')}", number(best.value), best.label))
     newest = max(sweep.code.glob("*.json"), default=None, key=lambda path: path.name)
     origin = (read_json(newest) if newest else None) or {}
-    found = origin.get("environment")
-    environment = found if isinstance(found, Mapping) else {}
+    environment = origin.get("environment")
     origin |= {"words": (read_json(sweep.facts) or {}).get("words", origin.get("words"))}
+    known = provenance(origin, environment if isinstance(environment, Mapping) else {})
     names = sorted({trial.run.partition("/")[0] for trial in trials})
     counts = Counter(trial.verdict.state for trial in trials)
     return {
@@ -148,15 +155,15 @@ def sweep_document(
         "chips": [[f"{count} {chip(state)[0]}", chip(state)[1]] for state, count in counts.most_common()],
         "sentence": ["", ""],
         "path": str(sweep.path),
-        "tiles": _tiles(trials, metric),
+        "tiles": tiles + time_tiles(bars, f"{len(bars)} attempts"),
         "sections": [
             section("failures", "Ended without a result", *_failures(trials)),
             section("values", "Values and results", parallel(trials, metric), best_so_far(trials, metric)),
-            section("curves", "Curves", *run_curves(trials, metric)),
+            section("curves", "Curves", *_run_curves(trials, metric, best)),
             section("runs", "Runs", _runs(trials, metric)),
-            section("time", "What the hours went to", *time_sums([bar for trial in trials for bar in trial.bars])),
+            section("time", "What the hours went to", *time_sums(bars)),
             section("settings", "Settings that the runs share", *settings(configs[0], leave_out=own)),
-            section("provenance", "Provenance", *provenance(origin, environment)),
+            section("provenance", "Provenance", *known),
         ],
         "written": f"written {moment(now_unix_s)} by slurm_train report",
     }
@@ -172,8 +179,8 @@ def choose_metric(trials: Sequence[Trial], *, asked: str | None, configured: str
     names = [key.removeprefix(_BEST) for key in keys if key.startswith(_BEST) and not key.endswith(_STEP)]
     if asked is not None and asked not in names:
         raise ConfigError(f"--metric {asked}: no run has it", hint=f"there are {', '.join(names) or 'none yet'}")
-    wishes = (asked, configured, "eval_loss", *(name for name in names if name != "loss"), "loss")
-    return next(name for name in wishes if name is not None and (name in names or name == "loss"))
+    wishes = (asked, configured, "eval_loss", *(name for name in names if name != "loss"))
+    return next((name for name in wishes if name in names), "loss")
 
 
 def graded(trials: Sequence[Trial], metric: str) -> list[Trial]:
@@ -194,95 +201,77 @@ def best_trial(trials: Sequence[Trial], metric: str) -> Trial | None:
     return pick((trial for trial in trials if trial.value is not None), key=lambda one: one.value or 0.0, default=None)
 
 
-def _tiles(trials: Sequence[Trial], metric: str) -> list[tuple[str, str, str]]:
-    best, bars = best_trial(trials, metric), [bar for trial in trials for bar in trial.bars]
-    finished = sum(trial.verdict.state == "finished" for trial in trials)
-    found = [("runs", str(len(trials)), f"{finished} finished")]
-    if best is not None:
-        found.append((f"best {metric.replace('_', ' ')}", number(best.value), best.label))
-    return found + time_tiles(bars, f"{len(bars)} attempts")
+def _given_keys(trials: Sequence[Trial]) -> list[str]:
+    return list(dict.fromkeys(key for trial in trials for key in trial.given))
 
 
 def _failures(trials: Sequence[Trial]) -> list[Block]:
     failed = [trial for trial in trials if trial.has_failed]
     if not failed:
         return []
-    keys = list(dict.fromkeys(key for trial in trials for key in trial.given))
-    shown = failed[:_MOST_FAILURES]
-    rows = [
-        [
-            trial.index,
-            tuple(chip(trial.verdict.state)),
-            trial.verdict.note or "no reason is on record",
-            *(trial.given.get(key, "") for key in keys),
-        ]
-        for trial in shown
-    ]
+    keys, shown = _given_keys(trials), failed[:_MOST_FAILURES]
+    rows = []
+    for one in shown:
+        why = one.verdict.note or "no reason is on record"
+        rows.append([one.index, chip(one.verdict.state), why, *(one.given.get(key, "") for key in keys)])
     columns = ["run|num", "state|chip", "why|words", *(f"{key}|" for key in keys)]
-    more = f"{len(failed) - len(shown)} more, see the table of all runs."
     found = table("failures", columns, rows, runs=[trial.index for trial in shown])
-    return [found, text(more, "note")] if len(shown) < len(failed) else [found]
+    more = text(f"{len(failed) - len(shown)} more, see the table of all runs.", "note")
+    return [found, more] if len(shown) < len(failed) else [found]
 
 
 def parallel(trials: Sequence[Trial], metric: str) -> Block:
     """Returns parallel coordinates: an axis per key with several values, one for the metric, and a line per run."""
-    keys = list(dict.fromkeys(key for trial in trials for key in trial.given))
-    swept = [key for key in keys if len({trial.given.get(key) for trial in trials}) > 1]
+    swept = [key for key in _given_keys(trials) if len({trial.given.get(key) for trial in trials}) > 1]
     if not swept:
         return text("The runs differ in nothing that could be drawn.", "none")
-    axes = [_axis(key, [_as_number(trial.given.get(key)) for trial in trials]) for key in swept[: _MOST_AXES - 1]]
-    axes.append(_axis(metric.replace("_", " "), [trial.value for trial in trials]))
+    columns: dict[str, list[float | str | None]] = {
+        key: [_as_number(trial.given.get(key)) for trial in trials] for key in swept[: _MOST_AXES - 1]
+    }
+    columns[metric.replace("_", " ")] = [trial.value for trial in trials]
+    axes, places = [], []
+    for name, values in columns.items():
+        at, ticks = _axis(values)
+        axes.append({"name": name, "ticks": ticks})
+        places.append(at)
+    runs = []
+    placed = list(zip(trials, zip(*places, strict=True), strict=True))
     # The best are drawn last, above the others.
-    order = sorted(range(len(trials)), key=lambda place: -10 if (grade := trials[place].grade) is None else -grade)
-    runs = [
-        {
-            "run": trial.index,
-            "colour": trial.colour,
-            "has_value": trial.value is not None,
-            "at": [axis["at"][place] for axis in axes],
-            "facts": _run_facts(trial, metric),
-        }
-        for place in order
-        for trial in (trials[place],)
-    ]
-    axes = [{"name": axis["name"], "ticks": axis["ticks"]} for axis in axes]
+    placed.sort(key=lambda one: -10 if one[0].grade is None else -one[0].grade)
+    for trial, of_run in placed:
+        facts = [("run", f"{trial.index} ({trial.run})"), *trial.given.items(), ("state", trial.verdict.state)]
+        facts.append((metric, number(trial.value, digits=6)))
+        if trial.has_failed and trial.verdict.note:
+            facts.append(("why", trial.verdict.note[:200]))
+        run = {"run": trial.index, "colour": trial.colour, "has_value": trial.value is not None}
+        runs.append({**run, "at": list(of_run), "facts": facts})
     return {"kind": "parallel", "key": "parallel", "title": "Values and result", "axes": axes, "runs": runs}
 
 
-def _run_facts(trial: Trial, metric: str) -> list[tuple[str, str]]:
-    pairs = [("run", f"{trial.index} ({trial.run})"), *trial.given.items(), ("state", trial.verdict.state)]
-    pairs.append((metric, number(trial.value, digits=6)))
-    return [*pairs, ("why", trial.verdict.note[:200])] if trial.has_failed and trial.verdict.note else pairs
-
-
-def _axis(name: str, values: Sequence[float | str | None]) -> Block:
+def _axis(values: Sequence[float | str | None]) -> tuple[list[float | None], list[tuple[float, str]]]:
     """Returns where each run is on an axis, from 0 below to 1 above, and the labels; words are spaced evenly."""
     known = list(dict.fromkeys(value for value in values if value is not None))
     numbers = sorted(value for value in known if not isinstance(value, str))
+    places: dict[Any, float]
     if len(numbers) < len(known):
-        places: dict[Any, float] = {value: (index + 0.5) / len(known) for index, value in enumerate(known)}
+        places = {value: (index + 0.5) / len(known) for index, value in enumerate(known)}
         ticks = [(place, setting(value)[:24]) for value, place in places.items()]
     else:
         is_log = bool(numbers) and numbers[0] > 0 and numbers[-1] > 8 * numbers[0]
-        ends = [math.log(value) if is_log else value for value in (numbers[0], numbers[-1])] if numbers else [0.0, 0.0]
-        span = ends[1] - ends[0]
+        at = [math.log(value) if is_log else value for value in numbers]
+        span = at[-1] - at[0] if at else 0.0
         places = {
-            value: 0.04 + 0.92 * (((math.log(value) if is_log else value) - ends[0]) / span) if span else 0.5
-            for value in numbers
+            value: 0.04 + 0.92 * ((x - at[0]) / span) if span else 0.5 for value, x in zip(numbers, at, strict=True)
         }
         ticks = [(place, number(value)) for value, place in places.items()]
-    step, shown = 1.0 / 14, list[tuple[float, str]]()
+    shown: list[tuple[float, str]] = []
     for place, label in ticks:
         # A label needs room, and the last one is always shown.
-        if not shown or place - shown[-1][0] >= step:
+        if not shown or place - shown[-1][0] >= 1 / 14:
             shown.append((round(place, 4), label))
-    if ticks and shown[-1][1] != ticks[-1][1]:
+    if ticks:
         shown[-1] = (round(ticks[-1][0], 4), ticks[-1][1])
-    return {
-        "name": name,
-        "ticks": shown,
-        "at": [None if value is None else round(places[value], 4) for value in values],
-    }
+    return [None if value is None else round(places[value], 4) for value in values], shown
 
 
 def _as_number(value: str | None) -> float | str | None:
@@ -297,78 +286,72 @@ def best_so_far(trials: Sequence[Trial], metric: str) -> Block:
     """Returns each run's best value in the order in which the runs ended, and the best up to then."""
     pick = max if largest_is_best(metric) else min
     ended = sorted((trial for trial in trials if trial.bars), key=lambda one: (one.bars[-1].end_unix_s, one.index))
-    valued = [(place, trial, trial.value) for place, trial in enumerate(ended, 1) if trial.value is not None]
-    places, values = [place for place, _, _ in valued], [value for _, _, value in valued]
-    best = list(accumulate(values, pick))
+    x, y, labels, failed = list[float](), list[float](), list[str](), []
+    for place, one in enumerate(ended, 1):
+        if one.value is not None:
+            x.append(place)
+            y.append(one.value)
+            labels.append(one.label)
+        if one.has_failed:
+            failed.append((place, f"{one.label}: {one.verdict.state}", "event"))
+    best = list(accumulate(y, pick))
     curves = [
-        Curve(name="best so far", x=[*places, len(ended)] if places else [], y=[*best, *best[-1:]], kind="steps"),
-        Curve(name="runs", x=places, y=values, kind="dots", colour="quiet", labels=[one.label for _, one, _ in valued]),
-    ]
-    failed = [
-        (place, f"{one.label}: {one.verdict.state}", "event") for place, one in enumerate(ended, 1) if one.has_failed
+        Curve(name="best so far", x=[*x, len(ended)], y=[*best, *best[-1:]], kind="steps"),
+        Curve(name="runs", x=x, y=y, kind="dots", colour="quiet", labels=labels),
     ]
     return plot(
         "best",
         f"Best so far: {metric.replace('_', ' ')}",
-        curves if valued else [],
+        curves if y else [],
         x_label="runs that have ended, in order",
         marks=failed[:_MOST_MARKS],
         is_wide=True,
-        note="" if valued else "no run has a value yet",
+        note="" if y else "no run has a value yet",
     )
 
 
-def run_curves(trials: Sequence[Trial], metric: str) -> list[Block]:
+def _run_curves(trials: Sequence[Trial], metric: str, best: Trial | None) -> list[Block]:
     """Returns training loss and metric of all runs, the best drawn last; without those that no run has a value of."""
-    best = best_trial(trials, metric)
     order = sorted(trials, key=lambda trial: (trial.grade is not None, -(trial.grade or 0), trial is best))
-    titles = {"loss": "Training loss"}
-    titles.setdefault(metric, f"Held-out {metric.removeprefix('eval_').replace('_', ' ')}")
-    found = []
-    for key, title in titles.items():
+    titles = {metric: f"Held-out {metric.removeprefix('eval_').replace('_', ' ')}", "loss": "Training loss"}
+    plots = []
+    for key in dict.fromkeys(("loss", metric)):
         curves = []
-        for trial in order:
-            x, y = trial.curves.get(key, ((), ()))
+        for one in order:
+            x, y = one.curves.get(key, ((), ()))
             kind: Any = "dots" if len(x) == 1 else "line"
-            curves.append(Curve(name=trial.label, x=x, y=y, kind=kind, colour=trial.colour, run=trial.index))
-        found.append(plot(f"runs_{key}", title, curves))
-    return [block for block in found if not is_empty(block)]
+            curves.append(Curve(name=one.label, x=x, y=y, kind=kind, colour=one.colour, run=one.index))
+        plots.append(plot(f"runs_{key}", titles[key], curves))
+    return [block for block in plots if block["curves"]]
 
 
 def _runs(trials: Sequence[Trial], metric: str) -> Block:
     """Returns the table of all runs: the run's id instead of its whole name, no column without a value."""
-    first = ["index", "run", *(key for trial in trials for key in trial.given), "state", f"{_BEST}{metric}"]
-    names = dict.fromkeys([*first, *(name for trial in trials for name in trial.cells)])
-    columns = [name for name in names if any(trial.cells.get(name) not in (None, "") for trial in trials)]
-    heads = [
-        f"{_RENAMED.get(name, name if '.' in name else name.replace('_', ' '))}|{_style(name, trials)}"
-        for name in columns
-    ]
-    rows = [[_run_cell(trial, name) for name in columns] for trial in trials]
+    first = ["index", "run", *_given_keys(trials), "state", f"{_BEST}{metric}"]
+    columns: dict[str, list[Any]] = {}
+    heads = []
+    for name in dict.fromkeys([*first, *(name for trial in trials for name in trial.cells)]):
+        values = [trial.cells.get(name) for trial in trials]
+        if all(value in (None, "") for value in values):
+            continue
+        style = "num" if any(as_float(value) is not None for value in values) else ""
+        head = _RENAMED.get(name, name if "." in name else name.replace("_", " "))
+        heads.append(f"{head}|{_STYLES.get(name, style)}")
+        if name == "state":
+            values = [chip(str(value)) for value in values]
+        elif name == "run":
+            values = [str(value).partition("/")[2] or str(value) for value in values]
+        columns[name] = values
+    rows = list(zip(*columns.values(), strict=True))
     return table("runs", heads, rows, sortable=True, runs=[trial.index for trial in trials])
-
-
-def _style(name: str, trials: Sequence[Trial]) -> str:
-    styles = {"state": "chip", "run": "code", "note": "words"}
-    is_number = any(as_float(trial.cells.get(name)) is not None for trial in trials)
-    return styles.get(name, "num" if is_number else "")
-
-
-def _run_cell(trial: Trial, name: str) -> Any:
-    value = trial.cells.get(name)
-    if name == "state":
-        return tuple(chip(str(value)))
-    return str(value).partition("/")[2] or str(value) if name == "run" else value
 
 
 def own_settings(configs: Sequence[Mapping[str, Any]], trials: Sequence[Trial]) -> set[str]:
     """Returns the keys that the runs do not share; a file that the sweep names may set more than its words."""
-    swept = tuple({key for trial in trials for key in trial.given})
+    swept = tuple(f"{key}." for key in _given_keys(trials))
     first, *others = map(flat, configs)
     return {
         key
         for key, value in first.items()
-        if key.startswith(tuple(f"{one}." for one in swept))
-        or key in swept
-        or any(key not in other or other[key] != value for other in others)
+        if f"{key}.".startswith(swept) or any(key not in other or other[key] != value for other in others)
     }

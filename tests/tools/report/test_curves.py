@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from slurm_train.tools.report.curves import MOST_POINTS, Curve, plot, skeleton, thinned
+from slurm_train.tools.report.page import MOST_POINTS, Curve, plot, skeleton, thinned
 
 
 @pytest.mark.parametrize("spike_at", [1, 617, 50_000, 99_999])

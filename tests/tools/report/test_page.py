@@ -53,7 +53,7 @@ def test_the_page_asks_nobody_and_runs_its_own_script_only() -> None:
 @pytest.mark.parametrize("state", RunState)
 def test_an_unknown_state_is_bad(state: RunState) -> None:
     calm = {"finished", "running", "queued", "requeued", "finishing", "not_started", "stopped", "completed"}
-    assert (page.chip(state.value)[1] == page.chip(state.label)[1] == page.BAD) == (state.value not in calm)
+    assert (page.chip(state.value)[1] == page.chip(state.label)[1] == "bad") == (state.value not in calm)
 
 
 CASES: list[tuple[Callable[..., str], object, str]] = [

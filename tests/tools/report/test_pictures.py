@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import RunError
-from slurm_train.tools.report.curves import Curve, plot
-from slurm_train.tools.report.page import section
+from slurm_train.tools.report.page import Curve, plot, section
 from slurm_train.tools.report.pictures import write_pictures
 from tests.support.run_documents import document_of, full_document
 from tests.support.sweep_files import sweep_document_of

@@ -12,10 +12,18 @@ from slurm_train.config.schema import OptimSection, RunConfig
 from slurm_train.rundir import timing
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.step_times import Histogram, RankTimes
-from slurm_train.tools.report.attempts import CAUSES, Verdict, bar_of, goodput, read_attempts, totals
+from slurm_train.tools.report.attempts import (
+    CAUSES,
+    Verdict,
+    bar_of,
+    by_rank,
+    goodput,
+    read_attempts,
+    stragglers,
+    totals,
+)
 from slurm_train.tools.report.origin import provenance
 from slurm_train.tools.report.page import render
-from slurm_train.tools.report.ranks import by_rank, stragglers
 from slurm_train.tools.report.run import run_document
 from tests.support.documents import HOSTILE, blocks, column, document_in, text_of
 from tests.support.html_pages import Page
