@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from slurm_train.cli.main import run
+from slurm_train.verbs import run
 
 
 def main() -> int:

@@ -19,10 +19,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = "slurm_train"
 
 LAYERS = [
-    {"errors", "assets", "__init__"},
+    {"errors", "assets", "__init__", "formatting"},
+    {"verbs"},
     {"config"},
     {"slurm", "rundir"},
-    {"launch", "distributed", "models", "data", "checkpoint", "metrics", "standing"},
+    {"status"},
+    {"launch", "distributed", "models", "data", "checkpoint", "metrics"},
     {"supervise"},
     {"train", "estimate"},
     {"tools"},
@@ -35,12 +37,14 @@ HOOKS = {("train.preflight", "tools.doctor.preflight")}
 
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
 TORCH_FREE_ROOMS = (
-    *("config", "slurm", "rundir", "launch", "supervise", "cli", "standing", "estimate", "tools"),
-    *("tools.devcluster", "tools.doctor", "tools.report", "tools.scaling", "tools.site"),
+    *("config", "slurm", "rundir", "launch", "supervise", "cli", "status", "estimate", "tools"),
+    *("tools.devcluster", "tools.doctor", "tools.report", "tools.scaling", "tools.site", "tools.completion"),
 )
 TORCH_FREE_MODULES = (
     "errors",
     "assets",
+    "formatting",
+    "verbs",
     "__main__",
     "data.prepare",
     "data.shards",
@@ -80,7 +84,7 @@ SIGNAL_HANDLERS = {
     *("cli.trackers", "data.mapstyle"),
 }
 # A script's runner is a program of its own, started by its path.
-ENVIRONMENT_READERS = ("cli.", "__main__", "train.script_main")
+ENVIRONMENT_READERS = ("cli.", "verbs", "__main__", "tools.completion", "train.script_main")
 # cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.
 ENVIRONMENT_WRITERS = {"train.context"}
 MESH_MAKERS = {"distributed.mesh"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
 import os
@@ -10,24 +9,21 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import pytest
 
-from slurm_train.cli.main import VERBS
-from slurm_train.cli.scaling import build_parser as build_scaling_parser
 from slurm_train.cli.scaling import read_series
 from slurm_train.config.compose import Point, compose, read_points
 from slurm_train.config.words import Words, chosen_sites, read_words
 from slurm_train.errors import SlurmTrainError
-from slurm_train.standing.schema import KEYS
-from slurm_train.standing.states import MEANINGS
+from slurm_train.status.run_status import JSON_KEYS, MEANINGS
 from slurm_train.tools.doctor import node_rules, site_rules
+from slurm_train.verbs import PUBLIC_VERBS, parse
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -70,18 +66,14 @@ def all_commands() -> list[Command]:
 
 
 def verb_of(words: tuple[str, ...]) -> str | None:
-    return words[0] if words and words[0] in VERBS else None
-
-
-class _Parsed(Exception):
-    """The words were accepted; what would have followed is not wanted."""
+    return words[0] if words and words[0] in PUBLIC_VERBS else None
 
 
 def check(command: Command, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Raises what the words would have raised before anything happened."""
     verb = verb_of(command.words)
     rest = list(command.words[1:] if verb else command.words)
-    if verb in SETTINGS:
+    if verb is None or verb in SETTINGS:
         flags = read_words(rest)
         if flags.config_dir is not None:
             (folder / flags.config_dir).mkdir(exist_ok=True)
@@ -90,23 +82,13 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch, folder: Path) -> No
             compose(replace(flags, overrides=list(point.overrides)))
         return
     if verb == "scaling":
-        asked, settings = build_scaling_parser().parse_known_args(rest)
-        read_series(read_words(settings), steps=asked.steps, env={}, cwd=folder)
-        return
-    for name in ("parse_args", "parse_intermixed_args"):
-        monkeypatch.setattr(argparse.ArgumentParser, name, _only(getattr(argparse.ArgumentParser, name)))
-    with pytest.raises(_Parsed):
-        import_module(f"slurm_train.cli.{verb}").main(rest)
-
-
-def _only(read: Callable[..., argparse.Namespace]) -> Callable[..., NoReturn]:
-    """Returns a parser's method that reads the words and goes no further."""
-
-    def only_read(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> NoReturn:
-        read(self, args, namespace)
-        raise _Parsed
-
-    return only_read
+        asked = parse(verb, rest)
+        read_series(read_words(asked.settings), steps=asked.steps, env={}, cwd=folder)
+    elif "--help" in rest:
+        with pytest.raises(SystemExit, match="0"):
+            parse(verb, rest)
+    else:
+        parse(verb, rest)
 
 
 def _write_sites(flags: Words, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -145,7 +127,7 @@ def test_a_wrong_command_line_is_found(line: str, monkeypatch: pytest.MonkeyPatc
 
 def test_the_pages_hold_command_lines() -> None:
     verbs = {verb_of(command.words) for command in all_commands()}
-    assert verbs >= {None, *VERBS}
+    assert verbs >= {None, *PUBLIC_VERBS}
 
 
 def broken_links(path: Path, text: str) -> list[str]:
@@ -246,7 +228,7 @@ def test_the_configuration_page_is_up_to_date() -> None:
 def test_the_page_of_commands_lists_every_verb() -> None:
     text = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([a-z]+)\b[^|]*\|", text, re.MULTILINE)
-    assert set(VERBS) <= set(listed), set(VERBS) - set(listed)
+    assert set(PUBLIC_VERBS) <= set(listed), set(PUBLIC_VERBS) - set(listed)
 
 
 def rows_under(heading: str, page: str) -> list[tuple[str, str]]:
@@ -258,7 +240,7 @@ def rows_under(heading: str, page: str) -> list[tuple[str, str]]:
 def test_the_page_about_watching_has_every_state_and_every_key_of_the_json() -> None:
     page = (REPOSITORY / "docs" / "watching.md").read_text(encoding="utf-8")
     assert rows_under("States", page) == [(state.value, meaning) for state, meaning in MEANINGS.items()]
-    assert rows_under("JSON", page) == list(KEYS.items())
+    assert rows_under("JSON", page) == list(JSON_KEYS.items())
 
 
 def message_templates() -> list[str]:

@@ -1,4 +1,7 @@
-"""`cancel RUN ... | SWEEP`: ends runs' jobs; a run that trains on this machine is asked to save and stop."""
+"""`cancel RUN ... | SWEEP`: ends runs' jobs; a run that trains on this machine is asked to save and stop.
+
+Of a sweep it ends the active runs with one scancel; the other runs, and other arrays, are not touched.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,33 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from slurm_train.cli.arguments import RUN_HELP, build_run_parser
-from slurm_train.cli.display import note
-from slurm_train.cli.liveness import active_of, newest_job, no_submitter
+from slurm_train.cli.selection import filter_where
+from slurm_train.cli.status_table import summary
+from slurm_train.cli.terminal import note
 from slurm_train.errors import RunError
 from slurm_train.rundir.jobs import ask_to_stop
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_runs
-from slurm_train.rundir.sweep import find_sweep
+from slurm_train.rundir.sweep import SweepDirectory, array_job_id, existing_arrays, find_sweep, read_table
 from slurm_train.slurm.commands import SlurmCommands
-
-_EXAMPLES = """\
-examples:
-  python -m slurm_train cancel 3f9a1c07
-  python -m slurm_train cancel 1234          by job id
-  python -m slurm_train cancel 9b1c44e0 --where optim.lr=1e-3     those runs of a sweep
-"""
+from slurm_train.status.activity import Active, find_active, newest_job, no_submitter
+from slurm_train.status.run_status import read_statuses, subjects_of
+from slurm_train.verbs import parse
 
 
 def main(words: Sequence[str]) -> int:
     """Cancels the named runs and returns 0; a run that is not active is an error."""
-    parser = build_run_parser("cancel", description=__doc__, examples=_EXAMPLES)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help=f"{RUN_HELP}, or a sweep")
-    parser.add_argument("--where", metavar="KEY=VALUE", action="append", default=[], help="of a sweep: with this value")
-    arguments = parser.parse_args(list(words))
-    if len(arguments.runs) == 1 and (sweep := find_sweep(Path(arguments.root), arguments.runs[0])) is not None:
-        from slurm_train.cli.sweep_cancel import cancel_sweep
-
-        cancel_sweep(sweep, os.environ, where=arguments.where)
+    arguments = parse("cancel", words)
+    root, commands = Path(arguments.root), SlurmCommands(os.environ)
+    if len(arguments.runs) == 1 and (sweep := find_sweep(root, arguments.runs[0])) is not None:
+        cancel_sweep(sweep, commands, where=arguments.where)
         return 0
     if arguments.where:
-        raise RunError(f"{arguments.runs[0]} is no sweep", hint="--where chooses runs of a sweep")
-    commands = SlurmCommands(os.environ)
-    for run in find_runs(Path(arguments.root), arguments.runs):
+        raise RunError(f"{arguments.runs[0]} is not a sweep", hint="--where chooses runs of a sweep")
+    for run in find_runs(root, arguments.runs):
         cancel(run, commands)
     return 0
 
@@ -54,28 +48,23 @@ def cancel(run: RunDirectory, commands: SlurmCommands) -> None:
         ClusterError: Slurm refused.
     """
     with no_submitter(run, commands):
-        active = active_of(run, commands)
-        if not active:
+        active = find_active([run], commands).get(run)
+        if active is None:
             raise RunError(f"{run.name}/{run.run_id} is neither queued nor running", hint="`status` shows what is")
         if active.process is not None:
             _stop_here(run, active.process.host, active.process.pid)
-        if active.jobs:
-            cancel_jobs(run, active.jobs, commands)
-
-
-def cancel_jobs(run: RunDirectory, jobs: Sequence[str], commands: SlurmCommands) -> None:
-    """Cancels active jobs of a run, and whatever they have submitted meanwhile to take over."""
-    cancelled: list[str] = []
-    # A job that ends may be submitting the one that takes over; that one submits none.
-    while new := [job_id for job_id in jobs if job_id not in cancelled]:
-        cancelled += new
-        # What is on its way by now finds the file and does not begin.
-        with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
-            ask_to_stop(run, cancelled, newest_job=newest_job(commands))
-        # The newest first: it may be waiting for the others' end.
-        commands.cancel(reversed(new))
-        note(f"cancelled job {', '.join(reversed(new))} of {run.name}/{run.run_id}; `resume {run.run_id}` continues it")
-        jobs = active_of(run, commands).jobs
+        jobs, cancelled = active.jobs, list[str]()
+        # A job that ends may be submitting the one that takes over; that one submits none.
+        while new := [job_id for job_id in jobs if job_id not in cancelled]:
+            cancelled += new
+            # What is on its way by now finds the file and does not begin.
+            with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
+                ask_to_stop(run, cancelled, newest_job=newest_job(commands))
+            # The newest first: it may be waiting for the others' end.
+            commands.cancel(reversed(new))
+            ids = ", ".join(reversed(new))
+            note(f"cancelled job {ids} of {run.name}/{run.run_id}; `resume {run.run_id}` continues it")
+            jobs = find_active([run], commands).get(run, Active()).jobs
 
 
 def _stop_here(run: RunDirectory, host: str, pid: int) -> None:
@@ -86,7 +75,58 @@ def _stop_here(run: RunDirectory, host: str, pid: int) -> None:
             run.stop_file.touch()
     except PermissionError as err:
         raise RunError(
-            f"{run.name}/{run.run_id} is run by process {pid} on {host}, which is not yours to end",
+            f"{run.name}/{run.run_id} is run by process {pid} on {host}, which belongs to another user",
             hint="ask its owner",
         ) from err
     note(f"asked {run.name}/{run.run_id} to save and stop; the same command continues it")
+
+
+def cancel_sweep(sweep: SweepDirectory, commands: SlurmCommands, *, where: Sequence[str]) -> None:
+    """Ends the active runs for which the conditions hold; without any, also those that would start here later.
+
+    Raises:
+        RunError: none of them is active.
+        ClusterError: Slurm refused, or does not answer.
+    """
+    subjects = subjects_of(read_table(sweep))
+    active = find_active([one.run for one in subjects], commands)
+    meant = [one.run for one in filter_where(subjects, where) if one.run in active]
+    if not where and any(one.process is not None for one in active.values()):
+        sweep.stop_file.touch()
+    if not meant:
+        raise RunError(
+            f"no such run of sweep {sweep.sweep_id} is active: {summary(read_statuses(subjects, commands))}",
+            hint="`status` shows what is",
+        )
+    in_slurm = [run for run in meant if active[run].process is None]
+    for run in meant:
+        if run not in in_slurm:
+            cancel(run, commands)
+    if in_slurm:
+        newest = newest_job(commands)
+        for run in in_slurm:
+            # There may be a thousand, and a stop that a crash of this machine undoes can be typed again.
+            ask_to_stop(run, active[run].jobs, newest_job=newest, durable=False)
+        own = {array_job_id(array) for array in existing_arrays(sweep)}
+        spared = [job_id for run, one in active.items() if run not in meant for job_id in one.jobs]
+        jobs = [job_id for run in in_slurm for job_id in active[run].jobs]
+        commands.cancel(job_ids_of(jobs, spared=spared, own_arrays=own))
+        note(f"cancelled {len(in_slurm)} runs; `resume {sweep.sweep_id}` continues them")
+
+
+def job_ids_of(jobs: Sequence[str], *, spared: Sequence[str], own_arrays: Collection[str | None]) -> list[str]:
+    """Returns what to cancel: an array's own id where none of its active elements is to go on, else the elements.
+
+    One call of the controller ends a whole array; a thousand elements would be a thousand calls.
+
+    Args:
+        jobs: active jobs that are to end, e.g. "12_3".
+        spared: those of the sweep that are to go on.
+        own_arrays: arrays that hold runs of this sweep only; one of another sweep may hold more.
+    """
+
+    def array_of(job_id: str) -> str:
+        return job_id.partition("_")[0]
+
+    whole = set(own_arrays) - {array_of(job_id) for job_id in spared}
+    return list(dict.fromkeys(array_of(job_id) if array_of(job_id) in whole else job_id for job_id in jobs))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_train.checkpoint.directory import read_manifest, survey
-from slurm_train.cli.display import note
+from slurm_train.cli.terminal import note
 from slurm_train.config.frozen import Change, all_changes, is_below, load_config, unaccepted
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.data.shards import known_fingerprint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slurm_train.cli.display import note
+from slurm_train.cli.terminal import note
 from slurm_train.config.hydra import HydraSettings, read_settings
 from slurm_train.config.words import Words
 

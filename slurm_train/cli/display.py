@@ -1,11 +1,11 @@
-"""What the login half prints for people: to stderr, plain text, so that stdout stays data."""
+"""How a plan is printed: one table on stderr, and what of the user's code a run does not copy."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from slurm_train.cli.terminal import note
 from slurm_train.config.schema import TrackSection
 from slurm_train.launch.layout import layout_rows
 
@@ -103,16 +103,3 @@ def say_source(source: Source) -> None:
         places = ",".join(source.elsewhere)
         note(f"imported from where it is edited, not from a copy in the run: {places.replace(',', ', ')}")
         note(f"to have the run copy it as well: run.snapshot_folders=[{places}]")
-
-
-def note(text: str) -> None:
-    """Prints a line to stderr."""
-    print(text, file=sys.stderr)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns rows as aligned columns under a header."""
-    cells = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
-    return "\n".join(lines)

@@ -7,7 +7,6 @@ is wrong that would keep a run from working.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -21,22 +20,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slurm_train.cli.arguments import login_name
-from slurm_train.cli.display import note
+from slurm_train.cli.terminal import note
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
 from slurm_train.rundir.events import fatal_line, read_preflight
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.site import default_account, default_qos, gather_facts
+from slurm_train.slurm.site import default_account, default_qos, gather_facts, login_name
 from slurm_train.tools.doctor.site_rules import SiteView, in_words, rules, site_table
+from slurm_train.verbs import parse
 
-_EXAMPLES = """\
-examples:
-  python -m slurm_train doctor                       what happens to a run here on preemption, what can be lost
-  python -m slurm_train doctor --json
-  python -m slurm_train doctor +cluster=4x8          a job that checks 4 nodes and their network, and ends
-  python -m slurm_train doctor +cluster=4x8 cluster.partition=gpu cluster.network_interface=ib0
-"""
 _RUNTIMES = ("apptainer", "singularity", "enroot", "podman", "docker", "shifter", "sarus")
 _FOLDER = ".doctor"
 """No run has such a name: run.name refuses a leading dot."""
@@ -47,15 +39,7 @@ _ASK_EVERY_S = 1.0
 
 def main(words: Sequence[str]) -> int:
     """Prints what was found and returns 0, or 1 where there is an error among it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m slurm_train doctor",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="+cluster=NxG and other settings of a run")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = parser.parse_args(list(words))
+    arguments = parse("doctor", words)
     if arguments.settings:
         return _check_nodes(arguments.settings, dict(os.environ), as_json=arguments.json)
     view = _ask_site(os.environ)

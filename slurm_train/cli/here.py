@@ -13,12 +13,11 @@ from types import FrameType
 
 from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.cli.changes import weigh
-from slurm_train.cli.failure_lines import tell_unseen_failure
-from slurm_train.cli.liveness import refuse_active, writing
 from slurm_train.cli.lost_terminal import outlive_terminal
 from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.cli.seal import refused_code
 from slurm_train.cli.surroundings import note_surroundings
+from slurm_train.cli.terminal import note
 from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.schema import RunConfig
 from slurm_train.launch.container import Ranks
@@ -31,9 +30,11 @@ from slurm_train.launch.source import Source
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import scrubbed
+from slurm_train.status.activity import refuse_active, writing
+from slurm_train.status.failure import find_failure
 from slurm_train.supervise.monitor import Monitor, watch_ranks
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor
@@ -95,8 +96,16 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
 
     with tracking_run(run, config.track, env):
         code = supervisor.supervise(launch)
-    tell_unseen_failure(run)
+    _print_unseen_failure(run)
     return code
+
+
+def _print_unseen_failure(run: RunDirectory) -> None:
+    """Prints the traceback of the rank that failed first, where the terminal shows rank 0 alone."""
+    failure = find_failure(run, max(existing_attempts(run), default=0))
+    if failure is not None and failure.rank and failure.excerpt:
+        for line in [*failure.lines(rank_shown=0)[1:], *failure.excerpt.splitlines()]:
+            note(line)
 
 
 def _rank_command(run: RunDirectory, config: RunConfig) -> list[str]:

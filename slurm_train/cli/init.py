@@ -6,7 +6,6 @@ Nothing is submitted, and an existing file is not replaced without --force.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import os
 import re
@@ -14,30 +13,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurm_train.cli.arguments import login_name
-from slurm_train.cli.display import note
 from slurm_train.cli.submit import require_slurm
+from slurm_train.cli.terminal import note
 from slurm_train.config.site import GROUP, SiteFile, user_config_dir
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.rundir.files import write_atomic
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import TestVerdict
-from slurm_train.slurm.site import SiteFacts, gather_facts
+from slurm_train.slurm.site import SiteFacts, gather_facts, login_name
 from slurm_train.tools.site.profile import Question, build_profile, open_questions, render_site
 from slurm_train.tools.site.trial import try_site
-
-_EXAMPLES = """\
-examples:
-  python -m slurm_train init                      name and answers are proposed
-  python -m slurm_train init mycluster --yes      asks nothing
-  python -m slurm_train init --print              shows the file, writes nothing
-  python -m slurm_train plan +cluster=4x8 site=mycluster
-"""
+from slurm_train.verbs import parse
 
 
 def main(words: Sequence[str]) -> int:
     """Writes the site file and returns 0."""
-    arguments = _parse(words)
+    arguments = parse("init", words)
     asks = not arguments.yes
     if asks and not sys.stdin.isatty():
         raise ConfigError(
@@ -57,23 +48,6 @@ def main(words: Sequence[str]) -> int:
         return 0
     folder = Path(arguments.config_dir) if arguments.config_dir else user_config_dir()
     return _write(folder / GROUP / f"{name}.yaml", text, force=arguments.force, name=name)
-
-
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m slurm_train init",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of the site (default: Slurm's ClusterName)")
-    parser.add_argument("--yes", action="store_true", help="take the default of every question")
-    parser.add_argument("--force", action="store_true", help="replace an existing file")
-    parser.add_argument("--print", action="store_true", help="print the file and write nothing")
-    parser.add_argument(
-        "--config-dir", metavar="DIR", help=f"write below DIR/{GROUP}/ (default: ~/.config/slurm_train)"
-    )
-    return parser.parse_args(list(words))
 
 
 def _name_of(given: str | None, facts: SiteFacts) -> str:

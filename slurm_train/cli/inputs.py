@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from slurm_train.cli.display import note
+from slurm_train.cli.terminal import note
 from slurm_train.config.schema import RunConfig, TrackSection
 from slurm_train.data.shards import require_readable
 from slurm_train.errors import ConfigError

@@ -15,13 +15,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import FrameType
 
 from slurm_train.cli.changes import weigh
-from slurm_train.cli.display import note
-from slurm_train.cli.following import follow
-from slurm_train.cli.liveness import submitting, writing
-from slurm_train.cli.log_choice import ChosenLog
-from slurm_train.cli.logs import Shown
+from slurm_train.cli.logs import ChosenLog, LogPrinter
 from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.cli.submit import avoid_bad_nodes, require_slurm
+from slurm_train.cli.terminal import note
 from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.container import Ranks
 from slurm_train.launch.interactive import require_room, salloc_words
@@ -34,6 +31,7 @@ from slurm_train.rundir.files import size_of
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import scrubbed
+from slurm_train.status.activity import submitting, writing
 
 
 def run_interactively(
@@ -85,14 +83,9 @@ def _attend(run: RunDirectory, command: Sequence[str], *, env: Mapping[str, str]
     before = max(existing_attempts(run), default=-1)
     # A session of its own keeps Ctrl-C on the terminal from reaching srun, which would kill the ranks.
     process = subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True)
-    wish, shown = _Wish(run, process, before), Shown(run, 0, attempt=None, env=env)
+    wish, printer = _Wish(run, process, before), LogPrinter(run, 0, attempt=None, env=env)
     with wish.heard():
-        follow(
-            lambda: _newest_log(run, before),
-            until=wish.is_over,
-            painter=shown.painter,
-            at_end_of=shown.print_failure,
-        )
+        printer.follow(lambda: _newest_log(run, before), until=wish.is_over)
     code = process.wait()
     if code and not run.result.exists():
         note(f"ended with exit code {code}; `status {run.run_id}` says why, and the same command continues the run")

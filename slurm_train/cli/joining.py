@@ -120,8 +120,8 @@ def _refuse_changed(run: RunDirectory) -> None:
 
 
 def _refuse_held(run: RunDirectory, env: Mapping[str, str]) -> None:
-    from slurm_train.cli.liveness import live_holder
     from slurm_train.slurm.commands import SlurmCommands
+    from slurm_train.status.activity import live_holder
 
     if (holder := live_holder(run, SlurmCommands(env))) is not None:
         raise RunError(f"{run.path} is being run by {holder}", hint="wait for it, or `cancel` it first")

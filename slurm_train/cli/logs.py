@@ -1,77 +1,124 @@
-"""`logs RUN [-f]`: prints a run's log, newest attempt first asked, and follows it across attempts.
+"""`logs RUN [-f]`: prints a run's log, of the newest attempt unless asked otherwise, and follows it across attempts.
 
 Of an attempt that failed it says which rank was the first, and shows that rank's traceback.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from slurm_train.cli.arguments import RUN_HELP, build_run_parser
-from slurm_train.cli.display import note
-from slurm_train.cli.failure_lines import failure_lines
-from slurm_train.cli.following import follow, print_from, wait_for_log
-from slurm_train.cli.log_choice import ChosenLog, choose_log
-from slurm_train.cli.painting import Painter, emphasised
-from slurm_train.cli.terminal import takes_escapes
+from slurm_train.cli.terminal import Painter, emphasised, note, takes_escapes
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.files import size_of
 from slurm_train.rundir.jobs import has_ended, read_job
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lookup import find_run
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.queue_view import QueueView
-from slurm_train.standing.failure import Failure, find_failure, first_failed_rank
+from slurm_train.slurm.queue_view import QueueView, Wanted
+from slurm_train.slurm.reasons import explain_reason
+from slurm_train.status.failure import find_failure, first_failed_rank
+from slurm_train.status.run_status import never_began, newest_job_state
+from slurm_train.verbs import parse
 
-_EXAMPLES = """\
-examples:
-  python -m slurm_train logs -f                     the newest run, as it goes on
-  python -m slurm_train logs 3f9a1c07 --rank 5
-  python -m slurm_train logs 3f9a1c07 --rank -1 --attempt 0
-"""
+_CHUNK_BYTES = 1 << 16
+_POLL_S = 0.3
 
 
 def main(words: Sequence[str]) -> int:
     """Prints the log to stdout; with -f goes on until the run is finished or Ctrl-C."""
-    arguments = _parser().parse_args(list(words))
-    run = find_run(Path(arguments.root), arguments.run)
-    shown = Shown(run, arguments.rank, attempt=arguments.attempt, env=os.environ)
-    chosen = choose_log(run, attempt=arguments.attempt, rank=arguments.rank)
-    if not arguments.follow:
-        if chosen is None:
-            newest = max(existing_attempts(run), default=0)
-            if shown.print_failure(newest if arguments.attempt is None else arguments.attempt):
-                return 0
-            raise RunError(f"{run.path} has no log yet", hint=_where_the_log_is(run))
-        shown.print_all(chosen)
-        return 0
+    arguments = parse("logs", words)
+    run, attempt = find_run(Path(arguments.root), arguments.run), arguments.attempt
+    printer = LogPrinter(run, arguments.rank, attempt=attempt, env=os.environ)
 
     def choose() -> ChosenLog | None:
-        return choose_log(run, attempt=arguments.attempt, rank=arguments.rank)
+        return choose_log(run, attempt=attempt, rank=arguments.rank)
 
-    if chosen is None:
-        wait_for_log(run, QueueView(SlurmCommands(os.environ)), choose)
-    follow(
-        choose,
-        until=lambda: has_ended(run) or (arguments.attempt is not None and _is_past(run, arguments.attempt)),
-        painter=shown.painter,
-        is_closed=lambda attempt: _is_past(run, attempt),
-        at_end_of=shown.tell_end,
-    )
+    chosen = choose()
+    if arguments.follow:
+        if chosen is None:
+            wait_for_log(run, QueueView(SlurmCommands(os.environ)), choose)
+        printer.follow(choose, until=lambda: has_ended(run) or (attempt is not None and _is_closed(run, attempt)))
+    elif chosen is not None:
+        printer.print_all(chosen)
+    elif not printer.print_failure(max(existing_attempts(run), default=0) if attempt is None else attempt):
+        raise RunError(f"{run.path} has no log yet", hint=_where_the_log_is(run))
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = build_run_parser("logs", description=__doc__, examples=_EXAMPLES)
-    parser.add_argument("run", nargs="?", metavar="RUN", help=f"{RUN_HELP}; default: the newest")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on printing as the log grows")
-    parser.add_argument("--rank", type=int, default=0, help="which rank (default: 0); -1: the batch script")
-    parser.add_argument("--attempt", type=int, default=None, help="which attempt (default: the newest)")
-    return parser
+@dataclass(frozen=True, slots=True)
+class ChosenLog:
+    """A file and the attempt that it belongs to."""
+
+    path: Path
+    attempt: int
+
+
+Choose = Callable[[], ChosenLog | None]
+"""Returns the log to show now, None where there is none yet."""
+
+
+def choose_log(run: RunDirectory, *, attempt: int | None, rank: int) -> ChosenLog | None:
+    """Returns the log of a rank, or of the batch script while the rank has not written any; None for neither.
+
+    Args:
+        run: the run.
+        attempt: its number; None: the newest.
+        rank: its number; -1: the batch script.
+
+    Raises:
+        RunError: there was no such attempt.
+    """
+    attempts = existing_attempts(run)
+    if attempt is not None and attempt not in attempts:
+        known = ", ".join(map(str, attempts)) or "none yet"
+        raise RunError(f"{run.path} has no attempt {attempt}", hint=f"attempts: {known}")
+    number = attempt if attempt is not None else max(attempts, default=0)
+    batch_logs = [run.attempt_logs(number) / "batch.log", run.logs / "batch.log"]
+    wanted = batch_logs if rank < 0 else [run.rank_log(number, rank), *batch_logs]
+    found = next((path for path in wanted if size_of(path)), None)
+    return ChosenLog(found, number) if found is not None else None
+
+
+def wait_for_log(run: RunDirectory, view: QueueView, choose: Choose) -> None:
+    """Waits until there is a log, saying what the job waits for whenever that changes.
+
+    Raises:
+        RunError: the job ended without one.
+    """
+    said = ""
+    while choose() is None:
+        record = read_job(run)
+        job_ids = record.job_ids if record is not None else ()
+        look = view.look(Wanted(job_ids=job_ids, settled=job_ids[:-1]))
+        job, text = newest_job_state(job_ids, look.jobs), ""
+        if job is not None:
+            if not job.is_active and choose() is None:
+                raise RunError(f"job {job.job_id} has no log", hint=never_began(job))
+            reason = explain_reason(job.reason)
+            text = f"job {job.job_id} is {job.phase.value}{f': {reason}' if reason else ''}"
+        if look.problem:
+            text = f"Slurm does not answer: {look.problem}"
+        if text and text != said:
+            note(f"{text}; Ctrl-C does not end it")
+            said = text
+        time.sleep(max(_POLL_S, min(look.is_due_in_s, 5.0)))
+
+
+def _entry(run: RunDirectory, attempt: int) -> Mapping[str, Any]:
+    """Returns what the ledger has about an attempt."""
+    return next((one for one in read_ledger(run) if one["attempt"] == attempt), {})
+
+
+def _is_closed(run: RunDirectory, attempt: int) -> bool:
+    """Returns whether the ledger says how an attempt ended."""
+    return "end_time_unix_s" in _entry(run, attempt)
 
 
 def _where_the_log_is(run: RunDirectory) -> str:
@@ -81,13 +128,8 @@ def _where_the_log_is(run: RunDirectory) -> str:
     return "`status` says whether it waits; -f waits for the log"
 
 
-def _is_past(run: RunDirectory, attempt: int) -> bool:
-    """Returns whether the ledger says how an attempt ended."""
-    return any(entry["attempt"] == attempt and "end_time_unix_s" in entry for entry in read_ledger(run))
-
-
-class Shown:
-    """Prints logs of one run.
+class LogPrinter:
+    """Prints logs of one run, and what is known about failures.
 
     Args:
         run: the run.
@@ -99,57 +141,96 @@ class Shown:
     def __init__(self, run: RunDirectory, rank: int, *, attempt: int | None, env: Mapping[str, str]) -> None:
         self._in_colour = takes_escapes(sys.stdout, env)
         self._notes_in_colour = takes_escapes(sys.stderr, env)
-        self.painter = Painter(in_colour=self._in_colour, is_cause=self._may_be_cause)
+        self._painter = Painter(in_colour=self._in_colour, is_cause=self._may_be_cause)
         self._run, self._rank, self._attempt = run, rank, attempt
-
-    def print_all(self, log: ChosenLog) -> None:
-        """Prints a log as it is, and how its attempt failed, or that an earlier one did."""
-        print_from(log.path, 0, self.painter)
-        sys.stdout.buffer.write(self.painter.rest())
-        sys.stdout.buffer.flush()
-        if not self.print_failure(log.attempt):
-            self._point_to_earlier(log.attempt)
-            self._tell_return(log.attempt)
-
-    def print_failure(self, attempt: int) -> bool:
-        """Prints how an attempt failed; returns whether it did."""
-        failure = find_failure(self._run, attempt)
-        if failure is None:
-            return False
-        for line in failure_lines(failure, rank_shown=self._rank):
-            note(emphasised(line, in_colour=self._notes_in_colour))
-        if not failure.kind and read_job(self._run) is None:
-            note(_where_the_log_is(self._run))
-        if failure.kind and not self._is_in_log(failure):
-            excerpt = Painter(in_colour=self._in_colour)
-            text = excerpt.paint(failure.excerpt.encode() + b"\n") + excerpt.rest()
-            sys.stdout.buffer.write(text)
-            sys.stdout.buffer.flush()
-        return True
-
-    def tell_end(self, attempt: int) -> None:
-        """Prints how an attempt ended that was followed, where the run goes on after it or the attempt failed."""
-        if not self.print_failure(attempt):
-            self._tell_return(attempt)
-
-    def _tell_return(self, attempt: int) -> None:
-        entry = next((one for one in read_ledger(self._run) if one["attempt"] == attempt), {})
-        if entry.get("action") in ("requeue", "leave", "relaunch"):
-            note(f"attempt {attempt}: {entry.get('note', '')}")
 
     def _may_be_cause(self) -> bool:
         """Returns whether a traceback of the rank that is printed may be the first of its attempt."""
         attempt = max(existing_attempts(self._run), default=0) if self._attempt is None else self._attempt
         return first_failed_rank(self._run, attempt) in (None, self._rank)
 
-    def _is_in_log(self, failure: Failure) -> bool:
-        """Returns whether what the rank said was printed already."""
-        return failure.rank == self._rank and failure.kind != "stacks"
-
-    def _point_to_earlier(self, attempt: int) -> None:
-        failed = [
-            entry for entry in read_ledger(self._run) if entry["attempt"] < attempt and entry.get("reason") == "failed"
-        ]
-        if failed:
+    def print_all(self, log: ChosenLog) -> None:
+        """Prints a log as it is, and how its attempt failed, or that an earlier one did."""
+        self._print_rest(log.path, 0)
+        if self.print_failure(log.attempt):
+            return
+        earlier = [one for one in read_ledger(self._run) if one["attempt"] < log.attempt]
+        if failed := [one for one in earlier if one.get("reason") == "failed"]:
             number, text = failed[-1]["attempt"], failed[-1].get("note", "")
             note(f"attempt {number} failed: {text}; `logs {self._run.run_id} --attempt {number}` shows it")
+        self._print_return(log.attempt)
+
+    def print_failure(self, attempt: int) -> bool:
+        """Prints how an attempt failed; returns whether it did."""
+        failure = find_failure(self._run, attempt)
+        if failure is None:
+            return False
+        for line in failure.lines(rank_shown=self._rank):
+            note(emphasised(line, in_colour=self._notes_in_colour))
+        if not failure.kind and read_job(self._run) is None:
+            note(_where_the_log_is(self._run))
+        if failure.kind and not failure.is_in_log_of(self._rank):
+            excerpt = Painter(in_colour=self._in_colour)
+            _write(excerpt.paint(failure.excerpt.encode() + b"\n") + excerpt.rest())
+        return True
+
+    def follow(self, choose: Choose, *, until: Callable[[], bool]) -> None:
+        """Prints what is appended to the chosen file; starts over when the choice changes (a new attempt).
+
+        Args:
+            choose: the log to show now.
+            until: whether nothing more will be written.
+        """
+        current: ChosenLog | None = None
+        position, finished = 0, set[int]()
+
+        def finish(log: ChosenLog) -> None:
+            self._print_rest(log.path, position)
+            if log.attempt not in finished:
+                finished.add(log.attempt)
+                if not self.print_failure(log.attempt):
+                    self._print_return(log.attempt)
+
+        while True:
+            # Asked before the log is read: what was written before the end is shown before the end is reported.
+            ended = until()
+            closed = current is not None and _is_closed(self._run, current.attempt)
+            chosen = choose()
+            if chosen is not None and chosen != current:
+                if current is not None and chosen.attempt != current.attempt:
+                    finish(current)
+                elif current is not None:
+                    self._print_rest(current.path, position)
+                note(f"==> {chosen.path} <==")
+                current, position, closed = chosen, 0, False
+            if current is not None:
+                position = self._print_from(current.path, position)
+                if closed or ended:
+                    finish(current)
+            if ended:
+                return
+            time.sleep(_POLL_S)
+
+    def _print_from(self, path: Path, position: int) -> int:
+        """Prints a log from a position on and returns the position after it."""
+        with path.open("rb") as file:
+            file.seek(position)
+            # Bytes as they are: a character may be cut in two where a chunk or the file ends for now.
+            while chunk := file.read(_CHUNK_BYTES):
+                sys.stdout.buffer.write(self._painter.paint(chunk))
+            sys.stdout.buffer.flush()
+            return file.tell()
+
+    def _print_rest(self, path: Path, position: int) -> None:
+        self._print_from(path, position)
+        _write(self._painter.rest())
+
+    def _print_return(self, attempt: int) -> None:
+        entry = _entry(self._run, attempt)
+        if entry.get("action") in ("requeue", "leave", "relaunch"):
+            note(f"attempt {attempt}: {entry.get('note', '')}")
+
+
+def _write(text: bytes) -> None:
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.display import note, plan_rows, say_source
+from slurm_train.cli.display import plan_rows, say_source
 from slurm_train.cli.inputs import refuse_missing_inputs, say_keys_left_behind
-from slurm_train.cli.liveness import active_runs, holder_lives, writing
 from slurm_train.cli.outputs import RunOutput, make_outputs, plan_outputs, say_outputs
 from slurm_train.cli.submit import require_slurm, tell_of_bad_nodes
+from slurm_train.cli.terminal import note
 from slurm_train.config.compose import Point, read_points
 from slurm_train.config.words import Words
 from slurm_train.errors import ConfigError, RunError
@@ -37,6 +37,7 @@ from slurm_train.rundir.jobs import clear_dead
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, submitting
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.status.activity import find_active, holder_lives, writing
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
@@ -204,7 +205,7 @@ def _submit(
 def missing_runs(runs: Sequence[RunDirectory], commands: SlurmCommands) -> set[RunDirectory]:
     """Returns the runs that are neither finished nor active, and says how many of each there are."""
     finished = {run for run in runs if run.result.exists()}
-    active = active_runs([run for run in runs if run not in finished], commands)
+    active = set(find_active([run for run in runs if run not in finished], commands))
     missing = set(runs) - finished - active
     if len(missing) < len(runs):
         note(f"{len(finished)} runs are finished, {len(active)} active; {len(missing)} to submit")

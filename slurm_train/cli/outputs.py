@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.display import note
+from slurm_train.cli.terminal import note
 from slurm_train.errors import ConfigError
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.layout import RunDirectory

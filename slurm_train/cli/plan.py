@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_train.cli.composition import read_settings_of
-from slurm_train.cli.display import note, plan_rows, print_rows, table
+from slurm_train.cli.display import plan_rows, print_rows
 from slurm_train.cli.inputs import refuse_missing_inputs
 from slurm_train.cli.outputs import plan_outputs, say_outputs
+from slurm_train.cli.terminal import note
 from slurm_train.config.words import read_words
 from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.formatting import table
 from slurm_train.launch.layout import TABLE_HEADER, table_rows
 from slurm_train.launch.plan import RunPlan, plan_run
 
@@ -97,9 +99,8 @@ def _estimate(plan: RunPlan, *, measured: Mapping[str, Any] | None, env: Mapping
 
 def _site_facts(plan: RunPlan, env: Mapping[str, str]) -> SiteFacts | None:
     """Returns Slurm's answers about the site; None without a cluster, or where Slurm does not answer."""
-    from slurm_train.cli.arguments import login_name
     from slurm_train.slurm.commands import SlurmCommands
-    from slurm_train.slurm.site import gather_facts
+    from slurm_train.slurm.site import gather_facts, login_name
 
     commands = SlurmCommands(env)
     if plan.config.cluster is None or not commands.is_available():

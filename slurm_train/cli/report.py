@@ -8,36 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.arguments import RUN_HELP, build_run_parser
-from slurm_train.cli.display import note
-from slurm_train.cli.survey import look_once
+from slurm_train.cli.selection import look_once
+from slurm_train.cli.terminal import note
 from slurm_train.errors import RunError
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep, sweep_of
-from slurm_train.standing.facts import Subject, subjects_of
+from slurm_train.status.run_status import Subject, subjects_of
+from slurm_train.verbs import parse
 
 if TYPE_CHECKING:
     from slurm_train.tools.report.page import Document
 
-_EXAMPLES = """\
-examples:
-  python -m slurm_train report                              the newest run
-  python -m slurm_train report 3f9a1c07 --out today.html
-  python -m slurm_train report 9b1c44e0                     a sweep
-  python -m slurm_train report 3f9a1c07 --png pictures      the main plots as PNG, too (needs matplotlib)
-"""
-
 
 def main(words: Sequence[str]) -> int:
     """Writes the page, prints its path and returns 0."""
-    parser = build_run_parser("report", description=__doc__, examples=_EXAMPLES)
-    parser.add_argument("what", nargs="?", metavar="RUN|SWEEP", help=f"{RUN_HELP}, or a sweep; default: the newest run")
-    parser.add_argument("--out", metavar="FILE", help="default: report.html in the directory of the run or sweep")
-    parser.add_argument("--png", metavar="DIR", help="write the main plots there as PNG (pip install matplotlib)")
-    parser.add_argument("--metric", metavar="NAME", help="what a sweep is judged by; default: eval_loss, else loss")
-    arguments = parser.parse_args(list(words))
+    arguments = parse("report", words)
     root, png = Path(arguments.root), arguments.png and Path(arguments.png)
     if png:
         from slurm_train.tools.report.pictures import require_matplotlib
@@ -65,8 +52,8 @@ def read_run(run: RunDirectory) -> Document:
     from slurm_train.tools.report.attempts import Verdict
     from slurm_train.tools.report.run import run_document
 
-    (standing,) = look_once([Subject(run)], os.environ)
-    verdict = Verdict(standing.state.label, standing.note, standing.nodelist)
+    (status,) = look_once([Subject(run)], os.environ)
+    verdict = Verdict(status.state.label, status.note, status.nodelist or "")
     return run_document(run, verdict, now_unix_s=time.time())
 
 

@@ -13,12 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_train.cli.arguments import RUN_HELP, build_run_parser, parse_run_and_settings
 from slurm_train.cli.changes import check_names, tell_of_other_code, weigh
-from slurm_train.cli.display import note, print_plan, say_source
-from slurm_train.cli.liveness import refuse_active, submitting
+from slurm_train.cli.display import print_plan, say_source
 from slurm_train.cli.submit import avoid_bad_nodes, hand_over, require_slurm
-from slurm_train.cli.sweep_table import RESUMABLE
+from slurm_train.cli.terminal import note
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.words import read_names
@@ -34,29 +32,21 @@ from slurm_train.rundir.layout import RunDirectory, require_private
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.standing.states import read_states
-
-_EXAMPLES = """\
-examples:
-  python -m slurm_train resume gpt-stdlib                     the newest run of that name
-  python -m slurm_train resume 3f9a1c07 cluster=2x8           on another number of nodes, same global batch
-  python -m slurm_train resume 3f9a1c07 optim.lr=1e-4         shows what that would change, and refuses
-  python -m slurm_train resume 3f9a1c07 optim.lr=1e-4 --accept optim.lr
-  python -m slurm_train resume 3f9a1c07 --accept code         with your files as they are now
-  python -m slurm_train resume 9b1c44e0 --only failed,missing,timeout     those runs of a sweep
-  python -m slurm_train resume 9b1c44e0 --only failed --accept code       with your files as they are now
-"""
+from slurm_train.status.activity import refuse_active, submitting
+from slurm_train.status.run_status import RESUMABLE, read_states
+from slurm_train.verbs import parse
 
 
 def main(words: Sequence[str]) -> int:
     """Submits the run's own script again, or trains on here; prints `<job id> <run directory>`."""
-    arguments, settings = _parse(words)
+    arguments = parse("resume", words)
+    settings: list[str] = arguments.settings
     accept = {name for text in arguments.accept for name in read_names(text)}
     check_names(accept)
     if (sweep := find_sweep(Path(arguments.root), arguments.run)) is not None:
         return _resume_sweep(sweep, arguments, settings, accept=accept, words=words)
     if arguments.only or arguments.where:
-        raise RunError(f"{arguments.run} is no sweep", hint="--only and --where choose runs of a sweep")
+        raise RunError(f"{arguments.run} is not a sweep", hint="--only and --where choose runs of a sweep")
     run = find_run(Path(arguments.root), arguments.run)
     # What is resumed runs in the name of whoever types it.
     require_private(run)
@@ -73,19 +63,6 @@ def main(words: Sequence[str]) -> int:
     if config.launch == "interactive":
         return _go_on_with(run, config, (), accept=(), words=["resume", *words])
     return resume_here(run, os.environ) if config.cluster is None else resubmit(run, os.environ)
-
-
-def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the flags, and the settings among the words."""
-    parser = build_run_parser("resume", description=__doc__, examples=_EXAMPLES)
-    parser.usage = "%(prog)s [--root ROOT] [--config-dir DIR] RUN [key=value ...] [--accept NAMES]"
-    accept_help = "changes to accept: keys or sections, config, code, data; several with commas"
-    parser.add_argument("--accept", metavar="NAMES", action="append", default=[], help=accept_help)
-    parser.add_argument("--config-dir", help="YAML files of your own, for cluster=NAME")
-    states = ", ".join(state.value for state in RESUMABLE)
-    parser.add_argument("--only", metavar="STATE,...", help=f"of a sweep: missing, {states}; default: all unfinished")
-    parser.add_argument("--where", metavar="KEY=VALUE", action="append", default=[], help="of a sweep: with this value")
-    return parse_run_and_settings(parser, words, run_help=f"{RUN_HELP}, or a sweep")
 
 
 def _refuse_finished(run: RunDirectory, config: RunConfig, changed: RunConfig) -> None:

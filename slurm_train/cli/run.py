@@ -27,11 +27,6 @@ def main(words: Sequence[str]) -> int:
     """Composes, plans, and submits or trains; returns the exit code."""
     flags = read_words(words)
     env, cwd = dict(os.environ), Path.cwd()
-    if flags.version or flags.hydra_help:
-        from slurm_train.cli.hydra_help import hydra_help_text, version_text
-
-        print(version_text() if flags.version else hydra_help_text())
-        return EXIT_DONE
     if flags.json or flags.measure or flags.suggest is not None:
         flag = "--json" if flags.json else "--measure" if flags.measure else "--suggest"
         raise ConfigError(f"{flag} goes with `plan`", hint=f"write `plan {flag} ...` to look at the run first")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -13,34 +12,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.display import note
+from slurm_train.cli.terminal import note
 from slurm_train.config.words import Words, cluster_sizes, read_words, split_word
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, SlurmTrainError
 from slurm_train.rundir.jobs import read_job
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.tools.scaling.study import Point, plan_points
+from slurm_train.verbs import parse
 
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan
     from slurm_train.tools.scaling.study import Measured
 
-_EXAMPLES = """\
-examples:
-  python -m slurm_train scaling +cluster=4x8                          1 rank, 1, 2 and 4 nodes, one run after the other
-  python -m slurm_train scaling +cluster=4x8 data.path=/data model=gpt train.precision=bfloat16
-  python -m slurm_train scaling +cluster=4x2 ddp.comm=none,bf16,powersgd,post_local_sgd
-  python -m slurm_train scaling run.processes=2                       on this machine
-
-The same command again takes up what is missing, waits for what runs, and prints the report when all is there.
-"""
 _PAUSE_S = 5.0
 
 
 def main(words: Sequence[str]) -> int:
     """Makes the runs that are missing, waits for them, prints the report and returns 0."""
-    arguments, rest = build_parser().parse_known_args(list(words))
+    arguments = parse("scaling", words)
     env, cwd = dict(os.environ), Path.cwd()
-    series = read_series(read_words(rest), steps=arguments.steps, env=env, cwd=cwd)
+    series = read_series(read_words(arguments.settings), steps=arguments.steps, env=env, cwd=cwd)
     plans = {point: plan_of(series.words(point), env=env, cwd=cwd) for point in series.points}
     note(f"{len(plans)} runs of {series.steps} steps, one after the other:")
     for point, plan in plans.items():
@@ -52,19 +43,6 @@ def main(words: Sequence[str]) -> int:
     if series.uses_cluster:
         _wait(plans, SlurmCommands(env))
     return _report(series, plans)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of what is not a setting."""
-    parser = argparse.ArgumentParser(
-        prog="python -m slurm_train scaling",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--steps", type=int, default=8 * LOG_EVERY, help="optimizer steps of each run")
-    parser.add_argument("--no-wait", action="store_true", help="return when all is submitted")
-    return parser
 
 
 def _make(
@@ -95,10 +73,10 @@ def _make(
 
 
 def _missing(plans: Mapping[Point, RunPlan], commands: SlurmCommands | None) -> list[Point]:
-    from slurm_train.cli.liveness import active_runs
+    from slurm_train.status.activity import find_active
 
     left = [point for point, plan in plans.items() if not plan.run.result.exists()]
-    active = active_runs([plans[point].run for point in left], commands) if commands is not None else set()
+    active = find_active([plans[point].run for point in left], commands) if commands is not None else {}
     return [point for point in left if plans[point].run not in active]
 
 
@@ -110,12 +88,12 @@ def _newest_job(plans: Iterable[RunPlan]) -> str:
 
 
 def _wait(plans: Mapping[Point, RunPlan], commands: SlurmCommands) -> None:
-    from slurm_train.cli.liveness import active_runs
+    from slurm_train.status.activity import find_active
 
     said = -1
     while left := [plan.run for plan in plans.values() if not plan.run.result.exists()]:
         try:
-            if not active_runs(left, commands):
+            if not find_active(left, commands):
                 note(f"{len(left)} runs ended without a result; `status {left[0].run_id}` says why")
                 return
         except SlurmTrainError as err:

@@ -6,9 +6,8 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 
 from slurm_train.cli.changes import weigh
-from slurm_train.cli.display import note
-from slurm_train.cli.liveness import holder_lives, submitting, writing
 from slurm_train.cli.outputs import RunOutput, make_outputs
+from slurm_train.cli.terminal import note
 from slurm_train.errors import ClusterError
 from slurm_train.launch.acceptance import require_acceptable
 from slurm_train.launch.avoidance import describe, exclude_flags
@@ -21,6 +20,7 @@ from slurm_train.rundir.events import BAD_NODES_PARTS, list_file
 from slurm_train.rundir.jobs import clear_dead, record_job
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.status.activity import holder_lives, submitting, writing
 
 
 def submit(

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
 
-from slurm_train.cli.display import note
-from slurm_train.cli.liveness import writing
 from slurm_train.cli.multirun import missing_runs
 from slurm_train.cli.outputs import RunOutput, make_outputs
+from slurm_train.cli.terminal import note
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.source import Source
@@ -27,6 +26,7 @@ from slurm_train.launch.sweep import SweepPlan, describe
 from slurm_train.launch.sweep_files import write_sweep
 from slurm_train.rundir.sweep import Element, SweepDirectory, submitting
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.status.activity import writing
 
 _LOOK_S = 0.2
 

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from slurm_train.cli.changes import weigh
-from slurm_train.cli.display import note, say_source
-from slurm_train.cli.liveness import holder_lives, jobs_of, writing
+from slurm_train.cli.display import say_source
 from slurm_train.cli.multirun import plan_arrays
+from slurm_train.cli.selection import filter_where
 from slurm_train.cli.status_table import summary
 from slurm_train.cli.submit import require_slurm, tell_of_bad_nodes
-from slurm_train.cli.sweep_table import chosen, read_rows
+from slurm_train.cli.terminal import note
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_DONE, RunError
 from slurm_train.launch.array_submission import find_lost_arrays, submit_arrays
@@ -27,8 +27,8 @@ from slurm_train.rundir.jobs import clear_dead
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, submitting
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.standing.facts import Standing
-from slurm_train.standing.states import RunState
+from slurm_train.status.activity import holder_lives, writing
+from slurm_train.status.run_status import RunState, RunStatus, read_statuses, subjects_of
 
 
 def resume_sweep(
@@ -59,8 +59,10 @@ def resume_sweep(
         if commands.is_available():
             find_lost_arrays(sweep, commands)
         elements = read_table(sweep)
-        rows = read_rows(elements, jobs_of([element.run for element in elements], commands))
-        meant = [one for one in chosen(rows, where) if only is None or one.state in only]
+        subjects = subjects_of(elements)
+        rows = read_statuses(subjects, commands)
+        named = {subject.run for subject in filter_where(subjects, where)}
+        meant = [one for one in rows if one.run in named and (only is None or one.state in only)]
         todo = [one for one in meant if not one.is_finished and not one.is_active]
         if not todo:
             raise RunError(f"no run of sweep {sweep.sweep_id} is to be continued: {summary(rows)}", hint="see `status`")
@@ -83,7 +85,7 @@ def resume_sweep(
     return EXIT_DONE
 
 
-def _require_written(sweep: SweepDirectory, rows: Sequence[Standing]) -> None:
+def _require_written(sweep: SweepDirectory, rows: Sequence[RunStatus]) -> None:
     unwritten = [one.subject.index for one in rows if not one.run.config.is_file()]
     if unwritten:
         raise RunError(
@@ -92,7 +94,7 @@ def _require_written(sweep: SweepDirectory, rows: Sequence[Standing]) -> None:
         )
 
 
-def _new_source(rows: Sequence[Standing], *, cwd: Path, env: Mapping[str, str]) -> Source:
+def _new_source(rows: Sequence[RunStatus], *, cwd: Path, env: Mapping[str, str]) -> Source:
     run = rows[0].run
     settings = load_config(run.config).run
     source = plan_source(run, cwd, read_answers(ask_git(cwd, env)), settings=settings, env=env)
@@ -102,7 +104,7 @@ def _new_source(rows: Sequence[Standing], *, cwd: Path, env: Mapping[str, str]) 
 
 def _prepare(
     sweep: SweepDirectory,
-    rows: Sequence[Standing],
+    rows: Sequence[RunStatus],
     source: Source | None,
     commands: SlurmCommands,
     *,
@@ -124,7 +126,7 @@ def _prepare(
                 link_code(run, code)
 
 
-def _changes_of_code(rows: Sequence[Standing], source: Source) -> dict[RunDirectory, AcceptedChange]:
+def _changes_of_code(rows: Sequence[RunStatus], source: Source) -> dict[RunDirectory, AcceptedChange]:
     """Returns what the other code changes in each run that has been trained already."""
     found = {}
     for one in rows:

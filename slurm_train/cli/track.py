@@ -6,59 +6,40 @@ Settings after RUN add a tracker, or change one: track.wandb.project=NAME.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slurm_train.cli.arguments import RUN_HELP, build_run_parser, parse_run_and_settings
-from slurm_train.cli.display import note
-from slurm_train.cli.liveness import live_holder
+from slurm_train.cli.terminal import note
 from slurm_train.cli.trackers import configured, follow_run, follower_command
 from slurm_train.config.schema import TrackSection
 from slurm_train.config.words import read_names
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, RunError
-from slurm_train.metrics.trackers.catalogue import NAMES, asked_trackers, require_installed
+from slurm_train.metrics.trackers.catalogue import asked_trackers, require_installed
 from slurm_train.metrics.trackers.follow import count_unsent, explain_exit, read_state
 from slurm_train.rundir.layout import RunDirectory, require_private
 from slurm_train.rundir.lookup import find_run
 from slurm_train.slurm.commands import SlurmCommands
-
-_EXAMPLES = """\
-examples:
-  python -m slurm_train track 3f9a1c07                            all trackers that its configuration asks for
-  python -m slurm_train track 3f9a1c07 --only wandb
-  python -m slurm_train track 3f9a1c07 track.mlflow.experiment=gpt    one that the run did not have
-"""
+from slurm_train.status.activity import live_holder
+from slurm_train.verbs import parse
 
 
 def main(words: Sequence[str]) -> int:
     """Sends what is missing and returns 0, 1 where a tracker could not be reached."""
-    arguments, settings = _parse(words)
+    arguments = parse("track", words)
+    for word in arguments.settings:
+        if not word.startswith("track."):
+            raise ConfigError(f"{word.partition('=')[0]} is not a setting of a tracker", hint="they begin with track.")
     if arguments.beside:
-        return follow_run(RunDirectory(Path(arguments.run)), arguments.trackers, settings, os.environ)
+        return follow_run(RunDirectory(Path(arguments.run)), arguments.only, arguments.settings, os.environ)
     run = find_run(Path(arguments.root), arguments.run)
     require_private(run)
     _refuse_active(run, os.environ)
-    track = configured(run, settings).track
+    track = configured(run, arguments.settings).track
     require_installed(track)
-    ended = [_send(run, name, track, settings, os.environ) for name in _names(run, track, arguments.trackers)]
+    ended = [_send(run, name, track, arguments.settings, os.environ) for name in _names(run, track, arguments.only)]
     return EXIT_DONE if all(ended) else EXIT_FAILURE
-
-
-def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the flags, and the settings among the words."""
-    parser = build_run_parser("track", description=__doc__, examples=_EXAMPLES)
-    parser.usage = "%(prog)s [--root ROOT] RUN [track.KEY=value ...] [--only NAMES]"
-    parser.add_argument("--only", dest="trackers", metavar="NAMES", help=f"some of {','.join(NAMES)}")
-    # What the supervisor calls: follow the run until stdin ends.
-    parser.add_argument("--beside", action="store_true", help=argparse.SUPPRESS)
-    arguments, settings = parse_run_and_settings(parser, words, run_help=RUN_HELP)
-    for word in settings:
-        if not word.startswith("track."):
-            raise ConfigError(f"{word.partition('=')[0]} is no setting of a tracker", hint="they begin with track.")
-    return arguments, settings
 
 
 def _refuse_active(run: RunDirectory, env: Mapping[str, str]) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from slurm_train.cli.display import note
-from slurm_train.cli.liveness import active_runs
+from slurm_train.cli.terminal import note
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError
 from slurm_train.rundir.sweep import SweepDirectory, read_table
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.status.activity import find_active
 
 _FIRST_S, _LONGEST_S = 2.0, 60.0
 
@@ -32,7 +32,7 @@ def wait_for_sweep(
             note(f"all {len(runs)} runs are finished")
             return EXIT_DONE
         try:
-            if not active_runs(left, commands):
+            if not find_active(left, commands):
                 note(f"{len(left)} of {len(runs)} runs ended without a result; `status {sweep.sweep_id}` says why")
                 return EXIT_FAILURE
         except ClusterError as err:

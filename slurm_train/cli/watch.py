@@ -1,7 +1,7 @@
 """`status -w`: the table again and again, until all runs in it have ended or Ctrl-C.
 
-The files are read at every look; Slurm is asked at its own pace (slurm/pace.py), however short the interval. On a
-terminal the table is redrawn in place; elsewhere it is printed anew when something has changed.
+The files are read at every look; Slurm is asked at its own pace, however short the interval. On a terminal the table is
+redrawn in place; elsewhere it is printed anew when something has changed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from slurm_train.cli.choice import Choice
-from slurm_train.cli.display import note, table
-from slurm_train.cli.status_table import build_view, summary
-from slurm_train.cli.terminal import build_console, takes_escapes, width_of
-from slurm_train.cli.timespan import span_in_words
-from slurm_train.slurm.queue_view import Look
-from slurm_train.standing.facts import Standing
-from slurm_train.standing.schema import as_mapping
-from slurm_train.standing.states import RunState
-from slurm_train.standing.survey import Survey, Surveyor
+from slurm_train.cli.selection import Selection
+from slurm_train.cli.status_table import build_view, render, summary
+from slurm_train.cli.terminal import build_console, note, takes_escapes, width_of
+from slurm_train.formatting import duration, table
+from slurm_train.status.run_status import RunState, RunStatus, Survey, Surveyor
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -39,12 +34,22 @@ _EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """What is to be seen at one moment."""
+    """What is shown at one moment."""
 
-    standings: tuple[Standing, ...]
-    look: Look
+    survey: Survey
     now_unix_s: float
     of_sweep: bool
+
+    def headline(self) -> str:
+        """Returns the time, the number of runs in each state, and how old Slurm's answer is where that matters."""
+        text = f"{datetime.fromtimestamp(self.now_unix_s):%H:%M:%S}  {summary(self.survey.statuses)}"
+        look = self.survey.look
+        if not look.problem:
+            return text
+        age = "this is from the files alone"
+        if look.age_s is not None:
+            age = f"its last answer is {duration(int(look.age_s))} old"
+        return f"{text}; Slurm does not answer, asked again in {duration(int(look.is_due_in_s))}; {age}"
 
 
 class Screen(Protocol):
@@ -58,7 +63,7 @@ class Screen(Protocol):
 
 
 def watch(
-    choice: Choice,
+    selection: Selection,
     surveyor: Surveyor,
     *,
     every_s: float | None,
@@ -66,21 +71,35 @@ def watch(
     env: Mapping[str, str],
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Shows how the chosen runs stand until all have ended; returns 0, or 130 after Ctrl-C, which ends no run.
+    """Shows the status of the chosen runs until all have ended; returns 0, or 130 after Ctrl-C, which ends no run.
 
     Args:
-        choice: which runs.
-        surveyor: looks at them.
-        every_s: seconds between two looks; None: after where it is shown.
+        selection: which runs.
+        surveyor: reads their status.
+        every_s: seconds between two looks; None: depends on where it is shown.
         as_json: one line of JSON per look.
         env: environment of the caller.
         sleep: waits.
     """
     is_live = takes_escapes(sys.stdout, env) and not as_json
     every_s = every_s or (_ON_TERMINAL_S if is_live else _ELSEWHERE_S)
-    screen: Screen = LiveScreen(sys.stdout, env) if is_live else JsonScreen() if as_json else LineScreen(sys.stdout)
+    screen: Screen = LiveScreen(sys.stdout, env) if is_live else LineScreen(sys.stdout, as_json=as_json)
+    seems_over = False
     try:
-        return _look_until_over(choice, surveyor, screen, every_s=every_s, sleep=sleep)
+        while True:
+            start_s = time.monotonic()
+            survey = surveyor.look(selection.subjects())
+            kept = Survey(tuple(one for one in survey.statuses if selection.keeps(one)), survey.look)
+            if not kept.statuses:
+                note(selection.nothing_found(num_runs=len(survey.statuses)))
+                return 0
+            screen.show(Picture(survey=kept, now_unix_s=time.time(), of_sweep=selection.sweep() is not None))
+            if kept.is_settled or (kept.is_over and seems_over):
+                return 0
+            # Between two runs of a sweep on this machine, and between two attempts, nothing is active for a moment.
+            seems_over = kept.is_over
+            sure_s = min(_LONGEST_DOUBT_S, max(_SURE_AFTER_S, kept.look.is_due_in_s))
+            sleep(sure_s if seems_over else max(every_s, _REST * (time.monotonic() - start_s)))
     except KeyboardInterrupt:
         screen.close()
         note("no longer watching; the runs go on")
@@ -89,68 +108,37 @@ def watch(
         screen.close()
 
 
-def _look_until_over(
-    choice: Choice, surveyor: Surveyor, screen: Screen, *, every_s: float, sleep: Callable[[float], None]
-) -> int:
-    seems_over = False
-    while True:
-        start_s = time.monotonic()
-        survey = surveyor.look(choice.subjects())
-        kept = Survey(tuple(one for one in survey.standings if choice.keeps(one)), survey.look)
-        if not kept.standings:
-            note(choice.nothing_found(num_runs=len(survey.standings)))
-            return 0
-        of_sweep = choice.sweep() is not None
-        screen.show(Picture(standings=kept.standings, look=kept.look, now_unix_s=time.time(), of_sweep=of_sweep))
-        if kept.is_settled or (kept.is_over and seems_over):
-            return 0
-        # Between two runs of a sweep on this machine, and between two attempts, nothing is active for a moment.
-        seems_over = kept.is_over
-        sure_s = min(_LONGEST_DOUBT_S, max(_SURE_AFTER_S, kept.look.is_due_in_s))
-        sleep(sure_s if seems_over else max(every_s, _REST * (time.monotonic() - start_s)))
-
-
-class JsonScreen:
-    """One line of JSON per look: a list of what `status --json` prints."""
-
-    def show(self, picture: Picture) -> None:
-        """Prints it."""
-        print(json.dumps([as_mapping(one) for one in picture.standings]), flush=True)
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
 class LineScreen:
-    """Plain tables under the time, each only if something in it has changed.
+    """Plain tables under the time, each only if something in it has changed; or one line of JSON per look.
 
     Args:
         stream: where to print.
+        as_json: a list of what `status --json` prints, in one line.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, *, as_json: bool = False) -> None:
+        self._stream, self._as_json = stream, as_json
         self._shown: list[object] = []
 
     def show(self, picture: Picture) -> None:
-        """Prints it, unless it says what the last one said."""
-        facts: list[object] = [(one.run, one.state, one.step, one.attempts, one.note) for one in picture.standings]
-        facts.append(bool(picture.look.problem))
+        """Prints it; a table only if it differs from the last one."""
+        statuses = picture.survey.statuses
+        if self._as_json:
+            print(json.dumps([one.as_json() for one in statuses]), file=self._stream, flush=True)
+            return
+        facts: list[object] = [(one.run, one.state, one.step, one.attempts, one.note) for one in statuses]
+        facts.append(bool(picture.survey.look.problem))
         if facts == self._shown:
             return
         self._shown = facts
-        view = build_view(
-            picture.standings,
-            now_unix_s=picture.now_unix_s,
-            width=width_of(self._stream),
-            of_sweep=picture.of_sweep,
-        )
-        lines = [_headline(picture), table(view.header, view.rows)]
+        width = width_of(self._stream)
+        view = build_view(statuses, now_unix_s=picture.now_unix_s, width=width, of_sweep=picture.of_sweep)
+        lines = [picture.headline(), table(view.header, view.rows)]
         lines += [f"  {name}: {text}" for name, text in view.notes_below]
         print("\n".join(lines), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Does nothing."""
+        """Leaves what was printed."""
 
 
 class LiveScreen:
@@ -184,15 +172,14 @@ class LiveScreen:
 
     def _fitted(self, picture: Picture) -> Group:
         """Returns as many rows as the height takes; those that have ended well go first."""
-        from slurm_train.cli.status_screen import render
-
-        num_rows = len(picture.standings)
+        statuses, width = picture.survey.statuses, self._console.width
+        num_rows = len(statuses)
         while True:
-            kept = most_telling(picture.standings, num_rows)
-            view = build_view(kept, now_unix_s=picture.now_unix_s, width=self._console.width, of_sweep=picture.of_sweep)
-            hidden = len(picture.standings) - len(kept)
+            kept = most_interesting(statuses, num_rows)
+            view = build_view(kept, now_unix_s=picture.now_unix_s, width=width, of_sweep=picture.of_sweep)
+            hidden = len(statuses) - len(kept)
             more = [f"... and {hidden} more; a taller window shows them"] if hidden else []
-            shown = render(view, lines_after=[*more, "", _headline(picture)])
+            shown = render(view, lines_after=[*more, "", picture.headline()])
             too_many = len(self._console.render_lines(shown)) - self._console.height
             if too_many < 0 or num_rows <= 1:
                 return shown
@@ -200,26 +187,11 @@ class LiveScreen:
 
 
 # Left out first where there is no room.
-_LEAST_TELLING = (RunState.FINISHED, RunState.NOT_STARTED, RunState.CANCELLED, RunState.QUEUED)
+_LEAST_INTERESTING = (RunState.FINISHED, RunState.NOT_STARTED, RunState.CANCELLED, RunState.QUEUED)
 
 
-def most_telling(standings: Sequence[Standing], number: int) -> list[Standing]:
-    """Returns so many standings, in their order; the finished ones are left out first, those that run last."""
-    dullness = {state: len(_LEAST_TELLING) - place for place, state in enumerate(_LEAST_TELLING)}
-    by_interest = sorted(range(len(standings)), key=lambda index: (dullness.get(standings[index].state, 0), index))
-    return [standings[index] for index in sorted(by_interest[:number])]
-
-
-def _headline(picture: Picture) -> str:
-    moment = datetime.fromtimestamp(picture.now_unix_s)
-    return f"{moment:%H:%M:%S}  {summary(picture.standings)}{_about_slurm(picture.look)}"
-
-
-def _about_slurm(look: Look) -> str:
-    """Returns how old Slurm's answer is where that matters."""
-    if not look.problem:
-        return ""
-    last = "this is from the files alone"
-    if look.age_s is not None:
-        last = f"its last answer is {span_in_words(look.age_s)} old"
-    return f"; Slurm does not answer, asked again in {span_in_words(look.is_due_in_s)}; {last}"
+def most_interesting(statuses: Sequence[RunStatus], number: int) -> list[RunStatus]:
+    """Returns so many runs, in their order; the finished ones are left out first, those that run last."""
+    rank = {state: len(_LEAST_INTERESTING) - place for place, state in enumerate(_LEAST_INTERESTING)}
+    order = sorted(range(len(statuses)), key=lambda index: (rank.get(statuses[index].state, 0), index))
+    return [statuses[index] for index in sorted(order[:number])]

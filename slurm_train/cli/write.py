@@ -12,9 +12,9 @@ from pathlib import Path
 
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.composition import read_settings_of
-from slurm_train.cli.display import note, print_plan, say_source
+from slurm_train.cli.display import print_plan, say_source
 from slurm_train.cli.inputs import refuse_missing_inputs
-from slurm_train.cli.liveness import refuse_active, writing
+from slurm_train.cli.terminal import note
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError
 from slurm_train.launch.plan import plan_run
@@ -23,6 +23,7 @@ from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.snapshot import ask_git, read_answers
 from slurm_train.launch.source import read_source
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.status.activity import refuse_active, writing
 
 _HELP = """\
 usage: python -m slurm_train write [settings]

@@ -7,6 +7,8 @@ a node has for each of its GPUs.
 from __future__ import annotations
 
 import math
+import os
+import pwd
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -42,6 +44,14 @@ class SiteFacts:
     def qos_named(self, name: str) -> Qos | None:
         """Returns a QOS, None where accounting does not know it."""
         return next((one for one in self.qos if one.name == name), None)
+
+
+def login_name() -> str:
+    """Returns the name of the user who types, as accounting knows it; the uid where it has no entry in passwd."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:

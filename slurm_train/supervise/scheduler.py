@@ -19,13 +19,14 @@ from slurm_train.launch.step import end_step
 from slurm_train.rundir.attempts import AttemptStart, first_round
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.heartbeat import Beat
-from slurm_train.rundir.jobs import Holder, number_of, process_lives, this_process
+from slurm_train.rundir.jobs import Holder, this_process
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.timing import Notice
 from slurm_train.slurm.allocation import Allocation, het_job_ids
 from slurm_train.slurm.commands import ControllerAway, SlurmCommands
 from slurm_train.slurm.policy import read_preemption
 from slurm_train.slurm.records import end_and_limit, queue_seconds, restarts_of, violent_end
+from slurm_train.status.activity import holder_lives, newest_job
 from slurm_train.supervise.decision import Decision, is_over_its_limit
 from slurm_train.supervise.monitor import say
 
@@ -363,25 +364,3 @@ def wait_for_the_end(
             return
         if not answer:
             sure_s = time.monotonic() + written_after_s
-
-
-def newest_job(commands: SlurmCommands) -> int | None:
-    """Returns the highest number of this user's jobs that Slurm knows now; None where it does not answer."""
-    try:
-        return max(map(number_of, commands.own_scripts()), default=None)
-    except ClusterError:
-        return None
-
-
-def holder_lives(holder: Holder, commands: SlurmCommands) -> bool:
-    """Returns whether a holder lives; one that cannot be asked about (no Slurm here, another host) counts as alive.
-
-    Raises:
-        ClusterError: Slurm is here and does not answer.
-    """
-    if holder.job_id is None:
-        return process_lives(holder)
-    if not commands.is_available():
-        return True
-    state = commands.job_states([holder.job_id], ended=False).get(holder.job_id)
-    return state is not None and state.is_active

@@ -148,7 +148,7 @@ def supervise(here: Path, run: RunDirectory, *, restart_count: int, fault: tuple
 
 
 def _run_verb(run: RunDirectory, fault: tuple[int, int, bool] | None, counted: Path) -> int:
-    from slurm_train.cli.main import run as run_words
+    from slurm_train.verbs import run as run_words
 
     at, number, onward = fault or (0, 0, False)
     with FailingWrites(run.path, at=at, number=number, onward=onward, counted=counted).installed():

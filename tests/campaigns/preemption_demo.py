@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slurm_train.cli.display import table
+from slurm_train.formatting import table
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory

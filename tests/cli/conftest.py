@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli.main import run as run_words
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.verbs import run as run_words
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.command_line import Done
 from tests.support.run_facts import RunFacts

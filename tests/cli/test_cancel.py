@@ -110,4 +110,4 @@ def test_somebody_elses_process_is_not_ours_to_end(shell: Any) -> None:
 
     shell.patch.setattr(os, "kill", refuse)
     done = shell.types("cancel", "gpt-stdlib")
-    assert done.code == 2 and "is not yours to end" in done.err
+    assert done.code == 2 and "belongs to another user" in done.err

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli.complete import complete, read_table, split_line
-from slurm_train.cli.main import VERBS
+from slurm_train.tools.completion import candidates, read_table, split_line
+from slurm_train.verbs import PUBLIC_VERBS
 from tests.support.command_line import Person
 
 
@@ -53,7 +53,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def offered(line: str) -> list[str]:
     """Returns what a line ending at the cursor is completed to, e.g. for "status 3f"."""
     *words, current = line.split(" ")
-    return [one.text for one in complete(words, current)]
+    return [one.text for one in candidates(words, current)]
 
 
 RUNS = "3f9a1c07 44aa1c07 55aa1c07 gpt-stdlib mine"
@@ -86,6 +86,8 @@ OFFERS = {
     "collate ": "9b1c44e0",
     "collate 9b1c44e0 --format c": "csv",
     "completion ": "bash fish zsh",
+    "scaling --st": "--steps",
+    "scaling +cl": "+cluster=",
     "devcluster k": "kill-node",
     "nonsense xyz": "",
     "opt": "optim.",
@@ -135,7 +137,7 @@ def test_sites_are_those_of_the_persons_own_folder(project: Path, monkeypatch: p
 
 def test_an_empty_word_offers_verbs_groups_and_sections(project: Path) -> None:
     found = offered("")
-    assert {*VERBS, "+cluster=", "model=", "data=", "+experiment=", "optim.", "train."} <= set(found)
+    assert {*PUBLIC_VERBS, "+cluster=", "model=", "data=", "+experiment=", "optim.", "train."} <= set(found)
     assert len(found) < 60, "a screen"
 
 
@@ -174,12 +176,6 @@ def test_a_line_is_cut_as_a_shell_cuts_it(line: str, words: tuple[list[str], str
     assert split_line(line) == words
 
 
-def test_every_verb_has_flags_or_reads_settings() -> None:
-    """The table is built by asking each verb for its parser; one that has none must print a help and end."""
-    table = read_table()
-    assert [verb for verb in VERBS if f"flags {verb}" not in table] == ["plan", "scaling", "write"]
-
-
 def test_the_table_is_built_once_for_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert offered("comp") == ["completion"]
@@ -197,7 +193,7 @@ def test_the_table_is_built_once_for_an_installation(tmp_path: Path, monkeypatch
 
 MEASURE = """
 import json, resource, sys
-from slurm_train.cli.main import run
+from slurm_train.verbs import run
 run(["complete", "zsh", *sys.argv[1:]])
 user_s = resource.getrusage(resource.RUSAGE_SELF).ru_utime
 heavy = sorted({"torch", "hydra", "omegaconf", "yaml", "argparse", "subprocess"} & set(sys.modules))

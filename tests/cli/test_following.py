@@ -1,4 +1,4 @@
-"""`logs -f`: waits, follows, goes over to the next attempt, and tells how each ended."""
+"""`logs -f`: waits, follows, goes over to the next attempt, and says how each ended."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli import following
-from slurm_train.cli.following import wait_for_log
-from slurm_train.cli.log_choice import choose_log
+from slurm_train.cli import logs
+from slurm_train.cli.logs import choose_log, wait_for_log
 from slurm_train.errors import ClusterError, RunError
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.queue_view import QueueView
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
-from tests.standing.test_tracebacks import ONE
+from tests.status.test_failure import ONE
 from tests.support.run_facts import attempt
 from tests.support.waiting import wait_for
 
@@ -30,9 +29,9 @@ class Following:
 
     def __init__(self, shell: Any, *words: str) -> None:
         self.out, self.err, self._capture = "", "", shell.capture
-        shell.patch.setattr(following, "_POLL_S", 0.01)
+        shell.patch.setattr(logs, "_POLL_S", 0.01)
         # The shell's own capture would be read by two.
-        from slurm_train.cli.main import run
+        from slurm_train.verbs import run
 
         self._thread = threading.Thread(target=run, args=(("logs", "-f", *words),))
         self._thread.start()
@@ -131,7 +130,7 @@ def wait(
         if left:
             left.pop(0)()
 
-    monkeypatch.setattr(following.time, "sleep", sleep)
+    monkeypatch.setattr(logs.time, "sleep", sleep)
     view = QueueView(slurm, clock=lambda: now_s[0])
     wait_for_log(run, view, lambda: choose_log(run, attempt=None, rank=0))
 
@@ -152,9 +151,9 @@ def test_waiting_says_what_for_whenever_that_changes(
 
     wait(run, slurm, monkeypatch, lambda: None, becomes("PENDING", "Resources"), breaks, lambda: None, writes)
     assert capsys.readouterr().err.splitlines() == [
-        "job 12 is queued: other jobs come first (Priority); Ctrl-C leaves it alone",
-        "job 12 is queued: waits for free nodes (Resources); Ctrl-C leaves it alone",
-        "Slurm does not answer: nobody there; Ctrl-C leaves it alone",
+        "job 12 is queued: other jobs come first (Priority); Ctrl-C does not end it",
+        "job 12 is queued: waits for free nodes (Resources); Ctrl-C does not end it",
+        "Slurm does not answer: nobody there; Ctrl-C does not end it",
     ]
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli.hydra_help import hydra_help_text
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import list_runs
 from slurm_train.rundir.sweep import SweepDirectory, read_table
+from slurm_train.verbs import HYDRA_HELP
 from tests.support.command_line import REPOSITORY, Person, new_project
 
 habit = pytest.mark.habit
@@ -34,12 +34,12 @@ def test_the_version_names_this_program_and_hydra(shell: Any) -> None:
 def test_both_helps_are_printed(shell: Any) -> None:
     assert "--hydra-help" in shell.types("--help").out and shell.types("-h").code == 0
     done = shell.types("--hydra-help")
-    assert (done.code, done.out) == (0, f"{hydra_help_text()}\n")
+    assert (done.code, done.out) == (0, HYDRA_HELP)
 
 
 def test_the_short_help_and_the_page_speak_of_the_same_settings() -> None:
     page = (REPOSITORY / "docs" / "hydra.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"(?:hydra[./][a-z_]+(?:\.[a-z_]+)*|--[a-z-]+)", hydra_help_text())) - {"hydra.md"}
+    named = set(re.findall(r"(?:hydra[./][a-z_]+(?:\.[a-z_]+)*|--[a-z-]+)", HYDRA_HELP)) - {"hydra.md"}
     assert len(named) > 25
     assert [name for name in named if name not in page] == []
 

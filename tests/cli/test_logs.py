@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir.events import FailureMark, leave_mark
-from tests.standing.test_tracebacks import ONE
+from tests.status.test_failure import ONE
 from tests.support.run_facts import attempt
 
 FILES = {
@@ -116,27 +116,12 @@ def test_an_attempt_that_came_back_is_its_log_and_why(shell: Any) -> None:
     assert (done.out, done.err) == ("step 1\n", "attempt 0: n\n")
 
 
-@pytest.mark.parametrize("env", [{"TERM": "xterm"}, {"TERM": "xterm", "NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_a_terminal_shows_it_in_red_unless_asked_not_to(env: dict[str, str], shell: Any) -> None:
-    fails(shell)
-    for name in ("NO_COLOR", "TERM"):
-        shell.patch.delenv(name, raising=False)
-    for name, value in env.items():
-        shell.patch.setenv(name, value)
-    shell.patch.setattr("slurm_train.cli.terminal.is_terminal", lambda _stream: True)
-    done = shell.types("logs")
-    has_escapes = env == {"TERM": "xterm"}
-    assert ("\x1b[1;31mValueError: no such layer\x1b[0m" in done.out) is has_escapes
-    assert ("\x1b" in done.out + done.err) is has_escapes
-    assert done.out.startswith("step 1\n")
-
-
-def test_only_the_first_traceback_is_red(shell: Any) -> None:
+@pytest.mark.parametrize("in_colour", [True, False])
+def test_only_the_first_traceback_is_red(in_colour: bool, shell: Any) -> None:
     run = fails(shell)
     run.rank_log(0, 0).write_text(f"{ONE.replace('no such layer', 'peer is gone')}\n")
-    shell.patch.setenv("TERM", "xterm")
-    shell.patch.delenv("NO_COLOR", raising=False)
-    shell.patch.setattr("slurm_train.cli.terminal.is_terminal", lambda _stream: True)
+    shell.patch.setattr("slurm_train.cli.logs.takes_escapes", lambda *_: in_colour)
     done = shell.types("logs")
-    assert "\x1b[2mValueError: peer is gone\x1b[0m" in done.out
-    assert "\x1b[1;31mValueError: no such layer\x1b[0m" in done.out
+    assert ("\x1b[2mValueError: peer is gone\x1b[0m" in done.out) is in_colour
+    assert ("\x1b[1;31mValueError: no such layer\x1b[0m" in done.out) is in_colour
+    assert ("\x1b" in done.out + done.err) is in_colour

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli.display import plan_rows, table
+from slurm_train.cli.display import plan_rows
 from tests.support.command_line import REPOSITORY, TINY_MODULE
 from tests.support.plans import make_plan
 from tests.tools.site.sites import RECORDED
@@ -81,10 +81,6 @@ def test_unequal_shares_are_told_and_their_memory_counted(shell: Any) -> None:
     assert sizes == sorted(set(sizes))
     done = shell.types(*uneven, "batch.shares=[2,1,1]")
     assert (done.code, done.out) == (2, "") and "3 weights, for 6 ranks on nodes of 4 + 2" in done.err
-
-
-def test_a_table_is_aligned() -> None:
-    assert table(["A", "LONG"], [["wide cell", "x"], ["y", ""]]) == "A          LONG\nwide cell  x\ny"
 
 
 def test_a_layout_has_memory_traffic_and_a_table_of_ranks(shell: Any) -> None:

@@ -150,9 +150,7 @@ def test_a_uid_without_an_entry_in_passwd_can_plan_submit_and_look() -> None:
     env = {"PATH": slurm.path, "PYTHONPATH": str(REPOSITORY)}
 
     # The real uid is what passwd is asked about; the effective one may still read this Python.
-    program = (
-        f"import os, sys; os.setreuid({uid}, 0); from slurm_train.cli.main import run; sys.exit(run(sys.argv[1:]))"
-    )
+    program = f"import os, sys; os.setreuid({uid}, 0); from slurm_train.verbs import run; sys.exit(run(sys.argv[1:]))"
 
     def types(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", program, *words]

@@ -1,4 +1,4 @@
-"""`status` as a person types it; what a state is called and why is tested in tests/standing."""
+"""`status` as a person types it; what a state is called and why is tested in tests/status."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_a_table_of_runs_with_state_and_reason_in_words(shell: Any) -> None:
         "SPEED": "51,234 tok/s",
         "ETA": "00:02:20",
         "ATTEMPTS": "1",
-        "HEARTBEAT": "3 min ago",
+        "HEARTBEAT": "3 min 20 s ago",
         "NODES": "node[1-2]",
-        "NOTE": "rank 3 on node2 silent for 3 min",
+        "NOTE": "no heartbeat of rank 3 on node2 for 3 min 20 s",
     }
     assert rows["bbbb0000"]["STATE"] == "queued"
     assert rows["bbbb0000"]["NOTE"].startswith("other jobs come first (Priority); 2 jobs ahead; expected start ")
@@ -178,9 +178,9 @@ NOTHING = [
     (["--where", "seed=99"], 0, "no such run below"),
     (["--where", "no.key=1"], 2, "no run has the key 'no.key'"),
     (["--state", "asleep"], 2, "there is no state 'asleep'"),
-    (["--last", "0"], 2, "--last 0 means no run"),
+    (["--last", "0"], 2, "--last must be at least 1, got 0"),
     (["--since", "soon"], 2, "neither a span of time nor a date"),
-    (["-w", "0.5"], 2, "--watch 0.5 looks too often"),
+    (["-w", "0.5"], 2, "--watch must be at least 1 s, got 0.5"),
     (["other"], 2, "no run matches 'other'"),
 ]
 

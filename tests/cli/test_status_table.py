@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli.display import table
-from slurm_train.cli.status_screen import render, style_of
-from slurm_train.cli.status_table import build_view, note_of, summary
+from slurm_train.cli.status_table import build_view, note_of, render, summary
+from slurm_train.formatting import table
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.standing.facts import Standing, Subject
-from slurm_train.standing.states import RunState
+from slurm_train.status.run_status import RunState, RunStatus, Subject
 from tests.fakes.slurm_commands import job_state
 
 NOW_S = 1_800_000_000.0
 
 
-def standing(run_id: str = "3f9a1c07", tmp: str = "/runs/gpt-stdlib", **facts: Any) -> Standing:
+def status(run_id: str = "3f9a1c07", tmp: str = "/runs/gpt-stdlib", **facts: Any) -> RunStatus:
     values: dict[str, Any] = {
         "subject": Subject(RunDirectory(Path(tmp) / run_id)),
         "state": RunState.RUNNING,
@@ -35,43 +33,43 @@ def standing(run_id: str = "3f9a1c07", tmp: str = "/runs/gpt-stdlib", **facts: A
         "mfu": None,
         "step_time_s": 0.5,
         "attempts": 2,
-        "beat_age_s": 2.0,
-        "beat_rank": 3,
-        "beat_host": "node2",
+        "heartbeat_age_s": 2.0,
+        "heartbeat_rank": 3,
+        "heartbeat_host": "node2",
         "nodelist": "node[1-4]",
         "jobs_ahead": None,
-        "submit_unix_s": 1.0,
-        "attempt_start_unix_s": 2.0,
+        "submit_time_unix_s": 1.0,
+        "attempt_start_time_unix_s": 2.0,
     }
-    return Standing(**(values | facts))
+    return RunStatus(**(values | facts))
 
 
-def waiting(**facts: Any) -> Standing:
+def waiting(**facts: Any) -> RunStatus:
     values: dict[str, Any] = {"state": RunState.QUEUED, "note": "other jobs come first (Priority)", "loss": None}
-    values |= {"tokens_per_s": None, "beat_age_s": None, "nodelist": "", "step": 0, "attempts": 0}
-    return standing("77aa0000", **(values | facts))
+    values |= {"tokens_per_s": None, "heartbeat_age_s": None, "nodelist": None, "step": 0, "attempts": 0}
+    return status("77aa0000", **(values | facts))
 
 
-def lines_of(*standings: Standing, width: int | None) -> list[str]:
-    view = build_view(standings, now_unix_s=NOW_S, width=width)
+def lines_of(*statuses: RunStatus, width: int | None) -> list[str]:
+    view = build_view(statuses, now_unix_s=NOW_S, width=width)
     text = [line.rstrip() for line in table(view.header, view.rows).splitlines()]
     return [*text, *(f"{name}: {note}" for name, note in view.notes_below)]
 
 
 def test_a_file_gets_every_column_that_has_a_value() -> None:
-    assert lines_of(standing(), waiting(jobs_ahead=2), width=None) == [
+    assert lines_of(status(), waiting(jobs_ahead=2), width=None) == [
         "RUN                  JOB  STATE    STEP     LOSS    SPEED         ETA       ATTEMPTS  HEARTBEAT  NODES"
         "      NOTE",
         "gpt-stdlib/3f9a1c07  12   running  120/400  1.2346  51,234 tok/s  00:02:20  2         2 s ago    node[1-4]",
         "gpt-stdlib/77aa0000  12   queued   0/400    -       -             -         0         -          -"
         "          other jobs come first (Priority); 2 jobs ahead",
     ]
-    header = build_view([standing(mfu=0.412)], now_unix_s=NOW_S, width=None).header
+    header = build_view([status(mfu=0.412)], now_unix_s=NOW_S, width=None).header
     assert "MFU" in header and "HEARTBEAT" not in build_view([waiting()], now_unix_s=NOW_S, width=None).header
 
 
 def test_a_narrow_terminal_loses_the_least_important_columns_first() -> None:
-    found = {width: " ".join(lines_of(standing(mfu=0.4), width=width)[0].split()) for width in (200, 90, 70, 50, 30)}
+    found = {width: " ".join(lines_of(status(mfu=0.4), width=width)[0].split()) for width in (200, 90, 70, 50, 30)}
     assert found == {
         200: "RUN JOB STATE STEP LOSS SPEED MFU ETA ATTEMPTS HEARTBEAT NODES",
         90: "RUN JOB STATE STEP LOSS SPEED ETA NODES",
@@ -82,9 +80,9 @@ def test_a_narrow_terminal_loses_the_least_important_columns_first() -> None:
 
 
 def test_a_reason_goes_below_before_the_numbers_are_lost() -> None:
-    wide = lines_of(standing(), waiting(), width=120)
+    wide = lines_of(status(), waiting(), width=120)
     assert wide[0].endswith("NOTE") and wide[2].endswith("other jobs come first (Priority)")
-    narrow = lines_of(standing(), waiting(), width=80)
+    narrow = lines_of(status(), waiting(), width=80)
     assert "NOTE" not in narrow[0] and narrow[0].split()[-3:] == ["LOSS", "SPEED", "ETA"]
     assert narrow[3:] == ["gpt-stdlib/77aa0000: other jobs come first (Priority)"]
 
@@ -95,7 +93,7 @@ def test_no_line_is_wider_than_the_terminal(width: int, is_long: bool) -> None:
     from rich.console import Console
 
     note = "rank 3 on node2: ZeroDivisionError: division by zero in a place that takes many words to tell" * is_long
-    view = build_view([standing(), waiting(note=note)], now_unix_s=NOW_S, width=width)
+    view = build_view([status(), waiting(note=note)], now_unix_s=NOW_S, width=width)
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(render(view, lines_after=["/a/path"]))
     assert isinstance(console.file, io.StringIO)
@@ -112,8 +110,8 @@ NOTES = [
         {"job": job_state("12", "PENDING", start="2027-01-15T10:00:00"), "jobs_ahead": 3},
         "other jobs come first (Priority); 3 jobs ahead; expected start Fri 15 Jan 10:00",
     ),
-    ({"note": "", "beat_age_s": 59.0}, ""),
-    ({"note": "", "beat_age_s": 185.0}, "rank 3 on node2 silent for 3 min"),
+    ({"note": "", "heartbeat_age_s": 59.0}, ""),
+    ({"note": "", "heartbeat_age_s": 185.0}, "no heartbeat of rank 3 on node2 for 3 min 5 s"),
 ]
 
 
@@ -132,7 +130,7 @@ def test_an_expected_start_is_told_with_the_time_until_then() -> None:
 
 
 def test_samples_and_days() -> None:
-    one = standing(tokens_per_s=None, samples_per_s=12.0, step_time_s=3600.0, step=0)
+    one = status(tokens_per_s=None, samples_per_s=12.0, step_time_s=3600.0, step=0)
     view = build_view([one], now_unix_s=NOW_S, width=None)
     row = dict(zip(view.header, view.rows[0], strict=True))
     assert (row["SPEED"], row["ETA"]) == ("12 samples/s", "16.7 days")
@@ -140,7 +138,7 @@ def test_samples_and_days() -> None:
 
 def test_a_sweep_has_its_numbers_and_values_in_front() -> None:
     rows = [
-        replace(standing(), subject=Subject(RunDirectory(standing().run.path), index, {"optim.lr": value}))
+        replace(status(), subject=Subject(RunDirectory(status().run.path), index, {"optim.lr": value}))
         for index, value in enumerate(("0.1", "0.01"))
     ]
     view = build_view(rows, now_unix_s=NOW_S, width=None, of_sweep=True)
@@ -149,11 +147,17 @@ def test_a_sweep_has_its_numbers_and_values_in_front() -> None:
 
 
 def test_the_summary_counts_states() -> None:
-    rows = [standing(), standing(), waiting()]
+    rows = [status(), status(), waiting()]
     assert summary(rows) == "3 runs: 2 running, 1 queued"
     assert summary(rows[:1]) == "1 run: 1 running" and summary([]) == "no runs"
 
 
-def test_trouble_is_red_whatever_its_name() -> None:
-    assert style_of(RunState.FAILED) == style_of(RunState.OUT_OF_MEMORY) == "bold red"
-    assert style_of(RunState.RUNNING) == "green"
+def test_states_that_need_a_person_are_red() -> None:
+    from rich.console import Console
+
+    rows = [status(state=state) for state in (RunState.FAILED, RunState.OUT_OF_MEMORY, RunState.RUNNING)]
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="standard")
+    console.print(render(build_view(rows, now_unix_s=NOW_S, width=None)))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "\x1b[1;31mfailed" in shown and "\x1b[1;31mout of memory" in shown and "\x1b[32mrunning" in shown

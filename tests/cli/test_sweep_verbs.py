@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli.collate import as_columns, as_csv, as_markdown, best_lines
+from slurm_train.cli.collate import as_columns, as_csv, as_markdown, best_line
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_runs, read_table
 from tests.support.run_facts import attempt
 
@@ -127,7 +127,7 @@ NOT_RESUMED = [
     (["--only", "interrupted"], "no run of sweep {id} is to be continued: 6 runs: 1 finished"),
     (["--only", "broken"], "--only broken: there is no state 'broken'"),
     (["--where", "optim.lrr=1"], "no run has the key 'optim.lrr'"),
-    (["--where", "optim.lr"], "--where 'optim.lr' is no condition"),
+    (["--where", "optim.lr"], "--where 'optim.lr' is not KEY=VALUE"),
 ]
 
 
@@ -186,7 +186,7 @@ def test_choices_of_a_sweep_mean_nothing_for_a_run(sweep: SweepDirectory, shell:
     run = elements(sweep)[2].run
     for words in (("resume", run.run_id, "--only", "failed"), ("cancel", run.run_id, "--where", "seed=1")):
         done = shell.types(*words)
-        assert done.code == 2 and f"{run.run_id} is no sweep" in done.err
+        assert done.code == 2 and f"{run.run_id} is not a sweep" in done.err
 
 
 def test_collate_has_a_row_per_run(sweep: SweepDirectory, shell: Any) -> None:
@@ -204,7 +204,7 @@ def test_collate_has_a_row_per_run(sweep: SweepDirectory, shell: Any) -> None:
 
 
 def test_a_name_leads_from_a_run_to_its_sweep(sweep: SweepDirectory, shell: Any) -> None:
-    told = f"6 of them are a sweep: `status {sweep.sweep_id}` shows what each was given\n"
+    told = f"6 of them are a sweep: `status {sweep.sweep_id}` shows the values of each\n"
     assert told in shell.types("status").err
     table = shell.types("collate", sweep.sweep_id).out
     assert shell.types("collate", "gpt-stdlib").out == table and shell.types("report", "gpt-stdlib").code == 0
@@ -242,4 +242,4 @@ def test_a_loss_of_zero_is_the_best() -> None:
     names = ("best_eval_loss", "best_eval_loss_step", "best_loss", "best_loss_step")
     rows = [{"index": i, "run": f"a/{i}", **dict.fromkeys(names, value)} for i, value in enumerate((None, 0))]
     standings: Any = [SimpleNamespace(subject=SimpleNamespace(overrides={"seed": str(i)})) for i in range(2)]
-    assert best_lines(rows, standings) == ["best eval_loss: 0 at step 0 of run 1, a/1: seed=1"]
+    assert best_line(rows, standings) == "best eval_loss: 0 at step 0 of run 1, a/1: seed=1"

@@ -51,7 +51,7 @@ def test_a_key_that_stays_behind_is_named(shell: Shell, monkeypatch: pytest.Monk
     ("words", "text"),
     [
         ((), "has no trackers"),
-        (("optim.lr=1",), "optim.lr is no setting of a tracker"),
+        (("optim.lr=1",), "optim.lr is not a setting of a tracker"),
         (("track.tensorboard=true", "--only", "wandb"), "the run has no such tracker"),
         (("track.wandb.projct=x",), "there is no configuration key 'track.wandb.projct'"),
     ],

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from slurm_train.cli import watch as watch_module
-from slurm_train.cli.choice import Choice
-from slurm_train.cli.watch import LineScreen, LiveScreen, Picture, most_telling, watch
+from slurm_train.cli.selection import Selection
+from slurm_train.cli.watch import LineScreen, LiveScreen, Picture, most_interesting, watch
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.queue_view import Look, QueueView
-from slurm_train.standing.states import RunState
-from slurm_train.standing.survey import Surveyor
-from tests.cli.test_status_table import NOW_S, standing, waiting
+from slurm_train.status.run_status import RunState, Survey, Surveyor
+from tests.cli.test_status_table import NOW_S, status, waiting
 from tests.cli.test_terminal import Tty
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.support.run_facts import attempt
@@ -43,7 +42,7 @@ class Days:
 
 def watched(shell: Any, slurm: FakeSlurmCommands, days: Days, *, every_s: float = 2.0, **how: Any) -> int:
     surveyor = Surveyor(QueueView(slurm, clock=lambda: days.now_s))
-    choice = Choice(root=shell.folder / "runs", **how.pop("choice", {}))
+    choice = Selection(root=shell.folder / "runs", **how.pop("choice", {}))
     how = {"as_json": False, "env": {}} | how
     return watch(choice, surveyor, every_s=every_s, sleep=days.sleep, **how)
 
@@ -165,7 +164,7 @@ def test_by_default_a_terminal_is_redrawn_often_and_a_file_seldom(shell: Any, mo
         slurm = FakeSlurmCommands([job_state("12")])
         days = Days(slurm.jobs.clear)
         watch(
-            Choice(root=shell.folder / "runs"),
+            Selection(root=shell.folder / "runs"),
             Surveyor(QueueView(slurm, clock=lambda days=days: days.now_s)),
             every_s=None,
             as_json=False,
@@ -176,8 +175,8 @@ def test_by_default_a_terminal_is_redrawn_often_and_a_file_seldom(shell: Any, mo
     assert slept == {("Tty", False): (5.0, True), ("Tty", True): (30.0, False), ("StringIO", False): (30.0, False)}
 
 
-def picture(*standings: Any, look: Look | None = None) -> Picture:
-    return Picture(standings=standings, look=look or Look(age_s=0.0), now_unix_s=NOW_S, of_sweep=False)
+def picture(*statuses: Any) -> Picture:
+    return Picture(survey=Survey(statuses, Look(age_s=0.0)), now_unix_s=NOW_S, of_sweep=False)
 
 
 def test_a_live_table_fits_the_height_and_shows_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +184,7 @@ def test_a_live_table_fits_the_height_and_shows_what_matters(monkeypatch: pytest
     stream = Tty()
     screen = LiveScreen(stream, {**TERMINAL, "LINES": "12", "COLUMNS": "100"})
     finished = waiting(state=RunState.FINISHED, note="")
-    screen.show(picture(*[finished] * 30, standing("aaaa0000", state=RunState.FAILED)))
+    screen.show(picture(*[finished] * 30, status("aaaa0000", state=RunState.FAILED)))
     shown = stream.getvalue()
     screen.close()
     assert "aaaa0000" in shown and "more; a taller window shows them" in shown and "31 runs: 30 finished" in shown
@@ -195,26 +194,26 @@ def test_a_live_table_fits_the_height_and_shows_what_matters(monkeypatch: pytest
 def test_lines_come_again_only_when_something_has_changed() -> None:
     stream = io.StringIO()
     screen = LineScreen(stream)
-    for one in (standing(step=1), standing(step=1, beat_age_s=9.0), standing(step=2)):
+    for one in (status(step=1), status(step=1, heartbeat_age_s=9.0), status(step=2)):
         screen.show(picture(one))
     assert stream.getvalue().count("RUN") == 2 and "\x1b" not in stream.getvalue()
 
 
 def test_what_is_left_out_first() -> None:
     rows = [
-        standing("aaaa0000", state=RunState.FINISHED),
-        standing("bbbb0000", state=RunState.QUEUED),
-        standing("cccc0000"),
-        standing("dddd0000", state=RunState.FAILED),
+        status("aaaa0000", state=RunState.FINISHED),
+        status("bbbb0000", state=RunState.QUEUED),
+        status("cccc0000"),
+        status("dddd0000", state=RunState.FAILED),
     ]
-    kept = {number: [one.run.run_id[0] for one in most_telling(rows, number)] for number in (1, 2, 3, 4)}
+    kept = {number: [one.run.run_id[0] for one in most_interesting(rows, number)] for number in (1, 2, 3, 4)}
     assert kept == {1: ["c"], 2: ["c", "d"], 3: ["b", "c", "d"], 4: ["a", "b", "c", "d"]}
 
 
 def test_seconds_and_runs_after_w_are_told_apart(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def note_down(choice: Choice, _surveyor: object, *, every_s: float | None, **_how: Any) -> int:
+    def note_down(choice: Selection, _surveyor: object, *, every_s: float | None, **_how: Any) -> int:
         seen.append((choice.words, every_s))
         return 0
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_train.standing.states import RunState
+from slurm_train.status.run_status import RunState
 from slurm_train.tools.report import page
 from tests.support.documents import HOSTILE, document_in
 from tests.support.html_pages import Page

@@ -27,7 +27,6 @@ from slurm_train.rundir.jobs import (
 )
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands, is_job_id
-from slurm_train.slurm.records import JobState
 
 _SUBMITTER_WAIT_S = 30.0
 
@@ -45,46 +44,25 @@ class Active:
         return bool(self.jobs) or self.process is not None
 
 
-def look_at(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[RunDirectory, Active]:
-    """Returns what of each run is queued or running; where there is no Slurm, no jobs are known.
+def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[RunDirectory, Active]:
+    """Returns the runs of which something is queued or running; where there is no Slurm, no jobs are known.
 
     Raises:
         ClusterError: Slurm is here and does not answer.
     """
     has_slurm = commands.is_available()
     holders = {run: read_holder(run) for run in runs}
-    found = _found_by_script(runs, commands) if has_slurm else {}
+    found = _jobs_by_script(runs, commands) if has_slurm else {}
     ids = {run: _job_ids(run, holders[run], found.get(run.path, ())) for run in runs}
     asked = [job_id for run in runs for job_id in ids[run]]
     states = commands.job_states(asked, ended=False) if asked and has_slurm else {}
-
-    def active(run: RunDirectory) -> Active:
+    active: dict[RunDirectory, Active] = {}
+    for run, holder in holders.items():
         jobs = tuple(job_id for job_id in ids[run] if job_id in states and states[job_id].is_active)
-        holder = holders[run]
         is_process = holder is not None and holder.job_id is None and process_lives(holder)
-        return Active(jobs=jobs, process=holder if is_process else None)
-
-    return {run: active(run) for run in runs}
-
-
-def active_of(run: RunDirectory, commands: SlurmCommands) -> Active:
-    """Returns what of a run is queued or running, see `look_at`."""
-    return look_at([run], commands)[run]
-
-
-def active_runs(runs: Sequence[RunDirectory], commands: SlurmCommands) -> set[RunDirectory]:
-    """Returns the runs of which something is queued or running, see `look_at`."""
-    return {run for run, active in look_at(runs, commands).items() if active}
-
-
-def jobs_of(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[str, JobState]:
-    """Returns what Slurm says about all recorded jobs of runs, by id, ended ones too; nothing where there is no Slurm.
-
-    Raises:
-        ClusterError: Slurm is here and does not answer.
-    """
-    ids = [job_id for run in runs for job_id in _job_ids(run, read_holder(run), ())]
-    return commands.job_states(ids) if ids and commands.is_available() else {}
+        if jobs or is_process:
+            active[run] = Active(jobs=jobs, process=holder if is_process else None)
+    return active
 
 
 def _job_ids(run: RunDirectory, holder: Holder | None, found: Sequence[str]) -> list[str]:
@@ -93,7 +71,7 @@ def _job_ids(run: RunDirectory, holder: Holder | None, found: Sequence[str]) -> 
     return list(dict.fromkeys([*(record.job_ids if record is not None else ()), *held, *found]))
 
 
-def _found_by_script(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[Path, list[str]]:
+def _jobs_by_script(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[Path, list[str]]:
     """Returns this user's jobs whose script lies in one of the run directories, by that directory."""
     folders = {run.path for run in runs if run.submit_script.exists()}
     found: dict[Path, list[str]] = {}
@@ -126,7 +104,7 @@ def holder_lives(holder: Holder, commands: SlurmCommands) -> bool:
 
 
 def live_holder(run: RunDirectory, commands: SlurmCommands) -> Holder | None:
-    """Returns who runs a run at this moment, None where nobody does; a job that waits is nobody."""
+    """Returns the process or job that runs a run at this moment, None where there is none; one that waits has none."""
     holder = read_holder(run)
     return holder if holder is not None and holder_lives(holder, commands) else None
 
@@ -137,12 +115,12 @@ def refuse_active(run: RunDirectory, commands: SlurmCommands, *, inside: str | N
     Args:
         run: the run.
         commands: Slurm.
-        inside: the job whose allocation this is typed in; that the run was run there before is no hindrance.
+        inside: the job whose allocation this is typed in; that the run was run there before is not refused.
 
     Raises:
         RunError: as said, with what to type.
     """
-    active = active_of(run, commands)
+    active = find_active([run], commands).get(run, Active())
     if jobs := [job_id for job_id in active.jobs if job_id != inside]:
         raise RunError(
             f"{run.name}/{run.run_id} is active already: Slurm job {', '.join(jobs)}, {run.path}",
@@ -174,7 +152,7 @@ def submitting(run: RunDirectory, commands: SlurmCommands, *, inside: str | None
         inside: see `refuse_active`.
 
     Raises:
-        RunError: another submitter is at it, or the run is active.
+        RunError: another submitter holds it, or the run is active.
         ClusterError: Slurm does not answer.
     """
     with _locked(run, commands, submits=True):
@@ -189,7 +167,7 @@ def writing(run: RunDirectory, commands: SlurmCommands, *, inside: str | None = 
     A job that starts meanwhile waits until this is over. `inside` as for `refuse_active`.
 
     Raises:
-        RunError: somebody runs it.
+        RunError: it is being run.
     """
     with _locked(run, commands, submits=False, inside=inside):
         yield

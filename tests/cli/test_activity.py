@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli.liveness import active_of, look_at, submitting, writing
 from slurm_train.errors import RunError
 from slurm_train.rundir.jobs import Holder, read_job, take_lock
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.status.activity import find_active, submitting, writing
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.command_line import Person
@@ -70,9 +70,8 @@ def test_all_jobs_of_all_runs_are_asked_about_at_once(tmp_path: Path) -> None:
         run.submit_script.touch()
         run.job.write_text(f'{{"job_ids": ["{job_id}"], "submit_time_unix_s": 1.0}}')
     commands.scripts = {"13": str(runs[2].submit_script), "14_[0-3]": str(runs[1].submit_script)}
-    found = look_at(runs, commands)  # type: ignore[arg-type]  # the fake
-    assert [found[run].jobs for run in runs] == [("11",), (), ("13",)]
-    assert [bool(found[run]) for run in runs] == [True, False, True]
+    found = find_active(runs, commands)  # type: ignore[arg-type]  # the fake
+    assert {run: active.jobs for run, active in found.items()} == {runs[0]: ("11",), runs[2]: ("13",)}
 
 
 def test_what_a_refused_submission_has_made_is_gone(tmp_path: Path) -> None:
@@ -92,5 +91,5 @@ def test_nothing_is_written_under_live_ranks(tmp_path: Path) -> None:
     take_lock(run, Holder(job_id="11", host="node1", pid=1, started="1"), is_alive=lambda _holder: True)
     with pytest.raises(RunError, match="is being run by Slurm job 11"), writing(run, commands):  # type: ignore[arg-type]  # the fake
         raise AssertionError("must not get here")
-    assert active_of(run, commands).jobs == ("11",)  # type: ignore[arg-type]  # the fake
+    assert find_active([run], commands)[run].jobs == ("11",)  # type: ignore[arg-type]  # the fake
     assert read_job(run) is None

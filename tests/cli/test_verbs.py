@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli.main import VERBS, help_text
+from slurm_train.verbs import PUBLIC_VERBS, VERBS, help_text
 from tests.support.command_line import REPOSITORY, Person
 
 # Prints the user time and whether heavy modules came along, after the verb has run.
 MEASURE = """
 import json, resource, sys
-from slurm_train.cli.main import run
+from slurm_train.verbs import run
 try:
     code = run(sys.argv[1:])
 except SystemExit as err:
@@ -32,7 +32,9 @@ def measure(folder: Path, *words: str) -> dict[str, object]:
     return facts | {"out": done.out}
 
 
-@pytest.mark.parametrize("words", [["--help"], *([verb, "--help"] for verb in VERBS)], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "words", [["--help"], *([verb, "--help"] for verb in PUBLIC_VERBS)], ids=lambda words: words[0]
+)
 def test_help_is_quick_has_examples_and_imports_no_torch(words: list[str], tmp_path: Path) -> None:
     facts = measure(tmp_path, *words)
     assert (facts["code"], facts["heavy"]) == (0, [])
@@ -43,9 +45,14 @@ def test_help_is_quick_has_examples_and_imports_no_torch(words: list[str], tmp_p
     assert examples, out
 
 
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_every_verb_of_the_table_has_its_function(verb: Any) -> None:
+    assert callable(verb.load())
+
+
 def test_the_help_names_every_verb() -> None:
     lines = [line.split() for line in help_text().splitlines()]
-    assert set(VERBS) <= {words[0] for words in lines if words}
+    assert set(PUBLIC_VERBS) <= {words[0] for words in lines if words}
 
 
 NEAR = [("stats", "status"), ("log", "logs"), ("cancle", "cancel"), ("plann", "plan"), ("resum", "resume")]
@@ -61,14 +68,14 @@ def test_a_mistyped_verb_is_answered_with_the_nearest(word: str, verb: str, shel
 def test_a_word_like_no_verb_is_answered_with_all_of_them(shell: Any) -> None:
     done = shell.types("xyzzy")
     assert done.code == 2
-    assert all(verb in done.err for verb in VERBS)
+    assert all(verb in done.err for verb in PUBLIC_VERBS)
 
 
 def test_a_verb_is_a_first_word_only(shell: Any) -> None:
     assert "'status' is neither a verb nor a setting" in shell.types("seed=1", "status").err
 
 
-@pytest.mark.parametrize("verb", sorted(VERBS))
+@pytest.mark.parametrize("verb", sorted(PUBLIC_VERBS))
 def test_a_flag_that_a_verb_does_not_have_is_wrong_use(verb: str, shell: Any) -> None:
     done = shell.types(verb, "--no-such-flag")
     assert (done.code, done.out) == (2, "")
@@ -100,6 +107,6 @@ def test_the_console_script_and_the_module_are_the_same_door() -> None:
 @pytest.mark.parametrize("word", ["supervise", "torchrun", "track", "nothing.here=1"])
 def test_the_garbage_collector_is_on_while_a_verb_works(word: str, tmp_path: Path) -> None:
     at_end = "atexit.register(lambda: print(gc.isenabled()))"
-    program = f"import atexit, gc, sys; from slurm_train.cli.main import run; {at_end}; run(sys.argv[1:])"
+    program = f"import atexit, gc, sys; from slurm_train.verbs import run; {at_end}; run(sys.argv[1:])"
     done = Person(tmp_path).runs(sys.executable, "-c", program, word)
     assert done.out.splitlines()[-1:] == ["True"], done.err

@@ -7,10 +7,31 @@ import pytest
 
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.standing.failure import find_failure, first_failed_rank
-from tests.standing.test_tracebacks import LONG, ONE
+from slurm_train.status.failure import find_failure, first_failed_rank, tracebacks
 from tests.support.run_facts import attempt
 
+ONE = """\
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+    f()
+ValueError: no such layer"""
+LONG = """\
+Traceback (most recent call last):
+  File "b.py", line 2, in g
+    h()
+    ^^^
+torch.AcceleratorError: device error
+It was reported late.
+For debugging, look earlier."""
+CHAINED = f"""\
+{ONE}
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "c.py", line 3, in <module>
+RuntimeError: again"""
+CUT = ONE.rpartition("\n")[0]
 NOTE = "rank 3 on node2: ValueError: no such layer; the ranks are started again in this allocation"
 PEER = 'Traceback (most recent call last):\n  File "x", line 1\nRuntimeError: connection closed by peer'
 
@@ -88,3 +109,29 @@ def test_while_an_attempt_is_at_it_the_marks_tell(has_run: Any) -> None:
 def test_an_attempt_that_did_not_fail_has_no_failure(ledger: Any, has_run: Any) -> None:
     run = has_run(ledger=ledger)
     assert find_failure(run, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"step 1\n{ONE}\n\nstep 2\n{LONG}\n\nthe end\n", [ONE, LONG]),
+        (f"x\n{CHAINED}\n", [CHAINED]),
+        (f"{ONE}\n{ONE}\n", [ONE, ONE]),
+        (CUT, [CUT]),
+        ("Traceback of our steps\n", []),
+    ],
+    ids=["between other lines", "chained", "two in a row", "cut off by a kill", "none"],
+)
+def test_tracebacks_in_a_log(text: str, found: list[str]) -> None:
+    assert tracebacks(text) == found
+
+
+def test_of_several_tracebacks_the_one_with_the_message_is_taken_else_the_last(has_run: Any) -> None:
+    run = failed(has_run, rank_3=f"{LONG}\n\n{ONE}\n\nbye\n")
+    for message, expected in (("AcceleratorError: device error", LONG), ("KeyError: 'other'", ONE)):
+        (run.attempt_logs(0) / "failures.jsonl").unlink(missing_ok=True)
+        for part in run.attempt_logs(0).glob("failures@*"):
+            part.unlink()
+        mark(run, 3, message)
+        found = find_failure(run, 0)
+        assert found is not None and found.excerpt == expected

@@ -1,0 +1,90 @@
+"""Numbers, durations, bytes, counts and tables as text for people: the same wherever something is printed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Returns "12,345", "2.31" or "0.00037": so many significant digits, whole numbers in full; "-" for none."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if abs(value) >= 1e15:
+        return f"{value:.{digits}g}"
+    if value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Returns "2 d 3 h", "1 h 24 min", "3 min 12 s", "12.3 s", "85 ms" or "12 us"; "-" for none."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    if seconds < 60:
+        size, unit = next((one for one in ((1.0, "s"), (1e-3, "ms")) if abs(seconds) >= one[0]), (1e-6, "us"))
+        return f"{seconds / size:.3g} {unit}" if seconds else "0 s"
+    whole = round(seconds)
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    size, unit, part_size, part = next(one for one in units if whole >= one[0])
+    rest = whole % size // part_size
+    return f"{whole // size:,} {unit}" + (f" {rest} {part}" if rest else "")
+
+
+def clock(seconds: float) -> str:
+    """Returns a time that counts down: "01:23:45", or "1.5 days"."""
+    whole = int(max(0.0, seconds))
+    if whole >= 86400:
+        return f"{seconds / 86400:.1f} days"
+    return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def hours(seconds: float) -> str:
+    """Returns how long devices were held: "1,234 h" however many days it is; less than an hour as a duration."""
+    whole = seconds / 3600
+    return duration(seconds) if whole < 1 else f"{number(round(whole) if whole >= 1000 else whole)} h"
+
+
+def byte_size(num: float) -> str:
+    """Returns "1.55 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num < 1024:
+            break
+        num, unit = num / 1024, "PiB"
+    return f"{num:.0f} B" if unit == "B" else f"{num:.3g} {unit}"
+
+
+def share(part: float) -> str:
+    """Returns "94 %", "0.3 %"."""
+    percent = 100 * part
+    if 0 < percent < 0.05:
+        return "< 0.1 %"
+    return f"{percent:.0f} %" if percent >= 10 or percent == 0 else f"{percent:.1f} %"
+
+
+def count(num: int, noun: str) -> str:
+    """Returns "1 run", "3 runs"."""
+    return f"{num:,} {noun}{'' if num == 1 else 's'}"
+
+
+def shorten(items: Iterable[str], most: int = 5) -> str:
+    """Returns a list in one line, cut after a few: "a, b, c, d, e, and 7 more"."""
+    texts = list(items)
+    more = f", and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: bool = False) -> str:
+    """Returns rows as aligned columns under a header; `right` aligns all columns but the first to the right."""
+    return columns([header, *rows], right=right)
+
+
+def columns(rows: Iterable[Sequence[str]], *, right: bool = False) -> str:
+    """Returns rows as aligned columns, see `table`."""
+    cells = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    justify = [str.rjust if right and place else str.ljust for place in range(len(widths))]
+    lines = (
+        "  ".join(put(cell, width) for put, cell, width in zip(justify, row, widths, strict=True)) for row in cells
+    )
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,1 +1,0 @@
-"""How runs stand: state and reason in words, progress, signs of life, and which rank failed first."""

@@ -1,0 +1,145 @@
+"""Which rank of an attempt failed first, and its traceback: the one excerpt of thousands of lines that explains them.
+
+The ledger names the rank: ranks leave a mark when they fail, and srun reports those that were killed, whose peers then
+fail as well. Where no rank is named, as with a script of the user's own, the log that ended first with a traceback is
+taken. A traceback is what Python prints, chained ones included; one that was cut off by a kill counts, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import first_mark
+from slurm_train.rundir.files import change_times, listed
+from slurm_train.rundir.layout import RunDirectory
+
+HEADLINE = "Traceback (most recent call last):"
+_ONE = (
+    rf"{re.escape(HEADLINE)}\n(?:[ \t].*(?:\n|\Z))+"
+    # A message may have several lines; what follows without a blank line is taken for it, to an extent.
+    rf"(?:\S.*(?:\n(?!{re.escape(HEADLINE)})\S.*){{0,20}})?"
+)
+_LINK = (
+    r"\n\n(?:During handling of the above exception, another exception occurred"
+    r"|The above exception was the direct cause of the following exception):\n\n"
+)
+_CHAIN = re.compile(rf"^{_ONE}(?:{_LINK}{_ONE})*", re.MULTILINE)
+_TAIL_BYTES = 1 << 18
+_LAST_LINES = 20
+_RANK = re.compile(r"\branks? (?P<rank>\d+)[\d,-]* on (?P<host>[\w.-]+)")
+# How the ledger begins where no rank left a mark and srun named none.
+_NOBODY_NAMED = "the ranks ended with code"
+
+
+def tracebacks(text: str) -> list[str]:
+    """Returns the tracebacks in a log, oldest first, without the lines around them."""
+    return [match[0].rstrip("\n") for match in _CHAIN.finditer(text)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How an attempt failed."""
+
+    attempt: int
+    note: str
+    """The ledger's, e.g. "rank 3 on node2: ValueError: no; the ranks are started again in this allocation"."""
+    rank: int | None
+    """The first to fail, None where that is not known."""
+    host: str
+    log: Path | None
+    """Its log, None where it has none: rank 0 of a run on this machine writes to its terminal."""
+    excerpt: str
+    """Its traceback, the stacks of a rank that hung, or the last lines of its log."""
+    kind: str
+    """What the excerpt is: "traceback", "stacks" or "last lines"; "" where there is none."""
+
+    def lines(self, *, rank_shown: int) -> list[str]:
+        """Returns what is printed before the excerpt.
+
+        Args:
+            rank_shown: the rank whose output the person has seen.
+        """
+        lines = [f"attempt {self.attempt} failed: {self.note}"]
+        if self.rank is None:
+            return lines
+        first = f"rank {self.rank}{f' on {self.host}' if self.host else ''} failed first; "
+        if self.log is None:
+            return [*lines, f"{first}it has no log of its own"]
+        if not self.kind:
+            return [*lines, f"{first}its log is empty"]
+        if self.is_in_log_of(rank_shown):
+            lines_are = "traceback is" if self.kind == "traceback" else "last lines are"
+            return [*lines, f"{first}its {lines_are} above"]
+        return [*lines, f"{first}its {self.kind}, from {self.log}:"]
+
+    def is_in_log_of(self, rank: int) -> bool:
+        """Returns whether the excerpt is a part of this rank's log."""
+        return self.rank == rank and self.kind != "stacks"
+
+
+def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
+    """Returns how an attempt failed, None for one that did not, or that still runs."""
+    entry = next((one for one in read_ledger(run) if one["attempt"] == attempt), {})
+    if entry.get("reason") != "failed":
+        return None
+    note = str(entry.get("note", ""))
+    rank, host, message = _first_failed(run, attempt, note)
+    log = None if rank is None else run.rank_log(attempt, rank)
+    log = log if log is not None and log.is_file() else None
+    excerpt, kind = "", ""
+    if rank is not None and run.stacks(attempt, rank).is_file():
+        excerpt, kind = _tail(run.stacks(attempt, rank)).rstrip(), "stacks"
+    elif log is not None:
+        text = _tail(log)
+        excerpt, kind = _traceback_of(text, message), "traceback"
+        if not excerpt:
+            excerpt = "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])
+            kind = "last lines" if excerpt else ""
+    return Failure(attempt=attempt, note=note, rank=rank, host=host, log=log, excerpt=excerpt, kind=kind)
+
+
+def first_failed_rank(run: RunDirectory, attempt: int) -> int | None:
+    """Returns the rank that failed first as far as is known now, also of an attempt that has not ended yet."""
+    entry = next((one for one in read_ledger(run) if one["attempt"] == attempt), {})
+    return _first_failed(run, attempt, str(entry.get("note", "")))[0]
+
+
+def _first_failed(run: RunDirectory, attempt: int, note: str) -> tuple[int | None, str, str]:
+    """Returns rank, host and last message of the first rank to fail, as far as known."""
+    named, mark = _RANK.search(note), first_mark(run, attempt)
+    if mark is not None and (named is None or int(named["rank"]) == mark.rank):
+        return mark.rank, mark.host, mark.message
+    if named is not None:
+        return int(named["rank"]), named["host"], ""
+    # A lost node or a killed srun takes ranks along whose tracebacks explain nothing.
+    return _first_log_with_traceback(run, attempt) if _NOBODY_NAMED in note else None, "", ""
+
+
+def _first_log_with_traceback(run: RunDirectory, attempt: int) -> int | None:
+    times = change_times(listed(run.attempt_logs(attempt)))
+    names = {path: re.fullmatch(r"rank_(\d+)\.log", path.name) for path in times}
+    logs = sorted((times[path], int(match[1]), path) for path, match in names.items() if match)
+    return next((rank for _, rank, path in logs if tracebacks(_tail(path))), None)
+
+
+def _traceback_of(text: str, message: str) -> str:
+    """Returns the last traceback in a log that has the rank's message, else the last of all; "" where there is none.
+
+    A mark holds e.g. "ValueError: no such layer"; the exception's module is not in it.
+    """
+    found, said = tracebacks(text), message.partition(": ")[2] or message
+    named = [block for block in found if said and said in block]
+    return (named or found or [""])[-1]
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,558 @@
+"""The status of runs: state and reason, progress, heartbeats. Read from their files, and from Slurm with one question.
+
+A result counts whatever Slurm says; an active job counts more than the ledger; the ledger knows better than accounting
+why an attempt ended. Where nothing else can decide, a fresh heartbeat does. Nothing here writes.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.heartbeat import Beat, read_beats
+from slurm_train.rundir.jobs import JobRecord, has_stopped, process_lives, read_holder, read_job
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.step_times import newest_window
+from slurm_train.rundir.sweep import Element
+from slurm_train.rundir.timing import newest_training_line
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.nodelist import parse_nodelist
+from slurm_train.slurm.queue_view import Look, QueueView, Wanted
+from slurm_train.slurm.reasons import explain_reason
+from slurm_train.slurm.records import JobState, Phase, unix_s
+
+SILENT_AFTER_S = 60.0
+"""A heartbeat is written twice a second; a network file system may keep it back for half a minute."""
+
+
+class RunState(enum.Enum):
+    """The state of a run; the value is the word in JSON and on the command line."""
+
+    NOT_STARTED = "not_started"
+    QUEUED = "queued"
+    RUNNING = "running"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    PREEMPTED = "preempted"
+    NODE_FAILURE = "node_failure"
+    OUT_OF_MEMORY = "out_of_memory"
+    STOPPED = "stopped"
+    REQUEUED = "requeued"
+    LOST = "lost"
+    INTERRUPTED = "interrupted"
+    COMPLETED = "completed"
+    UNKNOWN = "unknown"
+
+    @property
+    def label(self) -> str:
+        """For people, e.g. "not started"."""
+        return self.value.replace("_", " ")
+
+
+MEANINGS = {
+    RunState.NOT_STARTED: "no attempt has begun, and no job waits",
+    RunState.QUEUED: "the job waits; the reason says for what",
+    RunState.RUNNING: "an attempt is under way",
+    RunState.FINISHING: "the job gives its nodes back",
+    RunState.FINISHED: "it has a result",
+    RunState.FAILED: "a rank or the batch script failed, and nothing starts it again",
+    RunState.TIMEOUT: "the time limit ended it",
+    RunState.CANCELLED: "somebody cancelled the job",
+    RunState.PREEMPTED: "another job took its nodes",
+    RunState.NODE_FAILURE: "a node was lost",
+    RunState.OUT_OF_MEMORY: "it needed more memory than it had",
+    RunState.STOPPED: "it was asked to save and stop",
+    RunState.REQUEUED: "Slurm has put the job back into the queue",
+    RunState.LOST: "the batch script was killed, and the next attempt noticed",
+    RunState.INTERRUPTED: "an attempt began, did not record how it ended, and none of its processes is alive",
+    RunState.COMPLETED: "Slurm calls the job completed, but there is no result",
+    RunState.UNKNOWN: "the run saved itself, or Slurm uses a word that is not known here",
+}
+"""What each state means, for the documentation."""
+RESUMABLE = tuple(
+    state
+    for state in RunState
+    if state not in (RunState.QUEUED, RunState.RUNNING, RunState.FINISHING, RunState.FINISHED)
+)
+"""States of runs that `resume` can continue; the first is also called missing."""
+
+_OF_REASON = {"done": RunState.COMPLETED, "time_limit": RunState.TIMEOUT, "file_system": RunState.FAILED}
+# Other words that people use for them.
+_ALIASES = {"missing": RunState.NOT_STARTED, "time_limit": RunState.TIMEOUT, "pending": RunState.QUEUED}
+_CAME_BACK = {
+    "preempted": "was preempted",
+    "time_limit": "its time limit came",
+    "node_failure": "a node was lost",
+    "failed": "failed",
+    "requeued": "was requeued",
+    "file_system": "could not be started: the file system refused",
+}
+_HALTED = {"SUSPENDED": "Slurm has suspended the job", "STOPPED": "the job's processes are stopped"}
+
+
+def state_of_reason(reason: str) -> RunState:
+    """Returns the state of a run whose last attempt ended for this reason, as the ledger has it."""
+    known = {state.value: state for state in RunState}
+    return _OF_REASON.get(reason) or known.get(reason, RunState.UNKNOWN)
+
+
+def read_states(text: str, *, option: str, of: tuple[RunState, ...] = tuple(RunState)) -> frozenset[RunState]:
+    """Returns the states in a list with commas, e.g. "running,failed"; "not started" and "missing" are understood.
+
+    Args:
+        text: what was typed.
+        option: where, for the message, e.g. "--state".
+        of: the states that make sense there.
+
+    Raises:
+        ConfigError: a word that is none of them.
+    """
+    known = {state.value: state for state in of} | {word: state for word, state in _ALIASES.items() if state in of}
+    words = [word.strip().lower().replace(" ", "_").replace("-", "_") for word in text.split(",") if word.strip()]
+    unknown = [word for word in words if word not in known]
+    if unknown or not words:
+        asked = f"there is no state {', '.join(map(repr, unknown))}" if unknown else "no state is named"
+        raise ConfigError(f"{option} {text}: {asked}", hint=f"use {', '.join(state.value for state in of)}")
+    return frozenset(known[word] for word in words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """What the files of a run say, read once."""
+
+    run: RunDirectory
+    record: JobRecord | None
+    """Its jobs."""
+    holder_job: str | None
+    """The job that holds its lock."""
+    ledger: tuple[Mapping[str, Any], ...]
+    line: Mapping[str, Any]
+    """The newest line with a training loss, {} before the first."""
+    max_steps: int | None
+    checkpoint_step: int
+    """Of the newest checkpoint by name, 0 where there is none; whether it verifies is not checked."""
+    is_finished: bool
+    runs_here: bool
+    """Whether a living process of this machine holds the run."""
+    oldest_beat: Beat | None
+    """The oldest heartbeat of the ranks that are at work; None where there is none."""
+    slow_because: str
+    """What makes the steps of the open attempt longer than they would have to be, and what helps; "" for nothing."""
+
+    @property
+    def job_ids(self) -> list[str]:
+        """All jobs that may be active; the one that holds the lock is last, else the newest."""
+        recorded = self.record.job_ids if self.record is not None else ()
+        held = [self.holder_job] if self.holder_job is not None else []
+        return [*(job_id for job_id in recorded if job_id not in held), *held]
+
+    @property
+    def last_attempt(self) -> Mapping[str, Any]:
+        """What the ledger has about the newest attempt, {} before the first."""
+        return self.ledger[-1] if self.ledger else {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the newest attempt has not recorded how it ended."""
+        return bool(self.ledger) and "end_time_unix_s" not in self.ledger[-1]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the files say how the run ended, and that nothing follows."""
+        return self.is_finished or has_stopped(self.ledger, self.record)
+
+    def number(self, key: str) -> float | None:
+        """Returns a number of the newest line, e.g. "loss"."""
+        return _number(self.line, key)
+
+
+def read_files(run: RunDirectory) -> RunFiles:
+    """Returns what the files of a run say; of files that are torn or missing nothing is known."""
+    ledger, holder = tuple(read_ledger(run)), read_holder(run)
+    is_open = bool(ledger) and "end_time_unix_s" not in ledger[-1]
+    attempt = int(ledger[-1]["attempt"]) if ledger else 0
+    return RunFiles(
+        run=run,
+        record=read_job(run),
+        holder_job=holder.job_id if holder is not None else None,
+        ledger=ledger,
+        line=newest_training_line(run.metrics) or {},
+        max_steps=(read_json(run.plan) or {}).get("max_steps") or None,
+        checkpoint_step=next((name_of(path).step for path in list_checkpoints(run.checkpoints)), 0),
+        is_finished=run.result.exists(),
+        runs_here=holder is not None and holder.job_id is None and process_lives(holder),
+        oldest_beat=_oldest_beat(run, attempt) if is_open else None,
+        slow_because=_slow_because(run, attempt) if is_open else "",
+    )
+
+
+def _oldest_beat(run: RunDirectory, attempt: int) -> Beat | None:
+    beats = read_beats(run, attempt).values()
+    # A rank that has saved for the last time stops beating while others may still be at it.
+    at_work = [beat for beat in beats if beat.phase != "end"]
+    return min(at_work or beats, key=lambda beat: beat.written_unix_s, default=None)
+
+
+def _slow_because(run: RunDirectory, attempt: int) -> str:
+    window = newest_window(run)
+    if window is None or window.attempt != attempt:
+        return ""
+    return "; ".join(f"{finding.sentence} ({finding.advice})" for finding in window.findings)
+
+
+def _number(values: Mapping[str, Any], key: str) -> float | None:
+    value = values.get(key)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A run whose status is asked for, and what its sweep gave to it where it was named by its sweep."""
+
+    run: RunDirectory
+    index: int | None = None
+    """Its number in the sweep."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+
+
+def subjects_of(elements: Sequence[Element]) -> list[Subject]:
+    """Returns the runs of a sweep."""
+    return [Subject(element.run, element.index, element.overrides) for element in elements]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """The status of a run; the attributes that JSON has as well are explained in `JSON_KEYS`."""
+
+    subject: Subject
+    state: RunState
+    note: str
+    is_settled: bool
+    """Whether the files say that it has ended for good; else Slurm may know more."""
+    job: JobState | None
+    """What Slurm says about its newest job."""
+    job_id: str | None
+    step: int
+    max_steps: int | None
+    loss: float | None
+    tokens_per_s: float | None
+    samples_per_s: float | None
+    mfu: float | None
+    step_time_s: float | None
+    attempts: int
+    heartbeat_age_s: float | None
+    heartbeat_rank: int | None
+    heartbeat_host: str | None
+    nodelist: str | None
+    jobs_ahead: int | None
+    submit_time_unix_s: float | None
+    attempt_start_time_unix_s: float | None
+
+    @property
+    def run(self) -> RunDirectory:
+        """Its directory."""
+        return self.subject.run
+
+    @property
+    def label(self) -> str:
+        """Name and id, e.g. "gpt-stdlib/3f9a1c07"."""
+        return f"{self.run.name}/{self.run.run_id}"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has a result."""
+        return self.state is RunState.FINISHED
+
+    @property
+    def is_active(self) -> bool:
+        """Queued, running, or giving its nodes back."""
+        if self.is_finished:
+            return False
+        return self.state is RunState.RUNNING or (self.job is not None and self.job.is_active)
+
+    @property
+    def time_left_s(self) -> float | None:
+        """Seconds of training that are left, from the newest steps; only while it runs."""
+        if self.state is not RunState.RUNNING or self.max_steps is None or self.step_time_s is None:
+            return None
+        return max(0, self.max_steps - self.step) * self.step_time_s
+
+    @property
+    def expected_start_unix_s(self) -> float | None:
+        """When Slurm expects a waiting job to start; None where it has not worked that out."""
+        return unix_s(self.job.start) if self.job is not None and self.job.phase is Phase.QUEUED else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns a JSON object with `JSON_KEYS`; numbers that JSON does not have (a loss of NaN) are null."""
+        job = self.job
+        special = {
+            "run": self.label,
+            "path": str(self.run.path),
+            "index": self.subject.index,
+            "overrides": dict(self.subject.overrides),
+            "state": self.state.value,
+            "slurm_state": job.word if job is not None else None,
+            "slurm_reason": (job.reason or None) if job is not None else None,
+            "slurm_source": job.source if job is not None else None,
+            "partition": (job.partition or None) if job is not None else None,
+        }
+        values = {key: special[key] if key in special else getattr(self, key) for key in JSON_KEYS}
+        return {key: None if _is_not_finite(value) else value for key, value in values.items()}
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+JSON_KEYS = {
+    "run": 'name and id, e.g. "gpt-stdlib/3f9a1c07"',
+    "path": "the run directory",
+    "index": "its number in the sweep; null for a run that was not named by its sweep",
+    "overrides": "what the sweep gave to it, empty for such a run",
+    "state": "one of the words above",
+    "note": 'why it waits, is slow, or ended, in words; "" where there is nothing to say',
+    "is_active": "queued, running, or giving its nodes back",
+    "job_id": 'its newest job, e.g. "12" or "12_3"',
+    "slurm_state": 'Slurm\'s own word, e.g. "PENDING"',
+    "slurm_reason": 'Slurm\'s own word, e.g. "Resources"',
+    "slurm_source": 'where that was read: "squeue" or "sacct"',
+    "partition": "of the job",
+    "nodelist": 'nodes of a running attempt, e.g. "node[1-4]"',
+    "jobs_ahead": "of a waiting job: jobs in line before it in its partition",
+    "expected_start_unix_s": "of a waiting job, where Slurm has worked it out",
+    "submit_time_unix_s": "when the newest job was submitted",
+    "attempt_start_time_unix_s": "when the newest attempt began",
+    "attempts": "how many attempts were begun",
+    "step": "of the newest line that was logged, or of the newest checkpoint",
+    "max_steps": "steps of the whole run",
+    "loss": "of that line",
+    "tokens_per_s": "over all ranks",
+    "samples_per_s": "over all ranks, where the data has no tokens",
+    "mfu": "share of the GPUs' peak that the model uses, from 0 to 1, where the peak is known",
+    "step_time_s": "seconds per step",
+    "time_left_s": "seconds of training that are left, while it runs",
+    "heartbeat_age_s": "since the rank whose heartbeat is oldest wrote it, while the run runs",
+    "heartbeat_rank": "that rank",
+    "heartbeat_host": "its node",
+}
+"""The keys of `status --json`, always all of them: key -> meaning; what is not known is null."""
+
+
+def status_of(subject: Subject, files: RunFiles, look: Look, *, now_unix_s: float) -> RunStatus:
+    """Returns the status of a run.
+
+    Args:
+        subject: the run.
+        files: what its files say.
+        look: what Slurm says.
+        now_unix_s: the time.
+    """
+    last, answers = files.last_attempt, look.age_s is not None
+    # A run may have stopped for good after Slurm was asked; the answer is about its past then.
+    is_old = (
+        answers
+        and bool(last)
+        and files.is_settled
+        and float(last.get("end_time_unix_s", 0)) > now_unix_s - (look.age_s or 0.0)
+    )
+    job = None if is_old else newest_job_state(files.job_ids, look.jobs)
+    job_id = job.job_id if job is not None else files.job_ids[-1] if files.job_ids else None
+    state = infer_state(files, job, now_unix_s=now_unix_s, slurm_answers=answers)
+    is_running = state is RunState.RUNNING
+    beat = files.oldest_beat if is_running else None
+    nodes = (job.nodelist if job is not None else "") or ",".join(map(str, last.get("nodes") or ()))
+    return RunStatus(
+        subject=subject,
+        state=state,
+        note=explain(files, job, state, slurm_answers=answers),
+        is_settled=files.is_settled,
+        job=job,
+        job_id=job_id,
+        step=max(int(files.line.get("step", 0)), files.checkpoint_step),
+        max_steps=files.max_steps,
+        loss=files.number("loss"),
+        tokens_per_s=files.number("tokens_per_s"),
+        samples_per_s=files.number("samples_per_s"),
+        mfu=files.number("mfu"),
+        step_time_s=files.number("step_time_s"),
+        attempts=len(files.ledger),
+        heartbeat_age_s=None if beat is None else max(0.0, now_unix_s - beat.written_unix_s),
+        heartbeat_rank=None if beat is None else beat.source.rank,
+        heartbeat_host=None if beat is None else beat.source.host,
+        nodelist=nodes or None if is_running else None,
+        jobs_ahead=look.jobs_ahead.get(job_id) if job_id is not None else None,
+        submit_time_unix_s=files.record.submit_time_unix_s if files.record is not None else None,
+        attempt_start_time_unix_s=_number(last, "time_unix_s"),
+    )
+
+
+def newest_job_state(job_ids: Sequence[str], jobs: Mapping[str, JobState]) -> JobState | None:
+    """Returns the job that a run's status depends on: the last of its jobs that is active, else the last, if known."""
+    active = [jobs[job_id] for job_id in job_ids if job_id in jobs and jobs[job_id].is_active]
+    return active[-1] if active else jobs.get(job_ids[-1]) if job_ids else None
+
+
+def infer_state(files: RunFiles, job: JobState | None, *, now_unix_s: float, slurm_answers: bool = True) -> RunState:
+    """Returns the state of a run.
+
+    Args:
+        files: what its files say.
+        job: what Slurm says about its newest job; None where it does not know it, or was not asked.
+        now_unix_s: the time.
+        slurm_answers: whether Slurm was asked and answered at all.
+    """
+    if files.is_finished:
+        return RunState.FINISHED
+    phase_state = None if job is None else RunState(job.phase.value.replace(" ", "_"))
+    if phase_state is not None and job is not None and (job.is_active or not files.ledger):
+        return phase_state
+    if files.runs_here:
+        return RunState.RUNNING
+    if files.ledger and not files.is_open:
+        last = files.ledger[-1]
+        return RunState.CANCELLED if _is_cancelled_since(job, last) else state_of_reason(str(last.get("reason", "")))
+    if phase_state is not None:
+        return phase_state
+    beat = files.oldest_beat
+    if not slurm_answers and beat is not None and abs(now_unix_s - beat.written_unix_s) < SILENT_AFTER_S:
+        return RunState.RUNNING
+    return RunState.INTERRUPTED if files.ledger else RunState.NOT_STARTED
+
+
+def explain(files: RunFiles, job: JobState | None, state: RunState, *, slurm_answers: bool = True) -> str:
+    """Returns why a run waits, is slow, or has ended, in words; "" where there is nothing to say."""
+    last = files.last_attempt
+    if state is RunState.QUEUED and job is not None:
+        # "" for a run that somebody has submitted again.
+        again = _CAME_BACK.get(str(last.get("reason")), "") if last.get("action") in ("requeue", "leave") else ""
+        waits = "its nodes are made ready" if job.word == "CONFIGURING" else explain_reason(job.reason)
+        return "; ".join(filter(None, [again, waits]))
+    if state is RunState.RUNNING:
+        return (_HALTED.get(job.word, "") if job is not None else "") or files.slow_because
+    if state is RunState.FINISHED:
+        return ""
+    resume = f"`resume {files.run.run_id}`"
+    if not last:
+        if state is RunState.FAILED and job is not None:
+            return never_began(job)
+        if state is RunState.NOT_STARTED and files.record is not None:
+            job_id = files.record.job_id
+            gone = f"Slurm does not know job {job_id} any more; {resume} submits it again"
+            return gone if slurm_answers else f"job {job_id} was submitted"
+        return ""
+    if _is_cancelled_since(job, last):
+        return f"the job was cancelled while it waited to come back; {resume} continues"
+    if not files.is_open:
+        return str(last.get("note", ""))
+    # The supervisor did not live to record how the attempt ended.
+    if job is not None and job.phase in (Phase.PREEMPTED, Phase.NODE_FAIL):
+        return ""
+    if files.record is None:
+        return f"its process is gone; {resume} continues"
+    if job is None and not slurm_answers:
+        return "no recent heartbeat from its ranks, and Slurm does not answer or is not installed here"
+    slurm_says = f" (Slurm: {job.word})" if job is not None else ""
+    return f"the batch script was killed{slurm_says}; {resume} continues"
+
+
+def _is_cancelled_since(job: JobState | None, entry: Mapping[str, object]) -> bool:
+    """Whether a job that was to come back after an attempt was cancelled first; no process was there to record it."""
+    return job is not None and job.phase is Phase.CANCELLED and entry.get("action") in ("requeue", "leave")
+
+
+def never_began(job: JobState) -> str:
+    """Returns why a job may have failed before its first line of output: Slurm could not open the log there."""
+    host = parse_nodelist(job.nodelist)[0] if job.nodelist else "its first node"
+    return f"ended before it began: does {host} see the run directory? (run.root=/shared/path)"
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What one look at some runs has found."""
+
+    statuses: tuple[RunStatus, ...]
+    look: Look
+    """What Slurm said, and how old that is."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the files of all of them say that they have ended for good."""
+        return all(one.is_settled and not one.is_active for one in self.statuses)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of them have ended; while Slurm does not answer, a run that it may know counts as active."""
+        if any(one.is_active for one in self.statuses):
+            return False
+        return not self.look.problem or self.is_settled
+
+
+class Surveyor:
+    """Reads the status of runs again and again; the files of a run that has ended are not read twice.
+
+    Args:
+        view: the queue.
+        now: the time in seconds since 1970.
+    """
+
+    def __init__(self, view: QueueView, *, now: Callable[[], float] = time.time) -> None:
+        self._view, self._now = view, now
+        self._ended: dict[RunDirectory, tuple[tuple[int, ...], RunFiles]] = {}
+
+    def look(self, subjects: Sequence[Subject]) -> Survey:
+        """Returns the status of runs now; Slurm is asked once about all of them."""
+        files = [self.read(subject.run) for subject in subjects]
+        look, now_unix_s = self._view.look(wanted_of(files)), self._now()
+        pairs = zip(subjects, files, strict=True)
+        return Survey(tuple(status_of(subject, one, look, now_unix_s=now_unix_s) for subject, one in pairs), look)
+
+    def read(self, run: RunDirectory) -> RunFiles:
+        """Returns what the files of a run say now."""
+        signature = tuple(_changed_ns(path) for path in (run.attempts, run.job, run.result))
+        known = self._ended.get(run)
+        if known is not None and known[0] == signature:
+            return known[1]
+        files = read_files(run)
+        if files.is_settled:
+            self._ended[run] = signature, files
+        return files
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def wanted_of(files: Sequence[RunFiles]) -> Wanted:
+    """Returns what Slurm is to be asked: all jobs of all runs without a result; accounting about the newest only."""
+    open_ones = [one for one in files if one.job_ids and not one.is_finished]
+    return Wanted(
+        job_ids=[job_id for one in open_ones for job_id in one.job_ids],
+        may_wait=any(not one.is_settled and not one.is_open for one in open_ones),
+        settled=[job_id for one in open_ones for job_id in one.job_ids[: None if one.is_settled else -1]],
+    )
+
+
+def read_statuses(subjects: Sequence[Subject], commands: SlurmCommands) -> list[RunStatus]:
+    """Returns the status of runs for somebody who acts upon it, so an answer from the files alone is not enough.
+
+    Raises:
+        ClusterError: Slurm is here and does not answer.
+    """
+    survey = Surveyor(QueueView(commands)).look(subjects)
+    if survey.look.problem:
+        raise ClusterError(survey.look.problem, hint="try again when Slurm answers: `sinfo` shows that")
+    return list(survey.statuses)

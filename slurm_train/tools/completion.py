@@ -1,0 +1,556 @@
+"""`completion bash|zsh|fish`: prints the script that completes words at a TAB; `complete`: what that script calls.
+
+The script completes `slurm-train`, and `python -m slurm_train` as well; what else completes python stays. It calls
+
+complete bash LINE BREAKS      the line up to the cursor, and where the shell cuts words
+complete zsh|fish WORD...      the words after the program; the last one is at the cursor
+
+A TAB has a tenth of a second. So flags and words come from the table of verbs, keys and values of settings from a file
+in the user's cache, which is written again when the installation has changed, and nothing slow is imported (pathlib and
+typing take 10 ms each). Whatever goes wrong gives no answer rather than an error in the middle of somebody's line.
+"""
+
+# No pathlib, see above.
+# ruff: noqa: PTH100, PTH103, PTH105, PTH111, PTH120, PTH123
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from slurm_train import __version__
+from slurm_train.verbs import PUBLIC_VERBS, VERBS, parse
+
+_BASH = """\
+# Completion of slurm-train and `python -m slurm_train` for bash.
+_slurm_train_ask() {
+  local IFS=$'\\n'
+  COMPREPLY=($("$@" complete bash "${COMP_LINE:0:COMP_POINT}" "$COMP_WORDBREAKS" 2>/dev/null))
+  compopt -o nospace +o default +o bashdefault 2>/dev/null
+}
+
+# The program that is typed answers; an alias, which is no program, is answered by the Python that printed this.
+_slurm_train() {
+  local program
+  if program=$(type -P -- "${COMP_WORDS[0]/#\\~/$HOME}"); then
+    _slurm_train_ask "$program"
+  else
+    _slurm_train_ask @PYTHON@ -m slurm_train
+  fi
+}
+
+_slurm_train_python() {
+  if [[ ${COMP_WORDS[1]} == -m && ${COMP_WORDS[2]} == slurm_train && $COMP_CWORD -gt 2 ]]; then
+    _slurm_train_ask "$(type -P -- "${COMP_WORDS[0]/#\\~/$HOME}")" -m slurm_train
+  elif [[ $_slurm_train_before ]]; then
+    "$_slurm_train_before" "$@"
+  fi
+}
+
+# What completes python already is asked for everything else.
+if declare -F _comp_load >/dev/null; then
+  _comp_load python 2>/dev/null
+elif declare -F _completion_loader >/dev/null; then
+  _completion_loader python 2>/dev/null
+fi
+_slurm_train_before=$(complete -p python 2>/dev/null | sed -n 's/.*-F \\([^ ]*\\).*/\\1/p')
+[[ $_slurm_train_before == _slurm_train_python ]] && _slurm_train_before=
+complete -F _slurm_train slurm-train
+complete -o bashdefault -o default -F _slurm_train_python python python3
+"""
+
+_ZSH = """\
+#compdef slurm-train
+# Completion of slurm-train and `python -m slurm_train` for zsh; source it after compinit.
+_slurm_train_ask() {
+  local kind text about
+  local -a finished finished_about open open_about
+  while IFS=$'\\t' read -r kind text about; do
+    if [[ $kind == more ]]; then
+      open+=("$text") open_about+=("$text${about:+  -- $about}")
+    elif [[ $kind == done ]]; then
+      finished+=("$text") finished_about+=("$text${about:+  -- $about}")
+    fi
+  done < <("$@" complete zsh "${(@Q)words[2,CURRENT-1]}" "${(Q)PREFIX}" 2>/dev/null)
+  (( $#open )) && compadd -l -S '' -d open_about -a open
+  (( $#finished )) && compadd -l -d finished_about -a finished
+}
+
+_slurm_train() {
+  local program=${~words[1]}
+  if [[ -n ${commands[$program]} || -x $program ]]; then
+    _slurm_train_ask $program
+  else
+    _slurm_train_ask @PYTHON@ -m slurm_train
+  fi
+}
+
+_slurm_train_python() {
+  if [[ ${words[2]} == -m && ${words[3]} == slurm_train ]] && (( CURRENT > 3 )); then
+    _slurm_train_ask ${~words[1]} -m slurm_train
+  elif (( $+functions[_python] )); then
+    _python "$@"
+  else
+    _files
+  fi
+}
+
+autoload -Uz +X _python 2>/dev/null
+compdef _slurm_train slurm-train
+compdef _slurm_train_python python python3
+"""
+
+_FISH = """\
+# Completion of slurm-train and `python -m slurm_train` for fish.
+function __slurm_train_ask
+    set -l words (commandline -opc)
+    set -l program $words[1]
+    command -q $program; or set program @PYTHON@ -m slurm_train
+    if test (count $words) -ge 3; and test "$words[2] $words[3]" = "-m slurm_train"
+        set program $program -m slurm_train
+    end
+    command $program complete fish $words[2..-1] (commandline -ct) 2>/dev/null
+end
+
+function __slurm_train_by_module
+    set -l words (commandline -opc)
+    test (count $words) -ge 3; and test "$words[2] $words[3]" = "-m slurm_train"
+end
+
+complete -c slurm-train -f -k -a '(__slurm_train_ask)'
+for name in python python3
+    complete -c $name -n __slurm_train_by_module -f -k -a '(__slurm_train_ask)'
+end
+"""
+
+_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+
+# What a shell would expand or split. Such a name can be typed, but is not put into somebody's line.
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+=.,:/@%~")
+# Longer lists are of no use, and a folder of runs may be on a slow disk.
+_MOST = 500
+_SIZES = ("1x1", "1x4", "1x8", "2x8", "4x8", "8x8")
+_GROUPS = ("model", "data", "cluster", "experiment")
+_ADDED_GROUPS = ("cluster", "experiment", "site", "container")
+_DEFAULTS = {"model": "gpt", "data": "stdlib"}
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LONGEST_TEXT = 60
+# What flags of settings take, by their target.
+_TAKES = {"config_dir": "path", "config_path": "path", "config_name": "primary file"}
+# Keys that hold a path, which the schema calls a text.
+_PATH_KEYS = ("run.root", "checkpoint.local_dir", "data.path", "cluster.python")
+# The schema has no text for these.
+_ROOT_MEANINGS = {
+    "seed": "Seed of everything random: weights, order of the samples, dropout",
+    "launch": "slurm: as a job; interactive: in an salloc; local: here",
+    "site": "site=NAME: a file with the values of your cluster",
+    "task": "task._target_=my_package.main: your function on every rank",
+    "script": "script=[train.py,--flag]: your script on every rank",
+}
+_HYDRA = {
+    "hydra.run.dir": "path",
+    **dict.fromkeys(("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.name"), ""),
+    "hydra.mode": "RUN|MULTIRUN",
+    "hydra.searchpath": "",
+    "hydra/launcher": "basic",
+    "hydra/sweeper": "basic",
+}
+
+Table = dict[str, dict[str, tuple[str, str]]]
+"""Parts: "keys" of the configuration, "flags" of settings, "folders" of configurations, "states", "trackers". An entry
+has a name, what it takes and what it means. Takes: "-" no value, "a|b" one of these, "a,b" a list of these, a key of
+`_READERS`, "open" a mapping with any keys, "" anything."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints the script and returns 0."""
+    from shlex import quote
+
+    print(_SCRIPTS[parse("completion", words).shell].replace("@PYTHON@", quote(sys.executable)), end="")
+    return 0
+
+
+class Candidate:
+    """Something that may be put in place of the word at the cursor; `goes_on`: more of the same word follows."""
+
+    __slots__ = ("about", "goes_on", "text")
+
+    def __init__(self, text: str, about: str = "", *, goes_on: bool = False) -> None:
+        self.text, self.about, self.goes_on = text, " ".join(about.split()), goes_on
+
+    def after(self, prefix: str) -> Candidate:
+        """Returns it with a prefix."""
+        return Candidate(prefix + self.text, self.about, goes_on=self.goes_on)
+
+
+def complete(words: Sequence[str]) -> int:
+    """Prints one candidate per line and returns 0."""
+    shell, *rest = words
+    if shell == "bash":
+        lines = _bash_lines(*rest)
+    else:
+        found = _plain_candidates(rest[:-1], rest[-1])
+        kinds = [f"{'more' if one.goes_on else 'done'}\t" if shell == "zsh" else "" for one in found]
+        lines = [f"{kind}{one.text}\t{one.about}" for kind, one in zip(kinds, found, strict=True)]
+    print("\n".join(lines))
+    return 0
+
+
+def _bash_lines(line: str, breaks: str) -> list[str]:
+    """Returns the ends of candidates that bash puts in place of what it takes for the current word."""
+    words, quote = split_line(line)
+    while len(words) > 2 and words[0].partition("=")[0].isidentifier() and "=" in words[0]:
+        # NAME=value in front of a command.
+        del words[0]
+    found = _plain_candidates(words[1:-1], words[-1])
+    # Inside quotes the shell takes everything since the quote for the word.
+    start = 0 if quote else max((words[-1].rfind(mark) for mark in breaks if not mark.isspace()), default=-1) + 1
+    return [one.text[start:] + ("" if one.goes_on else quote + " ") for one in found]
+
+
+def _plain_candidates(words: Sequence[str], current: str) -> list[Candidate]:
+    is_module = list(words[:2]) == ["-m", "slurm_train"]
+    return [one for one in candidates(words[2:] if is_module else words, current) if _PLAIN.issuperset(one.text)]
+
+
+def split_line(line: str) -> tuple[list[str], str]:
+    """Returns the words of a line as a shell reads them, the last one up to the cursor, and the quote it is in.
+
+    Args:
+        line: e.g. `slurm-train -m "seed=ra`.
+    """
+    words, quote = [""], ""
+    escaped = False
+    for char in line:
+        if escaped:
+            words[-1] += char
+            escaped = False
+        elif char == "\\" and quote != "'":
+            escaped = True
+        elif quote:
+            quote, words[-1] = ("", words[-1]) if char == quote else (quote, words[-1] + char)
+        elif char in "'\"":
+            quote = char
+        elif not char.isspace():
+            words[-1] += char
+        elif words[-1]:
+            words.append("")
+    return words, quote
+
+
+def candidates(words: Sequence[str], current: str) -> list[Candidate]:
+    """Returns what may be put in place of the current word.
+
+    Args:
+        words: the words before it, without the program.
+        current: the word up to the cursor, e.g. "optim.l".
+    """
+    # A section is offered once for all its keys.
+    fitting = {one.text: one for one in _Line(words).candidates(current) if one.text.startswith(current)}
+    return list(fitting.values())[:_MOST]
+
+
+class _Line:
+    """The words before the cursor."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words, self.table = words, read_table()
+        self.keys, self.flags = self.table["keys"], self.table["flags"]
+        self.verb_words: list[str] = []
+        """What the words of the verb take; "..." after one that may be repeated."""
+        verb, num_names = VERBS.get(words[0]) if words else None, 1
+        if verb is not None and verb.actions:
+            self.verb_words, self.flags = ["|".join(verb.actions)], {}
+            verb, num_names = verb.actions.get(words[1]) if len(words) > 1 else None, 2
+        self.has_settings = not self.verb_words and (verb is None or verb.arguments is None)
+        if verb is not None and verb.arguments is not None:
+            self.flags = {"--help": ("-", "show flags and examples")}
+            self.flags |= {one.names[-1]: (one.takes, one.about) for one in verb.arguments if one.is_flag and one.about}
+            self.verb_words = [
+                one.takes + ("..." if one.options.get("nargs") in ("*", "+") else "")
+                for one in verb.arguments
+                if not one.is_flag
+            ]
+        self.bare: list[str] = []
+        """The words that are neither flags nor values of flags."""
+        self.open_flag = ""
+        """The flag whose value comes next."""
+        for word in words[0 if self.has_settings else num_names :]:
+            if not self.open_flag and not word.startswith("-"):
+                self.bare.append(word)
+            takes_value = not self.open_flag and self.flags.get(word, ("-", ""))[0] != "-"
+            self.open_flag = word if takes_value else ""
+        settings = verb.settings if verb is not None else ""
+        self.may_have_settings = settings == "any" or (settings == "after" and bool(self.bare))
+
+    def candidates(self, current: str) -> Iterator[Candidate]:
+        """Yields what may come next, whether it fits the current word or not."""
+        flag, equals, value = current.partition("=")
+        if self.open_flag:
+            yield from self._of_kind(self.flags[self.open_flag][0], current)
+        elif flag.startswith("--") and equals and flag in self.flags:
+            yield from (one.after(f"{flag}=") for one in self._of_kind(self.flags[flag][0], value))
+        elif current.startswith("-"):
+            yield from (Candidate(name, _short(about)) for name, (_, about) in self.flags.items())
+        elif self.has_settings:
+            if not self.words:
+                yield from (Candidate(name, verb.about) for name, verb in PUBLIC_VERBS.items())
+            yield from self._settings(current)
+        else:
+            kind = self.verb_words[min(len(self.bare), len(self.verb_words) - 1)] if self.verb_words else ""
+            if len(self.bare) < len(self.verb_words) or kind.endswith("..."):
+                yield from self._of_kind(kind.removesuffix("..."), current)
+            if self.may_have_settings:
+                yield from self._settings(current)
+
+    def value_of(self, *names: str) -> str | None:
+        """Returns what a flag or a setting was given, e.g. for "--root" and "run.root"."""
+        for index, word in enumerate(self.words):
+            name, equals, value = word.lstrip("+").partition("=")
+            if name in names:
+                return value if equals else next(iter(self.words[index + 1 : index + 2]), None)
+        return None
+
+    def _of_kind(self, kind: str, current: str) -> Iterable[Candidate]:
+        """Returns what a flag, a word or a key may be given."""
+        if kind in _READERS:
+            return _READERS[kind](self, current)
+        if kind in ("states", "trackers"):
+            return _in_list(current, self.table[kind])
+        if "," in kind:
+            return _in_list(current, kind.split(","))
+        return [Candidate(choice) for choice in kind.split("|") if choice not in ("", "-", "open")]
+
+    def _settings(self, current: str) -> Iterator[Candidate]:
+        bare = current.lstrip("+~")
+        sign = current[: len(current) - len(bare)]
+        key, equals, value = bare.partition("=")
+        if equals:
+            yield from (one.after(f"{sign}{key}=") for one in self._values(key, value))
+            return
+        for name, about in self._names(sign):
+            if not name.startswith(bare):
+                continue
+            # Nothing is typed yet: the spelling that Hydra knows as well.
+            text = f"{'+' if not current and name in _ADDED_GROUPS else sign}{name}"
+            dot = text.find(".", len(current))
+            if dot >= 0:
+                # Up to its next dot, so that a list is never longer than a screen.
+                yield Candidate(text[: dot + 1], goes_on=True)
+            else:
+                is_mapping = name not in _GROUPS and self.keys.get(name, ("", ""))[0] == "open"
+                ending = "." if is_mapping else "=" if sign != "~" else ""
+                yield Candidate(text + ending, about, goes_on=bool(ending))
+
+    def _names(self, sign: str) -> Iterator[tuple[str, str]]:
+        """Yields the keys and groups there are, with what they mean."""
+        groups = self._groups()
+        for group in sorted(groups):
+            yield group, f"{group}=NAME chooses a file" if group != "cluster" else "NxG: nodes x GPUs per node"
+        for group in ("model", "data"):
+            yield f"{group}._target_", "your own class"
+            yield from ((f"{group}.{key}", "") for key in self._keys_of_option(group))
+        for name, (_, about) in self.keys.items():
+            # A single plus adds what is not there yet, and nothing of Hydra's can be taken away.
+            if name not in groups and (name.startswith("hydra") or sign != "+") and (sign, name[:5]) != ("~", "hydra"):
+                yield name, about
+
+    def _values(self, key: str, value: str) -> Iterable[Candidate]:
+        if key in self._groups():
+            names = {name for folder in self.folders() for name in _yaml_names(f"{folder}/{key}")}
+            sizes = _SIZES if key == "cluster" else ()
+            return _in_list(value, [*sorted(names - ({"base"} if key == "cluster" else set())), *sizes])
+        kind = self.keys.get(key, ("path" if key.endswith(".path") else "", ""))[0]
+        return self._of_kind(kind if kind in _READERS else kind.replace("|", ","), value)
+
+    def folders(self) -> list[str]:
+        """Returns the folders of configurations, those of the line first."""
+        own = (self.value_of("--config-dir", "-cd"), self.value_of("--config-path", "-cp"))
+        return [os.path.expanduser(folder) for folder in (*own, *self.table["folders"]) if folder]
+
+    def _groups(self) -> set[str]:
+        return {*_GROUPS, *(name for folder in self.folders() for name, is_folder in _list(folder) if is_folder)}
+
+    def _keys_of_option(self, group: str) -> list[str]:
+        """Returns the keys of the chosen file of a group; a line of YAML that begins with a name is one."""
+        option = (self.value_of(group) or _DEFAULTS[group]).rpartition(",")[2]
+        for folder in self.folders():
+            try:
+                with open(f"{folder}/{group}/{option}.yaml", encoding="utf-8") as file:
+                    names = [text.partition(":")[0] for text in file if ":" in text]
+            except OSError:
+                continue
+            return [name for name in names if name.isidentifier() and name != "_target_"]
+        return []
+
+
+def _in_list(current: str, names: Iterable[str]) -> Iterator[Candidate]:
+    """Yields names for the last item of a list with commas, e.g. for "failed,mis"."""
+    before = current[: current.rfind(",") + 1]
+    return (Candidate(before + name) for name in names if name and name not in before.split(","))
+
+
+def _list(folder: str) -> list[tuple[str, bool]]:
+    """Returns the names in a folder, and whether each is a folder; hidden ones are left out."""
+    try:
+        with os.scandir(folder or ".") as entries:
+            return [(entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith((".", "_"))]
+    except OSError:
+        return []
+
+
+def _yaml_names(folder: str) -> list[str]:
+    return [name.rpartition(".")[0] for name, _ in _list(folder) if name.endswith((".yaml", ".yml"))]
+
+
+def _root(line: _Line) -> str:
+    return os.path.expanduser(line.value_of("--root", "run.root") or "runs")
+
+
+def _runs(line: _Line, current: str) -> Iterator[Candidate]:
+    """Yields run names and ids; with a slash "name/id", or a path."""
+    if current.startswith(("/", ".", "~")):
+        yield from _paths(line, current)
+        return
+    root = _root(line)
+    for name in [name for name, is_folder in _list(root) if is_folder and name != "sweeps"]:
+        ids = [run_id for run_id, is_folder in _list(f"{root}/{name}") if is_folder]
+        if "/" in current:
+            yield from (Candidate(f"{name}/{run_id}") for run_id in ids)
+        elif ids:
+            yield Candidate(name, f"{len(ids)} run{'s' * (len(ids) > 1)}")
+            yield from (Candidate(run_id, name) for run_id in ids)
+
+
+def _sweeps(line: _Line, _current: str) -> Iterator[Candidate]:
+    return (Candidate(name, "sweep") for name, is_folder in _list(f"{_root(line)}/sweeps") if is_folder)
+
+
+def _runs_and_sweeps(line: _Line, current: str) -> Iterator[Candidate]:
+    yield from _runs(line, current)
+    yield from _sweeps(line, current)
+
+
+def _paths(_line: _Line, current: str) -> Iterator[Candidate]:
+    folder = current[: current.rfind("/") + 1]
+    for name, is_folder in _list(os.path.expanduser(folder)):
+        yield Candidate(f"{folder}{name}{'/' if is_folder else ''}", goes_on=is_folder)
+
+
+def _primary_files(line: _Line, _current: str) -> Iterator[Candidate]:
+    return (Candidate(name) for folder in line.folders() for name in _yaml_names(folder))
+
+
+def _changes(line: _Line, current: str) -> Iterator[Candidate]:
+    return _in_list(current, ("config", "code", "data", *(name for name in line.keys if name[:5] != "hydra")))
+
+
+_READERS: dict[str, Callable[[_Line, str], Iterator[Candidate]]] = {
+    "run": _runs,
+    "sweep": _sweeps,
+    "run or sweep": _runs_and_sweeps,
+    "path": _paths,
+    "primary file": _primary_files,
+    "changes": _changes,
+}
+
+
+def read_table() -> Table:
+    """Returns what there is to complete in settings, from the cache or, after a change of the installation, anew."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = f"{cache}/slurm_train/completion-{zlib.crc32(_PACKAGE.encode()):08x}.tsv"
+    changes_ns = [entry.stat().st_mtime_ns for entry in os.scandir(f"{_PACKAGE}/config") if entry.name.endswith(".py")]
+    stamp = f"{__version__} {len(changes_ns)} {max(changes_ns)} {_PACKAGE}\n"
+    try:
+        with open(path, encoding="utf-8") as file:
+            if file.readline() == stamp:
+                return _parse_table(file)
+    except (OSError, ValueError):
+        # There is none yet, or it is damaged.
+        pass
+    lines = build_lines()
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.writelines([stamp, *lines])
+        os.replace(temporary, path)
+    except OSError:
+        # A full or read-only home: it is built again at the next TAB.
+        pass
+    return _parse_table(lines)
+
+
+def _parse_table(lines: Iterable[str]) -> Table:
+    table: Table = {}
+    for line in lines:
+        part, name, takes, about = line.rstrip("\n").split("\t")
+        table.setdefault(part, {})[name] = (takes, about)
+    return table
+
+
+def build_lines() -> list[str]:
+    """Returns the lines of the table: part, name, what it takes and what it means, with tabs between them.
+
+    Importing the schema takes a fifth of a second, so it is done once for an installation.
+    """
+    from slurm_train.assets import asset_dir
+    from slurm_train.config import words
+    from slurm_train.config.schema import RunConfig, all_keys
+    from slurm_train.metrics.trackers.catalogue import NAMES
+    from slurm_train.status.run_status import RunState
+
+    rows = [("folders", str(asset_dir("conf")), "", ""), ("folders", "~/.config/slurm_train", "", "")]
+    rows += [("states", name, "", "") for name in (*(state.value for state in RunState), "missing")]
+    rows += [("trackers", name, "", "") for name in NAMES]
+    choices = {target: "|".join(values) for target, values in words._CHOICES.items()}
+    flags = {flag: choices.get(target) or _TAKES.get(target, "") for flag, target in words._FLAGS.items()}
+    flags |= dict.fromkeys(words._SWITCHES, "-") | {"--info": choices["info"], "--accept": "changes"}
+    rows += [("flags", flag, takes, "") for flag, takes in sorted(flags.items()) if flag.startswith("--")]
+    kinds, meanings = all_keys(RunConfig), _ROOT_MEANINGS | _read_meanings()
+    for name, kind in kinds.items():
+        if not any(other.startswith(f"{name}.") for other in kinds):
+            rows.append(("keys", name, _takes_key(name, kind), _short(meanings.get(name, ""))))
+    rows += [("keys", name, takes, "a setting of Hydra's") for name, takes in _HYDRA.items()]
+    return ["\t".join(row) + "\n" for row in rows]
+
+
+def _short(text: str) -> str:
+    first = " ".join(text.split()).partition(";")[0]
+    return first if len(first) <= _LONGEST_TEXT else f"{first[: _LONGEST_TEXT - 3].rstrip()}..."
+
+
+def _takes_key(name: str, kind: object) -> str:
+    from typing import Literal, get_args, get_origin
+
+    if name in _PATH_KEYS:
+        return "path"
+    options = [kind, *get_args(kind)]
+    if any(get_origin(option) is dict for option in options):
+        return "open"
+    if bool in options:
+        return "true|false"
+    literals = [str(value) for option in options if get_origin(option) is Literal for value in get_args(option)]
+    return "|".join([*literals, "null"] if literals and type(None) in options else literals)
+
+
+def _read_meanings() -> dict[str, str]:
+    """Returns the text under each field of the schema by its key, e.g. {"optim.lr": "Peak learning rate ..."}."""
+    import ast
+
+    with open(f"{_PACKAGE}/config/schema.py", encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    classes = {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+    def read(owner: str, prefix: str) -> Iterator[tuple[str, str]]:
+        for field, below in zip(classes[owner], [*classes[owner][1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign):
+                name, kind = prefix + ast.unparse(field.target), ast.unparse(field.annotation).removesuffix(" | None")
+                if kind in classes:
+                    yield from read(kind, f"{name}.")
+                elif isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                    yield name, str(below.value.value)
+
+    return dict(read("RunConfig", ""))

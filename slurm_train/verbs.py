@@ -1,0 +1,665 @@
+"""The command line: one table of verbs, from which dispatch, parsers, `--help` and completion are made.
+
+A bare first word is a verb, everything else are settings of a run. A verb's module is named in the table and imported
+when the verb is called, so each costs only what it needs, and nothing imports a tool but its verb. This module is
+imported at every TAB: it imports nothing slow.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pwd
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from slurm_train import __version__
+from slurm_train.errors import ConfigError, SlurmTrainError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+_GC_THRESHOLD = 20_000
+"""New objects that may have references to others before the collector looks at them; Python's default is 700."""
+
+
+class Argument:
+    """A flag or a word of a verb.
+
+    Args:
+        names: of a flag "-f", "--follow"; of a word its attribute, e.g. "run".
+        about: its line in `--help`.
+        takes: what completion offers for its value: "a|b" one of these, "a,b" a list of these, a kind of `completion`
+            such as "run" or "path", "" nothing. Choices and switches need none.
+        options: what else argparse is given.
+    """
+
+    def __init__(self, *names: str, about: str = "", takes: str = "", **options: Any) -> None:
+        self.names, self.about, self.options = names, about, options
+        self.takes = takes or "|".join(options.get("choices", ()))
+        if options.get("action") == "store_true":
+            self.takes = "-"
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether it is a flag, and no word."""
+        return self.names[0].startswith("-")
+
+
+class Verb:
+    """A verb, or an action of one ("checkpoint ls").
+
+    Args:
+        module: below slurm_train, with a function `main(words) -> exit code`; or "module:function".
+        about: its line in `--help`; "" for what only scripts, shells and other verbs call.
+        arguments: its flags and words; None: its words are settings of a run, and it reads them itself.
+        settings: it takes settings besides: "after" its run, or "any" word that is not its own; "" none.
+        examples: shown below its options.
+        actions: its actions by name; the chosen one is the attribute `action`.
+        is_tool: it stands on the core and could be deleted with its folder.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        about: str = "",
+        arguments: Sequence[Argument] | None = None,
+        *,
+        settings: str = "",
+        examples: str = "",
+        actions: Mapping[str, Verb] | None = None,
+        is_tool: bool = False,
+    ) -> None:
+        self.module, self.about, self.arguments = module, about, arguments
+        self.settings, self.examples, self.actions, self.is_tool = settings, examples, actions or {}, is_tool
+
+    def load(self) -> Callable[[Sequence[str]], int]:
+        """Returns its function."""
+        module, _, name = self.module.partition(":")
+        function: Callable[[Sequence[str]], int] = getattr(import_module(f"slurm_train.{module}"), name or "main")
+        return function
+
+
+def _action(about: str, *arguments: Argument) -> Verb:
+    return Verb("", about, arguments)
+
+
+def _switch(*names: str, about: str) -> Argument:
+    return Argument(*names, about=about, action="store_true")
+
+
+_RUN = "run name, run id, job id or path"
+_ROOT = Argument("--root", default="runs", about="root of the runs (default: runs)", takes="path")
+_WHERE = Argument("--where", metavar="KEY=VALUE", action="append", default=[], about="of a sweep: with this value")
+_JSON = _switch("--json", about="print JSON")
+_ONE_RUN = Argument("run", nargs="?", metavar="RUN", about=f"{_RUN}; default: the newest", takes="run")
+_CHECKPOINT = "RUN (its newest that verifies), RUN@STEP, or the path of a checkpoint"
+_STATE_DIR = Argument(
+    "--state", default="/var/lib/slurm-train-devcluster", about="directory that holds all of it", takes="path"
+)
+_NODE = Argument("node", about="e.g. node2")
+VERBS = {
+    "plan": Verb("cli.plan", "print batch arithmetic, ranks and the exact script; submit nothing"),
+    "status": Verb(
+        "cli.status",
+        "table of runs: state, step, loss, speed, nodes, reason; -w goes on looking",
+        [
+            Argument("runs", nargs="*", metavar="RUN", about=f"{_RUN}, or a sweep; default: all", takes="run or sweep"),
+            _ROOT,
+            Argument(
+                *("-w", "--watch"),
+                nargs="?",
+                const="",
+                metavar="SECONDS",
+                about="look again every so many seconds (default: 5 on a terminal, else 30) until all have ended",
+            ),
+            Argument(
+                "--state", metavar="STATE,...", about="only runs in these states, e.g. running,failed", takes="states"
+            ),
+            Argument(
+                "--where",
+                metavar="KEY=VALUE",
+                action="append",
+                default=[],
+                about="only runs with this value of a key of their configuration; several must all hold",
+            ),
+            Argument("--last", metavar="N", type=int, about="only the N that were submitted or started last"),
+            Argument("--since", metavar="TIME", about="only those submitted or started since: 90m, 12h, 2d, a date"),
+            _switch("--json", about="print JSON; with -w one line per look"),
+        ],
+        examples="""\
+  python -m slurm_train status
+  python -m slurm_train status gpt-stdlib        all runs of that name
+  python -m slurm_train status 9b1c44e0          a sweep: its runs with the values that differ
+  python -m slurm_train status -w                goes on until all have ended; Ctrl-C does not end them
+  python -m slurm_train status 9b1c44e0 -w 30    looks every 30 s
+  python -m slurm_train status --state running,failed --since 2d
+  python -m slurm_train status --where optim.lr=3e-4 --last 5
+  python -m slurm_train status 3f9a1c07 --json   numbers for programs; docs/watching.md has the keys
+""",
+    ),
+    "logs": Verb(
+        "cli.logs",
+        "print a run's log and which rank failed first; -f follows it",
+        [
+            _ONE_RUN,
+            _ROOT,
+            _switch("-f", "--follow", about="go on printing as the log grows"),
+            Argument("--rank", type=int, default=0, about="which rank (default: 0); -1: the batch script"),
+            Argument("--attempt", type=int, about="which attempt (default: the newest)"),
+        ],
+        examples="""\
+  python -m slurm_train logs -f                     the newest run, as it goes on
+  python -m slurm_train logs 3f9a1c07 --rank 5
+  python -m slurm_train logs 3f9a1c07 --rank -1 --attempt 0
+""",
+    ),
+    "cancel": Verb(
+        "cli.cancel",
+        "end a run's job",
+        [Argument("runs", nargs="+", metavar="RUN", about=f"{_RUN}, or a sweep", takes="run or sweep"), _ROOT, _WHERE],
+        examples="""\
+  python -m slurm_train cancel 3f9a1c07
+  python -m slurm_train cancel 1234          by job id
+  python -m slurm_train cancel 9b1c44e0 --where optim.lr=1e-3     those runs of a sweep
+""",
+    ),
+    "resume": Verb(
+        "cli.resume",
+        "continue an unfinished run from its newest checkpoint",
+        [
+            Argument("run", metavar="RUN", about=f"{_RUN}, or a sweep", takes="run or sweep"),
+            _ROOT,
+            Argument(
+                "--accept",
+                metavar="NAMES",
+                action="append",
+                default=[],
+                about="changes to accept: keys or sections, config, code, data; several with commas",
+                takes="changes",
+            ),
+            Argument("--config-dir", metavar="DIR", about="YAML files of your own, for cluster=NAME", takes="path"),
+            Argument(
+                "--only",
+                metavar="STATE,...",
+                about="of a sweep: runs in these states, e.g. failed,missing,timeout; default: all unfinished",
+                takes="states",
+            ),
+            _WHERE,
+        ],
+        settings="after",
+        examples="""\
+  python -m slurm_train resume gpt-stdlib                     the newest run of that name
+  python -m slurm_train resume 3f9a1c07 cluster=2x8           on another number of nodes, same global batch
+  python -m slurm_train resume 3f9a1c07 optim.lr=1e-4         shows what that would change, and refuses
+  python -m slurm_train resume 3f9a1c07 optim.lr=1e-4 --accept optim.lr
+  python -m slurm_train resume 3f9a1c07 --accept code         with your files as they are now
+  python -m slurm_train resume 9b1c44e0 --only failed,missing,timeout     those runs of a sweep
+  python -m slurm_train resume 9b1c44e0 --only failed --accept code       with your files as they are now
+""",
+    ),
+    "collate": Verb(
+        "cli.collate",
+        "table of a sweep: values, best and last metrics, attempts, GPU-hours",
+        [
+            Argument(
+                "sweep", metavar="SWEEP", about="run name or id of a sweep, job id of an array, or path", takes="sweep"
+            ),
+            _ROOT,
+            Argument("--format", choices=("csv", "markdown", "parquet"), about="default: after --out, else markdown"),
+            Argument("--out", metavar="FILE", about="default: stdout", takes="path"),
+        ],
+        examples="""\
+  python -m slurm_train collate 9b1c44e0                          a Markdown table
+  python -m slurm_train collate 9b1c44e0 --out results.csv
+  python -m slurm_train collate 9b1c44e0 --out results.parquet    needs pyarrow
+""",
+    ),
+    "report": Verb(
+        "cli.report",
+        "one HTML page of a run or sweep: curves, speed, where the hours went; needs no network",
+        [
+            Argument(
+                "what",
+                nargs="?",
+                metavar="RUN|SWEEP",
+                about=f"{_RUN}, or a sweep; default: the newest run",
+                takes="run or sweep",
+            ),
+            _ROOT,
+            Argument(
+                "--out", metavar="FILE", about="default: report.html in the directory of the run or sweep", takes="path"
+            ),
+            Argument(
+                "--png", metavar="DIR", about="write the main plots there as PNG (pip install matplotlib)", takes="path"
+            ),
+            Argument("--metric", metavar="NAME", about="what a sweep is judged by; default: eval_loss, else loss"),
+        ],
+        examples="""\
+  python -m slurm_train report                              the newest run
+  python -m slurm_train report 3f9a1c07 --out today.html
+  python -m slurm_train report 9b1c44e0                     a sweep
+  python -m slurm_train report 3f9a1c07 --png pictures      the main plots as PNG, too (needs matplotlib)
+""",
+        is_tool=True,
+    ),
+    "diff": Verb(
+        "cli.diff",
+        "what differs between two runs: configuration, code, environment",
+        [
+            Argument("run", metavar="RUN_A", about=_RUN, takes="run"),
+            Argument(
+                "other", metavar="RUN_B", nargs="?", about="default: the folder of RUN_A as it is now", takes="run"
+            ),
+            _ROOT,
+            Argument(
+                "--only",
+                metavar="PARTS",
+                about="some of config,code,environment",
+                takes="config,code,environment",
+            ),
+            _switch("--stat", about="of code, lines added and removed per file"),
+            _switch("--json", about="as one JSON object"),
+        ],
+        examples="""\
+  python -m slurm_train diff 3f9a1c07 7e497dfb                  configuration, code and environment
+  python -m slurm_train diff 3f9a1c07 7e497dfb --only code      a unified diff of the two copies of the code
+  python -m slurm_train diff 3f9a1c07 7e497dfb --stat           lines added and removed per file
+  python -m slurm_train diff 3f9a1c07                           what you have changed since
+""",
+    ),
+    "track": Verb(
+        "cli.track",
+        "send a run's metrics to its trackers: what its job could not send",
+        [
+            Argument("run", metavar="RUN", about=_RUN, takes="run"),
+            _ROOT,
+            Argument("--only", metavar="NAMES", about="some of its trackers, e.g. wandb,mlflow", takes="trackers"),
+            # What the supervisor calls: follow the run until stdin ends.
+            _switch("--beside", about=""),
+        ],
+        settings="after",
+        examples="""\
+  python -m slurm_train track 3f9a1c07                            all trackers that its configuration asks for
+  python -m slurm_train track 3f9a1c07 --only wandb
+  python -m slurm_train track 3f9a1c07 track.mlflow.experiment=gpt    one that the run did not have
+""",
+        is_tool=True,
+    ),
+    "scaling": Verb(
+        "cli.scaling",
+        "short runs from one rank to all nodes: what limits, and whether more nodes pay",
+        [
+            Argument("--steps", type=int, default=64, about="optimizer steps of each run (default: 64)"),
+            _switch("--no-wait", about="return when all is submitted"),
+        ],
+        settings="any",
+        examples="""\
+  python -m slurm_train scaling +cluster=4x8                          1 rank, 1, 2 and 4 nodes, one run after the other
+  python -m slurm_train scaling +cluster=4x8 data.path=/data model=gpt train.precision=bfloat16
+  python -m slurm_train scaling +cluster=4x2 ddp.comm=none,bf16,powersgd,post_local_sgd
+  python -m slurm_train scaling run.processes=2                       on this machine
+
+The same command again starts what is missing, waits for what runs, and prints the report when all is there.
+""",
+        is_tool=True,
+    ),
+    "checkpoint": Verb(
+        "cli.checkpoint",
+        "ls, verify, diff, gc and export the checkpoints of a run",
+        actions={
+            "ls": _action("reads the manifests", _ONE_RUN, _ROOT),
+            "verify": _action("reads every byte", _ONE_RUN, _ROOT),
+            "gc": _action(
+                "removes old checkpoints and what dead attempts left",
+                Argument("run", metavar="RUN", about=_RUN, takes="run"),
+                _ROOT,
+                Argument("--keep", type=int, metavar="N", about="how many stay (default: the run's checkpoint.keep)"),
+            ),
+            "diff": _action(
+                "compares facts and weights, bit for bit",
+                Argument("first", metavar="A", about=_CHECKPOINT, takes="run"),
+                Argument("second", metavar="B", about="likewise", takes="run"),
+                _ROOT,
+            ),
+            "export": _action(
+                "writes the model for use elsewhere",
+                Argument("checkpoint", metavar="RUN", about=_CHECKPOINT, takes="run"),
+                Argument(
+                    "target",
+                    metavar="OUT",
+                    about="the file to write, e.g. model.safetensors; hf: the directory",
+                    takes="path",
+                ),
+                _ROOT,
+                Argument(
+                    "--format",
+                    choices=("safetensors", "hf"),
+                    default="safetensors",
+                    about="hf: a directory that transformers reads",
+                ),
+                Argument("--shard-size", default="5GB", metavar="SIZE", about="hf: largest file (default: 5GB)"),
+            ),
+        },
+        examples="""\
+  python -m slurm_train checkpoint ls gpt-stdlib
+  python -m slurm_train checkpoint verify 3f9a1c07
+  python -m slurm_train checkpoint export gpt-stdlib model.safetensors     the newest that verifies
+  python -m slurm_train checkpoint export gpt-stdlib@200 model.safetensors
+  python -m slurm_train checkpoint export llama-text llama --format hf     for transformers
+  python -m slurm_train checkpoint diff gpt-stdlib@100 gpt-stdlib@200      exit code 1 if weights differ
+  python -m slurm_train checkpoint gc gpt-stdlib --keep 1
+""",
+    ),
+    "write": Verb("cli.write", "write a run directory and start nothing, for a launcher of your own (torchrun)"),
+    "prepare": Verb(
+        "cli.prepare",
+        "turn text files into token shards",
+        [
+            Argument("inputs", nargs="+", metavar="INPUT", about="a file, or a folder to search", takes="path"),
+            Argument("--out", required=True, metavar="DIR", about="directory of the shards, made here", takes="path"),
+            Argument("--held-out", type=float, default=0.1, metavar="FRACTION", about="of the files (default 0.1)"),
+            Argument("--suffix", action="append", default=[], metavar=".txt", about="take only such files of folders"),
+            Argument(
+                "--tokenizer", metavar="JSON", about="tokenizer.json; without it bytes are the tokens", takes="path"
+            ),
+        ],
+        examples="""\
+  python -m slurm_train prepare books/ --suffix .txt --out data/books
+  python -m slurm_train data=text data.path=data/books
+""",
+    ),
+    "doctor": Verb(
+        "cli.doctor",
+        "what this cluster does to a run; with +cluster=NxG: are its nodes and its network fit?",
+        [
+            Argument("settings", nargs="*", metavar="key=value", about="+cluster=NxG and other settings of a run"),
+            _JSON,
+        ],
+        examples="""\
+  python -m slurm_train doctor                       what happens to a run here on preemption, what can be lost
+  python -m slurm_train doctor --json
+  python -m slurm_train doctor +cluster=4x8          a job that checks 4 nodes and their network, and ends
+  python -m slurm_train doctor +cluster=4x8 cluster.partition=gpu cluster.network_interface=ib0
+""",
+        is_tool=True,
+    ),
+    "init": Verb(
+        "cli.init",
+        "look at this cluster and write a site file for it, to be chosen by site=NAME",
+        [
+            Argument("name", nargs="?", metavar="NAME", about="of the site (default: Slurm's ClusterName)"),
+            _switch("--yes", about="take the default of every question"),
+            _switch("--force", about="replace an existing file"),
+            _switch("--print", about="print the file and write nothing"),
+            Argument(
+                "--config-dir",
+                metavar="DIR",
+                about="write below DIR/site/ (default: ~/.config/slurm_train)",
+                takes="path",
+            ),
+        ],
+        examples="""\
+  python -m slurm_train init                      name and answers are proposed
+  python -m slurm_train init mycluster --yes      asks nothing
+  python -m slurm_train init --print              shows the file, writes nothing
+  python -m slurm_train plan +cluster=4x8 site=mycluster
+""",
+        is_tool=True,
+    ),
+    "devcluster": Verb(
+        "cli.devcluster",
+        "a real Slurm on this one machine, for trying and testing",
+        actions={
+            "up": _action(
+                "build the cluster and wait until its nodes are idle",
+                _STATE_DIR,
+                Argument("--nodes", type=int, default=4, about="nodes (default 4)"),
+                Argument("--gpus", type=int, default=8, about="GPU devices per node (default 8)"),
+                Argument("--user", action="append", default=[], about="a further user who may submit; may be repeated"),
+            ),
+            "down": _action("end its jobs and remove all of it", _STATE_DIR),
+            "status": _action("daemons and nodes; exit code 0 if healthy, else 1", _STATE_DIR),
+            "add-user": _action(
+                "let a user who came after `up` submit jobs",
+                Argument("user", nargs="+", about="a user of this machine"),
+                _STATE_DIR,
+            ),
+            "kill-node": _action(
+                "kill the slurmd of a node",
+                _NODE,
+                _STATE_DIR,
+                _switch("--with-jobs", about="kill every process on the node, as a power cut does"),
+            ),
+            "start-node": _action("start the slurmd of a node again", _NODE, _STATE_DIR),
+        },
+        examples="""\
+  python -m slurm_train devcluster up --nodes 4 --gpus 8
+  srun --nodes=4 hostname
+  python -m slurm_train +cluster=4x8
+  python -m slurm_train devcluster kill-node node2      # slurmd dies; the node is down 20 s later
+  python -m slurm_train devcluster start-node node2
+  python -m slurm_train devcluster down
+""",
+        is_tool=True,
+    ),
+    "completion": Verb(
+        "tools.completion",
+        "print the script that completes words in bash, zsh or fish",
+        [Argument("shell", choices=("bash", "fish", "zsh"), about="your shell")],
+        examples="""\
+  source <(python -m slurm_train completion bash)      now, in this shell; in ~/.bashrc for ever
+  source <(python -m slurm_train completion zsh)       in ~/.zshrc after compinit
+  python -m slurm_train completion fish | source       in ~/.config/fish/config.fish
+  complete -F _slurm_train train                       bash: for an alias `train` of yours
+""",
+        is_tool=True,
+    ),
+    "supervise": Verb("cli.supervise"),
+    "torchrun": Verb("cli.torchrun"),
+    "worker": Verb("cli.worker"),
+    "complete": Verb("tools.completion:complete", is_tool=True),
+    "measure": Verb("cli.measure"),
+}
+PUBLIC_VERBS = {name: verb for name, verb in VERBS.items() if verb.about}
+"""What people type; the others are called by the job, the shell and other verbs."""
+
+_HELP = """\
+Slurm-native training for PyTorch: one line plans, submits, watches, checkpoints and finishes a run.
+
+  python -m slurm_train                              train here, on this machine's GPUs or cores
+  python -m slurm_train +cluster=4x8                 submit to Slurm: 4 nodes with 8 GPUs each
+  python -m slurm_train +cluster=4x8 optim.lr=3e-4   settings are key=value, as in Hydra
+  python -m slurm_train -m +cluster=1x8 optim.lr=1e-3,3e-4 "seed=range(8)"      16 runs as one job array
+  python -m slurm_train plan +cluster=4x8            look first: arithmetic, ranks, the exact script
+  python -m slurm_train +experiment=digits           another model and data set
+  python -m slurm_train model._target_=my_package.MyModel data._target_=my_package.MyData
+  python -m slurm_train +cluster=2x4 task._target_=my_package.main      your function on every rank
+  python -m slurm_train +cluster=2x4 "script=[train.py,--epochs,3]"     your script on every rank
+
+verbs (`python -m slurm_train VERB --help` tells more):
+@VERBS@
+settings and flags:
+  key=value            any key of the configuration; --cfg job prints them all
+  --config-dir DIR     YAML files of your own; they may shadow the shipped ones
+  --config-path DIR    likewise, in front of --config-dir
+  --config-name NAME   another primary file than config.yaml
+  -m, --multirun       several values make several runs: key=1,2,3, "key=range(8)", key=choice(a,b)
+  --wait               with -m: return when all runs have ended
+  --cfg job            print the composed configuration and do nothing
+  --info               facts about the composition
+  --hydra-help         what Hydra's own flags and settings (hydra.run.dir, ...) do here
+  --version            versions of this program and of Hydra
+"""
+
+HYDRA_HELP = """\
+The command line is Hydra's: the grammar of overrides, groups, sweeps and interpolations. docs/hydra.md has all of it.
+
+flags
+  --cfg job|hydra|all     print the configuration and do nothing; --package NAME a part of it, --resolve its references
+  --info [all|config|defaults|defaults-tree|plugins|searchpath]
+  --config-dir DIR, -cd   YAML files of your own, in front of the shipped ones
+  --config-path DIR, -cp  the same, in front of --config-dir; also pkg://package
+  --config-name NAME, -cn another primary file than config.yaml
+  --multirun, -m          a run of each value; --run, -r is what happens without it
+
+settings to Hydra, typed or in a file of your own
+  hydra.mode=MULTIRUN              as -m
+  hydra.searchpath=[file://DIR]    more places for configurations, behind the shipped ones
+  hydra.run.dir=PATH               a link at PATH leads to the run directory
+  hydra.sweep.dir, hydra.sweep.subdir   the same for each run of a sweep
+  hydra.output_subdir=.hydra       config.yaml, overrides.yaml and hydra.yaml in the run directory
+  hydra.job.name=NAME              as run.name=NAME
+  hydra.job.config.override_dirname.*   shapes ${hydra.job.override_dirname}
+  hydra/launcher=basic             here, one run after the other
+  hydra/sweeper=NAME, hydra.sweeper.*   another sweeper, e.g. optuna; hydra.sweeper.params is a sweep
+
+refused, with what to type instead
+  hydra/launcher=submitit_slurm, submitit_local, joblib: +cluster=<nodes>x<GPUs per node>, or nothing
+  hydra.verbose, hydra.job_logging, hydra.hydra_logging, hydra.callbacks, hydra.job.chdir=true,
+  hydra.job.env_set, hydra.job.env_copy, hydra.sweeper.max_batch_size, --shell-completion, --experimental-rerun
+"""
+"""Of `--hydra-help`."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs a command line; returns its exit code (0 done, 1 failure, 2 wrong use, 75 wants to be run again)."""
+    _stand_in_for_passwd()
+    try:
+        code = _dispatch(words)
+        # A closed pipe is met here rather than when the interpreter ends.
+        sys.stdout.flush()
+        return code
+    except SlurmTrainError as err:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            import traceback
+
+            traceback.print_exc()
+        print(f"error: {err}", file=sys.stderr, flush=True)
+        return err.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # `... | head` closed the pipe; what is still buffered must go somewhere when the interpreter flushes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _stand_in_for_passwd() -> None:
+    """Sets HOME and USER for a uid without an entry in passwd, as in containers; libraries fail without them.
+
+    The home is "/", as container runtimes have it: nothing is found there, and nothing is written.
+    """
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        os.environ.setdefault("HOME", "/")
+        os.environ.setdefault("USER", str(os.getuid()))
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    first = words[0] if words else ""
+    if first in VERBS:
+        # A rank runs a user's code, which keeps Python's own settings.
+        return VERBS[first].load()(words[1:]) if first == "worker" else _load_quickly(VERBS[first])(words[1:])
+    if first.isidentifier():
+        from difflib import get_close_matches
+
+        near = get_close_matches(first, PUBLIC_VERBS, n=1)
+        names = ", ".join(PUBLIC_VERBS)
+        hint = f"did you mean `{near[0]}`?" if near else f"verbs: {names}; settings are written key=value"
+        raise ConfigError(f"{first!r} is neither a verb nor a setting", hint=hint)
+    if "--help" in words or "-h" in words:
+        print(help_text())
+        return 0
+    if "--hydra-help" in words:
+        print(HYDRA_HELP, end="")
+        return 0
+    if "--version" in words:
+        from importlib.metadata import version
+
+        print(f"slurm_train {__version__}, Hydra {version('hydra-core')}")
+        return 0
+    return _load_quickly(Verb("cli.run"))(words)
+
+
+def _load_quickly(verb: Verb) -> Callable[[Sequence[str]], int]:
+    """Returns a verb's function; what its import has made is never looked at by the garbage collector.
+
+    A command that lives for a fifth of a second gains a tenth of it. From then on the collector is on, with a first
+    threshold that short commands do not reach: some verbs live for days.
+    """
+    gc.disable()
+    try:
+        return verb.load()
+    finally:
+        gc.freeze()
+        gc.set_threshold(_GC_THRESHOLD)
+        gc.enable()
+
+
+def help_text() -> str:
+    """Returns the text of `--help`."""
+    return _HELP.replace("@VERBS@", "\n".join(f"  {name:<20} {verb.about}" for name, verb in PUBLIC_VERBS.items()))
+
+
+def parse(name: str, words: Sequence[str]) -> Namespace:
+    """Returns what was typed behind a verb: an attribute for each of its arguments, and `settings` where it takes them.
+
+    Ends the process with 2 after a usage message where the words are wrong, with 0 after `--help`.
+
+    Args:
+        name: of the verb.
+        words: what was typed behind it.
+    """
+    verb, parser = VERBS[name], build_parser(name)
+    if verb.settings == "any":
+        arguments, rest = parser.parse_known_args(words)
+        arguments.settings = rest
+    elif verb.settings == "after":
+        arguments = parser.parse_intermixed_args(words)
+        # A path may have an equals sign, too; no key begins like one.
+        arguments.settings = [one for one in arguments.words if "=" in one and not one.startswith(("/", ".", "~/"))]
+        runs = [word for word in arguments.words if word not in arguments.settings]
+        if len(runs) != 1:
+            required = "the following arguments are required: RUN"
+            parser.error(f"several runs are named: {' '.join(runs)}" if runs else required)
+        arguments.run = runs[0]
+    else:
+        arguments = parser.parse_args(words)
+    return arguments
+
+
+def build_parser(name: str) -> ArgumentParser:
+    """Returns the parser of a verb that does not only take settings."""
+    from argparse import ArgumentParser, RawDescriptionHelpFormatter
+
+    verb = VERBS[name]
+    parser = ArgumentParser(
+        prog=f"python -m slurm_train {name}",
+        description=sys.modules[verb.load().__module__].__doc__,
+        epilog=f"examples:\n{verb.examples}",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    _add_arguments(parser, verb)
+    if verb.actions:
+        actions = parser.add_subparsers(dest="action", required=True, metavar=f"{{{','.join(verb.actions)}}}")
+        for action, its_verb in verb.actions.items():
+            _add_arguments(actions.add_parser(action, help=its_verb.about), its_verb)
+    return parser
+
+
+def _add_arguments(parser: ArgumentParser, verb: Verb) -> None:
+    from argparse import SUPPRESS
+
+    for one in verb.arguments or ():
+        if verb.settings == "after" and not one.is_flag:
+            # Settings may be typed on either side of the run and the flags.
+            parser.add_argument("words", nargs="*", metavar=one.options["metavar"], help=one.about)
+            flags = " ".join(f"[{flag.names[-1]} ...]" for flag in verb.arguments or () if flag.is_flag and flag.about)
+            parser.usage = f"%(prog)s RUN [key=value ...] {flags}"
+        else:
+            parser.add_argument(*one.names, help=one.about or SUPPRESS, **one.options)
