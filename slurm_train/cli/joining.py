@@ -16,7 +16,14 @@ from slurm_train.distributed.greeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import agree_on_attempt
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, RunError
-from slurm_train.rundir.attempts import AttemptStart, begin_round, close_attempt, lobby_secret, note_saved, read_round
+from slurm_train.rundir.attempts import (
+    AttemptStart,
+    begin_round,
+    close_attempt,
+    note_saved,
+    read_round,
+    rendezvous_secret,
+)
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.timing import last_step
 
@@ -86,7 +93,7 @@ def _lobby(run: RunDirectory, place: RankPlace, env: Mapping[str, str], *, timeo
         run_id=name,
         attempt=0,
         timeout_s=timeout_s,
-        secret=lobby_secret(run, is_first=place.is_first, wait_s=timeout_s),
+        secret=rendezvous_secret(run, is_first=place.is_first, wait_s=timeout_s),
     )
 
 

@@ -20,13 +20,12 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import EXIT_FAILURE, RunError
-from slurm_train.rundir.events import first_mark, ledger_facts, read_changes
+from slurm_train.rundir.events import first_mark, read_changes
 from slurm_train.rundir.files import append_line, fsync_directory, make_private, read_json, read_lines, write_durable
 from slurm_train.rundir.layout import RunDirectory, existing_attempts, numbered_epochs
 from slurm_train.rundir.timing import last_step, read_account
@@ -56,7 +55,7 @@ def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None 
     Args:
         run: the run.
         start: who opens it, and where.
-        follows: the attempt in whose step the ranks were started again, see `rounds`.
+        follows: the attempt in whose step the ranks were started again by torchrun.
     """
     run.epochs.mkdir(mode=0o700, exist_ok=True)
     facts: dict[str, Any] = {
@@ -80,7 +79,11 @@ def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None 
     line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts, "world_size": start.world_size}
     if start.committed_step is not None:
         line["first_committed"] = start.committed_step
-    line |= ledger_facts(read_changes(run), read_ledger(run))
+    if changes := read_changes(run):
+        # The accepted changes that this attempt is the first to carry.
+        known = max((int(entry.get("changes", 0)) for entry in read_ledger(run)), default=0)
+        fresh = [name for change in changes if change.number > known for name in change.names]
+        line |= {"changes": changes[-1].number, **({"accepted": fresh} if fresh else {})}
     append_line(run.attempts, line, durable=True)
     return attempt
 
@@ -93,12 +96,41 @@ def attempt_secret(run: RunDirectory, attempt: int, *, wait_s: float = 0.0) -> s
         attempt: its number.
         wait_s: how long this node may take to see the file that another one has made.
     """
+    return _await_secret(run.epochs / f"attempt_{attempt}", wait_s) or ""
+
+
+def rendezvous_secret(run: RunDirectory, *, is_first: bool, wait_s: float) -> str:
+    """Returns what only those know who can read the run directory, for ranks of torchrun that have no attempt yet.
+
+    Args:
+        run: the run.
+        is_first: whether this is rank 0, which makes it where there is none.
+        wait_s: how long this node may take to see the file that another one has made.
+
+    Raises:
+        RunError: it does not come: this machine has another run directory than rank 0.
+    """
+    path = run.epochs / "lobby"
+    if is_first and not path.exists():
+        run.epochs.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            write_durable(path, json.dumps({"secret": secrets.token_hex(16)}) + "\n")
+    secret = _await_secret(path, wait_s)
+    if secret is None:
+        raise RunError(
+            f"{path} did not appear within {wait_s:g} s: rank 0 does not write to this run directory",
+            hint="torchrun's machines need one run directory that all of them see",
+        )
+    return secret
+
+
+def _await_secret(path: Path, wait_s: float) -> str | None:
     deadline = time.monotonic() + wait_s
-    while True:
-        facts = read_json(run.epochs / f"attempt_{attempt}")
-        if facts is not None or time.monotonic() > deadline:
-            return str((facts or {}).get("secret", ""))
-        time.sleep(0.1)
+    while (facts := read_json(path)) is None:
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.05)
+    return str(facts.get("secret", ""))
 
 
 def close_attempt(run: RunDirectory, attempt: int, facts: Mapping[str, Any]) -> None:
@@ -155,7 +187,7 @@ def _discard_prepared_results(run: RunDirectory, *, below: int) -> None:
 
 
 def check_fence(run: RunDirectory, attempt: int) -> None:
-    """Does nothing while `attempt` is the newest of the run, and the run was not changed since.
+    """Checks that `attempt` is the newest of the run, and that the run was not changed since.
 
     Raises:
         RunError: this attempt must write nothing more.
@@ -182,17 +214,20 @@ def read_ledger(run: RunDirectory) -> list[dict[str, Any]]:
     """Returns one mapping per attempt, start and end facts merged; "end_time_unix_s" is absent while it runs."""
     merged: dict[int, dict[str, Any]] = {}
     for line in read_lines(run.attempts):
-        entry = merged.setdefault(int(line["attempt"]), {"attempt": int(line["attempt"])})
+        number = int(line["attempt"])
+        entry = merged.setdefault(number, {"attempt": number})
         prefix = "end_" if line.get("event") == "end" else ""
         entry |= {(f"{prefix}{key}" if key == "time_unix_s" else key): value for key, value in line.items()}
     return [merged[number] for number in sorted(merged)]
 
 
-# The same thread may enter again: what a fence does may publish, too.
+# A checkpoint gets its name, its marker and a last look at the fence in one piece, or the process ends before it.
+# Threads end a process on their own (a newer attempt, a failed collective); an end in between would leave a commit of
+# an old attempt beside the new one (seen once in 50 trials). An RLock, since what a fence does may publish, too.
 _under_way = threading.RLock()
 
 
-@contextmanager
+@contextlib.contextmanager
 def publishing() -> Iterator[None]:
     """Keeps `end_publishing` waiting while its body runs."""
     with _under_way:
@@ -209,9 +244,6 @@ def end_publishing(*, within_s: float) -> bool:
         Whether nothing is under way any more.
     """
     return _under_way.acquire(timeout=within_s)
-
-
-_SAVED = "saved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,46 +285,37 @@ def begin_round(run: RunDirectory, start: AttemptStart, *, first: int | None) ->
     Raises:
         RunError: a newer attempt has taken the run over meanwhile.
     """
-    before = last_step(run)
-    facts = Round(world_size=start.world_size, first_step=before, start_unix_s=time.time())
+    facts = Round(world_size=start.world_size, first_step=last_step(run), start_unix_s=time.time())
     if first is not None:
         if _claim(run, first, facts):
             return first
         previous = newest_round(run, first)
         if (newest := max(existing_attempts(run))) > previous:
             raise overtaken(run, previous, newest)
-        close_round(run, previous, action="relaunch", committed_step=start.committed_step)
+        _close_round(run, previous, start.committed_step)
         known = read_json(run.epochs / f"attempt_{first}") or {}
         start = replace(start, job_id=known.get("job_id"), restart_count=int(known.get("restart_count", 0)))
     else:
         for entry in read_ledger(run):
             if entry.get("job_id") is None:
-                close_round(run, int(entry["attempt"]), action="relaunch", committed_step=start.committed_step)
+                _close_round(run, int(entry["attempt"]), start.committed_step)
     attempt = open_attempt(run, start, follows=first)
     _claim(run, attempt, facts)
     return attempt
 
 
-def close_round(run: RunDirectory, attempt: int, *, action: str, committed_step: int | None = None) -> None:
-    """Writes the end line of an attempt whose ranks have failed; one that has its line is left alone.
-
-    Args:
-        run: the run.
-        attempt: its number.
-        action: what follows.
-        committed_step: step of the newest checkpoint now, as in `AttemptStart`.
-    """
+def _close_round(run: RunDirectory, attempt: int, committed_step: int | None) -> None:
+    """Writes the end line of an attempt whose ranks have failed; one that has its line is left alone."""
     entry = next((line for line in read_ledger(run) if line["attempt"] == attempt), None)
     if entry is None or "end_time_unix_s" in entry:
         return
     mark, begun = first_mark(run, attempt), read_round(run, attempt)
     first_step = 0 if begun is None else begun.first_step
-    what = str(mark) if mark is not None else "a rank was killed"
     facts: dict[str, Any] = {
         "exit_code": EXIT_FAILURE if mark is None else mark.exit_code,
         "reason": "failed",
-        "action": action,
-        "note": f"{what}; torchrun starts the ranks again",
+        "action": "relaunch",
+        "note": f"{mark or 'a rank was killed'}; torchrun starts the ranks again",
         "first_step": first_step,
         "last_step": last_step(run),
     }
@@ -305,40 +328,13 @@ def close_round(run: RunDirectory, attempt: int, *, action: str, committed_step:
 
 
 def note_saved(run: RunDirectory, attempt: int) -> None:
-    """Leaves a mark that a rank of the attempt has saved and wants to be run again: torchrun cannot be told so."""
-    (run.attempt_logs(attempt) / _SAVED).touch(mode=0o600)
+    """Leaves a mark that a rank of the attempt has saved and wants to be run again, for which torchrun has no code."""
+    (run.attempt_logs(attempt) / "saved").touch(mode=0o600)
 
 
 def was_saved(run: RunDirectory, attempt: int) -> bool:
     """Returns whether a rank has left that mark."""
-    return (run.attempt_logs(attempt) / _SAVED).exists()
-
-
-def lobby_secret(run: RunDirectory, *, is_first: bool, wait_s: float) -> str:
-    """Returns what only those know who can read the run directory, for ranks that have no attempt yet.
-
-    Args:
-        run: the run.
-        is_first: whether this is rank 0, which makes it where there is none.
-        wait_s: how long this node may take to see the file that another one has made.
-
-    Raises:
-        RunError: it does not come: this machine has another run directory than rank 0.
-    """
-    path = run.epochs / "lobby"
-    if is_first and not path.exists():
-        run.epochs.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            write_durable(path, json.dumps({"secret": secrets.token_hex(16)}) + "\n")
-    deadline = time.monotonic() + wait_s
-    while (found := read_json(path)) is None:
-        if time.monotonic() > deadline:
-            raise RunError(
-                f"{path} did not appear within {wait_s:g} s: rank 0 does not write to this run directory",
-                hint="torchrun's machines need one run directory that all of them see",
-            )
-        time.sleep(0.05)
-    return str(found["secret"])
+    return (run.attempt_logs(attempt) / "saved").exists()
 
 
 def _claim(run: RunDirectory, attempt: int, facts: Round) -> bool:

@@ -6,8 +6,8 @@ nodes, so each node has a file of its own; every line is durable when the writer
 no checkpoint can come from a change that is not on record. `logs/attempt_<k>/failures@<host>.jsonl` has how ranks
 failed: srun keeps one exit code for all ranks, that of the last one to be killed; the first line names the cause.
 `preflight.json` of an attempt has findings about its nodes; nodes that were found bad are in `bad_nodes@<host>.jsonl`
-of the root, which later submissions of all its runs read. `saves.jsonl` and `exchange.json` are for people: they are
-not made durable, and a disk that refuses them costs no run.
+of the root, which later submissions of all its runs read. `saves.jsonl` is for people: it is not made durable, and a
+disk that refuses a line costs no run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from slurm_train.config.secrets import redact
 from slurm_train.rundir.files import (
     append_line,
     append_shared,
-    make_private,
     read_json,
     read_lines,
     read_shared,
@@ -33,8 +32,8 @@ from slurm_train.rundir.files import (
 )
 from slurm_train.rundir.layout import RunDirectory
 
-CALM_EVENTS = ("stop", "shares")
-"""Kinds that tell of nothing wrong."""
+CALM_EVENTS = ("stop", "shares", "exchange")
+"""Kinds that report nothing wrong."""
 
 
 def append_event(run: RunDirectory, event: str, *, attempt: int, **facts: Any) -> None:
@@ -50,9 +49,10 @@ def append_event(run: RunDirectory, event: str, *, attempt: int, **facts: Any) -
     append_shared(run.events, line | {name: _plain(value) for name, value in facts.items()}, durable=True)
 
 
-def read_events(run: RunDirectory, event: str | None = None) -> list[dict[str, Any]]:
-    """Returns the lines of all nodes by time; only those of one kind where it is named."""
-    return [line for line in read_shared(run.events) if event is None or line.get("event") == event]
+def read_events(run: RunDirectory, event: str | None = None, *, attempt: int | None = None) -> list[dict[str, Any]]:
+    """Returns the lines of all nodes by time; only those of one kind, or of one attempt, where it is named."""
+    wanted = {name: value for name, value in (("event", event), ("attempt", attempt)) if value is not None}
+    return [line for line in read_shared(run.events) if wanted.items() <= line.items()]
 
 
 def _plain(value: Any) -> Any:
@@ -92,35 +92,20 @@ def record_change(run: RunDirectory, change: AcceptedChange) -> None:
     append_line(run.changes, {**asdict(change), "time_unix_s": time.time()}, durable=True)
 
 
-def covers_config(changes: list[AcceptedChange], key: str, value: Any) -> bool:
+def covers_config(changes: Sequence[AcceptedChange], key: str, value: Any) -> bool:
     """Returns whether the newest accepted change of a key has brought this value."""
     brought = [change.config[key][1] for change in changes if key in change.config]
-    return bool(brought) and bool(brought[-1] == value)
+    return brought[-1:] == [value]
 
 
-def covers_code(changes: list[AcceptedChange], digest: str) -> bool:
+def covers_code(changes: Sequence[AcceptedChange], digest: str) -> bool:
     """Returns whether the newest accepted change of the code has brought the snapshot with this digest."""
-    brought = [change.code["new"] for change in changes if change.code]
-    return bool(brought) and bool(brought[-1] == digest)
+    return [change.code["new"] for change in changes if change.code][-1:] == [digest]
 
 
-def covers_data(changes: list[AcceptedChange], *, old: str, new: str) -> bool:
+def covers_data(changes: Sequence[AcceptedChange], *, old: str, new: str) -> bool:
     """Returns whether going from one fingerprint of the data set to another was accepted."""
     return any(change.data["old"] == old and change.data["new"] in ("", new) for change in changes if change.data)
-
-
-def ledger_facts(changes: list[AcceptedChange], ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what an attempt's start line says of the changes that it is the first to carry; {} where there are none.
-
-    Args:
-        changes: all accepted changes.
-        ledger: the attempts before.
-    """
-    known = max((int(entry.get("changes", 0)) for entry in ledger), default=0)
-    if not changes:
-        return {}
-    fresh = [name for change in changes if change.number > known for name in change.names]
-    return {"changes": changes[-1].number, **({"accepted": fresh} if fresh else {})}
 
 
 class SaveLog:
@@ -167,35 +152,6 @@ class SaveLog:
 def read_saves(run: RunDirectory) -> list[dict[str, Any]]:
     """Returns the lines in the order in which the saves ended."""
     return [line for line in read_lines(run.saves) if isinstance(line.get("step"), int)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeFacts:
-    """What is exchanged at every step."""
-
-    comm: str
-    """`ddp.comm`."""
-    gradient_bytes: float
-    """Of all gradients of one rank."""
-    sent_bytes: float
-    """That a rank gives into exchanges over the network per step, on average."""
-
-
-def write_exchange(run: RunDirectory, attempt: int, facts: ExchangeFacts) -> None:
-    """Writes the facts; rank 0 does. A file system that refuses costs a figure, never the run."""
-    path = run.attempt_logs(attempt) / "exchange.json"
-    with contextlib.suppress(OSError):
-        make_private(path.parent)
-        write_atomic(path, json.dumps(asdict(facts)) + "\n", durable=False)
-
-
-def read_exchange(run: RunDirectory, attempt: int) -> ExchangeFacts | None:
-    """Returns what was written, None where nothing was."""
-    value = read_json(run.attempt_logs(attempt) / "exchange.json")
-    try:
-        return None if value is None else ExchangeFacts(**value)
-    except TypeError:
-        return None
 
 
 Level = Literal["error", "warning", "note"]
@@ -318,8 +274,7 @@ def add_bad_nodes(run: RunDirectory, found: Mapping[str, str], *, hours: float, 
         now_unix_s: seconds since 1970.
     """
     for node, why in found.items() if hours > 0 else ():
-        line = {"node": node, "why": why, "run": str(run.path), "time_unix_s": now_unix_s}
-        append_shared(list_file(run), {**line, "until_unix_s": now_unix_s + 3600 * hours})
+        _list_node(run, node, why, now_unix_s=now_unix_s, until_unix_s=now_unix_s + 3600 * hours)
 
 
 def forgive_nodes(run: RunDirectory, nodes: Iterable[str], *, now_unix_s: float) -> list[str]:
@@ -327,25 +282,24 @@ def forgive_nodes(run: RunDirectory, nodes: Iterable[str], *, now_unix_s: float)
     listed = {bad.node for bad in read_bad_nodes(run, now_unix_s=now_unix_s)}
     well = [node for node in nodes if node in listed]
     for node in well:
-        facts = {"node": node, "why": "found well", "run": str(run.path), "time_unix_s": now_unix_s}
-        append_shared(list_file(run), {**facts, "until_unix_s": 0.0})
+        _list_node(run, node, "found well", now_unix_s=now_unix_s, until_unix_s=0.0)
     return well
+
+
+def _list_node(run: RunDirectory, node: str, why: str, *, now_unix_s: float, until_unix_s: float) -> None:
+    line = {"node": node, "why": why, "run": str(run.path), "time_unix_s": now_unix_s, "until_unix_s": until_unix_s}
+    append_shared(list_file(run), line)
 
 
 def read_bad_nodes(run: RunDirectory, *, now_unix_s: float) -> list[BadNode]:
     """Returns the nodes that are on the list now, the last line about each counting."""
     found: dict[str, BadNode] = {}
-    try:
+    with contextlib.suppress(OSError):
         for line in read_shared(list_file(run)):
             node, until = str(line.get("node", "")), line.get("until_unix_s")
             if node and isinstance(until, (int, float)):
                 found[node] = BadNode(node=node, why=str(line.get("why", "")), until_unix_s=float(until))
-    except OSError:
-        return []
     return [bad for bad in found.values() if bad.until_unix_s > now_unix_s]
-
-
-_LONGEST_MESSAGE = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,7 +320,7 @@ class FailureMark:
 
 def leave_mark(run: RunDirectory, attempt: int, mark: FailureMark) -> None:
     """Adds a rank's mark to its attempt; a run directory that is gone is no second failure."""
-    line = {**asdict(mark), "message": redact(mark.message)[:_LONGEST_MESSAGE], "time_unix_s": time.time()}
+    line = {**asdict(mark), "message": redact(mark.message)[:300], "time_unix_s": time.time()}
     if run.attempt_logs(attempt).is_dir():
         append_shared(run.attempt_logs(attempt) / "failures.jsonl", line)
 
@@ -376,11 +330,5 @@ def first_mark(run: RunDirectory, attempt: int) -> FailureMark | None:
     lines = read_shared(run.attempt_logs(attempt) / "failures.jsonl")
     if not lines:
         return None
-    line = min(lines, key=lambda line: float(line["time_unix_s"]))
-    return FailureMark(
-        rank=line["rank"],
-        host=line["host"],
-        exit_code=line["exit_code"],
-        message=line["message"],
-        time_unix_s=line["time_unix_s"],
-    )
+    first = min(lines, key=lambda line: float(line["time_unix_s"]))
+    return FailureMark(**{name: first[name] for name in FailureMark.__slots__})

@@ -14,7 +14,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slurm_train.errors import RunError
 
@@ -24,9 +24,20 @@ _LONGEST_PATH = os.pathconf("/", "PC_PATH_MAX") - 256
 _CHECKPOINT = re.compile(r"checkpoint_(\d{7,})_attempt_(\d{4,})_([0-9a-f]{8})")
 
 
+class Below:
+    """An attribute that is a path below its owner's `path`; reading it does not look at the disk."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, _: object = None) -> Path:
+        path: Path = owner.path / self._name
+        return path
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Paths below `runs/<name>/<run_id>/`; making the value touches nothing."""
+    """Paths below `runs/<name>/<run_id>/`; the disk is not looked at."""
 
     path: Path
 
@@ -40,133 +51,64 @@ class RunDirectory:
         """Short hash of what is trained, e.g. "3f9a1c07"."""
         return self.path.name
 
-    @property
-    def config(self) -> Path:
-        """Frozen, resolved configuration; what every attempt reads."""
-        return self.path / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """Batch arithmetic, world, resources."""
-        return self.path / "plan.json"
-
-    @property
-    def submit_script(self) -> Path:
-        """The sbatch script as submitted; works by hand."""
-        return self.path / "submit.sh"
-
-    @property
-    def code(self) -> Path:
-        """Snapshot of the submitting directory's source."""
-        return self.path / "code"
-
-    @property
-    def code_index(self) -> Path:
-        """Size and hash of every file of the snapshot; checked before each attempt."""
-        return self.path / "code.json"
-
-    @property
-    def changes(self) -> Path:
-        """What was changed on purpose in the middle of the run: one line per accepted change."""
-        return self.path / "changes.jsonl"
+    config = Below("config.yaml")
+    """Frozen, resolved configuration; what every attempt reads."""
+    plan = Below("plan.json")
+    """Batch arithmetic, world, resources."""
+    submit_script = Below("submit.sh")
+    """The sbatch script as submitted; works by hand."""
+    code = Below("code")
+    """Snapshot of the submitting directory's source."""
+    code_index = Below("code.json")
+    """Size and hash of every file of the snapshot; checked before each attempt."""
+    changes = Below("changes.jsonl")
+    """What was changed on purpose in the middle of the run: one line per accepted change."""
 
     def before_change(self, number: int) -> Path:
         """Folder with the configuration, plan and code as they were before an accepted change."""
         return self.path / "before" / f"change_{number}"
 
-    @property
-    def provenance(self) -> Path:
-        """Git state and versions at submission."""
-        return self.path / "provenance.json"
-
-    @property
-    def job(self) -> Path:
-        """All job ids and the newest submit time."""
-        return self.path / "job.json"
-
-    @property
-    def jobs(self) -> Path:
-        """One file per job, so that recorders on several machines do not overwrite each other."""
-        return self.path / "jobs"
-
-    @property
-    def attempts(self) -> Path:
-        """Ledger: one start line and one end line per attempt."""
-        return self.path / "attempts.jsonl"
-
-    @property
-    def epochs(self) -> Path:
-        """One file per attempt, created exclusively: the fence between an attempt and its zombies."""
-        return self.path / "epochs"
-
-    @property
-    def logs(self) -> Path:
-        """Log files, one folder per attempt."""
-        return self.path / "logs"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per logged step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoint directories."""
-        return self.path / "checkpoints"
-
-    @property
-    def result(self) -> Path:
-        """Final metrics; exists only when the run is finished."""
-        return self.path / "result.json"
+    provenance = Below("provenance.json")
+    """Git state and versions at submission."""
+    job = Below("job.json")
+    """All job ids and the newest submit time."""
+    jobs = Below("jobs")
+    """One file per job, so that recorders on several machines do not overwrite each other."""
+    attempts = Below("attempts.jsonl")
+    """Ledger: one start line and one end line per attempt."""
+    epochs = Below("epochs")
+    """One file per attempt, created exclusively: the fence between an attempt and its zombies."""
+    logs = Below("logs")
+    """Log files, one folder per attempt."""
+    metrics = Below("metrics.jsonl")
+    """One JSON object per logged step."""
+    checkpoints = Below("checkpoints")
+    """Checkpoint directories."""
+    result = Below("result.json")
+    """Final metrics; exists only when the run is finished."""
 
     def prepared_result(self, attempt: int) -> Path:
         """What one attempt renames to `result`; a later attempt removes it first."""
         return self.path / f".result.attempt_{attempt}.json"
 
-    @property
-    def stop_file(self) -> Path:
-        """`touch` it to ask the run to save and stop."""
-        return self.path / "STOP"
-
-    @property
-    def lock(self) -> Path:
-        """Who runs this directory now."""
-        return self.path / "lock.json"
-
-    @property
-    def submission_lock(self) -> Path:
-        """Who submits or cancels the run now."""
-        return self.path / "submission.json"
-
-    @property
-    def events(self) -> Path:
-        """What happened on the way, one JSON object per non-finite step, spike, rollback, hang, stop; per node."""
-        return self.path / "events.jsonl"
-
-    @property
-    def saves(self) -> Path:
-        """What each checkpoint took: one JSON object per save."""
-        return self.path / "saves.jsonl"
-
-    @property
-    def report(self) -> Path:
-        """The page that `report` writes."""
-        return self.path / "report.html"
-
-    @property
-    def stragglers(self) -> Path:
-        """What the ranks spent their steps on: one JSON object per window of some seconds."""
-        return self.path / "stragglers.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard events."""
-        return self.path / "tensorboard"
-
-    @property
-    def trackers(self) -> Path:
-        """What is known of each tracker, their logs, and what they keep here themselves."""
-        return self.path / "trackers"
+    stop_file = Below("STOP")
+    """`touch` it to ask the run to save and stop."""
+    lock = Below("lock.json")
+    """Who runs this directory now."""
+    submission_lock = Below("submission.json")
+    """Who submits or cancels the run now."""
+    events = Below("events.jsonl")
+    """What happened on the way, one JSON object per non-finite step, spike, rollback, hang, stop; per node."""
+    saves = Below("saves.jsonl")
+    """What each checkpoint took: one JSON object per save."""
+    report = Below("report.html")
+    """The page that `report` writes."""
+    stragglers = Below("stragglers.jsonl")
+    """What the ranks spent their steps on: one JSON object per window of some seconds."""
+    tensorboard = Below("tensorboard")
+    """TensorBoard events."""
+    trackers = Below("trackers")
+    """What is known of each tracker, their logs, and what they keep here themselves."""
 
     def attempt_logs(self, attempt: int) -> Path:
         """Folder of one attempt's logs: batch.log, rank_<r>.log."""
@@ -206,10 +148,10 @@ class RunDirectory:
 
 
 def require_room(run: RunDirectory) -> None:
-    """Does nothing where the files of a run have room in the length of a path.
+    """Checks the length of a run directory's path.
 
     Raises:
-        RunError: they have not.
+        RunError: the names of what lies in it would not fit.
     """
     hint = "name another place with run.root=DIR, or a shorter run.name"
     length = len(os.fsencode(run.path))
@@ -274,7 +216,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def require_private(run: RunDirectory) -> None:
-    """Does nothing where nobody but this user can have changed what the run will run.
+    """Checks that nobody but this user can have changed what the run will run.
 
     Looked at are the folders above the run that exist, the run's own, and in it what is run or obeyed. A folder above
     may be writable for others where it is sticky, as /tmp is, or for the user's own group of one.
@@ -326,19 +268,15 @@ def _trusted() -> set[int]:
 
 
 def _is_open(status: os.stat_result) -> bool:
-    """Says whether others may write; links are always 0777 and mean nothing."""
-    if status.st_mode & stat.S_IWOTH:
-        return True
-    return bool(status.st_mode & stat.S_IWGRP) and not _is_own_group(status.st_gid)
-
-
-def _is_own_group(group_id: int) -> bool:
-    """Says whether a group is the user's alone, as many systems make one for each user."""
+    """Returns whether others may write; links are always 0777 and mean nothing."""
+    if status.st_mode & stat.S_IWOTH or not status.st_mode & stat.S_IWGRP:
+        return bool(status.st_mode & stat.S_IWOTH)
+    # Many systems make a group for each user, which is the user's alone.
     try:
-        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(group_id)
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(status.st_gid)
     except KeyError:
-        return False
-    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+        return True
+    return group.gr_name != user.pw_name or not set(group.gr_mem) <= {user.pw_name}
 
 
 def _is_sticky(status: os.stat_result) -> bool:

@@ -197,10 +197,10 @@ class Finding:
 
     kind: str
     """"straggler": some ranks hold the others up; "uneven": now one rank, now another; "data": all wait for data."""
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
     """Who it is; empty where it is everybody."""
-    hosts: tuple[str, ...]
-    factor: float
+    hosts: tuple[str, ...] = ()
+    factor: float = 1.0
     """Stragglers: their own time over the others'."""
     lost_share: float
     """The part of each step that is lost by it, from 0 to 1."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from slurm_train.errors import RunError
 from slurm_train.rundir.files import change_times, listed, read_json, read_lines, write_atomic
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.layout import Below, RunDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,38 +41,38 @@ class ArrayDirectory:
     """Paths of one job array."""
 
     path: Path
+    script = Below("submit.sh")
+    """The sbatch script; works by hand."""
+    runs = Below("runs.txt")
+    """One run directory per line, in the order of the elements."""
+    job = Below("job.json")
+    """The array's job id; missing while, or if, sbatch did not give one."""
+    logs = Below("logs")
+    """What an element prints before it has found its run; empty otherwise."""
 
     @property
     def number(self) -> int:
         """Counted from 0 over all submissions of the sweep."""
         return int(self.path.name)
 
-    @property
-    def script(self) -> Path:
-        """The sbatch script; works by hand."""
-        return self.path / "submit.sh"
-
-    @property
-    def runs(self) -> Path:
-        """One run directory per line, in the order of the elements."""
-        return self.path / "runs.txt"
-
-    @property
-    def job(self) -> Path:
-        """The array's job id; missing while, or if, sbatch did not give one."""
-        return self.path / "job.json"
-
-    @property
-    def logs(self) -> Path:
-        """What an element says before it has found its run; empty otherwise."""
-        return self.path / "logs"
-
 
 @dataclass(frozen=True, slots=True)
 class SweepDirectory:
-    """Paths below `<root>/sweeps/<id>/`; making the value touches nothing."""
+    """Paths below `<root>/sweeps/<id>/`; the disk is not looked at."""
 
     path: Path
+    table = Below("sweep.jsonl")
+    """One line per run."""
+    facts = Below("sweep.json")
+    """The words and the swept keys."""
+    code = Below("code")
+    """Snapshots of the source, one per submission."""
+    arrays = Below("arrays")
+    """Job arrays."""
+    report = Below("report.html")
+    """The page that `report` writes."""
+    stop_file = Below("STOP")
+    """Asks a sweep on this machine to start no further run."""
 
     @property
     def sweep_id(self) -> str:
@@ -84,36 +84,6 @@ class SweepDirectory:
         """Root of the runs."""
         return self.path.parent.parent
 
-    @property
-    def table(self) -> Path:
-        """One line per run."""
-        return self.path / "sweep.jsonl"
-
-    @property
-    def facts(self) -> Path:
-        """The words and the swept keys."""
-        return self.path / "sweep.json"
-
-    @property
-    def code(self) -> Path:
-        """Snapshots of the source, one per submission."""
-        return self.path / "code"
-
-    @property
-    def arrays(self) -> Path:
-        """Job arrays."""
-        return self.path / "arrays"
-
-    @property
-    def report(self) -> Path:
-        """The page that `report` writes."""
-        return self.path / "report.html"
-
-    @property
-    def stop_file(self) -> Path:
-        """Asks a sweep on this machine to start no further run."""
-        return self.path / "STOP"
-
     def array(self, number: int) -> ArrayDirectory:
         """Returns one of its job arrays."""
         return ArrayDirectory(self.arrays / f"{number:03d}")
@@ -121,9 +91,7 @@ class SweepDirectory:
 
 def existing_arrays(sweep: SweepDirectory) -> list[ArrayDirectory]:
     """Returns the arrays on disk, oldest first."""
-    if not sweep.arrays.is_dir():
-        return []
-    found = [ArrayDirectory(path) for path in sweep.arrays.iterdir() if re.fullmatch(r"\d{3,}", path.name)]
+    found = [ArrayDirectory(path) for path in listed(sweep.arrays) if re.fullmatch(r"\d{3,}", path.name)]
     return sorted(found, key=lambda array: array.number)
 
 

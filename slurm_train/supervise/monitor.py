@@ -256,8 +256,8 @@ def watch_ranks(run: RunDirectory, attempt: int, config: RunConfig, *, world_siz
 
 def hang_of(run: RunDirectory, attempt: int) -> str:
     """Returns the sentence about an attempt that was ended as hung, "" for others."""
-    found = [str(line.get("sentence", "")) for line in read_events(run, "hang") if line.get("attempt") == attempt]
-    return found[-1] if found else ""
+    found = read_events(run, "hang", attempt=attempt)
+    return str(found[-1].get("sentence", "")) if found else ""
 
 
 class HangWatchdog(Task):

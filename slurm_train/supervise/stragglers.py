@@ -2,13 +2,13 @@
 
 A rank is compared with the others by its own part of a step, not by its step time, which is the same for all. The
 median of the others is what it should be, their median absolute deviation what chance does, so that one bad rank in the
-comparison does not hide another. Only what holds for several windows in a row is said.
+comparison does not hide another. Only what holds for several windows in a row is reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import NormalDist, fmean, median
 from typing import TypeVar
 
@@ -18,22 +18,14 @@ from slurm_train.rundir.step_times import Finding, PaceWindow, RankPace
 K = TypeVar("K", bound=Hashable)
 
 WINDOWS_IN_A_ROW = 3
-"""So many windows have to say the same: a pause of seconds is nobody's news."""
+"""So many windows have to agree: a pause of seconds is not worth a message."""
 _LEAST_SAMPLES = 8
 _SCORE = 5.0
 _TO_SIGMA = 1.4826
-# Below this share of their median, the others do not differ in earnest. Few others say little of what chance does.
+# Below this share of their median, the others do not differ in earnest. Few others show little of what chance does.
 _FLOOR, _FLOOR_OF_FEW, _FEW = 0.02, 0.05, 4
 _UNEVEN_SHARE, _DATA_SHARE = 0.1, 0.2
 _SHOWN = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """Where a window began."""
-
-    beats: Mapping[int, Beat]
-    unix_s: float
 
 
 class WindowCutter:
@@ -49,45 +41,44 @@ class WindowCutter:
     def __init__(self, attempt: int, *, world_size: int, first_s: float = 3.0, longest_s: float = 60.0) -> None:
         self._attempt, self._world_size = attempt, world_size
         self._length_s, self._longest_s = first_s, longest_s
-        self._base: _Base | None = None
-        self._newest: _Base | None = None
+        self._base: Mapping[int, Beat] = {}
+        self._newest: Mapping[int, Beat] = {}
+        self._base_unix_s = self._newest_unix_s = 0.0
 
     def look(self, beats: Mapping[int, Beat], now_unix_s: float) -> PaceWindow | None:
         """Takes a reading; returns the window that it closes, if it closes one."""
         if len(beats) < self._world_size or any(beat.pace.samples == 0 for beat in beats.values()):
             return None
-        self._newest = _Base(dict(beats), now_unix_s)
-        if self._base is None:
+        self._newest, self._newest_unix_s = dict(beats), now_unix_s
+        if not self._base:
             # What lies before it, the first steps with their compiling and warming up, is in no window.
-            self._base = self._newest
+            self._base, self._base_unix_s = self._newest, now_unix_s
             return None
-        if now_unix_s - self._base.unix_s < self._length_s or self._num_samples() < _LEAST_SAMPLES:
+        if now_unix_s - self._base_unix_s < self._length_s or self._num_samples() < _LEAST_SAMPLES:
             return None
         self._length_s = min(1.25 * self._length_s, self._longest_s)
         return self._close()
 
     def rest(self) -> PaceWindow | None:
         """Returns the window that was still open when the ranks ended, None where it holds too little."""
-        return self._close() if self._base is not None and self._num_samples() >= 2 else None
+        return self._close() if self._base and self._num_samples() >= 2 else None
 
     def _num_samples(self) -> int:
-        assert self._base is not None and self._newest is not None
-        return min(beat.pace.samples - self._base.beats[rank].pace.samples for rank, beat in self._newest.beats.items())
+        return min(beat.pace.samples - self._base[rank].pace.samples for rank, beat in self._newest.items())
 
     def _close(self) -> PaceWindow:
-        base, newest = self._base, self._newest
-        assert base is not None and newest is not None
-        self._base = newest
-        pairs = [(beat, base.beats[rank]) for rank, beat in sorted(newest.beats.items())]
-        return PaceWindow(
+        pairs = [(beat, self._base[rank]) for rank, beat in sorted(self._newest.items())]
+        window = PaceWindow(
             attempt=self._attempt,
-            begin_unix_s=base.unix_s,
-            end_unix_s=newest.unix_s,
+            begin_unix_s=self._base_unix_s,
+            end_unix_s=self._newest_unix_s,
             from_step=min(early.step for _, early in pairs),
             to_step=min(late.step for late, _ in pairs),
-            samples=min(late.pace.samples - early.pace.samples for late, early in pairs),
+            samples=self._num_samples(),
             ranks=tuple(_rank_pace(late, early) for late, early in pairs),
         )
+        self._base, self._base_unix_s = self._newest, self._newest_unix_s
+        return window
 
 
 def _rank_pace(late: Beat, early: Beat) -> RankPace:
@@ -104,7 +95,7 @@ def _rank_pace(late: Beat, early: Beat) -> RankPace:
 
 
 class Judge:
-    """Says of each window what has held for several of them.
+    """Finds out of each window what has held for several of them.
 
     Args:
         excess: how much longer than the others' own time makes a straggler, 0.1 for a tenth.
@@ -145,7 +136,7 @@ def outliers(values: Mapping[K, float], *, excess: float) -> set[K]:
     """Returns the keys whose value lies far above the others', by how much those differ and by a share of them.
 
     Args:
-        values: seconds by whatever they belong to; of one alone nothing can be said.
+        values: seconds by whatever they belong to; of one alone nothing can be concluded.
         excess: the least share above the others' median.
     """
     if len(values) < 2:
@@ -171,24 +162,27 @@ def explain_stragglers(ranks: Sequence[RankPace], slow: Sequence[int]) -> Findin
     more_data_s = median([rank.data_s for rank in theirs]) - median([rank.data_s for rank in others])
     is_data = more_data_s >= 0.5 * (own_s - usual_s)
     hosts = tuple(dict.fromkeys(rank.host for rank in theirs))
-    lost = median([rank.wait_s for rank in others]) - min(rank.wait_s for rank in theirs)
-    step_s = fmean([rank.own_s + rank.wait_s for rank in ranks])
+    names, is_one_node = ",".join(hosts), len({rank.host for rank in ranks}) == 1
+    lost, step_s = median([rank.wait_s for rank in others]) - min(rank.wait_s for rank in theirs), _step_s(ranks)
     share = min(max(lost / step_s, 0.0), 1.0) if step_s > 0 else 0.0
     factor = own_s / max(usual_s, 1e-6)
     verb, what, whom = ("is", "its", "it") if len(theirs) == 1 else ("are", "their", "them")
-    where = f"data come late ({_ms(more_data_s)} of it)" if is_data else "computing takes longer"
-    sentence = (
-        f"{_names(theirs, ranks)} {verb} {factor:.2f}x as slow as the others: {_ms(own_s)} of {what} own per step "
-        f"instead of {_ms(usual_s)}, because {where}; the others wait {share:.0%} of each step for {whom}"
-    )
-    advice = _advice_on_data(hosts, ranks) if is_data else _advice_on_nodes(hosts, ranks)
+    if is_data:
+        where = f"data come late ({_ms(more_data_s)} of it)"
+        advice = "read ahead with more workers: data.num_workers=N, or data.prefetch=N"
+        advice += "" if is_one_node else f"; if others read the same quickly, look at the file system of {names}"
+    else:
+        where = "computing takes longer"
+        advice = f"see what else runs on {names}, or whether it is throttled; cluster.exclude={names} keeps the run off it"
+        advice = "see what else uses this machine's cores or GPU" if is_one_node else advice
     return Finding(
         kind="straggler",
         ranks=tuple(rank.rank for rank in theirs),
         hosts=hosts,
         factor=round(factor, 3),
         lost_share=round(share, 3),
-        sentence=sentence,
+        sentence=f"{_names(theirs, ranks)} {verb} {factor:.2f}x as slow as the others: {_ms(own_s)} of {what} own per "
+        f"step instead of {_ms(usual_s)}, because {where}; the others wait {share:.0%} of each step for {whom}",
         advice=advice,
     )
 
@@ -201,15 +195,12 @@ def find_uneven(ranks: Sequence[RankPace]) -> Finding | None:
     uneven_s = fmean([rank.uneven_s for rank in ranks]) * (len(ranks) / (len(ranks) - 1)) ** 0.5
     # Expected maximum of so many normal values (Blom).
     slowest = NormalDist().inv_cdf((len(ranks) - 0.375) / (len(ranks) + 0.25))
-    step_s = fmean([rank.own_s + rank.wait_s for rank in ranks])
+    step_s = _step_s(ranks)
     lost_s = min(slowest * uneven_s, fmean([rank.wait_s for rank in ranks]))
     if step_s <= 0 or lost_s < _UNEVEN_SHARE * step_s:
         return None
     return Finding(
         kind="uneven",
-        ranks=(),
-        hosts=(),
-        factor=1.0,
         lost_share=round(lost_s / step_s, 3),
         sentence=f"each step waits about {lost_s / step_s:.0%} of its time for whichever rank has most to do in it, a "
         f"different one each time: a rank's own part differs by {_ms(uneven_s)} from step to step",
@@ -220,33 +211,19 @@ def find_uneven(ranks: Sequence[RankPace]) -> Finding | None:
 
 def find_data(ranks: Sequence[RankPace]) -> Finding | None:
     """Returns the finding that all ranks wait for data; None if they do not."""
-    step_s = fmean([rank.own_s + rank.wait_s for rank in ranks])
-    data_s = median([rank.data_s for rank in ranks])
+    step_s, data_s = _step_s(ranks), median([rank.data_s for rank in ranks])
     if step_s <= 0 or data_s < _DATA_SHARE * step_s:
         return None
     return Finding(
         kind="data",
-        ranks=(),
-        hosts=(),
-        factor=1.0,
         lost_share=round(data_s / step_s, 3),
         sentence=f"all ranks wait for data {data_s / step_s:.0%} of each step ({_ms(data_s)})",
         advice="read ahead: data.num_workers=N for a data set of your own, data.prefetch=N for one that reads batches",
     )
 
 
-def _advice_on_nodes(hosts: Sequence[str], ranks: Sequence[RankPace]) -> str:
-    if len({rank.host for rank in ranks}) == 1:
-        return "see what else uses this machine's cores or GPU"
-    names = ",".join(hosts)
-    return f"see what else runs on {names}, or whether it is throttled; cluster.exclude={names} keeps the run off it"
-
-
-def _advice_on_data(hosts: Sequence[str], ranks: Sequence[RankPace]) -> str:
-    more = "read ahead with more workers: data.num_workers=N, or data.prefetch=N"
-    if len({rank.host for rank in ranks}) == 1:
-        return more
-    return f"{more}; if others read the same quickly, look at the file system of {','.join(hosts)}"
+def _step_s(ranks: Sequence[RankPace]) -> float:
+    return fmean([rank.own_s + rank.wait_s for rank in ranks])
 
 
 def _names(theirs: Sequence[RankPace], ranks: Sequence[RankPace]) -> str:
@@ -256,9 +233,14 @@ def _names(theirs: Sequence[RankPace], ranks: Sequence[RankPace]) -> str:
         if len(on_node) > 1 and len(on_node) == sum(rank.host == host for rank in ranks):
             parts.append(f"all {len(on_node)} ranks on {host}")
             continue
-        names = ", ".join(map(str, on_node[:_SHOWN])) + (", ..." if len(on_node) > _SHOWN else "")
-        parts.append(f"rank{'s' * (len(on_node) > 1)} {names} on {host}")
+        parts.append(f"{ranks_in_words(on_node)} on {host}")
     return " and ".join(parts)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Returns "rank 3", "ranks 3, 4", or the first eight of more."""
+    names = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+    return f"rank{'s' * (len(ranks) > 1)} {names}"
 
 
 def _ms(seconds: float) -> str:

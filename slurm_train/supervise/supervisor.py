@@ -289,8 +289,8 @@ class Supervisor:
 
         found, fatal, named, found_bad = known("the preflight's record", findings, ("", "", "", ""))
         mark = known("the marks of the ranks", lambda: first_mark(run, attempt), None)
-        stops = known("the events", lambda: read_events(run, "stop"), no_lines)
-        stop: dict[str, Any] = next((line for line in reversed(stops) if line.get("attempt") == attempt), {})
+        stops = known("the events", lambda: read_events(run, "stop", attempt=attempt), no_lines)
+        stop = stops[-1] if stops else dict[str, Any]()
         # Ranks that were ended as hung were killed, and srun would name whoever died first.
         hang = known("the events", lambda: hang_of(run, attempt), "")
         # srun ends with 0 after a node failure, so its words count whatever its code.

@@ -6,6 +6,7 @@ is one `Trainer`; every part is made by a `build_*` function and can be used wit
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import time
@@ -34,7 +35,7 @@ from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics.progress import Display, open_display
 from slurm_train.models.objective import Objective
-from slurm_train.rundir.events import ExchangeFacts, write_exchange
+from slurm_train.rundir.events import append_event
 from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.step_times import StepTimes
 from slurm_train.rundir.timing import Spent, account_path
@@ -385,8 +386,10 @@ def _write_exchange(trainer: Trainer) -> None:
     parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     sent = trainer.exchange.sent_bytes(parameters)
     whole = Exchange().sent_bytes(parameters)
-    facts = ExchangeFacts(comm=rank.config.ddp.comm, gradient_bytes=whole, sent_bytes=sent)
-    write_exchange(rank.run, rank.attempt, facts)
+    facts = {"comm": rank.config.ddp.comm, "gradient_bytes": whole, "sent_bytes": sent}
+    # A file system that refuses costs a figure, never the run.
+    with contextlib.suppress(OSError):
+        append_event(rank.run, "exchange", attempt=rank.attempt, **facts)
 
 
 def _end(trainer: Trainer, loop: Loop, display: Display | None, *, finished: bool) -> None:

@@ -28,10 +28,10 @@ from slurm_train.launch.local import LocalRanks
 from slurm_train.launch.meeting import probe_port
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.events import first_mark
-from slurm_train.rundir.jobs import this_process
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.environment import scrubbed
-from slurm_train.supervise.supervisor import Site, supervise
+from slurm_train.supervise.scheduler import Scheduler
+from slurm_train.supervise.supervisor import Supervisor
 from tests.campaigns.checker import check
 from tests.campaigns.fork_server import ForkedRank, ForkServer
 from tests.campaigns.history import Fault, History, Seen, look, read_history
@@ -160,13 +160,7 @@ class Life:
 
     def attempt(self, aim: Aim | None) -> bool:
         """Runs one attempt; returns whether somebody was killed in it."""
-        site = Site(
-            start=AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=self.world_size),
-            holder=this_process(),
-            is_alive=lambda _: False,
-            show_job=lambda: None,
-            requeue=lambda _: False,
-        )
+        start = AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=self.world_size)
         attempts: list[_Attempt] = []
 
         def launch(number: int) -> int:
@@ -174,7 +168,7 @@ class Life:
             return attempts[0].run()
 
         settings = load_config(self.run.config).requeue
-        code = supervise(self.run, settings, site, launch)
+        code = Supervisor(self.run, Scheduler(start, os.environ), settings).supervise(launch)
         ended = attempts[0]
         self.tally.attempts += 1
         if not ended.was_killed:

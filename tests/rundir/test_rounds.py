@@ -13,7 +13,7 @@ from slurm_train.rundir.attempts import (
     begin_round,
     check_fence,
     first_round,
-    lobby_secret,
+    rendezvous_secret,
     newest_round,
     open_attempt,
     read_ledger,
@@ -80,9 +80,9 @@ def test_without_a_supervisor_rank_0_opens_and_closes_all(run: RunDirectory) -> 
 
 
 def test_the_lobby_has_one_secret_and_says_where_it_is_not_seen(run: RunDirectory, tmp_path: Path) -> None:
-    secret = lobby_secret(run, is_first=True, wait_s=0.0)
+    secret = rendezvous_secret(run, is_first=True, wait_s=0.0)
     assert len(secret) == 32
-    assert secret == lobby_secret(run, is_first=True, wait_s=0.0) == lobby_secret(run, is_first=False, wait_s=0.0)
+    assert secret == rendezvous_secret(run, is_first=True, wait_s=0.0) == rendezvous_secret(run, is_first=False, wait_s=0.0)
     assert (run.epochs / "lobby").stat().st_mode & 0o777 == 0o600
     with pytest.raises(RunError, match="rank 0 does not write to this run directory"):
-        lobby_secret(RunDirectory(tmp_path / "elsewhere"), is_first=False, wait_s=0.0)
+        rendezvous_secret(RunDirectory(tmp_path / "elsewhere"), is_first=False, wait_s=0.0)

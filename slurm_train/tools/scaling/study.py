@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from slurm_train.config.batch import recut_batch
-from slurm_train.rundir.events import read_exchange
+from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
@@ -142,7 +142,7 @@ def measure(run: RunDirectory, point: Point) -> Measured | None:
     step_s = median(line["step_time_s"] for line in lines)
     unit = "tokens" if "tokens_per_s" in lines[-1] else "samples"
     waits = [pace.wait_s / pace.samples for pace in paces]
-    facts = read_exchange(run, attempt)
+    facts = next(iter(read_events(run, "exchange", attempt=attempt)), {})
     return Measured(
         point=point,
         step_s=step_s,
@@ -153,8 +153,8 @@ def measure(run: RunDirectory, point: Point) -> Measured | None:
         data_s=fmean(pace.data_s / pace.samples for pace in paces),
         comm_s=min(waits),
         uneven_s=fmean(waits) - min(waits),
-        gradient_bytes=facts.gradient_bytes if facts else 0.0,
-        sent_bytes=facts.sent_bytes if facts else 0.0,
+        gradient_bytes=float(facts.get("gradient_bytes", 0.0)),
+        sent_bytes=float(facts.get("sent_bytes", 0.0)),
     )
 
 
