@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slurm_train.rundir.heartbeat import Beat, Limits
+from slurm_train.supervise.stragglers import ranks_in_words
 
 # What matters is the gradients' group; torch calls the first one, of all ranks, "0".
 _ALL_RANKS = "0"
@@ -36,6 +37,11 @@ class Collective:
         size = f" of {self.elements:,} elements" if self.elements else ""
         return f"{self.name} #{self.number}{size}"
 
+    @property
+    def kind(self) -> str:
+        """What must be alike on all ranks: sizes may differ by right in collectives that gather or scatter."""
+        return f"{self.name} of {self.elements:,} elements" if self.name in ("all_reduce", "broadcast") else self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Flight:
@@ -55,7 +61,7 @@ class Flight:
 
 
 def read_flight(text: str | bytes) -> Flight | None:
-    """Returns what a rank has left, None where it says nothing of the group of all ranks.
+    """Returns what a rank has left, None where there is nothing of the group of all ranks.
 
     Args:
         text: JSON as `distributed.flight` writes it.
@@ -63,43 +69,43 @@ def read_flight(text: str | bytes) -> Flight | None:
     try:
         record = json.loads(text)
         status = record["pg_status"][_ALL_RANKS]
-        entries = [entry for entry in record["entries"] if str(entry["process_group"][0]) == _ALL_RANKS]
         newest = tuple(
-            Collective(int(entry["collective_seq_id"]), _plain_name(entry["profiling_name"]), _elements(entry))
-            for entry in entries
+            Collective(
+                int(entry["collective_seq_id"]),
+                # "nccl:all_reduce", "gloo:broadcast"; NCCL's coalesced ones have longer names.
+                entry["profiling_name"].rpartition(":")[2] or entry["profiling_name"],
+                sum(math.prod(sizes) for sizes in entry["input_sizes"] or []),
+            )
+            for entry in record["entries"]
+            if str(entry["process_group"][0]) == _ALL_RANKS
         )
         return Flight(int(status["last_enqueued_collective"]), int(status["last_completed_collective"]), newest)
-    except (ValueError, KeyError, TypeError, IndexError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
 
 
 def not_come(flights: Mapping[int, Flight]) -> tuple[int, ...]:
     """Returns the ranks that have begun fewer collectives than others which wait; () where all have begun the same."""
-    waiting = [flight.begun for flight in flights.values() if flight.waits_in is not None]
-    if not waiting:
-        return ()
-    return tuple(sorted(rank for rank, flight in flights.items() if flight.begun < max(waiting)))
+    furthest = max((flight.begun for flight in flights.values() if flight.waits_in is not None), default=0)
+    return tuple(sorted(rank for rank, flight in flights.items() if flight.begun < furthest))
 
 
 def waited_for_in(flights: Mapping[int, Flight]) -> Collective | None:
     """Returns the collective that the most advanced ranks wait in, None where nobody waits."""
-    waits = [flight.waits_in for flight in flights.values()]
-    return max((one for one in waits if one is not None), key=lambda one: one.number, default=None)
+    waits = [one for flight in flights.values() if (one := flight.waits_in) is not None]
+    return max(waits, key=lambda one: one.number, default=None)
 
 
 def disagreement(flights: Mapping[int, Flight]) -> str:
-    """Returns what ranks have begun under the same number but not alike, "" where they agree.
-
-    Sizes may differ by right in collectives that gather or scatter; names never do.
-    """
-    begun: dict[int, dict[str, list[int]]] = {}
+    """Returns what ranks have begun under the same number but not alike, "" where they agree."""
+    begun: dict[int, dict[str, int]] = {}
     for rank, flight in sorted(flights.items()):
         for one in flight.newest:
-            begun.setdefault(one.number, {}).setdefault(_kind(one), []).append(rank)
+            begun.setdefault(one.number, {}).setdefault(one.kind, rank)
     for number, kinds in sorted(begun.items()):
         if len(kinds) > 1:
-            told = (f"rank {ranks[0]} has begun {kind}" for kind, ranks in kinds.items())
-            return f"as collective #{number} of all ranks " + ", but ".join(told)
+            parts = (f"rank {rank} has begun {kind}" for kind, rank in kinds.items())
+            return f"as collective #{number} of all ranks " + ", but ".join(parts)
     return ""
 
 
@@ -112,19 +118,6 @@ def recording_environment(torch_version: str) -> dict[str, str]:
     match = re.match(r"(\d+)\.(\d+)", torch_version)
     is_old = match is not None and (int(match[1]), int(match[2])) < (2, 9)
     return {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"} if is_old else {}
-
-
-def _kind(one: Collective) -> str:
-    return f"{one.name} of {one.elements:,} elements" if one.name in ("all_reduce", "broadcast") else one.name
-
-
-def _plain_name(name: str) -> str:
-    # "nccl:all_reduce", "gloo:broadcast"; NCCL's coalesced ones have longer names.
-    return name.rpartition(":")[2] or name
-
-
-def _elements(entry: Mapping[str, list[list[int]]]) -> int:
-    return sum(math.prod(sizes) for sizes in entry["input_sizes"] or [])
 
 
 _STAGES = {"start": 0, "data": 1, "step": 1, "evaluate": 2, "gather": 3, "save": 4}
@@ -160,8 +153,7 @@ class Hang:
     """What they do, e.g. "is in data loading at step 1204 since 310 s; 7 ranks wait for it in all_reduce"."""
 
     def __str__(self) -> str:
-        names = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        return f"rank{'s' * (len(self.ranks) > 1)} {names} on {self.host} {self.what}"
+        return f"{ranks_in_words(self.ranks)} on {self.host} {self.what}"
 
 
 @dataclass(slots=True)

@@ -171,10 +171,11 @@ def explain_stragglers(ranks: Sequence[RankPace], slow: Sequence[int]) -> Findin
         where = f"data come late ({_ms(more_data_s)} of it)"
         advice = "read ahead with more workers: data.num_workers=N, or data.prefetch=N"
         advice += "" if is_one_node else f"; if others read the same quickly, look at the file system of {names}"
+    elif is_one_node:
+        where, advice = "computing takes longer", "see what else uses this machine's cores or GPU"
     else:
-        where = "computing takes longer"
-        advice = f"see what else runs on {names}, or whether it is throttled; cluster.exclude={names} keeps the run off it"
-        advice = "see what else uses this machine's cores or GPU" if is_one_node else advice
+        where, advice = "computing takes longer", f"see what else runs on {names}, or whether it is throttled; "
+        advice += f"cluster.exclude={names} keeps the run off it"
     return Finding(
         kind="straggler",
         ranks=tuple(rank.rank for rank in theirs),

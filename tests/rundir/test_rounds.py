@@ -13,11 +13,11 @@ from slurm_train.rundir.attempts import (
     begin_round,
     check_fence,
     first_round,
-    rendezvous_secret,
     newest_round,
     open_attempt,
     read_ledger,
     read_round,
+    rendezvous_secret,
 )
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.files import append_line
@@ -82,7 +82,11 @@ def test_without_a_supervisor_rank_0_opens_and_closes_all(run: RunDirectory) -> 
 def test_the_lobby_has_one_secret_and_says_where_it_is_not_seen(run: RunDirectory, tmp_path: Path) -> None:
     secret = rendezvous_secret(run, is_first=True, wait_s=0.0)
     assert len(secret) == 32
-    assert secret == rendezvous_secret(run, is_first=True, wait_s=0.0) == rendezvous_secret(run, is_first=False, wait_s=0.0)
+    assert (
+        secret
+        == rendezvous_secret(run, is_first=True, wait_s=0.0)
+        == rendezvous_secret(run, is_first=False, wait_s=0.0)
+    )
     assert (run.epochs / "lobby").stat().st_mode & 0o777 == 0o600
     with pytest.raises(RunError, match="rank 0 does not write to this run directory"):
         rendezvous_secret(RunDirectory(tmp_path / "elsewhere"), is_first=False, wait_s=0.0)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import tempfile
 import threading
+from typing import Any
 
 import pytest
 
 from slurm_train.rundir.heartbeat import Beat, BeatSource, Limits
-from slurm_train.supervise.hang import Collective, Flight, Observer, exchange_in
+from slurm_train.supervise.hang import (
+    Collective,
+    Flight,
+    Observer,
+    disagreement,
+    exchange_in,
+    not_come,
+    read_flight,
+    recording_environment,
+    waited_for_in,
+)
 
 LIMITS = Limits(600.0, 300.0)
 BACKWARD = """main thread 0x0000000000000002
@@ -97,30 +109,51 @@ def test_while_nothing_can_be_read_no_time_passes() -> None:
     assert observer.is_hung()
 
 
-def test_a_process_that_does_not_run_is_named_first() -> None:
-    beats = [beat(rank, phase="data" if rank == 5 else "step") for rank in range(8)]
-    hang = observed(*beats, for_s=310, frozen=(2,)).explain(dict.fromkeys(range(8), BACKWARD))
-    assert str(hang) == (
-        "rank 2 on node2 does not run (stopped or lost), in step at step 7 since 310 s; "
-        "7 ranks wait for it in all_reduce"
-    )
+def has_begun(begun: int, over: int, name: str = "all_reduce") -> Flight:
+    return Flight(begun, over, (Collective(over, "all_reduce", 64), Collective(begun, name, 64)))
 
 
-def test_the_rank_at_the_earliest_point_is_named() -> None:
-    beats = [beat(rank, phase="data", marks=19) if rank == 5 else beat(rank) for rank in range(8)]
-    hang = observed(*beats, for_s=310).explain(dict.fromkeys(range(8), BACKWARD))
-    assert str(hang) == "rank 5 on node3 is in data loading at step 7 since 310 s; 7 ranks wait for it in all_reduce"
-    assert (hang.ranks, hang.host) == ((5,), "node3")
+ALL = dict.fromkeys(range(8), BACKWARD)
+EIGHT = [beat(rank) for rank in range(8)]
+AT_STEP, IN_DATA = "in step at step 7 since 310 s", "in data loading at step 7 since 310 s"
+EXPLAINED: dict[str, tuple[list[Beat], tuple[int, ...], dict[int, str], dict[int, Flight], str]] = {
+    "a process that does not run comes first": (
+        [beat(rank, phase="data" if rank == 5 else "step") for rank in range(8)],
+        *((2,), ALL, {}),
+        f"rank 2 on node2 does not run (stopped or lost), {AT_STEP}; 7 ranks wait for it in all_reduce",
+    ),
+    "then the rank at the earliest point": (
+        [beat(rank, phase="data", marks=19) if rank == 5 else beat(rank) for rank in range(8)],
+        *((), ALL, {}),
+        f"rank 5 on node3 is {IN_DATA}; 7 ranks wait for it in all_reduce",
+    ),
+    # On a GPU the host waits for the device on all ranks, so stacks and phases show no difference.
+    "then the one that has not come": (
+        EIGHT[:4],
+        *((), ALL, {rank: has_begun(8, 7) for rank in (0, 1, 3)} | {2: has_begun(7, 7)}),
+        f"rank 2 on node2 is {AT_STEP}; 3 ranks wait for it in all_reduce #8 of 64 elements",
+    ),
+    "then the one outside an exchange": (
+        EIGHT[:2],
+        *((), {0: BACKWARD, 1: BUSY}, {}),
+        f"rank 1 on node1 is {AT_STEP}; 1 rank waits for it in all_reduce",
+    ),
+    "no difference": (EIGHT[:2], (), ALL, {}, f"ranks 0, 1 on node1 are {AT_STEP}; no rank stands out"),
+    "different collectives": (
+        EIGHT[:2],
+        *((), {}, {0: has_begun(8, 7), 1: has_begun(8, 7, "broadcast")}),
+        f"ranks 0, 1 on node1 are {AT_STEP}; no rank stands out; as collective #8 of all ranks rank 0 has begun "
+        "all_reduce of 64 elements, but rank 1 has begun broadcast of 64 elements",
+    ),
+}
 
 
-def test_of_ranks_at_one_point_the_one_outside_an_exchange_is_named() -> None:
-    hang = observed(beat(0), beat(1), for_s=310).explain({0: BACKWARD, 1: BUSY})
-    assert str(hang) == "rank 1 on node1 is in step at step 7 since 310 s; 1 rank waits for it in all_reduce"
-
-
-def test_without_a_difference_it_says_so() -> None:
-    hang = observed(beat(0), beat(1), for_s=310).explain({0: BACKWARD, 1: BACKWARD})
-    assert str(hang) == "ranks 0, 1 on node1 are in step at step 7 since 310 s; no rank stands out"
+@pytest.mark.parametrize("case", EXPLAINED.values(), ids=EXPLAINED)
+def test_who_is_behind_is_explained(
+    case: tuple[list[Beat], tuple[int, ...], dict[int, str], dict[int, Flight], str],
+) -> None:
+    beats, frozen, stacks, flights, expected = case
+    assert str(observed(*beats, for_s=310, frozen=frozen).explain(stacks, flights)) == expected
 
 
 def test_the_main_thread_is_found_in_a_real_dump() -> None:
@@ -141,28 +174,74 @@ def test_the_main_thread_is_found_in_a_real_dump() -> None:
     assert exchange_in(BUSY) is None and exchange_in("") is None
 
 
-def flight(begun: int, over: int, name: str = "all_reduce") -> Flight:
-    return Flight(begun, over, (Collective(over, "all_reduce", 64), Collective(begun, name, 64)))
+# Records as torch 2.13 writes them between gloo ranks; the shape for NCCL is the same. None was run on a GPU.
+def entry(number: int, name: str = "gloo:all_reduce", size: int = 1310720, group: str = "0") -> dict[str, Any]:
+    return {
+        "pg_id": int(group),
+        "process_group": [group, "default_pg" if group == "0" else "gloo_side"],
+        "collective_seq_id": number,
+        "profiling_name": name,
+        "input_sizes": [[size]],
+        "input_dtypes": ["Float"],
+    }
 
 
-def test_where_all_stand_alike_the_one_that_has_not_come_is_behind() -> None:
-    # On a GPU the host waits for the device on all ranks, so stacks and phases tell nothing.
-    observer = observed(*(beat(rank) for rank in range(4)), for_s=400)
-    flights = {rank: flight(8, 8 if rank == 2 else 7) for rank in range(4)} | {2: flight(7, 7)}
-    hang = observer.explain(dict.fromkeys(range(4), BACKWARD), flights)
-    assert str(hang) == (
-        "rank 2 on node2 is in step at step 7 since 400 s; 3 ranks wait for it in all_reduce #8 of 64 elements"
-    )
+def record(*entries: dict[str, Any], begun: int, over: int) -> str:
+    numbers = {"last_enqueued": begun, "last_started": -1, "last_completed": over}
+    status = {f"{name}_collective": str(number) for name, number in numbers.items()}
+    return json.dumps({"entries": list(entries), "pg_status": {"0": status}})
 
 
-def test_ranks_that_wait_in_different_collectives_are_told() -> None:
-    observer = observed(beat(0), beat(1), for_s=400)
-    hang = observer.explain({}, {0: flight(8, 7), 1: flight(8, 7, "broadcast")})
-    assert "as collective #8 of all ranks rank 0 has begun all_reduce of 64 elements, but rank 1 has begun" in str(hang)
+def flight(begun: int, over: int, *names: str) -> Flight:
+    kinds = names or ("gloo:all_reduce",) * 3
+    entries = [entry(begun - len(kinds) + 1 + place, name) for place, name in enumerate(kinds)]
+    found = read_flight(record(*entries, begun=begun, over=over))
+    assert found is not None
+    return found
 
 
-def test_waiting_for_data_is_called_data_loading() -> None:
-    observer = observed(beat(0, phase="data", marks=19), beat(1), for_s=400)
-    assert str(observer.explain({1: BACKWARD})) == (
-        "rank 0 on node1 is in data loading at step 7 since 400 s; 1 rank waits for it in all_reduce"
-    )
+def test_a_record_tells_what_a_rank_waits_in() -> None:
+    found = read_flight(record(entry(7), entry(8), entry(9, group="1"), begun=8, over=7))
+    assert found == Flight(8, 7, (Collective(7, "all_reduce", 1310720), Collective(8, "all_reduce", 1310720)))
+    assert found.waits_in == Collective(8, "all_reduce", 1310720)
+    assert str(found.waits_in) == "all_reduce #8 of 1,310,720 elements"
+    done = read_flight(record(entry(8), begun=8, over=8))
+    assert done is not None and done.waits_in is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"pg_status": {}, "entries": []}', '{"pg_status": {"0": {}}, "entries": 3}']
+)
+def test_what_is_no_record_is_passed_over(text: str) -> None:
+    assert read_flight(text) is None
+
+
+def test_whoever_has_begun_fewer_has_not_come() -> None:
+    flights = {0: flight(9, 8), 1: flight(8, 8), 2: flight(9, 8), 3: flight(9, 8)}
+    assert not_come(flights) == (1,)
+    assert str(waited_for_in(flights)).startswith("all_reduce #9")
+    assert disagreement(flights) == ""
+
+
+def test_nobody_is_missing_where_nobody_waits_or_all_have_come() -> None:
+    assert not_come({0: flight(8, 8), 1: flight(7, 7)}) == ()
+    assert not_come({0: flight(9, 8), 1: flight(9, 8)}) == ()
+    assert not_come({}) == () and waited_for_in({}) is None
+
+
+def test_sizes_count_only_where_they_have_to_be_alike() -> None:
+    def of(name: str, size: int) -> Flight:
+        found = read_flight(record(entry(3, name, size), begun=3, over=2))
+        assert found is not None
+        return found
+
+    assert disagreement({0: of("nccl:all_gather", 5), 1: of("nccl:all_gather", 6)}) == ""
+    assert "all_reduce of 5 elements, but rank 1" in disagreement({0: of("x:all_reduce", 5), 1: of("x:all_reduce", 6)})
+
+
+@pytest.mark.parametrize(
+    ("version", "is_asked"),
+    [("2.6.0+cu124", True), ("2.8.1", True), ("2.9.0", False), ("2.13.0+cpu", False), ("x", False)],
+)
+def test_only_older_versions_of_torch_have_to_be_asked_to_record(version: str, is_asked: bool) -> None:
+    assert bool(recording_environment(version)) == is_asked
