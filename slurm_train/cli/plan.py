@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
     from slurm_train.config.schema import RunConfig
     from slurm_train.estimate.layouts import Suggestion
-    from slurm_train.estimate.run import PlanEstimate
+    from slurm_train.estimate.plan import PlanEstimate
     from slurm_train.slurm.policy import TestVerdict
     from slurm_train.slurm.site import SiteFacts
 
@@ -92,7 +92,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _estimate(plan: RunPlan, *, measured: Mapping[str, Any] | None, env: Mapping[str, str]) -> PlanEstimate:
-    from slurm_train.estimate.run import estimate_run
+    from slurm_train.estimate.plan import estimate_run
 
     return estimate_run(plan, facts=_site_facts(plan, env), env=env, measured=measured)
 
@@ -115,7 +115,7 @@ def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any]
     """Returns what a separate process finds of the model, or the "problem"; None where there is nothing to measure."""
     from slurm_train.cli.measure import measure_apart
     from slurm_train.config.batch import largest_local_size
-    from slurm_train.estimate.run import has_gpus, in_bfloat16
+    from slurm_train.estimate.plan import has_gpus, in_bfloat16
 
     config = plan.config
     if not config.trains or config.model is None or not plan.layout.is_replicated:
@@ -169,7 +169,7 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
 
 
 def _suggestion_row(what: str, one: Suggestion, fastest: Suggestion) -> tuple[str, ...]:
-    from slurm_train.estimate.run import size
+    from slurm_train.estimate.plan import size
 
     nodes, speed = f"{one.world.num_nodes}x{one.world.ranks_per_node[0]}", one.tokens_per_s / fastest.tokens_per_s
     shown = f"{speed:.0%}" if speed >= 0.01 else "below 1%"
@@ -198,7 +198,7 @@ def _as_json(verdict: TestVerdict) -> dict[str, Any]:
 def _plan_sweep(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -> int:
     """Prints the sweep's table, and the script of each array to stdout."""
     from slurm_train.cli.multirun import plan_words
-    from slurm_train.estimate.run import sweep_rows
+    from slurm_train.estimate.plan import sweep_rows
     from slurm_train.launch.array import cut_arrays, max_array_size, render_array
     from slurm_train.launch.array_submission import job_name
     from slurm_train.launch.script import render_script

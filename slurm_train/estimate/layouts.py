@@ -8,6 +8,7 @@ it for a gather or a scatter.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,10 +16,9 @@ from typing import Any, Literal
 
 from slurm_train.config.batch import solve_batch
 from slurm_train.config.layout import AXES, ParallelLayout
-from slurm_train.config.schema import BatchSection, RunConfig
+from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
-from slurm_train.estimate.memory import LayoutFacts, facts_of, fullest_rank
-from slurm_train.estimate.models import FLOAT, HALF
+from slurm_train.estimate.memory import FLOAT, LayoutFacts, facts_of, fullest_rank
 from slurm_train.launch.layout import check_pipeline, pipeline_bubble, plan_layout, spans_nodes
 from slurm_train.launch.world import World
 
@@ -40,30 +40,30 @@ _TOKENS_PER_STEP = 1 << 24
 
 def traffic(facts: LayoutFacts) -> dict[str, int]:
     """Returns the bytes that a rank of the stage that holds most sends in one step, by axis of more than one rank."""
-    layout, passes = facts.layout, facts.batch.accumulation
+    shape, layout, settings, passes = facts.shape, facts.layout, facts.settings, facts.batch.accumulation
     held = max(facts.held(stage) for stage in range(layout.pp))
-    gathers = 2 if facts.settings.reshard_after_forward else 1
-    gathered = HALF if facts.settings.gather_dtype == "bfloat16" else FLOAT
+    gathers = 2 if settings.reshard_after_forward else 1
     # A pipeline keeps its parameters gathered and reduces once; else both happen for every micro-batch.
     rounds = 1 if layout.pp > 1 else passes
-    hidden_state = facts.tokens * facts.shape.width * (HALF if facts.half else FLOAT)
-    keys = hidden_state * facts.shape.shared_width // facts.shape.width
-    blocks = -(-facts.shape.layers // layout.pp)
+    hidden_state = facts.tokens * shape.width * facts.kept_size
+    keys = hidden_state * shape.keys_width // shape.width
+    blocks = -(-shape.num_layers // layout.pp)
     # Keys and values, or their gradients, go round: there, back, and again where recomputed.
-    turns = 2 if facts.settings.activation_checkpointing == "none" else 3
+    turns = 2 if settings.activation_checkpointing == "none" else 3
     # Two sums in the forward pass of a block; in the backward pass one for each matrix that is cut by outputs. With
     # positions dealt out, two gathers and two sums of which each rank gets its part, there and back.
-    sums = 4 if facts.settings.sequence_parallel else 2 + facts.shape.cut_by_outputs
+    sums = 4 if settings.sequence_parallel else 2 + shape.cut_by_outputs
     sent = {
         "cp": passes * blocks * turns * (layout.cp - 1) * 2 * keys // layout.tp,
-        "pp": 2 * passes * facts.settings.stages_per_rank * facts.tokens * facts.shape.width * FLOAT,
+        "pp": 2 * passes * settings.stages_per_rank * facts.tokens * shape.width * FLOAT,
         "dp_replicate": _all_reduce(FLOAT * held // layout.shard_size, layout.dp_replicate),
         "dp_shard": 0,
         "tp": passes * blocks * sums * _all_reduce(hidden_state, layout.tp),
     }
-    # Shards lie along both axes at once where there are both; they count for the one that is there anyway.
+    # Shards are along both axes at once where there are both; they count for the one that is there anyway.
     sharding = "dp_shard" if layout.dp_shard > 1 else "cp"
-    sent[sharding] += rounds * (gathers * gathered + FLOAT) * held * (layout.shard_size - 1) // layout.shard_size
+    sizes = gathers * facts.gathered_size + FLOAT
+    sent[sharding] += rounds * sizes * held * (layout.shard_size - 1) // layout.shard_size
     return {axis: num_bytes for axis, num_bytes in sent.items() if getattr(layout, axis) > 1}
 
 
@@ -93,16 +93,21 @@ def tokens_per_s(facts: LayoutFacts, world: World, *, machine: Machine) -> float
     """Returns the tokens of all ranks together per second."""
     shape, layout, batch = facts.shape, facts.layout, facts.batch
     tokens = batch.global_size * facts.positions
-    matrices = shape.layers * shape.matrices_in_block(tp=1) + shape.vocabulary * shape.width
+    matrices = shape.num_layers * shape.matrices_in_block(tp=1) + shape.vocab_size * shape.width
     # Six operations per number of a matrix; attention's two products look back half a sequence on average.
-    operations = tokens * (6 * matrices + 6 * shape.layers * facts.positions * shape.width)
-    share = facts.blocks(0) * layout.pp / shape.layers  # of the stage that has most
+    operations = tokens * (6 * matrices + 6 * shape.num_layers * facts.positions * shape.width)
+    share = facts.blocks(0) * layout.pp / shape.num_layers  # of the stage that has most
     again = _RECOMPUTED[facts.settings.activation_checkpointing]
     slower = again * share * (1 + _ROWS_AT_HALF_SPEED / facts.tokens)
     compute_s = operations * slower / (layout.world_size * machine.flops)
     waits, hidden = 0.0, 0.0
     for axis, num_bytes in traffic(facts).items():
-        sending_s = _sending_s(num_bytes, axis, layout, world, machine=machine)
+        sending_s = num_bytes / machine.inside_node
+        if spans_nodes(layout, world, axis):
+            # Of a group with several ranks on a node each carries a part to other nodes.
+            distance = math.prod(layout.degrees[AXES.index(axis) + 1 :])
+            on_node: int = min(max(1, world.ranks_per_node[0] // distance), getattr(layout, axis))
+            sending_s = max(sending_s if on_node > 1 else 0.0, num_bytes / (on_node * machine.between_nodes))
         if axis in ("dp_shard", "dp_replicate"):
             hidden += sending_s
         else:
@@ -110,16 +115,6 @@ def tokens_per_s(facts: LayoutFacts, world: World, *, machine: Machine) -> float
     waits += max(0.0, hidden - _HIDDEN * compute_s)
     idle = pipeline_bubble(layout, batch, stages_per_rank=facts.settings.stages_per_rank)
     return tokens / ((compute_s + waits) / (1 - idle))
-
-
-def _sending_s(num_bytes: int, axis: str, layout: ParallelLayout, world: World, *, machine: Machine) -> float:
-    """Returns how long a rank sends; of a group with several ranks on a node each carries a part to other nodes."""
-    inside_s = num_bytes / machine.inside_node
-    if not spans_nodes(layout, world, axis):
-        return inside_s
-    distance = math.prod(layout.degrees[AXES.index(axis) + 1 :])
-    on_node: int = min(max(1, world.ranks_per_node[0] // distance), getattr(layout, axis))
-    return max(inside_s if on_node > 1 else 0.0, num_bytes / (on_node * machine.between_nodes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,36 +184,21 @@ def suggest_layouts(config: RunConfig, world: World, *, memory_bytes: int, count
             "there is no estimate for this model, so no layout can be suggested",
             hint="model=gpt has one; a model of your own is measured by `plan --measure`",
         )
-    config = replace(config, batch=_one_batch(config.batch, world, positions=alone.positions))
+    if config.batch.global_size is config.batch.accumulation is None:
+        # A global batch that does not depend on the layout, and that all ranks share equally.
+        share = (config.batch.local_size or 1) * _SAMPLES_PER_RANK
+        most = min(_TOKENS_PER_STEP // (share * alone.positions), world.size)
+        shares = max((part for part in range(1, most + 1) if world.size % part == 0), default=1)
+        config = replace(config, batch=replace(config.batch, global_size=share * shares))
     legal = list(_legal(config, world))
     found = _fitting(legal, world, memory_bytes)
     best, fastest = found[:count], max(found, key=lambda one: one.tokens_per_s, default=None)
     if fastest is not None and fastest not in best:
         best[-1] = fastest
-    return Suggestions(
-        num_legal=len({layout for layout, _ in legal}),
-        best=best,
-        smallest=_smallest(config, world, memory_bytes) if found else None,
-    )
-
-
-def _one_batch(asked: BatchSection, world: World, *, positions: int) -> BatchSection:
-    """Returns a batch whose global size does not depend on the layout."""
-    if asked.global_size is not None or asked.accumulation is not None:
-        return asked
-    share = (asked.local_size or 1) * _SAMPLES_PER_RANK
-    most = _TOKENS_PER_STEP // (share * positions)
-    # A divisor of their number, so that the ranks share it equally.
-    shares = max((part for part in range(1, min(most, world.size) + 1) if world.size % part == 0), default=1)
-    return replace(asked, global_size=share * shares)
-
-
-def _smallest(config: RunConfig, world: World, memory_bytes: int) -> Suggestion | None:
-    for num_nodes in (count for count in range(1, world.num_nodes + 1) if world.num_nodes % count == 0):
-        part = World(world.ranks_per_node[:num_nodes])
-        if found := _fitting(list(_legal(config, part)), part, memory_bytes):
-            return found[0]
-    return None
+    parts = (World(world.ranks_per_node[:nodes]) for nodes in _divisors(world.num_nodes))
+    fitting = (_fitting(list(_legal(config, part)), part, memory_bytes) for part in parts)
+    smallest = next((few[0] for few in fitting if few), None) if found else None
+    return Suggestions(num_legal=len({layout for layout, _ in legal}), best=best, smallest=smallest)
 
 
 def _fitting(legal: list[tuple[ParallelLayout, LayoutFacts]], world: World, memory_bytes: int) -> list[Suggestion]:
@@ -281,12 +261,16 @@ def _cuts(config: RunConfig, layout: ParallelLayout) -> Iterator[LayoutFacts]:
         size *= 2
 
 
-def _degrees(world_size: int) -> Iterator[dict[str, int]]:
+def _degrees(ranks: int) -> Iterator[dict[str, int]]:
     """Yields all ways to multiply up to the world."""
-    divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
-    for tp in divisors:
-        for pp in (one for one in divisors if world_size % (tp * one) == 0):
-            for cp in (one for one in divisors if world_size % (tp * pp * one) == 0):
-                left = world_size // (tp * pp * cp)
-                for shard in (one for one in divisors if left % one == 0):
+    for tp in _divisors(ranks):
+        for pp in _divisors(ranks // tp):
+            for cp in _divisors(ranks // (tp * pp)):
+                left = ranks // (tp * pp * cp)
+                for shard in _divisors(left):
                     yield {"tp": tp, "pp": pp, "cp": cp, "dp_shard": shard, "dp_replicate": left // shard}
+
+
+@functools.cache
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]

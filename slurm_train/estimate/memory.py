@@ -1,19 +1,147 @@
-"""How much memory a rank needs at the fullest moment of a step, by formula. Imports no torch.
+"""How large the shipped models are, and how much memory a rank needs at the fullest moment of a step. Imports no torch.
 
-Parameters, gradients and AdamW's two moments are float32. A data-parallel replica is a layout with one axis.
+Formulas from the configuration alone. Parameters, gradients and AdamW's two moments are float32; a data-parallel
+replica is a layout with one axis. Of activations it counts what autograd keeps of a micro-batch until the backward
+pass has used it, operation by operation as the models' `forward` has them. The way of counting is that of Korthikanti
+et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.1; the numbers
+differ, since these models are other ones (rotary positions, attention that keeps no matrix of positions).
+
 `tests/estimate/test_memory.py` compares with torch's saved tensors, `tests.benchmarks.bench_layout_memory` and
 `bench_memory` with what ranks allocate.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.layout import ParallelLayout, stage_blocks, stages_of
 from slurm_train.config.schema import ParallelSection, RunConfig
-from slurm_train.estimate.models import FLOAT, HALF, GptShape
 from slurm_train.launch.layout import positions_of
+
+FLOAT, HALF, INDEX = 4, 2, 8
+"""Bytes of a number in float32, in bfloat16, and of a token id."""
+_GPT, _CNN = "slurm_train.models.gpt.GPT", "slurm_train.models.cnn.CNN"
+_CNN_NORM_GROUPS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptShape:
+    """What decides how large the shipped GPT is: arguments of its constructor, with their defaults."""
+
+    vocab_size: int = 257
+    context: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 0
+    width: int = 160
+    hidden: int = 0
+    norm: str = "layernorm"
+    activation: str = "gelu"
+    positions: str = "rope"
+    bias: bool = False
+    dropout: float = 0.0
+    tied: bool = True
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any]) -> GptShape | None:
+        """Returns the shape that the `model` part of a configuration asks for; None for any other model."""
+        if model.get("_target_") != _GPT:
+            return None
+        return cls(**{one.name: model[one.name] for one in fields(cls) if one.name in model})
+
+    @property
+    def keys_width(self) -> int:
+        """Width of all keys of a position, and of all values."""
+        return self.width // self.num_heads * (self.num_kv_heads or self.num_heads)
+
+    @property
+    def hidden_width(self) -> int:
+        """Width of the feed-forward's inside."""
+        return self.hidden or 4 * self.width
+
+    @property
+    def inner_width(self) -> int:
+        """Width of the results of the feed-forward's first matrices together; SwiGLU has two of them."""
+        return (2 if self.activation == "swiglu" else 1) * self.hidden_width
+
+    @property
+    def cut_by_outputs(self) -> int:
+        """Matrices of a block that tensor parallelism cuts by their outputs: q, k, v, up, gate."""
+        return 5 if self.activation == "swiglu" else 4
+
+    @property
+    def norm_parameters(self) -> int:
+        """Numbers in one norm."""
+        return self.width * (2 if self.bias and self.norm != "rmsnorm" else 1)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the whole model."""
+        return self.num_layers * self.block_parameters(tp=1) + self.end_parameters(is_first=True, is_last=True)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the tables that positions are looked up in."""
+        return self.context * (INDEX if self.positions == "learned" else 2 * FLOAT * (self.width // self.num_heads))
+
+    def block_parameters(self, *, tp: int) -> int:
+        """Numbers in one block, of which a rank holds its part of the matrices and the whole of the norms."""
+        by_outputs = self.width + 2 * self.keys_width + self.inner_width
+        biases = by_outputs // tp + 2 * self.width if self.bias else 0
+        return self.matrices_in_block(tp=tp) + biases + 2 * self.norm_parameters
+
+    def matrices_in_block(self, *, tp: int) -> int:
+        """Numbers in one block's matrices that a rank holds."""
+        by_outputs = self.width + 2 * self.keys_width + self.inner_width
+        return self.width * (by_outputs + self.width + self.hidden_width) // tp
+
+    def end_parameters(self, *, is_first: bool, is_last: bool) -> int:
+        """Numbers that a stage holds of the embeddings (first stage), and of the last norm and the head (last)."""
+        table = self.vocab_size * self.width
+        places = self.context * self.width if self.positions == "learned" else 0
+        head = self.norm_parameters + (0 if self.tied and is_first else table)
+        return (table + places if is_first else 0) + (head if is_last else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CnnSize:
+    """What a replica of the shipped CNN takes, dropout aside."""
+
+    parameters: int
+    per_image: int
+    """Bytes that are kept of an image: inputs of convolutions and norms, results of ReLU, pooled positions."""
+    passing: int
+    """Bytes per image that are held for a moment: gradients before and after the widest layer's norm."""
+    casts: int
+    """Bytes of the bfloat16 copies of matrices."""
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any], *, half: bool) -> CnnSize | None:
+        """Returns the sizes for the `model` part of a configuration; None for any other model.
+
+        Under autocast a GPU computes norms in float32, and each convolution keeps a bfloat16 copy of its input.
+        """
+        if model.get("_target_") != _CNN:
+            return None
+        asked = {"num_classes": 10, "channels": 1, "features": 32, "side": 8, **model}
+        classes, channels, features, side = (asked[key] for key in ("num_classes", "channels", "features", "side"))
+        wide = 2 * features
+        pooled = wide * (side // 2) ** 2
+        # A norm's input, and the result of ReLU, which is the next convolution's input.
+        stages = 2 * FLOAT * ((features + wide) * side**2 + pooled)
+        copies = HALF * (channels * side**2 + features * side**2 + 2 * pooled) if half else FLOAT * channels * side**2
+        norms = 3 * 2 * _CNN_NORM_GROUPS * FLOAT
+        convolutions = 9 * (channels * features + features * wide + wide * wide)
+        linear = classes * (pooled + 1)
+        return cls(
+            parameters=convolutions + 2 * (features + 2 * wide) + linear,
+            per_image=stages + copies + (INDEX + FLOAT) * pooled + FLOAT * classes + INDEX + norms,
+            passing=2 * FLOAT * wide * side**2,
+            casts=HALF * (convolutions + linear) if half else 0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,20 +163,102 @@ class LayoutFacts:
         return self.batch.local_size * self.positions // self.layout.cp
 
     @property
-    def gathers_half(self) -> bool:
-        """Whether a shard's parameters are gathered in bfloat16."""
-        return self.settings.gather_dtype == "bfloat16" and self.layout.shard_size > 1
+    def gathered_size(self) -> int:
+        """Bytes of a number of a shard's parameters once they are gathered."""
+        return HALF if self.settings.gather_dtype == "bfloat16" and self.layout.shard_size > 1 else FLOAT
+
+    @property
+    def kept_size(self) -> int:
+        """Bytes of a number that matrix products keep."""
+        return HALF if self.half else FLOAT
 
     def blocks(self, stage: int) -> int:
         """Blocks that a rank at this place in its pipeline holds."""
         per_rank, ranks = self.settings.stages_per_rank, self.layout.pp
         own = stages_of(stage, num_ranks=ranks, per_rank=per_rank)
-        return sum(len(stage_blocks(self.shape.layers, stage=one, num_stages=ranks * per_rank)) for one in own)
+        return sum(len(stage_blocks(self.shape.num_layers, stage=one, num_stages=ranks * per_rank)) for one in own)
+
+    def ends(self, stage: int) -> int:
+        """Numbers of embeddings, last norm and head that such a rank holds without sharding."""
+        return self.shape.end_parameters(is_first=stage == 0, is_last=stage == self.layout.pp - 1)
 
     def held(self, stage: int) -> int:
         """Numbers that such a rank would hold without sharding."""
-        ends = self.shape.end_parameters(is_first=stage == 0, is_last=stage == self.layout.pp - 1)
-        return self.blocks(stage) * self.shape.block_parameters(tp=self.layout.tp) + ends
+        return self.blocks(stage) * self.shape.block_parameters(tp=self.layout.tp) + self.ends(stage)
+
+    def kept_in_block(self, recompute: str) -> float:
+        """Bytes that one block keeps for the backward pass per position.
+
+        Args:
+            recompute: kind of activation checkpointing.
+        """
+        shape, kept, tp, cp = self.shape, self.kept_size, self.layout.tp, self.layout.cp
+        # With sequence parallelism the ranks of `tp` have positions of their own between the matrices.
+        dealt = tp if self.settings.sequence_parallel else 1
+        width, keys, sums = shape.width, shape.keys_width, FLOAT * shape.num_heads // tp
+        attention, inner = kept * 2 * (width + keys) // tp, kept * shape.inner_width // tp
+        if recompute == "full":
+            num_bytes = FLOAT * width // dealt
+        elif recompute == "selective":
+            # Its input, and the results of the matrix products and of attention.
+            num_bytes = FLOAT * width // dealt + attention + inner + kept * 2 * width + sums
+        else:
+            # Two norms; q, k, v and attention's result; input and result of the activation, and of SwiGLU's product.
+            # Autocast casts a norm's output for each of the matrices behind it anew. Dropout keeps a byte a number.
+            outputs = kept * width * (shape.cut_by_outputs if self.half else 2)
+            dropped = 2 * width // dealt if shape.dropout else 0
+            num_bytes = 2 * self._kept_in_norm // dealt + outputs + attention + sums + 2 * inner + dropped
+            if cp > 1:
+                # Keys and values as far as either of two chunks looks back, in place of the rank's own, and the
+                # joined result.
+                num_bytes += kept * ((2 * cp - 1) * keys + width) // tp
+        return num_bytes * self._scale
+
+    def passing(self) -> float:
+        """Bytes held for a moment in the backward pass of one block: two gradients, or those of keys."""
+        shape, kept, tp, cp = self.shape, self.kept_size, self.layout.tp, self.layout.cp
+        if self.layout.is_replicated:
+            # Of the last feed-forward, where a rank has the whole model.
+            matrix = shape.width * max(shape.hidden_width, 3 * shape.width)
+            per_token = self._kept_in_norm + kept * shape.inner_width + 2 * INDEX
+            return self.tokens * per_token + matrix * (FLOAT + (kept if self.half else 0))
+        feed_forward = shape.inner_width // tp + shape.width
+        widest = max(feed_forward, 4 * cp * shape.keys_width // tp if cp > 1 else 0)
+        return self.tokens * FLOAT * widest * self._scale
+
+    def kept_at_end(self) -> int:
+        """Bytes that last norm, head and loss keep of a micro-batch, with the input and target tokens."""
+        per_token = self._kept_in_norm + FLOAT * self.shape.vocab_size + self.kept_size * self.shape.width + 2 * INDEX
+        return self.tokens * per_token
+
+    def casts(self, stage: int) -> int:
+        """Bytes of the bfloat16 copies of matrices that autocast keeps for the backward pass."""
+        if not self.half or self.gathered_size == HALF:
+            return 0
+        head = self.shape.vocab_size * self.shape.width if stage == self.layout.pp - 1 else 0
+        return HALF * (self.blocks(stage) * self.shape.matrices_in_block(tp=self.layout.tp) + head)
+
+    def in_flight(self, stage: int) -> float:
+        """How many micro-batches' activations a rank keeps, parts of them where it has several stages."""
+        ranks, per_rank = self.layout.pp, self.settings.stages_per_rank
+        if ranks == 1:
+            return 1
+        if per_rank > 1:  # what torch's schedule sends ahead before the first backward pass, and one
+            ahead = (per_rank - 1) * ranks + 2 * (ranks - 1 - stage)
+            return min(per_rank * self.batch.accumulation, ahead + 1) / per_rank
+        if self.settings.pipeline_schedule == "gpipe":
+            return self.batch.accumulation
+        return min(self.batch.accumulation, ranks - stage)
+
+    @property
+    def _kept_in_norm(self) -> int:
+        """Bytes per position beside the output: the input and two numbers; of RMSNorm also the scaled input."""
+        return FLOAT * (2 * self.shape.width + 1 if self.shape.norm == "rmsnorm" else self.shape.width + 2)
+
+    @property
+    def _scale(self) -> float:
+        # Parameters that are gathered in bfloat16 make all that is computed with them bfloat16.
+        return self.gathered_size / FLOAT
 
 
 def facts_of(config: RunConfig, layout: ParallelLayout, batch: BatchPlan, *, half: bool) -> LayoutFacts | None:
@@ -92,7 +302,7 @@ def replica_memory(*, trained: int, other: int, activations: int, accumulation: 
         trained: bytes of the parameters that are trained.
         other: bytes of buffers and frozen parameters.
         activations: bytes of one micro-batch, at the peak.
-        accumulation: micro-batches of a step; the gradients of those before the last lie beside DDP's buckets.
+        accumulation: micro-batches of a step; the gradients of those before the last are held beside DDP's buckets.
     """
     return RankMemory(
         weight_bytes=trained + other,
@@ -114,20 +324,20 @@ def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
     """
     shape, layout, tokens = facts.shape, facts.layout, facts.tokens
     recompute = facts.settings.activation_checkpointing
-    block, casts, before = _block(facts, recompute=recompute), _casts(facts, stage), _gradients_before(facts, stage)
+    block, before, passing = facts.kept_in_block(recompute), _gradients_before(facts, stage), facts.passing()
     kept = _kept_in_blocks(facts, stage) + _passed_on(facts, stage)
-    # What one block holds in addition while it is computed again, and what is held for a moment.
-    again = max(0.0, _block(facts, recompute="none") - (0 if recompute == "full" else block))
-    passing = _passing(facts) + (0 if recompute == "none" else tokens * again)
+    if recompute != "none":
+        # What one block holds in addition while it is computed again.
+        passing += tokens * max(0.0, facts.kept_in_block("none") - (0 if recompute == "full" else block))
     # Bytes of activations, whole blocks that are gathered, copies of the gradients. In the last block: its parameters,
     # their gradients and the next one's parameters; at the end also the gradients of the block before, in transit.
     moments = [
         (kept + passing, 3, before),
-        (tokens * block + passing + (casts if layout.pp > 1 else 0), 4, max(1, before)),
+        (tokens * block + passing + (facts.casts(stage) if layout.pp > 1 else 0), 4, max(1, before)),
     ]
     if stage == layout.pp - 1:
-        scores = FLOAT * tokens * shape.vocabulary
-        moments.append((kept + tokens * shape.kept_at_end(half=facts.half) + 2 * scores, 2, before))
+        scores = FLOAT * tokens * shape.vocab_size
+        moments.append((kept + facts.kept_at_end() + 2 * scores, 2, before))
         moments.append((kept + FLOAT * tokens * 2 * shape.width + scores, 0, before))
     own = FLOAT * -(-facts.held(stage) // layout.shard_size)
     on_device = 0 if facts.settings.cpu_offload else own
@@ -154,56 +364,24 @@ def fullest_rank(facts: LayoutFacts) -> tuple[int, RankMemory]:
 
 def kept_by_forward(facts: LayoutFacts, *, stage: int) -> int:
     """Returns the bytes that the forward passes under way keep for their backward passes, with autocast's copies."""
-    is_last = stage == facts.layout.pp - 1
-    at_end = facts.tokens * facts.shape.kept_at_end(half=facts.half) if is_last else 0
-    return int(_kept_in_blocks(facts, stage) + at_end)
+    return int(_kept_in_blocks(facts, stage) + (facts.kept_at_end() if stage == facts.layout.pp - 1 else 0))
 
 
 def _kept_in_blocks(facts: LayoutFacts, stage: int) -> float:
-    """Returns the bytes that the blocks of a stage keep for the backward passes, with autocast's copies."""
-    block = _block(facts, recompute=facts.settings.activation_checkpointing)
-    return facts.tokens * facts.blocks(stage) * block * _in_flight(facts, stage) + _casts(facts, stage)
+    block = facts.kept_in_block(facts.settings.activation_checkpointing)
+    return facts.tokens * facts.blocks(stage) * block * facts.in_flight(stage) + facts.casts(stage)
 
 
 def _gradients_before(facts: LayoutFacts, stage: int) -> int:
     """Returns how many copies of the gradients are held already when activations are fullest."""
     layout, batches = facts.layout, facts.batch.accumulation
     if layout.is_replicated:
-        # DDP's buckets stay; the sum of the micro-batches before the last lies beside them.
+        # DDP's buckets stay; the sum of the micro-batches before the last is held beside them.
         return 2 if batches > 1 else 1
     if layout.pp == 1:
         return 1 if batches > 1 else 0
     # A pipeline adds whole gradients up, which count as gathered, and reduces them at the end.
-    return 1 if layout.shard_size == 1 and _in_flight(facts, stage) < batches else 0
-
-
-def _block(facts: LayoutFacts, *, recompute: str) -> float:
-    """Returns the bytes that a block keeps per position."""
-    shape, layout = facts.shape, facts.layout
-    splits = facts.settings.sequence_parallel
-    kept = shape.kept_in_block(tp=layout.tp, half=facts.half, recompute=recompute, splits=splits)
-    if recompute == "none":
-        kept += shape.kept_for_context(cp=layout.cp, tp=layout.tp, half=facts.half)
-    return kept * _scale(facts)
-
-
-def _passing(facts: LayoutFacts) -> float:
-    if facts.layout.is_replicated:
-        return facts.shape.passing_in_replica(tokens=facts.tokens, half=facts.half)
-    return facts.tokens * facts.shape.passing_in_block(tp=facts.layout.tp, cp=facts.layout.cp) * _scale(facts)
-
-
-def _scale(facts: LayoutFacts) -> float:
-    # Parameters that are gathered in bfloat16 make all that is computed with them bfloat16.
-    return HALF / FLOAT if facts.gathers_half else 1.0
-
-
-def _casts(facts: LayoutFacts, stage: int) -> int:
-    """Returns the bytes of the bfloat16 copies of matrices that autocast keeps for the backward pass."""
-    if not facts.half or facts.gathers_half:
-        return 0
-    head = facts.shape.vocabulary * facts.shape.width if stage == facts.layout.pp - 1 else 0
-    return HALF * (facts.blocks(stage) * facts.shape.matrices_in_block(tp=facts.layout.tp) + head)
+    return 1 if layout.shard_size == 1 and facts.in_flight(stage) < batches else 0
 
 
 def _passed_on(facts: LayoutFacts, stage: int) -> float:
@@ -217,38 +395,21 @@ def _passed_on(facts: LayoutFacts, stage: int) -> float:
     hidden = FLOAT * facts.tokens * facts.shape.width
     own = range(stage, ranks * per_rank, ranks)
     received = sum((one > 0) + (one < ranks * per_rank - 1) for one in own)
-    passed = batches * received * hidden + _in_flight(facts, stage) * per_rank * hidden
+    passed = batches * received * hidden + facts.in_flight(stage) * per_rank * hidden
     if stage < ranks - 1:
         return passed
     ends = batches if facts.settings.pipeline_schedule == "gpipe" else 1
-    scores = FLOAT * facts.tokens * facts.shape.vocabulary
-    return passed + ends * scores + (ends - 1) * facts.tokens * facts.shape.kept_at_end(half=facts.half)
-
-
-def _in_flight(facts: LayoutFacts, stage: int) -> float:
-    """Returns how many micro-batches' activations a rank keeps, parts of them where it has several stages."""
-    ranks, per_rank = facts.layout.pp, facts.settings.stages_per_rank
-    if ranks == 1:
-        return 1
-    if per_rank > 1:  # what torch's schedule sends ahead before the first backward pass, and one
-        ahead = (per_rank - 1) * ranks + 2 * (ranks - 1 - stage)
-        return min(per_rank * facts.batch.accumulation, ahead + 1) / per_rank
-    if facts.settings.pipeline_schedule == "gpipe":
-        return facts.batch.accumulation
-    return min(facts.batch.accumulation, ranks - stage)
+    scores = FLOAT * facts.tokens * facts.shape.vocab_size
+    return passed + ends * scores + (ends - 1) * facts.kept_at_end()
 
 
 def _gathered(facts: LayoutFacts, stage: int, *, num_blocks: int) -> int:
     """Returns the bytes of whole parameters; `num_blocks` 0 stands for the head."""
-    layout, shape = facts.layout, facts.shape
-    if layout.shard_size == 1:
+    shape, size, block = facts.shape, facts.gathered_size, facts.shape.block_parameters(tp=facts.layout.tp)
+    if facts.layout.shard_size == 1:
         return 0
-    size, block = HALF if facts.gathers_half else FLOAT, shape.block_parameters(tp=layout.tp)
-    if layout.pp > 1:  # gathered parameters stay, and whole gradients add up beside them
+    if facts.layout.pp > 1:  # gathered parameters stay, and whole gradients add up beside them
         return (size + FLOAT) * facts.held(stage) + size * block
     if not facts.settings.reshard_after_forward:
         return size * (facts.held(stage) + block)
-    if num_blocks:
-        return size * num_blocks * block
-    ends = shape.end_parameters(is_first=stage == 0, is_last=stage == layout.pp - 1)
-    return size * (ends + shape.vocabulary * shape.width)
+    return size * (num_blocks * block or facts.ends(stage) + shape.vocab_size * shape.width)

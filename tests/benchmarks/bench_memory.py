@@ -156,8 +156,7 @@ def estimate(kwargs: dict[str, int], batch_size: int, accumulation: int, half: b
     from slurm_train.config.batch import BatchPlan
     from slurm_train.config.layout import ParallelLayout
     from slurm_train.config.schema import ParallelSection
-    from slurm_train.estimate.memory import LayoutFacts, rank_memory
-    from slurm_train.estimate.models import GptShape
+    from slurm_train.estimate.memory import GptShape, LayoutFacts, rank_memory
 
     shape = GptShape.of({"_target_": "slurm_train.models.gpt.GPT", **kwargs})
     assert shape is not None

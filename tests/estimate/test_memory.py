@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
@@ -18,8 +19,15 @@ from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.parallelize import prepare_blocks
 from slurm_train.distributed.pipeline import keep_stages
 from slurm_train.estimate.layouts import traffic
-from slurm_train.estimate.memory import LayoutFacts, fullest_rank, kept_by_forward, rank_memory, replica_memory
-from slurm_train.estimate.models import CNN_DEFAULTS, GPT_DEFAULTS, CnnSize, GptShape
+from slurm_train.estimate.memory import (
+    CnnSize,
+    GptShape,
+    LayoutFacts,
+    fullest_rank,
+    kept_by_forward,
+    rank_memory,
+    replica_memory,
+)
 from slurm_train.models.cnn import CNN
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
@@ -68,25 +76,25 @@ def kept_bytes(model: nn.Module, *batch: torch.Tensor, half: bool = False) -> in
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 def test_a_gpt_keeps_what_the_formula_says(half: bool, form: dict[str, Any]) -> None:
     model, facts = build(form), facts_of(ParallelLayout(), half=half, form=form)
-    tokens = torch.randint(0, facts.shape.vocabulary, (3, facts.positions))
+    tokens = torch.randint(0, facts.shape.vocab_size, (3, facts.positions))
     assert kept_bytes(model, tokens, tokens.clone(), half=half) == kept_by_forward(facts, stage=0)
     assert facts.shape.buffer_bytes == sum(one.nbytes for one in model.buffers())
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"features": 16, "side": 16, "channels": 3, "num_classes": 7}])
 def test_a_cnn_keeps_what_the_formula_says(kwargs: dict[str, Any]) -> None:
-    model, shape = CNN(**kwargs), CNN_DEFAULTS | kwargs
-    images = torch.rand(5, int(shape["channels"]), int(shape["side"]), int(shape["side"]))
+    model, channels, side = CNN(**kwargs), kwargs.get("channels", 1), kwargs.get("side", 8)
+    images = torch.rand(5, channels, side, side)
     whole, half = (CnnSize.of({"_target_": CNN_TARGET, **kwargs}, half=half) for half in (False, True))
     assert whole is not None and whole.parameters == sum(one.numel() for one in model.parameters())
     assert kept_bytes(model, images, torch.zeros(5, dtype=torch.int64)) == 5 * whole.per_image
     assert half is not None and half.per_image > whole.per_image, "copies beside the norms"
 
 
-@pytest.mark.parametrize(("model", "defaults"), [(GPT, GPT_DEFAULTS), (CNN, CNN_DEFAULTS)])
-def test_the_defaults_are_those_of_the_constructors(model: type[nn.Module], defaults: dict[str, Any]) -> None:
-    parameters = inspect.signature(model.__init__).parameters
-    assert {name: one.default for name, one in parameters.items() if name != "self"} == defaults
+def test_the_defaults_are_those_of_the_constructor() -> None:
+    parameters, shape = inspect.signature(GPT.__init__).parameters, GptShape()
+    assert {one.name: parameters[one.name].default for one in fields(shape)} == asdict(shape)
+    assert {*parameters} - {one.name for one in fields(shape)} == {"self", "norm_eps", "rope_theta", "rope_scaling"}
 
 
 def test_other_models_have_no_formula() -> None:
@@ -157,7 +165,7 @@ def test_a_pipeline_keeps_as_many_micro_batches_as_its_schedule() -> None:
     ordered, filled = (facts_of(ParallelLayout(pp=3), pipeline_schedule=name) for name in ("1f1b", "gpipe"))
     # Each stage has one block: the first keeps three micro-batches of it, or all four.
     assert [kept_by_forward(one, stage=0) for one in (ordered, filled)] == [
-        count * ordered.tokens * ordered.shape.kept_in_block(tp=1, half=False, recompute="none") for count in (3, 4)
+        count * ordered.tokens * ordered.kept_in_block("none") for count in (3, 4)
     ]
     assert fullest_rank(filled)[0] in range(3)
 

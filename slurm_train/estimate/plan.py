@@ -1,0 +1,411 @@
+"""What `plan` prints beyond the arithmetic: memory, traffic, GPU hours, how a run comes back, what it may lose.
+
+Hours for the steps that are left are an estimate from measured step times. Reads run directories, writes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+from slurm_train.config.batch import largest_local_size
+from slurm_train.config.frozen import load_config
+from slurm_train.config.schema import OptimSection, RunConfig, RunSection
+from slurm_train.errors import SlurmTrainError
+from slurm_train.estimate.layouts import traffic
+from slurm_train.estimate.memory import FLOAT, CnnSize, RankMemory, facts_of, fullest_rank, rank_memory, replica_memory
+from slurm_train.launch.continuation import how_it_returns
+from slurm_train.launch.layout import spans_nodes
+from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.world import count_local_gpus
+from slurm_train.rundir.files import last_lines, read_json
+from slurm_train.rundir.lookup import list_runs
+from slurm_train.rundir.timing import read_measured, warning_lead_s
+from slurm_train.slurm.policy import Preemption
+from slurm_train.slurm.site import SiteFacts, default_account, default_qos, preemption_in
+
+_MOST_KINDS = 3
+_MOST_RUNS = 20
+_MOST_LINES = 50
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A measured step time."""
+
+    step_s: float
+    source: str
+    """The run it was measured in, e.g. "gpt-stdlib/5d2030c7"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Hours of GPUs (of ranks, where there are none)."""
+
+    per_attempt_h: float | None
+    """Up to the time limit; None where there is none, or it is not known."""
+    limit_min: int | None
+    left_h: float | None
+    """Estimate for the steps that are left; None where no speed was measured."""
+    left_steps: int | None
+    speed: Speed | None
+
+    @property
+    def in_words(self) -> str:
+        """One line, e.g. "at most 256 per attempt (480 min); about 37 for 300 steps (estimate: ...)"."""
+        parts = []
+        if self.per_attempt_h is not None:
+            parts.append(f"at most {_hours(self.per_attempt_h)} per attempt ({self.limit_min} min)")
+        if self.left_h is not None and self.speed is not None:
+            measured = f"{self.speed.step_s:.3g} s a step in {self.speed.source}"
+            parts.append(f"about {_hours(self.left_h)} for {self.left_steps} steps (estimate: {measured})")
+        return "; ".join(parts) or "not known: no time limit is set, and no run like it was measured"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorstLoss:
+    """Steps that have to be done again, at worst."""
+
+    interval_steps: int | None
+    """Between checkpoints that survive a lost node; None where that is not a number of steps."""
+    step_s: float | None
+    save_s: float | None
+    """Longest save so far."""
+    notice_s: float | None
+    """From the first signal of a preemption to the end; None where nothing preempts the run, or it is not known."""
+    preemption: str
+    """never, requeued, cancelled, suspended; "" where it is not known."""
+    warning_s: int
+    """How long before its time limit a run is asked to save."""
+    rhythm: str
+    """When checkpoints are written, in words, where that is no number of steps."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what `plan --json` prints."""
+        return asdict(self) | {"node_loss_steps": self.node_loss_steps}
+
+    @property
+    def node_loss_steps(self) -> int | None:
+        """Steps that are lost with a node: an interval, and those done while the newest save is being written."""
+        if self.interval_steps is None or not self.step_s or not self.save_s:
+            return self.interval_steps
+        return self.interval_steps + math.ceil(self.save_s / self.step_s)
+
+    @property
+    def in_words(self) -> str:
+        """One line: a lost node, a preemption, the time limit."""
+        node = self.rhythm if self.node_loss_steps is None else f"{self.node_loss_steps} steps"
+        if self.node_loss_steps is not None and self.step_s:
+            seconds = self.node_loss_steps * self.step_s
+            minutes = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+            node += f" (about {seconds:.0f} s)" if seconds < 120 else f" (about {minutes})"
+        if self.preemption in ("never", "suspended"):
+            preempted = "nothing by preemption"
+        elif self.notice_s is None:
+            preempted = "a preemption depends on its grace, which is not known"
+        elif self.save_s is None:
+            preempted = f"as much by preemption, or nothing if a save takes less than {self.notice_s:.0f} s"
+        else:
+            loss = "nothing" if self.save_s < self.notice_s else "as much"
+            preempted = f"{loss} by preemption: {self.notice_s:.0f} s to save in, {self.save_s:.1f} s needed so far"
+        at_limit = f"nothing at the time limit (asked {self.warning_s} s before)"
+        return f"{node} with a lost node; {preempted}; {at_limit}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEstimate:
+    """What is known of a run before it begins."""
+
+    on_gpu: bool
+    rank: str = "rank"
+    """Whose memory it is: "rank", or "rank of stage 1" where a pipeline's stages differ."""
+    memory: RankMemory | None = None
+    memory_source: str = ""
+    """Where the activations are from, e.g. "formula, bfloat16"."""
+    memory_note: str
+    """Why the memory is not known, or what is missing from it; "" if nothing."""
+    save_bytes: int = 0
+    """Copy that a background save writes from; in the host's memory."""
+    sends: str = ""
+    """What the rank sends in a step, "" for whole replicas and where it is not known."""
+    cost: Cost
+    returns: str
+    """How the run comes back, "" without a cluster."""
+    loss: WorstLoss | None
+    """None for a user's own function or script: only it knows its checkpoints."""
+
+    @property
+    def cost_unit(self) -> str:
+        """What the hours are of."""
+        return "GPU-hours" if self.on_gpu else "rank-hours"
+
+    @property
+    def total_bytes(self) -> int | None:
+        """The peak of a rank's tensors: on its GPU, or in the host's memory where there is none."""
+        if self.memory is None:
+            return None
+        return self.memory.total_bytes + (0 if self.on_gpu else self.save_bytes + self.memory.offloaded_bytes)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Returns the rows of the plan's table."""
+        rows = [("memory", "; ".join(text for text in (self._memory_text(), self.memory_note) if text))]
+        if self.sends:
+            rows.append(("sends", self.sends))
+        if self.returns or self.cost.left_h is not None:
+            rows.append((self.cost_unit, self.cost.in_words))
+        if self.returns:
+            rows.append(("comes back", self.returns))
+            if self.loss is not None:
+                rows.append(("lost at worst", self.loss.in_words))
+        return rows
+
+    def _memory_text(self) -> str:
+        """Returns e.g. "70 MiB per rank: weights 4.8 MiB, ... (formula, float32)"."""
+        memory = self.memory
+        if memory is None or self.total_bytes is None:
+            return "not known"
+        parts = {
+            "weights": memory.weight_bytes,
+            "gradients": memory.gradient_bytes,
+            "AdamW": memory.optimizer_bytes,
+            "gathered": memory.gathered_bytes,
+            "activations": memory.activation_bytes,
+        }
+        away = [("for saves", self.save_bytes), ("offloaded", memory.offloaded_bytes)]
+        if not self.on_gpu:
+            parts |= {"copy for saves": self.save_bytes, "offloaded": memory.offloaded_bytes}
+            away = []
+        listed = ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
+        text = f"{size(self.total_bytes)} per {self.rank}: {listed} ({self.memory_source})"
+        on_host = ", ".join(f"{size(count)} {name}" for name, count in away if count)
+        return f"{text}; on the host {on_host}" if on_host else text
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what `plan --json` prints."""
+        memory = None
+        if self.memory is not None:
+            bytes_by_name = {**asdict(self.memory), "host_copy_bytes": self.save_bytes, "total_bytes": self.total_bytes}
+            memory = {"source": self.memory_source, "on_gpu": self.on_gpu, **bytes_by_name}
+        return {
+            "memory": memory,
+            "memory_note": self.memory_note,
+            "cost": {"unit": self.cost_unit, **asdict(self.cost)},
+            "comes_back": self.returns,
+            "worst_loss": None if self.loss is None else self.loss.as_json(),
+        }
+
+
+def estimate_run(
+    plan: RunPlan, *, facts: SiteFacts | None, env: Mapping[str, str], measured: Mapping[str, Any] | None = None
+) -> PlanEstimate:
+    """Returns what is known of a run.
+
+    Args:
+        plan: the run.
+        facts: Slurm's answers about the site; None without a cluster, or where Slurm does not answer.
+        env: environment, for counting local GPUs.
+        measured: what `measure` found of the model (see `train.measure`), else the formulas count. Only "problem", in
+            words, where the model could not be built.
+    """
+    config, on_gpu = plan.config, has_gpus(plan.config, env)
+    limit_min, preemption = _site_policy(config, facts)
+    cost = estimate_cost(plan, limit_min=limit_min)
+    returns = ""
+    if config.launch == "interactive" and config.cluster is not None:
+        returns = "not by itself (launch=interactive); the same words continue it"
+    elif config.cluster is not None:
+        returns = how_it_returns(preemption, requeue_enabled=config.requeue.enabled)
+    step_s = None if cost.speed is None else cost.speed.step_s
+    return PlanEstimate(
+        on_gpu=on_gpu,
+        **_memory(plan, half=in_bfloat16(config, on_gpu=on_gpu), on_gpu=on_gpu, measured=measured),
+        cost=cost,
+        returns=returns,
+        loss=worst_loss(plan, preemption=preemption, step_s=step_s, limit_min=limit_min) if config.trains else None,
+    )
+
+
+def has_gpus(config: RunConfig, env: Mapping[str, str]) -> bool:
+    """Returns whether the ranks will have GPUs."""
+    return count_local_gpus(env) > 0 if config.cluster is None else config.cluster.gpu_flag != "none"
+
+
+def in_bfloat16(config: RunConfig, *, on_gpu: bool) -> bool:
+    """Returns whether matrix products will be in bfloat16."""
+    return config.train.precision == "bfloat16" or (config.train.precision == "auto" and on_gpu)
+
+
+def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the fields of `PlanEstimate` about memory and traffic."""
+    config, layout = plan.config, plan.layout
+    if not config.trains or config.model is None:
+        return {"memory_note": "only your own code knows"}
+    largest = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
+    facts = facts_of(config, layout, replace(plan.batch, local_size=largest), half=half)
+    kind, note = "bfloat16" if half else "float32", "CUDA and NCCL come on top" if on_gpu else ""
+    source = f"formula, {kind}"
+    if not layout.is_replicated:
+        if facts is None:
+            return {"memory_note": "no formula for this model in a layout; only the shipped GPT has one"}
+        stage, fullest = fullest_rank(facts)
+        rank, sent = f"rank of stage {stage}" if layout.pp > 1 else "rank", []
+        for axis, num_bytes in traffic(facts).items():
+            links = "between" if spans_nodes(layout, plan.world, axis) else "inside"
+            sent.append(f"{size(num_bytes)} along {axis} ({links} nodes)")
+        sends = f"per {rank} and step: {', '.join(sent)} (formula)"
+        return {"rank": rank, "memory": fullest, "memory_source": source, "memory_note": note, "sends": sends}
+    memory: RankMemory | None = None
+    cnn, other, kept = CnnSize.of(config.model, half=half), 0, 0
+    if measured is not None:
+        if "trained_bytes" not in measured:
+            return {"memory_note": measured["problem"]}
+        note = "" if "activation_bytes" in measured else f"activations are missing: {measured.get('problem', '?')}"
+        source = f"measured, {kind}"
+        trained, other, kept = (measured.get(f"{name}_bytes", 0) for name in ("trained", "other", "activation"))
+    elif facts is not None:
+        trained, other, memory = FLOAT * facts.shape.parameters, facts.shape.buffer_bytes, rank_memory(facts, stage=0)
+    elif cnn is not None:
+        trained, kept = FLOAT * cnn.parameters, largest * (cnn.per_image + cnn.passing) + cnn.casts
+    else:
+        return {"memory_note": "`plan --measure` builds your model without its memory and looks"}
+    if memory is None:
+        memory = replica_memory(trained=trained, other=other, activations=kept, accumulation=plan.batch.accumulation)
+    copies = config.checkpoint.background and config.checkpoint.every_steps is not None
+    saved = 3 * trained + other if copies else 0
+    return {"memory": memory, "memory_source": source, "memory_note": note, "save_bytes": saved}
+
+
+def _site_policy(config: RunConfig, facts: SiteFacts | None) -> tuple[int | None, Preemption | None]:
+    """Returns the time limit of an attempt, None if unlimited or not known, and how the site preempts it, likewise."""
+    cluster = config.cluster
+    if cluster is None or facts is None:
+        return None if cluster is None else cluster.time_limit_min, None
+    name = cluster.partition or next((one.name for one in facts.partitions if one.is_default), "")
+    partition = next((one for one in facts.partitions if one.name == name), None)
+    limit_min = cluster.time_limit_min
+    if limit_min is None and partition is not None:
+        limit_min = partition.default_time_min or partition.max_time_min
+    if not facts.settings:
+        return limit_min, None
+    account = cluster.account or default_account(facts.associations)
+    return limit_min, preemption_in(facts, cluster.qos or default_qos(facts.associations, account), name)
+
+
+def estimate_cost(plan: RunPlan, *, limit_min: int | None) -> Cost:
+    """Returns what a run may cost.
+
+    Args:
+        plan: the run.
+        limit_min: time limit of an attempt, its own or the partition's; None if unlimited or not known.
+    """
+    speed, left_steps, left_h = measured_speed(plan), None, None
+    if plan.config.trains:
+        done = max((int(line.get("step", 0)) for line in last_lines(plan.run.metrics)), default=0)
+        left_steps = plan.config.train.max_steps - done
+    if speed is not None and left_steps is not None:
+        left_h = max(left_steps, 0) * speed.step_s * plan.world.size / 3600
+    return Cost(
+        per_attempt_h=None if limit_min is None else plan.world.size * limit_min / 60,
+        limit_min=limit_min,
+        left_h=left_h,
+        left_steps=left_steps,
+        speed=speed,
+    )
+
+
+def measured_speed(plan: RunPlan) -> Speed | None:
+    """Returns the step time of this run, else of the newest one that trains the same model in the same world."""
+
+    def work(config: RunConfig) -> tuple[Any, ...]:
+        """Returns what decides how long a step takes."""
+        return config.model, config.data, config.task, config.script, config.train.precision, config.train.compile
+
+    others = (run for run in list_runs(plan.run.path.parent.parent) if run.name == plan.run.name)
+    for run in [plan.run, *list(others)[:_MOST_RUNS]]:
+        lines = [line for line in last_lines(run.metrics) if "step_time_s" in line][-_MOST_LINES:]
+        times = [float(line["step_time_s"]) for line in lines if line.get("world_size") == plan.world.size]
+        if not times or (read_json(run.plan) or {}).get("batch") != plan.as_json()["batch"]:
+            continue
+        try:
+            is_same = work(load_config(run.config)) == work(plan.config)
+        except SlurmTrainError:
+            continue
+        if is_same:
+            return Speed(median(times), f"{run.name}/{run.run_id}")
+    return None
+
+
+def worst_loss(
+    plan: RunPlan, *, preemption: Preemption | None, step_s: float | None, limit_min: int | None
+) -> WorstLoss:
+    """Returns what a run may lose.
+
+    Args:
+        plan: the run.
+        preemption: how its site preempts it; None where that is not known.
+        step_s: a measured step time.
+        limit_min: time limit of an attempt.
+    """
+    settings, measured = plan.config.checkpoint, read_measured(plan.run)
+    # What is on a node's own disk is lost with the node.
+    reach, every = settings.copy_every if settings.local_dir else 1, settings.every_steps
+    ends = preemption is not None and preemption.outcome in ("requeued", "cancelled")
+    limit_s = None if limit_min is None else 60.0 * limit_min
+    return WorstLoss(
+        interval_steps=min(every * reach, plan.config.train.max_steps) if isinstance(every, int) else None,
+        step_s=step_s,
+        save_s=None if measured is None else measured.save_s,
+        notice_s=preemption.grace_s + (preemption.kill_wait_s or 0.0) if ends and preemption is not None else None,
+        preemption="" if preemption is None else preemption.outcome,
+        warning_s=warning_lead_s(plan.config.requeue.warn_before_limit_s, plan.run, limit_s=limit_s),
+        rhythm="what was done since the last checkpoint" if every == "auto" else "everything since the start",
+    )
+
+
+def sweep_rows(plans: Sequence[RunPlan], *, facts: SiteFacts | None, env: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Returns the rows of `PlanEstimate` for the kinds of runs that a sweep has, side by side, and the hours of all.
+
+    Runs that differ in seed, name and optimizer alone are of one kind. Three kinds are estimated at most, since past
+    runs are read for each.
+    """
+    kinds: list[tuple[object, list[RunPlan]]] = []
+    for one in plans:
+        work = replace(one.config, seed=0, run=RunSection(), optim=OptimSection()), one.batch, one.world.size
+        alike = next((runs for other, runs in kinds if other == work), None)
+        if alike is None:
+            kinds.append((work, [one]))
+        else:
+            alike.append(one)
+    estimates = [estimate_run(runs[0], facts=facts, env=env) for _, runs in kinds[:_MOST_KINDS]]
+    more = f", and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
+    rows: dict[str, dict[str, None]] = {}
+    for name, text in (row for estimate in estimates for row in estimate.rows()):
+        rows.setdefault(name, {})[text] = None
+    shown = [(name, " | ".join(texts) + more) for name, texts in rows.items()]
+    parts = []
+    for key, words in (
+        ("per_attempt_h", "at most {} if each run has one attempt"),
+        ("left_h", "about {} for all steps (estimate)"),
+    ):
+        hours = [getattr(one.cost, key) for one in estimates]
+        if None not in hours and not more:
+            total_h = sum(each * len(runs) for each, (_, runs) in zip(hours, kinds, strict=True))
+            parts.append(words.format(_hours(total_h)))
+    return [*shown, (f"all {len(plans)}", f"{estimates[0].cost_unit}: {'; '.join(parts)}")] if parts else shown
+
+
+def _hours(number: float) -> str:
+    """Returns e.g. "256" or "0.37"."""
+    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def size(num_bytes: float) -> str:
+    """Returns bytes for people, e.g. "512 B", "4.8 MiB", "1.3 GiB"."""
+    unit = 0
+    while num_bytes >= 1024 and unit < len(_UNITS) - 1:
+        num_bytes, unit = num_bytes / 1024, unit + 1
+    return f"{num_bytes:.0f} {_UNITS[unit]}" if unit == 0 or num_bytes >= 100 else f"{num_bytes:.1f} {_UNITS[unit]}"
