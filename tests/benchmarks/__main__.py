@@ -14,7 +14,6 @@ from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
 
 _WITHOUT_SLURM = (
     "bench_step_time",
-    "bench_pace",
     "bench_lengths",
     "bench_stop_agreement",
     "bench_checkpoint_stall",

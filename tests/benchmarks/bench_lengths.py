@@ -13,22 +13,14 @@ that to DistributedSampler's in the same round.
 
 from __future__ import annotations
 
-import argparse
-import io
-import json
-import os
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-RANKS, LOCAL, POOL = 2, 16, 32
+from tests.benchmarks.turns import RANKS, Facts, in_turns, main, our_loop, show_table
+
+LOCAL, POOL = 16, 32
 NUM_SAMPLES, VOCABULARY, LONGEST = 4096, 257, 512
 READ_S = 0.0015
 """What reading one sample takes in the second part: a file on a busy disk."""
@@ -51,75 +43,19 @@ class Turn(NamedTuple):
 Run = Callable[[int], Turn]
 
 
-def main() -> None:
-    """Starts the ranks of each part and prints rank 0's table; in a rank, measures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--part", choices=list(WAYS), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if options.part:
-        measure(options.part, rounds=options.rounds, out=options.out)
-        return
-    results = {part: run_ranks(part, options.rounds) for part in WAYS}
-    head = ("step ms", "std/mean", "p95/p50", "work std", "waits", "padding", "tokens/s", "x sampler")
-    for part, ways in results.items():
-        print(f"{part:<24}" + "".join(f"{name:>11}" for name in head))
-        for name, facts in ways.items():
-            print(
-                f"  {name:<22}{facts['ms']:>11.1f}{facts['spread']:>11.2f}{facts['tail']:>11.2f}{facts['work']:>11.2f}"
-                f"{facts['waits']:>11.0%}"
-                f"{facts['padding']:>11.0%}{facts['tokens_per_s']:>11,.0f}{facts['ratio']:>11.2f}"
-            )
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def run_ranks(part: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Runs the ranks of a part; returns what rank 0 measured."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch, "out.json")
-        words = [sys.executable, "-m", "tests.benchmarks.bench_lengths", "--part", part]
-        words += ["--rounds", str(rounds), "--out", str(out)]
-        env = {**os.environ, "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "GROUP_RANK": "0"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "BENCH_SCRATCH": scratch, "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen(words, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(RANKS)
-        ]
-        codes = [rank.wait() for rank in ranks]
-        if any(codes):
-            raise SystemExit("a rank failed")
-        found: dict[str, dict[str, float]] = json.loads(out.read_text())
-        return found
-
-
-def measure(part: str, *, rounds: int, out: Path) -> None:
+def measure(part: str, rounds: int) -> Facts:
     """One rank: all ways in turns, whole pools each."""
-    import torch
     import torch.distributed as dist
 
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     read_s = READ_S if part == "slow reading" else 0.0
     runs = {name: make_run(name, read_s) for name in WAYS[part]}
     for run in runs.values():
         run(POOL // 4)
-    turns: dict[str, list[Turn]] = {name: [] for name in runs}
-    names = list(runs)
-    for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            dist.barrier()
-            turns[name].append(runs[name](POOL))
+    turns = in_turns({name: (lambda run=run: run(POOL)) for name, run in runs.items()}, rounds=rounds)
     of_ranks: list[Any] = [None] * RANKS
     dist.all_gather_object(of_ranks, turns)
-    if dist.get_rank() == 0:
-        both = {name: [together(pair) for pair in zip(*(own[name] for own in of_ranks), strict=True)] for name in names}
-        out.write_text(json.dumps({name: summary(list_, both[names[0]]) for name, list_ in both.items()}))
-    dist.barrier()
-    os._exit(0)
+    both = {name: [together(pair) for pair in zip(*(own[name] for own in of_ranks), strict=True)] for name in runs}
+    return {name: summary(own, both["DistributedSampler"]) for name, own in both.items()}
 
 
 def together(pair: tuple[Turn, ...]) -> Turn:
@@ -262,34 +198,31 @@ def sampler_run(read_s: float) -> Run:
 
 def our_run(*, by_length: bool, prefetch: int, read_s: float) -> Run:
     """Our loop with everything on."""
-
-    from slurm_train.config.batch import BatchPlan
-    from slurm_train.config.schema import BatchSection, CheckpointSection, HealthSection, RunConfig, TrainSection
+    from slurm_train.config.schema import BatchSection, HealthSection
     from slurm_train.data.mapstyle import MapStyleSource
-    from slurm_train.metrics.progress import LineDisplay
-    from slurm_train.rundir.timing import Spent
-    from slurm_train.train.optimizer import build_optimizer
-    from slurm_train.train.trainer import Trainer, build_loop
-    from tests.support.ranks import make_rank
 
-    config = RunConfig(
+    counts = Counts()
+    source = MapStyleSource(Sequences(read_s), collate=counts.pad)  # type: ignore[arg-type]
+    loop, heartbeat = our_loop(
+        make_model(),
+        source,
+        local_size=LOCAL,
         batch=BatchSection(by_length=by_length, pool=POOL),
         data={"_target_": "none", "prefetch": prefetch},
-        train=TrainSection(max_steps=10**6),
-        checkpoint=CheckpointSection(every_steps=None),
         health=HealthSection(pace_every_steps=2),
     )
-    plan = BatchPlan(local_size=LOCAL, ranks=RANKS, accumulation=1)
-    rank = make_rank(Path(os.environ["BENCH_SCRATCH"]), config, plan=plan, rank=int(os.environ["RANK"]), ranks=RANKS)
-    counts, model = Counts(), make_model()
-    source = MapStyleSource(Sequences(read_s), collate=counts.pad)  # type: ignore[arg-type]
-    optimizer = build_optimizer(model, optim=config.optim)
-    trainer = Trainer(rank=rank, model=model, optimizer=optimizer, train_data=source, heldout=None, flops_per_token=0.0)
-    display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if rank.place.is_first else None
-    loop = build_loop(trainer, display=display, spent=Spent(begin_unix_s=time.time()))
-    watch = Stopwatch(counts, rank.heartbeat)
+    watch = Stopwatch(counts, heartbeat)
     return lambda steps: watch.run(lambda: loop.advance(loop.position.step + 1), steps)
 
 
 if __name__ == "__main__":
-    main()
+    columns = {"ms": ".1f", "spread": ".2f", "tail": ".2f", "work": ".2f", "waits": ".0%", "padding": ".0%"}
+    columns |= {"tokens_per_s": ",.0f", "ratio": ".2f"}
+    main(
+        "tests.benchmarks.bench_lengths",
+        doc=__doc__,
+        rounds=6,
+        cases=list(WAYS),
+        measure=measure,
+        show=lambda results: show_table(results, columns),
+    )

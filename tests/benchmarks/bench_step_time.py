@@ -1,36 +1,24 @@
 """Step time of this toolkit with everything on, beside a bare DDP loop, accelerate and Lightning. Two gloo ranks.
 
-All four train the same model on the same in-memory batches with the same optimizer flags in one process group, in
-turns (A B C D A B C D ...), so noise of the machine hits all alike. "Everything on" is: stops, clipping, schedule,
-metrics.jsonl every 10 steps, display, stop flag and STOP file, heartbeat, look for stragglers, garbage collector
-control. Peers get what they offer for the same: clipping and a schedule; Lightning a CSV log every 10 steps too. No
-peer pays for a DataLoader.
+All train the same model on the same in-memory batches with the same optimizer flags in one process group, in turns.
+"Everything on" is: stop agreement, clipping, schedule, metrics.jsonl every 10 steps, display, STOP file, heartbeat,
+look for stragglers, garbage collector control. Peers get what they offer for the same: clipping and a schedule;
+Lightning a CSV log every 10 steps too. No peer pays for a DataLoader. What the look for stragglers costs is the
+difference between "ours" (about four looks a second), "ours, no look" and "ours, every 2" (each second step).
 
-    python tests/benchmarks/bench_step_time.py [--rounds 20] [--out result.json]
+    python -m tests.benchmarks.bench_step_time [--rounds 20] [--out result.json]
 """
 
 from __future__ import annotations
 
-import argparse
-import io
 import itertools
-import json
 import os
-import socket
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY))
+from tests.benchmarks.turns import RANKS, Facts, in_turns, main, our_loop, show_table, summary, timed
 
-RANKS = 2
 NUM_SAMPLES = 8192
 INPUTS = 64
 CLASSES = 10
@@ -38,89 +26,25 @@ CLASSES = 10
 CASES = {"1 ms": (64, 1, 16, 100), "50 ms": (1024, 4, 128, 6)}
 LR = 1e-3
 CLIP = 1.0
+Loop = Callable[[int], tuple[float, float]]
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--cases", nargs="*", default=list(CASES))
-    parser.add_argument("--peers", nargs="*", default=["accelerate", "lightning"])
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
-
-
-def start_ranks(options: argparse.Namespace) -> None:
-    """Starts the ranks of each case and prints rank 0's table."""
-    results = {}
-    for case in options.cases:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        with tempfile.TemporaryDirectory() as scratch:
-            words = [sys.executable, __file__, "--rounds", str(options.rounds), "--cases", case]
-            words += ["--peers", *options.peers, "--out", f"{scratch}/out.json"]
-            env = {**os.environ, "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
-            env |= {"MASTER_PORT": str(port), "GROUP_RANK": "0", "BENCH_SCRATCH": scratch, "OMP_NUM_THREADS": "1"}
-            env |= {"TORCHELASTIC_RUN_ID": "bench", "NODE_RANK": "0"}
-            ranks = [
-                subprocess.Popen(words, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-                for rank in range(RANKS)
-            ]
-            codes = [rank.wait() for rank in ranks]
-            if any(codes):
-                raise SystemExit("a rank failed")
-            results[case] = json.loads(Path(scratch, "out.json").read_text())
-    print_table(results)
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def print_table(results: dict[str, Any]) -> None:
-    print(f"{'case':<8}{'loop':<14}{'median ms':>10}{'CPU ms':>9}{'x bare':>8}{'CPU x bare':>12}")
-    for case, loops in results.items():
-        for name, values in loops.items():
-            print(
-                f"{case:<8}{name:<14}{values['wall_ms']:>10.3f}{values['cpu_ms']:>9.3f}"
-                f"{values['ratio']:>8.3f}{values['cpu_ratio']:>12.3f}"
-            )
-
-
-def measure(options: argparse.Namespace) -> None:
+def measure(case: str, rounds: int) -> Facts:
     """One rank: measures all loops in turns."""
-    import torch
-    import torch.distributed as dist
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo")
-    case = options.cases[0]
     hidden, layers, batch, steps = CASES[case]
-    makers: dict[str, Callable[..., Callable[[int], tuple[float, float]]]] = {"bare": bare_loop, "ours": our_loop}
-    makers |= {name: {"accelerate": accelerate_loop, "lightning": lightning_loop}[name] for name in options.peers}
-    loops = {name: make(hidden, layers, batch, rank) for name, make in makers.items()}
+    rank = int(os.environ["RANK"])
+    loops: dict[str, Loop] = {
+        "bare": bare_loop(hidden, layers, batch, rank),
+        "ours": own_loop(hidden, layers, batch, "auto"),
+        "ours, no look": own_loop(hidden, layers, batch, None),
+        "ours, every 2": own_loop(hidden, layers, batch, 2),
+        "accelerate": accelerate_loop(hidden, layers, batch, rank),
+        "lightning": lightning_loop(hidden, layers, batch, rank),
+    }
     for loop in loops.values():
         loop(steps)
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
-    names = list(loops)
-    for turn in range(options.rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            dist.barrier()
-            samples[name].append(loops[name](steps))
-    if rank == 0:
-        options.out.write_text(json.dumps({name: summary(times, samples["bare"]) for name, times in samples.items()}))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def summary(times: list[tuple[float, float]], bare: list[tuple[float, float]]) -> dict[str, float]:
-    """Medians per step, and medians of the ratios to the bare loop of the same round."""
-    return {
-        "wall_ms": 1e3 * statistics.median(wall for wall, _ in times),
-        "cpu_ms": 1e3 * statistics.median(cpu for _, cpu in times),
-        "ratio": statistics.median(a[0] / b[0] for a, b in zip(times, bare, strict=True)),
-        "cpu_ratio": statistics.median(a[1] / b[1] for a, b in zip(times, bare, strict=True)),
-    }
+    turns = {name: (lambda loop=loop: loop(steps)) for name, loop in loops.items()}
+    return summary(in_turns(turns, rounds=rounds), base="bare")
 
 
 def make_model(hidden: int, layers: int) -> Any:
@@ -152,13 +76,7 @@ def plain_batches(batch: int, rank: int) -> Iterator[tuple[Any, Any]]:
             yield inputs[chosen], targets[chosen]
 
 
-def timed(run: Callable[[int], None], steps: int) -> tuple[float, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
-    run(steps)
-    return (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
-
-
-def bare_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int], tuple[float, float]]:
+def bare_loop(hidden: int, layers: int, batch: int, rank: int) -> Loop:
     import torch
     from torch.nn.functional import cross_entropy
     from torch.nn.parallel import DistributedDataParallel
@@ -178,35 +96,12 @@ def bare_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int]
     return lambda steps: timed(run, steps)
 
 
-def our_loop(
-    hidden: int, layers: int, batch: int, rank: int, pace: Any = "auto"
-) -> Callable[[int], tuple[float, float]]:
+def own_loop(hidden: int, layers: int, batch: int, pace: Any) -> Loop:
+    from slurm_train.config.schema import HealthSection, OptimSection
 
-    from slurm_train.config.batch import BatchPlan
-    from slurm_train.config.schema import CheckpointSection, HealthSection, OptimSection, RunConfig, TrainSection
-    from slurm_train.metrics.progress import LineDisplay
-    from slurm_train.rundir.heartbeat import BeatSource, Limits
-    from slurm_train.rundir.timing import Spent
-    from slurm_train.train.optimizer import build_optimizer
-    from slurm_train.train.trainer import Trainer, build_loop
-    from tests.support.ranks import make_rank
-
-    config = RunConfig(
-        optim=OptimSection(lr=LR, betas=[0.9, 0.999], weight_decay=0.01, grad_clip_norm=CLIP),
-        train=TrainSection(max_steps=10**6),
-        checkpoint=CheckpointSection(every_steps=None),
-        health=HealthSection(pace_every_steps=pace),
-    )
-    plan = BatchPlan(local_size=batch, ranks=RANKS, accumulation=1)
-    own = make_rank(Path(os.environ["BENCH_SCRATCH"]), config, plan=plan, rank=rank, ranks=RANKS)
-    source = BeatSource(rank=rank, host="here", pid=os.getpid())
-    own.heartbeat.start(own.run, 0, source, limits=Limits(600, 300))
-    model = make_model(hidden, layers)
-    optimizer = build_optimizer(model, optim=config.optim)
-    data: Any = TensorSource()
-    trainer = Trainer(rank=own, model=model, optimizer=optimizer, train_data=data, heldout=None, flops_per_token=0.0)
-    display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if rank == 0 else None
-    loop = build_loop(trainer, display=display, spent=Spent(begin_unix_s=time.time()))
+    optim = OptimSection(lr=LR, betas=[0.9, 0.999], weight_decay=0.01, grad_clip_norm=CLIP)
+    health = HealthSection(pace_every_steps=pace)
+    loop, _ = our_loop(make_model(hidden, layers), TensorSource(), local_size=batch, optim=optim, health=health)
     return lambda steps: timed(lambda count: loop.advance(loop.position.step + count), steps)
 
 
@@ -229,7 +124,7 @@ class TensorSource:
         return "0" * 32
 
 
-def accelerate_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int], tuple[float, float]]:
+def accelerate_loop(hidden: int, layers: int, batch: int, rank: int) -> Loop:
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs
     from torch.nn.functional import cross_entropy
@@ -253,7 +148,7 @@ def accelerate_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable
     return lambda steps: timed(run, steps)
 
 
-def lightning_loop(hidden: int, layers: int, batch: int, rank: int) -> Callable[[int], tuple[float, float]]:
+def lightning_loop(hidden: int, layers: int, batch: int, rank: int) -> Loop:
     import logging
 
     import lightning as L
@@ -326,5 +221,12 @@ def wrap(original: Callable[[], None], end: dict[str, float]) -> Callable[[], No
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments()
-    measure(arguments) if "RANK" in os.environ else start_ranks(arguments)
+    columns = {"ms": ".3f", "cpu_ms": ".3f", "ratio": ".3f", "cpu_ratio": ".3f"}
+    main(
+        "tests.benchmarks.bench_step_time",
+        doc=__doc__,
+        rounds=20,
+        cases=list(CASES),
+        measure=measure,
+        show=lambda results: show_table(results, columns),
+    )

@@ -10,17 +10,8 @@ to the bare loop of the same round.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import socket
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-RANKS = 2
+from tests.benchmarks.turns import Facts, in_turns, main, show_table, summary, timed
+
 INPUTS, CLASSES = 64, 10
 # name: (hidden width, hidden layers, samples per rank, steps per turn)
 CASES = {"1 ms": (64, 1, 16, 150), "20 ms": (768, 4, 96, 10)}
@@ -48,74 +40,29 @@ class SummedLoss(nn.Module):
         return cross_entropy(self.model(inputs), targets, reduction="sum"), torch.tensor(len(targets))
 
 
-def main() -> None:
-    """Starts the ranks of each case and prints rank 0's table; in a rank, measures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if options.case:
-        measure(options.case, rounds=options.rounds, out=options.out)
-        return
-    results = {case: _run_ranks(case, options.rounds) for case in CASES}
-    print(f"{'step of':<10}{'agreement':<14}{'median ms':>10}{'x bare':>8}{'collectives a step':>20}")
-    for case, ways in results.items():
-        for name, facts in ways.items():
-            print(f"{case:<10}{name:<14}{facts['ms']:>10.3f}{facts['ratio']:>8.3f}{facts['collectives']:>20g}")
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
-    if any(ways["parameter"]["collectives"] != ways["none"]["collectives"] for ways in results.values()):
-        sys.exit("the agreement adds collectives")
-
-
-def _run_ranks(case: str, rounds: int) -> dict[str, dict[str, float]]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch, "out.json")
-        words = [sys.executable, "-m", "tests.benchmarks.bench_stop_agreement", "--case", case]
-        words += ["--rounds", str(rounds), "--out", str(out)]
-        env = {**os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks = [subprocess.Popen(words, env={**env, "RANK": str(rank)}) for rank in range(RANKS)]
-        codes = [rank.wait() for rank in ranks]
-        if any(codes):
-            raise SystemExit("a rank failed")
-        found: dict[str, dict[str, float]] = json.loads(out.read_text())
-        return found
-
-
-def measure(case: str, *, rounds: int, out: Path) -> None:
+def measure(case: str, rounds: int) -> Facts:
     """One rank: all ways in turns."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     hidden, layers, batch, steps = CASES[case]
     ways = {name: make(hidden, layers, batch) for name, make in WAYS.items()}
     for step in ways.values():
         for _ in range(5):
             step()
     counts = {name: count_collectives(step) for name, step in ways.items()}
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(steps):
-                assert not ways[name]()
-            taken[name].append((time.perf_counter() - start) / steps)
-    if dist.get_rank() == 0:
-        facts = {
-            name: {
-                "ms": 1e3 * statistics.median(times),
-                "ratio": statistics.median(a / b for a, b in zip(times, taken["none"], strict=True)),
-                "collectives": counts[name],
-            }
-            for name, times in taken.items()
-        }
-        out.write_text(json.dumps(facts))
-    dist.barrier()
-    os._exit(0)
+
+    def run(step: Step, count: int) -> None:
+        for _ in range(count):
+            assert not step()
+
+    turns = {name: (lambda step=step: timed(lambda count: run(step, count), steps)) for name, step in ways.items()}
+    facts = summary(in_turns(turns, rounds=rounds), base="none")
+    return {name: {**facts[name], "collectives": counts[name]} for name in ways}
+
+
+def show(results: dict[str, Facts]) -> None:
+    """Prints the table; ends with 1 if agreeing adds a collective."""
+    show_table(results, {"ms": ".3f", "ratio": ".3f", "collectives": "g"})
+    if any(ways["parameter"]["collectives"] != ways["none"]["collectives"] for ways in results.values()):
+        sys.exit("the agreement adds collectives")
 
 
 def count_collectives(step: Step) -> float:
@@ -203,4 +150,11 @@ def make_batch(size: int) -> tuple[Tensor, Tensor]:
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        "tests.benchmarks.bench_stop_agreement",
+        doc=__doc__,
+        rounds=15,
+        cases=list(CASES),
+        measure=measure,
+        show=show,
+    )

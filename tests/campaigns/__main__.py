@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 
 from tests.campaigns.catalogue import CAMPAIGNS
-from tests.campaigns.page import write_page
-from tests.campaigns.result import Record, keep_record, read_records
+from tests.campaigns.record import PAGE, Record, keep_record, read_records, render
 
 
 def main() -> int:
@@ -41,7 +40,7 @@ def try_one(name: str, asked: argparse.Namespace) -> bool:
     folder = Path(tempfile.mkdtemp(prefix=f"slurm_train-{name}-"))
     print(f"== {name}: {campaign.promise} ({folder})", flush=True)
     began_s = time.monotonic()
-    result = campaign.run(seed=asked.seed, trials=asked.trials or campaign.trials, folder=folder)
+    result = campaign.load()(seed=asked.seed, trials=asked.trials or campaign.trials, folder=folder)
     wall_s = time.monotonic() - began_s
     print(f"{name}: {result.held} of {result.trials} held in {wall_s:.0f} s", flush=True)
     for line in (*(f"  {what}: {value}" for what, value in result.figures.items()), *result.problems):
@@ -56,7 +55,7 @@ def try_one(name: str, asked: argparse.Namespace) -> bool:
 def keep(record: Record) -> None:
     """Keeps a record and rewrites the page."""
     keep_record(record)
-    write_page(read_records())
+    PAGE.write_text(render(read_records()), encoding="utf-8")
 
 
 def today() -> str:

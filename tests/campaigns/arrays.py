@@ -17,7 +17,7 @@ from pathlib import Path
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
 from slurm_train.slurm.records import parse_record
-from tests.campaigns.result import Result
+from tests.campaigns.record import Result
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.slurm_runs import losses
 from tests.support.waiting import wait_for

@@ -20,9 +20,9 @@ from pathlib import Path
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
-from tests.campaigns.cancel_trials import LATE_S
-from tests.campaigns.on_slurm import Tally, at_work
-from tests.campaigns.result import Result
+from tests.campaigns.cancel import LATE_S
+from tests.campaigns.record import Result, Tally
+from tests.campaigns.victims import at_work
 from tests.support.command_line import Person
 from tests.support.light_runs import WORDS, active_jobs, add_program, lives, problems_of
 from tests.support.waiting import wait_for

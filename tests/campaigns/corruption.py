@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from tests.campaigns.memory import in_memory
-from tests.campaigns.result import Result
+from tests.campaigns.record import Result
 from tests.support.corruption import Variants, damage_everywhere, flips, holes, truncations
 from tests.support.small_checkpoints import make_checkpoint
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.campaigns.memory import in_memory
-from tests.campaigns.result import Result
+from tests.campaigns.record import Result
 from tests.support.crash_points import (
     ERRORS,
     SCENES,

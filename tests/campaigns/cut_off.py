@@ -17,8 +17,8 @@ from pathlib import Path
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
-from tests.campaigns.on_slurm import Tally, at_work
-from tests.campaigns.result import Result
+from tests.campaigns.record import Result, Tally
+from tests.campaigns.victims import at_work
 from tests.support.command_line import TINY, Person
 from tests.support.slurm_runs import wait_until_step
 from tests.support.waiting import wait_for

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import importlib
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -29,8 +30,9 @@ from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.records import parse_record
-from tests.campaigns.on_slurm import PATIENCE_S, Tally, at_work, end_problems, submit, take_nodes, weights
-from tests.campaigns.result import Result
+from tests.campaigns.checker import History
+from tests.campaigns.record import Result, Tally
+from tests.campaigns.victims import PATIENCE_S, Victim, at_work, golden_run, take_nodes
 from tests.support.command_line import Person
 from tests.support.failing_writes import FailingWrites
 from tests.support.node_faults import mounted_on
@@ -62,7 +64,7 @@ requeue*) echo asked > {here}/requeued; kill -KILL $PPID;;
 esac
 """
 _LIMIT_S = 60.0
-_WORDS = ("+cluster=1x1", "train.max_steps=150", "model.step_s=0.1", "checkpoint.every_steps=5")
+_WORDS = ("+cluster=1x1", "train.max_steps=150", "checkpoint.every_steps=5")
 
 
 def run(*, seed: int, trials: int, folder: Path) -> Result:
@@ -158,21 +160,23 @@ def _run_verb(run: RunDirectory, fault: tuple[int, int, bool] | None, counted: P
 def on_slurm(tally: Tally, folder: Path) -> None:
     """Fills a real file system up around preemptions, and frees it again."""
     with small_disk(folder / "disk") as disk, at_work(folder) as person:
-        golden = weights(submit(person, "golden", *_WORDS)[1])
+        golden = golden_run(person, "golden", *_WORDS)
         for full_before in (True, False):
             when = "the preemption" if full_before else "the start after it"
-            tally.add(
-                f"a disk that is full before {when}", _preempted_on(person, disk, golden, full_before=full_before)
-            )
+            with tally.trial(f"a disk that is full before {when}") as problems:
+                problems += _preempted_on(person, disk, golden, full_before=full_before)
 
 
-def _preempted_on(person: Person, disk: Path, golden: str, *, full_before: bool) -> list[str]:
-    job, run = submit(person, f"full-{full_before}", *_WORDS, f"run.root={disk}", "cluster.nodelist=node1")
+def _preempted_on(person: Person, disk: Path, golden: History, *, full_before: bool) -> list[str]:
+    words = (*_WORDS, f"run.root={disk}", "cluster.nodelist=node1", "model.step_s=0.1")
+    victim = Victim.submit(person, random.Random(), f"full-{full_before}", *words)
+    run = victim.run
     wait_for(lambda: list(run.checkpoints.glob("checkpoint_*/COMPLETE")), within_s=PATIENCE_S, what="a checkpoint")
+    job = str(victim.ledger[-1]["job_id"])
     try:
         if full_before:
             fill(disk)
-        take_nodes(person, "node1", num_nodes=1)
+        take_nodes(["node1"])
         fill(disk)
         wait_for(lambda: _restarts(job) >= 2, within_s=PATIENCE_S, what="a start that could not write, and came back")
         asked_s = _delay_s(job)
@@ -181,7 +185,7 @@ def _preempted_on(person: Person, disk: Path, golden: str, *, full_before: bool)
     # There is room: what waits for its next start need not wait longer.
     person.runs("scontrol", "update", f"JobId={job}", "StartTime=now")
     problems = [] if asked_s > 20 else [f"the next start was put off by {asked_s:.0f} s only"]
-    return problems + end_problems(run, golden)
+    return problems + victim.problems(golden)
 
 
 def _restarts(job: str) -> int:

@@ -21,9 +21,8 @@ from typing import Any
 
 from slurm_train.launch.meeting import meeting_ports
 from slurm_train.rundir.attempts import read_ledger
-from tests.campaigns.on_slurm import at_work
-from tests.campaigns.result import Result
-from tests.campaigns.trial import Trial, say, sum_up
+from tests.campaigns.record import Result, Tally, Trial
+from tests.campaigns.victims import at_work
 from tests.support import meeting_ranks, stranger
 from tests.support.command_line import REPOSITORY, TINY, Person
 from tests.support.slurm_runs import wait_until_finished
@@ -42,21 +41,39 @@ _ON_SLURM = ("dripping-watcher", "silent-watcher", "garbage-watcher")
 
 def run(*, seed: int, trials: int, folder: Path) -> Result:
     """Makes so many trials, the attacks in turn, after three undisturbed ones of each kind that give the measure."""
-    made: list[Trial] = []
+    made, tally = list[Trial](), Tally()
     on_slurm = trials // 10
     usual_s = max(meet_beside(NOBODY, seed=number).seconds[NOBODY] for number in range(3))
     for number in range(trials - on_slurm):
         attack = (*ATTACKS, TAKEN)[number % (len(ATTACKS) + 1)]
         made.append(meet_beside(attack, seed=seed * 1000 + number, within_s=usual_s + _MOST_MORE_S))
-        say(number, made[-1])
+        tally.add(made[-1].what, made[-1].problems)
     if on_slurm:
         with at_work(folder) as person:
             usual_s = max(train_beside(person, NOBODY, number).seconds[f"Slurm, {NOBODY}"] for number in range(3))
             for number in range(on_slurm):
                 attack = _ON_SLURM[number % len(_ON_SLURM)]
                 made.append(train_beside(person, attack, number, within_s=usual_s + _MOST_MORE_S))
-                say(len(made) - 1, made[-1])
-    return sum_up(made, figures_of(made))
+                tally.add(made[-1].what, made[-1].problems)
+    return tally.result(figures_of(made))
+
+
+def pairs(*, seed: int, trials: int, folder: Path) -> Result:
+    """Runs pairs of jobs on the same two nodes at the same time; each must finish at once, with its own ranks."""
+    tally, overlapped = Tally(), 0
+    words = ("+cluster=2x1", *TINY, "cluster.nodelist=node[1-2]", "model.step_s=0.05")
+    with at_work(folder) as person:
+        for number in range(trials):
+            with tally.trial(f"pair {number}") as problems:
+                names = [f"seed={seed + 2 * number + one}" for one in range(2)]
+                runs = [person.types(*words, name).job_and_run[1] for name in names]
+                sizes = [wait_until_finished(run)["world_size"] for run in runs]
+                ledgers = [read_ledger(run) for run in runs]
+                if sizes != [2, 2] or [len(ledger) for ledger in ledgers] != [1, 1]:
+                    problems.append(f"{sizes} ranks, {[len(ledger) for ledger in ledgers]} attempts")
+                spans = [(ledger[0]["time_unix_s"], ledger[0]["end_time_unix_s"]) for ledger in ledgers]
+                overlapped += max(start for start, _ in spans) < min(end for _, end in spans)
+    return tally.result({"pairs that ran at the same time": str(overlapped)})
 
 
 def figures_of(trials: Sequence[Trial]) -> dict[str, str]:

@@ -28,7 +28,7 @@ from slurm_train.errors import SlurmTrainError
 from slurm_train.launch.plan import RunPlan, plan_run
 from slurm_train.launch.script import render_script
 from slurm_train.slurm.commands import SlurmCommands
-from tests.campaigns.result import Result
+from tests.campaigns.record import Result
 
 _PIECES = (
     *("\n", "\r", "\0", "\t", "\x1b", "\x7f", "\x85", "\u2028", "\u00a0", "\u200b", "\ufeff", "\udc80", " ", "  "),

@@ -1,25 +1,29 @@
 """Kills any rank at any moment, on this machine: the run resumes each time, and no committed step is lost.
 
-The ranks are the product's own workers under its own supervisor; only the processes come from a fork server, so that a
-life costs a second. A kill is aimed at a random time after the start, at a random moment of a phase, at an interpreter
-that still imports, or at all ranks at once. After each one the run directory must have a verified checkpoint that is
-no older than the newest that was complete right before; now and then a run is let end and compared with its golden one.
+The ranks are the product's own workers under its own supervisor; only the processes are forked from one that has
+imported torch, so that a life costs a second. A kill is aimed at a random time after the start, at a random moment of a
+phase, at an interpreter that still imports, or at all ranks at once. After each one the run directory must have a
+verified checkpoint that is no older than the newest that was complete right before; now and then a run is let end and
+compared with its golden one.
 """
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import redirect_stderr
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from slurm_train.checkpoint.directory import newest_verified
@@ -32,12 +36,11 @@ from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.environment import scrubbed
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor
-from tests.campaigns.checker import check
-from tests.campaigns.fork_server import ForkedRank, ForkServer
-from tests.campaigns.history import Fault, History, Seen, look, read_history
-from tests.campaigns.moments import AT_THE_END, PHASES, Moment, newest_complete
-from tests.campaigns.result import Result
+from tests.campaigns.checker import Fault, History, Look, check, look, read_history
+from tests.campaigns.moments import AT_THE_END, PHASES, Moment, Note, newest_complete
+from tests.campaigns.record import Result
 from tests.support.command_line import REPOSITORY, Person
+from tests.support.warm_ranks import WarmRank, start_rank
 
 STEPS = 120
 NUM_SAMPLES = 97
@@ -48,6 +51,7 @@ LONGEST_LIFE_S = 1.2
 PATIENCE_S = 2.0
 """How long a rank that has lost a peer may take to end by itself; one that waits in the rendezvous takes longer."""
 COUNTED = Path(__file__).with_name("counted.py")
+_NOTED = Path(__file__).with_name("moments.py")
 _WORDS = (
     "model._target_=counted.Net",
     "data._target_=counted.Samples",
@@ -141,10 +145,11 @@ class Life:
 
     run: RunDirectory
     world_size: int
-    server: ForkServer
+    modules: Path
+    """A folder with what the ranks import before anything else."""
     tally: Tally
     faults: list[Fault] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[Look] = field(default_factory=list)
     newest: int = 0
     """Step of the newest checkpoint that was ever complete."""
 
@@ -182,21 +187,21 @@ class Life:
 
     def _look_after(self, ended: _Attempt) -> None:
         """Checks what a kill has left."""
-        phase = "+".join(sorted({rank.note.phase for rank in ended.dead if rank.note}))
+        phases = [note.phase for note in ended.dead.values()]
+        phase = "+".join(sorted(set(phases)))
         self.faults.append(Fault(time_unix_s=time.time(), what=f"{ended.aim} ({phase})"))
         self.seen.append(look(self.run))
         self.newest = max(self.newest, ended.visible)
         search = newest_verified(self.run.checkpoints)
         found = search.found[1].step if search.found else 0
-        problems = [f"{one.path.name} was complete: {one.reason}" for one in search.passed_over if one.was_complete]
+        problems = [f"{one.path.name} was complete: {one.reason}" for one in search.passed_over]
         if found < self.newest:
             problems.append(f"checkpoint {self.newest} was complete, what verifies is {found}")
         self.newest = max(self.newest, found)
         with self.tally.lock:
             self.tally.trials += 1
             number = self.tally.trials
-            for rank in ended.dead:
-                self.tally.phases[rank.note.phase if rank.note else "?"] += 1
+            self.tally.phases.update(phases)
         words = f"{self.run.path.parent.name} attempt {ended.number}: {ended.aim}, in {phase}"
         say(f"kill {number}: {words}; checkpoint {found}{''.join(f'; {one}' for one in problems)}")
         if problems:
@@ -210,18 +215,19 @@ class _Attempt:
         self.life, self.number, self.aim = life, number, aim
         self.visible = 0
         """Newest complete checkpoint right before the kill."""
-        self.ranks: list[ForkedRank] = []
+        self.ranks: list[WarmRank | subprocess.Popen[bytes]] = []
         self._done = threading.Event()
         self._hit: set[int] = set()
 
     @property
-    def dead(self) -> list[ForkedRank]:
-        """The ranks that the kill has hit."""
-        return [
-            rank
-            for number, rank in enumerate(self.ranks)
-            if rank.returncode == -signal.SIGKILL and (number in self._hit or (rank.note and rank.note.visible >= 0))
-        ]
+    def dead(self) -> dict[int, Note]:
+        """The ranks that the kill has hit, and what each was at."""
+        killed = [rank for rank, its in enumerate(self.ranks) if its.returncode == -signal.SIGKILL]
+        notes = {rank: Note.read(self._notes(rank)) for rank in killed}
+        return {rank: note for rank, note in notes.items() if rank in self._hit or note.visible >= 0}
+
+    def _notes(self, rank: int) -> Path:
+        return self.life.run.path / f"notes_{self.number}_{rank}"
 
     @property
     def was_killed(self) -> bool:
@@ -231,10 +237,10 @@ class _Attempt:
     def run(self) -> int:
         """Starts the ranks, kills, waits as the local launcher does; returns the exit code of the whole."""
         env = scrubbed(os.environ) | {"SLURM_TRAIN_ATTEMPT": str(self.number), "MASTER_ADDR": "127.0.0.1"}
-        env["PYTHONPATH"] = f"{REPOSITORY}:{self.life.server.folder}"
+        env["PYTHONPATH"] = f"{REPOSITORY}:{self.life.modules}"
         env["MASTER_PORT"] = str(probe_port(str(self.life.run.path), attempt=self.number, env=env))
         for rank in range(self.life.world_size):
-            self.ranks.append(self._fork(rank, env))
+            self.ranks.append(self._start(rank, env))
         ranks = LocalRanks(self.ranks, kill_after_s=PATIENCE_S)  # type: ignore[arg-type]  # same methods
         killer = threading.Thread(target=self._kill)
         if self.aim is not None and self.aim.moment is None:
@@ -243,24 +249,30 @@ class _Attempt:
         self._done.set()
         if killer.ident is not None:
             killer.join()
-        self.visible = max([self.visible, *(rank.note.visible for rank in self.ranks if rank.note)])
+        dead = self.dead
+        self.visible = max([self.visible, *(note.visible for note in dead.values())])
         with self.life.tally.lock:
-            by_launcher = [one for one in self.ranks if one.returncode == -signal.SIGKILL and one not in self.dead]
-            self.life.tally.killed_peers += len(by_launcher)
+            self.life.tally.killed_peers += sum(one.returncode == -signal.SIGKILL for one in self.ranks) - len(dead)
         return code
 
-    def _fork(self, rank: int, env: dict[str, str]) -> ForkedRank:
-        size = str(self.life.world_size)
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
-        place |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        aim = self.aim
-        return self.life.server.fork(
-            [sys.executable, "-m", "slurm_train", "worker", str(self.life.run.path)],
-            env=env | place,
-            log=self.life.run.rank_log(self.number, rank),
-            moment=aim.moment if aim is not None and aim.rank == rank else None,
-            cold=aim is not None and aim.cold,
-        )
+    def _start(self, rank: int, env: dict[str, str]) -> WarmRank | subprocess.Popen[bytes]:
+        size, run = str(self.life.world_size), self.life.run
+        env = env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        env |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        notes, log = self._notes(rank), run.rank_log(self.number, rank)
+        notes.write_bytes(bytes(Note.SIZE))
+        is_cold = self.aim is not None and self.aim.cold
+        with notes.open("r+b") as file, mmap.mmap(file.fileno(), Note.SIZE) as memory:
+            Note.write(memory, phase="cold" if is_cold else "start")
+            Note.write(memory, visible=-1)
+        if is_cold:
+            with log.open("ab") as out:
+                argv = [sys.executable, "-m", "slurm_train", "worker", str(run.path)]
+                return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        moment = self.aim.moment if self.aim is not None and self.aim.rank == rank else None
+        modules = sorted(path.stem for path in self.life.modules.glob("*.py"))
+        words = [str(self.life.modules), json.dumps(modules), str(notes), json.dumps(moment and asdict(moment))]
+        return start_rank(_NOTED, *words, "worker", str(run.path), env=env, log=log)
 
     def _kill(self) -> None:
         assert self.aim is not None
@@ -279,13 +291,17 @@ def run(*, seed: int, trials: int, folder: Path, steps: int = STEPS, modules: Se
     # A short trial is not worth a second golden run, nor two lanes.
     is_short = trials <= KILLS_PER_RUN
     lanes = 1 if is_short else LANES
-    with _supervisors_print_to(folder / "supervisors.log"), _server(folder, modules) as server:
+    own = folder / "modules"
+    own.mkdir(parents=True)
+    for path in modules:
+        shutil.copy(path, own)
+    with (folder / "supervisors.log").open("a") as log, redirect_stderr(log):
         golden = {size: train_golden(folder, size, steps=steps) for size in ((2,) if is_short else (2, 1))}
         began_s = time.monotonic()
         share = [trials // lanes + (lane < trials % lanes) for lane in range(lanes)]
         with ThreadPoolExecutor(lanes) as pool:
             work = [
-                pool.submit(_kill_on, folder, server, golden, tally, (seed, lane, kills))
+                pool.submit(_kill_on, folder, own, golden, tally, (seed, lane, kills))
                 for lane, kills in enumerate(share)
             ]
             for one in work:
@@ -304,7 +320,7 @@ def run(*, seed: int, trials: int, folder: Path, steps: int = STEPS, modules: Se
 
 def _kill_on(
     folder: Path,
-    server: ForkServer,
+    modules: Path,
     golden: dict[int, tuple[RunDirectory, History]],
     tally: Tally,
     lane: tuple[int, int, int],
@@ -319,7 +335,7 @@ def _kill_on(
         life = Life(
             run=copy_of(golden[size][0], folder / f"lane_{number}_run_{runs}"),
             world_size=size,
-            server=server,
+            modules=modules,
             tally=tally,
         )
         life.live(random_, kills=min(KILLS_PER_RUN, kills - done))
@@ -356,27 +372,3 @@ def copy_of(golden: RunDirectory, folder: Path) -> RunDirectory:
     for path in (golden.config, golden.plan):
         shutil.copy(path, copy.path)
     return copy
-
-
-@contextmanager
-def _server(folder: Path, modules: Sequence[Path]) -> Iterator[ForkServer]:
-    own = folder / "modules"
-    own.mkdir(parents=True)
-    for path in modules:
-        shutil.copy(path, own)
-    server = ForkServer(own, modules=[path.stem for path in modules], log=folder / "server.log")
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-@contextmanager
-def _supervisors_print_to(path: Path) -> Iterator[None]:
-    stderr = sys.stderr
-    with path.open("a") as file:
-        sys.stderr = file
-        try:
-            yield
-        finally:
-            sys.stderr = stderr

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
-from tests.campaigns.on_slurm import Tally, at_work, lines_of, newest_attempt
-from tests.campaigns.result import Result
+from tests.campaigns.record import Result, Tally
+from tests.campaigns.victims import at_work, lines_of, newest_attempt
 from tests.support.command_line import TINY, Person
 from tests.support.small_checkpoints import checkpoint_of
 from tests.support.waiting import wait_for

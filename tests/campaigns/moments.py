@@ -1,4 +1,4 @@
-"""What a rank is doing, noted in shared memory, and a SIGKILL at a moment of it.
+"""What a rank is doing, noted in a file that is mapped into its memory, and a SIGKILL at a moment of it.
 
 The phases are the product's own functions; they are only wrapped, so that somebody outside can tell what a rank was at
 when it died, and so that a kill can be aimed at what takes a thousandth of the time.
@@ -78,9 +78,9 @@ class Note:
         return self.saver or self.main
 
     @classmethod
-    def read(cls, memory: Any) -> Note:
-        """Reads what is noted."""
-        main, saver, visible = _STRUCT.unpack(memory[: cls.SIZE])
+    def read(cls, path: Path) -> Note:
+        """Reads what is noted in a file."""
+        main, saver, visible = _STRUCT.unpack(path.read_bytes())
         return cls(main=main.rstrip(b"\0").decode(), saver=saver.rstrip(b"\0").decode(), visible=visible)
 
     @staticmethod
@@ -97,7 +97,7 @@ def note_phases(memory: Any, *, moment: Moment | None, run: Path) -> None:
     """Makes this process note the phases that it goes through, and kill itself at a moment of them.
 
     Args:
-        memory: shared memory of `Note.SIZE` bytes.
+        memory: `Note.SIZE` bytes, mapped from a file.
         moment: None: it lives on.
         run: the run directory; which checkpoint was complete right before the kill is noted as well.
     """
@@ -153,3 +153,26 @@ def _wrap(phase: str, memory: Any, on_enter: Callable[[str], None]) -> None:
 
 
 _around: dict[bool, list[str]] = {False: ["between"], True: [""]}
+
+
+def main() -> None:
+    """A rank that notes its phases: `moments.py FOLDER_OF_MODULES MODULES NOTES MOMENT worker RUN_DIRECTORY`."""
+    import json
+    import mmap
+    import sys
+
+    folder, modules, notes, moment, *_, run = sys.argv[1:]
+    sys.path.insert(0, folder)
+    for name in json.loads(modules):
+        importlib.import_module(name)
+    with Path(notes).open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), Note.SIZE)
+    asked = json.loads(moment)
+    note_phases(memory, moment=Moment(**asked) if asked else None, run=Path(run))
+    from slurm_train.cli.worker import main as work
+
+    sys.exit(work([run]))
+
+
+if __name__ == "__main__":
+    main()

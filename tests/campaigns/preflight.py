@@ -1,11 +1,9 @@
-"""Campaign `preflight`: every fault is caused on the real cluster, and named in one line; healthy runs get no line.
-
-python -m tests.campaigns preflight                # all faults, then as many healthy runs
-python -m tests.campaigns preflight-healthy --trials 20
-"""
+"""Campaigns `preflight` and `preflight-healthy`: every fault is caused on the real cluster, and named in one line; runs
+on a healthy cluster, of several sizes, with and without measuring, get no line."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import time
@@ -14,16 +12,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import read_preflight
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import unix_s
 from slurm_train.tools.doctor.node_rules import OTHER_CODES, rules
-from tests.campaigns.on_slurm import at_work
 from tests.campaigns.preflight_faults import FAULTS, Fault, Scene, missing_for
-from tests.campaigns.result import Result
-from tests.campaigns.trial import Trial, say, sum_up
+from tests.campaigns.record import Result, Tally, Trial
+from tests.campaigns.victims import at_work
 from tests.support.command_line import TINY, Person
-from tests.support.slurm_runs import job_state
+from tests.support.slurm_runs import job_state, wait_until_finished
 from tests.support.waiting import wait_for
 
 _END_S = 90.0
@@ -37,29 +35,28 @@ class Named(NamedTuple):
     problems: list[str]
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def faulty(*, seed: int, trials: int, folder: Path) -> Result:
     """Causes each fault, or the first so many of them; the seed changes nothing."""
-    made = []
+    del seed
+    made, tally = list[Trial](), Tally()
     with at_work(folder) as person:
-        for number in range(len(FAULTS[:trials])):
-            made.append(make_trial(person, number, seed=seed))
-            say(number, made[-1])
-    return sum_up(made, figures_of(made))
+        for number, fault in enumerate(FAULTS[:trials]):
+            made.append(_with_fault(person, fault, number))
+            tally.add(made[-1].what, made[-1].problems)
+    return tally.result(_figures_of_faults(made))
 
 
-def make_trial(person: Person, number: int, *, seed: int) -> Trial:
-    """Causes the fault of a number."""
-    fault = FAULTS[number]
+def _with_fault(person: Person, fault: Fault, number: int) -> Trial:
     what = f"{fault.code}: {fault.what}"
     if lacks := missing_for(fault):
-        return Trial(what=what, problems=(f"not tried: this machine lacks {lacks}",), seconds={})
+        return Trial(what, (f"not tried: this machine lacks {lacks}",))
     named = try_fault(person, fault, number)
     seconds = {} if named.after_s is None or named.problems else {fault.code: named.after_s}
     said = what if named.after_s is None else f"{what}, after {named.after_s:.0f} s"
-    return Trial(what=said, problems=tuple(named.problems), seconds=seconds)
+    return Trial(said, tuple(named.problems), seconds)
 
 
-def figures_of(trials: Sequence[Trial]) -> dict[str, str]:
+def _figures_of_faults(trials: Sequence[Trial]) -> dict[str, str]:
     """Returns how many codes were seen and how soon; the first all_reduce fails after a time-out of its own."""
     times = sorted((after_s, code) for trial in trials for code, after_s in trial.seconds.items())
     looked = [time for time in times if time[1] != "COLLECTIVE"]
@@ -125,8 +122,6 @@ def _watch(person: Person, fault: Fault, job: str, run: RunDirectory) -> Named:
 
 
 def _start_of(job: str) -> float:
-    import os
-
     started_unix_s = unix_s(SlurmCommands(os.environ).show_job(job)["StartTime"])
     assert started_unix_s is not None
     return started_unix_s
@@ -145,3 +140,57 @@ def _codes_said(run: RunDirectory) -> list[str]:
 def _said(run: RunDirectory) -> str:
     log = run.logs / "batch.log"
     return " | ".join(log.read_text(errors="replace").splitlines()[-4:]) if log.exists() else "nothing"
+
+
+_SIZES = ("2x2", "4x2", "1x4", "3x1", "4x8")
+_PATIENCE_S = 300.0
+
+
+def healthy(*, seed: int, trials: int, folder: Path) -> Result:
+    """Runs so many trials; every fourth run measures speeds, too."""
+    made, tally = list[Trial](), Tally()
+    with at_work(folder) as person:
+        for number in range(trials):
+            made.append(_healthy(person, number, size=_SIZES[(number + seed) % len(_SIZES)]))
+            tally.add(made[-1].what, made[-1].problems)
+    return tally.result(_figures_of_healthy(made))
+
+
+def _healthy(person: Person, number: int, *, size: str) -> Trial:
+    measures = number % 4 == 3
+    words = (*TINY, "train.threads=1", "batch.global_size=96", f"run.name=healthy-{number}")
+    # The training behind it shows that a healthy job is not kept from it; 32 ranks would import torch for a minute.
+    short = ("preflight.only=true",) if size == "4x8" else ("train.max_steps=2",)
+    speeds = f"preflight.bandwidth={str(measures).lower()}"
+    what = f"{size}{' with measuring' if measures else ''}"
+    _, run = person.types(f"+cluster={size}", *words, *short, speeds).job_and_run
+    try:
+        wait_until_finished(run, within_s=_PATIENCE_S)
+    except AssertionError as err:
+        return Trial(what, (str(err).partition("\n")[0],))
+    record = read_preflight(run, 0)
+    took_s, waited_s = (float(record.get(name, 0.0)) for name in ("seconds", "waited_s"))
+    problems = tuple(problems_of(run, record))
+    said = f"{what}, looked for {took_s:.2f} s, {waited_s:.2f} s of them until the last rank had come"
+    return Trial(said, problems, {what: took_s, f"{what} alone": took_s - waited_s})
+
+
+def _figures_of_healthy(trials: Sequence[Trial]) -> dict[str, str]:
+    """Returns how long rank 0 looked at most, by size, with and without its wait for the last rank."""
+    longest: dict[str, float] = {}
+    for trial in trials:
+        for what, took_s in trial.seconds.items():
+            longest[what] = max(took_s, longest.get(what, 0.0))
+    sizes = sorted(what for what in longest if not what.endswith(" alone"))
+    shown = (f"{what} {longest[what]:.2f} s ({longest[f'{what} alone']:.2f} s)" for what in sizes)
+    return {"longest look (after the last rank came)": ", ".join(shown)}
+
+
+def problems_of(run: RunDirectory, record: dict[str, object]) -> list[str]:
+    """Returns what speaks against a healthy run."""
+    problems = [] if record else ["nobody looked"]
+    if findings := record.get("findings"):
+        problems.append(f"false alarm: {findings}")
+    if len(read_ledger(run)) != 1:
+        problems.append(f"{len(read_ledger(run))} attempts")
+    return problems

@@ -15,7 +15,7 @@ from pathlib import Path
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR
-from tests.campaigns.result import Result
+from tests.campaigns.record import Result
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.slurm_runs import PATIENCE_S, job_state
 from tests.support.waiting import wait_for

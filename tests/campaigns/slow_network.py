@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.campaigns.on_slurm import at_work
-from tests.campaigns.result import Result
+from tests.campaigns.record import Result
+from tests.campaigns.victims import at_work
 from tests.support.command_line import TINY
 from tests.support.node_faults import limited_links
 from tests.support.wide_model import WIDE_MODULE

@@ -9,41 +9,224 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slurm_train.errors import ClusterError
+from slurm_train.checkpoint.directory import read_manifest
+from slurm_train.errors import CheckpointError, ClusterError
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_lines
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
-from slurm_train.tools.devcluster.cluster import start_node, stop_node
-from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR
-from tests.campaigns.commit_watch import CommitWatch
-from tests.campaigns.result import Result
-from tests.campaigns.split_brain_trials import (
-    GONE_WITHIN_S,
-    MODES,
-    STEPS,
-    ZOMBIE_MODULE,
-    History,
-    Trial,
-    plan_trials,
-    what_is_wrong,
-)
-from tests.support.command_line import TINY, TINY_MODULE, Person, new_project
+from slurm_train.rundir.layout import RunDirectory, existing_attempts, list_checkpoints, name_of
+from tests.campaigns.record import Result, Tally
+from tests.campaigns.victims import at_work, command, daemons_stopped
+from tests.support.command_line import TINY, TINY_MODULE, Person
 from tests.support.process_faults import rank_pid, supervisor_pid, wait_until_gone
 from tests.support.slurm_runs import wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
 _AT_ONCE = 9
 _PATIENCE_S = 240.0
+STEPS = 60
+GONE_WITHIN_S = 10.0
+VISIBLE_FOR_S = 1.0
+"""A commit that is taken back at once, before anybody chose it, counts as not visible."""
+
+MODES: dict[str, str] = {
+    "alive": "",
+    "training": "",
+    "saving": "",
+    "before the rename": "rename",
+    "after the rename": "renamed",
+    "at the last step": "last",
+}
+"""Where the old ranks are when their node is lost, and where the model's module holds them for that."""
+
+# In attempt 0 steps are slow, and the process can be held at a line of the commit or in its last step.
+ZOMBIE_MODULE = """
+ATTEMPT = os.environ.get("SLURM_TRAIN_ATTEMPT", "0")
+
+class Hold:
+    def __init__(self, place, folder):
+        self.is_on, self.folder = ATTEMPT == "0" and place != "none", folder
+        self.place = place if self.is_on else ""
+        if self.place in ("rename", "renamed"):
+            import slurm_train.checkpoint.commit as module
+            original, commits = module._rename, []
+            def held(source, target):
+                if source.name == target.name + ".tmp":
+                    commits.append(target)
+                is_third = source.name == target.name + ".tmp" and len(commits) == 3
+                if is_third and self.place == "rename":
+                    self.wait()
+                original(source, target)
+                if is_third and self.place == "renamed":
+                    self.wait()
+            module._rename = held
+    def wait(self):
+        open(os.path.join(self.folder, "held"), "w").close()
+        while not os.path.exists(os.path.join(self.folder, "go")):
+            time.sleep(0.002)
+
+class Zombie(nn.Module):
+    def __init__(self, place: str = "", folder: str = "", last: int = 0, width: int = 256):
+        super().__init__()
+        self.hold, self.last, self.num_calls = Hold(place, folder), last, 0
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, width), nn.Linear(width, 1))
+    def forward(self, x):
+        self.num_calls += 1
+        if self.hold.is_on and self.training:
+            time.sleep(0.01 if self.hold.place == "last" else 0.4)
+            if self.num_calls >= self.last and self.hold.place in ("", "last"):
+                self.hold.wait()
+        return self.layers(x)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run whose ranks outlive their node.
+
+    Args:
+        is_stopped: the old processes are stopped before their node is lost, and go on when the new attempt has begun.
+        go_on_s: after the begin of the new attempt, until they go on (or are let out of where they are held).
+    """
+
+    number: int
+    mode: str
+    num_ranks: int
+    is_stopped: bool
+    go_on_s: float
+
+    def __str__(self) -> str:
+        stopped = ", stopped" if self.is_stopped else ""
+        return f"trial {self.number} ({self.mode}{stopped}, {self.num_ranks} ranks, goes on after {self.go_on_s:.1f} s)"
+
+
+def plan_trials(*, seed: int, trials: int) -> list[Trial]:
+    """Returns the trials: the modes in turn, sizes and moments at random."""
+    chance = random.Random(seed)
+    planned = []
+    for number in range(trials):
+        mode = list(MODES)[number % len(MODES)]
+        is_stopped = {"alive": False, "training": True, "saving": True}.get(mode, chance.random() < 0.7)
+        # One that is not stopped finds out by itself within some seconds.
+        go_on_s = chance.uniform(0.0, 12.0 if is_stopped else 3.0)
+        ranks = chance.choice((1, 1, 2))
+        planned.append(Trial(number=number, mode=mode, num_ranks=ranks, is_stopped=is_stopped, go_on_s=go_on_s))
+    return planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A checkpoint that was seen under an attempt's name."""
+
+    name: str
+    attempt: int
+    time_unix_s: float
+    seen_for_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What there is to see of a run when it is over; the old attempt is 0, the new one 1."""
+
+    begin_unix_s: float
+    """When attempt 1 took its number."""
+    commits: Sequence[Commit]
+    metrics: Sequence[tuple[int, int, float]]
+    """(attempt, step, time) of the lines that count."""
+    ledger: Sequence[tuple[str, int]]
+    """(event, attempt) of its lines, in the order of the file."""
+    result_attempt: int
+    gone_s: float
+    """From the begin of attempt 1, or from when they went on, to the end of the last old rank."""
+    digest: str
+    golden: str
+
+
+def what_is_wrong(seen: History) -> list[str]:
+    """Returns what of the old attempt became visible, "" if nothing did."""
+    found = []
+    first = min((time_s for attempt, _, time_s in seen.metrics if attempt == 1), default=float("inf"))
+    for one in seen.commits:
+        # One that got its name before attempt 1 had claimed what it goes on from was claimed with the others.
+        if one.attempt == 0 and one.time_unix_s > first and one.seen_for_s > VISIBLE_FOR_S:
+            found.append(f"{one.name} got its name {one.time_unix_s - first:.2f} s after attempt 1's first step")
+    late = [step for attempt, step, time_s in seen.metrics if attempt == 0 and time_s > first]
+    if late:
+        found.append(f"attempt 0's lines of steps {late} count, written after attempt 1's first")
+    begin = seen.ledger.index(("start", 1)) if ("start", 1) in seen.ledger else len(seen.ledger)
+    if ("end", 0) in seen.ledger[begin:]:
+        found.append("attempt 0 wrote to the ledger after attempt 1 had begun")
+    if seen.result_attempt != 1:
+        found.append(f"the result is attempt {seen.result_attempt}'s")
+    if seen.gone_s > GONE_WITHIN_S:
+        found.append(f"the old ranks were there for {seen.gone_s:.1f} s")
+    if [step for _, step, _ in seen.metrics] != list(range(1, STEPS + 1)):
+        found.append(f"its steps are {[step for _, step, _ in seen.metrics]}")
+    if seen.digest != seen.golden:
+        found.append(f"weights {seen.digest}, undisturbed {seen.golden}")
+    return found
+
+
+class CommitWatch:
+    """Looks at the checkpoints of runs as any reader could: which were there, by which attempt, for how long."""
+
+    def __init__(self) -> None:
+        self._runs: list[RunDirectory] = []
+        self._seen: dict[str, tuple[Commit, float]] = {}
+
+    def add(self, run: RunDirectory) -> None:
+        """Watches this run, too."""
+        self._runs.append(run)
+
+    def commits(self, run: RunDirectory) -> list[Commit]:
+        """Returns what was seen of a run, oldest first."""
+        seen = [commit for path, (commit, _) in list(self._seen.items()) if path.startswith(f"{run.checkpoints}/")]
+        return sorted(seen, key=lambda commit: commit.time_unix_s)
+
+    def look(self) -> None:
+        """Looks once."""
+        for run in list(self._runs):
+            for path in list_checkpoints(run.checkpoints):
+                with suppress(OSError, CheckpointError):
+                    # A rename changes it: when the directory got its name.
+                    named_unix_s = path.stat().st_ctime
+                    read_manifest(path)
+                    key, now = str(path), time.monotonic()
+                    if key not in self._seen:
+                        attempt = name_of(path).attempt
+                        commit = Commit(name=path.name, attempt=attempt, time_unix_s=named_unix_s, seen_for_s=0.0)
+                        self._seen[key] = (commit, now)
+                    commit, first = self._seen[key]
+                    self._seen[key] = (replace(commit, seen_for_s=now - first), first)
+
+
+@contextmanager
+def watching_commits() -> Iterator[CommitWatch]:
+    """Gives a watch that looks all the time while the body runs."""
+    watch, done = CommitWatch(), threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.05):
+            watch.look()
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        done.set()
+        thread.join()
 
 
 @dataclass(slots=True)
@@ -60,23 +243,22 @@ class Going:
 
 def run(*, seed: int, trials: int, folder: Path) -> Result:
     """Runs the trials in rounds, one loss of nodes for each, and returns how often nothing was seen."""
-    person = Person(new_project(folder / "project"))
-    (person.folder / "tiny.py").write_text(TINY_MODULE + ZOMBIE_MODULE)
-    golden = _golden_digests(person)
-    planned, problems, moments, gone = plan_trials(seed=seed, trials=trials), list[str](), 0, list[float]()
-    for start in range(0, len(planned), _AT_ONCE):
-        for trial, found in _try_round(person, planned[start : start + _AT_ONCE], golden):
-            problem = found if isinstance(found, str) else what_is_wrong(found)
-            if isinstance(found, History):
-                gone.append(found.gone_s)
-                moments += sum(one.attempt == 0 and one.time_unix_s > found.begin_unix_s for one in found.commits)
-            print(f"{trial}: {problem or f'nothing seen, gone after {gone[-1]:.1f} s'}", flush=True)
-            problems += [f"{trial}: {problem}"] if problem else []
-    figures = {
-        "old ranks gone after": f"{max(gone, default=0.0):.1f} s at most",
-        "commits of theirs that the new attempt claimed": str(moments),
-    }
-    return Result(trials=trials, held=trials - len(problems), figures=figures, problems=tuple(problems))
+    planned, tally, claimed, gone = plan_trials(seed=seed, trials=trials), Tally(), 0, list[float]()
+    with at_work(folder) as person:
+        (person.folder / "tiny.py").write_text(TINY_MODULE + ZOMBIE_MODULE)
+        golden = _golden_digests(person)
+        for start in range(0, len(planned), _AT_ONCE):
+            for trial, found in _try_round(person, planned[start : start + _AT_ONCE], golden):
+                if isinstance(found, History):
+                    gone.append(found.gone_s)
+                    claimed += sum(one.attempt == 0 and one.time_unix_s > found.begin_unix_s for one in found.commits)
+                tally.add(str(trial), [found] if isinstance(found, str) else what_is_wrong(found))
+    return tally.result(
+        {
+            "old ranks gone after": f"{max(gone, default=0.0):.1f} s at most",
+            "commits of theirs that the new attempt claimed": str(claimed),
+        }
+    )
 
 
 def _golden_digests(person: Person) -> dict[int, str]:
@@ -96,7 +278,7 @@ def _submit(person: Person, name: str, ranks: int, *words: str) -> tuple[str, Ru
 
 
 def _try_round(person: Person, trials: list[Trial], golden: dict[int, str]) -> list[tuple[Trial, History | str]]:
-    with ThreadPoolExecutor(_AT_ONCE) as pool, CommitWatch() as watch:
+    with ThreadPoolExecutor(_AT_ONCE) as pool, watching_commits() as watch:
         started = list(pool.map(lambda trial: _start(person, trial, watch), trials))
         going = [one for one in started if isinstance(one, Going)]
         try:
@@ -145,16 +327,13 @@ def _is_saving(run: RunDirectory) -> bool:
 @contextmanager
 def _lost(nodes: set[str]) -> Iterator[None]:
     """Makes Slurm believe that nodes are gone; what runs there runs on."""
-    names = ",".join(sorted(nodes))
-    for node in nodes:
-        stop_node(DEFAULT_STATE_DIR, node=node)
-    _scontrol("update", f"NodeName={names}", "State=DOWN", "Reason=campaign")
-    try:
-        yield
-    finally:
-        _scontrol("update", f"NodeName={names}", "State=RESUME")
-        for node in nodes:
-            start_node(DEFAULT_STATE_DIR, node=node)
+    names = f"NodeName={','.join(sorted(nodes))}"
+    with daemons_stopped(sorted(nodes)):
+        command("scontrol", "update", names, "State=DOWN", "Reason=campaign")
+        try:
+            yield
+        finally:
+            command("scontrol", "update", names, "State=RESUME")
 
 
 def _follow(one: Going, golden: dict[int, str], watch: CommitWatch) -> History | str:
@@ -197,8 +376,3 @@ def _release(one: Going) -> None:
     for pid in one.pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-
-
-def _scontrol(*words: str) -> None:
-    done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, f"{words}: {done.stderr}"

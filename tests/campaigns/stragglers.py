@@ -17,9 +17,9 @@ from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.step_times import read_windows
-from tests.campaigns.on_slurm import PATIENCE_S, Tally
-from tests.campaigns.result import Result
-from tests.support.command_line import TINY, TINY_MODULE, Person, new_project
+from tests.campaigns.record import Result, Tally
+from tests.campaigns.victims import PATIENCE_S, at_work
+from tests.support.command_line import TINY, TINY_MODULE
 from tests.support.process_faults import rank_pid
 from tests.support.waiting import wait_for
 
@@ -47,18 +47,16 @@ _HEALTHY_WINDOWS = 6
 
 def run(*, seed: int, trials: int, folder: Path) -> Result:
     """Runs the trials and returns how often the right one was named."""
-    person, tally = Person(new_project(folder / "project")), Tally()
-    (person.folder / "tiny.py").write_text(TINY_MODULE + SLOW_READER)
-    took: list[float] = []
-    for number in range(trials):
-        kind = KINDS[number % len(KINDS)]
-        words = ["data._target_=tiny.SlowThere"] if kind == "data" else []
-        job, own = person.types(*TINY, *_WORDS, *words, f"run.name=s{number}", f"seed={seed + number}").job_and_run
-        try:
-            tally.add(f"{kind} {number}", _try(kind, own, took))
-        except AssertionError as err:
-            tally.add(f"{kind} {number}", [str(err).partition("\n")[0]])
-        finally:
+    tally, took = Tally(), list[float]()
+    with at_work(folder) as person:
+        (person.folder / "tiny.py").write_text(TINY_MODULE + SLOW_READER)
+        for number in range(trials):
+            kind = KINDS[number % len(KINDS)]
+            words = ["data._target_=tiny.SlowThere"] if kind == "data" else []
+            with tally.trial(f"{kind} {number}") as problems:
+                named = (f"run.name=s{number}", f"seed={seed + number}")
+                job, own = person.types(*TINY, *_WORDS, *words, *named).job_and_run
+                problems += _try(kind, own, took)
             person.runs("scancel", "--quiet", job)
     figures = {"from the first slow step to the finding": f"{max(took):.0f} s at most"} if took else {}
     return tally.result(figures)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.campaigns.checker import check
-from tests.campaigns.history import Consumed, History, Seen, Written
+from tests.campaigns.checker import Consumed, History, Look, Written, check
+from tests.campaigns.victims import lost_steps
 
 NUM_SAMPLES, LOCAL, RANKS = 6, 2, 2
 LAST = 6
@@ -37,13 +37,13 @@ def consumed(step: int, attempt: int) -> list[Consumed]:
     return [Consumed(attempt=attempt, rank=rank, step=step, samples=positions[rank]) for rank in range(RANKS)]
 
 
-def seen(time_unix_s: float, *steps_and_attempts: tuple[int, int]) -> Seen:
+def seen(time_unix_s: float, *steps_and_attempts: tuple[int, int]) -> Look:
     newest_first = sorted(steps_and_attempts, reverse=True)
     written = tuple(
         Written(step=step, attempt=attempt, complete_unix_s=10.0 * attempt + step + 0.5)
         for step, attempt in newest_first
     )
-    return Seen(time_unix_s=time_unix_s, checkpoints=written)
+    return Look(time_unix_s=time_unix_s, checkpoints=written)
 
 
 RESULT = {"step": LAST, "samples": 4 * LAST, "weights_digest": "abc"}
@@ -71,6 +71,14 @@ GOOD = History(
     ),
     result=RESULT,
 )
+
+
+def test_steps_done_again_are_counted() -> None:
+    # Attempt 0 did step 4 before attempt 1 was open, which began with step 3.
+    assert lost_steps(GOOD, 0) == 2
+    late = with_line(GOOD, 0, 4, time_unix_s=10.5)
+    assert lost_steps(late, 0) == 1, "what it did after its successor had begun is not its loss"
+    assert lost_steps(GOOD, 1) is None
 
 
 def test_a_run_without_a_fault_passes() -> None:
@@ -119,7 +127,7 @@ PLANTED: dict[str, tuple[Callable[[History], History], str]] = {
             good,
             seen=(
                 *good.seen[:-1],
-                Seen(time_unix_s=18.0, checkpoints=(Written(step=6, attempt=0, complete_unix_s=12.0),)),
+                Look(time_unix_s=18.0, checkpoints=(Written(step=6, attempt=0, complete_unix_s=12.0),)),
             ),
         ),
         "checkpoint 6 of attempt 0 became visible after the next attempt was open",

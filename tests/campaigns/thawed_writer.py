@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.campaigns.memory import in_memory
-from tests.campaigns.result import Result
+from tests.campaigns.record import Result
 from tests.support.thawed_writers import SCENES, results_everywhere, thawed_everywhere
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.rundir.layout import RunDirectory
-from tests.campaigns.on_slurm import Tally, at_work
-from tests.campaigns.result import Result
+from tests.campaigns.record import Result, Tally
+from tests.campaigns.victims import at_work
 from tests.support.command_line import Person
 from tests.support.light_runs import WORDS, active_jobs, add_program, lives, problems_of
 from tests.support.waiting import wait_for

@@ -19,7 +19,7 @@ from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable, open_private
 from tests.campaigns.memory import in_memory
-from tests.campaigns.result import Result
+from tests.campaigns.record import Result
 from tests.support.small_checkpoints import make_header, stage
 
 USERS = (65531, 65532)

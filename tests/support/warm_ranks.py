@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import itertools
 import json
 import os
 import runpy
@@ -17,12 +18,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 _WARM = (
     "encodings.idna",
+    "numpy.random",
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict_loader",
     "torch.distributed.checkpoint.state_dict_saver",
@@ -30,7 +33,9 @@ _WARM = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
+    "slurm_train.cli.worker",
     "slurm_train.checkpoint.export",
+    "slurm_train.checkpoint.load",
     "slurm_train.checkpoint.tensors",
     "slurm_train.train.trainer",
 )
@@ -89,17 +94,17 @@ class WarmRank:
         os.close(self._pidfd)
 
 
-def start_rank(program: Path, *words: str, env: Mapping[str, str]) -> WarmRank:
+def start_rank(program: Path, *words: str, env: Mapping[str, str], log: Path | None = None) -> WarmRank:
     """Starts `python PROGRAM WORDS...` and returns at once.
 
     Args:
         program: what is run as `__main__`; its folder is where it finds modules first.
         words: its command line.
         env: all of its environment.
+        log: what it prints is appended there; None: to a file of its own.
     """
     server = _running_server()
-    said = Path(server.folder.name) / f"{server.count}.log"
-    server.count += 1
+    said = log or Path(server.folder.name) / f"{next(server.count)}.log"
     order = {"argv": [str(program), *words], "env": dict(env), "log": str(said)}
     return WarmRank(server, int(server.ask(fork=order)["pid"]), said)
 
@@ -107,7 +112,8 @@ def start_rank(program: Path, *words: str, env: Mapping[str, str]) -> WarmRank:
 class _Server:
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="warm-ranks-")
-        self.count = 0
+        self.count = itertools.count()
+        self.lock = threading.Lock()
         argv = [sys.executable, "-m", "tests.support.warm_ranks"]
         repository = Path(__file__).resolve().parents[2]
         self.process = subprocess.Popen(
@@ -120,9 +126,10 @@ class _Server:
 
     def _exchange(self, line: str) -> str:
         to, back = self._pipes()
-        to.write(line + "\n")
-        to.flush()
-        answer = back.readline()
+        with self.lock:
+            to.write(line + "\n")
+            to.flush()
+            answer = back.readline()
         assert answer, f"the process that forks ranks has ended with {self.process.wait()}"
         return answer
 
@@ -138,12 +145,14 @@ class _Server:
 
 
 _SERVERS: list[_Server] = []
+_STARTING = threading.Lock()
 
 
 def _running_server() -> _Server:
-    if not _SERVERS:
-        _SERVERS.append(_Server())
-        atexit.register(_SERVERS[0].close)
+    with _STARTING:
+        if not _SERVERS:
+            _SERVERS.append(_Server())
+            atexit.register(_SERVERS[0].close)
     return _SERVERS[0]
 
 

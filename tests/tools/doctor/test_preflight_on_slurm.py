@@ -15,10 +15,9 @@ import pytest
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import list_file, read_preflight
 from slurm_train.rundir.files import read_shared
-from tests.campaigns.on_slurm import at_work
-from tests.campaigns.preflight import try_fault
+from tests.campaigns.preflight import problems_of, try_fault
 from tests.campaigns.preflight_faults import FAULTS, Fault, missing_for
-from tests.campaigns.preflight_healthy import problems_of
+from tests.campaigns.victims import at_work
 from tests.support import broken_nodes as broken
 from tests.support.command_line import TINY, Person
 from tests.support.slurm_runs import wait_until_finished

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from docs.peers.common_training import LOCAL_SIZE, NUM_RANKS, SAVE_EVERY, STEPS
+from docs.peers.outcome import StepDone
 from slurm_train.rundir.files import read_lines
-from tests.campaigns.peers.common_training import LOCAL_SIZE, NUM_RANKS, SAVE_EVERY, STEPS
-from tests.campaigns.peers.outcome import StepDone
 from tests.support.command_line import REPOSITORY, Person
 
 
@@ -79,8 +79,8 @@ def submit_own(person: Person, wish: Wish) -> Job:
     """This toolkit, as one types it."""
     words = (
         f"+cluster=1x{NUM_RANKS}",
-        "model._target_=tests.campaigns.peers.common_training.Tiny",
-        "data._target_=tests.campaigns.peers.common_training.Numbers",
+        "model._target_=docs.peers.common_training.Tiny",
+        "data._target_=docs.peers.common_training.Numbers",
         f"model.step_s={wish.step_s}",
         f"model.gate={wish.gate or repr('')}",
         f"train.max_steps={STEPS}",
@@ -107,7 +107,7 @@ def submit_own(person: Person, wish: Wish) -> Job:
 _SUBMITIT = """
 import json, sys
 import submitit
-from tests.campaigns.peers.submitit_training import Training
+from docs.peers.submitit_training import Training
 folder, step_s, gate, parameters = sys.argv[1], float(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
 executor = submitit.AutoExecutor(folder=folder + "/submitit", cluster="slurm")
 executor.update_parameters(nodes=1, tasks_per_node=2, cpus_per_task=1, **parameters)
@@ -143,7 +143,7 @@ def submit_lightning(person: Person, wish: Wish, *, best: bool) -> Job:
 #SBATCH --output={folder}/log.txt
 #SBATCH --open-mode=append
 #SBATCH --requeue
-srun {sys.executable} -m tests.campaigns.peers.lightning_training {folder} {wish.step_s} {requeue_signal} '{wish.gate}'
+srun {sys.executable} -m docs.peers.lightning_training {folder} {wish.step_s} {requeue_signal} '{wish.gate}'
 """
     (folder / "job.sh").write_text(script)
     return _job(peer, person.runs("sbatch", "--parsable", f"--chdir={REPOSITORY}", str(folder / "job.sh")).out, folder)

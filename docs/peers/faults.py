@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from docs.peers.job import Job
 from slurm_train.slurm.records import parse_record
 from slurm_train.tools.devcluster.cluster import start_node, stop_node
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR
-from tests.campaigns.peers.job import Job
 from tests.support.waiting import wait_for
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.campaigns.peers.faults import flip_byte
-from tests.campaigns.peers.outcome import Outcome, StepDone, judge, keep, read, table
+from docs.peers.faults import flip_byte
+from docs.peers.outcome import Outcome, StepDone, judge, keep, read, table
 
 
 def steps(*numbers: int, start: int = 0) -> list[StepDone]:

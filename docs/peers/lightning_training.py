@@ -17,7 +17,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from tests.campaigns.peers.common_training import (
+from docs.peers.common_training import (
     LOCAL_SIZE,
     NUM_RANKS,
     SAVE_EVERY,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.campaigns.peers.common_training import LOCAL_SIZE, SAVE_EVERY, Numbers, Tiny, note_done, note_step
+from docs.peers.common_training import LOCAL_SIZE, SAVE_EVERY, Numbers, Tiny, note_done, note_step
 
 
 class Training(submitit.helpers.Checkpointable):

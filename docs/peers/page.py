@@ -6,19 +6,19 @@ import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.campaigns.peers.common_training import AT_STEP, NUM_RANKS, SAVE_EVERY, STEPS
-from tests.campaigns.peers.faults import FAULTS
-from tests.campaigns.peers.job import PEERS
-from tests.campaigns.peers.outcome import read, table
+from docs.peers.common_training import AT_STEP, NUM_RANKS, SAVE_EVERY, STEPS
+from docs.peers.faults import FAULTS
+from docs.peers.job import PEERS
+from docs.peers.outcome import read, table
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "peers.md"
+PAGE = Path(__file__).parents[1] / "peers.md"
 
 _PAGE = """# The same faults, side by side
 
 The same training ({ranks} ranks on one node, {steps} steps, a checkpoint every {save} steps) under this toolkit,
 submitit {submitit} and Lightning {lightning}, on the one-machine Slurm cluster; torch {torch}, {date}. Every fault
-comes after step {at}, to all of them in the same way. The scripts are in `tests/campaigns/peers`;
-`python -m tests.campaigns.peers --write` runs them and writes this page (about 15 minutes, with the cluster for
+comes after step {at}, to all of them in the same way. The scripts are in `docs/peers`;
+`python -m docs.peers --write` runs them and writes this page (about 15 minutes, with the cluster for
 itself).
 
 {table}

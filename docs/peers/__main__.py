@@ -1,6 +1,6 @@
 """The same training under this toolkit, submitit and Lightning, and the same faults: who ends all steps by itself?
 
-    python -m tests.campaigns.peers [--faults grace,node] [--peers own,lightning] [--write]
+    python -m docs.peers [--faults grace,node] [--peers own,lightning] [--write]
 
 Prints a Markdown table. Needs the one-machine cluster (`python -m slurm_train devcluster up --nodes 4 --gpus 8`) for
 itself, and submitit and Lightning installed. `--write` keeps the outcomes beside this file and rewrites docs/peers.md.
@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
-from tests.campaigns.peers.common_training import AT_STEP, STEPS
-from tests.campaigns.peers.faults import FAULTS, Fault, show_job
-from tests.campaigns.peers.job import PEERS, Job, Wish, end_jobs
-from tests.campaigns.peers.outcome import Outcome, judge, keep, table
-from tests.campaigns.peers.page import write_page
+from docs.peers.common_training import AT_STEP, STEPS
+from docs.peers.faults import FAULTS, Fault, show_job
+from docs.peers.job import PEERS, Job, Wish, end_jobs
+from docs.peers.outcome import Outcome, judge, keep, table
+from docs.peers.page import write_page
 from tests.support.command_line import Person
 from tests.support.qos_pair import qos_pair
 from tests.support.waiting import wait_for
