@@ -1,45 +1,32 @@
 """One rank of the distributed checkpoint tests: two_ranks.py RANK WORLD_SIZE FOLDER SCENE...
 
-Writes FOLDER/SCENE_RANK.json for each scene.
+Each scene asserts on both ranks; what it finds wrong is written to FOLDER/SCENE_RANK.txt.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import signal
 import sys
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from slurm_train.checkpoint import directory
+from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.export import weights_digest
 from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors
-from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.checkpoint.state import StagingBuffers, own_part, restore_training_state, training_state
-from slurm_train.errors import RunError, SlurmTrainError
-from slurm_train.rundir.layout import name_of, parse_name
-from tests.support.small_checkpoints import checkpoint_of
-
-
-def make_header(step: int) -> CheckpointHeader:
-    return CheckpointHeader(
-        step=step,
-        samples=8 * step,
-        epoch=0,
-        world_size=distributed.get_world_size(),
-        mesh={"dp_replicate": distributed.get_world_size()},
-        batch_plan={},
-        config_hash="c",
-        data_fingerprint="d",
-        torch_version=torch.__version__,
-        attempt=1,
-    )
+from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
+from slurm_train.rundir.layout import list_checkpoints, name_of
+from tests.support.small_checkpoints import checkpoint_of, make_header, steps_in
 
 
 def build(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -58,88 +45,90 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, first: in
 
 
 def save(root: Path, step: int, state: dict[str, Any], **changes: Any) -> Any:
-    rank_state = {"rank": distributed.get_rank(), "rng": torch.get_rng_state()}
+    rank_state = {"rank": distributed.get_rank()}
     arguments: dict[str, Any] = {"rank_state": rank_state, "group": distributed.group.WORLD, "keep": 3} | changes
-    return save_checkpoint(root, tensors=state, header=make_header(step), **arguments)
+    return save_checkpoint(root, tensors=state, header=make_header(step, world_size=2), **arguments)
 
 
-def error_of(work: Any) -> dict[str, str]:
+def error_of(work: Any, kind: type[SlurmTrainError] = CheckpointError) -> str:
+    """Returns message and hint of the error that the work raises."""
     try:
         work()
     except SlurmTrainError as err:
-        return {"kind": type(err).__name__, "message": err.message, "hint": err.hint}
-    return {"kind": "none"}
+        assert type(err) is kind, err
+        return str(err)
+    raise AssertionError("no error was raised")
 
 
-def sees_nothing(path: Path) -> bool:
-    return False
-
-
-def resume_scene(root: Path) -> dict[str, Any]:
+def resume_scene(root: Path) -> None:
     """Trains 6 steps; then the same from the checkpoint of step 3, into a model of another seed."""
-    group = distributed.group.WORLD
+    group, rank = distributed.group.WORLD, distributed.get_rank()
     model, optimizer = build(0)
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     train(wrapped, optimizer, first=0, last=3)
     saved = save(root, 3, training_state(wrapped, optimizer))
-    again = save(root, 3, training_state(wrapped, optimizer))
+    assert saved.num_bytes and save(root, 3, training_state(wrapped, optimizer)).num_bytes == 0, "not written again"
+    files = verify(saved.path).files
+    assert set(files) == {".metadata", "__0_0.distcp", "__1_0.distcp", "rank_00000.pt", "rank_00001.pt"}
+    assert {file.name for file in saved.path.iterdir()} == {*files, "manifest.json", "COMPLETE"}
+    assert {file.stat().st_mode & 0o777 for file in saved.path.iterdir()} == {0o600}
     train(wrapped, optimizer, first=3, last=6)
     other, other_optimizer = build(1)
     choice = choose_checkpoint(root, group=group, attempt=1)
-    assert choice is not None
+    assert choice is not None and choice.path == saved.path and choice.manifest.world_size == 2
     state = training_state(other, other_optimizer)
+    assert sorted(state["model"]) == ["0.bias", "0.weight", "1.bias", "1.weight", "2.bias", "2.weight"]
     load_tensors(choice.path, state, group=group)
     restore_training_state(other, other_optimizer, state)
     train(torch.nn.parallel.DistributedDataParallel(other), other_optimizer, first=3, last=6)
-    rank_state = load_rank_state(choice.path, distributed.get_rank())
-    return {
-        "digest": weights_digest(model.named_parameters()),
-        "resumed_digest": weights_digest(other.named_parameters()),
-        "names": sorted(state["model"]),
-        "path": name_of(saved.path).step,
-        "bytes": [saved.num_bytes > 0, again.num_bytes],
-        "rank": rank_state and rank_state["rank"],
-        "missing": load_rank_state(choice.path, 7),
-        "world_size": choice.manifest.world_size,
-    }
+    assert weights_digest(model.named_parameters()) == weights_digest(other.named_parameters()), "bit for bit"
+    assert load_rank_state(choice.path, rank) == {"rank": rank}
+    assert load_rank_state(choice.path, 7) is None
 
 
-def failure_scene(root: Path) -> dict[str, Any]:
-    """Rank 1 cannot write (file size limit: torch's files, its own), has an unsafe state; rank 0 is fenced out."""
+def failure_scene(root: Path) -> None:
+    """Rank 1 cannot write (file size limit: torch's files, its own), sees no directory, or has an unsafe state."""
     rank = distributed.get_rank()
     state = {"weights": torch.arange(4096.0), "more": torch.ones(4096)}
-    save(root, 1, state)
+    files = verify(save(root, 1, state).path).files
+    shares = [files[f"__{number}_0.distcp"].bytes for number in range(2)]
+    assert all(4 * 4096 < share < 1.2 * 4 * 4096 for share in shares), "replicated tensors are written once"
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    results = {}
-    for name, limit, rank_state in (("tensors", 4096, {}), ("rank", 30_000, {"big": torch.ones(10_000)})):
+    for limit, rank_state in ((4096, {}), (30_000, {"big": torch.ones(10_000)})):
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        results[name] = error_of(lambda state_of_rank=rank_state: save(root, 2, state, rank_state=state_of_rank))
+        error = error_of(lambda state_of_rank=rank_state: save(root, 2, state, rank_state=state_of_rank))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert "rank 1" in error and "[Errno 27] File too large" in error and "Traceback" not in error, error
+    exists = Path.exists
     if rank == 1:
         directory.VISIBLE_TIMEOUT_S = 0.0
-        exists, Path.exists = Path.exists, sees_nothing
-    results["invisible"] = error_of(lambda: save(root, 2, state))
-    if rank == 1:
-        Path.exists = exists
-    results["unsafe"] = error_of(lambda: save(root, 2, state, rank_state={"path": root} if rank == 1 else {}))
+        Path.exists = lambda _: False
+    error = error_of(lambda: save(root, 2, state))
+    Path.exists = exists
+    assert "rank 1: " in error and "is not visible on this node" in error, error
+    assert "every node mounts at the same path" in error, error
+    error = error_of(lambda: save(root, 2, state, rank_state={"path": root} if rank == 1 else {}))
+    assert "rank state could not be loaded again" in error and "tensors, numbers, strings" in error, error
 
     def fence() -> None:
         raise RunError("attempt 2 has taken over", hint="exit")
 
-    results["fence"] = error_of(lambda: save(root, 2, state, fence=fence))
+    error = error_of(lambda: save(root, 2, state, fence=fence), RunError)
+    assert error.endswith("attempt 2 has taken over\nhint: exit"), error
     distributed.barrier()
-    return {"errors": results, "left": [parse_name(path.name) and name_of(path).step for path in root.iterdir()]}
+    assert list(root.iterdir()) == list_checkpoints(root) and steps_in(root) == [1], "nothing else is left"
+    verify(checkpoint_of(root, 1))
 
 
-def choose_scene(root: Path) -> dict[str, Any]:
+def choose_scene(root: Path) -> None:
     """The newest is damaged for rank 0; then all are."""
     group = distributed.group.WORLD
+    assert choose_checkpoint(root, group=group, attempt=1) is None
     for step in (1, 2):
         save(root, step, {"weights": torch.full((64,), float(step))})
-    distributed.barrier()
-    results: dict[str, Any] = {"empty": choose_checkpoint(root / "absent", group=group, attempt=1)}
     for step in (2, 1):
+        distributed.barrier()
         if distributed.get_rank() == 0:
             file = checkpoint_of(root, step) / "__0_0.distcp"
             data = bytearray(file.read_bytes())
@@ -147,59 +136,33 @@ def choose_scene(root: Path) -> dict[str, Any]:
             file.write_bytes(data)
         if step == 2:
             choice = choose_checkpoint(root, group=group, attempt=1)
-            assert choice is not None
-            results["chosen"] = [choice.manifest.step, [name_of(item.path).step for item in choice.passed_over]]
-        else:
-            results["none"] = error_of(lambda: choose_checkpoint(root, group=group, attempt=1))
-    return results
+            assert choice is not None and choice.manifest.step == 1
+            assert [name_of(item.path).step for item in choice.passed_over] == [2]
+    error = error_of(lambda: choose_checkpoint(root, group=group, attempt=1))
+    assert "none of the 2 checkpoints" in error and "start from the beginning" in error, error
 
 
-def shard_scene(root: Path) -> dict[str, Any]:
-    """Saves a tensor that is sharded over the ranks; loads a wrong shape."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    whole = torch.arange(24.0).reshape(6, 4)
-    save(root, 1, {"weights": distribute_tensor(whole, mesh, [Shard(0)]), "step": 5})
-    path = checkpoint_of(root, 1)
-    loaded = {"weights": distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)])}
-    load_tensors(path, loaded, group=distributed.group.WORLD)
-    wrong: dict[str, Any] = {"weights": torch.zeros(5)}
-    return {
-        "equal": bool((loaded["weights"].full_tensor() == whole).all()),
-        "wrong": error_of(lambda: load_tensors(path, wrong, group=distributed.group.WORLD)),
-        "missing": error_of(lambda: load_tensors(path, {"x": torch.zeros(1)}, group=distributed.group.WORLD)),
-    }
-
-
-def staged_scene(root: Path) -> dict[str, Any]:
-    """Saves a copy of each rank's own part, shards and values among it, on a group of its own."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+def shard_scene(root: Path) -> None:
+    """Saves a copy of each rank's own part; loads it along another dimension, and what does not fit."""
+    group, mesh = distributed.group.WORLD, init_device_mesh("cpu", (2,))
     whole = torch.arange(24.0).reshape(6, 4)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     state = {"model": {"sharded": sharded, "one": torch.ones(5), "two": torch.ones(7)}, "step": 5}
-    part = own_part(state, rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
+    part = own_part(state, rank=distributed.get_rank(), num_ranks=2)
+    assert sorted(part["model"]) == [["sharded", "two"], ["one", "sharded"]][distributed.get_rank()]
     staged = StagingBuffers(torch.device("cpu")).stage(part)
     for tensor in (sharded.to_local(), state["model"]["one"], state["model"]["two"]):
         tensor.zero_()
-    save(root, 1, staged, group=distributed.new_group(backend="gloo"))
-    loaded = {name: torch.zeros(shape) for name, shape in (("sharded", (6, 4)), ("one", 5), ("two", 7))}
-    load_tensors(checkpoint_of(root, 1), {"model": loaded, "step": 0}, group=distributed.group.WORLD)
-    expected = {"sharded": whole, "one": torch.ones(5), "two": torch.ones(7)}
-    return {"own": sorted(part["model"]), "equal": all(loaded[name].equal(expected[name]) for name in expected)}
+    path = save(root, 1, staged, group=distributed.new_group(backend="gloo")).path
+    loaded = {"sharded": distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)]), "one": torch.zeros(5)}
+    load_tensors(path, {"model": loaded}, group=group)
+    assert loaded["sharded"].full_tensor().equal(whole) and loaded["one"].equal(torch.ones(5))
+    wrong = error_of(lambda: load_tensors(path, {"model": {"one": torch.zeros(6)}}, group=group))
+    missing = error_of(lambda: load_tensors(path, {"x": torch.zeros(1)}, group=group))
+    assert "ize mismatch" in wrong and "x" in missing, (wrong, missing)
 
 
-SCENES = {
-    "staged": staged_scene,
-    "resume": resume_scene,
-    "failure": failure_scene,
-    "choose": choose_scene,
-    "shard": shard_scene,
-}
+SCENES = {"resume": resume_scene, "failure": failure_scene, "choose": choose_scene, "shard": shard_scene}
 
 
 def main() -> None:
@@ -213,8 +176,12 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )
     for name in sys.argv[4:]:
-        result = SCENES[name](folder / name)
-        (folder / f"{name}_{rank}.json").write_text(json.dumps(result))
+        problem = ""
+        try:
+            SCENES[name](folder / name)
+        except Exception:
+            problem = traceback.format_exc()
+        (folder / f"{name}_{rank}.txt").write_text(problem)
     distributed.barrier()
     distributed.destroy_process_group()
 

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.directory import newest_verified
+from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable
+from slurm_train.errors import CheckpointError
 from slurm_train.rundir.layout import list_checkpoints
 from tests.support.faulty_files import FaultyFiles, PowerCut, count_calls, run_failing, run_killed
 from tests.support.small_checkpoints import make_checkpoint, make_header, stage
@@ -94,6 +96,22 @@ def claim_all(root: Path) -> Any:
     return Place(root=root, attempt=2).claim()
 
 
+def prepare_on_node(root: Path) -> None:
+    """One verified checkpoint, and a newer one on the node's own disk."""
+    prepare_first(root)
+    shutil.rmtree(root.parent / "node", ignore_errors=True)
+    make_checkpoint(root.parent / "node", NEW)
+
+
+def copy_from_node(root: Path) -> Any:
+    """Copies the node's checkpoint into the run directory."""
+    node = NodePlace(root=root.parent / "node", node=0, attempt=1)
+    found = newest_reachable(node, lambda held: held.step == NEW, group=None)
+    if found is None:
+        raise CheckpointError("the node's checkpoint cannot be read")
+    return copy_to_run(node, Place(root=root, attempt=1), found, group=None)
+
+
 def save_next(root: Path) -> str:
     """The next attempt claims, saves, prunes, and leaves nothing behind but what does not verify."""
     place = Place(root=root, attempt=2)
@@ -124,6 +142,7 @@ SCENES = (
         may_find=frozenset({NEW}),
         is_told=lambda search: search.found is not None,
     ),
+    Scene(name="copy-from-node", prepare=prepare_on_node, work=copy_from_node),
 )
 
 
