@@ -9,8 +9,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,26 +20,12 @@ from slurm_train.errors import CheckpointError, SlurmTrainError
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What went wrong on one rank, in a form that travels.
+class Failure(NamedTuple):
+    """What went wrong on one rank, in a form that travels: class, text with rank and host, hint."""
 
-    Args:
-        rank: rank in the group.
-        host: name of its node.
-        kind: class to raise everywhere.
-        message: what was found there, without the rank.
-        hint: what to do about it.
-    """
-
-    rank: int
-    host: str
     kind: type[SlurmTrainError]
-    message: str
+    text: str
     hint: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host}: {self.message}"
 
 
 def rank_in(group: ProcessGroup | None) -> int:
@@ -79,20 +64,21 @@ def on_every_rank(group: ProcessGroup | None, work: Callable[[], Result]) -> lis
     return outcomes
 
 
-def failure_of(rank: int, err: BaseException) -> Failure:
-    """Describes an exception of a rank of this group; `host` is this process's."""
+def as_agreed(err: BaseException) -> SlurmTrainError:
+    """Gives the error that all ranks raise for an exception of one: itself if it is ours, else a CheckpointError."""
     if isinstance(err, SlurmTrainError):
-        return Failure(rank, socket.gethostname(), type(err), err.message, err.hint)
+        return err
     is_full = isinstance(err, OSError) and err.errno in {errno.ENOSPC, errno.EDQUOT}
     hint = "free space, raise the quota, or lower checkpoint.keep" if is_full else ""
-    return Failure(rank, socket.gethostname(), CheckpointError, f"{type(err).__name__}: {err}", hint)
+    return CheckpointError(f"{type(err).__name__}: {err}", hint=hint)
 
 
 def _attempt(rank: int, work: Callable[[], Result]) -> tuple[Result | Failure, BaseException | None]:
     try:
         return work(), None
     except Exception as err:  # every kind: whatever it is, the other ranks need it
-        return failure_of(rank, err), err
+        agreed = as_agreed(err)
+        return Failure(type(agreed), f"rank {rank} on {socket.gethostname()}: {agreed.message}", agreed.hint), err
 
 
 def _raise_failures(outcomes: list[Any], cause: BaseException | None) -> None:
@@ -100,4 +86,4 @@ def _raise_failures(outcomes: list[Any], cause: BaseException | None) -> None:
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     if failures:
         hint = next((failure.hint for failure in failures if failure.hint), "")
-        raise failures[0].kind("; ".join(map(str, failures)), hint=hint) from cause
+        raise failures[0].kind("; ".join(failure.text for failure in failures), hint=hint) from cause

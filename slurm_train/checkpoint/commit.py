@@ -1,7 +1,7 @@
 """Every change of a checkpoint directory's name: open, commit, claim, prune. Rank 0 (or a node's leader). No torch.
 
 A process may be stopped in any file-system call (a frozen node, a stuck file server) and carry it out after any length
-of time, beside its successor. Nothing here depends on when that is, because names have one owner:
+of time, while its successor works. Nothing here depends on when that is, because names have one owner:
 
 - A name carries the attempt that owns it and the random id of one save. An attempt acts on names of its own number, or
   of lower ones that nobody has claimed, never of higher ones; no name is used for a second save.

@@ -1,8 +1,8 @@
-"""What a checkpoint says about itself, and its single files: written once, made durable, measured.
+"""The manifest of a checkpoint, and its single files: written once, made durable, measured.
 
 The manifest is the trust anchor: COMPLETE holds the hash of its bytes, and it holds size and hash of everything else.
 It is plain JSON, so a login node reads it without torch. Reading is strict: a checkpoint that this version does not
-fully understand is refused, not guessed at.
+fully understand is refused.
 
 A failed fsync or close is never tried again: after it the kernel may have dropped the dirty pages, and a second call
 would report success for bytes that are gone. The attempt to save is over; the next one uses a fresh directory.
@@ -241,7 +241,7 @@ def copy_file(source: Path, target: Path, expected: FileRecord) -> None:
     finally:
         os.close(descriptor)
     if FileRecord(num_bytes, hasher.hexdigest()) != expected:
-        raise CheckpointError(f"{source} is not what its manifest says, so it was not copied", hint=DAMAGED_HINT)
+        raise CheckpointError(f"{source} differs from its manifest, so it was not copied", hint=DAMAGED_HINT)
     check_hash(target, expected)
 
 

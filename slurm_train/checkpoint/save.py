@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from slurm_train.checkpoint.agreement import on_every_rank, rank_in
 from slurm_train.checkpoint.commit import Fence, Place, committed_path, discard, no_fence
 from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, Manifest, seal_file, write_file
+from slurm_train.checkpoint.metadata import METADATA_FILE
 from slurm_train.errors import CheckpointError, SlurmTrainError
 from slurm_train.rundir.layout import parse_name
 
@@ -96,12 +97,14 @@ def save_to(
     """Saves one checkpoint at a place. Collective; arguments and errors as for `save_checkpoint` and `fill`."""
 
     def write(staging: Path) -> list[Records]:
-        from slurm_train.checkpoint.tensors import tensor_files, write_tensors
+        from slurm_train.checkpoint.tensors import write_tensors
 
         def write_own() -> Records:
-            own = rank_file(rank_in(group))
+            rank = rank_in(group)
+            own, of_tensors = rank_file(rank), sorted(staging.glob(f"__{rank}_*.distcp"))
             records = {own: write_file(staging / own, _to_bytes(rank_state))}
-            return records | {path.name: seal_file(path) for path in tensor_files(staging, rank=rank_in(group))}
+            of_tensors += [staging / METADATA_FILE] if rank == 0 else []
+            return records | {path.name: seal_file(path) for path in of_tensors}
 
         write_tensors(staging, tensors, group=group)
         return on_every_rank(group, write_own)

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from slurm_train.checkpoint.agreement import failure_of
+from slurm_train.checkpoint.agreement import as_agreed
 from slurm_train.checkpoint.directory import wait_until_visible
-from slurm_train.checkpoint.metadata import METADATA_FILE, read_metadata
+from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.errors import CheckpointError
 
 
@@ -56,12 +56,6 @@ def tensor_shapes(path: Path) -> dict[str, Tensor]:
     found = read_metadata(path).state_dict_metadata
     tensors = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
     return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
-
-
-def tensor_files(path: Path, *, rank: int) -> list[Path]:
-    """Lists the files that write_tensors wrote on this rank."""
-    metadata = [path / METADATA_FILE] if rank == 0 else []
-    return sorted(path.glob(f"__{rank}_*.distcp")) + metadata
 
 
 class _Writer(FileSystemWriter):
@@ -132,10 +126,8 @@ def _agreed_errors(task: str, *, is_alone: bool) -> Iterator[None]:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             yield
     except CheckpointException as err:  # derives from BaseException
-        failures = [failure_of(rank, wrapped[0]) for rank, wrapped in sorted(err.failures.items())]
-        text = "; ".join(f"rank {failure.rank}: {failure.message}" for failure in failures)
-        hint = next((failure.hint for failure in failures if failure.hint), "")
-        raise CheckpointError(
-            f"{task}: {text}",
-            hint=hint or "each rank's log has more: `logs RUN --rank N`; the checkpoint before is untouched",
-        ) from err
+        agreed = {rank: as_agreed(wrapped[0]) for rank, wrapped in sorted(err.failures.items())}
+        hints = [own.hint for own in agreed.values() if own.hint]
+        hints.append("each rank's log has more: `logs RUN --rank N`; the checkpoint before is untouched")
+        text = "; ".join(f"rank {rank}: {own.message}" for rank, own in agreed.items())
+        raise CheckpointError(f"{task}: {text}", hint=hints[0]) from err

@@ -59,13 +59,13 @@ def _require_start_weights(path: str | None, *, cwd: Path) -> None:
         )
 
 
-def say_keys_left_behind(config: RunConfig, env: Mapping[str, str]) -> None:
+def warn_unexported_keys(config: RunConfig, env: Mapping[str, str]) -> None:
     """Prints which keys of trackers are set in this shell and do not travel into the job."""
     if config.cluster is None or config.track == TrackSection():
         return
-    from slurm_train.metrics.trackers.catalogue import keys_left_behind
+    from slurm_train.metrics.trackers.catalogue import unexported_keys
     from slurm_train.slurm.environment import exported
 
-    names = keys_left_behind(config.track, env, exported(env, config.cluster.export))
+    names = unexported_keys(config.track, env, exported(env, config.cluster.export))
     if names:
         note(f"{', '.join(names)} stays in this shell; the job gets it with cluster.export=[{','.join(names)}]")

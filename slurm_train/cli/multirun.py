@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.display import plan_rows, say_source
-from slurm_train.cli.inputs import refuse_missing_inputs, say_keys_left_behind
+from slurm_train.cli.inputs import refuse_missing_inputs, warn_unexported_keys
 from slurm_train.cli.outputs import RunOutput, make_outputs, plan_outputs, say_outputs
 from slurm_train.cli.submit import require_slurm, tell_of_bad_nodes
 from slurm_train.cli.terminal import note
@@ -171,7 +171,7 @@ def _submit(
 ) -> int:
     commands, sweep = SlurmCommands(env), plan.sweep
     require_slurm(commands, env)
-    say_keys_left_behind(plan.plans[0].config, env)
+    warn_unexported_keys(plan.plans[0].config, env)
     scripts = [(one.run, render_script(one)) for one in plan.plans]
     with contextlib.ExitStack() as held:
         was_known = sweep.table.exists()

@@ -65,7 +65,7 @@ def _run(
 ) -> int:
     from slurm_train.cli.changes import tell_of_another
     from slurm_train.cli.display import print_plan, say_source
-    from slurm_train.cli.inputs import refuse_missing_inputs, say_keys_left_behind
+    from slurm_train.cli.inputs import refuse_missing_inputs, warn_unexported_keys
     from slurm_train.cli.outputs import make_outputs, plan_outputs, say_outputs
     from slurm_train.launch.plan import plan_run
     from slurm_train.launch.preparation import require_writable
@@ -83,7 +83,7 @@ def _run(
     tell_of_another(plan)
     print_plan(plan)
     say_outputs(outputs)
-    say_keys_left_behind(plan.config, env)
+    warn_unexported_keys(plan.config, env)
     source = read_source(plan, cwd, read_answers(git), env=env)
     say_source(source)
     return carry_out(plan, source, words=words, env=env, accept=flags.accept, outputs=outputs)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 # Indices permuted in one call. One step at a time would cost 30 us a step; this many cost 0.1 ms once in many steps.
 _LOOKAHEAD_INDICES = 4096
-# The cost that all parts stay below is searched for to this share; nobody notices less.
+# The cost that all parts stay below is searched for with this relative precision; less makes no difference.
 _PRECISION = 0.005
 _LOOK_EVERY_S = 0.5
 

@@ -3,7 +3,7 @@
 `data._target_` names a function of ours that gives a source, or a user's own map-style `Dataset`. Besides its keyword
 arguments a user's data set may have
 
-- `heldout`: what differs for the held-out samples, e.g. `{train: false}`; with a `_target_` it stands for itself;
+- `heldout`: what differs for the held-out samples, e.g. `{train: false}`; with a `_target_` it is used alone;
 - `num_workers`: processes that read ahead (0);
 - `collate`: dotted path of a function that makes a batch of a list of items;
 - `keyed_randomness`: seed the random generators before each sample (true); false is faster where nothing is random.
@@ -84,7 +84,7 @@ def prefetch_depth(config: Mapping[str, Any], source: SampleSource) -> int:
     if depth and isinstance(source, MapStyleSource) and source.draws_at_random:
         raise ConfigError(
             "data.prefetch reads in a thread, which would share its random generators with the training",
-            hint="read ahead in processes: data.num_workers=N; or say that reading draws nothing at random: "
+            hint="read ahead in processes: data.num_workers=N; or, if reading draws nothing at random: "
             "data.keyed_randomness=false",
         )
     return depth

@@ -174,7 +174,7 @@ def prepare_worker(_: int) -> None:
 def _end_workers(batches: Any, workers: list[BaseProcess]) -> None:
     """Lets the workers finish, and kills those that do not.
 
-    Left to themselves, a loader and multiprocessing's exit send SIGTERM, which the workers do not hear, and the exit
+    Left to themselves, a loader and multiprocessing's exit send SIGTERM, which the workers ignore, and the exit
     then waits for them without end.
     """
     batches._shutdown_workers()

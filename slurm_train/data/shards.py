@@ -1,4 +1,4 @@
-"""The form of prepared tokens on disk: raw shards and an `index.json` beside them.
+"""The form of prepared tokens on disk: raw shards and an `index.json`.
 
 A directory holds `train_00000.bin`, `heldout_00000.bin`, ...: little-endian unsigned integers, nothing else. Every
 shard begins with one token of context - the end-of-document token, or the last token of the shard before it - so each
@@ -65,7 +65,7 @@ class SplitIndex:
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """What `index.json` says.
+    """The content of `index.json`.
 
     Attributes:
         source: what the tokens were made from, in words.
@@ -183,7 +183,7 @@ def fingerprint_of(hashes: Iterable[str], *, context: int) -> str:
 
 
 def known_fingerprint(data: Mapping[str, Any], *, cwd: Path) -> str | None:
-    """Returns the training samples' fingerprint where it can be told without the data set's own code, else None.
+    """Returns the training samples' fingerprint if it is known without running the data set's own code, else None.
 
     Args:
         data: the `data` mapping of a configuration.

@@ -75,7 +75,7 @@ class TokenSource:
     def batch(self, indices: Int64Array) -> tuple[Tensor, ...]:
         """Returns the windows with these numbers: inputs and targets, each int64 (B, T).
 
-        Targets that pad a short window are IGNORED; the inputs beside them are 0.
+        Targets that pad a short window are IGNORED; the inputs at these positions are 0.
         """
         if len(self._shards) == 1:
             return self._gather(0, indices)

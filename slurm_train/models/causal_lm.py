@@ -1,7 +1,7 @@
 """Any causal language model of the transformers library, from its configuration or from a directory with weights.
 
 The library is imported when a model is built, and not before: it is the extra `hf`. Nothing is ever downloaded, and no
-code that lies beside weights is run.
+code that comes with weights is run.
 
 Shapes: B batch, T positions, V vocabulary.
 """
@@ -49,7 +49,7 @@ class CausalLM(nn.Module):
         return logits_BTV
 
     def sharding_plan(self) -> tuple[str, ...]:
-        """Returns the names of the decoder's blocks: what the library says is not to be split, else what is listed."""
+        """Returns the names of the decoder's blocks: what the library marks as not to be split, else module lists."""
         whole = set(getattr(self.network, "_no_split_modules", None) or ())
         found = [name for name, module in self.named_modules() if type(module).__name__ in whole]
         if found:
@@ -83,15 +83,15 @@ class CausalLM(nn.Module):
         return {name: count for name, count in found.items() if isinstance(count, int)}
 
     def _left_between(self, plan: Mapping[str, str]) -> str:
-        """Returns a parameter that stands beside cut matrices without being cut, "" where there is none.
+        """Returns a parameter in the same modules as cut matrices that is not cut, "" where there is none.
 
         It would get a gradient from a part of the heads only.
         """
         patterns = [re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")) for pattern in plan]
         cut = {name for name, _ in self.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)}
         parents = tuple(sorted({f"{name.rpartition('.')[0]}." for name in cut}))
-        beside = (name for name, _ in self.named_parameters() if name.startswith(parents))
-        return next((name for name in beside if name.rpartition(".")[0] not in cut), "")
+        neighbours = (name for name, _ in self.named_parameters() if name.startswith(parents))
+        return next((name for name in neighbours if name.rpartition(".")[0] not in cut), "")
 
 
 def causal_lm(
@@ -164,7 +164,7 @@ def pretrained_config(*, model_type: str | None, path: str | None, config: Mappi
 
 
 def require_transformers() -> Any:
-    """Returns the library, told to be quiet.
+    """Returns the library, its messages switched off.
 
     Raises:
         ConfigError: it is not installed.
@@ -175,7 +175,7 @@ def require_transformers() -> Any:
         raise ConfigError(
             f"transformers was asked for and cannot be imported: {err}", hint="pip install 'slurm-train[hf]'"
         ) from err
-    # Every rank would say the same into its log.
+    # Every rank would write the same into its log.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

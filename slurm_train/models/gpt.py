@@ -1,7 +1,7 @@
 """A decoder-only transformer: pre-norm, causal scaled-dot-product attention, every published shape by its arguments.
 
-As it stands, byte-level text at one to three million parameters; `conf/model` has GPT-2's and Llama's shapes. The model
-knows no parallelism, no loss and no optimizer: `model(tokens)` gives logits, everything else is in other rooms.
+The defaults are for byte-level text, one to three million parameters; `conf/model` has GPT-2's and Llama's shapes. The
+model knows no parallelism, no loss and no optimizer: `model(tokens)` gives logits, everything else is in other rooms.
 It only describes, as data, where it may be cut.
 
 Shapes: B batch, T positions, C width, H heads, D width per head, V vocabulary, M hidden width of the feed-forward.

@@ -35,7 +35,7 @@ class Objective(nn.Module):
     """Wraps a model so that calling it gives the training loss: what DDP and compile are put around.
 
     Gradients are only synchronised for a call that goes through the wrapper's `forward`; a method of the model called
-    beside it would train each rank on its own.
+    directly would train each rank on its own.
 
     Args:
         model: the model; its state dict is the one to save, this wrapper has no state.

@@ -48,7 +48,7 @@ def test_the_copy_is_the_same_checkpoint(root: Any, node: NodePlace) -> None:
 def test_bytes_that_changed_on_the_node_are_not_copied(root: Any, node: NodePlace, name: str) -> None:
     path = checkpoint_of(node.root, NEW) / name
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    with pytest.raises(CheckpointError, match="is not what its manifest says, so it was not copied"):
+    with pytest.raises(CheckpointError, match="differs from its manifest, so it was not copied"):
         copy_from_node(root)
     assert list(root.iterdir()) == [checkpoint_of(root, OLD)]
 

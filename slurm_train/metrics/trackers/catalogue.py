@@ -41,7 +41,7 @@ def require_installed(track: TrackSection, *, only: str | None = None) -> None:
             )
 
 
-def keys_left_behind(track: TrackSection, env: Mapping[str, str], exported: set[str]) -> list[str]:
+def unexported_keys(track: TrackSection, env: Mapping[str, str], exported: set[str]) -> list[str]:
     """Returns the variables with a tracker's key that are set here and do not travel into the job.
 
     Args:

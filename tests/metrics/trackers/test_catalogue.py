@@ -9,7 +9,7 @@ import pytest
 from slurm_train.config.schema import MlflowSection, TrackioSection, TrackSection, WandbSection
 from slurm_train.errors import ConfigError
 from slurm_train.metrics.trackers import catalogue
-from slurm_train.metrics.trackers.catalogue import NAMES, asked_trackers, keys_left_behind, require_installed
+from slurm_train.metrics.trackers.catalogue import NAMES, asked_trackers, require_installed, unexported_keys
 
 WANDB = TrackSection(wandb=WandbSection(project="p"))
 MLFLOW = TrackSection(mlflow=MlflowSection(experiment="e"))
@@ -51,4 +51,4 @@ SHELL = dict.fromkeys(
     ],
 )
 def test_keys_that_are_not_exported_are_named(track: Any, exported: set[str], left: list[str]) -> None:
-    assert keys_left_behind(track, SHELL, exported) == left
+    assert unexported_keys(track, SHELL, exported) == left
