@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,8 +54,12 @@ def _make(
     from slurm_train.launch.preparation import require_writable
     from slurm_train.launch.snapshot import ask_git, read_answers
     from slurm_train.launch.source import read_source
+    from slurm_train.status.activity import find_active
 
-    missing = _missing(plans, SlurmCommands(env) if series.uses_cluster else None)
+    left = [point for point, plan in plans.items() if not plan.run.result.exists()]
+    runs = [plans[point].run for point in left]
+    active = find_active(runs, SlurmCommands(env)) if series.uses_cluster else {}
+    missing = [point for point in left if plans[point].run not in active]
     if not missing:
         return False
     require_writable(plans[missing[0]].run)
@@ -72,14 +76,6 @@ def _make(
     return True
 
 
-def _missing(plans: Mapping[Point, RunPlan], commands: SlurmCommands | None) -> list[Point]:
-    from slurm_train.status.activity import find_active
-
-    left = [point for point, plan in plans.items() if not plan.run.result.exists()]
-    active = find_active([plans[point].run for point in left], commands) if commands is not None else {}
-    return [point for point in left if plans[point].run not in active]
-
-
 def _newest_job(plans: Iterable[RunPlan]) -> str:
     """Returns the job that the next one has to wait for, "" where there is none."""
     records = [read_job(plan.run) for plan in plans]
@@ -90,7 +86,7 @@ def _newest_job(plans: Iterable[RunPlan]) -> str:
 def _wait(plans: Mapping[Point, RunPlan], commands: SlurmCommands) -> None:
     from slurm_train.status.activity import find_active
 
-    said = -1
+    noted = -1
     while left := [plan.run for plan in plans.values() if not plan.run.result.exists()]:
         try:
             if not find_active(left, commands):
@@ -98,9 +94,9 @@ def _wait(plans: Mapping[Point, RunPlan], commands: SlurmCommands) -> None:
                 return
         except SlurmTrainError as err:
             note(f"Slurm does not answer, asking again: {err.message}")
-        if len(left) != said:
-            said = len(left)
-            note(f"{len(plans) - said} of {len(plans)} runs are finished; Ctrl-C leaves the others alone")
+        if len(left) != noted:
+            noted = len(left)
+            note(f"{len(plans) - noted} of {len(plans)} runs are finished; Ctrl-C leaves the others alone")
         time.sleep(_PAUSE_S)
 
 
@@ -121,7 +117,7 @@ def _report(series: Series, plans: Mapping[Point, RunPlan]) -> int:
     print(render_text(study))
     make_private(series.folder)
     stem = series.folder / f"scaling_{series.nodes}x{series.per_node}"
-    write_atomic(stem.with_suffix(".json"), json.dumps([one.as_json() for one in measured], indent=1) + "\n")
+    write_atomic(stem.with_suffix(".json"), json.dumps([asdict(one) for one in measured], indent=1) + "\n")
     title = f"{series.name}: from 1 rank to {series.nodes} nodes x {series.per_node}"
     write_atomic(stem.with_suffix(".html"), render_page(study, title=title))
     note(f"the same as a page: {stem.with_suffix('.html')}")
@@ -202,14 +198,14 @@ def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) 
     is_named = plan.config.cluster is not None and not cluster_sizes(flags.overrides)
     own_keys = (*_OWN_KEYS, *_OWN_SIZES, *(() if is_named else ("cluster",)))
     rest = [word for word, _, key, _ in parsed if key not in own_keys]
-    name = plan.run.name
+    name, comms = plan.run.name, ["none", *(value or "none" for _, _, key, value in parsed if key == "ddp.comm")]
     return Series(
         flags=replace(flags, overrides=rest),
         name=name,
         nodes=plan.world.num_nodes,
         per_node=plan.world.ranks_per_node[0],
         local_size=plan.batch.local_size,
-        comms=_comms_of([value or "none" for _, _, key, value in parsed if key == "ddp.comm"]),
+        comms=tuple(comms[-1].strip("[]").split(",")),
         steps=-(-steps // LOG_EVERY) * LOG_EVERY,
         # Not by the words: a file may name the cluster, or have one in it.
         uses_cluster=plan.config.cluster is not None,
@@ -219,29 +215,28 @@ def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) 
 
 
 def _require_something_to_time(plan: RunPlan) -> None:
-    if not plan.config.trains:
-        raise ConfigError("a function or script of your own measures nothing", hint="scaling is for the trainer")
-    if not plan.layout.is_replicated:
-        raise ConfigError(
+    refusals = (
+        (not plan.config.trains, "a function or script of your own measures nothing", "scaling is for the trainer"),
+        (
+            not plan.layout.is_replicated,
             f"scaling times whole replicas, parallel asks for {plan.layout}",
-            hint="leave parallel.* out: a cut model does not fit the smallest size, and sends other things",
-        )
-    if not plan.world.is_even or plan.world.min_nodes is not None:
-        raise ConfigError(
+            "leave parallel.* out: a cut model does not fit the smallest size, and sends other things",
+        ),
+        (
+            not plan.world.is_even or plan.world.min_nodes is not None,
             f"scaling compares numbers of equal nodes, the words ask for {plan.world.nodes_in_words}",
-            hint="give one number of nodes and one number of GPUs for all of them, e.g. +cluster=4x8",
-        )
-    if plan.config.batch.shares != "even":
-        raise ConfigError(
+            "give one number of nodes and one number of GPUs for all of them, e.g. +cluster=4x8",
+        ),
+        (
+            plan.config.batch.shares != "even",
             "scaling gives all ranks equal shares, batch.shares was set",
-            hint="leave batch.shares out: unequal shares would hide what a slow rank costs",
-        )
-    if plan.world.size == 1:
-        raise ConfigError("scaling needs two ranks or more", hint="write +cluster=NxG, e.g. +cluster=4x8")
-
-
-def _comms_of(values: Sequence[str]) -> tuple[str, ...]:
-    return tuple(values[-1].strip("[]").split(",")) if values else ("none",)
+            "leave batch.shares out: unequal shares would hide what a slow rank costs",
+        ),
+        (plan.world.size == 1, "scaling needs two ranks or more", "write +cluster=NxG, e.g. +cluster=4x8"),
+    )
+    for is_so, message, hint in refusals:
+        if is_so:
+            raise ConfigError(message, hint=hint)
 
 
 def plan_of(flags: Words, *, env: Mapping[str, str], cwd: Path) -> RunPlan:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from slurm_train.tools.scaling.study import Measured, Model, Study, efficiency, in_bytes, in_time, limit_s, verdict
+from slurm_train.tools.scaling.study import Measured, Study, in_bytes, in_time, verdict
 
 _BAR = 40
 
@@ -34,7 +34,7 @@ def _sizes(title: str, points: Sequence[Measured], base: Measured) -> str:
             in_time(one.step_s),
             f"{one.per_s:,.0f}",
             f"{one.per_s / base.per_s:.2f}x",
-            f"{efficiency(one, base):.0%}",
+            f"{one.efficiency(base):.0%}",
             *(f"{seconds / max(one.step_s, 1e-12):.0%}" for seconds in (one.comm_s, one.uneven_s, one.data_s)),
         )
         for one in points
@@ -55,46 +55,32 @@ def _bars(points: Sequence[Measured]) -> str:
 
 
 def _ways(study: Study) -> str:
-    head = ("exchange", "ranks", "step", "against plain", "sent per step", "bytes / bandwidth", "network")
-    rows = []
+    rows = [("exchange", "ranks", "step", "against plain", "sent per step", "bytes / bandwidth", "network")]
     for plain in study.local:
         same_size = [other for other in study.others if other.size == plain.size]
-        if same_size:
-            rows += [_way(one, plain, study.model) for one in (plain, *same_size)]
-    return aligned([head, *rows])
+        for one in (plain, *same_size) if same_size else ():
+            limit = "-" if study.model is None else in_time(one.ring_bytes() / study.model.bytes_per_s)
+            gain, sent = f"{one.per_s / plain.per_s:.2f}x", in_bytes(one.sent_bytes)
+            name, ranks = f"{one.size} {one.point.comm}", str(one.size.ranks)
+            rows.append((name, ranks, in_time(one.step_s), gain, sent, limit, in_time(one.comm_s)))
+    return aligned(rows)
 
 
-def _way(one: Measured, plain: Measured, model: Model | None) -> tuple[str, ...]:
-    return (
-        f"{one.size} {one.point.comm}",
-        str(one.size.ranks),
-        in_time(one.step_s),
-        f"{one.per_s / plain.per_s:.2f}x",
-        in_bytes(one.sent_bytes),
-        "-" if model is None else in_time(limit_s(one, model)),
-        in_time(one.comm_s),
-    )
-
-
-def aligned(rows: Iterable[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Returns rows as columns, the first to the left, the others to the right."""
-    cells = [list(row) for row in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = (
-        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(row, widths, strict=True)) for row in cells)
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows)
+    return "\n".join(lines)
 
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 320, 70, 40
-_PARTS = (
-    ("compute_s", "computing", "#4878a8"),
-    ("data_s", "waiting for data", "#6aa84f"),
-    ("uneven_s", "waiting for slower ranks", "#e69f00"),
-    ("comm_s", "exchange", "#cc5a4a"),
-)
-_Scale = Callable[[float], float]
+_ROW = 26
+_PARTS = {
+    "compute_s": ("computing", "#4878a8"),
+    "data_s": ("waiting for data", "#6aa84f"),
+    "uneven_s": ("waiting for slower ranks", "#e69f00"),
+    "comm_s": ("exchange", "#cc5a4a"),
+}
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222; }
 pre { background: #f5f5f5; padding: 1em; overflow-x: auto; font-size: 13px; }
@@ -119,66 +105,60 @@ def render_page(study: Study, *, title: str) -> str:
 def _throughput(study: Study) -> str:
     """Throughput over ranks, both axes logarithmic: perfect scaling is a straight line."""
     base, last = study.local[0], study.largest
-    most = max(last.size.ranks / base.size.ranks * base.per_s, *(one.per_s for one in (*study.local, *study.whole)))
-    least = min(one.per_s for one in (*study.local, *study.whole))
-    across = _scale(base.size.ranks, last.size.ranks, _LEFT, _WIDTH - 20)
-    up = _scale(least / 1.2, most * 1.2, _HEIGHT - _BOTTOM, 15)
-    perfect = [(one.size.ranks, one.size.ranks / base.size.ranks * base.per_s) for one in study.local]
-    curves = [("perfect scaling", perfect, "#999", "5 4"), ("fixed local batch", _curve(study.local), "#4878a8", "")]
+    ideal = base.per_s / base.size.ranks
+    curves = [
+        ("perfect scaling", [(one.size.ranks, ideal * one.size.ranks) for one in study.local], "#999"),
+        ("fixed local batch", [(one.size.ranks, one.per_s) for one in study.local], "#4878a8"),
+    ]
     if len(study.whole) > 1:
-        curves.append(("fixed global batch", _curve(study.whole), "#cc5a4a", ""))
-    drawn = "".join(_polyline(points, across, up, colour, dash) for _, points, colour, dash in curves)
-    ticks = "".join(
-        f'<text x="{across(one.size.ranks):.0f}" y="{_HEIGHT - 18}" text-anchor="middle">{one.size}</text>'
-        f'<text x="{_LEFT - 8}" y="{up(one.per_s) + 4:.0f}" text-anchor="end">{one.per_s:,.0f}</text>'
-        for one in study.local
-    )
-    legend = _legend([(name, colour) for name, _, colour, _ in curves])
-    axis = f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 2}" text-anchor="middle">nodes x ranks; {last.unit} per second</text>'
-    return _svg(drawn + ticks + legend + axis, _HEIGHT)
-
-
-def _curve(points: Sequence[Measured]) -> list[tuple[int, float]]:
-    return [(one.size.ranks, one.per_s) for one in points]
-
-
-def _polyline(points: Sequence[tuple[int, float]], across: _Scale, up: _Scale, colour: str, dash: str) -> str:
-    places = [(across(ranks), up(value)) for ranks, value in points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dots = "" if dash else "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in places)
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>{dots}'
+        curves.append(("fixed global batch", [(one.size.ranks, one.per_s) for one in study.whole], "#cc5a4a"))
+    rates = [rate for _, points, _ in curves for _, rate in points]
+    across = _scale(base.size.ranks, last.size.ranks, _LEFT, _WIDTH - 20)
+    up = _scale(min(rates) / 1.2, max(rates) * 1.2, _HEIGHT - _BOTTOM, 15)
+    parts = [_text(_WIDTH / 2, _HEIGHT - 2, f"nodes x ranks; {last.unit} per second", "middle")]
+    for number, (_, points, colour) in enumerate(curves):
+        places = [(across(ranks), up(rate)) for ranks, rate in points]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        dashes = "" if number else ' stroke-dasharray="5 4"'
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in places if number]
+    for one in study.local:
+        parts.append(_text(across(one.size.ranks), _HEIGHT - 18, str(one.size), "middle"))
+        parts.append(_text(_LEFT - 8, up(one.per_s) + 4, f"{one.per_s:,.0f}", "end"))
+    return _svg(parts, _HEIGHT, legend={name: colour for name, _, colour in curves})
 
 
 def _steps(study: Study) -> str:
     """A bar per run: the parts of a step, in time."""
     runs = (*study.local, *study.others)
-    longest = max(sum(getattr(one, name) for name, _, _ in _PARTS) for one in runs) or 1.0
-    rows, height = [], 26
+    longest = max(sum(getattr(one, name) for name in _PARTS) for one in runs) or 1.0
+    parts = []
     for number, one in enumerate(runs):
-        x, y = 150.0, 30 + number * height
-        rows.append(f'<text x="142" y="{y + 13}" text-anchor="end">{one.size} {html.escape(one.point.comm)}</text>')
-        for name, _, colour in _PARTS:
+        x, y = 150.0, 30.0 + number * _ROW
+        parts.append(_text(142, y + 13, f"{one.size} {one.point.comm}", "end"))
+        for name, (_, colour) in _PARTS.items():
             width = (_WIDTH - 170) * getattr(one, name) / longest
-            rows.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height - 8}" fill="{colour}"/>')
+            parts.append(_rectangle(x, y, width, _ROW - 8, colour))
             x += width
-    legend = _legend([(name, colour) for _, name, colour in _PARTS])
-    return _svg("".join(rows) + legend, 40 + len(runs) * height)
+    return _svg(parts, 40 + len(runs) * _ROW, legend=dict(_PARTS.values()))
 
 
-def _legend(names: Sequence[tuple[str, str]]) -> str:
-    return "".join(
-        f'<rect x="{_LEFT + 10 + number * 150}" y="5" width="10" height="10" fill="{colour}"/>'
-        f'<text x="{_LEFT + 25 + number * 150}" y="14">{name}</text>'
-        for number, (name, colour) in enumerate(names)
-    )
+def _svg(parts: list[str], height: int, *, legend: Mapping[str, str]) -> str:
+    for number, (name, colour) in enumerate(legend.items()):
+        x = _LEFT + 10 + number * 150.0
+        parts += [_rectangle(x, 5, 10, 10, colour), _text(x + 15, 14, name, "start")]
+    return f'<svg viewBox="0 0 {_WIDTH + 60} {height}" width="100%" role="img">{"".join(parts)}</svg>'
 
 
-def _svg(content: str, height: int) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH + 60} {height}" width="100%" role="img">{content}</svg>'
+def _rectangle(x: float, y: float, width: float, height: float, colour: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.0f}" width="{width:.1f}" height="{height:.0f}" fill="{colour}"/>'
 
 
-def _scale(first: float, last: float, begin: float, end: float) -> _Scale:
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+def _scale(first: float, last: float, begin: float, end: float) -> Callable[[float], float]:
     """Returns what places a value on a logarithmic axis."""
     span = math.log(last / first) if last > first else 1.0
     return lambda value: begin + (end - begin) * math.log(value / first) / span

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Literal
 
 from slurm_train.config.batch import recut_batch
 from slurm_train.rundir.events import read_events
@@ -126,9 +126,14 @@ class Measured:
         """Nodes and ranks."""
         return self.point.size
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns what the study keeps of it."""
-        return asdict(self)
+    def efficiency(self, base: Measured) -> float:
+        """Returns throughput per rank over that of another size, 1 for perfect scaling."""
+        return (self.per_s / self.size.ranks) / (base.per_s / base.size.ranks)
+
+    def ring_bytes(self, *, ranks: int = 0) -> float:
+        """Returns the bytes that each rank of a ring sends in a step; among so many ranks if they are given."""
+        ranks = ranks or self.size.ranks
+        return 2.0 * (ranks - 1) / ranks * self.sent_bytes
 
 
 def measure(run: RunDirectory, point: Point) -> Measured | None:
@@ -167,14 +172,9 @@ class Model:
     bytes_per_s: float
     """Effective bandwidth; infinity where bytes cost nothing."""
 
-    def comm_s(self, ranks: int, sent_bytes: float) -> float:
-        """Returns what an exchange among so many ranks takes."""
-        return self.alpha_s * math.log2(max(ranks, 1)) + ring_bytes(ranks, sent_bytes) / self.bytes_per_s
-
-
-def ring_bytes(ranks: int, sent_bytes: float) -> float:
-    """Returns the bytes that each rank of a ring sends."""
-    return 2.0 * (ranks - 1) / ranks * sent_bytes
+    def comm_s(self, one: Measured, *, ranks: int) -> float:
+        """Returns what an exchange of as many bytes as in a run takes among so many ranks."""
+        return self.alpha_s * math.log2(max(ranks, 1)) + one.ring_bytes(ranks=ranks) / self.bytes_per_s
 
 
 def fit(points: Sequence[Measured]) -> Model | None:
@@ -189,7 +189,7 @@ def fit(points: Sequence[Measured]) -> Model | None:
     spanning = [one for one in known if one.size.nodes > 1] or known
     if not spanning:
         return None
-    rows = [(math.log2(one.size.ranks), ring_bytes(one.size.ranks, one.sent_bytes), one.comm_s) for one in spanning]
+    rows = [(math.log2(one.size.ranks), one.ring_bytes(), one.comm_s) for one in spanning]
     alpha, per_byte = _least_squares(rows)
     return Model(alpha, 1.0 / per_byte if per_byte > 0 else math.inf)
 
@@ -251,11 +251,6 @@ def sort_study(measured: Sequence[Measured], *, comm: str) -> Study:
     return Study(local=local, whole=whole, others=others, model=fit(local))
 
 
-def efficiency(one: Measured, base: Measured) -> float:
-    """Returns throughput per rank over that of the smallest size, 1 for perfect scaling."""
-    return (one.per_s / one.size.ranks) / (base.per_s / base.size.ranks)
-
-
 def shares(study: Study) -> dict[str, float]:
     """Returns what the largest size's step goes into, as parts of it: "network", "uneven", "data", "crowd", "compute".
 
@@ -300,33 +295,30 @@ def _what_limits(study: Study) -> list[str]:
         return [f"{head}; computing limits ({found['compute']:.0%} of it), and nothing else takes a tenth of it"]
     limit = _LIMITS["exchange" if worst == "network" and one.size.nodes == 1 else worst]
     sentences = [f"{head}; {limit.format(share=losses[worst])}"]
-    if worst == "network" and study.model is not None:
-        sentences.append(_network(study, study.model))
+    model = study.model
+    if worst == "network" and model is not None and math.isinf(model.bytes_per_s):
+        cost = f"the exchange costs {in_time(model.alpha_s)} for each doubling of the ranks, whatever its size: latency"
+        sentences.append(cost)
+    elif worst == "network" and model is not None:
+        sent = one.ring_bytes()
+        sentences.append(
+            f"each rank sends {in_bytes(sent)} per step at an effective {in_bits(model.bytes_per_s)}, which takes "
+            f"{in_time(sent / model.bytes_per_s)}; each doubling of the ranks costs {in_time(model.alpha_s)} more"
+        )
     return sentences
-
-
-def _network(study: Study, model: Model) -> str:
-    one = study.largest
-    sent = ring_bytes(one.size.ranks, one.sent_bytes)
-    if math.isinf(model.bytes_per_s):
-        return f"the exchange costs {in_time(model.alpha_s)} for each doubling of the ranks, whatever its size: latency"
-    return (
-        f"each rank sends {in_bytes(sent)} per step at an effective {in_bits(model.bytes_per_s)}, which takes "
-        f"{in_time(sent / model.bytes_per_s)}; each doubling of the ranks costs {in_time(model.alpha_s)} more"
-    )
 
 
 def _more_nodes(study: Study) -> list[str]:
     one, base = study.largest, study.local[0]
-    said = [f"efficiency {efficiency(one, base):.0%} of {base.size.ranks} rank at a fixed local batch"]
+    said = [f"efficiency {one.efficiency(base):.0%} of {base.size.ranks} rank at a fixed local batch"]
     if study.model is None or one.size.nodes < 2:
         return said
     alone = next((other for other in study.local if other.size.nodes == 1 and other.size != base.size), base)
     if one.per_s <= alone.per_s:
         said.append(f"{one.size.nodes} nodes are no faster than one: {one.per_s:,.0f} against {alone.per_s:,.0f} per s")
-    longer_s = study.model.comm_s(2 * one.size.ranks, one.sent_bytes) - one.comm_s
+    longer_s = study.model.comm_s(one, ranks=2 * one.size.ranks) - one.comm_s
     gain = 2 * one.step_s / max(one.step_s + longer_s, 1e-12)
-    left = efficiency(one, alone) * gain / 2
+    left = one.efficiency(alone) * gain / 2
     words = "pay" if left >= _PAYS else "hardly pay" if left >= _HARDLY else "do not pay"
     said.append(
         f"more nodes {words}: {2 * one.size.nodes} would have {gain:.2f}x the throughput of {one.size.nodes}, and each "
@@ -348,28 +340,25 @@ def _ways(study: Study) -> list[str]:
     ]
 
 
-def limit_s(one: Measured, model: Model) -> float:
-    """Returns what the bytes of one way of exchanging take at the model's bandwidth, and nothing else."""
-    return ring_bytes(one.size.ranks, one.sent_bytes) / model.bytes_per_s
-
-
 def in_time(seconds: float) -> str:
-    """Returns seconds for people, e.g. "812 ms"."""
-    for least, factor, unit in ((1.0, 1.0, "s"), (1e-4, 1e3, "ms")):
-        if seconds >= least:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{1e6 * seconds:.2g} us"
+    """Returns seconds in a fitting unit, e.g. "812 ms"."""
+    return _in_unit(seconds, (1.0, "s"), (1e-4, "ms"), (0.0, "us"))
 
 
 def in_bytes(number: float) -> str:
-    """Returns bytes for people, e.g. "5.2 MB"."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= factor:
-            return f"{number / factor:.3g} {unit}"
-    return f"{number:.0f} B"
+    """Returns bytes in a fitting unit, e.g. "5.2 MB"."""
+    return _in_unit(number, (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0.0, "B"))
 
 
 def in_bits(bytes_per_s: float) -> str:
-    """Returns a bandwidth for people, e.g. "96 Mbit/s"."""
-    bits = 8 * bytes_per_s
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+    """Returns a bandwidth in a fitting unit, e.g. "96 Mbit/s"."""
+    return _in_unit(8 * bytes_per_s, (1e9, "Gbit/s"), (0.0, "Mbit/s"))
+
+
+_SIZES = {"ms": 1e-3, "us": 1e-6, "GB": 1e9, "MB": 1e6, "kB": 1e3, "Gbit/s": 1e9, "Mbit/s": 1e6}
+
+
+def _in_unit(value: float, *units: tuple[float, str]) -> str:
+    """Returns a value in the first unit whose least value it reaches."""
+    unit = next((unit for least, unit in units if value >= least), units[-1][1])
+    return f"{value / _SIZES.get(unit, 1.0):.3g} {unit}"

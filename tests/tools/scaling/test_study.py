@@ -20,7 +20,6 @@ from slurm_train.tools.scaling.study import (
     Mode,
     Point,
     Size,
-    efficiency,
     fit,
     in_bits,
     in_bytes,
@@ -28,7 +27,6 @@ from slurm_train.tools.scaling.study import (
     measure,
     plan_points,
     plan_sizes,
-    ring_bytes,
     shares,
     sort_study,
     verdict,
@@ -139,7 +137,7 @@ def test_latency_and_bandwidth_are_found_again() -> None:
     model = fit(points)
     assert model is not None
     assert model.alpha_s == pytest.approx(0.003, rel=1e-6) and model.bytes_per_s == pytest.approx(12.5e6, rel=1e-6)
-    assert model.comm_s(16, GRADIENT_BYTES) == pytest.approx(points[-1].comm_s)
+    assert model.comm_s(points[-1], ranks=16) == pytest.approx(points[-1].comm_s)
 
 
 def test_one_size_alone_is_taken_for_bandwidth() -> None:
@@ -162,17 +160,12 @@ def test_no_part_is_negative() -> None:
     assert model is not None and model.alpha_s >= 0 and model.bytes_per_s > 0
     latency = fit([measured(n, 1, alpha_s=0.01, bytes_per_s=math.inf) for n in (2, 4, 8)])
     assert latency is not None
-    assert latency.alpha_s == pytest.approx(0.01) and latency.comm_s(16, GRADIENT_BYTES) == pytest.approx(0.04)
+    assert latency.alpha_s == pytest.approx(0.01) and latency.comm_s(measured(2, 1), ranks=16) == pytest.approx(0.04)
 
 
 def test_without_an_exchange_there_is_no_model() -> None:
     assert fit([measured(1, 1)]) is None
     assert fit([]) is None
-
-
-def test_a_ring_sends_twice_all_but_one_part() -> None:
-    assert ring_bytes(1, 100.0) == 0.0
-    assert ring_bytes(4, 100.0) == 150.0
 
 
 NODES = (1, 2, 4)
@@ -244,7 +237,7 @@ def test_the_best_way_of_exchanging_is_named_and_compared_with_its_bytes() -> No
 
 def test_efficiency_is_throughput_per_rank() -> None:
     base, one = measured(1, 1), measured(4, 2, bytes_per_s=12.5e6)
-    assert efficiency(one, base) == pytest.approx(base.step_s / one.step_s)
+    assert one.efficiency(base) == pytest.approx(base.step_s / one.step_s)
 
 
 def test_a_page_needs_nothing_else_and_its_drawings_are_sound() -> None:
