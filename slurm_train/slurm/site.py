@@ -1,22 +1,20 @@
 """What Slurm says about a cluster: one question each, and what follows for a user. Only gathering talks to Slurm.
 
-What follows: which partitions, accounts and QOS are open, who may preempt a run there and what becomes of it, and what
-a node has for each of its GPUs.
+What follows: the account and QOS of a run that names none, who may preempt it, and what becomes of it.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import pwd
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.errors import ClusterError
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.nodelist import NodeListError, parse_nodelist
-from slurm_train.slurm.policy import Association, NodeGroup, Partition, Preemption, Qos, read_preemption
+from slurm_train.slurm.policy import Association, Partition, Preemption, Qos, read_preemption
 
 T = TypeVar("T")
 
@@ -120,147 +118,12 @@ def _nodes(record: Mapping[str, str]) -> set[str]:
         return set()
 
 
-def usable_partitions(facts: SiteFacts) -> list[Partition]:
-    """Returns the partitions that a run may go to, those with GPUs if there are any; the best choice first.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    accounts = {one.account for one in facts.associations}
-    is_open = [one for one in facts.partitions if one.state == "up" and one.groups and _admits(facts, one, accounts)]
-    if not is_open:
-        raise ConfigError("sinfo shows no partition that is up and open to you", hint="run `sinfo` by hand")
-    with_gpus = [one for one in is_open if one.gpus_per_node]
-
-    def rank(one: Partition) -> tuple[bool, bool, int, str]:
-        # A run that comes back from preemptions is still quicker where there are none.
-        is_preempted = preemption_in(facts, "", one.name).outcome != "never"
-        return not one.is_default, is_preempted, -_num_gpus(one), one.name
-
-    return sorted(with_gpus or is_open, key=rank)
-
-
-def _admits(facts: SiteFacts, partition: Partition, accounts: set[str]) -> bool:
-    record = facts.record(partition.name)
-    allowed, denied = (set(record.get(key, "ALL").split(",")) for key in ("AllowAccounts", "DenyAccounts"))
-    if record.get("RootOnly") == "YES" or (accounts and "ALL" not in allowed and not accounts & allowed):
-        return False
-    return not ("DenyAccounts" in record and accounts and accounts <= denied)
-
-
-def _num_gpus(partition: Partition) -> int:
-    return sum(group.num_nodes * group.gpus_per_node for group in partition.groups)
-
-
 def default_account(associations: Sequence[Association]) -> str:
     """Returns the account that Slurm charges where none is named; "" where nobody says."""
     return next((one.account for one in sorted(associations, key=lambda one: not one.is_default)), "")
-
-
-def qos_names(associations: Sequence[Association], account: str) -> tuple[str, ...]:
-    """Returns the QOS that jobs of an account may ask for, as far as accounting says."""
-    names = (name for one in associations if one.account == account for name in one.qos)
-    return tuple(dict.fromkeys(names))
 
 
 def default_qos(associations: Sequence[Association], account: str) -> str:
     """Returns the QOS that a job of an account gets where it asks for none; "" where nobody says."""
     defaults = (one.default_qos for one in associations if one.account == account and one.default_qos)
     return next(defaults, "")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeShape:
-    """The smallest node of those that a run may get."""
-
-    num_nodes: int
-    gpus: int
-    """0: a node without GPUs."""
-    cpus: int
-    memory_mb: int
-
-
-def gpu_types(partition: Partition) -> list[str]:
-    """Returns the types of GPU in a partition, the one with most GPUs first; [""] where the site names none."""
-    totals: dict[str, int] = {}
-    for group in partition.groups:
-        if group.gpus_per_node:
-            totals[group.gpu_type] = totals.get(group.gpu_type, 0) + group.num_nodes * group.gpus_per_node
-    return sorted(totals, key=lambda name: (-totals[name], name))
-
-
-def shape_of(partition: Partition, *, gpu_type: str) -> NodeShape:
-    """Returns what the nodes with this type of GPU have in common; of a partition without GPUs, what all have.
-
-    Nodes of one partition may have different numbers of GPUs. The number that most GPUs come in counts, and the least
-    CPUs and memory that are there for so many.
-    """
-    groups = [group for group in partition.groups if group.gpus_per_node and group.gpu_type == gpu_type]
-    groups = groups or list(partition.groups)
-    if not groups:
-        return NodeShape(num_nodes=0, gpus=0, cpus=0, memory_mb=0)
-    gpus = max(groups, key=lambda group: (_gpus_in(groups, group.gpus_per_node), -group.gpus_per_node)).gpus_per_node
-    alike = [group for group in groups if group.gpus_per_node == gpus]
-    return NodeShape(
-        num_nodes=sum(group.num_nodes for group in alike),
-        gpus=gpus,
-        cpus=min(group.cpus_per_node for group in alike),
-        memory_mb=min(group.memory_per_node_mb for group in alike),
-    )
-
-
-def _gpus_in(groups: list[NodeGroup], per_node: int) -> int:
-    return sum(group.num_nodes * group.gpus_per_node for group in groups if group.gpus_per_node == per_node)
-
-
-def cpus_per_gpu(shape: NodeShape, record: Mapping[str, str]) -> int | None:
-    """Returns the CPUs of a GPU's share of its node; what the site gives by default, if it says so.
-
-    Args:
-        shape: the node.
-        record: scontrol's fields of the partition; empty where they are not known.
-    """
-    own = _number(_job_defaults(record).get("DefCpuPerGPU", ""))
-    if own or not shape.gpus or not shape.cpus:
-        return own
-    limits = [shape.cpus, _number(record.get("MaxCPUsPerNode", "")), _free_cpus(record)]
-    return max(1, min(limit for limit in limits if limit) // shape.gpus)
-
-
-def memory_gb_per_gpu(
-    shape: NodeShape, record: Mapping[str, str], settings: Mapping[str, str], *, cpus: int | None
-) -> int | None:
-    """Returns the GiB of a GPU's share of its node; None where the site gives memory itself, or does not count it.
-
-    Args:
-        shape: the node.
-        record: scontrol's fields of the partition.
-        settings: `scontrol show config`.
-        cpus: CPUs of each GPU's share.
-    """
-    counts_memory = "MEMORY" in settings.get("SelectTypeParameters", "").upper()
-    if not counts_memory or not shape.gpus or "DefMemPerGPU" in _job_defaults(record):
-        return None
-    per_cpu_mb = _number(record.get("MaxMemPerCPU", ""))
-    # Beyond MaxMemPerCPU Slurm raises the CPUs of a task, and the node has no more of them.
-    by_cpus_mb = per_cpu_mb * cpus * shape.gpus if per_cpu_mb and cpus else None
-    limits = [shape.memory_mb, _number(record.get("MaxMemPerNode", "")), by_cpus_mb]
-    return min(limit for limit in limits if limit) // shape.gpus // 1024 or None
-
-
-def _job_defaults(record: Mapping[str, str]) -> dict[str, str]:
-    pairs = (item.partition("=") for item in record.get("JobDefaults", "").split(","))
-    return {name: value for name, sign, value in pairs if sign}
-
-
-def _free_cpus(record: Mapping[str, str]) -> int | None:
-    """Returns the CPUs of a node that jobs may have, where some are kept for the system: their mean, rounded down."""
-    counts = dict(item.partition("=")[::2] for item in record.get("TRES", "").split(","))
-    cpus, nodes = _number(counts.get("cpu", "")), _number(counts.get("node", ""))
-    total = _number(record.get("TotalCPUs", ""))
-    # In a partition of different nodes the mean says nothing about the smallest, unless CPUs are kept back at all.
-    return math.floor(cpus / nodes) if cpus and nodes and total and cpus < total else None
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdigit() else None

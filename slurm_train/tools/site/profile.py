@@ -5,29 +5,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import yaml
 
 from slurm_train.config.site import SiteFile, SitePartition, SiteQos
 from slurm_train.errors import ConfigError
-from slurm_train.slurm.policy import Partition, duration_s, return_in_words
-from slurm_train.slurm.site import (
-    SiteFacts,
-    cpus_per_gpu,
-    default_account,
-    default_qos,
-    gpu_types,
-    memory_gb_per_gpu,
-    preempting_qos,
-    preemption_in,
-    qos_names,
-    shape_of,
-    usable_partitions,
-)
+from slurm_train.slurm.policy import Association, Partition, Preemption, duration_s, return_in_words
+from slurm_train.slurm.site import SiteFacts, default_account, default_qos, preempting_qos, preemption_in
 
 _LONGEST_DEFAULT_MIN = 1440
 
@@ -61,36 +49,39 @@ def open_questions(facts: SiteFacts, answers: Mapping[str, str]) -> list[Questio
         facts: what Slurm says.
         answers: those given so far, by key; the account decides the QOS, and the partition the GPUs.
     """
-    found = _where(facts, answers)
-    account = answers.get("account") or default_account(facts.associations)
-    names = qos_names(facts.associations, account)
-    if len(names) > 1:
-        found.append(Question("qos", "Which QOS?", default_qos(facts.associations, account), names))
-    longest = str(_LONGEST_DEFAULT_MIN)
-    return found + [
-        Question("time_limit_min", "How many minutes may one attempt take, at most? A run takes several.", longest),
-        Question("network_interface", "Which network interface joins the nodes, e.g. ib0? (empty: NCCL finds it)", ""),
-        Question("setup", "A shell line that every job needs, e.g. module load cuda/12.4? (empty: none)", ""),
-    ]
-
-
-def _where(facts: SiteFacts, answers: Mapping[str, str]) -> list[Question]:
-    partitions = usable_partitions(facts)
+    partitions, found = usable_partitions(facts), []
     names = tuple(one.name for one in partitions)
-    found = []
     if len(names) > 1:
         found.append(Question("partition", "Which partition do runs go to?", names[0], names))
     for one in partitions:
         types = gpu_types(one)
         if one.name == (answers.get("partition") or names[0]) and len(types) > 1:
             found.append(Question("gpu_type", f"Which GPUs of partition {one.name}?", types[0], tuple(types)))
-    accounts = tuple(dict.fromkeys(one.account for one in facts.associations))
+    accounts, account = tuple(dict.fromkeys(one.account for one in facts.associations)), _account(facts, answers)
     if len(accounts) > 1:
-        account = default_account(facts.associations)
-        found.append(Question("account", "Which account is charged?", account, accounts))
+        default = default_account(facts.associations)
+        found.append(Question("account", "Which account is charged?", default, accounts))
     elif not accounts:
         found.append(Question("account", "Which account is charged? (empty: Slurm's default)", ""))
-    return found
+    qos = _qos_names(facts.associations, account)
+    if len(qos) > 1:
+        found.append(Question("qos", "Which QOS?", default_qos(facts.associations, account), qos))
+    longest = str(_LONGEST_DEFAULT_MIN)
+    return [
+        *found,
+        Question("time_limit_min", "How many minutes may one attempt take, at most? A run takes several.", longest),
+        Question("network_interface", "Which network interface joins the nodes, e.g. ib0? (empty: NCCL finds it)", ""),
+        Question("setup", "A shell line that every job needs, e.g. module load cuda/12.4? (empty: none)", ""),
+    ]
+
+
+def _account(facts: SiteFacts, answers: Mapping[str, str]) -> str:
+    return answers.get("account") or default_account(facts.associations)
+
+
+def _qos_names(associations: Sequence[Association], account: str) -> tuple[str, ...]:
+    """Returns the QOS that jobs of an account may ask for, as far as accounting says."""
+    return tuple(dict.fromkeys(name for one in associations if one.account == account for name in one.qos))
 
 
 def build_profile(facts: SiteFacts, answers: Mapping[str, str]) -> SiteFile:
@@ -103,109 +94,238 @@ def build_profile(facts: SiteFacts, answers: Mapping[str, str]) -> SiteFile:
     Raises:
         ConfigError: an answer that is none of the choices, or no number where one is asked; no partition to run in.
     """
-    told = {one.key: one.check(answers.get(one.key, "")) for one in open_questions(facts, answers)}
-    partitions = usable_partitions(facts)
-    account = told.get("account", default_account(facts.associations))
-    qos = told.get("qos") or default_qos(facts.associations, account)
-    has_gpus = any(one.gpus_per_node for one in partitions)
-    cluster: dict[str, Any] = {
-        "partition": told.get("partition", partitions[0].name),
-        "account": account or None,
-        "qos": qos or None,
-        "gpu_flag": _gpu_flag(facts) if has_gpus else "none",
-        "network_interface": told["network_interface"] or None,
-        "setup": [told["setup"]] if told["setup"] else None,
-    }
-    limit_min = _minutes(told["time_limit_min"])
+    given = {one.key: one.check(answers.get(one.key, "")) for one in open_questions(facts, answers)}
+    limit = given["time_limit_min"]
+    if not limit.isdigit() or int(limit) < 1:
+        raise ConfigError(f"time_limit_min={limit!r} is no number of minutes", hint="e.g. 1440 for a day")
+    partitions, account = usable_partitions(facts), _account(facts, given)
+    qos = given.get("qos") or default_qos(facts.associations, account)
+    # --gpus-per-node is an option of cons_tres; other selectors know GPUs as generic resources alone.
+    select = facts.settings.get("SelectType", "select/cons_tres")
+    gpu_flag = "gpus-per-node" if select in ("select/cons_tres", "select/cray_aries") else "gres"
+    partition = given.get("partition", partitions[0].name)
     return SiteFile(
         slurm_version=facts.settings.get("SLURM_VERSION", ""),
-        requeue=return_in_words(preemption_in(facts, qos, str(cluster["partition"])) if facts.settings else None),
+        requeue=return_in_words(preemption_in(facts, qos, partition) if facts.settings else None),
         kill_wait_s=duration_s(facts.settings.get("KillWait", "")),
-        cluster={key: value for key, value in cluster.items() if value is not None},
-        partitions={one.name: _partition(facts, one, told, qos=qos, limit_min=limit_min) for one in partitions},
-        qos={name: _qos(facts, name) for name in qos_names(facts.associations, account) if facts.qos_named(name)},
+        cluster=_known(
+            partition=partition,
+            account=account,
+            qos=qos,
+            gpu_flag=gpu_flag if any(one.gpus_per_node for one in partitions) else "none",
+            network_interface=given["network_interface"],
+            setup=[given["setup"]] if given["setup"] else None,
+        ),
+        partitions={
+            one.name: _partition(facts, one, given.get("gpu_type"), qos=qos, limit_min=int(limit)) for one in partitions
+        },
+        qos={name: _qos(facts, name) for name in _qos_names(facts.associations, account) if facts.qos_named(name)},
     )
 
 
-def _minutes(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"time_limit_min={text!r} is no number of minutes", hint="e.g. 1440 for a day")
-    return int(text)
-
-
-def _gpu_flag(facts: SiteFacts) -> str:
-    # --gpus-per-node is an option of cons_tres; other selectors know GPUs as generic resources alone.
-    select = facts.settings.get("SelectType", "select/cons_tres")
-    return "gpus-per-node" if select in ("select/cons_tres", "select/cray_aries") else "gres"
+def _known(**values: Any) -> dict[str, Any]:
+    """Returns the values that are known; whole numbers without a fraction."""
+    known = {key: value for key, value in values.items() if value not in (None, "", [], {})}
+    return {key: int(one) if isinstance(one, float) and one.is_integer() else one for key, one in known.items()}
 
 
 def _partition(
-    facts: SiteFacts, partition: Partition, told: Mapping[str, str], *, qos: str, limit_min: int
+    facts: SiteFacts, partition: Partition, gpu_type: str | None, *, qos: str, limit_min: int
 ) -> SitePartition:
     record, types = facts.record(partition.name), gpu_types(partition) or [""]
-    gpu_type = told["gpu_type"] if told.get("gpu_type") in types else types[0]
-    shape = shape_of(partition, gpu_type=gpu_type)
-    own_qos = _qos_of_partition(facts, record, qos)
+    gpu_type = gpu_type if gpu_type in types else types[0]
+    shape = shape_of(partition, gpu_type=gpu_type or "")
+    # Another QOS than the site's where the partition does not take that one.
+    own_qos, allowed = None, record.get("AllowQos", "ALL").split(",")
+    if qos and "ALL" not in allowed and qos not in allowed:
+        own_qos = next((name for one in facts.associations for name in one.qos if name in allowed), None)
+    asked = facts.qos_named(own_qos or qos)
     cpus = cpus_per_gpu(shape, record)
-    limits = [limit_min, partition.max_time_min, _qos_limit(facts, own_qos or qos)]
-    settings = {
-        # One type needs no naming, unless Slurm wants it named: that is tried.
-        "gpu_type": gpu_type if len(types) > 1 else None,
-        "cpus_per_gpu": cpus,
-        "memory_gb_per_gpu": memory_gb_per_gpu(shape, record, facts.settings, cpus=cpus),
-        "time_limit_min": min(limit for limit in limits if limit is not None),
-        "qos": own_qos,
-    }
+    limits = [limit_min, partition.max_time_min, None if asked is None else asked.max_time_min]
     preemption = preemption_in(facts, own_qos or qos, partition.name)
     return SitePartition(
         num_nodes=shape.num_nodes,
         gpus_per_node=shape.gpus or None,
         max_time_min=partition.max_time_min,
         preemption=preemption.outcome,
-        grace_s=preemption.grace_s if preemption.outcome in ("requeued", "cancelled") else None,
-        cluster={key: value for key, value in settings.items() if value is not None},
+        grace_s=_grace_s(preemption),
+        cluster=_known(
+            # One type needs no naming, unless Slurm wants it named: that is tried.
+            gpu_type=gpu_type if len(types) > 1 else None,
+            cpus_per_gpu=cpus,
+            memory_gb_per_gpu=memory_gb_per_gpu(shape, record, facts.settings, cpus=cpus),
+            time_limit_min=min(limit for limit in limits if limit is not None),
+            qos=own_qos,
+        ),
     )
 
 
-def _qos_of_partition(facts: SiteFacts, record: Mapping[str, str], qos: str) -> str | None:
-    """Returns another QOS than the site's where the partition does not take that one."""
-    allowed = record.get("AllowQos", "ALL").split(",")
-    if not qos or "ALL" in allowed or qos in allowed:
-        return None
-    mine = (name for one in facts.associations for name in one.qos)
-    return next((name for name in mine if name in allowed), None)
-
-
-def _qos_limit(facts: SiteFacts, name: str) -> int | None:
-    found = facts.qos_named(name)
-    return found.max_time_min if found is not None else None
+def _grace_s(preemption: Preemption) -> float | None:
+    return preemption.grace_s if preemption.outcome in ("requeued", "cancelled") else None
 
 
 def _qos(facts: SiteFacts, name: str) -> SiteQos:
     found = facts.qos_named(name)
     assert found is not None
     if facts.settings.get("PreemptType") == "preempt/partition_prio":
-        # Partitions decide there, and a QOS has nothing to say about it.
+        # Partitions decide there, whatever the QOS.
         return SiteQos(max_time_min=found.max_time_min)
     preemption = preemption_in(facts, name, "")
     return SiteQos(
         preempted_by=preempting_qos(facts, name),
         preemption=preemption.outcome,
-        grace_s=preemption.grace_s if preemption.outcome in ("requeued", "cancelled") else None,
+        grace_s=_grace_s(preemption),
         max_time_min=found.max_time_min,
     )
 
 
+# Partitions, and a node's share for each GPU.
+
+
+def usable_partitions(facts: SiteFacts) -> list[Partition]:
+    """Returns the partitions that a run may go to, those with GPUs if there are any; the best choice first.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    accounts = {one.account for one in facts.associations}
+    is_open = [one for one in facts.partitions if one.state == "up" and one.groups and _admits(facts, one, accounts)]
+    if not is_open:
+        raise ConfigError("sinfo shows no partition that is up and open to you", hint="run `sinfo` by hand")
+    with_gpus = [one for one in is_open if one.gpus_per_node]
+
+    def rank(one: Partition) -> tuple[bool, bool, int, str]:
+        # A run that comes back from preemptions is still quicker where there are none.
+        is_preempted = preemption_in(facts, "", one.name).outcome != "never"
+        num_gpus = sum(group.num_nodes * group.gpus_per_node for group in one.groups)
+        return not one.is_default, is_preempted, -num_gpus, one.name
+
+    return sorted(with_gpus or is_open, key=rank)
+
+
+def _admits(facts: SiteFacts, partition: Partition, accounts: set[str]) -> bool:
+    record = facts.record(partition.name)
+    allowed, denied = (set(record.get(key, "ALL").split(",")) for key in ("AllowAccounts", "DenyAccounts"))
+    if record.get("RootOnly") == "YES" or (accounts and "ALL" not in allowed and not accounts & allowed):
+        return False
+    return not ("DenyAccounts" in record and accounts and accounts <= denied)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShape:
+    """The smallest node of those that a run may get."""
+
+    num_nodes: int = 0
+    gpus: int = 0
+    """0: a node without GPUs."""
+    cpus: int = 0
+    memory_mb: int = 0
+
+
+def gpu_types(partition: Partition) -> list[str]:
+    """Returns the types of GPU in a partition, the one with most GPUs first; [""] where the site names none."""
+    totals: dict[str, int] = {}
+    for group in partition.groups:
+        if group.gpus_per_node:
+            totals[group.gpu_type] = totals.get(group.gpu_type, 0) + group.num_nodes * group.gpus_per_node
+    return sorted(totals, key=lambda name: (-totals[name], name))
+
+
+def shape_of(partition: Partition, *, gpu_type: str) -> NodeShape:
+    """Returns what the nodes with this type of GPU have in common; of a partition without GPUs, what all have.
+
+    Nodes of one partition may have different numbers of GPUs. The number that most GPUs come in counts, and the least
+    CPUs and memory that are there for so many.
+    """
+    groups = [group for group in partition.groups if group.gpus_per_node and group.gpu_type == gpu_type]
+    groups = groups or list(partition.groups)
+    totals: dict[int, int] = {}
+    for group in groups:
+        totals[group.gpus_per_node] = totals.get(group.gpus_per_node, 0) + group.num_nodes * group.gpus_per_node
+    if not groups:
+        return NodeShape()
+    gpus = max(totals, key=lambda per_node: (totals[per_node], -per_node))
+    alike = [group for group in groups if group.gpus_per_node == gpus]
+    return NodeShape(
+        num_nodes=sum(group.num_nodes for group in alike),
+        gpus=gpus,
+        cpus=min(group.cpus_per_node for group in alike),
+        memory_mb=min(group.memory_per_node_mb for group in alike),
+    )
+
+
+def cpus_per_gpu(shape: NodeShape, record: Mapping[str, str]) -> int | None:
+    """Returns the CPUs of a GPU's share of its node; what the site gives by default, if it says so.
+
+    Args:
+        shape: the node.
+        record: scontrol's fields of the partition; empty where they are not known.
+    """
+    own = _number(_pairs(record, "JobDefaults").get("DefCpuPerGPU"))
+    if own or not shape.gpus or not shape.cpus:
+        return own
+    # Where some CPUs are kept for the system, those that jobs may have: their mean, rounded down. In a partition of
+    # different nodes the mean says nothing about the smallest, unless CPUs are kept back at all.
+    counts = _pairs(record, "TRES")
+    cpus, nodes = _number(counts.get("cpu")), _number(counts.get("node"))
+    total = _number(record.get("TotalCPUs"))
+    free = math.floor(cpus / nodes) if cpus and nodes and total and cpus < total else None
+    limits = [shape.cpus, _number(record.get("MaxCPUsPerNode")), free]
+    return max(1, min(limit for limit in limits if limit) // shape.gpus)
+
+
+def memory_gb_per_gpu(
+    shape: NodeShape, record: Mapping[str, str], settings: Mapping[str, str], *, cpus: int | None
+) -> int | None:
+    """Returns the GiB of a GPU's share of its node; None where the site gives memory itself, or does not count it.
+
+    Args:
+        shape: the node.
+        record: scontrol's fields of the partition.
+        settings: `scontrol show config`.
+        cpus: CPUs of each GPU's share.
+    """
+    counts_memory = "MEMORY" in settings.get("SelectTypeParameters", "").upper()
+    if not counts_memory or not shape.gpus or "DefMemPerGPU" in _pairs(record, "JobDefaults"):
+        return None
+    per_cpu_mb = _number(record.get("MaxMemPerCPU"))
+    # Beyond MaxMemPerCPU Slurm raises the CPUs of a task, and the node has no more of them.
+    by_cpus_mb = per_cpu_mb * cpus * shape.gpus if per_cpu_mb and cpus else None
+    limits = [shape.memory_mb, _number(record.get("MaxMemPerNode")), by_cpus_mb]
+    return min(limit for limit in limits if limit) // shape.gpus // 1024 or None
+
+
+def _pairs(record: Mapping[str, str], name: str) -> dict[str, str]:
+    """Returns a field like "cpu=184,node=4" as a mapping."""
+    pairs = (item.partition("=") for item in record.get(name, "").split(","))
+    return {key: value for key, sign, value in pairs if sign}
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() else None
+
+
+# The file.
+
 _HEAD = """\
 # Site "{name}", as `python -m slurm_train init` found it. Yours to edit; chosen by `site={name}`.
 # What is typed wins over this file, and this file over the defaults. A run keeps what it took from here.
+
 """
 _REMARKS = {
     "cluster": "# Values of cluster.* for runs in any partition: every key but the size.",
     "partitions": "# The partitions; `cluster` are values for runs that go there, and win over those above.",
     "qos": "# The QOS that you may ask for with cluster.qos.",
-    "problems": "# Not known, since Slurm did not say:",
 }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lists in one line."""
+
+
+_Dumper.add_representer(
+    list, lambda dumper, values: dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
+)
 
 
 def render_site(site: SiteFile, *, name: str, problems: list[str]) -> str:
@@ -216,60 +336,19 @@ def render_site(site: SiteFile, *, name: str, problems: list[str]) -> str:
         name: how it is chosen.
         problems: what could not be found out, as remarks.
     """
-    lines = [*_HEAD.format(name=name).splitlines(), ""]
-    lines += [f"slurm_version: {_scalar(site.slurm_version)}"] if site.slurm_version else []
-    lines += [f"requeue: {_scalar(site.requeue)}"] if site.requeue else []
-    lines += [f"kill_wait_s: {_scalar(site.kill_wait_s)}"] if site.kill_wait_s is not None else []
-    lines += _section("cluster", list(_mapping(site.cluster, indent=2)))
-    lines += _section(
-        "partitions", [line for key, one in site.partitions.items() for line in _partition_lines(key, one)]
-    )
-    lines += _section("qos", [line for key, one in site.qos.items() for line in _qos_lines(key, one)])
+
+    def dump(values: Mapping[str, Any]) -> str:
+        return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6) if values else ""
+
+    head = _known(slurm_version=site.slurm_version, requeue=site.requeue, kill_wait_s=site.kill_wait_s)
+    sections = {
+        "cluster": site.cluster,
+        "partitions": {key: _known(**asdict(one)) for key, one in site.partitions.items()},
+        "qos": {key: _known(**asdict(one)) for key, one in site.qos.items()},
+    }
+    parts = [_HEAD.format(name=name) + dump(head)]
+    parts += [f"{_REMARKS[key]}\n{dump({key: values})}" for key, values in sections.items() if values]
     if problems:
-        lines += ["", _REMARKS["problems"], *(f"#   {' '.join(problem.split())}" for problem in problems)]
-    return "\n".join(lines) + "\n"
-
-
-def _section(key: str, lines: list[str]) -> list[str]:
-    return ["", _REMARKS[key], f"{key}:", *lines] if lines else []
-
-
-def _partition_lines(name: str, partition: SitePartition) -> Iterator[str]:
-    yield f"  {_scalar(name)}:"
-    facts = {
-        "num_nodes": partition.num_nodes,
-        "gpus_per_node": partition.gpus_per_node,
-        "max_time_min": partition.max_time_min,
-        "preemption": partition.preemption,
-        "grace_s": partition.grace_s,
-    }
-    yield from _mapping({key: value for key, value in facts.items() if value is not None}, indent=4)
-    if partition.cluster:
-        yield "    cluster:"
-        yield from _mapping(partition.cluster, indent=6)
-
-
-def _qos_lines(name: str, qos: SiteQos) -> Iterator[str]:
-    facts = {
-        "preempted_by": qos.preempted_by or None,
-        "preemption": qos.preemption,
-        "grace_s": qos.grace_s,
-        "max_time_min": qos.max_time_min,
-    }
-    known = {key: value for key, value in facts.items() if value is not None}
-    yield f"  {_scalar(name)}:" if known else f"  {_scalar(name)}: {{}}"
-    yield from _mapping(known, indent=4)
-
-
-def _mapping(values: Mapping[str, Any], *, indent: int) -> Iterator[str]:
-    for key, value in values.items():
-        yield f"{' ' * indent}{_scalar(key)}: {_scalar(value)}"
-
-
-def _scalar(value: Any) -> str:
-    """Returns a value in one line of YAML."""
-    if isinstance(value, float) and value == int(value):
-        value = int(value)
-    if isinstance(value, (list, dict)):
-        return json.dumps(value, ensure_ascii=False)
-    return str(yaml.safe_dump(value, allow_unicode=True, width=10**6)).removesuffix("\n").removesuffix("\n...")
+        lines = "".join(f"#   {' '.join(problem.split())}\n" for problem in problems)
+        parts.append(f"# Not known, since Slurm did not say:\n{lines}")
+    return "\n".join(parts)
