@@ -86,7 +86,8 @@ def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> Document:
 
 
 def _put_out(document: Document, path: Path, *, is_shared: bool) -> None:
-    from slurm_train.tools.report.page import byte_size, render
+    from slurm_train.formatting import byte_size
+    from slurm_train.tools.report.page import render
 
     text = render(document)
     try:

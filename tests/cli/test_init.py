@@ -129,7 +129,11 @@ def test_without_slurm_there_is_nothing_to_look_at(shell: Any, home: Path) -> No
 def test_a_site_that_does_not_exist_is_named_with_those_that_do(shell: Any, home: Path) -> None:
     shell.types("init", "--yes")
     done = shell.types("plan", "+cluster=1x1", "site=nowhere")
-    assert done.code == 2 and "there is no configuration 'site/nowhere'" in done.err and "there are: devcluster" in done.err
+    assert (
+        done.code == 2
+        and "there is no configuration 'site/nowhere'" in done.err
+        and "there are: devcluster" in done.err
+    )
 
 
 def test_a_later_edit_of_the_file_changes_no_run(shell: Any, home: Path) -> None:

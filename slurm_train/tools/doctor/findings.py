@@ -94,9 +94,3 @@ def merge(findings: Iterable[Finding], *, nodes: Sequence[str]) -> tuple[Finding
             blames = 2 * len(names) < len(nodes) and all(finding.blames_node for finding in group)
             merged.append(replace(common, node=", ".join(names), blames_node=blames))
     return tuple(sorted(merged, key=lambda finding: _ORDER.index(finding.level)))
-
-
-def listed(names: Sequence[str], *, most: int = 6) -> str:
-    """Returns names in one line, cut after a few."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

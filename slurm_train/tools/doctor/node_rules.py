@@ -15,9 +15,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from slurm_train.distributed.rendezvous import files_needed
+from slurm_train.formatting import shorten
 from slurm_train.rundir.events import Finding
 from slurm_train.tools.doctor.facts import Evidence, GpuFacts, NetworkFacts, SpeedFacts, Trouble
-from slurm_train.tools.doctor.findings import Rules, error, listed, warning
+from slurm_train.tools.doctor.findings import Rules, error, warning
 
 rules = Rules[Evidence]()
 OTHER_CODES = ("FS_MISSING", "COLLECTIVE")
@@ -142,7 +143,7 @@ def _wrong_address(trouble: Trouble, job: Evidence) -> Finding | None:
     elif is_loopback(trouble.address):
         code, seen = "LOOPBACK", f"resolves {master}, where rank 0 is, to itself ({trouble.address})"
     elif known and trouble.address not in known:
-        seen = f"looks for rank 0 at {trouble.address}, but {master} has {listed(sorted(known))}"
+        seen = f"looks for rank 0 at {trouble.address}, but {master} has {shorten(sorted(known))}"
         code = "WRONG_MASTER"
     else:
         return None
@@ -170,8 +171,8 @@ def unreached_rank_0(job: Evidence) -> Iterator[Finding]:
         yield error(master, seen + ("; they reach each other" if reach else ""), blames=reach)
         return
     for one in blocked:
-        others = f"; it reaches {listed(one.reached)}" if one.reached else ""
-        others += f"; it does not reach {listed(one.unreached)}" if one.unreached else ""
+        others = f"; it reaches {shorten(one.reached)}" if one.reached else ""
+        others += f"; it does not reach {shorten(one.unreached)}" if one.unreached else ""
         # Another node has connected to rank 0, and this one reaches none.
         is_alone = bool({rank.node for rank in job.ranks} - {master, one.node}) and not one.reached
         seen = f"does not reach rank 0 at {one.address}:{one.port} ({master}): {one.error}{others}"
@@ -225,7 +226,7 @@ def missing_interface(job: Evidence) -> Iterator[Finding]:
     """An interface that was named for gloo or NCCL is not there."""
     for node in job.nodes:
         if missing := _missing_interface(node.network):
-            names, there = listed(list(node.network.addresses)) or "none", node.network.interface or "NAME"
+            names, there = shorten(list(node.network.addresses)) or "none", node.network.interface or "NAME"
             seen = f"{missing}: there is no such interface with an address, but {names}"
             yield error(node.node, seen, hint=f"set cluster.network_interface={there}, or drop it")
 
@@ -263,10 +264,10 @@ def _own_name_problem(network: NetworkFacts) -> tuple[str, str] | None:
     if not found:
         return "NAME_RESOLUTION", f"cannot resolve its own name {name}, which gloo announces"
     if all(map(is_loopback, found)):
-        return "LOOPBACK", f"resolves its own name {name} to itself ({listed(found)}), which gloo would announce"
+        return "LOOPBACK", f"resolves its own name {name} to itself ({shorten(found)}), which gloo would announce"
     if not set(found) & set(network.addresses.values()):
-        own = listed([f"{interface} ({address})" for interface, address in network.addresses.items()]) or "none"
-        seen = f"resolves its own name {name} to {listed(found)}, which is no address of it ({own})"
+        own = shorten([f"{interface} ({address})" for interface, address in network.addresses.items()]) or "none"
+        seen = f"resolves its own name {name} to {shorten(found)}, which is no address of it ({own})"
         return "NAME_RESOLUTION", seen
     return None
 
@@ -282,7 +283,7 @@ def unreached_interface(job: Evidence) -> Iterator[Finding]:
         nodes = [node for node in unreached if node.network.gloo_interface == name]
         where = "" if len(nodes) == len(job.nodes) else ", ".join(node.node for node in nodes)
         first = nodes[0].network
-        addresses = listed([node.network.gloo_address for node in nodes])
+        addresses = shorten([node.network.gloo_address for node in nodes])
         seen = (
             f"gloo would announce {f'{name} ({addresses})' if name else addresses}, which {callers[nodes[0].node]} "
             f"cannot reach; {first.interface} ({first.address}) answers"
@@ -327,7 +328,7 @@ def unreached_peers(job: Evidence) -> Iterator[Finding]:
         for caller, peer, why in pairs:
             network = job.node(peer).network
             texts.append(f"{caller} does not reach {peer} at {network.address}:{network.probe_port} ({why})")
-        return listed(texts, most=3)
+        return shorten(texts, most=3)
 
     pairs = [(probe.node, peer, why) for probe in job.probes for peer, why in probe.unreached.items()]
     if culprit := common_end([pair[:2] for pair in pairs], num_nodes=len(job.nodes)):
@@ -358,7 +359,7 @@ def other_code(job: Evidence) -> Iterator[Finding]:
     """A node sees other code than was submitted."""
     for node in job.nodes:
         if changes := node.files.code_changes:
-            yield error(node.node, f"sees other code than was submitted: {listed(changes, most=3)}", blames=True)
+            yield error(node.node, f"sees other code than was submitted: {shorten(changes, most=3)}", blames=True)
     known = {node.node: node.files.code_index for node in job.nodes if not node.files.code_changes}
     for name, _, _, is_clear in odd_ones(known):
         seen = "reads another list of the code's files (code.json) than the other nodes"
@@ -378,7 +379,7 @@ def missing_data(job: Evidence) -> Iterator[Finding]:
     seen_by_some = any(not node.files.data_missing for node in job.nodes)
     for node in job.nodes:
         if missing := node.files.data_missing:
-            yield error(node.node, f"does not see {listed(missing, most=3)}", blames=seen_by_some)
+            yield error(node.node, f"does not see {shorten(missing, most=3)}", blames=seen_by_some)
 
 
 @rules.add("DATA_MISSING", hint="mount it there")
@@ -387,7 +388,7 @@ def empty_data(job: Evidence) -> Iterator[Finding]:
     for node in job.nodes:
         empty = [path for path in node.files.data_empty if any(path not in one.files.data_empty for one in job.nodes)]
         if empty:
-            seen = f"sees nothing in {listed(empty, most=3)}, where other nodes see something"
+            seen = f"sees nothing in {shorten(empty, most=3)}, where other nodes see something"
             yield error(node.node, seen, blames=True)
 
 
@@ -417,7 +418,7 @@ def unseen_files(job: Evidence) -> Iterator[Finding]:
     pairs = [(probe.node, peer) for probe in job.probes for peer in probe.unseen]
     culprit = common_end(pairs, num_nodes=len(job.nodes))
     if pairs:
-        shown = listed([f"{reader} does not see what {writer} wrote" for reader, writer in pairs], most=2)
+        shown = shorten([f"{reader} does not see what {writer} wrote" for reader, writer in pairs], most=2)
         where = culprit or ", ".join(dict.fromkeys(reader for reader, _ in pairs))
         yield error(where, f"{shown} into the run directory", blames=bool(culprit))
 
@@ -479,14 +480,14 @@ def busy_gpu(job: Evidence) -> Iterator[Finding]:
         busy = [gpu for gpu in node.gpus or () if gpu.used_mb >= _BUSY_MB]
         if busy:
             worst = max(busy, key=lambda gpu: gpu.used_mb)
-            holders = f" by {listed(worst.holders, most=3)}" if worst.holders else ""
+            holders = f" by {shorten(worst.holders, most=3)}" if worst.holders else ""
             seen = f"{worst.used_mb} of {worst.total_mb} MiB of GPU {_names(busy)} are taken{holders}"
             is_most = 2 * worst.used_mb > worst.total_mb
             yield error(node.node, seen, blames=True) if is_most else warning(node.node, seen)
 
 
 def _names(gpus: Iterable[GpuFacts]) -> str:
-    return listed([gpu.name for gpu in gpus], most=8)
+    return shorten([gpu.name for gpu in gpus], most=8)
 
 
 @rules.add("GPU_SICK")
@@ -495,8 +496,8 @@ def sick_gpu(job: Evidence) -> Iterator[Finding]:
     for node in job.nodes:
         errors, warnings = defaultdict(list), defaultdict(list)
         for gpu in node.gpus or ():
-            errors[listed(gpu.errors, most=3)].append(gpu)
-            warnings[listed(gpu.warnings, most=3)].append(gpu)
+            errors[shorten(gpu.errors, most=3)].append(gpu)
+            warnings[shorten(gpu.warnings, most=3)].append(gpu)
         for text, gpus in errors.items():
             if text:
                 hint = "have the node drained; the GPU needs a reset or has to be replaced"
@@ -512,7 +513,7 @@ def logged_gpu_errors(job: Evidence) -> Iterator[Finding]:
     """The driver has logged an error of the hardware."""
     for node in job.nodes:
         if node.gpu_errors:
-            yield error(node.node, f"the driver has logged {listed(node.gpu_errors, most=3)}", blames=True)
+            yield error(node.node, f"the driver has logged {shorten(node.gpu_errors, most=3)}", blames=True)
 
 
 @rules.add(

@@ -35,6 +35,7 @@ from slurm_train.distributed.meeting import Meeting, listen
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import allow_files
 from slurm_train.errors import ConfigError, PreflightError
+from slurm_train.formatting import columns
 from slurm_train.rundir.events import Finding, read_finding, write_preflight
 from slurm_train.rundir.files import read_json, write_atomic
 from slurm_train.rundir.layout import RunDirectory
@@ -481,6 +482,4 @@ def node_table(evidence: Evidence, findings: Iterable[Finding]) -> list[str]:
         }
         rows.append({name: cell or "-" for name, cell in cells.items()})
     shown = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
-    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in shown]
-    lines = [shown, *([row[name] for name in shown] for row in rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return columns([shown, *([row[name] for name in shown] for row in rows)]).splitlines()

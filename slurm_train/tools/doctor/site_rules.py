@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from slurm_train.formatting import duration, shorten
 from slurm_train.rundir.events import Finding
 from slurm_train.slurm.policy import Partition, Preemption
 from slurm_train.slurm.site import SiteFacts, preempting_qos, preemption_in
-from slurm_train.tools.doctor.findings import Rules, error, listed, note, warning
+from slurm_train.tools.doctor.findings import Rules, error, note, warning
 
 _OLDEST = (21, 8)
 _SHORT_S = 60.0
@@ -125,7 +126,7 @@ def partitions_down(view: SiteView) -> Iterator[Finding]:
             seen = f"partition {part.name} is {part.state}: it starts no jobs"
             yield warning("", seen, hint="name another one with cluster.partition")
         if part.groups and not part.num_usable_nodes:
-            seen = f"no node of partition {part.name} works: {listed([group.state for group in part.groups])}"
+            seen = f"no node of partition {part.name} works: {shorten([group.state for group in part.groups])}"
             yield warning("", seen, hint="`sinfo -R` says why; name another one")
 
 
@@ -205,7 +206,7 @@ def array_size(view: SiteView) -> Iterator[Finding]:
 def containers(view: SiteView) -> Iterator[Finding]:
     """Container runtimes."""
     if view.runtimes:
-        yield note(f"container runtimes here: {listed(view.runtimes)}")
+        yield note(f"container runtimes here: {shorten(view.runtimes)}")
 
 
 @rules.add(
@@ -216,20 +217,12 @@ def time_limits(view: SiteView) -> Iterator[Finding]:
     """Time limits of the partitions."""
     limits = []
     for part in view.facts.partitions:
-        limit = "unlimited" if part.max_time_min is None else f"{duration_text(60 * part.max_time_min)} at most"
+        limit = "unlimited" if part.max_time_min is None else f"{duration(60 * part.max_time_min)} at most"
         if part.default_time_min not in (None, part.max_time_min):
-            limit += f", {duration_text(60 * part.default_time_min)} if a job says nothing"
+            limit += f", {duration(60 * part.default_time_min)} if a job says nothing"
         limits.append(f"{part.name} {limit}")
     if limits:
-        yield note(f"time limits: {listed(limits, most=8)}")
-
-
-def duration_text(seconds: float) -> str:
-    """Returns a time in its largest unit, e.g. "45 s", "90 min", "12 h", "3 days"."""
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size or seconds == size:
-            return "1 day" if seconds == 86400 else f"{round(seconds / size, 1):g} {unit}"
-    return f"{seconds:g} s"
+        yield note(f"time limits: {shorten(limits, most=8)}")
 
 
 def site_table(view: SiteView) -> dict[str, str]:
@@ -243,11 +236,11 @@ def site_table(view: SiteView) -> dict[str, str]:
     return {
         "Slurm": f"{told('SLURM_VERSION')}, cluster {told('ClusterName')}",
         "a job goes to": "not known" if usual is None else f"partition {usual.name}, QOS {view.qos or 'none'}",
-        "working nodes": listed(nodes, most=8) or "none",
+        "working nodes": shorten(nodes, most=8) or "none",
         "preemption": f"{told('PreemptType')}, mode {told('PreemptMode')}",
         **{name: told(name) for name in ("KillWait", "JobRequeue", "JobFileAppend", "MaxArraySize")},
         "accounting": told("AccountingStorageType"),
-        "containers": listed(view.runtimes) or "none on the PATH",
+        "containers": shorten(view.runtimes) or "none on the PATH",
     }
 
 
@@ -262,7 +255,7 @@ def in_words(view: SiteView) -> list[str]:
 
     where = f"A run of partition {usual.name}" + (f" and QOS {view.qos}" if view.qos else "")
     by = preempting_qos(view.facts, view.qos) if preemption.by == "qos" else []
-    who = f"jobs of QOS {listed(by)}" if by else "jobs of partitions with a higher priority tier"
+    who = f"jobs of QOS {shorten(by)}" if by else "jobs of partitions with a higher priority tier"
     lost = f"Nothing is lost by preemption. {at_limit} A lost node costs {since}."
     if preemption.outcome == "never":
         begins = f"{where} is not preempted: no other job may take its nodes."
@@ -274,7 +267,7 @@ def in_words(view: SiteView) -> list[str]:
         begins = f"{where} can be preempted by {who}. Its ranks get {signals}; they save at the next step boundary."
         lost = (
             f"Nothing by preemption where the step under way, one more and a save take less than "
-            f"{duration_text(left_s)}; else {since}. {at_limit} A lost node costs as much."
+            f"{duration(left_s)}; else {since}. {at_limit} A lost node costs as much."
         )
         if not grace_s:
             lost = (

@@ -15,6 +15,7 @@ from itertools import groupby
 from statistics import fmean, median
 from typing import Any
 
+from slurm_train.formatting import duration, hours, number, share
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import CALM_EVENTS
 from slurm_train.rundir.files import last_lines, read_json
@@ -26,15 +27,11 @@ from slurm_train.tools.report.page import (
     Block,
     Curve,
     as_float,
-    duration,
     duration_cell,
-    hours,
     in_unit,
     moment,
-    number,
     plot,
     setting,
-    share,
     table,
     text,
 )

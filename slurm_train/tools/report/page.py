@@ -20,6 +20,7 @@ from string import Template
 from typing import Any, Literal, TypeAlias
 
 from slurm_train.assets import read_asset
+from slurm_train.formatting import duration, number
 
 Block: TypeAlias = dict[str, Any]
 Document: TypeAlias = dict[str, Any]
@@ -251,49 +252,6 @@ def in_unit(seconds: Sequence[float]) -> tuple[str, float]:
 
 
 # Quantities as text.
-
-
-def number(value: float | None, *, digits: int = 4) -> str:
-    """Returns a value in so many digits: "2.386", "12,345", "3e-05"; "-" for none."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    if abs(value) < 1e15 and (value == int(value) or abs(value) >= 10**digits):
-        return f"{round(value):,}"
-    return f"{value:.{digits}g}"
-
-
-def duration(seconds: float | None) -> str:
-    """Returns "2 d 3 h", "1 h 24 min", "3 min 12 s", "12.3 s", "85 ms" or "12 us"; "-" for none."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    if seconds < 60:
-        size, unit = next((one for one in ((1.0, "s"), (1e-3, "ms")) if abs(seconds) >= one[0]), (1e-6, "us"))
-        return f"{seconds / size:.3g} {unit}" if seconds else "0 s"
-    whole = round(seconds)
-    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
-    size, unit, part_size, part = next(one for one in units if whole >= one[0])
-    rest = whole % size // part_size
-    return f"{whole // size:,} {unit}" + (f" {rest} {part}" if rest else "")
-
-
-def hours(seconds: float) -> str:
-    """Returns what devices were held for: "1,234 h" however many days it is; less than an hour as a duration."""
-    whole = seconds / 3600
-    return duration(seconds) if whole < 1 else f"{number(round(whole) if whole >= 1000 else whole)} h"
-
-
-def byte_size(num: float) -> str:
-    """Returns "1.55 MiB"."""
-    power = next((power for power in range(5) if num < 1024 ** (power + 1)), 5)
-    return f"{num:.0f} B" if power == 0 else f"{num / 1024**power:.3g} {'KMGTP'[power - 1]}iB"
-
-
-def share(part: float) -> str:
-    """Returns "94 %", "0.3 %"."""
-    percent = 100 * part
-    if 0 < percent < 0.05:
-        return "< 0.1 %"
-    return f"{percent:.0f} %" if percent >= 10 or percent == 0 else f"{percent:.1f} %"
 
 
 def moment(unix_s: float | None) -> str:

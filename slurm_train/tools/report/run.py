@@ -15,6 +15,7 @@ from typing import Any
 
 from slurm_train.checkpoint.directory import check_sizes, survey
 from slurm_train.errors import SlurmTrainError
+from slurm_train.formatting import byte_size, duration, number, share
 from slurm_train.launch.provenance import environment_of
 from slurm_train.metrics.series import Series, read_series
 from slurm_train.rundir.events import read_changes, read_events, read_saves
@@ -41,18 +42,14 @@ from slurm_train.tools.report.page import (
     Curve,
     Document,
     as_float,
-    byte_size,
     chip,
-    duration,
     duration_cell,
     in_unit,
     moment,
     moment_cell,
-    number,
     plot,
     section,
     setting,
-    share,
     table,
     text,
     thinned,
@@ -117,12 +114,12 @@ def _tiles(run: RunDirectory, series: Series, bars: Sequence[Bar]) -> list[tuple
     total = as_float((read_json(run.plan) or {}).get("max_steps"))
     step = int(max(series.last("step") or 0.0, as_float(result.get("step")) or 0.0))
     found = [("step", f"{step:,}", f"of {total:,.0f}, {share(step / total)}" if total else "")]
-    found.append(("loss", number(series.last("loss")), "training, newest"))
+    found.append(("loss", number(series.last("loss"), 4), "training, newest"))
     for key in series.evaluations[:3]:
         steps, values = series.points(key)
         final = as_float(result.get(key))
-        newest = (number(values[-1]), f"at step {steps[-1]:,.0f}") if len(values) else ("-", "")
-        found.append((key.replace("_", " "), *(newest if final is None else (number(final), "at the end"))))
+        newest = (number(values[-1], 4), f"at step {steps[-1]:,.0f}") if len(values) else ("-", "")
+        found.append((key.replace("_", " "), *(newest if final is None else (number(final, 4), "at the end"))))
     for unit in ("tokens", "samples"):
         if (rate := series.last(f"{unit}_per_s")) is not None:
             found.append(("speed", number(rate, digits=3), f"{unit}/s, newest"))

@@ -11,6 +11,7 @@ from typing import Any
 
 from slurm_train.config.schema import flat
 from slurm_train.errors import ConfigError
+from slurm_train.formatting import number
 from slurm_train.metrics.best import largest_is_best
 from slurm_train.metrics.series import read_series
 from slurm_train.rundir.files import read_json
@@ -24,7 +25,6 @@ from slurm_train.tools.report.page import (
     as_float,
     chip,
     moment,
-    number,
     plot,
     section,
     setting,
@@ -140,7 +140,7 @@ def sweep_document(
     best, finished = best_trial(trials, metric), sum(trial.verdict.state == "finished" for trial in trials)
     tiles = [("runs", str(len(trials)), f"{finished} finished")]
     if best is not None:
-        tiles.append((f"best {metric.replace('_', ' ')}", number(best.value), best.label))
+        tiles.append((f"best {metric.replace('_', ' ')}", number(best.value, 4), best.label))
     newest = max(sweep.code.glob("*.json"), default=None, key=lambda path: path.name)
     origin = (read_json(newest) if newest else None) or {}
     environment = origin.get("environment")
@@ -263,7 +263,7 @@ def _axis(values: Sequence[float | str | None]) -> tuple[list[float | None], lis
         places = {
             value: 0.04 + 0.92 * ((x - at[0]) / span) if span else 0.5 for value, x in zip(numbers, at, strict=True)
         }
-        ticks = [(place, number(value)) for value, place in places.items()]
+        ticks = [(place, number(value, 4)) for value, place in places.items()]
     shown: list[tuple[float, str]] = []
     for place, label in ticks:
         # A label needs room, and the last one is always shown.

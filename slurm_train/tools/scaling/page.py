@@ -6,7 +6,8 @@ import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from slurm_train.tools.scaling.study import Measured, Study, in_bytes, in_time, verdict
+from slurm_train.formatting import byte_size, columns, duration, table
+from slurm_train.tools.scaling.study import Measured, Study, verdict
 
 _BAR = 40
 
@@ -31,7 +32,7 @@ def _sizes(title: str, points: Sequence[Measured], base: Measured) -> str:
             str(one.size),
             str(one.size.ranks),
             str(one.point.global_size),
-            in_time(one.step_s),
+            duration(one.step_s),
             f"{one.per_s:,.0f}",
             f"{one.per_s / base.per_s:.2f}x",
             f"{one.efficiency(base):.0%}",
@@ -39,7 +40,7 @@ def _sizes(title: str, points: Sequence[Measured], base: Measured) -> str:
         )
         for one in points
     ]
-    return aligned([head, *rows])
+    return table(head, rows, right=True)
 
 
 def _bars(points: Sequence[Measured]) -> str:
@@ -59,18 +60,11 @@ def _ways(study: Study) -> str:
     for plain in study.local:
         same_size = [other for other in study.others if other.size == plain.size]
         for one in (plain, *same_size) if same_size else ():
-            limit = "-" if study.model is None else in_time(one.ring_bytes() / study.model.bytes_per_s)
-            gain, sent = f"{one.per_s / plain.per_s:.2f}x", in_bytes(one.sent_bytes)
+            limit = "-" if study.model is None else duration(one.ring_bytes() / study.model.bytes_per_s)
+            gain, sent = f"{one.per_s / plain.per_s:.2f}x", byte_size(one.sent_bytes)
             name, ranks = f"{one.size} {one.point.comm}", str(one.size.ranks)
-            rows.append((name, ranks, in_time(one.step_s), gain, sent, limit, in_time(one.comm_s)))
-    return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows as columns, the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows)
-    return "\n".join(lines)
+            rows.append((name, ranks, duration(one.step_s), gain, sent, limit, duration(one.comm_s)))
+    return columns(rows, right=True)
 
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 320, 70, 40

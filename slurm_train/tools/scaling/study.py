@@ -14,6 +14,7 @@ from statistics import fmean, median
 from typing import Literal
 
 from slurm_train.config.batch import recut_batch
+from slurm_train.formatting import byte_size, duration
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.heartbeat import read_beats
@@ -290,20 +291,22 @@ def _what_limits(study: Study) -> list[str]:
     losses = {name: share for name, share in found.items() if name != "compute"}
     worst = max(losses, key=lambda name: losses[name])
     nodes = f"{one.size.nodes} node{'s' * (one.size.nodes > 1)}"
-    head = f"at {nodes} x {one.size.per_node} a step takes {in_time(one.step_s)}"
+    head = f"at {nodes} x {one.size.per_node} a step takes {duration(one.step_s)}"
     if losses[worst] < _WORTH_A_WORD:
         return [f"{head}; computing limits ({found['compute']:.0%} of it), and nothing else takes a tenth of it"]
     limit = _LIMITS["exchange" if worst == "network" and one.size.nodes == 1 else worst]
     sentences = [f"{head}; {limit.format(share=losses[worst])}"]
     model = study.model
     if worst == "network" and model is not None and math.isinf(model.bytes_per_s):
-        cost = f"the exchange costs {in_time(model.alpha_s)} for each doubling of the ranks, whatever its size: latency"
+        cost = (
+            f"the exchange costs {duration(model.alpha_s)} for each doubling of the ranks, whatever its size: latency"
+        )
         sentences.append(cost)
     elif worst == "network" and model is not None:
         sent = one.ring_bytes()
         sentences.append(
-            f"each rank sends {in_bytes(sent)} per step at an effective {in_bits(model.bytes_per_s)}, which takes "
-            f"{in_time(sent / model.bytes_per_s)}; each doubling of the ranks costs {in_time(model.alpha_s)} more"
+            f"each rank sends {byte_size(sent)} per step at an effective {in_bits(model.bytes_per_s)}, which takes "
+            f"{duration(sent / model.bytes_per_s)}; each doubling of the ranks costs {duration(model.alpha_s)} more"
         )
     return sentences
 
@@ -340,25 +343,7 @@ def _ways(study: Study) -> list[str]:
     ]
 
 
-def in_time(seconds: float) -> str:
-    """Returns seconds in a fitting unit, e.g. "812 ms"."""
-    return _in_unit(seconds, (1.0, "s"), (1e-4, "ms"), (0.0, "us"))
-
-
-def in_bytes(number: float) -> str:
-    """Returns bytes in a fitting unit, e.g. "5.2 MB"."""
-    return _in_unit(number, (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0.0, "B"))
-
-
 def in_bits(bytes_per_s: float) -> str:
-    """Returns a bandwidth in a fitting unit, e.g. "96 Mbit/s"."""
-    return _in_unit(8 * bytes_per_s, (1e9, "Gbit/s"), (0.0, "Mbit/s"))
-
-
-_SIZES = {"ms": 1e-3, "us": 1e-6, "GB": 1e9, "MB": 1e6, "kB": 1e3, "Gbit/s": 1e9, "Mbit/s": 1e6}
-
-
-def _in_unit(value: float, *units: tuple[float, str]) -> str:
-    """Returns a value in the first unit whose least value it reaches."""
-    unit = next((unit for least, unit in units if value >= least), units[-1][1])
-    return f"{value / _SIZES.get(unit, 1.0):.3g} {unit}"
+    """Returns a bandwidth, e.g. "96 Mbit/s"."""
+    bits = 8 * bytes_per_s
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

@@ -196,7 +196,7 @@ ROWS: list[tuple[str, tuple[str, bool], str, Fault, str]] = [
     ("PORT_BLOCKED", BLAMES, "node3",
      probe(**blocked("node1", "node2", to="node3"), node3={"unreached": dict.fromkeys(NODES[:2], "timed out")}),
      "node1 does not reach node3 at 10.0.0.3:40002 (timed out), node2 does not reach node3 at 10.0.0.3:40002 (timed "
-     "out), node3 does not reach node1 at 10.0.0.1:40000 (timed out) and 1 more"),
+     "out), node3 does not reach node1 at 10.0.0.1:40000 (timed out), and 1 more"),
     ("PORT_BLOCKED", ERROR, "node2, node3", probe(**blocked("node2", to="node3"), **blocked("node3", to="node2")),
      "node2 does not reach node3 at 10.0.0.3:40002 (timed out), node3 does not reach node2 at 10.0.0.2:40001 (timed "
      "out)"),
@@ -262,7 +262,7 @@ ROWS: list[tuple[str, tuple[str, bool], str, Fault, str]] = [
     ("FS_STALE", ERROR, "node2", probe(node2={"unseen": ["node3"]}),
      "node2 does not see what node3 wrote into the run directory"),
     ("FS_STALE", BLAMES, "node3", probe(node2={"unseen": ["node3"]}, node3={"unseen": ["node1", "node2"]}),
-     "node2 does not see what node3 wrote, node3 does not see what node1 wrote and 1 more into the run directory"),
+     "node2 does not see what node3 wrote, node3 does not see what node1 wrote, and 1 more into the run directory"),
     ("FS_STALE", WARNING, "node2", probe(node2={"seen_after_s": {"node3": 3.2}}),
      "saw what node3 wrote into the run directory 3.2 s late"),
     ("FS_READONLY", BLAMES, "node2", disk(0, error="Read-only file system", is_readonly=True),
