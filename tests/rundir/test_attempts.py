@@ -1,22 +1,33 @@
+"""Attempts: numbers, fence, ledger and result; torchrun's restarts, each an attempt of its own; publishing."""
+
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from slurm_train.errors import RunError
+from slurm_train.rundir import attempts
 from slurm_train.rundir.attempts import (
     AttemptStart,
+    attempt_secret,
+    begin_round,
     check_fence,
     close_attempt,
+    first_round,
+    newest_round,
     open_attempt,
     publish_result,
     read_ledger,
+    read_round,
+    rendezvous_secret,
     withdraw_result,
 )
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.events import FailureMark, leave_mark
+from slurm_train.rundir.files import append_line, read_json
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 
 START = AttemptStart(job_id="12_3", restart_count=1, nodes=("n1", "n2"), world_size=16)
@@ -88,7 +99,9 @@ def test_the_ledger_merges_start_and_end(run: RunDirectory) -> None:
     (running,) = read_ledger(run)
     assert "end_time_unix_s" not in running
     close_attempt(run, number, {"reason": "preempted", "exit_code": 75, "last_step": 40})
-    (entry,) = read_ledger(run)
+    open_attempt(run, START)
+    entry, other = read_ledger(run)
+    assert "reason" not in other, "the end line stays with its attempt"
     assert entry["end_time_unix_s"] >= entry["time_unix_s"]
     assert {key: value for key, value in entry.items() if not key.endswith("time_unix_s")} == {
         "attempt": 0,
@@ -101,13 +114,6 @@ def test_the_ledger_merges_start_and_end(run: RunDirectory) -> None:
         "exit_code": 75,
         "last_step": 40,
     }
-
-
-def test_the_end_line_of_an_older_attempt_stays_with_it(run: RunDirectory) -> None:
-    for _ in range(2):
-        open_attempt(run, START)
-    close_attempt(run, 0, {"reason": "failed"})
-    assert [entry.get("reason") for entry in read_ledger(run)] == ["failed", None]
 
 
 def test_a_result_replaces_an_older_attempts_and_only_the_newest_publishes(run: RunDirectory) -> None:
@@ -141,3 +147,121 @@ def test_a_withdrawn_result_is_kept_and_no_attempt_until_then_writes_another(run
     assert second == 1, "no number is lost"
     publish_result(run, second, {"attempt": second})
     assert existing_attempts(run) == [0, 1]
+
+
+SUPERVISOR = AttemptStart(job_id="77", restart_count=2, nodes=("node1", "node2"), world_size=6)
+RANKS = AttemptStart(job_id=None, restart_count=0, nodes=("node2", "node1"), world_size=6)
+
+
+def test_the_first_round_is_the_attempt_that_the_supervisor_has_opened(run: RunDirectory) -> None:
+    attempt = open_attempt(run, SUPERVISOR)
+    assert read_round(run, attempt) is None
+    assert begin_round(run, RANKS, first=attempt) == attempt
+    begun = read_round(run, attempt)
+    assert begun is not None and (begun.world_size, begun.first_step) == (6, 0)
+    assert (newest_round(run, attempt), first_round(run, attempt)) == (attempt, attempt)
+    assert len(read_ledger(run)) == 1
+
+
+def test_ranks_that_are_started_again_are_another_attempt_of_the_same_job(run: RunDirectory) -> None:
+    begin_round(run, RANKS, first=open_attempt(run, SUPERVISOR))
+    append_line(run.metrics, {"step": 7, "loss": 1.0})
+    leave_mark(run, 0, FailureMark(rank=4, host="node2", exit_code=1, message="Boom: no"))
+    assert begin_round(run, RANKS, first=0) == 1
+    assert begin_round(run, RANKS, first=0) == 2
+    assert (newest_round(run, 0), first_round(run, 2)) == (2, 0)
+    old, newer, newest = read_ledger(run)
+    assert (old["reason"], old["action"], old["first_step"], old["last_step"]) == ("failed", "relaunch", 0, 7)
+    assert old["note"] == "rank 4 on node2: Boom: no; torchrun starts the ranks again"
+    assert newer["note"] == "a rank was killed; torchrun starts the ranks again"
+    assert (newest["job_id"], newest["restart_count"], newest["nodes"]) == ("77", 2, ["node2", "node1"])
+    assert "end_time_unix_s" not in newest
+    assert len({attempt_secret(run, attempt) for attempt in range(3)}) == 3
+    check_fence(run, 2)
+    with pytest.raises(RunError, match=r"attempt 1 .* was overtaken by attempt 2"):
+        check_fence(run, 1)
+
+
+def test_ranks_of_a_step_that_was_overtaken_begin_nothing(run: RunDirectory) -> None:
+    begin_round(run, RANKS, first=open_attempt(run, SUPERVISOR))
+    other = open_attempt(run, SUPERVISOR)
+    with pytest.raises(RunError, match=r"attempt 0 .* was overtaken by attempt 1"):
+        begin_round(run, RANKS, first=0)
+    assert newest_round(run, 0) == 0 and newest_round(run, other) == other
+
+
+def test_without_a_supervisor_rank_0_opens_and_closes_all(run: RunDirectory) -> None:
+    assert [begin_round(run, RANKS, first=None) for _ in range(2)] == [0, 1]
+    assert newest_round(run, 0) == 0, "nobody's step"
+    first, second = read_ledger(run)
+    assert first["reason"] == "failed" and "reason" not in second
+    assert second["nodes"] == ["node2", "node1"]
+
+
+def test_the_lobby_has_one_secret_and_says_where_it_is_not_seen(run: RunDirectory, tmp_path: Path) -> None:
+    secret = rendezvous_secret(run, is_first=True, wait_s=0.0)
+    assert len(secret) == 32
+    assert (
+        secret
+        == rendezvous_secret(run, is_first=True, wait_s=0.0)
+        == rendezvous_secret(run, is_first=False, wait_s=0.0)
+    )
+    assert (run.epochs / "lobby").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(RunError, match="rank 0 does not write to this run directory"):
+        rendezvous_secret(RunDirectory(tmp_path / "elsewhere"), is_first=False, wait_s=0.0)
+
+
+@pytest.fixture
+def _own_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "_under_way", threading.RLock())
+
+
+@pytest.mark.usefixtures("_own_lock")
+def test_an_end_waits_for_what_is_under_way() -> None:
+    began, may_end, done = threading.Event(), threading.Event(), []
+
+    def publish() -> None:
+        with attempts.publishing():
+            began.set()
+            may_end.wait(10)
+            done.append("published")
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    assert began.wait(10) and not attempts.end_publishing(within_s=0.01) and not done
+    may_end.set()
+    assert attempts.end_publishing(within_s=10) and done == ["published"]
+    thread.join()
+
+
+@pytest.mark.usefixtures("_own_lock")
+def test_nothing_is_published_after_it() -> None:
+    assert attempts.end_publishing(within_s=0)
+    thread = threading.Thread(target=lambda: attempts.publishing().__enter__(), daemon=True)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+
+
+_WORKER = """
+import os, threading
+from slurm_train.cli.worker import _leave
+from slurm_train.rundir.attempts import publishing
+
+began = threading.Event()
+
+def publish():
+    with publishing():
+        began.set()
+        threading.Event().wait(0.3)  # as long as an fsync
+        print("whole", flush=True)
+
+threading.Thread(target=publish, daemon=True).start()
+began.wait()
+_leave(3)
+"""
+
+
+def test_a_worker_that_leaves_lets_a_commit_become_whole() -> None:
+    done = subprocess.run([sys.executable, "-c", _WORKER], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "whole\n"), done.stderr

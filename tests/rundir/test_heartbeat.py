@@ -1,13 +1,22 @@
-"""Heartbeats: what is written can be read, costs the loop nothing, and a long stall leaves stacks."""
+"""Heartbeats: written and read, stacks after a long stall; the sums of a rank's pace; the clock."""
 
 from __future__ import annotations
 
 import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
-from slurm_train.rundir.heartbeat import BeatSource, Heartbeat, Limits, read_beats
+import pytest
+
+from slurm_train.rundir.heartbeat import AwakeClock, BeatSource, Heartbeat, Limits, Pace, pace_from, read_beats
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.supervise.signals import hold_continue, release_continue, was_continued
 from tests.support.waiting import wait_for
 
 SOURCE = BeatSource(rank=3, host="node2", pid=os.getpid(), step_id="12.0")
@@ -66,3 +75,124 @@ def test_a_mark_costs_less_than_a_microsecond() -> None:
         return (time.perf_counter() - start) / 10_000
 
     assert min(cost_s() for _ in range(20)) < 1e-6
+
+
+def summed(*steps: tuple[float, float]) -> Pace:
+    pace = Pace()
+    for own_s, wait_s in steps:
+        pace = pace.plus(own_s=own_s, wait_s=wait_s, data_s=0.25 * own_s)
+    return pace
+
+
+def test_sums_of_later_steps_are_what_was_added_since() -> None:
+    first, both = summed((1.0, 0.5)), summed((1.0, 0.5), (3.0, 0.25))
+    assert both.since(first) == summed((3.0, 0.25))
+    assert both.since(both) == Pace()
+
+
+def test_the_bytes_of_a_pace_give_it_back() -> None:
+    pace = summed((1.5, 0.5), (2.0, 0.0))
+    assert pace_from(b"12345678" + pace.as_bytes(), 8) == pace
+    with pytest.raises(struct.error):
+        pace_from(b"short", 0)
+
+
+def test_only_what_is_long_for_one_rank_alone_counts_as_uneven() -> None:
+    chance = random.Random(1)
+    mine = [chance.gauss(1.0, 0.1) for _ in range(4000)]
+    together = summed(*((own_s, 0.2) for own_s in mine))
+    alone = summed(*((own_s, 2.0 - own_s) for own_s in mine))
+    assert together.uneven_s == pytest.approx(0.0, abs=1e-6)
+    assert alone.uneven_s == pytest.approx(0.1, rel=0.05)
+    assert summed((1.0, 1.0)).uneven_s == 0.0
+
+
+class FakeTime:
+    """A clock to be moved, and a process that may be stopped for a while."""
+
+    def __init__(self) -> None:
+        self.now, self.continued = 100.0, False
+        self.clock = AwakeClock(was_continued=self._was_continued, monotonic=lambda: self.now)
+
+    def _was_continued(self) -> bool:
+        was, self.continued = self.continued, False
+        return was
+
+    def passes(self, seconds: float, *, stopped: bool = False, continued: bool = False) -> None:
+        self.now += seconds
+        self.continued = self.continued or stopped or continued
+
+
+def test_stopped_time_is_left_out_and_kept_apart() -> None:
+    fake = FakeTime()
+    start = fake.clock()
+    fake.passes(0.5)
+    assert fake.clock() - start == 0.5
+    fake.passes(600.0, stopped=True)
+    assert fake.clock() - start == 0.5 and fake.clock.away_s == 600.0
+    fake.passes(1.0)
+    assert fake.clock() - start == 1.5
+
+
+@pytest.mark.parametrize("continued", [False, True], ids=["busy", "TERM with its SIGCONT, then busy"])
+def test_busy_time_is_no_stop(continued: bool) -> None:
+    fake = FakeTime()
+    start = fake.clock()
+    fake.passes(0.5, continued=continued)
+    fake.clock()
+    fake.passes(60.0)
+    assert fake.clock() - start == 60.5 and fake.clock.away_s == 0.0
+
+
+def test_the_clock_never_runs_backwards() -> None:
+    fake = FakeTime()
+    seen = [fake.clock()]
+    for seconds, stopped in ((0.1, False), (3.0, True), (2.5, False), (0.0, False), (1.9, True), (9.0, True)):
+        fake.passes(seconds, stopped=stopped)
+        seen.append(fake.clock())
+    assert seen == sorted(seen) and fake.clock.away_s == 12.0
+
+
+def test_a_continued_process_is_told_once() -> None:
+    hold_continue()
+    try:
+        assert not was_continued()
+        # To this thread: others of the tests' own process do not hold it.
+        signal.pthread_kill(threading.get_ident(), signal.SIGCONT)
+        assert was_continued() and not was_continued()
+    finally:
+        release_continue()
+
+
+PROGRAM = """
+import sys, threading, time
+from slurm_train.supervise.signals import hold_continue, was_continued
+from slurm_train.rundir.heartbeat import AwakeClock
+hold_continue()
+clock = AwakeClock(was_continued=was_continued)
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # a thread that could swallow the signal
+print("ready", flush=True)
+start = clock()
+for line in sys.stdin:
+    print(f"{clock() - start:.3f} {clock.away_s:.3f}", flush=True)
+    break
+"""
+
+
+def test_a_process_that_was_really_stopped_knows_for_how_long() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=2.6)
+    process.send_signal(signal.SIGCONT)
+    process.stdin.write("tell\n")
+    process.stdin.flush()
+    awake_s, away_s = map(float, process.stdout.readline().split())
+    assert away_s >= 2.6 and awake_s < 0.5
+    process.kill()
+    process.communicate()

@@ -1,14 +1,36 @@
+"""The jobs of a run, the STOP file, the two locks, and when nothing more will come."""
+
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slurm_train.rundir.jobs import ask_to_stop, complete_stop, number_of, obey_stop, read_job, record_job
+from slurm_train.errors import RunError
+from slurm_train.rundir import jobs as lock
+from slurm_train.rundir.jobs import (
+    Holder,
+    ask_to_stop,
+    clear_dead,
+    complete_stop,
+    has_ended,
+    obey_stop,
+    process_lives,
+    read_holder,
+    read_job,
+    record_job,
+    release_lock,
+    take_lock,
+    this_process,
+)
 from slurm_train.rundir.layout import RunDirectory
+from tests.support.run_facts import RunFacts, attempt
 
 
 @pytest.fixture
@@ -57,11 +79,6 @@ def test_recorders_at_the_same_moment_lose_no_job(run: RunDirectory) -> None:
     started = [subprocess.Popen([sys.executable, "-c", code, str(run.path), str(one)]) for one in (1, 2, 3)]
     assert [process.wait(60) for process in started] == [0, 0, 0]
     assert sorted(ids(run)) == [f"{one}{number:02}" for one in (1, 2, 3) for number in range(20)]
-
-
-@pytest.mark.parametrize(("job_id", "number"), [("12", 12), ("12_3", 12), ("12_[0-3]", 12), ("", 0), ("x", 0)])
-def test_slurm_counts_submissions(job_id: str, number: int) -> None:
-    assert number_of(job_id) == number
 
 
 BEGINS = [
@@ -120,3 +137,219 @@ def test_a_stop_that_was_removed_is_not_made_again(run: RunDirectory) -> None:
 
     complete_stop(run, "70", newest_job=remove)
     assert not run.stop_file.exists()
+
+
+DEAD = Holder(job_id=None, host=socket.gethostname(), pid=4_194_300, started="1")
+JOB = Holder(job_id="12", host="node1", pid=5, started="100")
+
+
+def never(_holder: Holder) -> bool:
+    return False
+
+
+def always(_holder: Holder) -> bool:
+    return True
+
+
+def test_a_free_run_is_taken_and_given_back(run: RunDirectory) -> None:
+    me = this_process()
+    take_lock(run, me, is_alive=always)
+    assert read_holder(run) == me
+    release_lock(run, me)
+    assert read_holder(run) is None
+    assert not run.lock.exists()
+
+
+def test_a_living_holder_is_named_and_keeps_the_run(run: RunDirectory) -> None:
+    take_lock(run, JOB, is_alive=always)
+    with pytest.raises(RunError) as caught:
+        take_lock(run, this_process(), is_alive=always)
+    assert caught.value.message == f"{run.path} is being run by Slurm job 12"
+    assert f"remove {run.lock}" in caught.value.hint
+    assert read_holder(run) == JOB
+
+
+@pytest.mark.parametrize("holder", [DEAD, JOB], ids=["process", "job"])
+def test_a_dead_holder_is_overtaken(holder: Holder, run: RunDirectory) -> None:
+    take_lock(run, holder, is_alive=always)
+    me = this_process()
+    take_lock(run, me, is_alive=never)
+    assert read_holder(run) == me
+
+
+def test_the_next_attempt_of_the_same_job_overtakes_though_the_job_lives(run: RunDirectory) -> None:
+    take_lock(run, JOB, is_alive=always)
+    again = Holder(job_id="12", host="node2", pid=9, started="300")
+    take_lock(run, again, is_alive=always)
+    assert read_holder(run) == again
+    release_lock(run, JOB)
+    assert read_holder(run) == again, "the earlier attempt cannot give away what it has no more"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 1}', '{"who": "knows"}'])
+def test_a_damaged_lock_is_nobodys(text: str, run: RunDirectory) -> None:
+    run.lock.write_text(text)
+    me = this_process()
+    take_lock(run, me, is_alive=always)
+    assert read_holder(run) == me
+
+
+def test_clear_dead_removes_the_dead_only(run: RunDirectory) -> None:
+    clear_dead(run, is_alive=always)
+    take_lock(run, DEAD, is_alive=always)
+    clear_dead(run, is_alive=always)
+    assert read_holder(run) == DEAD
+    clear_dead(run, is_alive=process_lives)
+    assert read_holder(run) is None
+
+
+def test_a_process_is_known_by_its_start_not_by_its_number() -> None:
+    me = this_process()
+    assert process_lives(me)
+    recycled = Holder(job_id=None, host=me.host, pid=me.pid, started="1")
+    assert not process_lives(recycled)
+    assert not process_lives(DEAD)
+    assert process_lives(Holder(job_id=None, host="elsewhere", pid=1, started="1")), "it cannot be told from here"
+
+
+def test_a_lock_that_was_made_since_one_looked_is_left_where_it_is(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_lock(run, this_process(), is_alive=process_lives)
+    made = run.lock.stat()
+    # Another starter has removed a dead one's, and this one was made, between two looks of a third.
+    monkeypatch.setattr(lock, "read_holder", lambda _run, **_words: None)
+    with pytest.raises(RunError, match="another starter is quicker"):
+        take_lock(run, DEAD, is_alive=always)
+    assert run.lock.stat().st_ctime_ns == made.st_ctime_ns, "it was away for a moment, in which it could be taken"
+
+
+def test_a_link_that_was_made_but_reported_as_existing_is_ours(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS server that gets the same request twice answers the second one."""
+    real = os.link
+
+    def link_twice(source: Path, target: Path) -> None:
+        real(source, target)
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    me = this_process()
+    take_lock(run, me, is_alive=always)
+    assert read_holder(run) == me
+    with pytest.raises(RunError, match="is being run by"):
+        take_lock(run, JOB, is_alive=always)
+
+
+def test_a_release_that_comes_late_leaves_the_successors_lock(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_lock(run, DEAD, is_alive=always)
+    me = this_process()
+    real = lock.read_holder
+
+    def look_then_stop(run: RunDirectory, *, submits: bool = False) -> Holder | None:
+        found = real(run, submits=submits)
+        monkeypatch.undo()
+        take_lock(run, me, is_alive=process_lives)
+        return found
+
+    monkeypatch.setattr(lock, "read_holder", look_then_stop)
+    release_lock(run, DEAD)
+    assert read_holder(run) == me
+
+
+STARTER = """
+import sys
+from pathlib import Path
+from slurm_train.errors import RunError
+from slurm_train.rundir import jobs as lock
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.jobs import process_lives, take_lock, this_process
+run = RunDirectory(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(int(sys.argv[2])):
+    folder = RunDirectory(run.path / str(number))
+    try:
+        take_lock(folder, this_process(), is_alive=process_lives)
+        print("won", number, flush=True)
+    except RunError:
+        pass
+print("end", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("stale", [False, True], ids=["free", "held by the dead"])
+def test_of_starters_that_race_exactly_one_wins(stale: bool, tmp_path: Path) -> None:
+    rounds = 40
+    for number in range(rounds):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if stale:
+            take_lock(RunDirectory(folder), DEAD, is_alive=always)
+    starters = [
+        subprocess.Popen(
+            [sys.executable, "-c", STARTER, str(tmp_path), str(rounds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    winners: list[int] = []
+    for starter in starters:
+        assert starter.stdout is not None and starter.stdout.readline() == "ready\n"
+    for starter in starters:
+        tell(starter)
+    for starter in starters:
+        # The winners stay alive until all have tried, else their locks would be stale in turn.
+        assert starter.stdout is not None
+        for line in iter(starter.stdout.readline, "end\n"):
+            winners.append(int(line.split()[1]))
+    for starter in starters:
+        tell(starter)
+        starter.communicate()
+    assert sorted(winners) == list(range(rounds))
+    for number in range(rounds):
+        left = {path.name for path in (tmp_path / str(number)).iterdir()}
+        assert left <= {"lock.json", ".lock.guard"}
+        assert json.loads((tmp_path / str(number) / "lock.json").read_text())["pid"] in [s.pid for s in starters]
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+ENDS = [
+    ("nothing yet", {}, False),
+    ("running", {"ledger": attempt(0)}, False),
+    ("requeued", {"ledger": attempt(0, action="requeue")}, False),
+    ("stopped", {"ledger": attempt(0, action="stop")}, True),
+    ("stopped, running again", {"ledger": (*attempt(0, action="stop"), *attempt(1))}, False),
+    ("stopped, then submitted again", {"ledger": attempt(0, action="stop"), "job_ids": ("13",)}, False),
+    (
+        "submitted, then stopped",
+        {"ledger": attempt(0, action="stop"), "job_ids": ("12",), "submitted_unix_s": 1.0},
+        True,
+    ),
+    ("finished", {"ledger": attempt(0, action="finish"), "result": {}}, True),
+]
+
+
+@pytest.mark.parametrize(("facts", "ended"), [case[1:] for case in ENDS], ids=[case[0] for case in ENDS])
+def test_when_nothing_more_will_come(facts: dict[str, Any], ended: bool, tmp_path: Path) -> None:
+    run = RunFacts(**facts).write(RunDirectory(tmp_path / "gpt" / "3f9a1c07"))
+    assert has_ended(run) is ended
+
+
+def test_a_result_without_an_end_line_is_the_end_a_minute_later(tmp_path: Path) -> None:
+    run = RunFacts(ledger=attempt(0), result={}).write(RunDirectory(tmp_path / "gpt" / "3f9a1c07"))
+    assert not has_ended(run), "rank 0 may still say something"
+    os.utime(run.result, (1.0, 1.0))
+    assert has_ended(run)

@@ -1,11 +1,159 @@
+"""Run directories are their user's alone, and one that is not is refused before anything in it is obeyed."""
+
 from __future__ import annotations
 
+import os
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.layout import RunDirectory, require_room
+from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.events import FailureMark, leave_mark
+from slurm_train.rundir.files import append_line, create_private, make_private, write_atomic, write_durable
+from slurm_train.rundir.jobs import take_lock, this_process
+from slurm_train.rundir.layout import RunDirectory, require_private, require_room
+
+SOMEBODY = 12345
+
+
+@pytest.fixture
+def _open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run with code, script and configuration, as its user left it."""
+    run = RunDirectory(tmp_path / "project" / "runs" / "gpt" / "3f9a1c07")
+    (tmp_path / "project").mkdir(mode=0o755)
+    for folder in (run.path, run.code, run.logs, run.checkpoints, run.epochs):
+        make_private(folder)
+    for file in (run.config, run.plan, run.submit_script):
+        write_atomic(file, "x", durable=False)
+    return run
+
+
+def open_bits(root: Path) -> list[str]:
+    """Returns what lies below a folder and can be read or written by others."""
+    return [str(path.relative_to(root)) for path in root.rglob("*") if path.lstat().st_mode & 0o077]
+
+
+@pytest.mark.usefixtures("_open_umask")
+def test_everything_a_run_writes_is_private_whatever_the_umask(tmp_path: Path, run: RunDirectory) -> None:
+    start = AttemptStart(job_id="1", restart_count=0, nodes=("n",), world_size=1)
+    attempt = open_attempt(run, start)
+    take_lock(run, this_process(), is_alive=lambda _: True)
+    append_line(run.events, {"a": 1})
+    write_durable(run.path / "d", "x")
+    create_private(run.rank_log(attempt, 0))
+    leave_mark(run, attempt, FailureMark(rank=0, host="n", exit_code=1, message="x"))
+    assert open_bits(tmp_path / "project") == []
+    assert stat.S_IMODE((tmp_path / "project" / "runs").stat().st_mode) == 0o700
+
+
+def test_a_run_as_its_user_left_it_is_accepted(run: RunDirectory) -> None:
+    require_private(run)
+    run.path.parent.parent.chmod(0o1777)  # a shared place, sticky as /tmp is
+    require_private(run)
+
+
+@pytest.fixture
+def shared(run: RunDirectory) -> Path:
+    """A snapshot that the run shares with others of its root."""
+    shared = run.path.parent.parent / "sweep" / "code" / "000"
+    make_private(shared)
+    run.code.rmdir()
+    run.code.symlink_to(os.path.relpath(shared, run.path))
+    return shared
+
+
+def test_a_snapshot_shared_below_the_same_root_is_accepted(run: RunDirectory, shared: Path) -> None:
+    require_private(run)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_shared_snapshot_that_others_may_change_is_refused(run: RunDirectory, shared: Path, depth: int) -> None:
+    place = [shared, *shared.parents][depth]
+    place.chmod(0o777)
+    with pytest.raises(RunError, match=f"{place} belongs to"):
+        require_private(run)
+
+
+def test_a_snapshot_linked_to_elsewhere_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+    make_private(tmp_path / "elsewhere")
+    run.code.rmdir()
+    run.code.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=f"{run.code} belongs to"):
+        require_private(run)
+
+
+WRITABLE: list[Callable[[RunDirectory], Path]] = [
+    lambda run: run.path.parent.parent,
+    lambda run: run.path.parent,
+    lambda run: run.path,
+    lambda run: run.code,
+    lambda run: run.config,
+    lambda run: run.submit_script,
+    lambda run: run.epochs,
+]
+
+
+@pytest.mark.parametrize("place", WRITABLE)
+@pytest.mark.parametrize("mode", [0o777, 0o707])
+def test_what_others_may_write_is_refused(run: RunDirectory, place: Callable[[RunDirectory], Path], mode: int) -> None:
+    place(run).chmod(mode)
+    with pytest.raises(RunError, match="somebody else could") as caught:
+        require_private(run)
+    assert str(place(run)) in caught.value.message
+
+
+def test_a_folder_above_that_anybody_may_write_is_refused(run: RunDirectory) -> None:
+    above = run.path.parent.parent.parent
+    above.chmod(0o775)
+    require_private(run)
+    above.chmod(0o777)
+    with pytest.raises(RunError, match="anybody could"):
+        require_private(run)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("place", WRITABLE)
+def test_what_somebody_else_owns_is_refused(run: RunDirectory, place: Callable[[RunDirectory], Path]) -> None:
+    os.chown(place(run), SOMEBODY, SOMEBODY)
+    with pytest.raises(RunError, match=f"belongs to uid {SOMEBODY}"):
+        require_private(run)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_group_that_is_not_the_users_own_may_not_write(run: RunDirectory) -> None:
+    os.chown(run.path, 0, SOMEBODY)
+    run.path.chmod(0o770)
+    with pytest.raises(RunError, match="somebody else could"):
+        require_private(run)
+
+
+def test_a_link_in_place_of_the_script_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+    run.submit_script.rename(tmp_path / "elsewhere")
+    run.submit_script.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=r"submit\.sh"):
+        require_private(run)
+
+
+def test_no_write_follows_a_planted_link(run: RunDirectory, tmp_path: Path) -> None:
+    target = tmp_path / "victim"
+    link = run.path / "link"
+    link.symlink_to(target)
+    for write in (create_private, lambda path: append_line(path, {}), lambda path: write_durable(path, "x")):
+        with pytest.raises(OSError, match=r"symbolic links|File exists"):
+            write(link)
+    write_atomic(link, "x")
+    assert not target.exists()
+    assert not link.is_symlink()
 
 
 def test_a_path_that_leaves_no_room_for_the_files_is_refused(tmp_path: Path) -> None:

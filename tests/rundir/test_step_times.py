@@ -1,15 +1,27 @@
-"""Counts of step times: right to two per cent, whole on disk, nothing where nothing was added."""
+"""Counts of step times and windows of the ranks' pace: right to two per cent, read back whatever lies there."""
 
 from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.step_times import Histogram, StepTimes, read_step_times
+from slurm_train.rundir.step_times import (
+    Finding,
+    Histogram,
+    PaceWindow,
+    RankPace,
+    StepTimes,
+    all_findings,
+    append_window,
+    newest_window,
+    read_step_times,
+    read_windows,
+)
 
 
 @pytest.fixture
@@ -92,3 +104,51 @@ def test_a_disk_that_refuses_costs_nothing(run: RunDirectory) -> None:
     times.add(0.1, 0.0)
     times.keep()
     assert read_step_times(run, 2) == []
+
+
+FINDING = Finding(
+    kind="straggler",
+    ranks=(2,),
+    hosts=("node2",),
+    factor=1.5,
+    lost_share=0.3,
+    sentence="rank 2 on node2 is slow",
+    advice="see what else runs there",
+)
+WINDOW = PaceWindow(
+    attempt=1,
+    begin_unix_s=10.0,
+    end_unix_s=15.0,
+    from_step=3,
+    to_step=40,
+    samples=9,
+    ranks=tuple(
+        RankPace(rank=rank, host=f"node{rank // 2 + 1}", own_s=0.1 + rank, wait_s=0.2, data_s=0.03, uneven_s=0.0)
+        for rank in range(4)
+    ),
+)
+
+
+def test_windows_come_back_as_they_were_written(run: RunDirectory) -> None:
+    assert read_windows(run) == [] and newest_window(run) is None
+    later = replace(WINDOW, from_step=40, to_step=80, findings=(FINDING,))
+    append_window(run, WINDOW)
+    append_window(run, later)
+    assert read_windows(run) == [WINDOW, later]
+    assert newest_window(run) == later
+
+
+def test_lines_that_are_no_windows_are_passed_over(run: RunDirectory) -> None:
+    append_window(run, WINDOW)
+    with run.stragglers.open("a") as file:
+        file.write('{"attempt": 1, "hosts": [["node1", 2]], "own_s": [1]}\n')
+        file.write(run.stragglers.read_text().splitlines()[0].replace("10.0", "Infinity") + "\n")
+        file.write(run.stragglers.read_text().splitlines()[0].replace("[0.1,", '["<b>",') + '\n{"torn')
+    assert read_windows(run) == [WINDOW]
+    assert newest_window(run) == WINDOW
+
+
+def test_a_finding_is_told_once_with_its_first_window() -> None:
+    first, again = replace(WINDOW, findings=(FINDING,)), replace(WINDOW, to_step=99, findings=(FINDING,))
+    next_attempt = replace(first, attempt=2)
+    assert all_findings([WINDOW, first, again, next_attempt]) == [(first, FINDING), (next_attempt, FINDING)]
