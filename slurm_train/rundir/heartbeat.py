@@ -23,7 +23,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurm_train.rundir.files import create_private, make_private
+from slurm_train.rundir.files import create_private, listed, make_private
 from slurm_train.rundir.layout import RunDirectory
 
 _LOOK_AFTER_S = 0.25
@@ -93,7 +93,7 @@ class Pace:
         return Pace(*(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)))
 
     def as_bytes(self) -> bytes:
-        """Returns the sums as `pace_from` reads them."""
+        """Returns the sums as they are in a heartbeat."""
         return PACE_RECORD.pack(*astuple(self))
 
     @property
@@ -109,15 +109,6 @@ class Pace:
         spread = self.own_squared / self.samples - mean_own * mean_own
         together = self.own_by_wait / self.samples - mean_own * mean_wait
         return math.sqrt(min(max(-together, 0.0), max(spread, 0.0)))
-
-
-def pace_from(content: bytes, offset: int) -> Pace:
-    """Returns the sums at a place in a heartbeat.
-
-    Raises:
-        struct.error: there are none.
-    """
-    return Pace(*PACE_RECORD.unpack_from(content, offset))
 
 
 PHASES = ("start", "data", "step", "evaluate", "gather", "save", "end")
@@ -303,17 +294,13 @@ class _Writer:
 
 def read_beats(run: RunDirectory, attempt: int) -> dict[int, Beat]:
     """Returns the newest heartbeat of every rank that has one, by rank."""
-    folder = run.attempt_logs(attempt)
-    names = (re.fullmatch(r"heartbeat_(\d+)", name) for name in _names(folder))
-    beats = {int(match[1]): _read_beat(folder / match[0]) for match in names if match}
-    return {rank: beat for rank, beat in sorted(beats.items()) if beat is not None}
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)  # noqa: PTH208  # names are enough
-    except OSError:
-        return []
+    beats = {}
+    with contextlib.suppress(OSError):
+        for path in listed(run.attempt_logs(attempt)):
+            match = re.fullmatch(r"heartbeat_(\d+)", path.name)
+            if match is not None and (beat := _read_beat(path)) is not None:
+                beats[int(match[1])] = beat
+    return dict(sorted(beats.items()))
 
 
 def _read_beat(path: Path) -> Beat | None:
@@ -331,7 +318,7 @@ def _read_beat(path: Path) -> Beat | None:
             settled=bool(settled),
             beats=beats,
             written_unix_s=written_unix_s,
-            pace=pace_from(content, _RECORD.size),
+            pace=Pace(*PACE_RECORD.unpack_from(content, _RECORD.size)),
         )
     except (OSError, ValueError, TypeError, IndexError, struct.error):
         # Half written, or gone meanwhile: the next look will see it.

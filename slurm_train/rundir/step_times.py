@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_train.rundir.files import append_line, last_lines, make_private, read_json, read_lines, write_atomic
+from slurm_train.rundir.files import append_line, last_lines, listed, make_private, read_json, read_lines, write_atomic
 from slurm_train.rundir.layout import RunDirectory
 
 _PER_DOUBLING = 16
 # From 1 us to 18 hours; what lies outside counts as the nearest.
 _LOWEST = -20 * _PER_DOUBLING
-_NUM_BUCKETS = 36 * _PER_DOUBLING
-_LAST = _NUM_BUCKETS - 1
+_LAST = 36 * _PER_DOUBLING - 1
 # Often at first, so that a short attempt leaves something; a thousand ranks write a file system 17 times a second.
 _FIRST_AFTER_S, _LONGEST_PAUSE_S = 5.0, 60.0
 
@@ -53,20 +51,6 @@ class Histogram:
                 return min(math.pow(2.0, (bucket + _LOWEST + 0.5) / _PER_DOUBLING), self.longest_s or math.inf)
         return self.longest_s
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns what `histogram_of` reads back."""
-        return {"counts": {str(bucket): count for bucket, count in self.counts.items()}, "longest_s": self.longest_s}
-
-
-def histogram_of(value: Mapping[str, Any]) -> Histogram:
-    """Returns the histogram in a JSON value.
-
-    Raises:
-        ValueError, TypeError, KeyError: it is none.
-    """
-    counts = {int(bucket): int(count) for bucket, count in value["counts"].items()}
-    return Histogram(counts, float(value["longest_s"]))
-
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
@@ -78,6 +62,23 @@ class RankTimes:
     """Whole steps, the wait for data and for the other ranks included."""
     data_wait: Histogram
     """The part of them that waited for data."""
+
+
+class _Counter:
+    """Durations that are being counted."""
+
+    def __init__(self) -> None:
+        self._counts, self._longest_s = [0] * (_LAST + 1), 0.0
+
+    def add(self, seconds: float) -> None:
+        bucket = int(math.log2(seconds) * _PER_DOUBLING - _LOWEST) if seconds > 0.0 else 0
+        self._counts[0 if bucket < 0 else min(bucket, _LAST)] += 1
+        if seconds > self._longest_s:
+            self._longest_s = seconds
+
+    def as_json(self) -> dict[str, Any]:
+        counts = {str(bucket): count for bucket, count in enumerate(self._counts) if count}
+        return {"counts": counts, "longest_s": self._longest_s}
 
 
 class StepTimes:
@@ -102,20 +103,14 @@ class StepTimes:
     ) -> None:
         self._path = run.step_times(attempt, rank)
         self._facts = {"rank": rank, "host": host}
-        self._steps, self._waits = [0] * _NUM_BUCKETS, [0] * _NUM_BUCKETS
-        self._longest_step_s = self._longest_wait_s = 0.0
-        self._clock = clock
-        self._pause_s = _FIRST_AFTER_S
+        self._steps, self._waits = _Counter(), _Counter()
+        self._clock, self._pause_s = clock, _FIRST_AFTER_S
         self._due_s = clock() + _FIRST_AFTER_S
 
     def add(self, step_s: float, data_wait_s: float) -> None:
         """Adds a step and the part of it that waited for data."""
-        self._steps[_bucket(step_s)] += 1
-        self._waits[_bucket(data_wait_s)] += 1
-        if step_s > self._longest_step_s:
-            self._longest_step_s = step_s
-        if data_wait_s > self._longest_wait_s:
-            self._longest_wait_s = data_wait_s
+        self._steps.add(step_s)
+        self._waits.add(data_wait_s)
 
     def keep_when_due(self) -> None:
         """Writes the counts now and then; the heartbeat's thread calls it."""
@@ -127,55 +122,33 @@ class StepTimes:
 
     def keep(self) -> None:
         """Writes the counts; a file system that refuses costs a picture, never the run."""
-        step = Histogram(_filled(self._steps), self._longest_step_s)
-        if not step.counts:
-            return
-        data_wait = Histogram(_filled(self._waits), self._longest_wait_s)
-        value = {**self._facts, "step": step.as_json(), "data_wait": data_wait.as_json()}
-        with contextlib.suppress(OSError):
-            make_private(self._path.parent)
-            write_atomic(self._path, json.dumps(value) + "\n", durable=False)
+        step, data_wait = self._steps.as_json(), self._waits.as_json()
+        if step["counts"]:
+            with contextlib.suppress(OSError):
+                make_private(self._path.parent)
+                text = json.dumps({**self._facts, "step": step, "data_wait": data_wait})
+                write_atomic(self._path, text + "\n", durable=False)
 
 
 def read_step_times(run: RunDirectory, attempt: int) -> list[RankTimes]:
     """Returns what the ranks of an attempt have left, by rank; a file that is none is passed over."""
-    try:
-        names = os.listdir(run.attempt_logs(attempt))  # noqa: PTH208  # names are enough
-    except OSError:
-        return []
-    found = [
-        _read_times(run.attempt_logs(attempt) / name) for name in names if re.fullmatch(r"step_times_\d+\.json", name)
-    ]
-    return sorted((times for times in found if times is not None), key=lambda times: times.rank)
+    paths = [path for path in listed(run.attempt_logs(attempt)) if re.fullmatch(r"step_times_\d+\.json", path.name)]
+    return sorted((times for path in paths if (times := _read_times(path)) is not None), key=lambda times: times.rank)
 
 
 def _read_times(path: Path) -> RankTimes | None:
-    value = read_json(path)
+    def histogram(name: str) -> Histogram:
+        counts = {int(bucket): int(count) for bucket, count in value[name]["counts"].items()}
+        return Histogram(counts, float(value[name]["longest_s"]))
+
+    value = read_json(path) or {}
     try:
-        if value is None:
-            return None
-        return RankTimes(
-            int(value["rank"]), str(value["host"]), histogram_of(value["step"]), histogram_of(value["data_wait"])
-        )
+        return RankTimes(int(value["rank"]), str(value["host"]), histogram("step"), histogram("data_wait"))
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _bucket(seconds: float) -> int:
-    if seconds <= 0.0:
-        return 0
-    bucket = int(math.log2(seconds) * _PER_DOUBLING - _LOWEST)
-    return 0 if bucket < 0 else min(bucket, _LAST)
-
-
-def _filled(counts: list[int]) -> dict[int, int]:
-    return {bucket: count for bucket, count in enumerate(counts) if count}
-
-
-_DIGITS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RankPace:
     """What one rank spent a step on in one window, on average."""
 
@@ -225,10 +198,14 @@ class PaceWindow:
     """What has held for several windows up to this one."""
 
 
+_COLUMNS = ("own_s", "wait_s", "data_s", "uneven_s")
+
+
 def append_window(run: RunDirectory, window: PaceWindow) -> None:
     """Adds a line; a file system that refuses costs a picture, never the run."""
     hosts = [[host, len(list(same))] for host, same in itertools.groupby(rank.host for rank in window.ranks)]
-    columns = {name: [_short(getattr(rank, name)) for rank in window.ranks] for name in _COLUMNS}
+    # Four digits, and columns instead of ranks: a rank of a thousand takes 40 bytes.
+    columns = {name: [float(f"{getattr(rank, name):.4g}") for rank in window.ranks] for name in _COLUMNS}
     line = asdict(window) | {"hosts": hosts, **columns}
     del line["ranks"]
     with contextlib.suppress(OSError):
@@ -246,29 +223,15 @@ def newest_window(run: RunDirectory) -> PaceWindow | None:
     return next((window for window in windows if window is not None), None)
 
 
-_COLUMNS = ("own_s", "wait_s", "data_s", "uneven_s")
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.{_DIGITS}g}")
-
-
 def _window_from(line: Mapping[str, Any]) -> PaceWindow | None:
     try:
         hosts = [str(host) for host, count in line["hosts"] for _ in range(count)]
-        columns = zip(hosts, *(map(_finite, line[name]) for name in _COLUMNS), strict=True)
-        ranks = tuple(
-            RankPace(rank=rank, host=host, **dict(zip(_COLUMNS, values, strict=True)))
-            for rank, (host, *values) in enumerate(columns)
-        )
+        columns = [[_finite(value) for value in line[name]] for name in _COLUMNS]
+        ranks = [RankPace(rank, *one) for rank, one in enumerate(zip(hosts, *columns, strict=True))]
+        facts: dict[str, Any] = {name: int(line[name]) for name in ("attempt", "from_step", "to_step", "samples")}
+        facts |= {name: _finite(line[name]) for name in ("begin_unix_s", "end_unix_s")}
         findings = tuple(_finding_from(finding) for finding in line["findings"])
-        return PaceWindow(
-            **{name: int(line[name]) for name in ("attempt", "from_step", "to_step", "samples")},
-            begin_unix_s=_finite(line["begin_unix_s"]),
-            end_unix_s=_finite(line["end_unix_s"]),
-            ranks=ranks,
-            findings=findings,
-        )
+        return PaceWindow(**facts, ranks=tuple(ranks), findings=findings)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
@@ -281,15 +244,9 @@ def _finite(value: Any) -> float:
 
 
 def _finding_from(value: Mapping[str, Any]) -> Finding:
-    return Finding(
-        kind=str(value["kind"]),
-        ranks=tuple(map(int, value["ranks"])),
-        hosts=tuple(map(str, value["hosts"])),
-        factor=_finite(value["factor"]),
-        lost_share=_finite(value["lost_share"]),
-        sentence=str(value["sentence"]),
-        advice=str(value["advice"]),
-    )
+    facts: dict[str, Any] = {name: str(value[name]) for name in ("kind", "sentence", "advice")}
+    facts |= {name: _finite(value[name]) for name in ("factor", "lost_share")}
+    return Finding(**facts, hosts=tuple(map(str, value["hosts"])), ranks=tuple(map(int, value["ranks"])))
 
 
 def all_findings(windows: Sequence[PaceWindow]) -> list[tuple[PaceWindow, Finding]]:

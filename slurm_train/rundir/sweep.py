@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from slurm_train.errors import RunError
@@ -109,12 +109,7 @@ def read_runs(array: ArrayDirectory) -> list[RunDirectory]:
 def write_table(sweep: SweepDirectory, elements: Iterable[Element]) -> None:
     """Replaces the table."""
     lines = [
-        {
-            "index": element.index,
-            "run": str(element.run.path.relative_to(sweep.root)),
-            "overrides": dict(element.overrides),
-            "job": element.job,
-        }
+        {**asdict(element), "run": str(element.run.path.relative_to(sweep.root)), "overrides": dict(element.overrides)}
         for element in elements
     ]
     write_atomic(sweep.table, "".join(json.dumps(line) + "\n" for line in lines))

@@ -33,9 +33,6 @@ def last_step(run: RunDirectory) -> int:
     return max((int(line.get("step", 0)) for line in last_lines(run.metrics)), default=0)
 
 
-# More lines than a run logs between two writings of its sums.
-_METRICS_TAIL_BYTES = 1 << 20
-
 KEPT_CAUSES = (
     "rendezvous_s",
     "load_s",
@@ -136,10 +133,10 @@ def read_account(
 
 def _add_unbooked(kept: dict[str, Any], run: RunDirectory, attempt: int) -> None:
     """Adds the steps that are on record since the sums were written: a killed rank 0 wrote them seconds before."""
-    lines = [line for line in last_lines(run.metrics, tail_bytes=_METRICS_TAIL_BYTES) if line.get("attempt") == attempt]
     step = int(kept["first_step"]) + int(kept["steps"])
-    for line in lines:
-        if "step_time_s" not in line:
+    # More lines than a run logs between two writings of its sums.
+    for line in last_lines(run.metrics, tail_bytes=1 << 20):
+        if line.get("attempt") != attempt or "step_time_s" not in line:
             continue
         if float(line["time_unix_s"]) > float(kept["end_unix_s"]) and int(line["step"]) > step:
             steps = int(line["step"]) - step
@@ -224,6 +221,9 @@ class Ask:
     """How long ago."""
 
 
+_MEASURED = ("save", "step", "evaluation")
+
+
 def lead_s(measured: Measured | None, *, limit_s: float | None) -> float:
     """Returns how long before its end a run should be asked to stop.
 
@@ -292,10 +292,7 @@ def read_measured(run: RunDirectory) -> Measured | None:
     """Returns what the newest attempt that saved has measured, None where none has."""
     for attempt in reversed(existing_attempts(run)):
         kept = read_json(account_path(run, attempt)) or {}
-        if kept.get("longest_save_s", 0.0) > 0:
-            return Measured(
-                save_s=float(kept["longest_save_s"]),
-                step_s=float(kept.get("longest_step_s", 0.0)),
-                evaluation_s=float(kept.get("longest_evaluation_s", 0.0)),
-            )
+        save_s, step_s, evaluation_s = (float(kept.get(f"longest_{what}_s", 0.0)) for what in _MEASURED)
+        if save_s > 0:
+            return Measured(save_s=save_s, step_s=step_s, evaluation_s=evaluation_s)
     return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.heartbeat import AwakeClock, BeatSource, Heartbeat, Limits, Pace, pace_from, read_beats
+from slurm_train.rundir.heartbeat import AwakeClock, BeatSource, Heartbeat, Limits, Pace, read_beats
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.supervise.signals import hold_continue, release_continue, was_continued
 from tests.support.waiting import wait_for
@@ -31,11 +30,14 @@ def test_a_heartbeat_says_step_phase_and_that_it_runs(tmp_path: Path) -> None:
         assert abs(first.written_unix_s - time.time()) < 5
         heart.step, heart.settled = 17, True
         heart.mark("data")
+        heart.pace = summed((1.5, 0.5), (2.0, 0.0))
         beat = wait_for(
             lambda: next(b for b in read_beats(run, 1).values()).step, within_s=5, what="a beat", poll_s=0.05
         )
         newest = read_beats(run, 1)[3]
-        assert beat == 17 and newest.phase == "data" and newest.settled and newest.marks == 1
+        assert (
+            beat == 17 and newest.phase == "data" and newest.pace == heart.pace and newest.settled and newest.marks == 1
+        )
         wait_for(lambda: read_beats(run, 1)[3].beats > newest.beats, within_s=5, what="another beat", poll_s=0.05)
         assert read_beats(run, 1)[3].marks == 1, "it beats without progress"
     finally:
@@ -88,13 +90,6 @@ def test_sums_of_later_steps_are_what_was_added_since() -> None:
     first, both = summed((1.0, 0.5)), summed((1.0, 0.5), (3.0, 0.25))
     assert both.since(first) == summed((3.0, 0.25))
     assert both.since(both) == Pace()
-
-
-def test_the_bytes_of_a_pace_give_it_back() -> None:
-    pace = summed((1.5, 0.5), (2.0, 0.0))
-    assert pace_from(b"12345678" + pace.as_bytes(), 8) == pace
-    with pytest.raises(struct.error):
-        pace_from(b"short", 0)
 
 
 def test_only_what_is_long_for_one_rank_alone_counts_as_uneven() -> None:
