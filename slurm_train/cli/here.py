@@ -15,8 +15,6 @@ from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.cli.changes import weigh
 from slurm_train.cli.lost_terminal import outlive_terminal
 from slurm_train.cli.outputs import RunOutput, make_outputs
-from slurm_train.cli.seal import refused_code
-from slurm_train.cli.surroundings import note_surroundings
 from slurm_train.cli.terminal import note
 from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.schema import RunConfig
@@ -35,9 +33,9 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import scrubbed
 from slurm_train.status.activity import refuse_active, writing
 from slurm_train.status.failure import find_failure
-from slurm_train.supervise.monitor import Monitor, watch_ranks
+from slurm_train.supervise.monitor import Monitor, note_environment, watch_ranks
 from slurm_train.supervise.scheduler import Scheduler
-from slurm_train.supervise.supervisor import Supervisor
+from slurm_train.supervise.supervisor import Supervisor, refused_code
 
 
 def train_here(
@@ -116,7 +114,7 @@ def _rank_command(run: RunDirectory, config: RunConfig) -> list[str]:
 
 
 def _launch(run: RunDirectory, config: RunConfig, world_size: int, attempt: int, *, env: Mapping[str, str]) -> int:
-    note_surroundings(run, attempt, slurm=lambda: None)
+    note_environment(run, attempt, slurm=lambda: None)
     if (code := refused_code(run, attempt, env)) is not None:
         return code
     rank_env = scrubbed(env) | {"SLURM_TRAIN_ATTEMPT": str(attempt), "MASTER_ADDR": "127.0.0.1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -11,27 +12,44 @@ from functools import partial
 from pathlib import Path
 
 from slurm_train.checkpoint.directory import newest_committed_step
-from slurm_train.cli.node_notes import note_nodes, note_unfit
-from slurm_train.cli.seal import refused_code
-from slurm_train.cli.surroundings import note_surroundings
 from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RequeueSection, RunConfig
-from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ConfigError, NodesError
+from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ConfigError, NodesError, SilentNodesError
 from slurm_train.launch.avoidance import listed_among
 from slurm_train.launch.continuation import continued_job
 from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.step import LINGER_S, ORPHAN_LINGER_S, run_step
 from slurm_train.launch.visibility import require_seen_by_all
 from slurm_train.rundir.attempts import newest_round
-from slurm_train.rundir.events import first_mark
+from slurm_train.rundir.events import (
+    BAD_NODES_PARTS,
+    Finding,
+    add_bad_nodes,
+    bad_nodes_of,
+    fatal_line,
+    first_mark,
+    forgive_nodes,
+    list_file,
+    read_preflight,
+    write_preflight,
+)
 from slurm_train.rundir.files import create_private, read_json
 from slurm_train.rundir.layout import RunDirectory, require_private
 from slurm_train.slurm.allocation import Allocation, het_job_ids
 from slurm_train.slurm.environment import job_environment
-from slurm_train.supervise.monitor import BestEffort, FindingsRelay, Monitor, NoticeKeeper, Task, say, watch_ranks
+from slurm_train.supervise.monitor import (
+    BestEffort,
+    FindingsRelay,
+    Monitor,
+    NoticeKeeper,
+    Task,
+    note_environment,
+    say,
+    watch_ranks,
+)
 from slurm_train.supervise.scheduler import SlurmJob
-from slurm_train.supervise.supervisor import Supervisor, ignore_stop_signals
+from slurm_train.supervise.supervisor import Supervisor, ignore_stop_signals, refused_code
 
 
 def main(words: Sequence[str]) -> int:
@@ -79,12 +97,12 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
     logs = _task_logs(command, allocation, env)
 
     def launch(attempt: int) -> int:
-        note_surroundings(run, attempt, slurm=job.commands.version)
+        note_environment(run, attempt, slurm=job.commands.version)
         monitor = watch_ranks(run, attempt, config, world_size=world_size, end_ranks=job.end_ranks)
         monitor.add(NoticeKeeper(run, attempt, ask=job.notice))
         monitor.add(FindingsRelay(run, attempt))
         code = _run_step(run, command, attempt, nodes=allocation.nodes, logs=logs, env=env, monitor=monitor)
-        BestEffort()("the list of bad nodes", lambda: note_nodes(run, attempt, config), None)
+        BestEffort()("the list of bad nodes", lambda: _note_nodes(run, attempt, config), None)
         return code
 
     supervisor = Supervisor(
@@ -170,7 +188,7 @@ def _run_step(
             text = f"error: {err}"
             print(text, file=sys.stderr, flush=True)
             log.write(f"{text}\n".encode())
-            return note_unfit(run, attempt, err, nodes=nodes)
+            return _note_unfit(run, attempt, err, nodes=nodes)
         if (code := refused_code(run, attempt, env)) is not None:
             return code
         ranks = _EndOfRanks(run, attempt)
@@ -181,3 +199,33 @@ def _run_step(
             return run_step(
                 argv, env=step_env, log=log, is_overdue=lambda: ranks.is_overdue, beside=monitor.check, cwd=place
             )
+
+
+def _note_unfit(run: RunDirectory, attempt: int, error: NodesError, *, nodes: Sequence[str]) -> int:
+    """Writes down as a finding what kept the ranks from being started, and returns the attempt's exit code."""
+    # Where few of many nodes are blind it is their fault; of two, or where most are, the path is not shared.
+    blames = 2 * len(error.nodes) < len(nodes) and not isinstance(error, SilentNodesError)
+    finding = Finding(
+        code=error.code,
+        level="error",
+        node=", ".join(error.nodes),
+        seen=error.message,
+        todo=error.hint,
+        blames_node=blames,
+    )
+    write_preflight(run, attempt, {"findings": [finding.as_json()], "table": [], "nodes": list(nodes)})
+    return EXIT_FAILURE if blames else error.exit_code
+
+
+def _note_nodes(run: RunDirectory, attempt: int, config: RunConfig) -> None:
+    """Writes down what an attempt has found out about its nodes; a list that cannot be written costs nobody a run."""
+    record = read_preflight(run, attempt)
+    found, hours = bad_nodes_of(record), config.preflight.exclude_bad_nodes_h
+    with contextlib.suppress(OSError):
+        add_bad_nodes(run, found, hours=hours, now_unix_s=time.time())
+        if found and hours > 0:
+            lists = list_file(run).with_name(BAD_NODES_PARTS)
+            say(f"later submissions leave out {', '.join(found)} for {hours:g} h; see {lists}")
+        if record and not fatal_line(record):
+            for node in forgive_nodes(run, record.get("nodes", ()), now_unix_s=time.time()):
+                say(f"{node} was found well and is off the list of bad nodes")

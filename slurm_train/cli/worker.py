@@ -241,8 +241,7 @@ def _let_torch_record() -> None:
 def _start_heartbeat(
     run: RunDirectory, attempt: int, config: RunConfig, place: RankPlace, env: Mapping[str, str]
 ) -> Heartbeat:
-    from slurm_train.rundir.heartbeat import AwakeClock, BeatSource, Heartbeat
-    from slurm_train.supervise.monitor import limits_of
+    from slurm_train.rundir.heartbeat import AwakeClock, BeatSource, Heartbeat, limits_of
 
     heartbeat = Heartbeat(clock=AwakeClock(was_continued=was_continued))
     if not config.trains:

@@ -23,6 +23,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurm_train.config.schema import RunConfig
 from slurm_train.rundir.files import create_private, listed, make_private
 from slurm_train.rundir.layout import RunDirectory
 
@@ -166,6 +167,13 @@ class Limits:
     def of(self, *, settled: bool) -> float:
         """Returns the limit before or after the first step."""
         return self.steady_s if settled else max(self.start_s, self.steady_s)
+
+
+def limits_of(config: RunConfig) -> Limits | None:
+    """Returns how long ranks may make no progress; None where nobody watches, as with a user's own code."""
+    if config.health.hang_timeout_s is None or not config.trains:
+        return None
+    return Limits(config.train.start_timeout_s, config.health.hang_timeout_s)
 
 
 class Heartbeat:

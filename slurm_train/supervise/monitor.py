@@ -24,9 +24,11 @@ from typing import TypeVar
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_FAILURE, ClusterError
+from slurm_train.launch.code_index import shorten
+from slurm_train.launch.provenance import record_environment
 from slurm_train.rundir.attempts import newest_round, read_round
 from slurm_train.rundir.events import FailureMark, append_event, finding_lines, leave_mark, read_events, read_preflight
-from slurm_train.rundir.heartbeat import Beat, Limits, read_beats
+from slurm_train.rundir.heartbeat import Beat, Limits, limits_of, read_beats
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.step_times import PaceWindow, append_window
 from slurm_train.rundir.timing import Notice, write_notice
@@ -227,13 +229,6 @@ class Monitor:
 
 EndRanks = Callable[[Mapping[int, Beat]], None]
 """Kills the ranks, whose heartbeats are given; called again every few seconds until they have ended."""
-
-
-def limits_of(config: RunConfig) -> Limits | None:
-    """Returns how long ranks may make no progress; None where nobody watches, as with a user's own code."""
-    if config.health.hang_timeout_s is None or not config.trains:
-        return None
-    return Limits(config.train.start_timeout_s, config.health.hang_timeout_s)
 
 
 def watch_ranks(run: RunDirectory, attempt: int, config: RunConfig, *, world_size: int, end_ranks: EndRanks) -> Monitor:
@@ -487,3 +482,31 @@ class FindingsRelay(Task):
                 self._say(line)
 
     end = look
+
+
+def note_environment(run: RunDirectory, attempt: int, *, slurm: Callable[[], str | None]) -> threading.Thread:
+    """Writes an attempt's `environment.json` in a thread that nobody has to wait for; names packages that have changed.
+
+    The code of a run is its own copy, but packages are where they are installed; whoever upgrades one between two
+    attempts changes the run.
+
+    Args:
+        run: the run.
+        attempt: its attempt.
+        slurm: gives Slurm's version.
+    """
+
+    def note() -> None:
+        try:
+            changes = record_environment(run, attempt, slurm=slurm())
+            if changes:
+                append_event(run, "environment", attempt=attempt, changes=changes)
+        except OSError as err:
+            say(f"the environment of the attempt could not be written down: {err}")
+            return
+        if changes:
+            say(f"installed packages are not what they were: {shorten(changes)}")
+
+    thread = threading.Thread(target=note, name="environment", daemon=True)
+    thread.start()
+    return thread

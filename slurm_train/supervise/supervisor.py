@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slurm_train.config.schema import RequeueSection
-from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, RunError
+from slurm_train.launch.code_index import require_sealed
 from slurm_train.rundir.attempts import (
     AttemptStart,
     Round,
@@ -29,10 +30,12 @@ from slurm_train.rundir.attempts import (
     read_round,
 )
 from slurm_train.rundir.events import (
+    FailureMark,
     bad_nodes_of,
     codes_of,
     fatal_line,
     first_mark,
+    leave_mark,
     named_node,
     read_events,
     read_preflight,
@@ -41,6 +44,7 @@ from slurm_train.rundir.files import change_times, listed
 from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, release_lock, take_lock
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.timing import last_step, read_account
+from slurm_train.slurm.environment import node_name
 from slurm_train.supervise.decision import (
     CANCELLED,
     Decision,
@@ -434,6 +438,21 @@ def close_lost(
         # What it did again of an earlier attempt's steps is not known any more.
         seconds = read_account(run, attempt, start_unix_s=start_unix_s, end_unix_s=end_unix_s, step_before=0)
         close_attempt(run, attempt, {**facts, **seconds, "time_unix_s": end_unix_s})
+
+
+def refused_code(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> int | None:
+    """Returns the exit code of an attempt whose snapshot of the code was touched, None where it may begin.
+
+    A requeue runs the snapshot again, days later. What is wrong is printed and left as the attempt's mark, so that the
+    ledger has it.
+    """
+    try:
+        require_sealed(run)
+    except RunError as err:
+        say(str(err))
+        leave_mark(run, attempt, FailureMark(rank=0, host=node_name(env), exit_code=2, message=err.message))
+        return err.exit_code
+    return None
 
 
 def ignore_stop_signals() -> None:

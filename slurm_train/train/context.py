@@ -28,9 +28,8 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import check_gloo_address, open_store
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, ConfigError
-from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
+from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.supervise.monitor import limits_of
 from slurm_train.supervise.signals import StopFlag
 
 _LONGEST_SUSPENSION_S = 7 * 86400.0

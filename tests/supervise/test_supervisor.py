@@ -133,7 +133,6 @@ OUTCOMES: dict[str, tuple[dict[str, Any], int, int, list[str], str]] = {
         *(75, 75, ["requeue", "resubmit"], "preempted"),
     ),
     "requeued by Slurm": ({"jobs": [{**PREEMPTED, "Restarts": "1"}]}, 75, 75, ["wait"], "preempted"),
-    "cancelled, saved": ({"jobs": [CANCELLED]}, 75, 75, [], "cancelled"),
     "cancelled, killed": ({"jobs": [CANCELLED]}, 143, 143, [], "cancelled"),
     "cancelled, ended well": ({"jobs": [CANCELLED]}, 0, 1, [], "cancelled"),
     "cancelled in the grace": ({"jobs": [ENDING], "ends": ("CANCELLED",)}, 75, 75, [], "cancelled"),
@@ -141,16 +140,11 @@ OUTCOMES: dict[str, tuple[dict[str, Any], int, int, list[str], str]] = {
         {"jobs": [ENDING], "ends": ("PREEMPTED",), "requeue_works": False},
         *(75, 1, ["requeue", "resubmit"], "preempted"),
     ),
-    "the grace ran out, no accounting": (
-        {"jobs": [ENDING], "requeue_works": False},
-        *(75, 1, ["requeue", "resubmit"], "preempted"),
-    ),
     # The requeue does nothing then; the job's record says why.
     "cancelled before its requeue": (
         {"jobs": [RUNNING, CANCELLED], "requeue_works": False},
         *(75, 1, ["requeue"], "cancelled"),
     ),
-    "failed": ({}, 1, 1, [], "failed"),
     "killed": ({}, 137, 137, [], "failed"),
     "0 without a result": ({}, 0, 1, [], "failed"),
     "ranks that do not end": (
@@ -165,7 +159,6 @@ OUTCOMES: dict[str, tuple[dict[str, Any], int, int, list[str], str]] = {
         {"jobs": [{**CANCELLED, "Restarts": "1"}], "ends": ("NODE_FAIL",)},
         *(75, 75, ["wait"], "node_failure"),
     ),
-    "restarted, no accounting": ({"jobs": [{**CANCELLED, "Restarts": "1"}]}, 75, 75, ["wait"], "requeued"),
 }
 
 
