@@ -69,7 +69,7 @@ COMMAND_WORDS = {
     "slurm.commands": {"squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "sacctmgr"},
     "launch.submission": {"sbatch"},
     "launch.script": {"srun"},
-    "launch.interactive": {"salloc"},
+    "launch.acceptance": {"salloc"},
     "launch.visibility": {"srun"},
     # A value of cluster.launcher.
     "config.schema": {"srun"},
@@ -80,7 +80,7 @@ OWN_CLUSTER = "tools.devcluster."
 # machine and whoever waits in an allocation; loader workers, which are made deaf; a tracker's process, whose
 # stdin ends with the run.
 SIGNAL_HANDLERS = {
-    *("supervise.signals", "supervise.supervisor", "cli.here", "cli.sweep_here", "cli.interactive"),
+    *("supervise.signals", "supervise.supervisor", "cli.here"),
     *("cli.trackers", "data.mapstyle"),
 }
 # A script's runner is a program of its own, started by its path.

@@ -18,9 +18,19 @@ from slurm_train.config.frozen import Change, all_changes, is_below, load_config
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.data.shards import known_fingerprint
 from slurm_train.errors import CheckpointError, ConfigError, RunError, SlurmTrainError
-from slurm_train.launch.code_index import FileChange, compare_code, index_code, matters, read_index, shorten
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.source import Source, live_file, names_own_code
+from slurm_train.launch.snapshot import (
+    FileChange,
+    Source,
+    compare_code,
+    digest_code,
+    index_code,
+    live_file,
+    matters,
+    names_own_code,
+    read_index,
+    shorten,
+)
 from slurm_train.rundir.events import AcceptedChange, covers_code, covers_config, covers_data, read_changes
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
@@ -47,7 +57,7 @@ class Differences:
     """Fingerprints of the data set, old and new, where a login node can tell that they differ."""
 
 
-def weigh(plan: RunPlan, source: Source | None, *, accept: Collection[str]) -> AcceptedChange | None:
+def check_drift(plan: RunPlan, source: Source | None, *, accept: Collection[str]) -> AcceptedChange | None:
     """Returns what has to be put on record before the run goes on as planned; None where it is the same training.
 
     Args:
@@ -134,7 +144,7 @@ def tell_of_other_code(run: RunDirectory, config: RunConfig, directory: Path) ->
         return
     folders = {**(read_json(run.code_index) or {}).get("folders", {}), "": str(directory)}
     locate = partial(live_file, folders)
-    changes = compare_code(index, index_code(locate, index.files), old_file=run.code.joinpath, new_file=locate)
+    changes = compare_code(index, index_code(locate, index), old_file=run.code.joinpath, new_file=locate)
     changes = [change for change in changes if matters(change.name, is_own_code=names_own_code(config))]
     if changes:
         note(f"your files have changed since this run copied them: {shorten(map(str, changes))}")
@@ -200,7 +210,7 @@ def _compare_code(plan: RunPlan, source: Source | None) -> tuple[list[FileChange
     is_own = names_own_code(plan.config)
     changes = compare_code(old, new, old_file=plan.run.code.joinpath, new_file=source.file)
     found = [change for change in changes if matters(change.name, is_own_code=is_own)]
-    return found, old.digest(is_own_code=is_own), new.digest(is_own_code=is_own)
+    return found, digest_code(old, is_own_code=is_own), digest_code(new, is_own_code=is_own)
 
 
 def _refuse_impossible(run: RunDirectory, found: Differences) -> None:

@@ -15,7 +15,7 @@ from slurm_train.cli.terminal import build_console, takes_escapes
 from slurm_train.config.frozen import in_words
 from slurm_train.config.words import read_names
 from slurm_train.errors import ConfigError
-from slurm_train.launch.comparison import PARTS, Comparison, as_json, compare_runs, compare_with_now
+from slurm_train.launch.comparison import PARTS, Comparison, compare
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_run
 from slurm_train.verbs import parse
@@ -35,10 +35,10 @@ def main(words: Sequence[str]) -> int:
     root = Path(arguments.root)
     old = find_run(root, arguments.run)
     new = find_run(root, arguments.other) if arguments.other else None
-    found = compare_with_now(old, parts=parts, env=os.environ) if new is None else compare_runs(old, new, parts=parts)
+    found = compare(old, new, parts=parts, env=os.environ)
     if arguments.json:
         names = {"old": str(old.path), "new": None if new is None else str(new.path)}
-        print(json.dumps({**names, **as_json(found)}, indent=2, default=str))
+        print(json.dumps({**names, **found.as_json()}, indent=2, default=str))
         return 0
     lines = _lines(old, new, found, stat=arguments.stat)
     if not takes_escapes(sys.stdout, os.environ):
@@ -64,7 +64,7 @@ def _lines(old: RunDirectory, new: RunDirectory | None, found: Comparison, *, st
             is_harmless = change.kind == "harmless"
             yield (f"{text}  (does not change what is trained)", "dim") if is_harmless else (text, "")
     if found.code is not None:
-        revisions = "" if found.revisions[0] == found.revisions[1] else f": {' -> '.join(found.revisions)}"
+        revisions = "" if len(set(found.revisions)) == 1 else f": {' -> '.join(found.revisions)}"
         yield from _heading(f"code{revisions}", len(found.code))
         for file in found.code:
             if stat:

@@ -11,7 +11,7 @@ from slurm_train.launch.layout import layout_rows
 
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan
-    from slurm_train.launch.source import Source
+    from slurm_train.launch.snapshot import Source
 
 
 def print_plan(plan: RunPlan) -> None:
@@ -91,11 +91,6 @@ def _checkpoint_text(plan: RunPlan) -> str:
 
 def say_source(source: Source) -> None:
     """Prints which of the user's code a run would not have a copy of."""
-    from slurm_train.launch.snapshot import is_secret_file
-
-    left_out = [name for name in source.state.files or () if is_secret_file(name)]
-    if left_out:
-        note(f"not copied into the run, since such files hold secrets: {', '.join(left_out[:5])}")
     if source.left_out:
         more = f", and {len(source.left_out) - 5} more" if len(source.left_out) > 5 else ""
         note(f"not copied into the run: {', '.join(source.left_out[:5])}{more}")

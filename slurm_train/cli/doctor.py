@@ -87,16 +87,12 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
         ClusterError: no Slurm here, or it refuses the job.
         ConfigError: the settings ask for no cluster.
     """
-    from slurm_train.cli.submit import hand_over, require_slurm
+    from slurm_train.cli.start import Start
     from slurm_train.config.compose import compose
     from slurm_train.config.words import Words
-    from slurm_train.launch.acceptance import require_acceptable
-    from slurm_train.launch.container import Ranks
+    from slurm_train.launch.acceptance import require_slurm
     from slurm_train.launch.plan import plan_run
-    from slurm_train.launch.preparation import write_run_directory
-    from slurm_train.launch.script import render_script
-    from slurm_train.launch.snapshot import ask_git, read_answers
-    from slurm_train.launch.source import read_source
+    from slurm_train.launch.snapshot import read_git, read_source
 
     cwd = Path.cwd()
     plan = plan_run(compose(Words(overrides=[*_FIRST, *settings, *_LAST])), cwd=cwd, env=env)
@@ -113,18 +109,16 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
             f"doctor {' '.join(settings)} would start its ranks by torchrun, under which there is no preflight",
             hint="add cluster.launcher=srun, and give one number of nodes: they are the same nodes",
         )
-    commands = SlurmCommands(env)
+    start = Start(words=["doctor", *settings], env=env)
+    commands = start.commands
     require_slurm(commands, env)
-    script = render_script(plan)
-    require_acceptable(script, commands, plan)
-    Ranks(plan.config, run, plan.directory).make_mount_points()
-    write_run_directory(plan, read_source(plan, cwd, read_answers(ask_git(cwd, env)), env=env), script=script)
+    script = start.write(plan, read_source(run, plan.config, cwd, read_git(cwd, env), env=env))
     if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env:
         note(f"checking the nodes of this allocation, job {env['SLURM_JOB_ID']}")
         subprocess.run(["bash", str(run.submit_script)], env=dict(env), stdout=sys.stderr, check=False)
     else:
         # Nodes that were found bad are not left out: they are to be checked as well.
-        job_id = hand_over(run, script, commands, env=env, export=cluster.export)
+        job_id = start.submit(run, plan.config, script, avoids=False)
         note(f"submitted job {job_id}; logs in {run.logs}; Ctrl-C cancels it")
         try:
             _wait(job_id, commands)

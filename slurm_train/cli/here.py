@@ -1,76 +1,44 @@
-"""Trains a run on this machine: opens an attempt, starts the ranks, passes Ctrl-C on as a polite stop."""
+"""Trains runs on this machine: opens an attempt, starts the ranks, passes Ctrl-C on as a polite stop.
+
+The runs of a sweep are trained one after the other, or some at a time, each in a process of its own: a run that fails
+ends no other. Ctrl-C, or a closed terminal, asks what is at work to save and stop; the same command continues.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from slurm_train.checkpoint.directory import newest_committed_step
-from slurm_train.cli.changes import weigh
 from slurm_train.cli.lost_terminal import outlive_terminal
-from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.cli.terminal import note
 from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.schema import RunConfig
-from slurm_train.launch.container import Ranks
-from slurm_train.launch.local import LocalRanks, start_local
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
+from slurm_train.launch.container import RankCommand
+from slurm_train.launch.local import start_local
 from slurm_train.launch.meeting import probe_port
-from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.preparation import write_run_directory
-from slurm_train.launch.provenance import write_provenance
-from slurm_train.launch.source import Source
+from slurm_train.launch.plan import describe
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
-from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.slurm.environment import scrubbed
-from slurm_train.status.activity import refuse_active, writing
 from slurm_train.status.failure import find_failure
-from slurm_train.supervise.monitor import Monitor, note_environment, watch_ranks
+from slurm_train.supervise.monitor import note_environment, watch_ranks
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor, refused_code
 
-
-def train_here(
-    plan: RunPlan,
-    source: Source | None,
-    *,
-    words: Sequence[str],
-    env: Mapping[str, str],
-    accept: Collection[str] = (),
-    outputs: Sequence[RunOutput] = (),
-) -> int:
-    """Runs the plan's ranks on this machine and returns the exit code.
-
-    Args:
-        plan: the run.
-        source: its code; None: the snapshot that it has.
-        words: the command line.
-        env: the environment.
-        accept: changes of a run in progress that the person accepts.
-        outputs: what the run shall have besides its own directory.
-
-    Raises:
-        RunError: the run is active already, or it would not be the same training.
-    """
-    # A container that cannot be started is found before anything is written.
-    Ranks(plan.config, plan.run, plan.directory).command(python=sys.executable)
-    # Nothing of a run that somebody else is training, or that is queued, may be overwritten.
-    refuse_active(plan.run, SlurmCommands(env))
-    with writing(plan.run, SlurmCommands(env)):
-        change = weigh(plan, source, accept=accept)
-        write_run_directory(plan, source, script=None, change=change)
-    make_outputs(outputs)
-    if source is not None:
-        write_provenance(plan.run.provenance, source, words=words, slurm=None)
-    return supervise_here(plan.run, plan.config, world_size=plan.world.size, env=env)
+_LOOK_S = 0.2
 
 
 def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env: Mapping[str, str]) -> int:
@@ -88,14 +56,31 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         is_own_code=not config.trains,
     )
     outlive_terminal(run.logs / "batch.log")
-
-    def launch(attempt: int) -> int:
-        return _launch(run, config, world_size, attempt, env=env)
-
     with tracking_run(run, config.track, env):
-        code = supervisor.supervise(launch)
+        code = supervisor.supervise(partial(_launch, run, config, world_size, env))
     _print_unseen_failure(run)
     return code
+
+
+def _launch(run: RunDirectory, config: RunConfig, world_size: int, env: Mapping[str, str], attempt: int) -> int:
+    note_environment(run, attempt, slurm=lambda: None)
+    if (code := refused_code(run, attempt, env)) is not None:
+        return code
+    rank_env = scrubbed(env) | {"SLURM_TRAIN_ATTEMPT": str(attempt), "MASTER_ADDR": "127.0.0.1"}
+    # The ranks run the snapshot; what it does not hold (ignored by git, say) is found where the run was typed.
+    rank_env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(Path.cwd())]))
+    rank_env["MASTER_PORT"] = str(probe_port(str(run.path), attempt=attempt, env=rank_env))
+    command = RankCommand(config, run, str((read_json(run.plan) or {}).get("directory", Path.cwd())))
+    command.make_mount_points()
+    words = command.words(python=sys.executable)
+    ranks = start_local(words, run=run, attempt=attempt, num_ranks=world_size, env=rank_env)
+
+    def end_ranks(_: Mapping[int, Beat]) -> None:
+        ranks.kill()
+
+    monitor = watch_ranks(run, attempt, config, world_size=world_size, end_ranks=end_ranks)
+    with monitor.running(), on_stop(ranks.interrupt):
+        return ranks.wait(beside=monitor.check)
 
 
 def _print_unseen_failure(run: RunDirectory) -> None:
@@ -106,39 +91,59 @@ def _print_unseen_failure(run: RunDirectory) -> None:
             note(line)
 
 
-def _rank_command(run: RunDirectory, config: RunConfig) -> list[str]:
-    directory = str((read_json(run.plan) or {}).get("directory", Path.cwd()))
-    ranks = Ranks(config, run, directory)
-    ranks.make_mount_points()
-    return ranks.command(python=sys.executable)
-
-
-def _launch(run: RunDirectory, config: RunConfig, world_size: int, attempt: int, *, env: Mapping[str, str]) -> int:
-    note_environment(run, attempt, slurm=lambda: None)
-    if (code := refused_code(run, attempt, env)) is not None:
-        return code
-    rank_env = scrubbed(env) | {"SLURM_TRAIN_ATTEMPT": str(attempt), "MASTER_ADDR": "127.0.0.1"}
-    # The ranks run the snapshot; what it does not hold (ignored by git, say) is found where the run was typed.
-    rank_env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(Path.cwd())]))
-    rank_env["MASTER_PORT"] = str(probe_port(str(run.path), attempt=attempt, env=rank_env))
-    command = _rank_command(run, config)
-    ranks = start_local(command, run=run, attempt=attempt, num_ranks=world_size, env=rank_env)
-
-    def end_ranks(_: Mapping[int, Beat]) -> None:
-        ranks.kill()
-
-    monitor = watch_ranks(run, attempt, config, world_size=world_size, end_ranks=end_ranks)
-    with monitor.running():
-        return _wait(ranks, monitor)
-
-
-def _wait(ranks: LocalRanks, monitor: Monitor) -> int:
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        ranks.interrupt()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+@contextlib.contextmanager
+def on_stop(act: Callable[[], object]) -> Iterator[None]:
+    """Calls `act` for each signal that asks for a stop while the body runs: Ctrl-C, `kill`, a closed terminal."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, lambda _number, _frame: act()) for number in numbers}
     try:
-        return ranks.wait(beside=monitor.check)
+        yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+# --- the runs of a sweep ---
+
+
+def train_each(sweep: SweepDirectory, elements: Sequence[Element], *, num_parallel: int, env: Mapping[str, str]) -> int:
+    """Trains runs that are on disk, so many at a time; returns 0, 1 if a run failed, 75 if it was asked to stop."""
+    waiting, at_work, num_failed = list(elements), dict[RunDirectory, subprocess.Popen[bytes]](), 0
+    asked = list[None]()
+    with on_stop(lambda: asked.append(None)):
+        while waiting or at_work:
+            while waiting and len(at_work) < num_parallel and not (asked or sweep.stop_file.exists()):
+                element = waiting.pop(0)
+                at_work[element.run] = _start(element, shares_terminal=num_parallel > 1, env=env)
+            if asked:
+                # A terminal signals the runs as well, `kill` does not; asked twice they save once.
+                for process in at_work.values():
+                    process.terminate()
+                for process in at_work.values():
+                    process.wait()
+            ended = [run for run, process in at_work.items() if process.poll() is not None]
+            unfinished = sum(not run.result.exists() for run in ended)
+            if asked or not at_work:
+                note(f"stopped; {len(waiting) + unfinished} runs are not finished, and the same command continues them")
+                return EXIT_REQUEUE
+            num_failed += unfinished
+            for run in ended:
+                del at_work[run]
+            if not ended:
+                time.sleep(_LOOK_S)
+    if elements:
+        note(f"{len(elements) - num_failed} of {len(elements)} runs are finished; next:")
+        for verb in ("status", "collate", "report"):
+            note(f"  python -m slurm_train {verb} {sweep.sweep_id}")
+    return EXIT_FAILURE if num_failed else EXIT_DONE
+
+
+def _start(element: Element, *, shares_terminal: bool, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    run = element.run
+    note(f"run {element.index}: {describe(element.overrides)}  {run.path}")
+    command = [sys.executable, "-m", "slurm_train", "resume", str(run.path)]
+    if not shares_terminal:
+        # What a run prints on stdout is for people here; stdout is for data.
+        return subprocess.Popen(command, env=dict(env), stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    with (run.logs / "batch.log").open("ab") as log:
+        return subprocess.Popen(command, env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurm_train.cli.submit import require_slurm
 from slurm_train.cli.terminal import note
 from slurm_train.config.site import GROUP, SiteFile, user_config_dir
 from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.launch.acceptance import require_slurm
 from slurm_train.rundir.files import write_atomic
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import TestVerdict

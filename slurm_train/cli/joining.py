@@ -119,7 +119,7 @@ def _begin(
 
 
 def _refuse_changed(run: RunDirectory) -> None:
-    from slurm_train.launch.code_index import require_sealed
+    from slurm_train.launch.snapshot import require_sealed
     from slurm_train.rundir.layout import require_private
 
     require_private(run)

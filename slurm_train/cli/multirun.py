@@ -1,43 +1,30 @@
 """`--multirun`: the words are a sweep. With a cluster its runs become job arrays, without one they are trained here.
 
-Everything is composed, planned and looked at before anything is written. A run that is finished or active is left
-alone, so the same words again submit only what is missing.
+Everything is composed, planned and looked at before anything is written. A sweeper that needs values gets its points in
+batches: each is a sweep that is waited for, and the results are read. What was finished before is not trained again, so
+a driver that was killed catches up when it is started anew with the same seed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slurm_train.cli.display import plan_rows, say_source
-from slurm_train.cli.inputs import refuse_missing_inputs, warn_unexported_keys
-from slurm_train.cli.outputs import RunOutput, make_outputs, plan_outputs, say_outputs
-from slurm_train.cli.submit import require_slurm, tell_of_bad_nodes
+from slurm_train.cli.inputs import refuse_missing_inputs
+from slurm_train.cli.outputs import RunOutput, plan_outputs, say_outputs
+from slurm_train.cli.start import Start
 from slurm_train.cli.terminal import note
-from slurm_train.config.compose import Point, read_points
-from slurm_train.config.words import Words
-from slurm_train.errors import ConfigError, RunError
-from slurm_train.launch.acceptance import require_acceptable
-from slurm_train.launch.array import ArrayPlan, cut_arrays, max_array_size, render_array
-from slurm_train.launch.array_submission import find_lost_arrays, job_name, next_number, submit_arrays
-from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.preparation import require_writable
-from slurm_train.launch.provenance import write_provenance
-from slurm_train.launch.script import render_script
-from slurm_train.launch.snapshot import GitQuestions, read_answers
-from slurm_train.launch.source import Source, read_source, uses_own_code
-from slurm_train.launch.sweep import SweepPlan, plan_sweep
-from slurm_train.launch.sweep_files import write_sweep
-from slurm_train.rundir.jobs import clear_dead
+from slurm_train.config.compose import Point, read_points, unquoted
+from slurm_train.config.words import Words, split_word
+from slurm_train.errors import EXIT_DONE, ConfigError, RunError
+from slurm_train.launch.plan import SweepPlan, plan_sweep
+from slurm_train.launch.snapshot import SourceState, names_own_code, read_source
+from slurm_train.launch.write import require_writable
+from slurm_train.rundir.files import read_json
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.sweep import SweepDirectory, submitting
-from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.status.activity import find_active, holder_lives, writing
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
@@ -52,7 +39,7 @@ def multirun(
     settings: HydraSettings,
     env: Mapping[str, str],
     cwd: Path,
-    git: GitQuestions | None,
+    git: Callable[[], SourceState],
 ) -> int:
     """Submits or trains the runs of a sweep; prints `<array job id> <sweep directory>` per array.
 
@@ -62,35 +49,35 @@ def multirun(
         settings: what it says to Hydra itself.
         env: the environment.
         cwd: where it was typed.
-        git: what git is being asked about that folder.
+        git: gives what git says about that folder.
 
     Raises:
         SlurmTrainError: something is wrong with the words, the site, or one of the runs; nothing was written then.
     """
-    state = read_answers(git)
     num_before = 0
 
     def carry_out(points: Sequence[Point], *, wait: bool) -> tuple[int, SweepPlan]:
         nonlocal num_before
         plan, outputs = plan_points(points, settings=settings, env=env, cwd=cwd, first=num_before)
         num_before += len(points)
-        if any(one.config.launch == "interactive" for one in plan.plans):
-            raise ConfigError(
-                "launch=interactive attends to one run, and this is a sweep", hint="drop -m, or launch=interactive"
-            )
-        source = read_source(_whose_code(plan), cwd, state, env=env)
+        # A run that needs the code of the submitting directory, if there is one.
+        one = next((one for one in plan.plans if names_own_code(one.config)), plan.plans[0])
+        source = read_source(one.run, one.config, cwd, git(), env=env)
         say_source(source)
-        if plan.uses_cluster:
-            return _submit(plan, source, words=words, env=env, wait=wait, outputs=outputs), plan
-        from slurm_train.cli.sweep_here import run_here
-
-        return run_here(plan, source, words=words, env=env, outputs=outputs), plan
+        return Start(words=words, env=env, outputs=outputs).sweep(plan, source, wait=wait), plan
 
     if not settings.sweeper_needs_values:
         return carry_out(read_points(settings.sweep_words), wait=flags.wait)[0]
-    from slurm_train.cli.sweeper import drive_sweeper
+    fixed = settings.fixed_keys()
 
-    return drive_sweeper(settings, lambda points: carry_out(points, wait=True)[1])
+    def launch(batch: list[list[str]]) -> list[Any]:
+        points = {tuple(one): _point(one, fixed) for one in batch}
+        plan = carry_out(list(points.values()), wait=True)[1]
+        plans = dict(zip(points, plan.plans, strict=True))
+        return [_returned(one, plans[tuple(one)].run, plan.plans[0].config.sweep.objective) for one in batch]
+
+    settings.drive_sweeper(launch)
+    return EXIT_DONE
 
 
 def plan_words(*, settings: HydraSettings, env: Mapping[str, str], cwd: Path) -> tuple[SweepPlan, list[RunOutput]]:
@@ -123,7 +110,13 @@ def plan_points(
     plan = plan_sweep(points, composed, cwd=cwd, env=env)
     settings.refuse_cluster(plan.plans[0].config)
     outputs = plan_outputs(settings, plan.plans, [point.overrides for point in points], cwd=cwd, first=first)
-    _refuse_missing_inputs(plan.plans, cwd=cwd)
+    seen = set[str]()
+    for one in plan.plans:
+        config = one.config
+        inputs = json.dumps([config.model, config.data, config.task, config.script], default=str)
+        if inputs not in seen:
+            seen.add(inputs)
+            refuse_missing_inputs(one, cwd=cwd)
     require_writable(RunDirectory(plan.sweep.path))
     for name, text in sweep_rows(plan):
         note(f"  {name:<13}  {text}")
@@ -145,108 +138,41 @@ def sweep_rows(plan: SweepPlan) -> list[tuple[str, str]]:
     return rows
 
 
-def _whose_code(plan: SweepPlan) -> RunPlan:
-    """Returns a run that needs the code of the submitting directory, if there is one."""
-    return next((one for one in plan.plans if uses_own_code(one)), plan.plans[0])
+# --- the values that a sweeper reads ---
 
 
-def _refuse_missing_inputs(plans: Sequence[RunPlan], *, cwd: Path) -> None:
-    looked_at = set()
-    for plan in plans:
-        config = plan.config
-        inputs = json.dumps([config.model, config.data, config.task, config.script], default=str)
-        if inputs not in looked_at:
-            looked_at.add(inputs)
-            refuse_missing_inputs(plan, cwd=cwd)
+def _point(words: Sequence[str], fixed: set[str]) -> Point:
+    values = {key: unquoted(value or "") for _, key, value in map(split_word, words) if key not in fixed}
+    return Point(tuple(words), values)
 
 
-def _submit(
-    plan: SweepPlan,
-    source: Source,
-    *,
-    words: Sequence[str],
-    env: Mapping[str, str],
-    wait: bool,
-    outputs: Sequence[RunOutput],
-) -> int:
-    commands, sweep = SlurmCommands(env), plan.sweep
-    require_slurm(commands, env)
-    warn_unexported_keys(plan.plans[0].config, env)
-    scripts = [(one.run, render_script(one)) for one in plan.plans]
-    with contextlib.ExitStack() as held:
-        was_known = sweep.table.exists()
-        if was_known:
-            held.enter_context(submitting(sweep))
-            find_lost_arrays(sweep, commands)
-        missing = missing_runs([one.run for one in plan.plans], commands)
-        todo = [(run, script) for run, script in scripts if run in missing]
-        arrays = plan_arrays(plan.sweep, todo, commands, max_parallel=plan.max_parallel, example=plan.plans[0])
-        if not was_known:
-            held.enter_context(submitting(sweep))
-            _refuse_overtaken(sweep)
-        code = write_sweep(plan, source, dict(todo), words=words, holding=partial(writing, commands=commands))
-        make_outputs(outputs)
-        for run, _ in todo:
-            # A dead process on this machine can be told from here, not from the node that the job starts on.
-            clear_dead(run, is_alive=lambda holder: holder_lives(holder, commands))
-        tell_of_bad_nodes(todo, env)
-        for _, job_id in submit_arrays(sweep, arrays, env=env):
-            print(f"{job_id} {sweep.path}", flush=True)
-        if code is not None:
-            write_provenance(code.provenance, source, words=words, slurm=commands.version())
-    _say_what_next(sweep)
-    if wait:
-        from slurm_train.cli.waiting import wait_for_sweep
+def _returned(words: Sequence[str], run: RunDirectory, key: str | None) -> Any:
+    from hydra.core.utils import JobReturn, JobStatus
 
-        return wait_for_sweep(sweep, commands)
-    return 0
+    value: float | RunError
+    try:
+        status, value = JobStatus.COMPLETED, objective(run, key)
+    except RunError as err:
+        status, value = JobStatus.FAILED, err
+    return JobReturn(overrides=list(words), status=status, _return_value=value)
 
 
-def missing_runs(runs: Sequence[RunDirectory], commands: SlurmCommands) -> set[RunDirectory]:
-    """Returns the runs that are neither finished nor active, and says how many of each there are."""
-    finished = {run for run in runs if run.result.exists()}
-    active = set(find_active([run for run in runs if run not in finished], commands))
-    missing = set(runs) - finished - active
-    if len(missing) < len(runs):
-        note(f"{len(finished)} runs are finished, {len(active)} active; {len(missing)} to submit")
-    return missing
+def objective(run: RunDirectory, key: str | None) -> float:
+    """Returns a run's value from its result.
 
-
-def plan_arrays(
-    sweep: SweepDirectory,
-    scripts: Sequence[tuple[RunDirectory, str]],
-    commands: SlurmCommands,
-    *,
-    max_parallel: int | None,
-    example: RunPlan | None = None,
-) -> list[ArrayPlan]:
-    """Returns the arrays for the runs; Slurm has said that it would take each shape.
+    Args:
+        run: the run.
+        key: which one; None: eval_loss, or loss where nothing was evaluated.
 
     Raises:
-        ClusterError: it would not, or there are no arrays at this site.
+        RunError: there is no result, or no such number in it.
     """
-    if not scripts:
-        return []
-    max_size = max_array_size(commands.show_config())
-    arrays = cut_arrays(scripts, max_size=max_size, max_parallel=max_parallel)
-    # A limit on submitted jobs counts the elements of all arrays: the first question is about as many as can be asked.
-    whole = replace(arrays[0], runs=tuple(run for run, _ in scripts)[:max_size], throttle=None)
-    folder = sweep.array(next_number(sweep))
-    by_shape = {array.directives: array for array in reversed(arrays)} | {whole.directives: whole}
-    for array in by_shape.values():
-        script = render_array(array, folder, name=job_name(sweep, folder))
-        require_acceptable(script, commands, example if array is whole else None)
-    return arrays
-
-
-def _refuse_overtaken(sweep: SweepDirectory) -> None:
-    if sweep.table.exists():
-        raise RunError(
-            f"sweep {sweep.sweep_id} was submitted by another command just now",
-            hint=f"`status {sweep.sweep_id}` shows it; the same command again submits what is missing",
-        )
-
-
-def _say_what_next(sweep: SweepDirectory) -> None:
-    verbs = ("status", "cancel", "collate", "report")
-    note("next:\n" + "\n".join(f"  python -m slurm_train {verb} {sweep.sweep_id}" for verb in verbs))
+    result: Mapping[str, Any] = read_json(run.result) or {}
+    for name in (key,) if key is not None else ("eval_loss", "loss"):
+        if isinstance(result.get(name), (int, float)):
+            return float(result[name])
+    known = ", ".join(name for name, value in result.items() if isinstance(value, float)) or "no number"
+    raise RunError(
+        f"{run.path} has no result {key or 'eval_loss'}",
+        hint=f"it has {known}; set sweep.objective" if result else "`status` and `logs` say why it ended",
+    )

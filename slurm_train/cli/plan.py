@@ -140,7 +140,7 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
         ConfigError: the amount is no positive number, or nothing fits.
     """
     from slurm_train.estimate.layouts import Machine, suggest_layouts
-    from slurm_train.launch.world import plan_world
+    from slurm_train.launch.layout import plan_world
 
     try:
         memory_gb = float(memory)
@@ -199,8 +199,7 @@ def _plan_sweep(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -
     """Prints the sweep's table, and the script of each array to stdout."""
     from slurm_train.cli.multirun import plan_words
     from slurm_train.estimate.plan import sweep_rows
-    from slurm_train.launch.array import cut_arrays, max_array_size, render_array
-    from slurm_train.launch.array_submission import job_name
+    from slurm_train.launch.arrays import cut_arrays, max_array_size, render_array
     from slurm_train.launch.script import render_script
     from slurm_train.slurm.commands import SlurmCommands
 
@@ -214,8 +213,7 @@ def _plan_sweep(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -
     scripts = [(one.run, render_script(one)) for one in plan.plans]
     arrays = cut_arrays(scripts, max_size=max_array_size(site), max_parallel=plan.max_parallel)
     for number, array in enumerate(arrays):
-        folder = plan.sweep.array(number)
-        script = render_array(array, folder, name=job_name(plan.sweep, folder))
+        script = render_array(array, plan.sweep, number)
         name = f"array {number}"
         note(f"  {name:<13}  {len(array.runs)} runs; Slurm {_slurm_says(script, env, plan.plans[0])[1]}")
         print(script, end="")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import note
 from slurm_train.config.words import Words, cluster_sizes, read_words, split_word
-from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, SlurmTrainError
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError
 from slurm_train.rundir.jobs import read_job
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.tools.scaling.study import Point, plan_points
@@ -23,8 +22,6 @@ from slurm_train.verbs import parse
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan
     from slurm_train.tools.scaling.study import Measured
-
-_PAUSE_S = 5.0
 
 
 def main(words: Sequence[str]) -> int:
@@ -41,7 +38,9 @@ def main(words: Sequence[str]) -> int:
         note("the same command again waits for the runs and prints the report")
         return EXIT_DONE
     if series.uses_cluster:
-        _wait(plans, SlurmCommands(env))
+        from slurm_train.cli.start import wait_for_runs
+
+        wait_for_runs([plan.run for plan in plans.values()], SlurmCommands(env))
     return _report(series, plans)
 
 
@@ -50,10 +49,9 @@ def _make(
 ) -> bool:
     """Makes the runs that are not there yet, or submits them; returns whether there were any."""
     from slurm_train.cli.inputs import refuse_missing_inputs
-    from slurm_train.cli.run import carry_out
-    from slurm_train.launch.preparation import require_writable
-    from slurm_train.launch.snapshot import ask_git, read_answers
-    from slurm_train.launch.source import read_source
+    from slurm_train.cli.start import Start
+    from slurm_train.launch.snapshot import read_git, read_source
+    from slurm_train.launch.write import require_writable
     from slurm_train.status.activity import find_active
 
     left = [point for point, plan in plans.items() if not plan.run.result.exists()]
@@ -64,13 +62,13 @@ def _make(
         return False
     require_writable(plans[missing[0]].run)
     refuse_missing_inputs(plans[missing[0]], cwd=cwd)
-    state, after = read_answers(ask_git(cwd, env)), _newest_job(plans.values())
+    state, after = read_git(cwd, env), _newest_job(plans.values())
     for point in missing:
         plan = plan_of(series.words(point, after=after), env=env, cwd=cwd)
-        source = read_source(plan, cwd, state, env=env)
+        source = read_source(plan.run, plan.config, cwd, state, env=env)
         # What they print on stdout is not this verb's data.
         with contextlib.redirect_stdout(sys.stderr):
-            if carry_out(plan, source, words=words, env=env, accept=()) != EXIT_DONE:
+            if Start(words=words, env=env).run(plan, source) != EXIT_DONE:
                 note(f"the run {point} failed; see {plan.run.path}")
         after = _newest_job([plan]) if series.uses_cluster else ""
     return True
@@ -81,23 +79,6 @@ def _newest_job(plans: Iterable[RunPlan]) -> str:
     records = [read_job(plan.run) for plan in plans]
     ids = [int(record.job_id) for record in records if record is not None and record.job_id.isdigit()]
     return str(max(ids)) if ids else ""
-
-
-def _wait(plans: Mapping[Point, RunPlan], commands: SlurmCommands) -> None:
-    from slurm_train.status.activity import find_active
-
-    noted = -1
-    while left := [plan.run for plan in plans.values() if not plan.run.result.exists()]:
-        try:
-            if not find_active(left, commands):
-                note(f"{len(left)} runs ended without a result; `status {left[0].run_id}` says why")
-                return
-        except SlurmTrainError as err:
-            note(f"Slurm does not answer, asking again: {err.message}")
-        if len(left) != noted:
-            noted = len(left)
-            note(f"{len(plans) - noted} of {len(plans)} runs are finished; Ctrl-C leaves the others alone")
-        time.sleep(_PAUSE_S)
 
 
 def _report(series: Series, plans: Mapping[Point, RunPlan]) -> int:

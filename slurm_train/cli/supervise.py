@@ -16,7 +16,6 @@ from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ConfigError, NodesError, SilentNodesError
-from slurm_train.launch.avoidance import listed_among
 from slurm_train.launch.continuation import continued_job
 from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.step import LINGER_S, ORPHAN_LINGER_S, run_step
@@ -31,6 +30,7 @@ from slurm_train.rundir.events import (
     first_mark,
     forgive_nodes,
     list_file,
+    read_bad_nodes,
     read_preflight,
     write_preflight,
 )
@@ -175,8 +175,9 @@ def _run_step(
     }
     folder = run.attempt_logs(attempt)
     say(f"attempt {attempt} of {run.name}/{run.run_id} on {', '.join(nodes)}; rank logs in {folder}")
-    for bad in listed_among(nodes, run):
-        say(f"was found bad before and is checked again: {bad}")
+    for bad in read_bad_nodes(run, now_unix_s=time.time()):
+        if bad.node in nodes:
+            say(f"was found bad before and is checked again: {bad}")
     argv = [word.replace("{attempt}", str(attempt)).replace("{nodes}", str(len(nodes))) for word in command]
     # Slurm would make them by the umask of the login shell.
     for name in (*logs, "batch.log"):

@@ -91,7 +91,7 @@ def _join(path: Path, env: Mapping[str, str]) -> Joined:
 
 
 def _open_own_log(path: Path, env: Mapping[str, str]) -> None:
-    """Has a rank write where it is looked for; srun has given its log another number (see `resources.task_log`)."""
+    """Has a rank write where it is looked for; srun has given its log another number (see `script.task_log`)."""
     from slurm_train.cli.joining import write_to_own_log
     from slurm_train.distributed.place import RankPlace
     from slurm_train.rundir.layout import RunDirectory
@@ -268,10 +268,10 @@ def _require_visible(run: RunDirectory, host: str) -> None:
 
 def _import_from_copy(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> Mapping[str, str]:
     """Returns the environment with which this process and its children import from the run's copy of the code."""
-    from slurm_train.launch.imports import in_words, take_snapshot
+    from slurm_train.launch.imports import take_snapshot
 
     imports = take_snapshot(str(run.path), python_path=env.get("PYTHONPATH", ""))
-    for line in in_words(imports.taken) if place.is_first else ():
+    for line in imports.lines() if place.is_first else ():
         print(line, file=sys.stderr, flush=True)
     if not imports.child_path:
         return env

@@ -17,14 +17,12 @@ from slurm_train.config.schema import OptimSection, RunConfig, RunSection
 from slurm_train.errors import SlurmTrainError
 from slurm_train.estimate.layouts import traffic
 from slurm_train.estimate.memory import FLOAT, CnnSize, RankMemory, facts_of, fullest_rank, rank_memory, replica_memory
-from slurm_train.launch.continuation import how_it_returns
-from slurm_train.launch.layout import spans_nodes
+from slurm_train.launch.layout import count_local_gpus, spans_nodes
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.world import count_local_gpus
 from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.lookup import list_runs
 from slurm_train.rundir.timing import read_measured, warning_lead_s
-from slurm_train.slurm.policy import Preemption
+from slurm_train.slurm.policy import Preemption, return_in_words
 from slurm_train.slurm.site import SiteFacts, default_account, default_qos, preemption_in
 
 _MOST_KINDS = 3
@@ -218,7 +216,11 @@ def estimate_run(
     if config.launch == "interactive" and config.cluster is not None:
         returns = "not by itself (launch=interactive); the same words continue it"
     elif config.cluster is not None:
-        returns = how_it_returns(preemption, requeue_enabled=config.requeue.enabled)
+        returns = (
+            return_in_words(preemption)
+            if config.requeue.enabled
+            else "not by itself (requeue.enabled=false); `resume` continues it"
+        )
     step_s = None if cost.speed is None else cost.speed.step_s
     return PlanEstimate(
         on_gpu=on_gpu,

@@ -1,18 +1,56 @@
-"""Asks Slurm whether it would take a job, before anything is written, and says why not in terms of our keys."""
+"""Asks Slurm, before anything is written, whether it would take a job, and which nodes the job should leave out.
+
+A refusal is explained in terms of our keys. An allocation that a person waits in is looked at the same way: is it large
+enough for the run, or how is one made.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING
 
 from slurm_train.errors import ClusterError
 from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.script import sbatch_components
+from slurm_train.rundir.events import BAD_NODES_PARTS, list_file, read_bad_nodes
+from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.policy import Refusal, TestVerdict
+from slurm_train.slurm.flags import check_flag_name
+from slurm_train.slurm.nodelist import parse_nodelist
+from slurm_train.slurm.policy import Partition, Refusal, TestVerdict, tres_gpus
 
-if TYPE_CHECKING:
-    from slurm_train.slurm.policy import Partition
+# Of a batch script alone; salloc does not know them, and an allocation is not run again.
+_OF_BATCH = frozenset({"output", "error", "open-mode", "requeue", "no-requeue", "export"})
+_CLUSTER_VARIABLES = ("SBATCH_CLUSTERS", "SALLOC_CLUSTERS", "SLURM_CLUSTERS")
+_DIRECTIVE = re.compile(r"^#SBATCH --(?P<name>[a-z-]+)(?:=(?P<value>.*))?$", re.MULTILINE)
+
+
+def require_slurm(commands: SlurmCommands, env: Mapping[str, str]) -> None:
+    """Refuses where no Slurm commands are, or where the environment asks for another cluster.
+
+    Raises:
+        ClusterError: sbatch is not on the PATH, or SLURM_CLUSTERS or the like names another cluster.
+    """
+    if not commands.is_available():
+        raise ClusterError(
+            "a cluster was asked for, but there is no Slurm here (no sbatch on the PATH)",
+            hint="type this on a login node, or drop +cluster to train on this machine; "
+            "to try Slurm on one machine: `python -m slurm_train devcluster up`",
+        )
+    for name, asked in ((name, env.get(name)) for name in _CLUSTER_VARIABLES):
+        if asked and asked != (here := commands.show_config().get("ClusterName", "")):
+            raise ClusterError(
+                f"{name}={asked} asks for another cluster than {here or 'that'} of this machine, which is the one that "
+                "status, cancel and requeue ask",
+                hint=f"submit from a login node of {asked}, or `unset {name}` to submit here",
+            )
+
+
+# --- would Slurm take it ---
 
 
 def slurm_verdict(script: str, commands: SlurmCommands) -> TestVerdict:
@@ -28,7 +66,7 @@ def slurm_verdict(script: str, commands: SlurmCommands) -> TestVerdict:
 
 
 def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | None = None) -> None:
-    """Does nothing where Slurm would take the script.
+    """Refuses a script that Slurm would not take.
 
     Args:
         script: the batch script.
@@ -47,10 +85,27 @@ def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | Non
 
 
 def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) -> str:
-    """Returns which key to change so that Slurm takes what it refused, by what the partition has where that tells."""
+    """Returns which key to change so that Slurm takes what it refused, by what the partition has if that is known."""
     general = (verdict.refusal or Refusal.OTHER).value
-    if plan is not None and verdict.refusal in (Refusal.RESOURCES, Refusal.PARTITION):
-        return _explain(plan, commands.partitions()) or general
+    if plan is None or verdict.refusal not in (Refusal.RESOURCES, Refusal.PARTITION):
+        return general
+    partitions = commands.partitions()
+    cluster, part = plan.config.cluster, _partition_of(plan, partitions)
+    gpus = 0 if cluster is None or cluster.gpu_flag == "none" else max(plan.world.ranks_per_node)
+    if part is None:
+        return f"partitions here: {', '.join(one.name for one in partitions)}; set cluster.partition"
+    if part.gpus_per_node < gpus:
+        return (
+            f"{gpus} GPUs per node were asked; the nodes of partition {part.name} have at most {part.gpus_per_node}: "
+            "lower cluster.gpus_per_node, or name another cluster.partition"
+        )
+    # Of a range of nodes the fewest are enough, and of uneven ones not all have the most GPUs.
+    wanted, least = next(plan.world.possible()).num_nodes, min(gpus, *plan.world.ranks_per_node)
+    if (available := part.num_nodes_with(gpus=least)) < wanted:
+        return (
+            f"{wanted} nodes with {least} GPUs were asked; partition {part.name} has {available} such nodes: "
+            "lower cluster.nodes, or name another cluster.partition"
+        )
     return general
 
 
@@ -61,45 +116,121 @@ def too_long(plan: RunPlan, commands: SlurmCommands) -> ClusterError | None:
         ClusterError: no answer from the controller.
     """
     # Without EnforcePartLimits Slurm takes such a job and leaves it in the queue for ever.
-    cluster = plan.config.cluster
-    assert cluster is not None
-    if cluster.time_limit_min is None:
+    limit_min = None if plan.config.cluster is None else plan.config.cluster.time_limit_min
+    if limit_min is None:
         return None
     part = _partition_of(plan, commands.partitions())
-    if part is not None and part.max_time_min is not None and cluster.time_limit_min > part.max_time_min:
-        return ClusterError(
-            f"cluster.time_limit_min={cluster.time_limit_min} is more than partition {part.name} allows "
-            f"({part.max_time_min})",
-            hint=f"set cluster.time_limit_min={part.max_time_min} or less: the run is requeued and continues",
-        )
-    return None
+    if part is None or part.max_time_min is None or limit_min <= part.max_time_min:
+        return None
+    return ClusterError(
+        f"cluster.time_limit_min={limit_min} is more than partition {part.name} allows ({part.max_time_min})",
+        hint=f"set cluster.time_limit_min={part.max_time_min} or less: the run is requeued and continues",
+    )
 
 
-def _partition_of(plan: RunPlan, partitions: list[Partition]) -> Partition | None:
-    cluster = plan.config.cluster
+def _partition_of(plan: RunPlan, partitions: Sequence[Partition]) -> Partition | None:
+    name = plan.config.cluster and plan.config.cluster.partition
+    return next((part for part in partitions if (part.name == name if name else part.is_default)), None)
+
+
+# --- nodes that were found bad lately ---
+
+
+def exclude_flags(script: str, run: RunDirectory, env: Mapping[str, str]) -> tuple[list[str], str]:
+    """Returns words for sbatch that leave out listed nodes, and what a person should know of them ("" without any).
+
+    Nodes are left out where Slurm has others enough. Slurm's commands are called only where nodes are listed.
+
+    Args:
+        script: the batch script; what it leaves out itself stays left out.
+        run: a run that it starts; its root has the list.
+        env: environment for Slurm's commands.
+    """
+    listed = read_bad_nodes(run, now_unix_s=time.time())
+    if not listed:
+        return [], ""
+    directives = {match["name"]: " ".join(shlex.split(match["value"] or "")) for match in _DIRECTIVE.finditer(script)}
+    nodes, flags = [bad.node for bad in listed], list[str]()
+    # Words for sbatch would reach the first component of a heterogeneous job only; who names nodes wants these.
+    if "\n#SBATCH hetjob\n" not in script and "nodelist" not in directives:
+        own = directives.get("exclude", "")
+        # "2-4": as many as there are, and the fewest are enough.
+        num_nodes = int(directives.get("nodes", "1").partition("-")[0])
+        if has_enough_without(nodes, own, directives.get("partition", ""), SlurmCommands(env), num_nodes=num_nodes):
+            flags = [f"--exclude={','.join(filter(None, (own, *nodes)))}"]
+    what = "left out" if flags else "found bad, and not left out, since the job needs them or its nodes are uneven"
+    return flags, f"{what}: {'; '.join(map(str, listed))}; see {list_file(run).with_name(BAD_NODES_PARTS)}"
+
+
+def has_enough_without(
+    nodes: Sequence[str], excluded: str, partition: str, commands: SlurmCommands, *, num_nodes: int
+) -> bool:
+    """Returns whether a partition has enough nodes that work without some; False where Slurm does not answer.
+
+    Args:
+        nodes: those that are to be left out.
+        excluded: the list of those that the job leaves out anyway.
+        partition: its name, "" for the default.
+        commands: Slurm.
+        num_nodes: how many nodes the job needs.
+    """
+    try:
+        left_out = {*nodes, *parse_nodelist(excluded)}
+        chosen = [one for one in commands.partitions() if (one.name == partition if partition else one.is_default)]
+        return sum(part.num_usable_nodes for part in chosen) - len(left_out) >= num_nodes
+    except ClusterError:
+        return False
+
+
+# --- an allocation of one's own ---
+
+
+def salloc_words(plan: RunPlan, more: Sequence[str] = ()) -> list[str]:
+    """Returns the command that makes an allocation for a run and runs its script in it.
+
+    Args:
+        plan: the run.
+        more: further flags of salloc, which win.
+    """
+    (asked,) = sbatch_components(plan)
+    flags = {name: value for name, value in asked.items() if name not in _OF_BATCH}
+    words = [f"--{check_flag_name(name)}" + ("" if value is True else f"={value}") for name, value in flags.items()]
+    return ["salloc", *words, *more, "bash", str(plan.run.submit_script)]
+
+
+def require_room(plan: RunPlan, job: Mapping[str, str]) -> None:
+    """Refuses an allocation that a run does not fit into.
+
+    Args:
+        plan: the run.
+        job: `scontrol show job` of the allocation.
+
+    Raises:
+        ClusterError: it does not, with what is missing; or the allocation is over.
+    """
+    job_id, cluster = job.get("JobId", "?"), plan.config.cluster
     assert cluster is not None
-    wanted = (part for part in partitions if (part.name == cluster.partition if cluster.partition else part.is_default))
-    return next(wanted, None)
-
-
-def _explain(plan: RunPlan, partitions: list[Partition]) -> str:
-    """Returns what the partition lacks, or which partitions there are; "" where sinfo does not tell."""
-    cluster = plan.config.cluster
-    assert cluster is not None
-    part = _partition_of(plan, partitions)
-    gpus = 0 if cluster.gpu_flag == "none" else max(plan.world.ranks_per_node)
-    if part is None:
-        return f"partitions here: {', '.join(part.name for part in partitions)}; set cluster.partition"
-    if part.gpus_per_node < gpus:
-        return (
-            f"{gpus} GPUs per node were asked; the nodes of partition {part.name} have at most {part.gpus_per_node}: "
-            "lower cluster.gpus_per_node, or name another cluster.partition"
+    if job.get("JobState") != "RUNNING":
+        raise ClusterError(
+            f"this shell belongs to job {job_id}, which is {job.get('JobState') or 'gone'}",
+            hint="leave the shell; outside an allocation launch=interactive makes one",
         )
-    # Of a range of nodes the fewest will do, and of uneven ones not all have the most GPUs.
-    wanted, least = next(plan.world.possible()).num_nodes, min(gpus, *plan.world.ranks_per_node)
-    if part.num_nodes_with(gpus=least) < wanted:
-        return (
-            f"{wanted} nodes with {least} GPUs were asked; partition {part.name} has "
-            f"{part.num_nodes_with(gpus=least)} such nodes: lower cluster.nodes, or name another cluster.partition"
+    # Until 23.02 TRES is what the job has, later AllocTRES; where GPUs are not accounted for, neither has them.
+    tres = job.get("AllocTRES") or job.get("TRES", "")
+    # Of a range of nodes the fewest are enough.
+    world = next(plan.world.possible())
+    have = {"nodes": job.get("NumNodes", ""), "CPUs": job.get("NumCPUs", "")}
+    if cluster.gpu_flag != "none" and tres:
+        have["GPUs"] = str(tres_gpus(tres) or 0)
+    asked = {"nodes": world.num_nodes, "GPUs": world.size, "CPUs": world.size * (cluster.cpus_per_gpu or 1)}
+    # "2-4" of a job that waits; a running one has one number.
+    missing = [
+        f"{have[name]} {name}, {number} asked"
+        for name, number in asked.items()
+        if have.get(name, "").isdigit() and int(have[name]) < number
+    ]
+    if missing:
+        raise ClusterError(
+            f"the allocation of job {job_id} is too small for this run: {'; '.join(missing)}",
+            hint=f"ask for more ({' '.join(salloc_words(plan)[:-2])}), or for a smaller run with cluster=NxG",
         )
-    return ""

@@ -1,7 +1,7 @@
 """The ranks' Python in an image, everything else outside: words for srun and for the command that it starts. Pure.
 
 The batch script, the supervisor and Slurm's commands stay on the host, so a requeue needs no scontrol in the image.
-Inside runs this very package, which is mounted beside the image's own packages; what the image must have is torch and
+Inside runs this very package, which is mounted next to the image's own packages; what the image must have is torch and
 the packages that this one needs. Variables travel as they are in the job: Apptainer passes the environment on, and for
 pyxis, where the image's own values win, those that the launch sets are named.
 """
@@ -20,8 +20,8 @@ from slurm_train.rundir.layout import RunDirectory
 
 INSIDE = "/opt/slurm_train"
 """Where the host's package is mounted; nothing else of the host's packages is seen."""
-# What the supervisor and Slurm tell a rank; the image has no say in it.
-_TOLD = ("SLURM_TRAIN_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")
+# What the supervisor and Slurm set for a rank; the image must not replace it.
+_SET_BY_LAUNCH = ("SLURM_TRAIN_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")
 # In images with PyTorch, pyxis and its hook give a part of them, and a rank that has some expects all (torchrun's way).
 _TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Where the embedded text is kept unless data.path says otherwise.
@@ -29,7 +29,7 @@ _EMBEDDED, _CACHE = "slurm_train.data.stdlib.build", "~/.cache/slurm_train"
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankCommand:
     """What decides the command of a run's ranks."""
 
     config: RunConfig
@@ -39,25 +39,29 @@ class Ranks:
     package: Path | None = None
     """The folder of this package on the nodes; None: where it lies here."""
 
-    def command(self, *, python: str) -> list[str]:
+    def words(self, *, python: str) -> list[str]:
         """Returns the words of a task: what starts a rank or torchrun's launcher, in its container where it has one.
 
         Args:
             python: interpreter on the nodes, for runs without a container.
 
         Raises:
-            ConfigError: a path that a container cannot be told.
+            ConfigError: a path that a container cannot be given.
         """
-        container, worker = self.config.container, ["-m", "slurm_train", self._verb, str(self.run.path)]
+        container, cluster = self.config.container, self.config.cluster
+        # Under torchrun one launcher per node, which starts the ranks inside the container as well.
+        verb = "torchrun" if cluster is not None and cluster.launcher == "torchrun" else "worker"
+        worker = ["-m", "slurm_train", verb, str(self.run.path)]
         if container is None:
             return [python, *worker]
         # The host's packages and those of the user's home are for another Python.
         inside = [f"PYTHONPATH={INSIDE}", "PYTHONNOUSERSITE=1", container.python, *worker]
         if container.kind == "pyxis":
             return ["env", *(word for name in _TORCHRUN for word in ("-u", name)), *inside]
+        gpus = [] if cluster is not None and cluster.gpu_flag == "none" else ["--nv"]
         binds = [word for mount in self._mounts(container) for word in ("--bind", mount)]
-        words = [container.command or "apptainer", "exec", *_gpu_words(self.config), *binds]
-        return [*words, "--pwd", str(self.run.code), *container.flags, self._image(container), "env", *inside]
+        words = [container.command or "apptainer", "exec", *gpus, *binds, "--pwd", str(self.run.code)]
+        return [*words, *container.flags, self._image(container), "env", *inside]
 
     def step_flags(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Returns further flags of srun: those of pyxis; none for other containers, or without one.
@@ -74,19 +78,18 @@ class Ranks:
             "container-image": self._image(container),
             "container-mounts": ",".join(mounts),
             "container-workdir": str(self.run.code),
-            "container-env": ",".join(dict.fromkeys([*_TOLD, *variables, *exported])),
+            "container-env": ",".join(dict.fromkeys([*_SET_BY_LAUNCH, *variables, *exported])),
         }
 
     def make_mount_points(self) -> None:
         """Makes the folder that the embedded text will be put into: what is not there cannot be mounted."""
-        if self.config.container is not None and _uses_cache(self.config):
+        if self.config.container is not None and self._uses_cache:
             Path(_CACHE).expanduser().mkdir(parents=True, exist_ok=True)
 
     @property
-    def _verb(self) -> str:
-        # One launcher per node, which starts the ranks inside the container as well.
-        cluster = self.config.cluster
-        return "torchrun" if cluster is not None and cluster.launcher == "torchrun" else "worker"
+    def _uses_cache(self) -> bool:
+        data = self.config.data or {}
+        return data.get("_target_") == _EMBEDDED and not data.get("path")
 
     def _image(self, container: ContainerSection) -> str:
         # A relative path starts where the run was typed, since the job starts elsewhere.
@@ -100,10 +103,17 @@ class Ranks:
 
     def _mounts(self, container: ContainerSection) -> list[str]:
         """Returns "source:inside[:flags]" or plain paths: what the run needs by itself, then the person's own."""
+        # Relative paths of the data lie where the run was typed.
+        needed = [str(self.run.path.parent.parent), self.directory, *_absolute_paths(self.config.data)]
+        if self._uses_cache:
+            needed.append(str(Path(_CACHE).expanduser()))
+        # The root itself would hide the whole image.
+        wanted = dict.fromkeys(path for path in needed if PurePosixPath(path).is_absolute() and path != "/")
         mounts = [f"{self.package or package_dir()}:{INSIDE}/slurm_train:ro"]
-        for path in _outermost([str(self.run.path.parent.parent), self.directory, *_data_paths(self.config)]):
-            _check_path(path, "the run")
-            mounts.append(path)
+        for path in wanted:
+            if not any(path != other and PurePosixPath(path).is_relative_to(other) for other in wanted):
+                _check_path(path, "the run")
+                mounts.append(path)
         for mount in container.mounts:
             parts = mount.split(":")
             if not 1 <= len(parts) <= 3 or not all(part.startswith("/") for part in parts[:2]):
@@ -115,46 +125,17 @@ class Ranks:
         return mounts
 
 
-def _gpu_words(config: RunConfig) -> list[str]:
-    return [] if config.cluster is not None and config.cluster.gpu_flag == "none" else ["--nv"]
-
-
-def _uses_cache(config: RunConfig) -> bool:
-    data = config.data or {}
-    return data.get("_target_") == _EMBEDDED and not data.get("path")
-
-
 def _check_path(path: str, what: str) -> None:
     if any(sign in path for sign in ",:\\") or not path.isprintable():
         raise ConfigError(
-            f"{what} uses the path {path!r}, which a container cannot be told", hint="use a path without , : and \\"
+            f"{what} uses the path {path!r}, which a container cannot be given", hint="use a path without , : and \\"
         )
 
 
-def _outermost(paths: list[str]) -> list[str]:
-    """Returns absolute paths without those that lie below another one of them."""
-    # The root itself would hide the whole image.
-    wanted = dict.fromkeys(path for path in paths if PurePosixPath(path).is_absolute() and path != "/")
-    return [path for path in wanted if not any(_is_below(path, other) for other in wanted)]
-
-
-def _is_below(path: str, other: str) -> bool:
-    return path != other and PurePosixPath(path).is_relative_to(other)
-
-
-def _data_paths(config: RunConfig) -> Iterator[str]:
-    """Yields the absolute paths among the data's keyword arguments; relative ones lie where the run was typed."""
-    if _uses_cache(config):
-        yield str(Path(_CACHE).expanduser())
-    yield from _absolute(config.data)
-
-
-def _absolute(value: Any) -> Iterator[str]:
+def _absolute_paths(value: Any) -> Iterator[str]:
+    """Yields the absolute paths among keyword arguments."""
     if isinstance(value, str) and value.startswith(("/", "~/")):
         yield str(Path(value).expanduser())
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _absolute(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _absolute(item)
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _absolute_paths(item)

@@ -1,7 +1,7 @@
-"""Another job for the same run, where Slurm will not run this one again; and how a run comes back at a site.
+"""How a run comes back when its job has ended: the same job without some nodes, or another job for the same run.
 
-A cancelled job cannot be told from a preempted one while both are ending. So the other job waits for this one's end,
-and asks then: if this one was cancelled, it does not begin.
+Slurm may refuse to run a job again. A cancelled job cannot be told from a preempted one while both are ending, so the
+other job waits for this one's end, and asks then: if this one was cancelled, it does not begin.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import ClusterError
-from slurm_train.launch.resources import renewed_warning
+from slurm_train.launch.acceptance import has_enough_without
+from slurm_train.launch.script import renewed_warning
 from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.policy import Preemption, return_in_words
-from slurm_train.slurm.records import Phase
+from slurm_train.slurm.nodelist import compact_nodelist, parse_nodelist
+from slurm_train.slurm.records import Phase, nodes_in
 
 CONTINUES = "TRAIN_CONTINUES_JOB"
 """Variable by which such a job is known from its first moment on, whoever submits one meanwhile."""
@@ -34,44 +35,68 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: str, env: Ma
     flags = [f"--dependency=afterany:{job_id}", *([f"--exclude={exclude}"] if exclude else [])]
     # Meanwhile the run has measured what its stop takes.
     flags += renewed_warning(load_config(run.config), run)
-    script = run.submit_script.read_text(encoding="utf-8")
     # What travelled into this job was chosen when it was submitted, and travels on.
     env = {**env, CONTINUES: job_id}
+    script = run.submit_script.read_text(encoding="utf-8")
     new_id = submit_script(script, folder=run.logs / "submitted", env=env, flags=flags, export=tuple(env))
     record_job(run, new_id, continues=job_id)
     return new_id
 
 
 def continued_job(run: RunDirectory, job_id: str, env: Mapping[str, str]) -> str | None:
-    """Returns the job that `job_id` takes over from, None where it stands for itself.
+    """Returns the job that `job_id` takes over from, None where there is none.
 
     Args:
         run: the run.
         job_id: this job.
-        env: its environment, which says so before anybody has recorded it.
+        env: its environment, which has it before anybody has recorded it.
     """
     record = read_job(run)
-    recorded = record.continues.get(job_id) if record is not None else None
-    return env.get(CONTINUES) or recorded
+    return env.get(CONTINUES) or (None if record is None else record.continues.get(job_id))
 
 
 def is_cancelled(job_id: str, commands: SlurmCommands) -> bool:
     """Returns whether Slurm says that a job was cancelled; one that it does not know any more was not.
 
     Raises:
-        ClusterError: nobody answers.
+        ClusterError: Slurm does not answer.
     """
     state = commands.job_states([job_id]).get(job_id)
     return state is not None and state.phase is Phase.CANCELLED
 
 
-def how_it_returns(preemption: Preemption | None, *, requeue_enabled: bool) -> str:
-    """Returns in one line how a run comes back at a site.
+def can_avoid(nodes: str, job_id: str, commands: SlurmCommands, *, num_nodes: int) -> bool:
+    """Returns whether a job could be requeued without some nodes: its partition has enough others that work.
 
     Args:
-        preemption: what a preemption does there; None where that is not known.
-        requeue_enabled: the run's `requeue.enabled`.
+        nodes: a node list, e.g. "node3,node4".
+        job_id: the running job.
+        commands: Slurm.
+        num_nodes: how many nodes the job needs.
     """
-    if not requeue_enabled:
-        return "not by itself (requeue.enabled=false); `resume` continues it"
-    return return_in_words(preemption)
+    try:
+        job = commands.show_job(job_id)
+        # A job that names its nodes cannot go elsewhere.
+        return not nodes_in(job, "ReqNodeList") and has_enough_without(
+            [*parse_nodelist(nodes), *nodes_in(job, "ExcNodeList")],
+            "",
+            job.get("Partition", ""),
+            commands,
+            num_nodes=num_nodes,
+        )
+    except ClusterError:
+        return False
+
+
+def keep_off(nodes: str, job_id: str, commands: SlurmCommands) -> None:
+    """Excludes nodes from a requeued job, besides those that it excludes already.
+
+    Slurm takes this for a waiting job only.
+
+    Raises:
+        ClusterError: Slurm refused, or does not answer.
+    """
+    known = nodes_in(commands.show_job(job_id), "ExcNodeList")
+    new = [name for name in parse_nodelist(nodes) if name not in known]
+    if new:
+        commands.exclude_nodes(job_id, compact_nodelist([*known, *new]))

@@ -1,55 +1,56 @@
-"""What a run's code runs on: Python, installed packages, torch and CUDA, driver and GPUs, Slurm.
+"""What a run's code runs on, and where it came from: packages, torch, driver and GPUs; words, git commit, difference.
 
-Read from the file system alone: no package is imported and no process started, and the names of the folders that
-installers leave tell name and version, so hundreds of packages cost a millisecond or two (importlib.metadata parses
-each one's metadata, fifty times as long).
+`provenance.json` is written when the job id has been printed, so that no submission waits for it; each attempt writes
+the environment of its own node. Both are read by people and by `diff`, never by the run itself. No package is imported.
 """
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
 from slurm_train.config.secrets import redact
-from slurm_train.launch.editable import own_paths
+from slurm_train.launch.imports import own_paths
+from slurm_train.launch.snapshot import Source, run_git
+from slurm_train.rundir.files import read_json, write_atomic
+from slurm_train.rundir.layout import RunDirectory, existing_attempts
 
-_INFO = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)(?:-py\d[\d.]*)?\.(?:dist|egg)-info", re.IGNORECASE)
-_TORCH_BUILD = re.compile(r"^(cuda|hip)\b[^=]*=\s*(?:'([^']*)'|None)", re.MULTILINE)
+_TORCH_BUILD = re.compile(r"^(cuda|hip)\b[^=]*=\s*'([^']+)'", re.MULTILINE)
 _DRIVER = Path("/proc/driver/nvidia")
-_FACTS = ("python", "executable", "platform", "host", "torch", "cuda", "driver", "gpus", "slurm")
+_COMPARED = ("python", "torch", "cuda", "driver", "gpus", "slurm", "executable")
+_GIT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """One environment, on one machine."""
 
-    python: str
-    executable: str
-    platform: str
-    host: str
-    torch: str | None
-    cuda: str | None
+    python: str | None = None
+    executable: str | None = None
+    platform: str | None = None
+    host: str | None = None
+    torch: str | None = None
+    cuda: str | None = None
     """What torch was built for, e.g. "12.8"; "rocm 6.2" for AMD; None for a CPU build or without torch."""
-    driver: str | None
+    driver: str | None = None
     """NVIDIA's driver here, None where there is none."""
-    gpus: list[str]
+    gpus: list[str] = field(default_factory=list)
     """Models of the GPUs here, e.g. ["NVIDIA H100 80GB HBM3", ...]."""
-    slurm: str | None
-    packages: dict[str, str]
+    slurm: str | None = None
+    packages: dict[str, str] = field(default_factory=dict)
     """Version by canonical name, as `pip freeze` would have them."""
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Packages that come from no index: url, and "editable" or "commit" where they apply."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the plain mapping."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,7 +75,20 @@ def read_environment(*, slurm: str | None, paths: Sequence[str] | None = None) -
     """
     folders = own_paths() if paths is None else list(paths)
     kernel = os.uname()
-    packages, sources = read_packages(folders)
+    packages: dict[str, str] = {}
+    sources: dict[str, dict[str, Any]] = {}
+    # Of a package that lies in two folders the first counts, as it does for Python.
+    for item in distributions(path=list(dict.fromkeys(folders))):
+        name = re.sub(r"[-_.]+", "-", item.metadata["Name"] or "").lower()
+        if name and name not in packages:
+            packages[name] = item.version or "?"
+            if source := _source_of(item):
+                sources[name] = source
+    driver = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _text_of(_DRIVER / "version"))
+    models = (
+        re.search(r"^Model:\s*(.+?)\s*$", _text_of(path), re.MULTILINE)
+        for path in sorted(_DRIVER.glob("gpus/*/information"))
+    )
     return Environment(
         python=".".join(map(str, sys.version_info[:3])),
         executable=sys.executable,
@@ -82,73 +96,26 @@ def read_environment(*, slurm: str | None, paths: Sequence[str] | None = None) -
         host=socket.gethostname(),
         torch=packages.get("torch"),
         cuda=_torch_build(folders),
-        driver=_driver(),
-        gpus=_gpus(),
+        driver=driver and driver[1],
+        gpus=["unknown" if model is None else model[1] for model in models],
         slurm=slurm,
-        packages=packages,
-        sources=sources,
+        packages=dict(sorted(packages.items())),
+        sources=dict(sorted(sources.items())),
     )
 
 
 def environment_from(value: Mapping[str, Any]) -> Environment:
-    """Returns the environment that `as_json` has described; what is missing is None or empty."""
-    names = Environment.__dataclass_fields__
-    empty: dict[str, Any] = {**dict.fromkeys(_FACTS), "gpus": [], "packages": {}, "sources": {}}
-    return Environment(**(empty | {name: found for name, found in value.items() if name in names}))
+    """Returns the environment that was written as JSON; what is missing is None or empty."""
+    return Environment(**{name: value[name] for name in Environment.__dataclass_fields__ if name in value})
 
 
-def read_packages(folders: Iterable[str]) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """Returns versions by canonical name, and where packages come from that come from no index.
-
-    Args:
-        folders: where to look; of a package that lies in two of them the first counts, as it does for Python.
-    """
-    packages: dict[str, str] = {}
-    sources: dict[str, dict[str, Any]] = {}
-    for entry in (entry for folder in dict.fromkeys(folders) for entry in _infos(folder)):
-        name, version = _name_and_version(entry)
-        if not name or name in packages:
-            continue
-        packages[name] = version
-        source = _source_of(entry)
-        if source:
-            sources[name] = source
-    return dict(sorted(packages.items())), dict(sorted(sources.items()))
-
-
-def _infos(folder: str) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            yield from (entry for entry in entries if entry.name.endswith((".dist-info", ".egg-info")))
-    except OSError:
-        return
-
-
-def _name_and_version(entry: os.DirEntry[str]) -> tuple[str, str]:
-    found = _INFO.fullmatch(entry.name)
-    if found is not None:
-        return _canonical(found["name"]), found["version"].replace("_", "-")
-    # `setup.py develop` leaves a folder without a version, beside the sources.
-    try:
-        text = Path(entry.path, "PKG-INFO").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "", ""
-    version = re.search(r"^Version: *(\S+)", text, re.MULTILINE)
-    return _canonical(entry.name.rpartition(".")[0]), version[1] if version else "?"
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _source_of(entry: os.DirEntry[str]) -> dict[str, Any]:
+def _source_of(item: Distribution) -> dict[str, Any]:
     """Returns what PEP 610's direct_url.json says, in short."""
-    if entry.name.endswith(".egg-info"):
-        is_develop = entry.is_dir() and _INFO.fullmatch(entry.name) is None
-        return {"url": Path(entry.path).resolve().parent.as_uri(), "editable": True} if is_develop else {}
     try:
-        value = json.loads(Path(entry.path, "direct_url.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = json.loads(item.read_text("direct_url.json") or "{}")
+    except ValueError:
+        return {}
+    if not value:
         return {}
     source: dict[str, Any] = {"url": redact(str(value.get("url", "")))}
     if (value.get("dir_info") or {}).get("editable"):
@@ -159,58 +126,117 @@ def _source_of(entry: os.DirEntry[str]) -> dict[str, Any]:
 
 def _torch_build(folders: Iterable[str]) -> str | None:
     for folder in folders:
-        try:
-            text = Path(folder, "torch", "version.py").read_text(encoding="utf-8")
-        except OSError:
-            continue
-        found = {name: version for name, version in _TORCH_BUILD.findall(text) if version}
-        return found.get("cuda") or (f"rocm {found['hip']}" if "hip" in found else None)
+        if text := _text_of(Path(folder, "torch", "version.py")):
+            found = dict(_TORCH_BUILD.findall(text))
+            return found.get("cuda") or (f"rocm {found['hip']}" if "hip" in found else None)
     return None
 
 
-def _driver() -> str | None:
+def _text_of(path: Path) -> str:
     try:
-        text = (_DRIVER / "version").read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError:
-        return None
-    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    return found[1] if found else None
-
-
-def _gpus() -> list[str]:
-    models = []
-    for path in sorted(_DRIVER.glob("gpus/*/information")):
-        try:
-            found = re.search(r"^Model:\s*(.+?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE)
-        except OSError:
-            continue
-        models.append(found[1] if found else "unknown")
-    return models
+        return ""
 
 
 def environment_changes(old: Environment, new: Environment) -> list[EnvironmentChange]:
     """Returns what differs: facts first, then packages by name. Host and platform alone are no change."""
-    facts = ("python", "torch", "cuda", "driver", "gpus", "slurm", "executable")
-    pairs = ((name, _text(getattr(old, name)), _text(getattr(new, name))) for name in facts)
-    found = [EnvironmentChange(name, was, now) for name, was, now in pairs if was != now]
-    for name in sorted({*old.packages, *new.packages} - {"torch"}):
-        was, now = _package(old, name), _package(new, name)
-        if was != now:
-            found.append(EnvironmentChange(name, was, now, is_package=True))
-    return found
+    found = [EnvironmentChange(name, _fact(old, name), _fact(new, name)) for name in _COMPARED]
+    found += [
+        EnvironmentChange(name, _package(old, name), _package(new, name), is_package=True)
+        for name in sorted({*old.packages, *new.packages} - {"torch"})
+    ]
+    return [change for change in found if change.old != change.new]
+
+
+def _fact(environment: Environment, name: str) -> str | None:
+    value = getattr(environment, name)
+    if isinstance(value, list):
+        return ", ".join(f"{value.count(item)} x {item}" for item in dict.fromkeys(value)) or None
+    return None if value is None else str(value)
 
 
 def _package(environment: Environment, name: str) -> str | None:
-    version = environment.packages.get(name)
-    source = environment.sources.get(name)
+    version, source = environment.packages.get(name), environment.sources.get(name)
     if version is None or source is None:
         return version
     kind = "editable" if source.get("editable") else str(source.get("commit", ""))[:12]
     return f"{version} ({kind} {source['url']})".replace("( ", "(")
 
 
-def _text(value: Any) -> str | None:
-    if isinstance(value, list):
-        counts = {item: value.count(item) for item in value}
-        return ", ".join(f"{count} x {item}" for item, count in counts.items()) or None
-    return None if value is None else str(value)
+def write_provenance(path: Path, source: Source, *, words: Sequence[str], slurm: str | None) -> None:
+    """Writes `provenance.json`.
+
+    Args:
+        path: the file.
+        source: the code that was copied, and what git says about it.
+        words: the command line.
+        slurm: Slurm's version, None where it plays no part.
+    """
+    environment = read_environment(slurm=slurm)
+    first, *others = (
+        {
+            "git_commit": folder.state.commit,
+            "git_dirty": bool(folder.state.difference),
+            "git_diff": redact(folder.state.difference),
+        }
+        for folder in source.folders
+    )
+    facts = {
+        "words": [redact(word) for word in words],
+        "directory": source.places[""],
+        "user": getpass.getuser(),
+        "time_unix_s": time.time(),
+        **first,
+        "num_files": len(source.names),
+        "folders": [
+            {"path": str(folder.path), "copied_to": folder.prefix, **git}
+            for folder, git in zip(source.folders[1:], others, strict=True)
+        ],
+        "elsewhere": [_elsewhere(place, environment) for place in source.elsewhere],
+        "environment": asdict(environment),
+    }
+    write_atomic(path, json.dumps(facts, indent=2) + "\n", durable=False)
+
+
+def _elsewhere(place: str, environment: Environment) -> dict[str, Any]:
+    """Returns what is known of a folder that packages are imported from and that was not copied."""
+    installed = [
+        name
+        for name, source in environment.sources.items()
+        if source.get("editable") and Path(place).is_relative_to(Path(source["url"].removeprefix("file://")).resolve())
+    ]
+    commit = run_git(place, "rev-parse", "HEAD", timeout_s=_GIT_TIMEOUT_S)
+    words = ("status", "--porcelain", "--ignore-submodules=dirty", "--", ".")
+    changed = run_git(place, *words, compares=True, timeout_s=_GIT_TIMEOUT_S) if commit else None
+    return {
+        "path": place,
+        "packages": installed,
+        "git_commit": commit.decode().strip() if commit else None,
+        "git_dirty": None if changed is None else bool(changed.strip()),
+    }
+
+
+def environment_of(run: RunDirectory) -> Environment | None:
+    """Returns the environment that a run was carried out in: its newest attempt's, else that of its submission."""
+    for attempt in reversed(existing_attempts(run)):
+        if (found := read_json(run.environment(attempt))) is not None:
+            return environment_from(found)
+    submitted = (read_json(run.provenance) or {}).get("environment")
+    return None if submitted is None else environment_from(submitted)
+
+
+def record_environment(run: RunDirectory, attempt: int, *, slurm: str | None) -> list[str]:
+    """Writes the environment of an attempt and returns what has changed since the one before, e.g. "numpy: 1 -> 2".
+
+    Called where the batch script runs. The first attempt is compared with the submission, where that was typed with the
+    same interpreter.
+    """
+    now = read_environment(slurm=slurm)
+    before = environment_of(run)
+    write_atomic(run.environment(attempt), json.dumps(asdict(now), indent=1) + "\n", durable=False)
+    if before is None or not before.packages or before.executable != now.executable:
+        return []
+    # A login node has another driver, or none, and may name another Slurm.
+    found = [change for change in environment_changes(before, now) if change.is_package or change.name == "python"]
+    return [str(change) for change in found]

@@ -1,24 +1,183 @@
-"""The parallel layout of a run before anything runs: solved for the world, and refused where it cannot work.
+"""How many ranks run where, and how they share one run: refused here where it cannot work, before anything runs.
 
-Checked here is what needs neither a GPU nor torch; a model of your own is checked further when it is built.
+Checked is what needs neither a GPU nor torch; a model of the user's own is checked further when it is built.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.layout import AXES, ParallelLayout, solve_layout
-from slurm_train.config.schema import ParallelSection, RunConfig
+from slurm_train.config.schema import RunConfig
 from slurm_train.errors import BatchError, ConfigError
-from slurm_train.launch.world import World
+from slurm_train.slurm.commands import run_program
 
+_LISTING_TIMEOUT_S = 20.0
 _GPT = "slurm_train.models.gpt.GPT"
 _CNN = "slurm_train.models.cnn.CNN"
 CAUSAL_LM = "slurm_train.models.causal_lm.causal_lm"
 """The target of model=hf."""
+
+Check = tuple[bool, str, str]
+"""Whether something is wrong, what, and what to do."""
+
+
+def require_all(checks: Iterable[Check]) -> None:
+    """Raises a ConfigError for the first check that found something wrong."""
+    for is_wrong, message, hint in checks:
+        if is_wrong:
+            raise ConfigError(message, hint=hint)
+
+
+# --- the world: ranks on nodes ---
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """Nodes next to each other in rank order that have equally many ranks."""
+
+    num_nodes: int
+    ranks_per_node: int
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Ranks per node, in rank order."""
+
+    ranks_per_node: tuple[int, ...]
+    """Of the largest world, where Slurm may grant fewer nodes."""
+    min_nodes: int | None = None
+    """The fewest nodes that are enough; None: all of them."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.ranks_per_node)
+
+    @property
+    def size(self) -> int:
+        """World size: ranks in all."""
+        return sum(self.ranks_per_node)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every node has the same number of ranks."""
+        return len(set(self.ranks_per_node)) == 1
+
+    @property
+    def groups(self) -> tuple[NodeGroup, ...]:
+        """The nodes in rank order, equal neighbours put together: (4, 4, 2) is 2 nodes of 4 and 1 of 2."""
+        return tuple(NodeGroup(len(list(same)), ranks) for ranks, same in itertools.groupby(self.ranks_per_node))
+
+    @property
+    def nodes_in_words(self) -> str:
+        """The nodes for a person, e.g. "4 nodes x 8", "2 nodes of 4 + 2", "2 to 4 nodes x 8"."""
+        if not self.is_even:
+            return f"{self.num_nodes} nodes of {' + '.join(map(str, self.ranks_per_node))}"
+        count = str(self.num_nodes) if self.min_nodes is None else f"{self.min_nodes} to {self.num_nodes}"
+        return f"{count} node{'s' * (self.num_nodes > 1)} x {self.ranks_per_node[0]}"
+
+    def possible(self) -> Iterator[World]:
+        """Yields every world that Slurm may grant, the smallest first."""
+        for count in range(self.min_nodes or self.num_nodes, self.num_nodes + 1):
+            yield World(self.ranks_per_node[:count])
+
+
+def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
+    """Returns the world that a configuration asks for.
+
+    Args:
+        config: the run's configuration.
+        env: environment; CUDA_VISIBLE_DEVICES limits the GPUs of a local run.
+
+    Raises:
+        ConfigError: a GPU list that does not name every node, uneven nodes in an allocation of one's
+            own, or a range of nodes where the number of ranks cannot change.
+    """
+    cluster = config.cluster
+    if cluster is None:
+        asked = config.run.processes
+        return World(((count_local_gpus(env) or 2) if asked is None else asked,))
+    fewest, most = _read_nodes(cluster.nodes)
+    gpus = cluster.gpus_per_node
+    per_node = (gpus,) * most if isinstance(gpus, int) else tuple(gpus)
+    is_even, shown = len(set(per_node)) == 1, f"cluster.gpus_per_node={list(per_node)}"
+    require_all(
+        [
+            (
+                len(per_node) != most,
+                f"{shown} names {len(per_node)} nodes, cluster.nodes={cluster.nodes}",
+                f"set cluster.nodes={len(per_node)}, or give one number for all nodes",
+            ),
+            (
+                config.launch == "interactive" and not is_even,
+                f"{shown} is a heterogeneous job, and launch=interactive runs in allocations of equal nodes only",
+                "drop launch=interactive to submit a job, or give one number of GPUs for all nodes",
+            ),
+            (
+                fewest is not None and cluster.launcher != "torchrun",
+                f"cluster.nodes={cluster.nodes} leaves the number of nodes open, but srun needs to know how many ranks "
+                "to start",
+                "add cluster.launcher=torchrun, or give one number of nodes",
+            ),
+            (
+                fewest is not None and not is_even,
+                f"cluster.nodes={cluster.nodes} leaves the number of nodes open, and cluster.gpus_per_node names them",
+                "give one number of GPUs for all nodes, or one number of nodes",
+            ),
+        ]
+    )
+    return World(per_node, min_nodes=fewest)
+
+
+def _read_nodes(nodes: int | str) -> tuple[int | None, int]:
+    """Returns the fewest nodes, None where the number is fixed, and the most."""
+    if isinstance(nodes, int):
+        return None, nodes
+    match = re.fullmatch(r"([1-9]\d{0,4})-([1-9]\d{0,4})", nodes)
+    if match is None or int(match[1]) > int(match[2]):
+        raise ConfigError(
+            f"cluster.nodes must be a number or a range, got {nodes!r}",
+            hint="write cluster.nodes=4, or cluster.nodes=2-4",
+        )
+    return (None if match[1] == match[2] else int(match[1])), int(match[2])
+
+
+def count_local_gpus(env: Mapping[str, str]) -> int:
+    """Returns the number of GPUs that this machine offers, without importing torch.
+
+    Raises:
+        ConfigError: nvidia-smi hangs or cannot be started.
+    """
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return count_visible(visible)
+    if shutil.which("nvidia-smi", path=env.get("PATH")) is None:
+        return 0
+    try:
+        listing = run_program(["nvidia-smi", "-L"], env=env, timeout_s=_LISTING_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as err:
+        raise ConfigError(
+            f"the GPUs of this machine cannot be counted: {err}",
+            hint="name them with CUDA_VISIBLE_DEVICES=0,1 (empty: train on the CPU), or reset the hanging driver",
+        ) from err
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def count_visible(devices: str) -> int:
+    """Returns how many devices a value of CUDA_VISIBLE_DEVICES names."""
+    return len([device for device in devices.split(",") if device.strip() not in ("", "-1")])
+
+
+# --- the layout: which ranks share what ---
 
 
 def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
@@ -31,42 +190,142 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
     Raises:
         ConfigError: the degrees do not fit the world, the nodes or the model, or this version cannot do it.
     """
-    layout = solve_layout(config.parallel, world_size=world.size)
-    _check_options(layout, config.parallel)
+    settings = config.parallel
+    layout = solve_layout(settings, world_size=world.size)
+    require_all(
+        [
+            (
+                settings.sequence_parallel and layout.tp == 1,
+                f"parallel.sequence_parallel=true splits positions among the ranks of tp, and the layout is {layout}",
+                "set parallel.tp=2 or more, or leave sequence_parallel out; parallel.cp cuts sequences without tp",
+            ),
+            (
+                settings.cpu_offload and layout.shard_size == 1,
+                f"parallel.cpu_offload=true keeps sharded parameters in host memory, and the layout is {layout}",
+                "set parallel.dp_shard=2 or more, or leave cpu_offload out",
+            ),
+        ]
+    )
     if layout.is_replicated:
         return layout
-    if not config.trains:
-        raise ConfigError(
-            f"parallel asks for {layout}, but a task or script of your own has to make its own groups",
-            hint="leave parallel.* at its defaults; ranks find their numbers and rank 0's address in the environment",
-        )
-    if config.ddp.comm != "none":
-        raise ConfigError(
-            f"ddp.comm={config.ddp.comm} sends less of whole gradients, which {layout} does not exchange",
-            hint="leave ddp.comm at none, or parallel.* alone",
-        )
-    _check_nodes(layout, world, allowed=config.parallel.allow_tp_across_nodes)
-    per_rank = config.parallel.stages_per_rank if layout.pp > 1 else 1
-    _check_model(layout, config.model or {}, per_rank=per_rank)
-    _check_positions(layout, config)
-    if per_rank > 1 and config.parallel.pipeline_schedule != "1f1b":
-        raise ConfigError(
-            f"parallel.stages_per_rank={per_rank} was asked with pipeline_schedule={config.parallel.pipeline_schedule}",
-            hint="several stages on a rank are interleaved in 1f1b order: leave pipeline_schedule out",
-        )
+    stages_per_rank = settings.stages_per_rank if layout.pp > 1 else 1
+    misfit = next((count for count in sorted(set(world.ranks_per_node)) if count % layout.tp), None)
+    require_all(
+        [
+            (
+                not config.trains,
+                f"parallel asks for {layout}, but a task or script of your own has to make its own groups",
+                "leave parallel.* at its defaults; ranks find their numbers and rank 0's address in the environment",
+            ),
+            (
+                config.ddp.comm != "none",
+                f"ddp.comm={config.ddp.comm} sends less of whole gradients, which {layout} does not exchange",
+                "leave ddp.comm at none, or parallel.* alone",
+            ),
+            (
+                misfit is not None and world.num_nodes > 1 and not settings.allow_tp_across_nodes,
+                f"parallel.tp={layout.tp} does not fit into nodes of {misfit} ranks: every layer would wait for the "
+                "network",
+                "choose a tp that divides the ranks of a node, or parallel.allow_tp_across_nodes=true",
+            ),
+            *_model_checks(layout, config.model or {}, stages=layout.pp * stages_per_rank),
+            *_position_checks(layout, config),
+            (
+                stages_per_rank > 1 and settings.pipeline_schedule != "1f1b",
+                f"parallel.stages_per_rank={stages_per_rank} needs the 1f1b order, got "
+                f"parallel.pipeline_schedule={settings.pipeline_schedule}",
+                "several stages on a rank are interleaved in 1f1b order: leave pipeline_schedule out",
+            ),
+        ]
+    )
     return layout
+
+
+def _model_checks(layout: ParallelLayout, model: Mapping[str, Any], *, stages: int) -> Iterator[Check]:
+    target = model.get("_target_")
+    yield (
+        target == _CNN and layout.tp * layout.pp * layout.cp > 1,
+        f"parallel asks for {layout}, which the CNN does not support",
+        "use dp_replicate and dp_shard, or model=gpt",
+    )
+    yield (
+        target == CAUSAL_LM and layout.pp > 1,
+        f"parallel asks for {layout}, but model=hf has no pipeline stages",
+        "use dp_replicate, dp_shard and tp, or the shipped GPT: model=llama3-8b",
+    )
+    if target != _GPT:
+        return
+    layers = int(model.get("num_layers", 4))
+    yield (
+        layers < stages,
+        f"parallel asks for {stages} stages, but model.num_layers={layers} leaves some without a block",
+        f"choose a parallel.pp x parallel.stages_per_rank of at most {layers}",
+    )
+    yield (
+        layout.pp > 1 and bool(model.get("tied", True)),
+        "parallel.pp was asked, but model.tied=true makes embedding and head one weight, in two stages",
+        "set model.tied=false",
+    )
+    width, heads = int(model.get("width", 160)), int(model.get("num_heads", 4))
+    sizes = {
+        "num_heads": heads,
+        "num_kv_heads": int(model.get("num_kv_heads", 0)) or heads,
+        "hidden": int(model.get("hidden", 0)) or 4 * width,
+    }
+    for name, value in sizes.items():
+        yield (
+            value % layout.tp != 0,
+            f"parallel.tp={layout.tp} cannot cut model.{name}={value} into equal parts",
+            f"choose a tp that divides {value}, or set model.{name} to a multiple of {layout.tp}",
+        )
+
+
+def _position_checks(layout: ParallelLayout, config: RunConfig) -> Iterator[Check]:
+    """Yields what is wrong where sequences are split; a model of the user's own is checked when it is built."""
+    model, splits = config.model or {}, config.parallel.sequence_parallel
+    if layout.cp == 1 and not splits:
+        return
+    asked = f"parallel.cp={layout.cp}" if layout.cp > 1 else "parallel.sequence_parallel=true"
+    yield (
+        config.batch.by_length,
+        f"{asked} was asked with batch.by_length=true, whose sequences have different lengths",
+        "leave batch.by_length at false, or use dp_replicate, dp_shard and tp",
+    )
+    yield (
+        model.get("_target_") == CAUSAL_LM,
+        f"{asked} was asked, but model=hf cannot split sequences",
+        "use dp_replicate, dp_shard and tp, or the shipped GPT: model=llama3-8b",
+    )
+    if model.get("_target_") != _GPT:
+        return
+    key = "data.context" if (config.data or {}).get("context") else "model.context"
+    context, chunks = positions_of(config.data, default=int(model.get("context", 256))), 2 * layout.cp
+    yield (
+        layout.cp > 1 and context % chunks != 0,
+        f"parallel.cp={layout.cp} cannot cut {key}={context} into {chunks} equal chunks",
+        f"set {key} to a multiple of {chunks}",
+    )
+    yield (
+        splits and context // layout.cp % layout.tp != 0,
+        f"parallel.sequence_parallel cannot split {context // layout.cp} positions among tp {layout.tp} ranks",
+        f"set {key} to a multiple of {math.lcm(chunks if layout.cp > 1 else 1, layout.cp * layout.tp)}",
+    )
+
+
+def positions_of(data: Mapping[str, Any] | None, *, default: int) -> int:
+    """Returns the positions of one sample: the data's, which may be shorter than what the model could take."""
+    return int((data or {}).get("context") or default)
 
 
 def check_pipeline(config: RunConfig, layout: ParallelLayout, batch: BatchPlan) -> None:
     """Refuses a number of micro-batches that torch's interleaved schedule cannot cut into equal rounds.
 
     Raises:
-        BatchError: as said.
+        BatchError: the number is not a multiple of the rounds.
     """
     if layout.pp == 1 or config.parallel.stages_per_rank == 1 or not config.trains:
         return
-    rounds = max(1, batch.accumulation // layout.pp)
-    if batch.accumulation % rounds:
+    if batch.accumulation % max(1, batch.accumulation // layout.pp):
         raise BatchError(
             f"interleaved stages on {layout.pp} ranks need rounds of equally many micro-batches, the batch is "
             f"{batch.as_sum()}",
@@ -89,113 +348,12 @@ def spans_nodes(layout: ParallelLayout, world: World, axis: str) -> bool:
     return any(len({nodes[rank] for rank in group}) > 1 for group in layout.groups((axis,)))
 
 
-def _check_nodes(layout: ParallelLayout, world: World, *, allowed: bool) -> None:
-    if allowed or layout.tp == 1 or world.num_nodes == 1:
-        return
-    misfit = next((count for count in sorted(set(world.ranks_per_node)) if count % layout.tp), None)
-    if misfit is not None:
-        raise ConfigError(
-            f"parallel.tp={layout.tp} does not fit into nodes of {misfit} ranks: "
-            "every layer would wait for the network",
-            hint="choose a tp that divides the ranks of a node, or parallel.allow_tp_across_nodes=true",
-        )
-
-
-def _check_options(layout: ParallelLayout, settings: ParallelSection) -> None:
-    if settings.sequence_parallel and layout.tp == 1:
-        raise ConfigError(
-            f"parallel.sequence_parallel=true was asked of {layout}, but positions are split among the ranks of tp",
-            hint="set parallel.tp=2 or more, or leave sequence_parallel out; parallel.cp cuts sequences without tp",
-        )
-    if settings.cpu_offload and layout.shard_size == 1:
-        raise ConfigError(
-            f"parallel.cpu_offload=true was asked of {layout}, but only sharded parameters are kept in host memory",
-            hint="set parallel.dp_shard=2 or more, or leave cpu_offload out",
-        )
-
-
-def _check_model(layout: ParallelLayout, model: dict[str, Any], *, per_rank: int) -> None:
-    target = model.get("_target_")
-    if target == _CNN and layout.tp * layout.pp * layout.cp > 1:
-        raise ConfigError(
-            f"parallel asks for {layout}, which the CNN does not support",
-            hint="use dp_replicate and dp_shard, or model=gpt",
-        )
-    if target == CAUSAL_LM and layout.pp > 1:
-        raise ConfigError(
-            f"parallel asks for {layout}, but model=hf has no pipeline stages",
-            hint="use dp_replicate, dp_shard and tp, or the shipped GPT: model=llama3-8b",
-        )
-    if target == _GPT:
-        _check_gpt(layout, model, per_rank=per_rank)
-
-
-def _check_gpt(layout: ParallelLayout, model: dict[str, Any], *, per_rank: int) -> None:
-    layers, stages = int(model.get("num_layers", 4)), layout.pp * per_rank
-    if layers < stages:
-        raise ConfigError(
-            f"parallel asks for {stages} stages, but model.num_layers={layers} leaves some without a block",
-            hint=f"choose a parallel.pp x parallel.stages_per_rank of at most {layers}",
-        )
-    if layout.pp > 1 and model.get("tied", True):
-        raise ConfigError(
-            "parallel.pp was asked, but model.tied=true makes embedding and head one weight, in two stages",
-            hint="set model.tied=false",
-        )
-    width, heads = int(model.get("width", 160)), int(model.get("num_heads", 4))
-    hidden = int(model.get("hidden", 0)) or 4 * width
-    shared = int(model.get("num_kv_heads", 0)) or heads
-    for name, value in (("num_heads", heads), ("num_kv_heads", shared), ("hidden", hidden)):
-        if value % layout.tp:
-            raise ConfigError(
-                f"parallel.tp={layout.tp} cannot cut model.{name}={value} into equal parts",
-                hint=f"choose a tp that divides {value}, or set model.{name} to a multiple of {layout.tp}",
-            )
-
-
-def _check_positions(layout: ParallelLayout, config: RunConfig) -> None:
-    """Refuses sequences that the shipped models cannot split; a model of your own is checked when it is built."""
-    model, splits = config.model or {}, config.parallel.sequence_parallel
-    if layout.cp == 1 and not splits:
-        return
-    asked = f"parallel.cp={layout.cp}" if layout.cp > 1 else "parallel.sequence_parallel=true"
-    if config.batch.by_length:
-        raise ConfigError(
-            f"{asked} was asked with batch.by_length=true, whose sequences have different lengths",
-            hint="leave batch.by_length at false, or use dp_replicate, dp_shard and tp",
-        )
-    if model.get("_target_") == CAUSAL_LM:
-        raise ConfigError(
-            f"{asked} was asked, but model=hf cannot split sequences",
-            hint="use dp_replicate, dp_shard and tp, or the shipped GPT: model=llama3-8b",
-        )
-    if model.get("_target_") != _GPT:
-        return
-    key = "data.context" if (config.data or {}).get("context") else "model.context"
-    context = positions_of(config.data, default=int(model.get("context", 256)))
-    if layout.cp > 1 and context % (2 * layout.cp):
-        raise ConfigError(
-            f"parallel.cp={layout.cp} cannot cut {key}={context} into {2 * layout.cp} equal chunks",
-            hint=f"set {key} to a multiple of {2 * layout.cp}",
-        )
-    if splits and context // layout.cp % layout.tp:
-        raise ConfigError(
-            f"parallel.sequence_parallel cannot split {context // layout.cp} positions among tp {layout.tp} ranks",
-            hint=f"set {key} to a multiple of {math.lcm(2 * layout.cp if layout.cp > 1 else 1, layout.cp * layout.tp)}",
-        )
-
-
-def positions_of(data: Mapping[str, Any] | None, *, default: int) -> int:
-    """Returns the positions of one sample: the data's, which may be shorter than what the model could take."""
-    return int((data or {}).get("context") or default)
-
-
 TABLE_HEADER = ("rank", "node", "local", *AXES)
 
 
 def table_rows(layout: ParallelLayout, world: World) -> list[tuple[str, ...]]:
     """Returns one row per rank: rank, node, local rank, then its place on each axis of `AXES`."""
-    places = [(node, local) for node, count in enumerate(world.ranks_per_node) for local in range(count)]
+    places = ((node, local) for node, count in enumerate(world.ranks_per_node) for local in range(count))
     return [
         (str(rank), str(node), str(local), *map(str, layout.coordinates(rank)))
         for rank, (node, local) in enumerate(places)
@@ -211,10 +369,11 @@ def layout_rows(
     rows = [("layout", f"{layout}; {layout.data_parallel_size} read different samples")]
     for axis in (axis for axis in reversed(AXES) if getattr(layout, axis) > 1):
         members = layout.members((axis,), 0)
-        step = members[1] - members[0]
-        ranks = f"{members[0]}-{members[-1]}" if step == 1 else f"{members[0]}, {members[1]}, .. {members[-1]}"
+        ranks = f"{members[0]}, {members[1]}, .. {members[-1]}"
         if len(members) == 2:
             ranks = f"{members[0]}, {members[1]}"
+        elif members[1] - members[0] == 1:
+            ranks = f"{members[0]}-{members[-1]}"
         where = "over several nodes" if spans_nodes(layout, world, axis) else "on one node each"
         count = layout.world_size // len(members)
         rows.append(("", f"{axis}: {count} groups of {len(members)}, {where}; the first: ranks {ranks}"))

@@ -1,14 +1,15 @@
-"""The plan of a run: everything that is decided before anything happens, as one value.
+"""The plan of a run or a sweep: everything that is decided before anything happens, as one value.
 
 `plan` prints it, `plan.json` keeps it, the script is rendered from it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +27,13 @@ from slurm_train.config.frozen import config_hash
 from slurm_train.config.layout import ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig, to_mapping
 from slurm_train.errors import BatchError, ConfigError
-from slurm_train.launch.layout import check_pipeline, plan_layout
-from slurm_train.launch.world import World, plan_world
+from slurm_train.launch.layout import World, check_pipeline, plan_layout, plan_world, require_all
 from slurm_train.rundir.layout import RunDirectory, require_room
 from slurm_train.rundir.lookup import run_of_hash
+from slurm_train.rundir.sweep import Element, SweepDirectory
 
 if TYPE_CHECKING:
-    from slurm_train.config.compose import Composed
+    from slurm_train.config.compose import Composed, Point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +52,17 @@ class RunPlan:
     directory: str
     """Submitting directory; relative paths in a user's code start there."""
 
-    @property
-    def _fewest(self) -> dict[str, int]:
-        return {} if self.world.min_nodes is None else {"min_nodes": self.world.min_nodes}
-
     def as_json(self) -> dict[str, Any]:
         """Returns what `plan.json` holds."""
         sizes = planned_sizes(self.config, self.batch, ranks_per_node=self.world.ranks_per_node)
         return {
             "config_hash": self.config_hash,
             "directory": self.directory,
-            "world": {"size": self.world.size, "ranks_per_node": list(self.world.ranks_per_node), **self._fewest},
+            "world": {
+                "size": self.world.size,
+                "ranks_per_node": list(self.world.ranks_per_node),
+                **({} if self.world.min_nodes is None else {"min_nodes": self.world.min_nodes}),
+            },
             "layout": self.layout.as_mapping,
             "batch": {
                 "ranks": self.batch.ranks,
@@ -115,39 +116,11 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
 
 def _solve(config: RunConfig, asked: BatchSection, layout: ParallelLayout, world: World) -> BatchPlan:
     """Returns the cut of the batch for the largest world; every smaller one that Slurm may grant has one as well."""
-    ranks, stages = layout.data_parallel_size, layout.pp
-    if world.min_nodes is None or not config.trains:
-        return solve_batch(asked, ranks=ranks, stages=stages)
-    possible = {one: plan_layout(config, one).data_parallel_size for one in world.possible()}
-    if asked.global_size is asked.local_size is asked.accumulation is None:
-        unit = math.lcm(*possible.values())
+    sizes = [plan_layout(config, one).data_parallel_size for one in world.possible()] if config.trains else []
+    if world.min_nodes is not None and asked.global_size is asked.local_size is asked.accumulation is None and sizes:
+        unit = math.lcm(*sizes)
         asked = replace(asked, global_size=max(1, round(asked.default_global_size / unit)) * unit)
-    batch = solve_batch(asked, ranks=ranks, stages=stages)
-    require_cut_for_all(batch, possible, stages=stages)
-    return batch
-
-
-def require_cut_for_all(batch: BatchPlan, possible: Mapping[World, int], *, stages: int) -> None:
-    """Does nothing where every world that Slurm may grant can share the global batch.
-
-    Args:
-        batch: the cut for the largest.
-        possible: data-parallel ranks of each.
-        stages: stages of the pipeline.
-
-    Raises:
-        BatchError: one cannot.
-    """
-    for world, ranks in possible.items():
-        try:
-            recut_batch(batch.global_size, ranks=ranks, local_size=batch.local_size, stages=stages)
-        except BatchError as err:
-            unit = math.lcm(*possible.values()) * stages
-            sizes = [size for size in nearest_multiples(batch.global_size, unit) if size]
-            raise BatchError(
-                f"Slurm may grant {world.nodes_in_words}: {err.message}",
-                hint=f"set batch.global_size={' or '.join(map(str, sizes))}, or another range of cluster.nodes",
-            ) from err
+    return solve_batch(asked, ranks=layout.data_parallel_size, stages=layout.pp)
 
 
 def replan_run(
@@ -173,39 +146,31 @@ def replan_run(
     layout = plan_layout(config, world)
     batch = solve_batch(BatchSection(), ranks=layout.data_parallel_size, stages=layout.pp)
     if config.trains:
-        batch = _solve_again(config.batch, before["batch"], layout=layout, typed=typed)
-        if world.min_nodes is not None:
-            possible = {one: plan_layout(config, one).data_parallel_size for one in world.possible()}
-            require_cut_for_all(batch, possible, stages=layout.pp)
-        if batch.global_size != before["batch"]["global_size"] and _follows_batch(config):
-            tuned_for = int(before.get("lr", {}).get("tuned_for_global_size", before["batch"]["global_size"]))
+        old = before["batch"]
+        global_size, local_size, accumulation = (
+            getattr(config.batch, name) if f"batch.{name}" in typed else None
+            for name in ("global_size", "local_size", "accumulation")
+        )
+        if global_size is None:
+            global_size = int(old["global_size"])
+        if local_size is accumulation is None and global_size > 0:
+            batch = recut_batch(global_size, ranks=batch.ranks, local_size=int(old["local_size"]), stages=layout.pp)
+        else:
+            asked = replace(config.batch, global_size=global_size, local_size=local_size, accumulation=accumulation)
+            batch = solve_batch(asked, ranks=batch.ranks, stages=layout.pp)
+        follows = config.optim.lr_retune != "none" and config.optim.lr_global_size is None
+        if follows and batch.global_size != old["global_size"]:
+            tuned_for = int(before.get("lr", {}).get("tuned_for_global_size", old["global_size"]))
             config = replace(config, optim=replace(config.optim, lr_global_size=tuned_for))
     return _assemble(config, world, layout, batch, run=run, directory=str(before.get("directory", "")))
-
-
-def _follows_batch(config: RunConfig) -> bool:
-    return config.optim.lr_retune != "none" and config.optim.lr_global_size is None
-
-
-def _solve_again(
-    asked: BatchSection, before: Mapping[str, Any], *, layout: ParallelLayout, typed: Collection[str]
-) -> BatchPlan:
-    ranks = layout.data_parallel_size
-    global_size = asked.global_size if "batch.global_size" in typed else None
-    local_size = asked.local_size if "batch.local_size" in typed else None
-    accumulation = asked.accumulation if "batch.accumulation" in typed else None
-    if global_size is None:
-        global_size = int(before["global_size"])
-    if local_size is accumulation is None and global_size > 0:
-        return recut_batch(global_size, ranks=ranks, local_size=int(before["local_size"]), stages=layout.pp)
-    given = replace(asked, global_size=global_size, local_size=local_size, accumulation=accumulation)
-    return solve_batch(given, ranks=ranks, stages=layout.pp)
 
 
 def _assemble(
     config: RunConfig, world: World, layout: ParallelLayout, batch: BatchPlan, *, run: RunDirectory, directory: str
 ) -> RunPlan:
     check_pipeline(config, layout, batch)
+    if config.trains:
+        _require_cut_for_all(config, world, batch, stages=layout.pp)
     check_batch(config, batch, layout=layout, ranks_per_node=world.ranks_per_node)
     return RunPlan(
         config=config,
@@ -217,6 +182,23 @@ def _assemble(
         run=run,
         directory=directory,
     )
+
+
+def _require_cut_for_all(config: RunConfig, world: World, batch: BatchPlan, *, stages: int) -> None:
+    """Refuses a global batch that some world that Slurm may grant could not share."""
+    if world.min_nodes is None:
+        return
+    possible = {one: plan_layout(config, one).data_parallel_size for one in world.possible()}
+    for smaller, ranks in possible.items():
+        try:
+            recut_batch(batch.global_size, ranks=ranks, local_size=batch.local_size, stages=stages)
+        except BatchError as err:
+            unit = math.lcm(*possible.values()) * stages
+            sizes = [size for size in nearest_multiples(batch.global_size, unit) if size]
+            raise BatchError(
+                f"Slurm may grant {smaller.nodes_in_words}: {err.message}",
+                hint=f"set batch.global_size={' or '.join(map(str, sizes))}, or another range of cluster.nodes",
+            ) from err
 
 
 def default_name(composed: Composed) -> str:
@@ -336,3 +318,119 @@ def check_path(key: str, value: str) -> None:
     # "{attempt}" is filled in when an attempt starts, in the names of its logs.
     if not value.isprintable() or "%" in value or "\\" in value or "{attempt}" in value:
         raise ConfigError(f"{key}={value!r} has a character that Slurm reads as a pattern", hint="use a plain path")
+
+
+# --- a sweep: its runs, each planned as if it were typed alone ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepPlan:
+    """A sweep as it would be carried out."""
+
+    sweep: SweepDirectory
+    elements: tuple[Element, ...]
+    plans: tuple[RunPlan, ...]
+    """The plan of each element."""
+
+    @property
+    def max_parallel(self) -> int | None:
+        """Runs that may run at once."""
+        return self.plans[0].config.sweep.max_parallel
+
+    @property
+    def uses_cluster(self) -> bool:
+        """Whether the runs go through Slurm."""
+        return self.plans[0].config.cluster is not None
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys that the sweep sets, in the order of the words."""
+        return list(self.elements[0].overrides)
+
+
+def plan_sweep(
+    points: Sequence[Point], composed: Iterator[Composed], *, cwd: Path, env: Mapping[str, str]
+) -> SweepPlan:
+    """Returns the plan of a sweep; touches nothing.
+
+    Args:
+        points: what each run is given.
+        composed: the configuration of each point, composed as it is taken.
+        cwd: directory that a relative `run.root` starts from.
+        env: environment, for counting local GPUs.
+
+    Raises:
+        ConfigError: a point that is no possible run (with its number and values), two points that are the same run,
+            or runs that cannot be in one sweep.
+    """
+    plans = list[RunPlan]()
+    for index, point in enumerate(points):
+        try:
+            plans.append(plan_run(next(composed), cwd=cwd, env=env))
+        except ConfigError as err:
+            if not point.values:
+                raise
+            raise type(err)(f"run {index} ({describe(point.values)}): {err.message}", hint=err.hint) from err
+    _refuse_same_runs(points, plans)
+    uneven = next((list(one.world.ranks_per_node) for one in plans if not one.world.is_even), None)
+    roots = sorted({one.config.run.root for one in plans})
+    require_all(
+        [
+            (len(roots) > 1, f"the runs of one sweep have several roots: {', '.join(roots)}", "drop run.root"),
+            (
+                len({one.config.cluster is None for one in plans}) > 1,
+                "some runs of the sweep ask for a cluster and some do not",
+                "sweep sizes, e.g. +cluster=1x8,2x8",
+            ),
+            (
+                uneven is not None,
+                f"cluster.gpus_per_node={uneven}: a sweep is a job array, and Slurm has none of heterogeneous jobs",
+                "give one number of GPUs for all nodes, or submit the runs one by one",
+            ),
+            (
+                len({one.config.sweep.max_parallel for one in plans}) > 1,
+                "sweep.max_parallel differs between the runs of one sweep",
+                "give it one value",
+            ),
+            (
+                any(one.config.launch == "interactive" for one in plans),
+                "launch=interactive waits for one run, and this is a sweep",
+                "drop -m, or launch=interactive",
+            ),
+        ]
+    )
+    # The sweep's name on disk says which runs it has, in whatever order they were typed.
+    names = "\n".join(sorted(f"{one.run.name}/{one.run.run_id}" for one in plans))
+    sweeps = plans[0].run.path.parent.parent / "sweeps"
+    return SweepPlan(
+        sweep=SweepDirectory(sweeps / hashlib.sha256(names.encode()).hexdigest()[:8]),
+        elements=tuple(
+            Element(index=index, run=one.run, overrides=point.values)
+            for index, (point, one) in enumerate(zip(points, plans, strict=True))
+        ),
+        plans=tuple(plans),
+    )
+
+
+def describe(point: Mapping[str, str]) -> str:
+    """Returns a point as a person would type it, e.g. "optim.lr=0.001 seed=3"."""
+    return " ".join(f"{key}={value}" for key, value in point.items())
+
+
+def _refuse_same_runs(points: Sequence[Point], plans: Sequence[RunPlan]) -> None:
+    seen: dict[Path, int] = {}
+    for index, plan in enumerate(plans):
+        first = seen.setdefault(plan.run.path, index)
+        if first == index:
+            continue
+        both = f"{describe(points[first].values)}, and {describe(points[index].values)}"
+        if plans[first].config_hash != plan.config_hash:
+            raise ConfigError(
+                f"runs {first} and {index} of the sweep have the same id by chance, {plan.run.run_id}: {both}",
+                hint="sweep run.name as well, or leave one of them to a sweep of its own with another run.name",
+            )
+        raise ConfigError(
+            f"runs {first} and {index} of the sweep train the same: {both}",
+            hint="a key that says where or how a run is carried out does not make another run; drop it, "
+            "or sweep run.name as well",
+        )

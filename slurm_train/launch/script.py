@@ -1,31 +1,86 @@
-"""Renders the batch script: a pure function of the plan, compared with a golden file in the tests.
+"""The batch script of a run: which resources it asks for, and the rules that keep multi-node jobs alive. Pure.
 
-Every value that reaches the text passes one of two guards of `slurm.flags`: one for what sbatch reads, one for
-what bash reads. The template is plain bash; decisions are taken here.
+Every flag has its reason in a fact about Slurm; see docs/slurm.md. Every value that reaches the text passes one of the
+guards of `slurm.flags`: one for what sbatch reads, one for what bash reads. The template is plain bash; decisions
+are taken here. The text is compared with a golden file in the tests.
 """
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slurm_train.assets import read_template
+from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ConfigError
-from slurm_train.launch.container import Ranks
+from slurm_train.launch.container import RankCommand
+from slurm_train.launch.layout import NodeGroup, World
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.resources import job_environment, sbatch_components, srun_flags
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.timing import warning_lead_s
 from slurm_train.slurm.flags import (
     Flags,
     check_env_name,
     check_env_value,
     check_flag_name,
     check_flag_value,
+    resource_flags,
     sbatch_line,
 )
+from slurm_train.slurm.nodelist import parse_nodelist
+
+STEP_NAME = "attempt_{attempt}"
+
+# What the launch decides itself, and the key to use instead.
+_SIZES = {
+    "nodes": "cluster.nodes",
+    "ntasks": "cluster.gpus_per_node",
+    "ntasks-per-node": "cluster.gpus_per_node",
+    "cpus-per-task": "cluster.cpus_per_gpu",
+    # It narrows each rank to one device numbered 0 and cuts peer access between GPUs.
+    "gpus-per-task": "cluster.gpus_per_node",
+}
+_PROTECTED = {
+    "cluster.sbatch": {
+        **_SIZES,
+        "gpus-per-node": "cluster.gpus_per_node",
+        "time": "cluster.time_limit_min",
+        "requeue": "requeue.enabled",
+        "no-requeue": "requeue.enabled",
+        "signal": "requeue.warn_before_limit_s",
+        "job-name": "run.name",
+        "output": "run.root",
+        "error": "run.root",
+        "open-mode": "",
+        "array": "",
+        "hetjob": "cluster.gpus_per_node",
+        "wrap": "script",
+        "parsable": "",
+        "test-only": "",
+        # The submission would not return before the job has ended.
+        "wait": "",
+    },
+    "cluster.srun": {
+        **_SIZES,
+        "output": "",
+        "error": "",
+        "open-mode": "",
+        "export": "cluster.env",
+        "kill-on-bad-exit": "",
+        "het-group": "cluster.gpus_per_node",
+        "job-name": "",
+        "multi-prog": "script",
+    },
+}
+# Requeues, `status` and `cancel` address the cluster of this machine: there the number is another job's.
+_OTHER_CLUSTERS = ("cluster", "clusters", "cluster-constraint")
+# Flags in their own right, although a protected one begins with them.
+_NOT_SHORT = ("gpus",)
 
 
 def render_script(plan: RunPlan, *, default_python: str = sys.executable, package: Path | None = None) -> str:
@@ -39,21 +94,54 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
     Raises:
         ConfigError: a value that cannot reach the script unchanged, with the key it came from.
     """
-    cluster = plan.config.cluster
-    assert cluster is not None
+    cluster = _cluster(plan.config)
     python = cluster.python or default_python
-    _require_absolute("cluster.python", python)
-    ranks, exports = Ranks(plan.config, plan.run, plan.directory, package), job_environment(plan.config)
+    if not Path(python).is_absolute() or not python.isprintable():
+        raise ConfigError(
+            f"cluster.python={python!r} is not an absolute path", hint="name the interpreter with its full path"
+        )
+    ranks, exports = RankCommand(plan.config, plan.run, plan.directory, package), job_environment(plan.config)
+    components = []
+    for flags in sbatch_components(plan):
+        lines = (
+            _guarded(f"--{name}", sbatch_line, name, None if value is True else str(value))
+            for name, value in flags.items()
+        )
+        components.append("\n".join(lines))
+    for line in cluster.setup:
+        # A setup line is the user's own shell and stays as it is, but it stays one line.
+        if not line.isprintable():
+            raise ConfigError(
+                f"cluster.setup has a line break or control character: {line!r}",
+                hint="give each shell line as an item of its own",
+            )
+    # What the ranks do, in a line. Not a script's arguments, which may hold a secret.
+    config = plan.config
+    name = config.script[0] if config.script else str((config.task or {}).get("_target_"))
+    what = f"global batch {plan.batch.as_sum()}" if config.trains else f"{name} on {plan.world.size} ranks"
     return read_template("run.sh").format(
-        title=f"{plan.run.name}/{plan.run.run_id}: {_what_runs(plan)}",
-        sbatch="\n#SBATCH hetjob\n".join("\n".join(_sbatch_lines(flags)) for flags in sbatch_components(plan)),
-        exports="\n".join(_export_lines(exports)),
-        setup="\n".join(_setup_line(line) for line in cluster.setup),
+        title=f"{plan.run.name}/{plan.run.run_id}: {' '.join(what.split())}",
+        sbatch="\n#SBATCH hetjob\n".join(components),
+        exports="\n".join(_guarded(f"export {name}", _export, name, value) for name, value in exports.items()),
+        setup="\n".join(cluster.setup),
         python=shlex.quote(python),
         run=shlex.quote(str(plan.run.path)),
-        srun=" ".join([*_srun_words(srun_flags(plan)), *_container_words(ranks.step_flags(exports), cluster.srun)]),
-        worker=" ".join(_quoted(word) for word in ranks.command(python=python)),
+        srun=" ".join(["srun", *_srun_words(plan), *_container_words(ranks.step_flags(exports), cluster.srun)]),
+        worker=" ".join(_quoted(word) for word in ranks.words(python=python)),
     )
+
+
+def _guarded(what: str, guard: Callable[..., str], *values: Any) -> str:
+    """Returns what a guard makes of a value; puts the flag or variable in front of what is wrong with it."""
+    try:
+        return guard(*values)
+    except ConfigError as err:
+        shown = what if what.isprintable() else repr(what)
+        raise ConfigError(f"{shown}: {err.message}", hint=err.hint) from err
+
+
+def _export(name: str, value: str) -> str:
+    return f"export {check_env_name(name)}={check_env_value(value)}"
 
 
 def _quoted(word: str) -> str:
@@ -62,30 +150,13 @@ def _quoted(word: str) -> str:
     return shlex.quote(word)
 
 
-def _what_runs(plan: RunPlan) -> str:
-    """Returns what the ranks do, in a line; the batch of a user's own script or function is not known."""
-    if plan.config.trains:
-        return f"global batch {plan.batch.as_sum()}"
-    # Not its arguments, which may hold a secret; and on one line, since this is a comment.
-    name = plan.config.script[0] if plan.config.script else str((plan.config.task or {}).get("_target_"))
-    return " ".join(f"{name} on {plan.world.size} ranks".split())
+def _srun_words(plan: RunPlan) -> Iterator[str]:
+    def word(name: str, value: str | bool) -> str:
+        flag = f"--{check_flag_name(name)}"
+        return flag if value is True else f"{flag}={check_flag_value(str(value))}"
 
-
-def _sbatch_lines(flags: Flags) -> list[str]:
-    lines = []
-    for name, value in flags.items():
-        with _naming(f"--{name}"):
-            lines.append(sbatch_line(name, None if value is True else str(value)))
-    return lines
-
-
-def _srun_words(flags: Flags) -> list[str]:
-    words = ["srun"]
-    for name, value in flags.items():
-        with _naming(f"srun --{name}"):
-            flag = f"--{check_flag_name(name)}"
-            words.append(flag if value is True else f"{flag}={check_flag_value(str(value))}")
-    return words
+    for name, value in srun_flags(plan).items():
+        yield _guarded(f"srun --{name}", word, name, value)
 
 
 def _container_words(flags: Mapping[str, str], own: Mapping[str, Any]) -> list[str]:
@@ -99,34 +170,175 @@ def _container_words(flags: Mapping[str, str], own: Mapping[str, Any]) -> list[s
     return [f"--{name}={_quoted(value)}" for name, value in flags.items()]
 
 
-def _export_lines(variables: Mapping[str, str]) -> list[str]:
-    lines = []
-    for name, value in variables.items():
-        with _naming(f"export {name}"):
-            lines.append(f"export {check_env_name(name)}={check_env_value(value)}")
-    return lines
+# --- flags of sbatch ---
 
 
-@contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Puts the flag or variable in front of what is wrong with its value."""
-    try:
-        yield
-    except ConfigError as err:
-        shown = what if what.isprintable() else repr(what)
-        raise ConfigError(f"{shown}: {err.message}", hint=err.hint) from err
+def sbatch_components(plan: RunPlan) -> list[Flags]:
+    """Returns the sbatch flags of a run, long names without dashes; True is a flag without a value.
+
+    Nodes with different numbers of GPUs cannot be asked for in one request: there are as many components of a
+    heterogeneous job then. Its name and its log are those of the first; all else is said of each, since Slurm hands
+    down some flags only.
+
+    Raises:
+        ConfigError: `cluster.sbatch` names a flag that the launch decides, or `cluster.nodelist` cannot be shared.
+    """
+    cluster, groups = _cluster(plan.config), plan.world.groups
+    own = _own_flags("cluster.sbatch", cluster.sbatch)
+    hosts = None
+    if len(groups) > 1 and cluster.nodelist is not None:
+        hosts = parse_nodelist(cluster.nodelist)
+        if len(hosts) != plan.world.num_nodes:
+            raise ConfigError(
+                f"cluster.nodelist={cluster.nodelist} names {len(hosts)} nodes, cluster.gpus_per_node "
+                f"{list(plan.world.ranks_per_node)} asks for {plan.world.num_nodes}",
+                hint="with uneven nodes name all of them, in the order of cluster.gpus_per_node",
+            )
+    rest = iter(hosts or ())
+    components = []
+    for index, group in enumerate(groups):
+        sized = replace(cluster, cpus_per_gpu=_cpus_per_task(cluster, group))
+        flags: Flags = {} if index else {"job-name": f"{plan.run.name}-{plan.run.run_id}"}
+        flags |= {**_size_flags(plan, group), **resource_flags(sized, per_node=group.ranks_per_node)}
+        if hosts is not None:
+            flags["nodelist"] = ",".join(itertools.islice(rest, group.num_nodes))
+        if index == 0:
+            # Without "append" a requeue truncates the log of the attempts before.
+            flags |= {"output": str(plan.run.logs / "batch.log"), "open-mode": "append"}
+        # A site's JobRequeue may be either; say it always.
+        flags["requeue" if plan.config.requeue.enabled else "no-requeue"] = True
+        # No "B:": the warning goes to the ranks. USR2, since NCCL may catch USR1.
+        flags["signal"] = warning_signal(plan.config, plan.run)
+        components.append(flags | own)
+    return components
 
 
-def _setup_line(line: str) -> str:
-    # A setup line is the user's own shell and stays as it is, but it stays one line.
-    if not line.isprintable():
-        raise ConfigError(
-            f"cluster.setup has a line break or control character: {line!r}",
-            hint="give each shell line as an item of its own",
-        )
-    return line
+def _size_flags(plan: RunPlan, group: NodeGroup) -> Flags:
+    per_node = group.ranks_per_node
+    if _cluster(plan.config).launcher == "torchrun":
+        if plan.world.min_nodes is not None:
+            # How many tasks follows from how many nodes Slurm grants.
+            return {"nodes": f"{plan.world.min_nodes}-{group.num_nodes}", "ntasks-per-node": "1"}
+        per_node = 1
+    return {
+        "nodes": str(group.num_nodes),
+        "ntasks": str(group.num_nodes * per_node),
+        "ntasks-per-node": str(per_node),
+    }
 
 
-def _require_absolute(key: str, path: str) -> None:
-    if not Path(path).is_absolute() or not path.isprintable():
-        raise ConfigError(f"{key}={path!r} is not an absolute path", hint="name the interpreter with its full path")
+def _cpus_per_task(cluster: ClusterSection, group: NodeGroup) -> int | None:
+    if cluster.launcher == "torchrun":
+        # One task has all ranks of its node; Slurm's default would be one core for it.
+        return (cluster.cpus_per_gpu or 1) * group.ranks_per_node
+    return cluster.cpus_per_gpu
+
+
+def renewed_warning(config: RunConfig, run: RunDirectory) -> list[str]:
+    """Returns words for sbatch that renew a script's --signal, where its lead is chosen here; they win over it."""
+    is_ours = config.cluster is not None and config.requeue.warn_before_limit_s == "auto"
+    return [f"--signal={warning_signal(config, run)}"] if is_ours else []
+
+
+def warning_signal(config: RunConfig, run: RunDirectory) -> str:
+    """Returns the value of sbatch's --signal, e.g. "USR2@120": a lead from what the run has measured, if it has."""
+    minutes = _cluster(config).time_limit_min
+    limit_s = None if minutes is None else 60.0 * minutes
+    return f"USR2@{warning_lead_s(config.requeue.warn_before_limit_s, run, limit_s=limit_s)}"
+
+
+# --- flags of srun, and the environment ---
+
+
+def srun_flags(plan: RunPlan) -> Flags:
+    """Returns the srun flags of a run.
+
+    "{attempt}" in a value is replaced when an attempt starts, "{nodes}" by the number of nodes that Slurm has granted.
+
+    Raises:
+        ConfigError: `cluster.srun` names a flag that the launch decides.
+    """
+    cluster, groups = _cluster(plan.config), plan.world.groups
+    is_torchrun = cluster.launcher == "torchrun"
+    if len(groups) > 1:
+        # Numbers of nodes and tasks would be meant for each component; without them each gives what it has.
+        sizes: Flags = {"het-group": ",".join(map(str, range(len(groups))))}
+    elif is_torchrun and plan.world.min_nodes is not None:
+        sizes = {"nodes": "{nodes}", "ntasks": "{nodes}", "ntasks-per-node": "1"}
+    else:
+        sizes = _size_flags(plan, groups[0])
+    flags: Flags = {
+        **sizes,
+        "distribution": "block",
+        # The supervisor ends what is left of a step by this name; other steps of an allocation are not ours.
+        "job-name": STEP_NAME,
+        # By default a dead rank leaves the others waiting for ever; --wait alone would kill them without SIGTERM.
+        "kill-on-bad-exit": "1",
+        "wait": "60",
+        "open-mode": "append",
+        # Under `sbatch --export=NAME` srun would pass NAME alone on, without the attempt and the meeting point.
+        "export": "ALL",
+        "output": str(plan.run.logs / "attempt_{attempt}" / task_log(plan.config, plan.world)),
+    }
+    if is_torchrun and len(groups) > 1:
+        # The components' tasks have different numbers of cores, and srun takes one number.
+        flags["cpu-bind"] = "none"
+    elif (cpus := _cpus_per_task(cluster, groups[0])) is not None:
+        # srun inherits it in some releases only (not from 22.05 to 23.02), so it is said again.
+        flags["cpus-per-task"] = str(cpus)
+    return flags | _own_flags("cluster.srun", cluster.srun)
+
+
+def task_log(config: RunConfig, world: World) -> str:
+    """Returns the name of the log that srun writes for each task: the rank's own, where srun knows its number.
+
+    In a step over several components srun counts "%t" on by one with each component (22.05), so there, and where a task
+    is torchrun, the ranks open their logs themselves.
+    """
+    if _cluster(config).launcher == "torchrun":
+        return "node_%t.log"
+    return "rank_%t.log" if world.is_even else "task_%t.log"
+
+
+def job_environment(config: RunConfig) -> dict[str, str]:
+    """Returns the variables that the job exports before the ranks start."""
+    cluster = _cluster(config)
+    variables = {"PYTHONUNBUFFERED": "1"}
+    if cluster.network_interface:
+        variables |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), cluster.network_interface)
+    own = cluster.env.items()
+    return variables | {name: _text(f"cluster.env.{name}", value) for name, value in own if value is not None}
+
+
+def _cluster(config: RunConfig) -> ClusterSection:
+    assert config.cluster is not None, "only runs on a cluster have Slurm resources"
+    return config.cluster
+
+
+def _own_flags(key: str, values: Mapping[str, Any]) -> Flags:
+    flags: Flags = {}
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if flag in _OTHER_CLUSTERS:
+            raise ConfigError(
+                f"{key}.{name}={value} sends the job to another cluster, but status, cancel and requeue ask the "
+                "cluster of this machine, where that job id belongs to another job",
+                hint=f"log in to a login node of that cluster and submit there, without {key}.{name}",
+            )
+        # Slurm takes a long name cut short as well ("arr" for "array").
+        protected = _PROTECTED[key]
+        meant = flag if flag in protected else next((one for one in protected if one.startswith(flag)), None)
+        if meant is not None and flag not in _NOT_SHORT:
+            hint = f"use {protected[meant]} instead" if protected[meant] else f"drop {key}.{name}"
+            raise ConfigError(f"{key}.{name} would break the launch, which sets it itself", hint=hint)
+        if found := next((word for word in ("{attempt}", "{nodes}") if word in str(value)), None):
+            raise ConfigError(f"{key}.{name}={value}: {found} is filled in by the launch", hint="write another text")
+        if value is not None and value is not False:
+            flags[flag] = value if value is True else _text(f"{key}.{name}", value)
+    return flags
+
+
+def _text(key: str, value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        raise ConfigError(f"{key}={value!r} is not a single value", hint=f"write {key}=TEXT")
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,32 +1,57 @@
-"""The code of a run as it was at submission: tracked, changed and untracked files, but not ignored ones.
+"""The copy of the code that a run keeps: which files belong to it, how they are copied, and their hashes.
 
-A queued or requeued job runs this copy, whatever is edited meanwhile. Git's work is started early and read late, so
-that it costs no waiting.
+A queued or requeued job runs this copy, whatever is edited meanwhile. In a git repository the code is every file that
+git does not ignore, uncommitted ones included; elsewhere files are chosen by their endings. The copies lose their write
+permission (folders keep it, so that `rm -r` works and Python can cache), and their hashes are compared before each
+attempt.
 
 A repository's configuration names programs (fsmonitor, hooks, filters, textconv, transports), and the folder may come
-from somebody else: `git_command` runs git so that none of them is started.
+from somebody else: `run_git` starts git so that none of them is run.
 """
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
+import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slurm_train.errors import ConfigError
-from slurm_train.launch.editable import built_modules
+import xxhash
 
-# Outside git there is no list of what belongs to the code, so it is told by its ending.
-_SOURCE_SUFFIXES = frozenset(
-    {".py", ".pyi", ".yaml", ".yml", ".toml", ".json", ".cfg", ".ini", ".txt", ".sh", ".so", ".cu", ".cpp"}
+from slurm_train.config.schema import RunConfig
+from slurm_train.errors import ConfigError, RunError
+from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, own_paths, package_folders
+from slurm_train.rundir.files import read_json, write_atomic
+from slurm_train.rundir.layout import RunDirectory
+
+# --- what git knows about a folder ---
+
+# An empty value switches core.fsmonitor off in every version: before 2.36 "false" was the name of a program.
+_SWITCHED_OFF = ("core.fsmonitor=", "core.hooksPath=/dev/null", "diff.external=")
+# No object is fetched that a partial clone lacks: the remote may be a command. No index is written.
+_GIT_ENVIRONMENT = (
+    *("GIT_ALLOW_PROTOCOL=none", "GIT_NO_LAZY_FETCH=1", "GIT_TERMINAL_PROMPT=0"),
+    *("GIT_OPTIONAL_LOCKS=0", "GIT_PAGER=cat"),
 )
-_MAX_ENTRIES = 20_000
-_MOST_NAMED = 5
+# Inside a hook of git these name another repository than the folder in question.
+_OF_ANOTHER_REPOSITORY = (
+    *("GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_NAMESPACE"),
+    *("GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_CONFIG_PARAMETERS", "GIT_CONFIG_COUNT"),
+    "GIT_EXTERNAL_DIFF",
+)
+# A submodule is not looked into: that starts a git of its own, which obeys the submodule's configuration.
+_DIFFERENCE = (
+    *("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv"),
+    *("--ignore-submodules=dirty", "--submodule=short"),
+)
 # Files that hold secrets by custom; a run keeps its copies for ever, and others may be shown them.
 _SECRET_FILES = (
     *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".pypirc", ".npmrc", ".git-credentials"),
@@ -37,158 +62,108 @@ _SECRET_FILES = (
 _EXAMPLES = (".env.example", ".env.sample", ".env.template", "example.env")
 
 
-# An empty value switches core.fsmonitor off in every version: before 2.36 "false" was the name of a program.
-_SWITCHED_OFF = ("core.fsmonitor=", "core.hooksPath=/dev/null", "diff.external=")
-# No object is fetched that a partial clone lacks: the remote may be a command. No index is written.
-_GIT_ENVIRONMENT = (
-    *("GIT_ALLOW_PROTOCOL=none", "GIT_NO_LAZY_FETCH=1", "GIT_TERMINAL_PROMPT=0"),
-    *("GIT_OPTIONAL_LOCKS=0", "GIT_PAGER=cat"),
-)
-# Inside a hook of git these are about another repository than the folder that is asked about.
-_OF_ANOTHER_REPOSITORY = (
-    *("GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_NAMESPACE"),
-    *("GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_CONFIG_PARAMETERS", "GIT_CONFIG_COUNT"),
-    "GIT_EXTERNAL_DIFF",
-)
-_FILTER = re.compile(r"filter\.(.*)\.[a-z]+", re.DOTALL)
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
-
-
-@dataclass(frozen=True, slots=True)
-class GitQuestions:
-    """Git commands under way in a directory."""
-
-    directory: Path
-    env: Mapping[str, str]
-    prefix: str
-    """Where the directory lies in the one that was asked about first, e.g. "libs/mylib/"; "" for itself."""
-    files: subprocess.Popen[bytes]
-    commit: subprocess.Popen[bytes]
-    difference: subprocess.Popen[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class OtherFolder:
-    """A further folder whose code is in the snapshot, below a place of its own."""
-
-    prefix: str
-    """Where in the snapshot, e.g. ".folders/mylib"."""
-    directory: Path
-    state: SourceState
-    files: Sequence[str]
-    """Relative to its own directory."""
-
-
 @dataclass(frozen=True, slots=True)
 class SourceState:
-    """What git said: the files that belong to the code, the commit, and the uncommitted change."""
+    """What git says about a folder: the files that belong to the code, the commit, and the uncommitted difference."""
 
-    files: tuple[str, ...] | None
-    """Paths relative to the directory, those of submodules and of repositories inside it as well; None outside git."""
-    commit: str | None
-    difference: str
-
-
-def ask_git(directory: Path, env: Mapping[str, str], *, prefix: str = "") -> GitQuestions | None:
-    """Starts asking git about a directory; None where there is no git command.
-
-    Args:
-        directory: the directory.
-        env: environment of the caller.
-        prefix: see `GitQuestions`.
-    """
-    if shutil.which("git", path=env.get("PATH")) is None:
-        return None
-
-    def ask(*words: str, filters: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-        command = git_command(directory, *words, filters=filters)
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env=dict(env)
-        )
-
-    files, commit = ask("ls-files", "-z", "--cached", "--others", "--exclude-standard"), ask("rev-parse", "HEAD")
-    filters = read_filters(_read(ask(*FILTERS)))
-    paths = [":/", *_outside_secrets(), *(f":(top,exclude,attr:filter={name})" for name in filters or ())]
-    places = (f"--src-prefix=a/{prefix}", f"--dst-prefix=b/{prefix}")
-    # Without knowing the filters nothing is compared: `rev-parse` of nothing fails.
-    compare = (
-        ("rev-parse", "--verify", "") if filters is None else ("diff", *_DIFFERENCE, *places, "HEAD", "--", *paths)
-    )
-    difference = ask(*compare, filters=filters or ())
-    return GitQuestions(directory, env, prefix, files=files, commit=commit, difference=difference)
+    files: tuple[str, ...] | None = None
+    """Paths relative to the folder, those of submodules and of repositories inside it as well; None outside git."""
+    commit: str | None = None
+    difference: str = ""
 
 
-FILTERS = ("config", "--null", "--name-only", "--get-regexp", r"^filter\.")
-"""Git's words that print what `read_filters` reads."""
-# A submodule is not looked into: that starts a git of its own, which obeys the submodule's configuration.
-_DIFFERENCE = (
-    *("--binary", "--no-color", "--no-ext-diff", "--no-textconv"),
-    *("--ignore-submodules=dirty", "--submodule=short"),
-)
+def run_git(
+    folder: Path | str,
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    compares: bool = False,
+    timeout_s: float | None = None,
+) -> bytes | None:
+    """Returns what git prints about a folder, None where it fails or there is no git.
 
-
-def git_command(directory: Path | str, *words: str, filters: Sequence[str] = ()) -> list[str]:
-    """Returns the words that run git about a folder without any program that the folder's configuration names.
+    No program is started that the folder's configuration names.
 
     Args:
-        directory: the folder.
+        folder: the folder.
         words: git's subcommand and its arguments; a diff needs --no-ext-diff and --no-textconv besides.
-        filters: names of filters, for a command that compares the content of files; see `read_filters`.
+        env: environment; None: this process's.
+        compares: the command compares the content of files, for which git would run filters. They are switched off by
+            their names; where a name cannot be written in a setting, nothing is compared.
+        timeout_s: how long git may take; None: without limit.
     """
     settings = [*_SWITCHED_OFF]
-    settings += [f"filter.{name}.{what}" for name in filters for what in ("clean=", "process=", "required=false")]
+    if compares:
+        if (filters := _filters(folder, env)) is None:
+            return None
+        settings += [f"filter.{name}.{what}" for name in filters for what in ("clean=", "process=", "required=false")]
     forget = [word for name in _OF_ANOTHER_REPOSITORY for word in ("-u", name)]
     switched = [word for setting in settings for word in ("-c", setting)]
-    return ["env", *forget, *_GIT_ENVIRONMENT, "git", "-C", str(directory), *switched, *words]
+    command = ["env", *forget, *_GIT_ENVIRONMENT, "git", "-C", str(folder), *switched, *words]
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            env=env,
+            timeout=timeout_s,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
-def read_filters(output: bytes | None) -> list[str] | None:
-    """Returns the names of the filters that a configuration has, None where one cannot be switched off by its name.
+def _filters(folder: Path | str, env: Mapping[str, str] | None) -> list[str] | None:
+    """Returns the names of a repository's filters, None where one cannot be switched off by its name."""
+    keys = run_git(folder, "config", "--null", "--name-only", "--get-regexp", r"^filter\.", env=env) or b""
+    matches = (
+        re.fullmatch(r"filter\.(.*)\.[a-z]+", key, re.DOTALL) for key in keys.decode(errors="replace").split("\0")
+    )
+    names = {match[1] for match in matches if match is not None}
+    return sorted(names) if all(re.fullmatch(r"[A-Za-z0-9_-]+", name) for name in names) else None
+
+
+def ask_git(folder: Path, env: Mapping[str, str]) -> Callable[[], SourceState]:
+    """Starts `read_git` in the background and returns a function that waits for its answer."""
+    found: list[SourceState] = []
+    # A daemon: a command that ends with an error does not wait for git.
+    thread = threading.Thread(target=lambda: found.append(read_git(folder, env)), name="git", daemon=True)
+    thread.start()
+
+    def answer() -> SourceState:
+        thread.join()
+        return found[0]
+
+    return answer
+
+
+def read_git(folder: Path, env: Mapping[str, str], *, prefix: str = "") -> SourceState:
+    """Returns what git says about a folder, submodules and other repositories inside it included.
+
+    A submodule that is not checked out stays in the list as the name of a folder.
 
     Args:
-        output: what git printed for `FILTERS`, None where it failed: there is none.
+        folder: the folder.
+        env: environment of the caller.
+        prefix: where it lies in the folder that was asked about first, e.g. "libs/mylib/".
     """
-    keys = (output or b"").decode(errors="replace").split("\0")
-    found = {match[1] for key in keys if (match := _FILTER.fullmatch(key)) is not None}
-    return sorted(found) if all(map(_PLAIN_NAME.fullmatch, found)) else None
-
-
-def _outside_secrets() -> Sequence[str]:
-    return [f":(top,exclude,icase,glob)**/{pattern}" for pattern in _SECRET_FILES]
-
-
-def read_answers(questions: GitQuestions | None) -> SourceState:
-    """Returns what git said, waiting for it where it is still at work."""
-    if questions is None:
-        return SourceState(None, None, "")
-    files, commit, difference = (
-        _read(process) for process in (questions.files, questions.commit, questions.difference)
-    )
-    names = (
-        None if files is None else tuple(sorted(set(filter(None, files.decode(errors="surrogateescape").split("\0")))))
-    )
-    sha = commit.decode().strip() if commit else None
-    state = SourceState(names, sha or None, (difference or b"").decode(errors="replace"))
-    return _with_inner(state, questions)
-
-
-def _with_inner(state: SourceState, questions: GitQuestions) -> SourceState:
-    """Returns what git said with submodules, and other repositories inside, in the place of their names.
-
-    One that is not checked out stays as it is: a name of a folder.
-    """
-    names: list[str] = []
-    difference = state.difference
-    for name in (name.rstrip("/") for name in state.files or ()):
-        folder, inner = questions.directory / name, None
-        if os.path.lexists(f"{folder}/.git") and not folder.is_symlink():
-            inner = read_answers(ask_git(folder, questions.env, prefix=f"{questions.prefix}{name}/"))
-        if inner is None or inner.files is None:
-            names.append(name)
-            continue
-        names += [f"{name}/{one}" for one in inner.files]
+    listed = run_git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard", env=env)
+    if listed is None:
+        return SourceState()
+    commit = (run_git(folder, "rev-parse", "HEAD", env=env) or b"").decode().strip() or None
+    # What a filter stores (Git LFS) cannot be compared without running it.
+    outside = [f":(top,exclude,icase,glob)**/{pattern}" for pattern in _SECRET_FILES]
+    outside += [f":(top,exclude,attr:filter={name})" for name in _filters(folder, env) or ()]
+    places = (f"--src-prefix=a/{prefix}", f"--dst-prefix=b/{prefix}")
+    changed = run_git(folder, *_DIFFERENCE, *places, "HEAD", "--", ":/", *outside, env=env, compares=True)
+    difference, names = (changed or b"").decode(errors="replace"), list[str]()
+    for name in sorted(set(filter(None, listed.decode(errors="surrogateescape").split("\0")))):
+        name, inner = name.rstrip("/"), SourceState()  # git ends a repository inside with "/"
+        if os.path.lexists(f"{folder}/{name}/.git") and not (folder / name).is_symlink():
+            inner = read_git(folder / name, env, prefix=f"{prefix}{name}/")
+        names += [name] if inner.files is None else [f"{name}/{one}" for one in inner.files]
         difference += inner.difference
-    return replace(state, files=None if state.files is None else tuple(names), difference=difference)
+    return SourceState(tuple(names), commit, difference)
 
 
 def is_secret_file(name: str) -> bool:
@@ -197,63 +172,189 @@ def is_secret_file(name: str) -> bool:
     return last not in _EXAMPLES and any(fnmatch.fnmatchcase(last, pattern) for pattern in _SECRET_FILES)
 
 
-def drop_questions(questions: GitQuestions | None) -> None:
-    """Ends what is still being asked; does nothing after `read_answers`."""
-    if questions is None:
-        return
-    for process in (questions.files, questions.commit, questions.difference):
-        if process.returncode is None:
-            process.kill()
-            process.communicate()
+# --- which files are copied ---
+
+# Outside git nothing says which files are code but their endings.
+_SOURCE_SUFFIXES = frozenset(
+    {".py", ".pyi", ".yaml", ".yml", ".toml", ".json", ".cfg", ".ini", ".txt", ".sh", ".so", ".cu", ".cpp"}
+)
+_MAX_ENTRIES = 20_000
+_MOST_NAMED = 5
 
 
-def _read(process: subprocess.Popen[bytes]) -> bytes | None:
-    output, _ = process.communicate()
-    return output if process.returncode == 0 else None
+@dataclass(frozen=True, slots=True)
+class SourceFolder:
+    """A folder whose code is copied."""
+
+    prefix: str
+    """Its place in the snapshot: "" for the submitting directory, e.g. ".folders/mylib" for a further one."""
+    path: Path
+    state: SourceState
+    files: Sequence[str] = ()
+    """Relative to the folder."""
 
 
-def plan_snapshot(
-    directory: Path, state: SourceState, *, limit_mb: int, exclude: Path, roots: Sequence[str] = ()
-) -> tuple[list[str], list[str]]:
-    """Returns the files to copy, relative to the directory, and what is left out with the reason; touches nothing.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The code of a submission before it is copied."""
 
-    A link to a folder in the directory stands for the files of that folder. One that leads elsewhere is left out.
+    folders: Sequence[SourceFolder]
+    """The submitting directory, then those of `run.snapshot_folders`."""
+    roots: Sequence[str] = ()
+    """Places in the snapshot that packages are imported from, e.g. "src"."""
+    elsewhere: Sequence[str] = ()
+    """Folders that packages are imported from and that are not copied."""
+    left_out: Sequence[str] = ()
+    """What lies in the copied folders and is not copied, each with the reason."""
+
+    @property
+    def state(self) -> SourceState:
+        """What git says about the submitting directory."""
+        return self.folders[0].state
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Each folder by its place in the snapshot."""
+        return {folder.prefix: str(folder.path) for folder in self.folders}
+
+    @property
+    def names(self) -> list[str]:
+        """The files as they are called in the snapshot."""
+        return [os.path.join(folder.prefix, name) for folder in self.folders for name in folder.files]  # noqa: PTH118
+
+    def file(self, name: str) -> Path:
+        """Returns where a file lies, by its name in the snapshot."""
+        return live_file(self.places, name)
+
+    def index(self) -> dict[str, str]:
+        """Returns the hashes of the files as they are now."""
+        return index_code(self.file, self.names)
+
+
+def live_file(places: Mapping[str, str], name: str) -> Path:
+    """Returns where a file of a snapshot was copied from.
 
     Args:
-        directory: a folder with code, the submitting directory for one.
-        state: what git said about it.
+        places: each copied folder by its place in the snapshot.
+        name: the file, relative to the snapshot.
+    """
+    for prefix, folder in places.items():
+        if prefix and name.startswith(f"{prefix}/"):
+            return Path(folder) / name[len(prefix) + 1 :]
+    return Path(places.get("", "")) / name
+
+
+def names_own_code(config: RunConfig) -> bool:
+    """Returns whether a configuration names code that does not ship with this package."""
+    targets = [str(part.get("_target_", "")) for part in (config.model, config.data, config.task) if part]
+    return config.script is not None or any(not target.startswith("slurm_train.") for target in targets)
+
+
+def read_source(
+    run: RunDirectory, config: RunConfig, directory: Path, state: SourceState, *, env: Mapping[str, str]
+) -> Source:
+    """Returns what would be copied for a run; touches nothing.
+
+    Outside git, and with none of the user's own code named, a job needs nothing from there.
+
+    Args:
+        run: the run; its root is never part of a snapshot.
+        config: says whether own code is used, and names further folders.
+        directory: the submitting directory.
+        state: what git says about it.
+        env: environment, for asking git about further folders.
+
+    Raises:
+        ConfigError: more than `run.snapshot_limit_mb`, or a folder that is not there.
+    """
+    uses_own, root = names_own_code(config), run.path.parent.parent
+    if state.files is None and not uses_own and not config.run.snapshot_folders:
+        return Source([SourceFolder("", directory, state)])
+    # Where the runs' root holds the code as well (run.root=.), only this run's own folder is left out.
+    runs = run.path.parent if directory.resolve().is_relative_to(root) else root
+    asked = [("", directory), *_further_folders(config.run.snapshot_folders, directory)]
+    paths, finders = own_paths(), sys.meta_path
+    folders, roots, left_out = list[SourceFolder](), list[str](), list[str]()
+    for prefix, folder in asked:
+        its_state = state if not prefix else read_git(folder, env)
+        places = package_folders(str(folder), paths, finders)
+        files, without = plan_files(
+            folder, its_state, limit_mb=config.run.snapshot_limit_mb, exclude=runs, roots=places
+        )
+        folders.append(SourceFolder(prefix, folder, its_state, files))
+        left_out += without
+        roots += [f"{prefix}/{part}".strip("/") for part in import_roots(str(folder), paths, finders)]
+    elsewhere = code_elsewhere([str(folder) for _, folder in asked], paths, finders)
+    # What the job does not import cannot change under it.
+    return Source(folders, roots, elsewhere if uses_own else (), left_out if uses_own else ())
+
+
+def _further_folders(texts: Sequence[str], directory: Path) -> list[tuple[str, Path]]:
+    found: list[tuple[str, Path]] = []
+    for text in texts:
+        folder = (directory / Path(text).expanduser()).resolve()
+        if not folder.is_dir():
+            raise ConfigError(f"run.snapshot_folders: {text} is not a folder", hint="name a folder with your code")
+        if folder.is_relative_to(directory.resolve()):
+            raise ConfigError(
+                f"run.snapshot_folders: {text} lies in {directory}, which is copied anyway",
+                hint="name folders outside of it; files in it that git ignores are not code",
+            )
+        same = sum(place.name == folder.name for _, place in found)
+        # A hidden folder, so that it cannot have the name of one of the user's.
+        found.append((f".folders/{folder.name}{f'-{same + 1}' if same else ''}", folder))
+    return found
+
+
+def plan_files(
+    folder: Path, state: SourceState, *, limit_mb: int, exclude: Path, roots: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Returns the files to copy, relative to the folder, and what is left out with the reason; touches nothing.
+
+    A link to a folder inside the folder is replaced by the files of that folder. One that leads elsewhere is left out.
+
+    Args:
+        folder: a folder with code.
+        state: what git says about it.
         limit_mb: largest total size in MiB.
-        exclude: the root of the runs, never part of a snapshot.
+        exclude: the root of the runs.
         roots: places in it that packages are imported from, see `package_folders`.
 
     Raises:
         ConfigError: the files are more than the limit.
     """
-    if state.files is None:
-        found = _walk(directory, exclude)
-    else:
-        found = [*state.files, *built_modules(str(directory), state.files, roots)]
-    names, left_out = _behind_links(directory, [name for name in found if not is_secret_file(name)])
-    kept, total = [], 0
-    for name in names:
-        path = directory / name
-        if path.is_file() and not path.resolve().is_relative_to(exclude):
-            total += path.stat().st_size
-            kept.append(name)
-    if total > limit_mb << 20:
-        raise _too_large(directory, kept, total, limit_mb)
-    return kept, left_out
+    found = _walk(folder, exclude) if state.files is None else list(state.files)
+    if state.files is not None:
+        found += built_modules(str(folder), state.files, roots)
+    secrets = {name for name in found if is_secret_file(name)}
+    names, left_out = _follow_links(folder, [name for name in found if name not in secrets])
+    left_out += [f"{name} (may hold secrets)" for name in sorted(secrets)]
+    sizes = {
+        name: path.stat().st_size
+        for name in names
+        if (path := folder / name).is_file() and not path.resolve().is_relative_to(exclude)
+    }
+    if (total := sum(sizes.values())) > limit_mb << 20:
+        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_MOST_NAMED]
+        largest = [name for name in largest if sizes[name] > total / 100] or largest
+        raise ConfigError(
+            f"the code in {folder} is {total / (1 << 20):.1f} MiB, more than run.snapshot_limit_mb={limit_mb}; "
+            f"largest: {', '.join(f'{name} ({sizes[name] / (1 << 20):.1f} MiB)' for name in largest)}",
+            hint="list what is not code in .gitignore (outside git: start from the folder that holds the code), or "
+            "raise run.snapshot_limit_mb",
+        )
+    return list(sizes), left_out
 
 
-def _behind_links(directory: Path, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns files with those that links to folders stand for, and the folders that are left out, each with why."""
-    real = directory.resolve()
-    folders = [name for name in names if (directory / name).is_dir()]
+def _follow_links(folder: Path, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the files, those behind links to folders included, and the folders that are left out, each with why."""
+    real = folder.resolve()
+    folders = [name for name in names if (folder / name).is_dir()]
     files = [name for name in names if name not in set(folders)]
     found, left_out = list(files), []
     for name in folders:
-        target = (directory / name).resolve()
-        if not (directory / name).is_symlink():
+        target = (folder / name).resolve()
+        if not (folder / name).is_symlink():
             left_out.append(f"{name} (a submodule that is not checked out)")
         elif not target.is_relative_to(real):
             left_out.append(f"{name} (a link to {target})")
@@ -265,82 +366,90 @@ def _behind_links(directory: Path, names: Sequence[str]) -> tuple[list[str], lis
     return found, left_out
 
 
-def _walk(directory: Path, exclude: Path) -> list[str]:
+def _walk(folder: Path, exclude: Path) -> list[str]:
     found: list[str] = []
-    entries = 0
-    for folder, subfolders, files in os.walk(directory):
-        here = Path(folder)
+    num_entries = 0
+    for here, subfolders, files in os.walk(folder):
+        place = Path(here)
         subfolders[:] = sorted(
             name
             for name in subfolders
-            if not name.startswith((".", "__")) and here / name != exclude and not (here / name / "pyvenv.cfg").exists()
+            if not name.startswith((".", "__"))
+            and place / name != exclude
+            and not (place / name / "pyvenv.cfg").exists()
         )
-        # Not walked into; `_behind_links` looks where they lead.
-        found += [str((here / name).relative_to(directory)) for name in subfolders if (here / name).is_symlink()]
-        entries += len(files) + len(subfolders)
-        if entries > _MAX_ENTRIES:
+        num_entries += len(files) + len(subfolders)
+        if num_entries > _MAX_ENTRIES:
             raise ConfigError(
-                f"{directory} is not a git repository and holds more than {_MAX_ENTRIES} files: which are the code?",
+                f"{folder} is not a git repository and holds more than {_MAX_ENTRIES} files: which are the code?",
                 hint="start from the folder of your project, or make it a git repository",
             )
-        found += [
-            str((here / name).relative_to(directory)) for name in sorted(files) if Path(name).suffix in _SOURCE_SUFFIXES
-        ]
+        # A link is not walked into; `_follow_links` looks where it leads.
+        chosen = [name for name in subfolders if (place / name).is_symlink()]
+        chosen += [name for name in sorted(files) if Path(name).suffix in _SOURCE_SUFFIXES]
+        found += [str((place / name).relative_to(folder)) for name in chosen]
     return found
 
 
-def _too_large(directory: Path, names: Sequence[str], total: int, limit_mb: int) -> ConfigError:
-    sizes = {name: (directory / name).stat().st_size for name in names}
-    ordered = sorted(names, key=lambda name: sizes[name], reverse=True)
-    largest = [name for name in ordered if sizes[name] > total / 100][:_MOST_NAMED] or ordered[:_MOST_NAMED]
-    return ConfigError(
-        f"the code in {directory} is {total / (1 << 20):.1f} MiB, more than run.snapshot_limit_mb={limit_mb}; "
-        f"largest: {', '.join(f'{name} ({sizes[name] / (1 << 20):.1f} MiB)' for name in largest)}",
-        hint="list what is no code in .gitignore (outside git: start from the folder that holds the code), or raise "
-        "run.snapshot_limit_mb",
-    )
+# --- the copy, and what it is compared by ---
+
+# Files for people, which no run reads.
+_DOCUMENTS = frozenset({".md", ".rst", ".ipynb", ".png", ".jpg", ".jpeg", ".svg", ".pdf"})
+_OWN_PACKAGE = ("slurm_train/", "conf/", "sbatch_templates/")
+_LONGEST_COMPARED = 1 << 20
+_WRITE_BITS = 0o222
+_SHOWN = 12
+
+Locate = Callable[[str], Path]
+"""Gives the place of a file of the code by its name."""
 
 
-def write_snapshot(
-    directory: Path,
-    names: Sequence[str],
-    target: Path,
-    *,
-    others: Sequence[OtherFolder] = (),
-    keep: Path | None = None,
-) -> None:
-    """Copies the files into a fresh folder and puts it in place of an older snapshot.
+@dataclass(frozen=True, slots=True)
+class FileChange:
+    """One file that differs."""
+
+    name: str
+    added: int | None = None
+    """Lines; None where they are not known (no text, too long, or the old file is not what was recorded)."""
+    removed: int | None = None
+    what: str = ""
+    """"new" or "gone" where it is not on both sides."""
+
+    def __str__(self) -> str:
+        lines = "changed" if self.added is None else f"+{self.added} -{self.removed}"
+        return f"{self.name}: {self.what + ', ' if self.what else ''}{lines}"
+
+
+def write_snapshot(source: Source, target: Path, *, index: Path, keep: Path | None = None) -> None:
+    """Copies the code into a fresh folder, puts it in place of an older snapshot, and records its hashes.
 
     Args:
-        directory: where they lie.
-        names: the files, relative to it.
+        source: the code.
         target: the snapshot.
-        others: further folders.
+        index: the file for the hashes; it also says where the code came from, which the job's imports follow.
         keep: what the older snapshot is called from now on; None: it is removed.
     """
     fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(mode=0o700)
-    _copy(directory, names, fresh)
-    for other in others:
-        (fresh / other.prefix).mkdir(mode=0o700, parents=True)
-        _copy(other.directory, other.files, fresh / other.prefix)
+    for folder in source.folders:
+        _copy(folder, fresh / folder.prefix)
     # The old snapshot of a sweep is shared, and stays where it is.
     if keep is not None and target.exists() and not target.is_symlink() and not keep.exists():
         target.rename(keep)
     _remove(target)
     fresh.rename(target)
+    facts = {"folders": source.places, "roots": list(source.roots), "files": index_code(target.joinpath, source.names)}
+    write_atomic(index, json.dumps(facts, indent=1) + "\n", durable=False)
 
 
-def _copy(directory: Path, names: Sequence[str], fresh: Path) -> None:
-    folders = {os.path.dirname(name) for name in names}  # noqa: PTH120  # str in, str out: paths cost 10x here
-    for folder in sorted(folders):
-        os.makedirs(fresh / folder, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
-    for name in names:
-        shutil.copy2(directory / name, fresh / name)
-        mode = os.stat(fresh / name).st_mode  # noqa: PTH116  # as above
-        if mode & 0o077:
-            os.chmod(fresh / name, mode & 0o700)  # noqa: PTH101  # as above
+def _copy(folder: SourceFolder, target: Path) -> None:
+    # str in, str out: paths cost 10x here.
+    for name in sorted({os.path.dirname(name) for name in folder.files}):  # noqa: PTH120  # as above
+        os.makedirs(target / name, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
+    for name in folder.files:
+        shutil.copy2(folder.path / name, target / name)
+        os.chmod(target / name, os.stat(target / name).st_mode & 0o700 & ~_WRITE_BITS)  # noqa: PTH101, PTH116  # as above
 
 
 def link_snapshot(target: Path, snapshot: Path) -> None:
@@ -359,3 +468,110 @@ def _remove(target: Path) -> None:
         target.unlink()
     else:
         shutil.rmtree(target, ignore_errors=True)
+
+
+def index_code(locate: Locate, names: Iterable[str]) -> dict[str, str]:
+    """Returns the hashes of files by name; one that cannot be read counts as absent."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = xxhash.xxh3_128_hexdigest(locate(name).read_bytes())
+        except OSError:
+            continue
+    return found
+
+
+def read_index(run: RunDirectory) -> dict[str, str] | None:
+    """Returns the recorded hashes of a run's snapshot, None where there are none."""
+    files = (read_json(run.code_index) or {}).get("files")
+    return files if isinstance(files, dict) else None
+
+
+def digest_code(index: Mapping[str, str], *, is_own_code: bool) -> str:
+    """Returns one hash of the files that a run could notice, see `matters`."""
+    files = sorted(item for item in index.items() if matters(item[0], is_own_code=is_own_code))
+    return xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
+
+
+def matters(name: str, *, is_own_code: bool) -> bool:
+    """Returns whether a run could notice a change of a file: no document; without own code, only of this package."""
+    return Path(name).suffix not in _DOCUMENTS and (is_own_code or name.startswith(_OWN_PACKAGE))
+
+
+def require_sealed(run: RunDirectory) -> None:
+    """Refuses a run whose snapshot is not what was submitted.
+
+    Raises:
+        RunError: files of it were changed, removed or added since; the first of them are named.
+    """
+    if (index := read_index(run)) is None:
+        return
+    names, links = list[str](), list[str]()
+    for folder, subfolders, files in os.walk(run.code):
+        place = os.path.relpath(folder, run.code)
+        # A snapshot has no links to folders, and code could come by one.
+        links += [os.path.normpath(f"{place}/{name}") for name in subfolders if os.path.islink(f"{folder}/{name}")]  # noqa: PTH114  # paths cost 10x
+        # Python's cache may lie next to the code.
+        names += [os.path.normpath(f"{place}/{name}") for name in files if not place.endswith("__pycache__")]
+    changes = compare_code(index, index_code(run.code.joinpath, {*names, *index}))
+    changes += [FileChange(name, what="new") for name in links]
+    if changes:
+        raise RunError(
+            f"the code snapshot {run.code} is not what was submitted: {shorten(map(str, changes))}",
+            hint=f"edit your own files and take them with `resume {run.run_id} --accept code`, which also replaces "
+            "a snapshot that was damaged",
+        )
+
+
+def compare_code(
+    old: Mapping[str, str],
+    new: Mapping[str, str],
+    *,
+    old_file: Locate | None = None,
+    new_file: Locate | None = None,
+) -> list[FileChange]:
+    """Returns the files that differ, by name.
+
+    Args:
+        old: hashes before.
+        new: hashes now.
+        old_file: where the old files lie, to count lines.
+        new_file: where the new ones lie.
+    """
+    found = []
+    for name in sorted(name for name in {*old, *new} if old.get(name) != new.get(name)):
+        before, after = read_text_lines(old_file, name, old.get(name)), read_text_lines(new_file, name, new.get(name))
+        change = FileChange(name, what="new" if name not in old else "gone" if name not in new else "")
+        if before is not None and after is not None:
+            signs = [line[0] for line in list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]]
+            change = replace(change, added=signs.count("+"), removed=signs.count("-"))
+        found.append(change)
+    return found
+
+
+def read_text_lines(locate: Locate | None, name: str, recorded: str | None) -> list[str] | None:
+    """Returns a file's lines, [] for one that is not recorded, None for one that cannot be compared.
+
+    Args:
+        locate: where it lies; None: it cannot be read.
+        name: its name in the snapshot.
+        recorded: the hash that its bytes must have.
+    """
+    if recorded is None:
+        return []
+    if locate is None:
+        return None
+    try:
+        data = locate(name).read_bytes()
+        if len(data) > _LONGEST_COMPARED or xxhash.xxh3_128_hexdigest(data) != recorded:
+            return None
+        return data.decode().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def shorten(items: Iterable[str]) -> str:
+    """Returns a list in one line, cut after a few."""
+    texts = list(items)
+    more = f", and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return ", ".join(texts[:_SHOWN]) + more

@@ -24,8 +24,8 @@ from typing import TypeVar
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_FAILURE, ClusterError
-from slurm_train.launch.code_index import shorten
-from slurm_train.launch.provenance import record_environment
+from slurm_train.launch.environment import record_environment
+from slurm_train.launch.snapshot import shorten
 from slurm_train.rundir.attempts import newest_round, read_round
 from slurm_train.rundir.events import FailureMark, append_event, finding_lines, leave_mark, read_events, read_preflight
 from slurm_train.rundir.heartbeat import Beat, Limits, limits_of, read_beats

@@ -12,9 +12,8 @@ from functools import partial
 from typing import TypeVar
 
 from slurm_train.errors import EXIT_ORPHANED, ClusterError
-from slurm_train.launch.avoidance import can_avoid, keep_off
-from slurm_train.launch.continuation import is_cancelled, submit_continuation
-from slurm_train.launch.resources import STEP_NAME
+from slurm_train.launch.continuation import can_avoid, is_cancelled, keep_off, submit_continuation
+from slurm_train.launch.script import STEP_NAME
 from slurm_train.launch.step import end_step
 from slurm_train.rundir.attempts import AttemptStart, first_round
 from slurm_train.rundir.events import first_mark

@@ -17,7 +17,7 @@ from typing import Any
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, RunError
-from slurm_train.launch.code_index import require_sealed
+from slurm_train.launch.snapshot import require_sealed
 from slurm_train.rundir.attempts import (
     AttemptStart,
     Round,

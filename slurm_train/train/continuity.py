@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slurm_train.config.frozen import trained_settings, training_changes
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import DataError, RunError
-from slurm_train.launch.code_index import read_index
-from slurm_train.launch.source import names_own_code
+from slurm_train.launch.snapshot import digest_code, names_own_code, read_index
 from slurm_train.rundir.events import AcceptedChange, covers_code, covers_config, covers_data, read_changes
 from slurm_train.rundir.layout import RunDirectory
 
@@ -108,7 +107,7 @@ def build_continuity(
     return Continuity(
         run=run,
         settings=trained_settings(config, global_size=global_size),
-        code="" if index is None else index.digest(is_own_code=names_own_code(config)),
+        code="" if index is None else digest_code(index, is_own_code=names_own_code(config)),
         data=data,
         num_samples=num_samples,
         changes=read_changes(run),

@@ -6,16 +6,15 @@ import io
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slurm_train.launch.environment import environment_from
-from slurm_train.launch.preparation import write_run_directory
-from slurm_train.launch.provenance import write_provenance
-from slurm_train.launch.snapshot import SourceState
-from slurm_train.launch.source import read_source
+from slurm_train.launch.environment import environment_from, write_provenance
+from slurm_train.launch.snapshot import SourceState, read_source
+from slurm_train.launch.write import write_run
 from slurm_train.rundir.layout import RunDirectory
 from tests.cli.conftest import Shell
 from tests.support.plans import make_plan
@@ -27,8 +26,8 @@ def submitted(folder: Path, name: str, *, commit: str | None = None, **sections:
     """Writes a run of the files in a folder as a submission does, short of Slurm."""
     plan = make_plan(folder, **{"model": MODEL, **sections, "run": {"name": name}})
     names = tuple(sorted(path.name for path in folder.iterdir() if path.is_file()))
-    source = read_source(plan, folder, SourceState(names, commit, ""), env=os.environ)
-    write_run_directory(plan, source, script=None)
+    source = read_source(plan.run, plan.config, folder, SourceState(names, commit, ""), env=os.environ)
+    write_run(plan, source, script=None)
     write_provenance(plan.run.provenance, source, words=[], slurm=None)
     return plan.run
 
@@ -38,7 +37,7 @@ def took(run: RunDirectory, **facts: Any) -> None:
     run.epochs.mkdir()
     (run.epochs / "attempt_0").write_text("{}")
     run.attempt_logs(0).mkdir()
-    run.environment(0).write_text(json.dumps(environment_from(facts).as_json()))
+    run.environment(0).write_text(json.dumps(asdict(environment_from(facts))))
 
 
 @pytest.fixture

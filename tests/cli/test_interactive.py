@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli.interactive import _attend
+from slurm_train.cli import interactive
 from slurm_train.cli.supervise import _share_of
 from slurm_train.config.schema import RunConfig
 from slurm_train.rundir.layout import RunDirectory
@@ -38,7 +38,7 @@ def script(run: RunDirectory, *lines: str) -> list[str]:
 
 
 def attend(run: RunDirectory, command: list[str]) -> int:
-    return _attend(run, command, env={"PATH": os.environ["PATH"]})
+    return interactive.attend(run, command, env={"PATH": os.environ["PATH"]})
 
 
 def test_what_rank_0_says_is_on_the_terminal(run: RunDirectory, capfdbinary: Any) -> None:
@@ -140,7 +140,7 @@ def test_without_slurm_it_is_refused(shell: Any) -> None:
 
 def test_a_sweep_is_not_attended_to(shell: Any) -> None:
     done = shell.types("-m", "+cluster=1x2", "launch=interactive", "seed=1,2")
-    assert done.code == 2 and "launch=interactive attends to one run" in done.err and shell.left() == []
+    assert done.code == 2 and "launch=interactive waits for one run" in done.err and shell.left() == []
 
 
 def test_local_stays_here_whatever_the_cluster(shell: Any) -> None:

@@ -132,7 +132,7 @@ def test_a_submission_that_fails_half_way_says_what_is_there_and_goes_on_later(s
     done = shell.types(*SWEEP)
     sweep = the_sweep(shell.folder)
     assert done.code == 2 and done.out == f"4711 {sweep.path}\n"
-    assert "4 runs are submitted, 2 are not" in done.err and "the same command again" in done.err
+    assert "4 runs are submitted, 2 are not" in done.err and "the same command submits those" in done.err
     assert [element.job for element in read_table(sweep)] == [*(f"4711_{i}" for i in range(4)), None, None]
     sbatch.write_text(text)
     fails.unlink()

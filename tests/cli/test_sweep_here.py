@@ -68,5 +68,5 @@ def test_ctrl_c_stops_the_run_at_work_and_starts_no_other(person: Person) -> Non
     # A terminal sends it to every process of the group.
     subprocess.run(["kill", "-INT", "--", f"-{process.pid}"], check=True)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 75 and "the same words continue" in err
+    assert process.returncode == 75 and "the same command continues" in err
     assert not second.epochs.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +116,7 @@ def test_resume_submits_the_chosen_runs_as_one_array(
 
 
 def test_resume_with_accepted_code_gives_it_to_the_chosen_runs_only(sweep: SweepDirectory, shell: Any) -> None:
+    subprocess.run(["git", "init", "-q", str(shell.folder)], check=True)
     (shell.folder / "train.py").write_text("mended = True\n")
     assert shell.types("resume", sweep.sweep_id, "--only", "failed", "--accept", "code").code == 0
     codes = [element.run.code.resolve().name for element in elements(sweep)]

@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 
-from slurm_train.cli.sweeper import objective
+from slurm_train.cli.multirun import objective
 from slurm_train.errors import RunError
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, read_table

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slurm_train.errors import ConfigError
-from slurm_train.launch.container import Ranks
+from slurm_train.launch.container import RankCommand
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.script import render_script
 from tests.support.plans import make_plan
@@ -27,7 +27,7 @@ def planned(container: dict[str, Any], **sections: Any) -> RunPlan:
 
 
 def command(plan: RunPlan) -> list[str]:
-    return Ranks(plan.config, plan.run, plan.directory, HOST_PACKAGE).command(python="/usr/bin/python3")
+    return RankCommand(plan.config, plan.run, plan.directory, HOST_PACKAGE).words(python="/usr/bin/python3")
 
 
 def render(plan: RunPlan) -> str:
@@ -62,8 +62,8 @@ def test_supervision_stays_outside_and_python_goes_inside() -> None:
 
 def test_without_a_container_nothing_is_different() -> None:
     plan = make_plan(cluster={})
-    ranks = Ranks(plan.config, plan.run, plan.directory)
-    assert ranks.command(python="/p") == ["/p", "-m", "slurm_train", "worker", str(plan.run.path)]
+    ranks = RankCommand(plan.config, plan.run, plan.directory)
+    assert ranks.words(python="/p") == ["/p", "-m", "slurm_train", "worker", str(plan.run.path)]
     assert ranks.step_flags({}) == {}
 
 
@@ -90,7 +90,7 @@ def test_the_embedded_text_is_kept_where_later_runs_find_it(tmp_path: Path, monk
     monkeypatch.setenv("HOME", str(tmp_path))
     plan = planned(IMAGE, data={"_target_": "slurm_train.data.stdlib.build", "context": 256})
     assert binds(plan)[-1] == str(tmp_path / ".cache" / "slurm_train")
-    Ranks(plan.config, plan.run, plan.directory).make_mount_points()
+    RankCommand(plan.config, plan.run, plan.directory).make_mount_points()
     assert (tmp_path / ".cache" / "slurm_train").is_dir()
 
 
@@ -112,7 +112,7 @@ def test_the_root_is_never_mounted_over_the_image() -> None:
 )
 def test_an_image_is_a_path_or_a_name(image: str, kind: str, word: str) -> None:
     plan = planned({"kind": kind, "image": image})
-    flags = Ranks(plan.config, plan.run, plan.directory).step_flags({})
+    flags = RankCommand(plan.config, plan.run, plan.directory).step_flags({})
     assert word in (flags["container-image"] if kind == "pyxis" else command(plan))
 
 
@@ -139,7 +139,7 @@ def test_no_value_of_a_variable_is_on_a_command_line() -> None:
     [
         ({"mounts": ["data"]}, "container.mounts has 'data'"),
         ({"mounts": ["/a:/b:ro:x"]}, "container.mounts has '/a:/b:ro:x'"),
-        ({"mounts": ["/a,/b"]}, "which a container cannot be told"),
+        ({"mounts": ["/a,/b"]}, "which a container cannot be given"),
         ({"image": ""}, "container.image='' names no image"),
         ({"image": "a\nb"}, "container.image='a\\nb' names no image"),
     ],
@@ -151,7 +151,7 @@ def test_what_a_container_cannot_be_told_is_refused(change: dict[str, Any], mess
 
 
 def test_a_run_in_a_path_with_a_colon_is_refused() -> None:
-    with pytest.raises(ConfigError, match="which a container cannot be told"):
+    with pytest.raises(ConfigError, match="which a container cannot be given"):
         render(make_plan("/home/me/a:b", container=IMAGE, cluster={}, run={"root": "/scratch"}))
 
 

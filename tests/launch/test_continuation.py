@@ -9,14 +9,14 @@ from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ClusterError
 from slurm_train.launch.continuation import (
     CONTINUES,
+    can_avoid,
     continued_job,
-    how_it_returns,
     is_cancelled,
+    keep_off,
     submit_continuation,
 )
 from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.slurm.policy import Preemption
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.fakes.slurm_programs import SlurmPrograms
 
@@ -58,14 +58,41 @@ def test_it_does_not_begin_if_the_one_before_was_cancelled(word: str, expected: 
     assert not is_cancelled("76", commands)
 
 
+def running_job(**fields: str) -> FakeSlurmCommands:
+    """A job on a cluster of four nodes in partition main."""
+    none = {"Partition": "main", "ReqNodeList": "(null)", "ExcNodeList": "(null)"}
+    return FakeSlurmCommands(fields={"7": {**none, **fields}})
+
+
 @pytest.mark.parametrize(
-    ("preemption", "said"),
+    ("fields", "nodes", "num_nodes", "expected"),
     [
-        (Preemption(by="qos", mode="CANCEL", grace_s=60, kill_wait_s=30), "else another job takes over"),
-        (Preemption(by="nobody", mode="OFF", grace_s=0, kill_wait_s=30), "nobody preempts here"),
-        (None, "what happens on preemption is not known"),
+        ({}, "node4", 3, True),
+        ({}, "node[3-4]", 3, False),
+        ({"ExcNodeList": "node[1-3]"}, "node4", 1, False),
+        ({"ExcNodeList": "node[1-3]"}, "node3", 1, True),
+        ({"ExcNodeList": "node1,node[2-3]"}, "node4", 1, False),
+        ({"ReqNodeList": "node[1-2]"}, "node4", 2, False),
+        ({"ExcNodeList": "node[1-"}, "node4", 1, False),
+    ],
+    ids=["room", "none left", "compressed", "excluded already", "mixed", "bound", "not readable"],
+)
+def test_a_job_is_requeued_elsewhere_only_where_nodes_enough_are_left(
+    fields: dict[str, str], nodes: str, num_nodes: int, expected: bool
+) -> None:
+    assert can_avoid(nodes, "7", running_job(**fields), num_nodes=num_nodes) is expected
+
+
+@pytest.mark.parametrize(
+    ("excluded", "nodes", "expected"),
+    [
+        ("(null)", "node4", "node4"),
+        ("node[1-2]", "node4", "node[1-2],node4"),
+        ("node[1-3]", "node2", "node[1-3]"),
+        ("node[1-2]", "node2,node3", "node[1-3]"),
     ],
 )
-def test_how_a_run_comes_back_is_read_from_the_site(preemption: Preemption | None, said: str) -> None:
-    assert said in how_it_returns(preemption, requeue_enabled=True)
-    assert "not by itself" in how_it_returns(preemption, requeue_enabled=False)
+def test_what_a_job_excludes_already_stays_excluded(excluded: str, nodes: str, expected: str) -> None:
+    commands = running_job(ExcNodeList=excluded)
+    keep_off(nodes, "7", commands)
+    assert commands.fields["7"]["ExcNodeList"] == expected

@@ -17,33 +17,30 @@ pytestmark = pytest.mark.slow
 SUBMIT = """
 import json, os, sys
 from pathlib import Path
-from slurm_train.config.schema import RunSection
+from slurm_train.config.schema import RunConfig, RunSection
 from slurm_train.launch.environment import read_environment
-from slurm_train.launch.code_index import seal_code
-from slurm_train.launch.snapshot import ask_git, read_answers, write_snapshot
-from slurm_train.launch.source import plan_source
+from slurm_train.launch.snapshot import read_git, read_source, write_snapshot
 from slurm_train.rundir.layout import RunDirectory
 
 here, run, folders = Path.cwd(), RunDirectory(Path(sys.argv[1])), sys.argv[2:]
-state = read_answers(ask_git(here, os.environ))
-source = plan_source(run, here, state, settings=RunSection(snapshot_folders=folders), env=os.environ)
+config = RunConfig(script=["train.py"], run=RunSection(snapshot_folders=folders))
+source = read_source(run, config, here, read_git(here, os.environ), env=os.environ)
 run.path.mkdir(parents=True)
-write_snapshot(source.directory, source.files, run.code, others=source.others)
-seal_code(run.code, source.names, record=run.code_index, facts=source.as_record())
+write_snapshot(source, run.code, index=run.code_index)
 run.plan.write_text(json.dumps({"directory": str(here)}))
 print(json.dumps({"roots": source.roots, "elsewhere": source.elsewhere, "names": source.names}))
 """
 JOB = """
 import json, os, subprocess, sys
 from importlib import import_module
-from slurm_train.launch.imports import in_words, take_snapshot
+from slurm_train.launch.imports import take_snapshot
 
 imports = take_snapshot(sys.argv[1], python_path=os.environ["PYTHONPATH"])
 module = import_module(sys.argv[2])
 ask = f"import {sys.argv[2]} as m; print(m.VERSION)"
 env = {**os.environ, "PYTHONPATH": imports.child_path}
 child = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, cwd="/").stdout.strip()
-place, says = module.__file__, in_words(imports.taken)
+place, says = module.__file__, imports.lines()
 print(json.dumps({"version": module.VERSION, "file": place, "says": says, "child": child}))
 """
 

@@ -1,4 +1,4 @@
-"""Packages are told by the folders that installers leave; what pip and importlib.metadata say is the same."""
+"""provenance.json, and the environment of each attempt: packages, torch, driver and GPUs."""
 
 from __future__ import annotations
 
@@ -6,32 +6,29 @@ import json
 import re
 import subprocess
 import sys
-from importlib.metadata import distributions
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slurm_train.launch import environment
 from slurm_train.launch.environment import (
+    Environment,
     EnvironmentChange,
     environment_changes,
     environment_from,
+    environment_of,
     read_environment,
-    read_packages,
+    record_environment,
+    write_provenance,
 )
+from slurm_train.launch.snapshot import Source, SourceFolder, SourceState
+from slurm_train.rundir.layout import RunDirectory
 
 
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def test_names_and_versions_are_those_of_the_metadata() -> None:
-    found = read_environment(slurm=None)
-    expected: dict[str, str] = {}
-    for item in distributions():
-        expected.setdefault(canonical(item.metadata["Name"]), item.version)
-    assert len(expected) > 20
-    assert found.packages == expected
 
 
 def test_names_and_versions_are_those_of_pip() -> None:
@@ -41,35 +38,27 @@ def test_names_and_versions_are_those_of_pip() -> None:
     assert {canonical(one["name"]): one["version"] for one in listed}.items() <= found.items()
 
 
-def info(folder: Path, name: str, **files: str) -> None:
-    (folder / name).mkdir(parents=True)
-    for file, text in files.items():
-        (folder / name / file.replace("PKG_INFO", "PKG-INFO").replace("_json", ".json")).write_text(text)
-
-
 def test_where_a_package_comes_from_is_kept_without_passwords(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    editable = json.dumps({"url": "file:///home/ada/mine", "dir_info": {"editable": True}})
-    vcs = {"vcs": "git", "commit_id": "0a1b2c"}
-    cloned = json.dumps({"url": "https://ada:pass@example.org/x.git", "vcs_info": vcs})
-    info(one, "my_package-0.1.dist-info", direct_url_json=editable)
-    info(one, "Cloned-2.0.dist-info", direct_url_json=cloned)
-    info(one, "torch-2.6.0+cu124.dist-info")
-    info(two, "torch-1.0.dist-info")
-    info(two, "old.egg-info", PKG_INFO="Metadata-Version: 1.0\nVersion: 3\n")
-    (two / "debian_one-1.5-py3.11.egg-info").write_text("")
-    packages, sources = read_packages([str(one), str(two), str(tmp_path / "none")])
-    assert packages == {
-        "cloned": "2.0",
-        "debian-one": "1.5",
-        "my-package": "0.1",
-        "old": "3",
-        "torch": "2.6.0+cu124",
+    editable = {"url": "file:///home/ada/mine", "dir_info": {"editable": True}}
+    cloned = {"url": "https://ada:pass@example.org/x.git", "vcs_info": {"vcs": "git", "commit_id": "0a1b2c"}}
+    installed = {
+        "one/my_package-0.1.dist-info": editable,
+        "one/Cloned-2.0.dist-info": cloned,
+        "one/torch-2.6.0.dist-info": None,
+        "two/torch-1.0.dist-info": None,
     }
-    assert sources == {
+    for place, source in installed.items():
+        folder = tmp_path / place
+        folder.mkdir(parents=True)
+        name, version = folder.name.removesuffix(".dist-info").split("-")
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        if source is not None:
+            (folder / "direct_url.json").write_text(json.dumps(source))
+    found = read_environment(slurm=None, paths=[str(tmp_path / name) for name in ("one", "two", "none")])
+    assert found.packages == {"cloned": "2.0", "my-package": "0.1", "torch": "2.6.0"}
+    assert found.sources == {
         "cloned": {"url": "https://[redacted]@example.org/x.git", "commit": "0a1b2c"},
         "my-package": {"url": "file:///home/ada/mine", "editable": True},
-        "old": {"url": two.as_uri(), "editable": True},
     }
 
 
@@ -123,6 +112,79 @@ def test_what_differs_is_said_fact_by_fact() -> None:
     assert str(environment_changes(old, new)[3]) == "gone: 1 -> none"
 
 
-def test_an_environment_comes_back_from_json() -> None:
-    found = read_environment(slurm="22.05.8")
-    assert environment_from(json.loads(json.dumps(found.as_json()))) == found
+def written(folder: Path, source: Source) -> dict[str, Any]:
+    write_provenance(folder / "provenance.json", source, words=["+cluster=2x1"], slurm="22.05.8")
+    facts: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
+    return facts
+
+
+def test_words_code_and_versions_are_kept(tmp_path: Path) -> None:
+    other = SourceFolder(".folders/lib", Path("/home/ada/lib"), SourceState(("a.py",), "def", ""), ["a.py"])
+    folder = SourceFolder("", tmp_path, SourceState(("train.py",), "abc", "diff"), ["train.py"])
+    facts = written(tmp_path, Source([folder, other]))
+    assert facts["words"] == ["+cluster=2x1"] and facts["directory"] == str(tmp_path)
+    assert (facts["git_commit"], facts["git_dirty"], facts["git_diff"], facts["num_files"]) == ("abc", True, "diff", 2)
+    assert facts["environment"]["slurm"] == "22.05.8" and "pytest" in facts["environment"]["packages"]
+    assert facts["folders"] == [
+        {
+            "path": "/home/ada/lib",
+            "copied_to": ".folders/lib",
+            "git_commit": "def",
+            "git_dirty": False,
+            "git_diff": "",
+        }
+    ]
+
+
+def test_code_that_is_not_copied_is_named_with_its_commit(tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "a.py").write_text("x\n")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-q", "-m", "one"]):
+        subprocess.run(["git", "-C", str(library), *words], check=True)
+    source = Source([SourceFolder("", tmp_path, SourceState())], elsewhere=[str(library), str(tmp_path)])
+    clean, bare = written(tmp_path, source)["elsewhere"]
+    assert len(clean["git_commit"]) == 40 and clean["git_dirty"] is False
+    assert (bare["git_commit"], bare["git_dirty"]) == (None, None)
+    (library / "a.py").write_text("y\n")
+    assert written(tmp_path, source)["elsewhere"][0]["git_dirty"] is True
+
+
+def packages(**versions: str) -> Environment:
+    return environment_from({"python": "3.11.2", "executable": "/bin/python", "packages": versions})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path)
+    for attempt in range(3):
+        run.attempt_logs(attempt).mkdir(parents=True)
+    run.epochs.mkdir()
+    return run
+
+
+def open_attempt(run: RunDirectory, attempt: int) -> None:
+    (run.epochs / f"attempt_{attempt}").touch()
+
+
+def test_packages_that_change_between_attempts_are_named(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = packages(numpy="1.26.4")
+    monkeypatch.setattr(environment, "read_environment", lambda **_words: now)
+    write_provenance(run.provenance, Source([SourceFolder("", run.path, SourceState())]), words=[], slurm=None)
+    open_attempt(run, 0)
+    assert record_environment(run, 0, slurm="22.05.8") == []
+    now = packages(numpy="2.0.0")
+    open_attempt(run, 1)
+    assert record_environment(run, 1, slurm="22.05.8") == ["numpy: 1.26.4 -> 2.0.0"]
+    open_attempt(run, 2)
+    assert record_environment(run, 2, slurm="22.05.8") == []
+    assert environment_of(run) == now
+
+
+def test_another_interpreter_is_no_change_of_packages(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"environment": {**asdict(packages(numpy="1")), "executable": "/other/python"}}
+    run.provenance.write_text(json.dumps(facts))
+    monkeypatch.setattr(environment, "read_environment", lambda **_words: packages(numpy="2"))
+    open_attempt(run, 0)
+    assert record_environment(run, 0, slurm=None) == []

@@ -1,22 +1,34 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slurm_train.errors import ConfigError
+from slurm_train.errors import ConfigError, RunError
 from slurm_train.launch import snapshot
-from slurm_train.launch.environment import read_environment
-from slurm_train.launch.provenance import _elsewhere
 from slurm_train.launch.snapshot import (
+    Source,
+    SourceFolder,
     SourceState,
-    ask_git,
-    plan_snapshot,
-    read_answers,
+    compare_code,
+    digest_code,
+    index_code,
+    is_secret_file,
+    names_own_code,
+    plan_files,
+    read_git,
+    read_index,
+    read_source,
+    require_sealed,
+    run_git,
     write_snapshot,
 )
+from slurm_train.rundir.layout import RunDirectory
+from tests.support.plans import make_plan
 
 IDENTITY = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
 
@@ -50,31 +62,34 @@ def project(tmp_path: Path) -> Path:
 
 
 def snapshot_of(folder: Path, **changes: object) -> list[str]:
-    state = read_answers(ask_git(folder, os.environ))
+    state = read_git(folder, os.environ)
     arguments = {"limit_mb": 1, "exclude": folder / "runs", **changes}
-    return plan_snapshot(folder, state, **arguments)[0]  # type: ignore[arg-type]
+    return plan_files(folder, state, **arguments)[0]  # type: ignore[arg-type]
+
+
+def copy(folder: Path, names: list[str], target: Path) -> dict[str, str]:
+    """Copies files as a snapshot and returns what is there then."""
+    source = Source([SourceFolder("", folder, SourceState(), names)])
+    write_snapshot(source, target, index=target.with_name("code.json"))
+    return {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
 
 
 def test_what_git_does_not_ignore_is_the_code(project: Path) -> None:
     assert snapshot_of(project) == [".gitignore", "lib/deep.py", "model.py", "new.py", "train.py"]
 
 
-SECRET_FILES = [".env", ".env.local", "prod.env", "deploy.pem", "id_rsa", ".netrc", "secrets.yaml", "Secrets.YAML"]
-
-
-@pytest.mark.parametrize("name", SECRET_FILES)
-def test_a_file_that_holds_secrets_by_custom_is_neither_copied_nor_quoted(project: Path, name: str) -> None:
-    write(project, **{f"lib__{name}": "KEY=old\n"})
+def test_a_file_that_holds_secrets_by_custom_is_neither_copied_nor_quoted(project: Path) -> None:
+    names = [".env", "prod.env", "deploy.pem", "id_rsa", "Secrets.YAML"]
+    assert all(map(is_secret_file, names)) and not is_secret_file(".env.example")
+    write(project, **{f"lib__{name}": "KEY=old\n" for name in names})
     git(project, "add", "-f", "-A")
     git(project, "commit", "-q", "-m", "two")
-    (project / "lib" / name).write_text("KEY=canary\n")
-    (project / name).write_text("KEY=canary\n")
-    (project / ".env.example").write_text("KEY=\n")
-    state = read_answers(ask_git(project / "lib", os.environ))
-    assert not [path for path in snapshot_of(project) if path.endswith(name)]
-    assert ".env.example" in snapshot_of(project)
-    assert "canary" not in state.difference
-    assert "canary" not in read_answers(ask_git(project, os.environ)).difference
+    for name in (*names, ".env.example"):
+        (project / "lib" / name).write_text("KEY=canary\n")
+    copied = snapshot_of(project)
+    assert "lib/.env.example" in copied and not any(f"lib/{name}" in copied for name in names)
+    for folder in (project, project / "lib"):
+        assert read_git(folder, os.environ).difference.count("canary") == 0
 
 
 def test_a_subfolder_has_its_own_code_only(project: Path) -> None:
@@ -86,21 +101,19 @@ def test_the_copy_is_what_was_on_disk_and_replaces_an_older_one(project: Path, t
     target.mkdir(parents=True)
     (target / "stale.py").write_text("of an earlier submission")
     (project / "train.py").chmod(0o755)
-    write_snapshot(project, snapshot_of(project), target)
-    copied = {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
-    assert copied == {
+    assert copy(project, snapshot_of(project), target) == {
         ".gitignore": "*.log\ndata/\n",
         "lib/deep.py": "deep",
         "model.py": "modified",
         "new.py": "untracked",
         "train.py": "tracked",
     }
-    assert os.access(target / "train.py", os.X_OK)
-    assert [path.name for path in target.parent.iterdir()] == ["code"]
+    assert {path.stat().st_mode & 0o777 for path in target.iterdir() if path.is_file()} == {0o400, 0o500}
+    assert sorted(path.name for path in target.parent.iterdir()) == ["code", "code.json"]
 
 
 def test_git_says_commit_and_difference(project: Path) -> None:
-    state = read_answers(ask_git(project, os.environ))
+    state = read_git(project, os.environ)
     assert state.commit is not None and len(state.commit) == 40
     assert "+modified" in state.difference and "-old" in state.difference
 
@@ -108,7 +121,7 @@ def test_git_says_commit_and_difference(project: Path) -> None:
 def test_a_repository_without_a_commit_still_tells_its_files(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     write(tmp_path, train_py="x")
-    state = read_answers(ask_git(tmp_path, os.environ))
+    state = read_git(tmp_path, os.environ)
     assert state == SourceState(("train.py",), None, "")
 
 
@@ -117,8 +130,8 @@ def test_names_that_are_not_text_are_carried(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9 \n.py")
     (tmp_path / name).write_text("x")
     assert snapshot_of(tmp_path) == [name]
-    write_snapshot(tmp_path, [name], tmp_path / "code")
-    assert (tmp_path / "code" / name).read_text() == "x"
+    (tmp_path / "run").mkdir()
+    assert copy(tmp_path, [name], tmp_path / "run" / "code") == {name: "x"}
 
 
 def test_outside_git_the_code_is_told_by_its_ending(tmp_path: Path) -> None:
@@ -128,15 +141,14 @@ def test_outside_git_the_code_is_told_by_its_ending(tmp_path: Path) -> None:
     (tmp_path / "dot").rename(tmp_path / ".hidden")
     for name in ("settings.yaml", "weights.pt", "image.png"):
         (tmp_path / name).write_text("x")
-    state = read_answers(ask_git(tmp_path, os.environ))
-    assert state == SourceState(None, None, "")
-    names, _ = plan_snapshot(tmp_path, state, limit_mb=1, exclude=tmp_path / "runs")
+    state = read_git(tmp_path, os.environ)
+    assert state == SourceState()
+    names, _ = plan_files(tmp_path, state, limit_mb=1, exclude=tmp_path / "runs")
     assert sorted(names) == ["pkg/a.py", "settings.yaml", "train.py"]
 
 
 def test_without_a_git_command_nothing_is_asked(tmp_path: Path) -> None:
-    assert ask_git(tmp_path, {"PATH": str(tmp_path)}) is None
-    assert read_answers(None) == SourceState(None, None, "")
+    assert read_git(tmp_path, {"PATH": str(tmp_path)}) == SourceState()
 
 
 def test_too_much_code_is_refused_naming_the_largest(project: Path) -> None:
@@ -148,10 +160,7 @@ def test_too_much_code_is_refused_naming_the_largest(project: Path) -> None:
         f"the code in {project} is 4.0 MiB, more than run.snapshot_limit_mb=2; largest: big.bin (3.0 MiB), "
         "small.bin (1.0 MiB)"
     )
-    assert caught.value.hint == (
-        "list what is no code in .gitignore (outside git: start from the folder that holds the code), or raise "
-        "run.snapshot_limit_mb"
-    )
+    assert "run.snapshot_limit_mb" in caught.value.hint
 
 
 def test_a_home_folder_is_not_searched_for_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +168,7 @@ def test_a_home_folder_is_not_searched_for_code(tmp_path: Path, monkeypatch: pyt
     for number in range(6):
         (tmp_path / f"{number}.txt").write_text("")
     with pytest.raises(ConfigError, match="holds more than 5 files: which are the code"):
-        plan_snapshot(tmp_path, SourceState(None, None, ""), limit_mb=1, exclude=tmp_path / "runs")
+        plan_files(tmp_path, SourceState(), limit_mb=1, exclude=tmp_path / "runs")
 
 
 def booby_trapped(folder: Path, canaries: Path) -> None:
@@ -234,14 +243,14 @@ def test_no_program_of_the_folders_git_configuration_is_run(tmp_path: Path) -> N
     blob = subprocess.check_output(["git", "-C", str(folder), "rev-parse", "HEAD:notes.txt"], text=True).strip()
     (folder / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
 
-    state = read_answers(ask_git(folder, os.environ))
-    facts = _elsewhere(str(folder), read_environment(slurm=None, paths=[]))
+    state = read_git(folder, os.environ)
+    words = ("status", "--porcelain", "--ignore-submodules=dirty", "--", ".")
     assert state.commit is not None and "train.py" in (state.files or ())
-    assert facts["git_dirty"] is True
+    assert run_git(folder, *words, compares=True), "it has changes"
     assert [path.name for place in places for path in place.iterdir()] == []
 
-    for words in ("", "model.py", "run.sh", "settings.yaml", "notes.txt"):
-        subprocess.run(["git", "-C", str(folder), "diff", "HEAD", *words.split()], capture_output=True, check=False)
+    for name in ("", "model.py", "run.sh", "settings.yaml", "notes.txt"):
+        subprocess.run(["git", "-C", str(folder), "diff", "HEAD", *name.split()], capture_output=True, check=False)
     subprocess.run(["git", "-C", str(folder / "lib"), "status"], capture_output=True, check=False)
     run_by_plain_git = {"fsmonitor", "hook_post-index-change", "clean", "process", "external", "driver", "transport"}
     assert run_by_plain_git <= {path.name for place in places for path in place.iterdir()}, "the traps work"
@@ -272,18 +281,16 @@ def test_submodules_are_part_of_the_code_with_what_is_not_committed_in_them(tmp_
     git(project / "clone", "init", "-q")
     write(project / "clone", tool_py="a repository that was cloned into the project")
 
-    state = read_answers(ask_git(project, os.environ))
+    state = read_git(project, os.environ)
     assert "--- a/deps/lib/deps/inner/inner.py" in state.difference and "+changed" in state.difference
-    files, left_out = plan_snapshot(project, state, limit_mb=1, exclude=project / "runs")
+    files, left_out = plan_files(project, state, limit_mb=1, exclude=project / "runs")
     python = [name for name in files if name.endswith(".py")]
     deps = ["deps/lib/deps/inner/inner.py", "deps/lib/deps/inner/new.py", "deps/lib/lib.py"]
     assert python == ["clone/tool.py", *deps, "project.py"] and left_out == []
     assert not [name for name in files if name.endswith(".log")]
 
     git(project, "submodule", "deinit", "-q", "-f", "deps/lib")
-    files, left_out = plan_snapshot(
-        project, read_answers(ask_git(project, os.environ)), limit_mb=1, exclude=project / "runs"
-    )
+    files, left_out = plan_files(project, read_git(project, os.environ), limit_mb=1, exclude=project / "runs")
     assert left_out == ["deps/lib (a submodule that is not checked out)"]
 
 
@@ -302,14 +309,157 @@ def test_a_linked_folder_is_copied_where_it_is_part_of_the_code_and_else_named(
     (project / "again").symlink_to(".")
     if is_repository:
         git(project, "init", "-q")
-    state = read_answers(ask_git(project, os.environ))
-    files, left_out = plan_snapshot(project, state, limit_mb=1, exclude=project / "runs")
+    state = read_git(project, os.environ)
+    files, left_out = plan_files(project, state, limit_mb=1, exclude=project / "runs")
     code = ["src/pkg/a.py", "src/pkg/sub/b.py", "train.py"]
     assert sorted(files) == sorted([*code, "pkg/a.py", "pkg/sub/b.py", *(f"again/{name}" for name in code)])
     assert sorted(left_out) == [
         f"data (a link to {data})",
         f"nothing (a link to {project}/empty, where there is no code)",
     ]
-    write_snapshot(project, files, tmp_path / "code")
-    assert (tmp_path / "code" / "pkg" / "sub" / "b.py").read_text() == "b"
+    assert copy(project, files, tmp_path / "code")["pkg/sub/b.py"] == "b"
     assert not any(path.is_symlink() for path in (tmp_path / "code").rglob("*"))
+
+
+# --- what is copied for a run ---
+
+
+def source_of(project: Path, state: SourceState | None = None, **sections: Any) -> Source:
+    plan = make_plan(project, **sections)
+    return read_source(plan.run, plan.config, project, state or SourceState(), env=os.environ)
+
+
+@pytest.mark.parametrize(
+    ("sections", "own"),
+    [
+        ({}, False),
+        ({"script": ["train.sh"]}, True),
+        ({"task": {"_target_": "my.main"}}, True),
+        ({"model": {"_target_": "my.Model"}}, True),
+        ({"data": {"_target_": "my.Data"}}, True),
+    ],
+)
+def test_outside_git_code_is_copied_only_where_a_job_needs_it(
+    sections: dict[str, Any], own: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "any.py").write_text("")
+    assert names_own_code(make_plan(tmp_path, **sections).config) is own
+    assert source_of(tmp_path, **sections).names == (["any.py"] if own else [])
+
+
+@pytest.mark.parametrize("root", ["runs", ".", ".."])
+def test_inside_git_the_code_is_always_kept_and_the_run_never(root: str, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    inside = make_plan(project, run={"root": root}).run.config
+    for path in (project / "any.py", inside):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    state = SourceState(("any.py", os.path.relpath(inside, project)))
+    assert source_of(project, state, run={"root": root}).names == ["any.py"]
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A project, and folders with code outside of it."""
+    for name in ("project/train.py", "library/src/lib/__init__.py", "more/library/other.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    return tmp_path / "library"
+
+
+def test_further_folders_have_a_place_of_their_own(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(library / "src"))
+    monkeypatch.syspath_prepend("")
+    project = library.parent / "project"
+    alone = source_of(project, script=["train.py"])
+    assert (alone.roots, list(alone.elsewhere)) == ([], [str(library / "src")])
+    assert list(source_of(project, SourceState(("train.py",))).elsewhere) == [], "shipped code imports nothing of it"
+    folders = ["../library", str(library.parent / "more" / "library")]
+    source = source_of(project, script=["train.py"], run={"snapshot_folders": folders})
+    assert (source.roots, list(source.elsewhere)) == ([".folders/library/src"], [])
+    assert {name: source.file(name).read_text() for name in source.names} == {
+        "train.py": "project/train.py",
+        ".folders/library/src/lib/__init__.py": "library/src/lib/__init__.py",
+        ".folders/library-2/other.py": "more/library/other.py",
+    }
+    target = library.parent / "code"
+    write_snapshot(source, target, index=library.parent / "code.json")
+    assert index_code(target.joinpath, source.names) == source.index()
+
+
+@pytest.mark.parametrize(
+    ("folder", "text"), [("../none", "is not a folder"), ("../project/inner", "which is copied anyway")]
+)
+def test_a_folder_that_cannot_be_a_further_one_is_refused(folder: str, text: str, library: Path) -> None:
+    project = library.parent / "project"
+    (project / "inner").mkdir()
+    with pytest.raises(ConfigError, match=f"run.snapshot_folders: {folder} .*{text}"):
+        source_of(project, script=["train.py"], run={"snapshot_folders": [folder]})
+
+
+# --- what a copy is compared by ---
+
+NAMES = ["pkg/model.py", "train.py", "README.md"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run with a copy of the files in tmp_path/live."""
+    run, live = RunDirectory(tmp_path / "run"), tmp_path / "live"
+    run.path.mkdir()
+    (live / "pkg").mkdir(parents=True)
+    for name in NAMES:
+        (live / name).write_text(f"{name}\none\ntwo\n")
+    copy(live, NAMES, run.code)
+    return run
+
+
+def edit(run: RunDirectory) -> None:
+    path = run.code / "train.py"
+    path.chmod(0o600)
+    path.write_text("other")
+
+
+TOUCHED = {
+    "train.py: changed": edit,
+    "pkg/model.py: gone, changed": lambda run: (run.code / "pkg" / "model.py").unlink(),
+    "pkg/json.py: new, changed": lambda run: (run.code / "pkg" / "json.py").write_text("shadows another module"),
+    "yaml: new, changed": lambda run: (run.code / "yaml").symlink_to(run.path.parent / "live" / "pkg"),
+}
+
+
+@pytest.mark.parametrize("text", TOUCHED)
+def test_whatever_touches_a_copy_is_found_and_named(text: str, run: RunDirectory) -> None:
+    TOUCHED[text](run)
+    with pytest.raises(RunError, match=f"is not what was submitted: {text}") as caught:
+        require_sealed(run)
+    assert f"`resume {run.run_id} --accept code`" in caught.value.hint
+
+
+def test_pythons_cache_does_not_touch_a_copy_and_it_can_be_removed(run: RunDirectory) -> None:
+    (run.code / "__pycache__").mkdir()
+    (run.code / "__pycache__" / "train.cpython-311.pyc").write_bytes(b"")
+    require_sealed(run)
+    shutil.rmtree(run.code)
+
+
+def test_changes_are_counted_in_lines_and_documents_do_not_matter(run: RunDirectory) -> None:
+    live = run.path.parent / "live"
+    (live / "README.md").write_text("other words")
+    old = read_index(run)
+    assert old is not None
+    new = index_code(live.joinpath, NAMES)
+    assert digest_code(new, is_own_code=True) == digest_code(old, is_own_code=True)
+    (live / "train.py").write_text("train.py\nONE\ntwo\nthree\n--x\n")
+    (live / "pkg" / "model.py").unlink()
+    (live / "new.bin").write_bytes(b"\xff\xfe")
+    new = index_code(live.joinpath, [*NAMES, "new.bin"])
+    assert digest_code(new, is_own_code=True) != digest_code(old, is_own_code=True)
+    assert digest_code(new, is_own_code=False) == digest_code(old, is_own_code=False), "only this package matters"
+    changes = compare_code(old, new, old_file=run.code.joinpath, new_file=live.joinpath)
+    assert [str(change) for change in changes] == [
+        "README.md: +1 -3",
+        "new.bin: new, changed",
+        "pkg/model.py: gone, +0 -3",
+        "train.py: +3 -1",
+    ]

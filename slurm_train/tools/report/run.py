@@ -9,14 +9,14 @@ import contextlib
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
 from slurm_train.checkpoint.directory import check_sizes, survey
 from slurm_train.errors import SlurmTrainError
 from slurm_train.formatting import byte_size, duration, number, share
-from slurm_train.launch.provenance import environment_of
+from slurm_train.launch.environment import environment_of
 from slurm_train.metrics.series import Series, read_series
 from slurm_train.rundir.events import read_changes, read_events, read_saves
 from slurm_train.rundir.files import read_json
@@ -106,7 +106,7 @@ def _environment(run: RunDirectory) -> Mapping[str, Any]:
         found = environment_of(run)
     except (KeyError, ValueError, TypeError, AttributeError):
         return {}
-    return {} if found is None else found.as_json()
+    return {} if found is None else asdict(found)
 
 
 def _tiles(run: RunDirectory, series: Series, bars: Sequence[Bar]) -> list[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ import pytest
 
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.distributed.place import RankPlace
-from slurm_train.launch.code_index import seal_code
+from slurm_train.launch.snapshot import index_code
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.tools.doctor import gather, gpus
 from slurm_train.tools.doctor.facts import FilesFacts
@@ -85,7 +85,7 @@ def run(tmp_path: Path) -> RunDirectory:
         (run.code / name).write_text(name)
     run.config.write_text("seed: 0\n")
     run.plan.write_text("{}")
-    seal_code(run.code, ["train.py", "readme.md"], record=run.code_index, facts={})
+    run.code_index.write_text(json.dumps({"files": index_code(run.code.joinpath, ["train.py", "readme.md"])}))
     return run
 
 

@@ -10,21 +10,17 @@ import pytest
 
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import RunError
-from slurm_train.launch.preparation import require_writable, write_run_directory
-from slurm_train.launch.snapshot import SourceState
-from slurm_train.launch.source import Source
-from slurm_train.rundir.jobs import read_job, record_job
+from slurm_train.launch.snapshot import Source, SourceFolder, SourceState
+from slurm_train.launch.write import require_writable, write_run
 from slurm_train.rundir.layout import RunDirectory
 from tests.support.plans import make_plan
-
-NO_GIT = SourceState(None, None, "")
 
 
 def test_everything_that_a_job_reads_is_written(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print()")
     plan = make_plan(tmp_path, cluster={"nodes": 2})
-    source = Source(tmp_path, SourceState(("train.py",), "abc", "diff"), ["train.py"])
-    write_run_directory(plan, source, script="#!/bin/bash\n")
+    source = Source([SourceFolder("", tmp_path, SourceState(), ["train.py"])])
+    write_run(plan, source, script="#!/bin/bash\n")
     run = plan.run
     assert load_config(run.config) == plan.config
     assert json.loads(run.plan.read_text()) == plan.as_json()
@@ -45,25 +41,16 @@ def test_everything_that_a_job_reads_is_written(tmp_path: Path) -> None:
 
 def test_writing_again_keeps_what_the_run_has_done_and_drops_the_stop_request(tmp_path: Path) -> None:
     plan = make_plan(tmp_path)
-    source = Source(tmp_path, NO_GIT, ())
-    write_run_directory(plan, source, script=None)
+    source = Source([SourceFolder("", tmp_path, SourceState())])
+    write_run(plan, source, script=None)
     plan.run.metrics.write_text("{}\n")
     (plan.run.checkpoints / "checkpoint_0000001_attempt_0000_00000000").mkdir()
     plan.run.stop_file.touch()
-    write_run_directory(plan, source, script=None)
+    write_run(plan, source, script=None)
     assert plan.run.metrics.read_text() == "{}\n"
     assert (plan.run.checkpoints / "checkpoint_0000001_attempt_0000_00000000").is_dir()
     assert not plan.run.stop_file.exists()
     assert not plan.run.submit_script.exists()
-
-
-def test_job_ids_are_kept_in_order(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    for job_id in ("12", "13_4"):
-        record_job(run, job_id)
-    record = read_job(run)
-    assert record is not None and record.job_id == "13_4" and record.submit_time_unix_s > 1e9
-    assert json.loads(run.job.read_text())["job_ids"] == ["12", "13_4"]
 
 
 def test_a_place_that_can_be_written_is_left_alone(tmp_path: Path) -> None:
@@ -90,7 +77,7 @@ AS_NOBODY = """
 import os, sys
 from pathlib import Path
 from slurm_train.errors import RunError
-from slurm_train.launch.preparation import require_writable
+from slurm_train.launch.write import require_writable
 from slurm_train.rundir.layout import RunDirectory
 os.setuid(65534)
 try:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.launch.array import ArrayPlan, cut_arrays, directives_of, max_array_size, render_array
+from slurm_train.launch.arrays import ArrayPlan, cut_arrays, max_array_size, render_array
 from slurm_train.launch.script import render_script
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.sweep import ArrayDirectory, SweepDirectory
+from slurm_train.rundir.sweep import SweepDirectory
 from tests.support.plans import make_plan
 
 GOLDEN = Path(__file__).parent / "golden" / "array_16.sh"
@@ -29,7 +29,7 @@ def cut(count: int, *, max_size: int = 1001, max_parallel: int | None = None) ->
 
 
 def render(plan: ArrayPlan) -> str:
-    return render_array(plan, SWEEP.array(0), name="sweep-9b1c44e0-0")
+    return render_array(plan, SWEEP, 0)
 
 
 def test_the_script_of_an_array_is_the_golden_file() -> None:
@@ -51,14 +51,15 @@ def test_shellcheck_has_nothing_to_say() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "it's $HOME; `id` & more"])
 def test_each_element_runs_its_own_runs_script_where_it_was_submitted(name: str, tmp_path: Path) -> None:
-    array = ArrayDirectory(tmp_path / name / "arrays" / "000")
+    sweep = SweepDirectory(tmp_path / name)
+    array = sweep.array(0)
     runs = [RunDirectory(tmp_path / name / f"run {index}") for index in range(3)]
     for run in runs:
         run.logs.mkdir(parents=True)
         run.submit_script.write_text('pwd; echo "$0"; echo also >&2\n')
     array.path.mkdir(parents=True)
     array.runs.write_text("".join(f"{run.path}\n" for run in runs))
-    script = render_array(ArrayPlan(runs=tuple(runs), directives=()), array, name="sweep")
+    script = render_array(ArrayPlan(runs=tuple(runs), directives=()), sweep, 0)
     for index, run in enumerate(runs):
         env = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": str(index)}
         done = subprocess.run(["bash"], input=script, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -68,13 +69,14 @@ def test_each_element_runs_its_own_runs_script_where_it_was_submitted(name: str,
 
 @pytest.mark.parametrize("name", ["submit.sh", "."])
 def test_an_elements_script_that_others_may_write_is_not_run(name: str, tmp_path: Path) -> None:
-    run, array = RunDirectory(tmp_path / "run"), ArrayDirectory(tmp_path / "000")
+    run, sweep = RunDirectory(tmp_path / "run"), SweepDirectory(tmp_path)
+    array = sweep.array(0)
     run.logs.mkdir(parents=True)
-    array.path.mkdir()
+    array.path.mkdir(parents=True)
     run.submit_script.write_text(f"touch {tmp_path}/canary\n")
     array.runs.write_text(f"{run.path}\n")
     (run.path / name).chmod(0o777)
-    script = render_array(ArrayPlan(runs=(run,), directives=()), array, name="sweep")
+    script = render_array(ArrayPlan(runs=(run,), directives=()), sweep, 0)
     env = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "0"}
     done = subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "somebody else owns it or may write it" in done.stderr
@@ -86,10 +88,11 @@ def test_an_elements_script_that_others_may_write_is_not_run(name: str, tmp_path
     [({}, "this script is for sbatch"), ({"SLURM_ARRAY_TASK_ID": "7"}, "there is no such line in runs.txt")],
 )
 def test_an_element_without_a_run_says_so_and_fails(env: dict[str, str], complaint: str, tmp_path: Path) -> None:
-    array = ArrayDirectory(tmp_path / "000")
-    array.path.mkdir()
+    sweep = SweepDirectory(tmp_path)
+    array = sweep.array(0)
+    array.path.mkdir(parents=True)
     array.runs.write_text(f"{tmp_path}\n")
-    script = render_array(ArrayPlan(runs=(RunDirectory(tmp_path),), directives=()), array, name="sweep")
+    script = render_array(ArrayPlan(runs=(RunDirectory(tmp_path),), directives=()), sweep, 0)
     path = {"PATH": os.environ["PATH"]}
     done = subprocess.run(["bash"], input=script, env=path | env, capture_output=True, text=True, check=False)
     assert done.returncode != 0 and complaint in done.stderr
@@ -100,13 +103,7 @@ def test_runs_of_another_shape_go_into_another_array() -> None:
     arrays = cut_arrays([small[0], large[0], small[1], large[1], small[2]], max_size=1001, max_parallel=None)
     assert [array.runs for array in arrays] == [tuple(run for run, _ in small), tuple(run for run, _ in large)]
     assert "#SBATCH --nodes=2" in arrays[0].directives and "#SBATCH --nodes=4" in arrays[1].directives
-
-
-def test_an_array_has_no_name_or_log_of_one_of_its_runs() -> None:
-    ((run, script),) = scripts(1)
-    lines = directives_of(script)
-    assert len(lines) == script.count("#SBATCH") - 2
-    assert not any(run.run_id in line for line in lines)
+    assert not any(run.run_id in line for run, _ in small for line in arrays[0].directives), "no name or log of a run"
 
 
 CHUNKS = [

@@ -1,0 +1,408 @@
+"""The one order of every start: refuse what is active, compare with what is there, ask Slurm, write, clear the dead,
+submit, record.
+
+A run may go to Slurm as a job, into an allocation that a person waits in, or onto this machine; `write` stops after the
+files. A sweep does the same for many runs at once: what is finished or active is left alone, so the same command again
+submits what is missing. Nothing is written before Slurm would take the jobs. From the check that nothing is active to
+the recorded job id one submitter holds the run (`submission.json`) or the sweep; what ranks read is written with the
+run's own lock held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slurm_train.cli.changes import check_drift
+from slurm_train.cli.display import say_source
+from slurm_train.cli.inputs import warn_unexported_keys
+from slurm_train.cli.outputs import RunOutput, make_outputs
+from slurm_train.cli.selection import filter_where
+from slurm_train.cli.terminal import note
+from slurm_train.config.frozen import load_config
+from slurm_train.config.schema import RunConfig
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, RunError
+from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, require_slurm, salloc_words
+from slurm_train.launch.container import RankCommand
+from slurm_train.launch.plan import RunPlan, SweepPlan, replan_run
+from slurm_train.launch.script import render_script, renewed_warning
+from slurm_train.launch.snapshot import Source, read_git, read_source
+from slurm_train.launch.write import link_code, put_on_record, write_run, write_shared_code, write_table_of
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.jobs import clear_dead, record_job
+from slurm_train.rundir.layout import RunDirectory, list_checkpoints
+from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
+from slurm_train.rundir.sweep import submitting as submitting_sweep
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.environment import scrubbed
+from slurm_train.status.activity import find_active, holder_lives, submitting, writing
+
+if TYPE_CHECKING:
+    from slurm_train.launch.arrays import ArrayPlan
+    from slurm_train.status.run_status import RunState
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
+
+
+class Start:
+    """What a command line says about how runs are started, whatever they are.
+
+    Args:
+        words: the command line.
+        env: the environment; SLURM_JOB_ID says that this is typed inside an allocation.
+        accept: changes of a run in progress that the person accepts.
+        outputs: what the runs shall have besides their own directories.
+    """
+
+    def __init__(
+        self,
+        *,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        accept: Collection[str] = (),
+        outputs: Sequence[RunOutput] = (),
+    ) -> None:
+        self.words, self.env, self.accept, self.outputs = words, env, accept, outputs
+        self.commands = SlurmCommands(env)
+
+    # --- one run ---
+
+    def run(self, plan: RunPlan, source: Source | None) -> int:
+        """Submits a run, or trains it here or in an allocation, as it asks; returns the exit code.
+
+        Args:
+            plan: the run.
+            source: its code; None: the snapshot that it has.
+
+        Raises:
+            ClusterError: no Slurm here, it refuses the request, or the allocation is too small.
+            RunError: the run is active already, or it would not be the same training.
+        """
+        config, run = plan.config, plan.run
+        if config.cluster is None:
+            from slurm_train.cli.here import supervise_here
+
+            self.write(plan, source)
+            return supervise_here(run, config, world_size=plan.world.size, env=self.env)
+        require_slurm(self.commands, self.env)
+        if config.launch == "interactive":
+            from slurm_train.cli.interactive import attend
+
+            script = self.write(plan, source, inside=self.env.get("SLURM_JOB_ID"))
+            if "SLURM_JOB_ID" in self.env:
+                return attend(run, ["bash", str(run.submit_script)], env=self.env)
+            return attend(run, salloc_words(plan, self._left_out(script, run)), env=scrubbed(self.env))
+        importing = threading.Thread(target=_import_early)
+        importing.start()
+        with submitting(run, self.commands):
+            script = self._write(plan, source)
+            importing.join()
+            job_id = self.submit(run, config, script)
+        note(f"submitted; next:\n  python -m slurm_train status {run.run_id}")
+        note(f"  python -m slurm_train logs -f {run.run_id}\n  python -m slurm_train cancel {run.run_id}")
+        print(f"{job_id} {run.path}", flush=True)
+        self._write_provenance(run.provenance, source, config)
+        return EXIT_DONE
+
+    def write(self, plan: RunPlan, source: Source | None, *, inside: str | None = None) -> str:
+        """Writes everything that a run's ranks read, and returns its script ("" without a cluster).
+
+        Args:
+            plan: the run.
+            source: its code; None: the snapshot that it has.
+            inside: the job whose allocation it will use; that the run was run there before is not a hindrance.
+        """
+        with submitting(plan.run, self.commands, inside=inside):
+            script = self._write(plan, source, inside=inside)
+        self._write_provenance(plan.run.provenance, source, plan.config)
+        return script
+
+    def _write(self, plan: RunPlan, source: Source | None, *, inside: str | None = None) -> str:
+        """Compares, asks Slurm and writes; called by the one submitter of the run."""
+        run, is_submitted = plan.run, plan.config.cluster is not None
+        ranks = RankCommand(plan.config, run, plan.directory)
+        script = render_script(plan) if is_submitted else ""
+        # A container that cannot be started is found before anything is written.
+        ranks.words(python="python")
+        change = check_drift(plan, source, accept=self.accept)
+        if inside is not None:
+            require_room(plan, self.commands.show_job(inside))
+        elif is_submitted:
+            require_acceptable(script, self.commands, plan)
+        ranks.make_mount_points()
+        with writing(run, self.commands, inside=inside):
+            write_run(plan, source, script=script or None, change=change)
+        make_outputs(self.outputs)
+        return script
+
+    def resubmit(self, run: RunDirectory) -> int:
+        """Submits a run's own script again as it is on disk; returns the exit code.
+
+        Raises:
+            RunError: the run is active.
+            ClusterError: no Slurm here, no script, or Slurm refuses.
+        """
+        require_slurm(self.commands, self.env)
+        with submitting(run, self.commands):
+            if not run.submit_script.is_file():
+                raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
+            script, config = run.submit_script.read_text(encoding="utf-8"), load_config(run.config)
+            require_acceptable(script, self.commands)
+            run.stop_file.unlink(missing_ok=True)
+            job_id = self.submit(run, config, script, flags=renewed_warning(config, run))
+        note(f"submitted again; it continues from the newest verified checkpoint in {run.checkpoints}")
+        print(f"{job_id} {run.path}", flush=True)
+        return EXIT_DONE
+
+    def submit(
+        self, run: RunDirectory, config: RunConfig, script: str, *, flags: Sequence[str] = (), avoids: bool = True
+    ) -> str:
+        """Gives a run's script to Slurm, records the job and returns its id; called by the one submitter of the run.
+
+        Args:
+            run: the run.
+            config: says which variables travel.
+            script: the script.
+            flags: further words for sbatch.
+            avoids: leave out nodes that were found bad lately.
+
+        Raises:
+            ClusterError: sbatch refused it.
+        """
+        from slurm_train.launch.submission import submit_script
+
+        flags = [*flags, *(self._left_out(script, run) if avoids else ())]
+        self._clear_dead(run)
+        export = config.cluster.export if config.cluster is not None else ()
+        job_id = submit_script(script, folder=run.logs / "submitted", env=self.env, flags=flags, export=export)
+        record_job(run, job_id)
+        return job_id
+
+    def _clear_dead(self, run: RunDirectory) -> None:
+        # A dead process on this machine can be recognised from here, not from the node that the job starts on.
+        clear_dead(run, is_alive=lambda holder: holder_lives(holder, self.commands))
+
+    def _left_out(self, script: str, run: RunDirectory) -> list[str]:
+        """Returns words for sbatch or salloc that leave out nodes which were found bad lately, and prints which."""
+        flags, text = exclude_flags(script, run, self.env)
+        if text:
+            note(f"  {text}")
+        return flags
+
+    def _write_provenance(self, path: Path, source: Source | None, config: RunConfig) -> None:
+        from slurm_train.launch.environment import write_provenance
+
+        if source is not None:
+            slurm = None if config.cluster is None else self.commands.version()
+            write_provenance(path, source, words=self.words, slurm=slurm)
+
+    # --- the runs of a sweep ---
+
+    def sweep(self, plan: SweepPlan, source: Source, *, wait: bool) -> int:
+        """Submits or trains what is missing of a sweep; prints `<array job id> <sweep directory>` per array.
+
+        Args:
+            plan: the sweep.
+            source: its code.
+            wait: return when all its runs have ended.
+
+        Raises:
+            SlurmTrainError: something is wrong with the site or one of the runs; nothing was written then.
+        """
+        from slurm_train.launch.arrays import find_lost_arrays, plan_arrays
+
+        sweep, commands, scripts = plan.sweep, self.commands, dict[RunDirectory, str]()
+        if plan.uses_cluster:
+            require_slurm(commands, self.env)
+            warn_unexported_keys(plan.plans[0].config, self.env)
+            scripts = {one.run: render_script(one) for one in plan.plans}
+        with contextlib.ExitStack() as held:
+            # A sweep that Slurm refuses leaves no directory, so a new one is made and held afterwards.
+            if is_known := sweep.table.exists():
+                held.enter_context(submitting_sweep(sweep))
+                if plan.uses_cluster:
+                    find_lost_arrays(sweep, commands)
+            missing = _missing_runs([one.run for one in plan.plans], commands)
+            todo = [(run, script) for run, script in scripts.items() if run in missing]
+            arrays = plan_arrays(sweep, todo, commands, max_parallel=plan.max_parallel, example=plan.plans[0])
+            if not is_known:
+                held.enter_context(submitting_sweep(sweep))
+                if sweep.table.exists():
+                    raise RunError(
+                        f"sweep {sweep.sweep_id} was submitted by another command just now",
+                        hint=f"`status {sweep.sweep_id}` shows it; the same command again submits what is missing",
+                    )
+            write_table_of(plan, words=self.words)
+            code = write_shared_code(sweep, source) if missing else None
+            for one in (one for one in plan.plans if one.run in missing):
+                # Nobody runs what has never been written, and there may be thousands of those.
+                with writing(one.run, commands) if one.run.config.exists() else contextlib.nullcontext():
+                    # A run that has been trained goes on with its own code; `resume --accept code` gives it another.
+                    is_trained = one.run.code.exists() and bool(list_checkpoints(one.run.checkpoints))
+                    write_run(one, None if is_trained else code, script=scripts.get(one.run))
+            make_outputs(self.outputs)
+            for run, _ in todo:
+                self._clear_dead(run)
+            if not plan.uses_cluster:
+                if code is not None:
+                    self._write_provenance(code.with_suffix(".json"), source, plan.plans[0].config)
+                return self._train_here(sweep, [one for one in plan.elements if one.run in missing], plan.max_parallel)
+            self._submit_arrays(sweep, todo, arrays)
+            if code is not None:
+                self._write_provenance(code.with_suffix(".json"), source, plan.plans[0].config)
+        verbs = ("status", "cancel", "collate", "report")
+        note("next:\n" + "\n".join(f"  python -m slurm_train {verb} {sweep.sweep_id}" for verb in verbs))
+        return self._wait_for(sweep) if wait else EXIT_DONE
+
+    def resume_sweep(self, sweep: SweepDirectory, *, only: Collection[RunState] | None, where: Sequence[str]) -> int:
+        """Continues runs of a sweep that ended early, as they are on disk, and returns the exit code.
+
+        With "code" accepted they take the code of the current directory, for the runs of a corrected script.
+
+        Args:
+            sweep: the sweep.
+            only: states of the runs that are meant; None: all that are neither finished nor active.
+            where: conditions on their values.
+
+        Raises:
+            RunError: nothing is to be continued, or a run was never written.
+            ClusterError: Slurm refuses.
+        """
+        from slurm_train.cli.status_table import summary
+        from slurm_train.launch.arrays import find_lost_arrays, plan_arrays
+        from slurm_train.status.run_status import read_statuses, subjects_of
+
+        commands = self.commands
+        with submitting_sweep(sweep):
+            if commands.is_available():
+                find_lost_arrays(sweep, commands)
+            elements = read_table(sweep)
+            subjects = subjects_of(elements)
+            named, rows = filter_where(subjects, where), read_statuses(subjects, commands)
+            meant = [one for one in rows if one.subject in named and (only is None or one.state in only)]
+            runs = [one.run for one in meant if not one.is_finished and not one.is_active]
+            if not runs:
+                raise RunError(
+                    f"no run of sweep {sweep.sweep_id} is to be continued: {summary(rows)}", hint="see `status`"
+                )
+            todo = [element for element in elements if element.run in runs]
+            if unwritten := [element.index for element in todo if not element.run.config.is_file()]:
+                raise RunError(
+                    f"{len(unwritten)} runs of sweep {sweep.sweep_id} were never written, the first is {unwritten[0]}",
+                    hint="type the words of the sweep again: they submit what is missing",
+                )
+            config, source = load_config(todo[0].run.config), None
+            if "code" in self.accept:
+                cwd = Path.cwd()
+                source = read_source(todo[0].run, config, cwd, read_git(cwd, self.env), env=self.env)
+                say_source(source)
+            max_parallel = config.sweep.max_parallel
+            if config.cluster is None:
+                self._renew(sweep, runs, source, config)
+                sweep.stop_file.unlink(missing_ok=True)
+                return self._train_here(sweep, todo, max_parallel)
+            require_slurm(commands, self.env)
+            scripts = [(run, run.submit_script.read_text(encoding="utf-8")) for run in runs]
+            arrays = plan_arrays(sweep, scripts, commands, max_parallel=max_parallel)
+            self._renew(sweep, runs, source, config)
+            self._submit_arrays(sweep, scripts, arrays)
+        note(f"submitted {len(runs)} runs again; each continues from its newest verified checkpoint")
+        return EXIT_DONE
+
+    def _renew(
+        self, sweep: SweepDirectory, runs: Sequence[RunDirectory], source: Source | None, config: RunConfig
+    ) -> None:
+        """Makes runs of a sweep ready to go on: no wish to stop, no dead holder, the new code where there is one."""
+        changes, code = {}, None
+        if source is not None:
+            # All are compared before anything is written.
+            for run in runs:
+                plan = replan_run(load_config(run.config), read_json(run.plan) or {}, run=run, typed=(), env={})
+                changes[run] = check_drift(plan, source, accept={"code"})
+            code = write_shared_code(sweep, source)
+            self._write_provenance(code.with_suffix(".json"), source, config)
+        for run in runs:
+            run.stop_file.unlink(missing_ok=True)
+            self._clear_dead(run)
+            if code is not None:
+                with writing(run, self.commands):
+                    if (change := changes[run]) is not None:
+                        put_on_record(run, change)
+                    link_code(run, code)
+
+    def _submit_arrays(
+        self, sweep: SweepDirectory, scripts: Sequence[tuple[RunDirectory, str]], arrays: Sequence[ArrayPlan]
+    ) -> None:
+        from slurm_train.launch.arrays import submit_arrays
+
+        for run, script in scripts[:1]:
+            # Printed once; each array leaves them out by itself.
+            self._left_out(script, run)
+        for job_id in submit_arrays(sweep, arrays, env=self.env):
+            print(f"{job_id} {sweep.path}", flush=True)
+
+    def _train_here(self, sweep: SweepDirectory, elements: Sequence[Element], max_parallel: int | None) -> int:
+        from slurm_train.cli.here import train_each
+
+        print(f"- {sweep.path}", flush=True)
+        return train_each(sweep, elements, num_parallel=max_parallel or 1, env=self.env)
+
+    def _wait_for(self, sweep: SweepDirectory) -> int:
+        if wait_for_runs([element.run for element in read_table(sweep)], self.commands, see=sweep.sweep_id):
+            return EXIT_DONE
+        return EXIT_FAILURE
+
+
+def _missing_runs(runs: Sequence[RunDirectory], commands: SlurmCommands) -> set[RunDirectory]:
+    """Returns the runs that are neither finished nor active, and prints how many of each there are."""
+    finished = {run for run in runs if run.result.exists()}
+    active = set(find_active([run for run in runs if run not in finished], commands))
+    missing = set(runs) - finished - active
+    if len(missing) < len(runs):
+        note(f"{len(finished)} runs are finished, {len(active)} active; {len(missing)} to submit")
+    return missing
+
+
+def wait_for_runs(
+    runs: Sequence[RunDirectory],
+    commands: SlurmCommands,
+    *,
+    see: str = "",
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Returns when no run is active any more: whether all are finished. Ctrl-C ends the waiting, not the runs.
+
+    Slurm is asked rarely, with one command for all runs: `result.json` says by itself that a run is finished.
+
+    Args:
+        runs: the runs.
+        commands: Slurm.
+        see: what `status` shows of them; "": the first run that has no result.
+        sleep: waits so many seconds.
+    """
+    pause_s, num_seen = _FIRST_PAUSE_S, -1
+    while left := [run for run in runs if not run.result.exists()]:
+        try:
+            if not find_active(left, commands):
+                status = f"`status {see or left[0].run_id}` says why"
+                note(f"{len(left)} of {len(runs)} runs ended without a result; {status}")
+                return False
+        except ClusterError as err:
+            note(f"Slurm does not answer, asking again later: {err.message}")
+        if len(left) != num_seen:
+            note(f"{len(runs) - len(left)} of {len(runs)} runs are finished; Ctrl-C leaves the others alone")
+            # Where something happens more may follow soon.
+            pause_s, num_seen = _FIRST_PAUSE_S, len(left)
+        sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+    note(f"all {len(runs)} runs are finished")
+    return True
+
+
+def _import_early() -> None:
+    # Importing submitit takes 30 ms; sbatch --test-only waits as long for the controller meanwhile.
+    import slurm_train.launch.submission  # noqa: F401

@@ -1,0 +1,240 @@
+"""The job arrays of a sweep: which run is an element of which array, their scripts, and their submission.
+
+The elements of an array have the same resources, so runs of another shape go into another array, and no array has more
+elements than the site's MaxArraySize. Each is numbered from 0; a file next to the script says which run an element is.
+The run's own `submit.sh` does the rest, so an element is carried out like a run submitted alone.
+
+An array's files are there before sbatch is called, and its name says which sweep and which of its arrays it is. So a
+submitter that is killed before it has written the id down leaves enough to find the array again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from slurm_train.assets import read_template
+from slurm_train.errors import ClusterError
+from slurm_train.launch.acceptance import exclude_flags, require_acceptable
+from slurm_train.launch.plan import RunPlan
+from slurm_train.rundir.files import write_atomic
+from slurm_train.rundir.jobs import record_job
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.sweep import (
+    ArrayDirectory,
+    SweepDirectory,
+    array_job_id,
+    existing_arrays,
+    read_runs,
+    read_table,
+    record_array,
+    write_table,
+)
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.flags import sbatch_line
+
+_DEFAULT_MAX_ARRAY_SIZE = 1001
+# An array has a name and a log of its own.
+_OWN_FLAGS = ("#SBATCH --job-name=", "#SBATCH --output=", "#SBATCH --array=")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayPlan:
+    """One job array as it would be submitted."""
+
+    runs: tuple[RunDirectory, ...]
+    """Element i is the run at position i."""
+    directives: tuple[str, ...]
+    """The #SBATCH lines that its runs have in common."""
+    throttle: int | None = None
+    """Elements that may run at once; None: as many as there is room for."""
+    after: int | None = None
+    """Position of the array whose end it waits for."""
+
+
+def max_array_size(settings: Mapping[str, str]) -> int:
+    """Returns how many elements an array may have at a site, from `scontrol show config`.
+
+    Raises:
+        ClusterError: the site allows no job arrays.
+    """
+    limit = settings.get("MaxArraySize", "")
+    # The setting caps the index, which counts from 0: so many elements fit.
+    size = int(limit) if limit.isdigit() else _DEFAULT_MAX_ARRAY_SIZE
+    count = re.search(r"\bmax_array_tasks=(\d+)", settings.get("SchedulerParameters", ""))
+    if count is not None:
+        size = min(size, int(count[1]))
+    if size < 1:
+        raise ClusterError("this site allows no job arrays (MaxArraySize=0)", hint="submit the runs one by one")
+    return size
+
+
+def cut_arrays(
+    scripts: Sequence[tuple[RunDirectory, str]], *, max_size: int, max_parallel: int | None
+) -> list[ArrayPlan]:
+    """Returns the arrays for runs with their own scripts, in the order in which they are to be submitted.
+
+    Slurm throttles each array for itself and knows no throttle over several, so a limit is shared among them. Arrays
+    beyond the limit wait for the end of one before them: never more than the limit run.
+
+    Args:
+        scripts: each run with the text of its `submit.sh`.
+        max_size: elements that an array may have.
+        max_parallel: runs of the whole sweep that may run at once; None: no limit.
+    """
+    by_shape: dict[tuple[str, ...], list[RunDirectory]] = {}
+    for run, script in scripts:
+        lines = (line for line in script.splitlines() if line.startswith("#SBATCH "))
+        shape = tuple(line for line in lines if not line.startswith(_OWN_FLAGS))
+        by_shape.setdefault(shape, []).append(run)
+    arrays = [
+        ArrayPlan(runs=tuple(runs[start : start + max_size]), directives=shape)
+        for shape, runs in by_shape.items()
+        for start in range(0, len(runs), max_size)
+    ]
+    if max_parallel is None:
+        return arrays
+    num_lanes = min(max_parallel, len(arrays))
+    shares = _split(max_parallel, [len(array.runs) for array in arrays[:num_lanes]])
+    return [
+        replace(
+            array,
+            throttle=min(shares[position % num_lanes], len(array.runs)),
+            after=position - num_lanes if position >= num_lanes else None,
+        )
+        for position, array in enumerate(arrays)
+    ]
+
+
+def _split(total: int, weights: Sequence[int]) -> list[int]:
+    """Returns whole numbers of at least 1 that add up to `total`, as near to the weights as can be."""
+    shares = [1] * len(weights)
+    for _ in range(total - len(weights)):
+        neediest = max(range(len(weights)), key=lambda position: weights[position] / shares[position])
+        shares[neediest] += 1
+    return shares
+
+
+def render_array(plan: ArrayPlan, sweep: SweepDirectory, number: int) -> str:
+    """Returns the text of the script of a sweep's array of this number."""
+    array, name = sweep.array(number), job_name(sweep, number)
+    spec = f"0-{len(plan.runs) - 1}" + (f"%{plan.throttle}" if plan.throttle is not None else "")
+    own = {"job-name": name, "array": spec, "output": str(array.logs / "%a.log")}
+    return read_template("array.sh").format(
+        title=f"{name}: {len(plan.runs)} runs",
+        sbatch="\n".join([*(sbatch_line(*flag) for flag in own.items()), *plan.directives]),
+        runs=shlex.quote(str(array.runs)),
+    )
+
+
+def job_name(sweep: SweepDirectory, number: int) -> str:
+    """Returns the name in Slurm by which an array can be found whose id was lost, e.g. "sweep-9b1c44e0-0"."""
+    return f"sweep-{sweep.sweep_id}-{number}"
+
+
+def next_number(sweep: SweepDirectory) -> int:
+    """Returns the number of the next array of a sweep."""
+    return max((array.number for array in existing_arrays(sweep)), default=-1) + 1
+
+
+def plan_arrays(
+    sweep: SweepDirectory,
+    scripts: Sequence[tuple[RunDirectory, str]],
+    commands: SlurmCommands,
+    *,
+    max_parallel: int | None,
+    example: RunPlan | None = None,
+) -> list[ArrayPlan]:
+    """Returns the arrays for the runs; Slurm has said that it would take each shape.
+
+    Args:
+        sweep: the sweep.
+        scripts: each run with the text of its `submit.sh`.
+        commands: Slurm.
+        max_parallel: runs of the sweep that may run at once; None: no limit.
+        example: a run of it, to explain a refusal.
+
+    Raises:
+        ClusterError: it would not, or there are no arrays at this site.
+    """
+    if not scripts:
+        return []
+    max_size = max_array_size(commands.show_config())
+    arrays = cut_arrays(scripts, max_size=max_size, max_parallel=max_parallel)
+    # A limit on submitted jobs counts the elements of all arrays: the first question is about as many as can be asked.
+    whole = replace(arrays[0], runs=tuple(run for run, _ in scripts)[:max_size], throttle=None)
+    by_shape = {array.directives: array for array in reversed(arrays)} | {whole.directives: whole}
+    for array in by_shape.values():
+        script = render_array(array, sweep, next_number(sweep))
+        require_acceptable(script, commands, example if array is whole else None)
+    return arrays
+
+
+def submit_arrays(sweep: SweepDirectory, plans: Sequence[ArrayPlan], *, env: Mapping[str, str]) -> Iterator[str]:
+    """Submits arrays one after the other and yields their job ids; the table has each by then.
+
+    Raises:
+        ClusterError: sbatch refused one; those before it are submitted.
+    """
+    from slurm_train.launch.submission import submit_script
+
+    ids: list[str] = []
+    for number, plan in enumerate(plans, next_number(sweep)):
+        array, script = sweep.array(number), render_array(plan, sweep, number)
+        array.logs.mkdir(mode=0o700, parents=True)
+        write_atomic(array.runs, "".join(f"{run.path}\n" for run in plan.runs))
+        write_atomic(array.script, script, mode=0o700)
+        flags = [] if plan.after is None else [f"--dependency=afterany:{ids[plan.after]}"]
+        flags += exclude_flags(script, plan.runs[0], env)[0]
+        try:
+            ids.append(submit_script(script, folder=array.path / "submitted", env=env, flags=flags))
+        except ClusterError as err:
+            shutil.rmtree(array.path)
+            if not ids:
+                raise
+            done, left = (sum(len(one.runs) for one in part) for part in (plans[: len(ids)], plans[len(ids) :]))
+            raise ClusterError(
+                f"{err.message}; {done} runs are submitted, {left} are not",
+                hint="the same command submits those that are missing; where a limit on jobs is the reason, later",
+            ) from err
+        _record(sweep, array, ids[-1])
+        yield ids[-1]
+
+
+def _record(sweep: SweepDirectory, array: ArrayDirectory, job_id: str) -> None:
+    """Writes an array's id down: next to its script, in the sweep's table, and in each of its runs."""
+    write_atomic(array.job, json.dumps({"job_id": job_id, "submit_time_unix_s": time.time()}) + "\n")
+    write_table(sweep, record_array(read_table(sweep), array, job_id))
+    for task, run in enumerate(read_runs(array)):
+        record_job(run, f"{job_id}_{task}", durable=False)
+
+
+def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str]:
+    """Looks in Slurm for arrays whose ids were never written down, writes them down and returns them.
+
+    An array that Slurm does not know was not submitted, or is over; its files go.
+
+    Raises:
+        ClusterError: Slurm does not answer.
+    """
+    lost = {job_name(sweep, one.number): one for one in existing_arrays(sweep) if array_job_id(one) is None}
+    known = commands.named_jobs(lost) if lost else {}
+    found = []
+    for name, array in lost.items():
+        # A sweep of the same runs may lie below another root: the script's path tells the two apart.
+        ids = [
+            job_id
+            for (its_name, script), job_id in known.items()
+            if its_name == name and script.startswith(f"{array.path}/")
+        ]
+        if ids:
+            _record(sweep, array, ids[-1])
+            found.append(ids[-1])
+        else:
+            shutil.rmtree(array.path)
+    return found

@@ -1,0 +1,128 @@
+"""Writes run directories and sweeps: frozen configuration, plan, script, copy of the code, table.
+
+Called when nothing is left to refuse. Each file is replaced as one step, so a run that is submitted again at another
+size is never half old and half new to a reader.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from slurm_train.config.frozen import dump_config
+from slurm_train.errors import RunError
+from slurm_train.launch.plan import RunPlan, SweepPlan
+from slurm_train.launch.snapshot import Source, link_snapshot, write_snapshot
+from slurm_train.rundir.attempts import withdraw_result
+from slurm_train.rundir.events import AcceptedChange, record_change
+from slurm_train.rundir.files import create_private, fsync_directory, fsync_file, make_private, write_atomic
+from slurm_train.rundir.jobs import read_job
+from slurm_train.rundir.layout import RunDirectory, require_private
+from slurm_train.rundir.sweep import SweepDirectory, read_table, write_table
+
+
+def require_writable(run: RunDirectory) -> None:
+    """Refuses a run directory that could not be written, or that others could change.
+
+    Raises:
+        RunError: the nearest existing folder above it is not writable, or is not a folder; see also `require_private`.
+    """
+    # os.path, since Path.exists raises where a folder above may not be entered.
+    existing = next(path for path in (run.path, *run.path.parents) if os.path.exists(path))  # noqa: PTH110
+    is_folder = existing.is_dir()
+    if not is_folder or not os.access(existing, os.W_OK | os.X_OK):
+        kind = "is not writable" if is_folder else "is not a directory"
+        raise RunError(f"{run.path} cannot be made: {existing} {kind}", hint="name another place with run.root=DIR")
+    require_private(run)
+
+
+def write_run(
+    plan: RunPlan, code: Source | Path | None, *, script: str | None, change: AcceptedChange | None = None
+) -> None:
+    """Writes everything that the job reads.
+
+    Args:
+        plan: the run.
+        code: the code to copy, or a snapshot that the run shares with others; None: the snapshot that it has.
+        script: text of submit.sh, None for a local run.
+        change: what was accepted in the middle of the run; recorded first, and what it replaces is kept.
+    """
+    run = plan.run
+    try:
+        for folder in (run.path, run.logs, run.checkpoints):
+            make_private(folder)
+        # Slurm would make it by the umask of the login shell.
+        create_private(run.logs / "batch.log")
+    except OSError as err:
+        hint = "name another place with run.root=DIR"
+        raise RunError(f"{run.path} cannot be made: {err.strerror or err}", hint=hint) from err
+    if change is not None:
+        put_on_record(run, change)
+    if isinstance(code, Source):
+        keep = run.before_change(change.number) / "code" if change is not None and change.code else None
+        write_snapshot(code, run.code, index=run.code_index, keep=keep)
+    elif code is not None:
+        link_code(run, code)
+    durable = change is not None
+    write_atomic(run.config, dump_config(plan.config), durable=durable)
+    write_atomic(run.plan, json.dumps(plan.as_json(), indent=2) + "\n", durable=durable)
+    if script is not None:
+        write_atomic(run.submit_script, script, durable=durable, mode=0o700)
+    run.stop_file.unlink(missing_ok=True)
+
+
+def put_on_record(run: RunDirectory, change: AcceptedChange) -> None:
+    """Keeps what an accepted change is about to replace, and writes the change down; durable when this returns."""
+    folder = run.before_change(change.number)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in (run.config, run.plan, run.provenance, run.code_index, run.submit_script):
+        if path.exists():
+            shutil.copy2(path, folder / path.name)
+            fsync_file(folder / path.name)
+    if run.code.is_symlink():
+        link_snapshot(folder / run.code.name, run.code.resolve())
+    withdraw_result(run, folder / run.result.name)
+    for place in (folder, folder.parent, run.path):
+        fsync_directory(place)
+    record_change(run, change)
+
+
+# --- what the runs of a sweep share ---
+
+
+def write_table_of(plan: SweepPlan, *, words: Sequence[str]) -> None:
+    """Writes a sweep's table and the words that it was asked for with; a run that was in it keeps its number."""
+    sweep = plan.sweep
+    known = {element.run: element.index for element in read_table(sweep)}
+    elements = []
+    for element in plan.elements:
+        record, index = read_job(element.run), known.get(element.run, element.index)
+        elements.append(replace(element, index=index, job=None if record is None else record.job_id))
+    write_table(sweep, sorted(elements, key=lambda element: element.index))
+    facts = {"words": list(words), "keys": plan.keys, "time_unix_s": time.time()}
+    write_atomic(sweep.facts, json.dumps(facts, indent=2) + "\n")
+    sweep.stop_file.unlink(missing_ok=True)
+
+
+def write_shared_code(sweep: SweepDirectory, source: Source) -> Path:
+    """Copies the code once for the runs of a submission and returns the snapshot.
+
+    Next to it lie `<number>.files.json`, its hashes, and `<number>.json`, its provenance.
+    """
+    sweep.code.mkdir(mode=0o700, exist_ok=True)
+    taken = [int(path.name) for path in sweep.code.iterdir() if path.name.isdigit()]
+    code = sweep.code / f"{max(taken, default=-1) + 1:03d}"
+    write_snapshot(source, code, index=code.with_suffix(".files.json"))
+    return code
+
+
+def link_code(run: RunDirectory, code: Path) -> None:
+    """Makes a run use a shared snapshot from now on."""
+    link_snapshot(run.code, code)
+    link_snapshot(run.code_index, code.with_suffix(".files.json"))
+    link_snapshot(run.provenance, code.with_suffix(".json"))
