@@ -1,6 +1,6 @@
 """What Hydra's words do to runs: links, files, sweeps, and what is refused before anything is written.
 
-The rows of docs/hydra.md that composing alone decides are tested in tests/config/test_hydra_habits.py.
+The rows of docs/hydra.md that composing alone decides are tested in tests/config/test_hydra.py.
 """
 
 from __future__ import annotations

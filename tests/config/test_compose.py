@@ -1,11 +1,27 @@
+"""From words to a configuration: groups, spellings, refusals; the points of a sweep; words on top of a frozen one."""
+
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 
-from slurm_train.config.compose import Composed, Composer, compose
-from slurm_train.config.words import read_words
+from slurm_train.config.compose import (
+    Composed,
+    Composer,
+    Point,
+    apply_words,
+    compose,
+    compose_points,
+    read_points,
+)
+from slurm_train.config.schema import ContainerSection, RunConfig
+from slurm_train.config.words import Words, prepare_overrides, read_words
 from slurm_train.errors import ConfigError
 
 
@@ -13,41 +29,62 @@ def composed(*words: str) -> Composed:
     return compose(read_words(words))
 
 
-def refusal(*words: str) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        composed(*words)
-    assert caught.value.exit_code == 2
-    return caught.value
+def cluster_of(*words: str) -> Any:
+    return composed(*words).config.cluster
+
+
+def write(folder: Path, files: dict[str, str]) -> str:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return str(folder)
 
 
 def test_nothing_typed_gives_the_shipped_defaults() -> None:
     result = composed()
     assert (result.choices["model"], result.choices["data"]) == ("gpt", "stdlib")
-    assert result.config.cluster is None
-    assert result.config.batch.default_global_size == 32
+    assert result.config.cluster is None and result.config.batch.default_global_size == 32
     assert result.config.model is not None and result.config.model["context"] == 128, "references are resolved"
     assert "hydra" not in result.mapping
 
 
 @pytest.mark.parametrize(
-    ("word", "nodes", "gpus"), [("+cluster=4x8", 4, 8), ("+cluster=3x5", 3, 5), ("cluster=1x1", 1, 1)]
+    "words",
+    [
+        ["+cluster=4x8", "optim.lr=3e-4"],
+        ["+experiment=digits", "seed=3", "run.name=${hydra.job.name}"],
+        ["cluster=2x4", "cluster.env.NCCL_DEBUG=INFO", "data=stdlib", "data.context=64", "~model.dropout"],
+        ["model._target_=my.Net", "model.hidden=64"],
+    ],
 )
-def test_every_cluster_size_exists(word: str, nodes: int, gpus: int) -> None:
-    cluster = composed(word).config.cluster
-    assert cluster is not None
-    assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu_flag) == (nodes, gpus, "gpus-per-node")
+def test_values_merged_into_a_composition_give_what_hydra_composes(words: list[str]) -> None:
+    composer, prepared = Composer(Words()), prepare_overrides(words)
+    found = composer.compose(words)
+    with composer.explaining(prepared):
+        whole = composer.hydra.compose_config("config", prepared, run_mode=RunMode.RUN, with_log_configuration=False)
+        plain = {str(key): whole[key] for key in whole if key != "hydra"}
+        for key, part in plain.items():
+            plain[key] = OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
+    assert found.mapping == plain and found.choices == whole.hydra.runtime.choices
+
+
+@pytest.mark.parametrize(
+    ("word", "size"), [("+cluster=4x8", (4, 8)), ("+cluster=3x5", (3, 5)), ("cluster=1x1", (1, 1))]
+)
+def test_every_cluster_size_exists(word: str, size: tuple[int, int]) -> None:
+    cluster = cluster_of(word)
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu_flag) == (*size, "gpus-per-node")
 
 
 def test_cluster_settings_apply_on_top_of_the_size() -> None:
     words = ["+cluster=4x8", "cluster.nodes=2", "cluster.nodelist=node[1-2],node5", "cluster.time_limit_min=30"]
     words += ["cluster.env.NCCL_IB_HCA=mlx5_0,mlx5_1", "cluster.sbatch.exclusive=true", "cluster.srun.mpi=pmix"]
-    cluster = composed(*words, "cluster.setup=[module load cuda/12.4,ulimit -n 4096]").config.cluster
-    assert cluster is not None
+    cluster = cluster_of(*words, "cluster.setup=[module load cuda/12.4,ulimit -n 4096]")
     assert (cluster.nodes, cluster.gpus_per_node, cluster.time_limit_min) == (2, 8, 30)
-    assert cluster.nodelist == "node[1-2],node5"
-    assert cluster.env == {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}
+    assert (cluster.nodelist, cluster.env) == ("node[1-2],node5", {"NCCL_IB_HCA": "mlx5_0,mlx5_1"})
     assert (cluster.sbatch, cluster.srun) == ({"exclusive": True}, {"mpi": "pmix"})
     assert cluster.setup == ["module load cuda/12.4", "ulimit -n 4096"]
+    assert cluster_of("+cluster=2x4", "cluster.env={A: 1, B: x}").env == {"A": 1, "B": "x"}
 
 
 @pytest.mark.parametrize("sign", ["+", ""])
@@ -64,88 +101,52 @@ def test_an_own_model_does_not_inherit_the_arguments_of_the_old_one() -> None:
 
 
 def test_script_words_arrive_as_they_were_typed() -> None:
-    result = composed("script=[train.py,--lr,1e-3,--tag,007,--verbose,true]")
-    assert result.config.script == ["train.py", "--lr", "1e-3", "--tag", "007", "--verbose", "true"]
+    config = composed("script=[train.py,--lr,1e-3,--tag,007,--verbose,true]").config
+    assert config.script == ["train.py", "--lr", "1e-3", "--tag", "007", "--verbose", "true"]
 
 
-def write_site(folder: Path, files: dict[str, str]) -> str:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return str(folder)
-
-
-def test_a_users_base_file_shadows_ours_for_every_size(tmp_path: Path) -> None:
-    site = write_site(tmp_path, {"cluster/base.yaml": "partition: gpu\naccount: lab\nnodes: 1\n"})
-    cluster = composed("--config-dir", site, "+cluster=3x4").config.cluster
-    assert cluster is not None
-    assert (cluster.partition, cluster.account, cluster.nodes, cluster.gpus_per_node) == ("gpu", "lab", 3, 4)
-
-
-def test_a_users_file_of_a_size_shadows_the_computed_one(tmp_path: Path) -> None:
-    site = write_site(
-        tmp_path, {"cluster/4x8.yaml": "defaults: [base, _self_]\nnodes: 4\ngpus_per_node: 8\nqos: big\n"}
-    )
-    cluster = composed("--config-dir", site, "+cluster=4x8").config.cluster
-    assert cluster is not None and (cluster.qos, cluster.nodes, cluster.gpu_flag) == ("big", 4, "gpus-per-node")
-    other = composed("--config-dir", site, "+cluster=2x8").config.cluster
-    assert other is not None and (other.qos, other.nodes) == (None, 2)
-
-
-def test_a_users_own_cluster_file_is_chosen_by_its_name(tmp_path: Path) -> None:
-    site = write_site(tmp_path, {"cluster/jupiter.yaml": "defaults: [base, _self_]\nnodes: 8\ngpu_flag: gres\n"})
-    cluster = composed("--config-dir", site, "+cluster=jupiter").config.cluster
-    assert cluster is not None and (cluster.nodes, cluster.gpu_flag) == (8, "gres")
+def test_a_users_files_shadow_ours(tmp_path: Path) -> None:
+    files = {
+        "cluster/base.yaml": "partition: gpu\naccount: lab\nnodes: 1\n",
+        "cluster/4x8.yaml": "defaults: [base, _self_]\nnodes: 4\ngpus_per_node: 8\nqos: big\n",
+        "cluster/jupiter.yaml": "defaults: [base, _self_]\nnodes: 8\ngpu_flag: gres\n",
+    }
+    words = ("--config-dir", write(tmp_path, files))
+    other, exact, named = (cluster_of(*words, f"+cluster={name}") for name in ("3x4", "4x8", "jupiter"))
+    assert (other.partition, other.account, other.nodes, other.gpus_per_node, other.qos) == ("gpu", "lab", 3, 4, None)
+    assert (exact.qos, exact.nodes, exact.account) == ("big", 4, "lab")
+    assert (named.nodes, named.gpu_flag) == (8, "gres")
 
 
 def test_a_cluster_that_the_users_primary_file_chooses_can_be_replaced(tmp_path: Path) -> None:
-    files = {
-        "mine.yaml": "defaults:\n  - config\n  - cluster: big\n",
-        "cluster/big.yaml": "defaults: [base]\nnodes: 9\n",
-    }
-    words = ["--config-dir", write_site(tmp_path, files), "--config-name", "mine"]
-    chosen, replaced = composed(*words).config.cluster, composed(*words, "+cluster=2x4").config.cluster
-    assert chosen is not None and chosen.nodes == 9
-    assert replaced is not None and (replaced.nodes, replaced.gpus_per_node) == (2, 4)
+    files = {"mine.yaml": "defaults:\n  - config\n  - cluster: big\n", "cluster/big.yaml": "nodes: 9\n"}
+    words = ["--config-dir", write(tmp_path, files), "--config-name", "mine"]
+    assert cluster_of(*words).nodes == 9
+    assert (cluster_of(*words, "+cluster=2x4").nodes, cluster_of(*words, "+cluster=2x4").gpus_per_node) == (2, 4)
 
 
 SEVERAL = "has several values, and makes a run of each only with -m (--multirun)"
 REFUSALS = [
-    ("optim.lrr=3", "there is no configuration key 'optim.lrr'", "did you mean optim.lr or"),
     ("++optim.lrr=3", "there is no configuration key 'optim.lrr'", "did you mean optim.lr or"),
     ("model.widht=3", "there is no configuration key 'model.widht'", "did you mean model.width or"),
     ("optim.lr=abc", "optim.lr asks for a number, found 'abc' (str)", "set optim.lr=..., written like 0.5 or 1e-3"),
-    ("script=a.py -n 3", "script asks for a list, found 'a.py -n 3' (str)", 'write "script=[a.py,-n,3]"'),
-    ("optim.lr=", "optim.lr asks for a number, found '' (str)", "set optim.lr=..."),
-    ("train.max_steps=1.5", "train.max_steps asks for a whole number, found 1.5 (float)", "set train.max_steps=..."),
-    ("train.compile=1", "train.compile asks for true or false, found 1 (int)", "set train.compile=..."),
-    ("train=3", "train asks for a mapping, found 3 (int)", "set train=..."),
-    ("optim.lr_retune=cubic", "optim.lr_retune='cubic' is not one of its values", "use one of none, linear, sqrt"),
+    ("train.max_steps=0", "train.max_steps must be at least 1, got 0", "set train.max_steps to 1 or more"),
     ("model=gptt", "there is no configuration 'model/gptt'", "there are: cnn custom gpt"),
-    (
-        "model=mine.Net",
-        "there is no configuration 'model/mine.Net'",
-        "a class of your own: model._target_=mine.Net; there",
-    ),
+    ("model=mine.Net", "there is no configuration 'model/mine.Net'", "a class of your own: model._target_=mine.Net;"),
     ("+cluster=0x8", "there is no configuration 'cluster/0x8'", "write +cluster=<nodes>x<GPUs per node>"),
     ("cluster.nodes=3", "cluster.nodes was set, but the run asks for no cluster", "add +cluster=<nodes>x<GPUs"),
     ("cluster.env.A=1", "cluster.env was set, but the run asks for no cluster", "add +cluster=<nodes>x<GPUs"),
+    ("cluster.env={A: 1}", "cluster.env was set, but the run asks for no cluster", "add +cluster=<nodes>x<GPUs"),
     ("data=text", "data.path has no value", "set data.path=..."),
+    ("container=apptainer", "container.image has no value", "set container.image=..."),
+    ("container.image=/a", "container.image was set, but the run asks for no container", "add container=apptainer"),
+    ("launch=interactive", "launch=interactive asks Slurm for an allocation, but", "add +cluster=<nodes>x<GPUs"),
     ("--config-dir=/nowhere", "--config-dir '/nowhere' is not a directory", "name a folder with your YAML files"),
     ("foo", "'foo' is neither a verb nor a setting", "settings are written key=value"),
     ("model=null", "null is no option of a group", "write ~GROUP to leave a group out"),
     ("+seed=1", "seed is there already, and + adds a key", "write seed=VALUE, without the +"),
-    (
-        "seed=1,2",
-        "seed=1,2 has several values, and makes a run of each only with -m (--multirun)",
-        "add -m; for one list",
-    ),
-    (
-        "seed=range(3)",
-        "seed=range(3) has several values, and makes a run of each only with -m (--multirun)",
-        "add -m; for",
-    ),
+    ("seed=1,2", f"seed=1,2 {SEVERAL}", 'add -m; for one list write "seed=[1,2]", for one text "seed=\'1,2\'"'),
+    ("seed=range(3)", f"seed=range(3) {SEVERAL}", "add -m; for"),
     ("run.name=${oc.env:NOPE}", "${oc.env:NOPE}: there is no such variable", "set it, or write ${oc.env:NOPE,default}"),
     ("run.name=${nope:1}", "there is no resolver 'nope' for ${nope:...}", "register one of your own in a module"),
     ("run.name=${nope}", "${nope} refers to a key that there is not", "`--cfg job` prints every key"),
@@ -154,17 +155,13 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("word", "message", "hint"), REFUSALS, ids=[word for word, _, _ in REFUSALS])
 def test_a_refusal_says_what_was_asked_and_what_to_do(word: str, message: str, hint: str) -> None:
-    error = refusal(word)
-    assert error.message == message
-    assert error.hint.startswith(hint)
+    with pytest.raises(ConfigError) as caught:
+        composed(word)
+    assert caught.value.message.startswith(message) and caught.value.hint.startswith(hint)
+    assert caught.value.exit_code == 2
 
 
-def test_an_uneven_size_that_is_neither_number_nor_list_names_both() -> None:
-    error = refusal("+cluster=2x2", "cluster.gpus_per_node=x")
-    assert error.message == "cluster.gpus_per_node asks for a whole number or a list, found 'x' (str)"
-
-
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "HF_TOKEN", "my_secret", "DB_PASSWORD"])
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "my_secret"])
 @pytest.mark.parametrize(
     "form", ["${{oc.env:{}}}", "${{ oc.env : {} }}", "a${{oc.env:{},b}}", "${{oc.env:${{oc.env:W}}}}"]
 )
@@ -173,23 +170,166 @@ def test_a_reference_to_a_secret_is_refused_before_it_is_resolved(
 ) -> None:
     monkeypatch.setenv(name, "canary")
     monkeypatch.setenv("W", name)
-    error = refusal("+cluster=1x1", f"cluster.env.X={form.format(name)}")
-    assert error.message.startswith(f"${{oc.env:{name}}} refers to a secret")
-    assert "canary" not in str(error)
+    with pytest.raises(ConfigError) as caught:
+        composed("+cluster=1x1", f"cluster.env.X={form.format(name)}")
+    assert caught.value.message.startswith(f"${{oc.env:{name}}} refers to a secret")
+    assert "canary" not in str(caught.value)
 
 
 def test_broken_yaml_of_a_user_is_an_error_with_its_place(tmp_path: Path) -> None:
-    site = write_site(tmp_path, {"cluster/base.yaml": "nodes: [1\n"})
-    assert "line" in refusal("--config-dir", site, "+cluster=2x2").message
+    with pytest.raises(ConfigError, match="line"):
+        composed("--config-dir", write(tmp_path, {"cluster/base.yaml": "nodes: [1\n"}), "+cluster=2x2")
 
 
-def test_show_prints_the_composed_configuration_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    Composer(read_words(["--cfg", "job", "--package", "optim", "optim.lr=0.5"])).show()
-    assert "lr: 0.5" in capsys.readouterr().out
+# The points of a sweep
 
 
-def test_an_open_mapping_may_be_given_as_a_whole() -> None:
-    cluster = compose(read_words(["+cluster=2x4", "cluster.env={A: 1, B: x}"])).config.cluster
-    assert cluster is not None and cluster.env == {"A": 1, "B": "x"} and cluster.nodes == 2
-    with pytest.raises(ConfigError, match="no cluster"):
-        compose(read_words(["cluster.env={A: 1}"]))
+def points(*words: str) -> list[Point]:
+    return read_points(read_words(words))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["optim.lr=1e-3,3e-4", "seed=range(3)"],
+        ["+cluster=1x8,2x8", "seed=7", "optim.lr=choice(1,2)"],
+        ["seed=range(0,10,4)", "train.compile=true,false", "optim.lr=range(0.1,0.4,0.1)"],
+        ["model=gpt,cnn", "seed=sort(3,1,2)", "optim.betas=[0.9,0.95],[0.9,0.99]"],
+        ["seed=3"],
+    ],
+)
+def test_the_points_are_those_of_hydras_own_sweeper_in_its_order(words: list[str]) -> None:
+    (expected,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)
+    assert [list(point.overrides) for point in points(*words)] == expected
+
+
+def test_a_point_knows_what_the_sweep_gave_to_it() -> None:
+    first, *_, last = points("+cluster=1x8,2x8", "run.name=study", "optim.lr=1e-3,3e-4")
+    assert first.values == {"cluster": "1x8", "optim.lr": "0.001"}
+    assert last == Point(("+cluster=2x8", "run.name=study", "optim.lr=0.0003"), last.values)
+
+
+ONE_VALUE = [
+    "cluster.nodelist=node[1-2],node5",
+    "cluster.sbatch.mail_type=END,FAIL",
+    "cluster.env.HCA=mlx5_0,mlx5_1",
+    "script=[train.py,--lr=1e-3,--tag,a]",
+    "run.name=nodes-${cluster.nodes}",
+    "run.root=/some where/(else)",
+    "~data.context",
+]
+
+
+@pytest.mark.parametrize("word", ONE_VALUE)
+def test_what_is_one_value_without_multirun_is_one_value_with_it(word: str) -> None:
+    assert [point.overrides for point in points(word, "seed=1,2")] == [(word, "seed=1"), (word, "seed=2")]
+
+
+TEXTS: list[tuple[str, list[Any]]] = [
+    ("run.name=a,'b,c',d e", ["a", "b,c", "d e"]),
+    ("run.name=choice(a,'b\\'c')", ["a", "b'c"]),
+    ("cluster.exclude=choice(node1,'node1,node2')", ["node1", "node1,node2"]),
+]
+
+
+@pytest.mark.parametrize(("word", "expected"), TEXTS)
+def test_texts_arrive_as_they_were_meant(word: str, expected: list[str]) -> None:
+    words = Words(overrides=["+cluster=1x1", word])
+    section, _, key = word.partition("=")[0].partition(".")
+    found = compose_points(words, [point.overrides for point in read_points(words)])
+    assert [getattr(getattr(one.config, section), key) for one in found] == expected
+
+
+def test_composing_many_gives_what_composing_one_by_one_gives() -> None:
+    words = read_words(["+cluster=1x8,2x4", "data=stdlib,digits", "model=gpt", "seed=1,2", "++data.context=64,128"])
+    sweep = [point.overrides for point in read_points(words)]
+    together = list(compose_points(words, sweep))
+    assert len(together) == 16
+    for one, overrides in zip(together, sweep, strict=True):
+        assert one == compose(Words(overrides=list(overrides)))
+
+
+def test_points_do_not_leak_into_each_other() -> None:
+    sweep = [["optim.lr=0.5", "+model.extra=1"], [], ["~model.width"]]
+    first, second, third = compose_points(Words(), sweep)
+    assert first.config.optim.lr == 0.5 and first.mapping["model"]["extra"] == 1
+    assert second.mapping == composed().mapping
+    assert "width" not in third.mapping["model"] and "extra" not in third.mapping["model"]
+
+
+NO_POINTS = [
+    (["seed=range(0)"], "seed=range(0) gives no value: the sweep is empty"),
+    (["optim.lr=interval(0,1)"], "optim.lr=interval(0,1): an interval names no points"),
+    (["seed=1,2", "seed=3,4"], "seed is swept by two words"),
+    (["run.name=a,b(c"], "'run.name=a,b(c' cannot be read in a sweep"),
+    (["seed=range(1000)", "optim.lr=range(1000)"], "1000 x 1000 = 1,000,000 runs in one sweep"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), NO_POINTS, ids=str)
+def test_what_names_no_points_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        points(*words)
+    assert caught.value.message.startswith(message) and caught.value.hint
+
+
+# Words on top of a frozen configuration
+
+CONFIG = composed("+cluster=4x8").config
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("optim.lrr=1", "did you mean optim.lr"),
+        ("model.widht=1", "did you mean model.width"),
+        ("optim.lr=1,2", "optim.lr has several values"),
+        ("optim.lr=fast", "optim.lr asks for a number"),
+        ("nonsense", "neither a verb nor a setting"),
+    ],
+)
+def test_words_that_make_no_sense_for_a_run_that_exists_are_refused(word: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply_words(CONFIG, [word])
+    assert text in str(caught.value)
+
+
+def test_a_cluster_keeps_what_it_had_at_another_size() -> None:
+    big: Any = apply_words(CONFIG, ["cluster.partition=big", "cluster=2x4"])
+    assert (big.cluster.partition, big.cluster.nodes, big.cluster.gpus_per_node) == ("big", 2, 4)
+    local = apply_words(big, ["cluster=null"])
+    with pytest.raises(ConfigError, match="the run has no cluster"):
+        apply_words(local, ["cluster.partition=big"])
+    again: Any = apply_words(local, ["+cluster=1x2"]).cluster
+    assert (again.nodes, again.gpus_per_node) == (1, 2)
+
+
+def test_a_group_is_replaced_together_with_its_settings() -> None:
+    data = apply_words(CONFIG, ["data=text", "data.path=/corpus"]).data
+    assert data is not None and data["path"] == "/corpus" and "text" in data["_target_"]
+
+
+def test_a_run_is_started_in_another_way() -> None:
+    assert composed("+cluster=4x8", "launch=local").config.cluster is None
+    config = composed("+cluster=1x2", "launch=interactive").config
+    assert config.launch == "interactive" and apply_words(config, ["launch=slurm"]).launch == "slurm"
+    assert apply_words(config, ["launch=local"]).cluster is None
+    with pytest.raises(ConfigError, match="asks Slurm for an allocation"):
+        apply_words(config, ["cluster=null"])
+
+
+def test_a_container_is_chosen_with_its_image_and_exchanged() -> None:
+    words = ("container.mounts=[/datasets:/data:ro,/scratch]", "container.flags=[--writable-tmpfs]")
+    config: RunConfig = composed("+cluster=1x2", "container=apptainer", "container.image=/images/a.sif", *words).config
+    assert config.container == ContainerSection(
+        kind="apptainer",
+        image="/images/a.sif",
+        mounts=["/datasets:/data:ro", "/scratch"],
+        command="apptainer",
+        flags=["--writable-tmpfs"],
+    )
+    changed: Any = apply_words(config, ["container.image=/images/b.sif"]).container
+    assert changed.image == "/images/b.sif" and changed.mounts == ["/datasets:/data:ro", "/scratch"]
+    changed = apply_words(config, ["container=pyxis", "container.image=a"]).container
+    assert (changed.kind, changed.command) == ("pyxis", None)
+    assert apply_words(config, ["container=null"]).container is None

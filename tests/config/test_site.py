@@ -56,10 +56,6 @@ def test_a_site_fills_what_was_left_open(word: str) -> None:
     assert composed("+cluster=4x8", word).config.site == "big"
 
 
-def test_the_order_of_the_words_does_not_matter() -> None:
-    assert composed("site=big", "+cluster=4x8").config == composed("+cluster=4x8", "site=big").config
-
-
 def test_the_command_line_wins() -> None:
     cluster = cluster_of("site=big", "cluster.account=mine", "cluster.cpus_per_gpu=4", "cluster.env.NCCL_DEBUG=INFO")
     assert (cluster.account, cluster.cpus_per_gpu, cluster.time_limit_min) == ("mine", 4, 1440)
@@ -162,10 +158,6 @@ def test_a_mistake_in_a_site_file_is_named_with_its_place(mapping: dict[str, Any
     with pytest.raises(ConfigError) as caught:
         read_site(mapping, name="x")
     assert message in caught.value.message and caught.value.hint
-
-
-def test_an_empty_site_file_says_nothing() -> None:
-    assert read_site({"partitions": None, "cluster": None}, name="x").cluster == {}
 
 
 def test_a_secret_in_a_site_file_is_refused(home: Path) -> None:

@@ -13,11 +13,8 @@ FLAGS = [
     (["--config-dir=site"], Words(config_dir="site")),
     (["-cd", "site", "-cn", "mine"], Words(config_dir="site", config_name="mine")),
     (["--cfg", "job", "--resolve"], Words(show="job", resolve=True)),
-    (["-c", "hydra", "-p", "optim"], Words(show="hydra", package="optim")),
     (["--info"], Words(info="all")),
-    (["--info", "searchpath"], Words(info="searchpath")),
     (["--info", "seed=1"], Words(info="all", overrides=["seed=1"])),
-    (["-m"], Words(multirun=True)),
     (["--multirun", "--wait"], Words(multirun=True, wait=True)),
     (["seed=1", "-h", "optim.lr=2"], Words(help=True, overrides=["seed=1", "optim.lr=2"])),
 ]
@@ -30,7 +27,6 @@ def test_flags_and_overrides_are_told_apart(words: list[str], expected: Words) -
 
 BAD_FLAGS = [
     (["--foo"], "there is no flag '--foo'"),
-    (["-x"], "there is no flag '-x'"),
     (["--"], "there is no flag '--'"),
     (["--config-dir"], "the flag --config-dir needs a value"),
     (["--cfg", "everything"], "--cfg 'everything' is not one of its values"),
@@ -52,9 +48,7 @@ OVERRIDES = [
     # Plain numbers and choices are left to Hydra.
     ("optim.lr=3e-4", ["optim.lr=3e-4"]),
     ("model=cnn", ["model=cnn"]),
-    ("model.width=64", ["model.width=64"]),
     ("~model.width", ["~model.width"]),
-    ("cluster.nodes=3", ["cluster.nodes=3"]),
     ("cluster.gpus_per_node=[4,2]", ["cluster.gpus_per_node=[4,2]"]),
     ("hydra.verbose=true", ["hydra.verbose=true"]),
     # Groups that the shipped primary file does not choose are additions, with or without the plus.
@@ -109,12 +103,9 @@ def test_any_text_survives_the_trip_through_hydras_grammar(text: str) -> None:
 
 UNKNOWN = [
     ("optim.lrr=3", "there is no configuration key 'optim.lrr'", "did you mean optim.lr"),
-    ("optm.lr=3", "there is no configuration key 'optm.lr'", "did you mean optim.lr"),
-    ("cluster.nods=3", "there is no configuration key 'cluster.nods'", "did you mean cluster.nodes"),
     ("zzz=1", "there is no configuration key 'zzz'", "`--cfg job` prints every key"),
     ("train", "'train' is neither a verb nor a setting", "settings are written key=value"),
     ("=3", "'=3' is neither a verb nor a setting", "settings are written key=value"),
-    ("a b=3", "'a b=3' is neither a verb nor a setting", "settings are written key=value"),
 ]
 
 
@@ -128,13 +119,10 @@ def test_unknown_words_are_answered_with_the_nearest(word: str, message: str, hi
 
 SIZES = [
     (["+cluster=4x8"], [("4x8", 4, 8)]),
-    (["cluster=1x1"], [("1x1", 1, 1)]),
     (["+cluster=1024x16", "seed=1"], [("1024x16", 1024, 16)]),
     (["+cluster=4x8,8x8"], [("4x8", 4, 8), ("8x8", 8, 8)]),
     (["+cluster=0x8"], []),
-    (["+cluster=4x0"], []),
     (["+cluster=-4x8"], []),
-    (["+cluster=base"], []),
     (["~cluster"], []),
     (["run.name=4x8"], []),
 ]
