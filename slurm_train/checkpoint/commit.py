@@ -27,6 +27,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from slurm_train.checkpoint.directory import Search, check_sizes, newest_verified, verify
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, check_size, digest_of, write_file
@@ -47,8 +48,7 @@ def no_fence() -> None:
     """Never raises: for callers whose attempt cannot be overtaken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pruned:
+class Pruned(NamedTuple):
     """What a round of retention did.
 
     Args:

@@ -12,8 +12,8 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from slurm_train.checkpoint.manifest import (
     COMPLETE_FILE,
@@ -33,8 +33,7 @@ VISIBLE_TIMEOUT_S = 120.0
 _NUM_HASHING_THREADS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class PassedOver:
+class PassedOver(NamedTuple):
     """A checkpoint that was not trusted.
 
     Args:
@@ -46,8 +45,7 @@ class PassedOver:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
+class Search(NamedTuple):
     """The outcome of looking for the newest verified checkpoint.
 
     Args:

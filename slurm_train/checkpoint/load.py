@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -27,8 +26,7 @@ MODEL = "model."
 _NUM_NAMED = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The checkpoint that all ranks load.
 
     Args:

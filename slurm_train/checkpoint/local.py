@@ -15,6 +15,7 @@ import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
@@ -121,8 +122,7 @@ def _is_private(path: Path) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
-@dataclass(frozen=True, slots=True)
-class Reachable:
+class Reachable(NamedTuple):
     """A local checkpoint that the nodes of this job hold completely.
 
     Args:

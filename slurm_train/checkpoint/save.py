@@ -16,15 +16,14 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
-from slurm_train.checkpoint.agreement import on_every_rank, rank_in
+from slurm_train.checkpoint.agreement import Result, on_every_rank, rank_in
 from slurm_train.checkpoint.commit import Fence, Place, committed_path, discard, no_fence
 from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, Manifest, seal_file, write_file
 from slurm_train.checkpoint.metadata import METADATA_FILE
@@ -34,8 +33,7 @@ from slurm_train.rundir.layout import parse_name
 Records = dict[str, FileRecord]
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(NamedTuple):
     """A durable checkpoint.
 
     Args:
@@ -189,8 +187,7 @@ def _to_bytes(rank_state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How an asynchronous save ended.
 
     Args:
@@ -225,9 +222,9 @@ class BackgroundSaver:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._works: SimpleQueue[tuple[Callable[[], object], Future[object]]] = SimpleQueue()
-        self._preparation: Future[object] | None = None
-        self._save: tuple[int, float, Future[object]] | None = None
+        self._works: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._preparation: Future[None] | None = None
+        self._save: Future[Outcome] | None = None
         threading.Thread(target=_run_works, args=(self._works,), name="checkpoint", daemon=True).start()
 
     def prepare(self, work: Callable[[], None]) -> None:
@@ -237,40 +234,40 @@ class BackgroundSaver:
 
     def start(self, work: Callable[[], Saved], *, step: int) -> None:
         """Begins a save; the outcome of the one before must have been taken with `wait` or `poll`."""
-        assert self._save is None, f"the save of step {self._save[0]} is under way"
-        self._save = (step, self._clock(), self._hand_over(work))
+        assert self._save is None, "a save is under way"
+        started_s = self._clock()
+
+        def save() -> Outcome:
+            try:
+                return Outcome(step, work(), self._clock() - started_s)
+            except Exception as err:  # it is handed over with the outcome
+                return Outcome(step, err, self._clock() - started_s)
+
+        self._save = self._hand_over(save)
 
     def poll(self) -> Outcome | None:
         """Returns how the save ended, once; None while it runs or where there is none."""
-        return self.wait() if self._save is not None and self._save[2].done() else None
+        return self.wait() if self._save is not None and self._save.done() else None
 
     def is_done_within(self, limit_s: float) -> bool:
         """Waits for the save under way, but not longer, and returns whether it has ended, or there was none."""
-        return self._save is None or not wait_for_all([self._save[2]], timeout=limit_s).not_done
+        return self._save is None or not wait_for_all([self._save], timeout=limit_s).not_done
 
     def wait(self) -> Outcome | None:
         """Returns how the save ended, when it has; None where there is none. Waits for a preparation too."""
         if self._preparation is not None:
             self._preparation.exception()
             self._preparation = None
-        if self._save is None:
-            return None
-        step, started_s, future = self._save
-        error = future.exception()
-        self._save = None
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        result = error or future.result()
-        assert isinstance(result, (Saved, Exception))
-        return Outcome(step, result, self._clock() - started_s)
+        save, self._save = self._save, None
+        return None if save is None else save.result()
 
-    def _hand_over(self, work: Callable[[], object]) -> Future[object]:
-        future: Future[object] = Future()
+    def _hand_over(self, work: Callable[[], Result]) -> Future[Result]:
+        future: Future[Result] = Future()
         self._works.put((work, future))
         return future
 
 
-def _run_works(works: SimpleQueue[tuple[Callable[[], object], Future[object]]]) -> None:
+def _run_works(works: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
     while True:
         work, future = works.get()
         try:

@@ -17,7 +17,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,11 +226,15 @@ def find_documents(
     """
     documents: list[Document] = []
     for given in inputs:
-        if given.is_dir():
-            paths = _files_below(given, suffixes=tuple(suffixes), skipped=skipped)
-            documents += [_document(path, path.relative_to(given).as_posix()) for path in paths]
-        else:
-            documents.append(_document(given, given.name))
+        paths = _files_below(given, tuple(suffixes), skipped) if given.is_dir() else [given]
+        for path in paths:
+            name = given.name if path == given else path.relative_to(given).as_posix()
+            try:
+                state = path.stat()
+            except OSError as err:
+                hint = "check the path and its permissions"
+                raise DataError(f"{path} cannot be read: {err.strerror}", hint=hint) from err
+            documents.append(Document(name, path, 0, state.st_size, state.st_mtime_ns))
     documents = sorted((found for found in documents if found.num_bytes), key=lambda found: (found.name, found.path))
     if not documents:
         filters = f" with the suffixes {', '.join(sorted(suffixes))}" if suffixes else ""
@@ -254,7 +258,10 @@ def split_documents(documents: Sequence[Document], *, held_out: float) -> tuple[
     if held_out == 0:
         return list(documents), []
     if len(documents) == 1:
-        return _cut(documents[0], held_out=held_out)
+        whole = documents[0]
+        border = max(1, round(whole.num_bytes * (1 - held_out)))
+        tail = replace(whole, start=border)
+        return [replace(whole, stop=border)], [tail] if tail.num_bytes else []
     ranked = sorted(documents, key=lambda document: (hash_name(document.name), document.name))
     num_held_out = sum(hash_name(document.name) < held_out for document in ranked)
     chosen = set(ranked[: min(max(num_held_out, 1), len(ranked) - 1)])
@@ -266,7 +273,7 @@ def hash_name(name: str) -> float:
     return xxhash.xxh3_64_intdigest(name.encode(errors="surrogateescape")) / 2**64
 
 
-def _files_below(folder: Path, *, suffixes: tuple[str, ...], skipped: Collection[str]) -> Iterable[Path]:
+def _files_below(folder: Path, suffixes: tuple[str, ...], skipped: Collection[str]) -> Iterable[Path]:
     def refuse(err: OSError) -> None:
         raise DataError(f"{err.filename} cannot be read: {err.strerror}", hint="check its permissions") from err
 
@@ -277,21 +284,6 @@ def _files_below(folder: Path, *, suffixes: tuple[str, ...], skipped: Collection
                 path = Path(parent, name)
                 if path.is_file():
                     yield path
-
-
-def _document(path: Path, name: str) -> Document:
-    try:
-        state = path.stat()
-    except OSError as err:
-        raise DataError(f"{path} cannot be read: {err.strerror}", hint="check the path and its permissions") from err
-    return Document(name=name, path=path, start=0, stop=state.st_size, modified_ns=state.st_mtime_ns)
-
-
-def _cut(document: Document, *, held_out: float) -> tuple[list[Document], list[Document]]:
-    border = max(1, round(document.num_bytes * (1 - held_out)))
-    parts = [(0, border), (border, document.stop)]
-    train, tail = (Document(document.name, document.path, start, stop, document.modified_ns) for start, stop in parts)
-    return [train], [tail] if tail.num_bytes else []
 
 
 class ByteEncoding:

@@ -44,7 +44,7 @@ def test_the_caller_goes_on_while_a_save_runs_and_gets_its_outcome_once(saver):
     saver.prepare(lambda: seen.append(threading.current_thread().name))
     saver.start(lambda: DONE if may_end.wait(10) and not seen.append("save") else None, step=1)
     assert saver.poll() is None
-    with pytest.raises(AssertionError, match="step 1 is under way"):
+    with pytest.raises(AssertionError, match="a save is under way"):
         saver.start(lambda: DONE, step=2)
     assert not saver.is_done_within(0.01)
     may_end.set()

@@ -94,14 +94,6 @@ def test_resume_at_any_step_continues_the_stream_beyond_its_lookahead() -> None:
         assert np.array_equal(resumed, whole[step:])
 
 
-def test_resume_with_another_world_size_continues_the_stream() -> None:
-    before = read_steps(500, sizes=(4,) * 6, accumulation=1, start=0, steps=5)
-    after = read_steps(500, sizes=(3,), accumulation=8, start=5 * 24, steps=20)
-    both = np.concatenate([before, after]).reshape(-1)
-    assert np.array_equal(np.sort(both[:500]), np.arange(500))
-    assert np.array_equal(both, SampleOrder(500, seed=5).indices(0, 25 * 24))
-
-
 @pytest.mark.parametrize(
     ("lengths", "num_samples", "size"), [(None, 50, 9), (None, 0, 2), (None, 7, 1), (1, 1, 3), (7, 7, 2), (64, 64, 4)]
 )
@@ -119,10 +111,6 @@ def test_evaluation_sees_each_sample_once_over_all_ranks(lengths: Any, num_sampl
 def test_shares_differ_by_at_most_one_and_none_is_padded() -> None:
     shares = [[batch.tolist() for batch in evaluation_indices(7, rank=rank, size=3, batch_size=2)] for rank in range(3)]
     assert shares == [[[0, 1]], [[2, 3]], [[4, 5], [6]]]
-
-
-def test_a_rank_may_have_nothing_to_evaluate() -> None:
-    assert [len(list(evaluation_indices(1, rank=rank, size=3, batch_size=4))) for rank in range(3)] == [0, 0, 1]
 
 
 def test_evaluation_by_length_gives_all_ranks_as_much_to_do() -> None:
@@ -293,15 +281,6 @@ def test_every_part_gets_its_least_number_of_samples(lengths: list[int], num_par
     borders = cut_evenly(ascending, num_parts, least=least)
     assert len(borders) == num_parts + 1 and borders[-1] == len(lengths)
     assert np.diff(borders).min() >= least
-
-
-def test_equal_lengths_give_equal_parts() -> None:
-    assert cut_evenly(np.full(12, 7, dtype=np.int64), 4).tolist() == [0, 3, 6, 9, 12]
-
-
-def test_more_parts_than_samples_are_refused() -> None:
-    with pytest.raises(AssertionError, match="2 samples for 3 parts"):
-        cut_evenly(np.array([1, 2], dtype=np.int64), 3)
 
 
 def test_items_come_in_order_and_so_many_are_read_ahead() -> None:

@@ -117,12 +117,6 @@ def test_data_set_that_reads_in_bulk_is_asked_in_bulk() -> None:
     assert batch.tensors[1].tolist() == (batch.indices + 100).tolist()
 
 
-def test_tensor_data_set_is_gathered_at_once() -> None:
-    source = MapStyleSource(TensorDataset(torch.arange(20), torch.arange(20) * 2), seed=0, num_workers=2)
-    numbers, doubles = source.batch(np.array([3, 1]))
-    assert (numbers.tolist(), doubles.tolist()) == ([3, 1], [6, 2])
-
-
 def test_collate_of_the_user_is_used() -> None:
     source = MapStyleSource(Noisy(), collate=lambda items: torch.tensor([index for _, index in items]))
     assert source.batch(np.array([7, 2]))[0].tolist() == [7, 2]
@@ -143,12 +137,13 @@ def test_iterable_data_set_is_refused() -> None:
         MapStyleSource(Endless())
 
 
-def test_fingerprint_tells_length_and_takes_the_data_sets_own() -> None:
+def test_tensors_are_gathered_and_the_fingerprint_tells_length_and_takes_the_data_sets_own() -> None:
     class Own(Noisy):
         def fingerprint(self) -> str:
             return "abc"
 
-    short, long = (TensorDataset(torch.zeros(length)) for length in (3, 4))
+    short, long = (TensorDataset(torch.arange(length), torch.arange(length) * 2) for length in (4, 5))
+    assert [part.tolist() for part in MapStyleSource(short, seed=0).batch(np.array([3, 1]))] == [[3, 1], [6, 2]]
     assert MapStyleSource(short).fingerprint() != MapStyleSource(long).fingerprint()
     assert MapStyleSource(Own()).fingerprint() == "abc"
 

@@ -88,11 +88,6 @@ def test_text_without_held_out_part_has_no_held_out_source(tmp_path: Path) -> No
     assert text.build(path=str(tmp_path / "out"), context=8, split="heldout") is None
 
 
-def test_missing_shards_say_how_to_make_them(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="python -m slurm_train prepare"):
-        text.build(path=str(tmp_path), context=8)
-
-
 def test_bytes_are_decoded_back(shards: Path) -> None:
     encoding = source(shards, "train").encoding()
     assert encoding.decode([104, 105, 256, 255, 33]) == "hi\n\n\ufffd!"
