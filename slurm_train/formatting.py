@@ -46,12 +46,12 @@ def hours(seconds: float) -> str:
 
 
 def byte_size(num: float) -> str:
-    """Returns "1.55 MiB"."""
+    """Returns "512 B", "4.8 MiB" or "120 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if num < 1024:
             break
         num, unit = num / 1024, "PiB"
-    return f"{num:.0f} B" if unit == "B" else f"{num:.3g} {unit}"
+    return f"{num:.0f} {unit}" if unit == "B" or num >= 100 else f"{num:.1f} {unit}"
 
 
 def share(part: float) -> str:

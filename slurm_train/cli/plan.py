@@ -15,7 +15,7 @@ from slurm_train.cli.outputs import plan_outputs, say_outputs
 from slurm_train.cli.terminal import note
 from slurm_train.config.words import read_words
 from slurm_train.errors import ClusterError, ConfigError
-from slurm_train.formatting import table
+from slurm_train.formatting import byte_size, table
 from slurm_train.launch.layout import TABLE_HEADER, table_rows
 from slurm_train.launch.plan import RunPlan, plan_run
 
@@ -169,11 +169,9 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
 
 
 def _suggestion_row(what: str, one: Suggestion, fastest: Suggestion) -> tuple[str, ...]:
-    from slurm_train.estimate.plan import size
-
     nodes, speed = f"{one.world.num_nodes}x{one.world.ranks_per_node[0]}", one.tokens_per_s / fastest.tokens_per_s
     shown = f"{speed:.0%}" if speed >= 0.01 else "below 1%"
-    return (what, nodes, size(one.memory_bytes), shown, one.words)
+    return (what, nodes, byte_size(one.memory_bytes), shown, one.words)
 
 
 def _script(plan: RunPlan) -> str | None:

@@ -17,6 +17,7 @@ from slurm_train.config.schema import OptimSection, RunConfig, RunSection
 from slurm_train.errors import SlurmTrainError
 from slurm_train.estimate.layouts import traffic
 from slurm_train.estimate.memory import FLOAT, CnnSize, RankMemory, facts_of, fullest_rank, rank_memory, replica_memory
+from slurm_train.formatting import byte_size, duration, number
 from slurm_train.launch.layout import count_local_gpus, spans_nodes
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import last_lines, read_json
@@ -28,7 +29,6 @@ from slurm_train.slurm.site import SiteFacts, default_account, default_qos, pree
 _MOST_KINDS = 3
 _MOST_RUNS = 20
 _MOST_LINES = 50
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class Cost:
         """One line, e.g. "at most 256 per attempt (480 min); about 37 for 300 steps (estimate: ...)"."""
         parts = []
         if self.per_attempt_h is not None:
-            parts.append(f"at most {_hours(self.per_attempt_h)} per attempt ({self.limit_min} min)")
+            parts.append(f"at most {number(self.per_attempt_h, 2)} per attempt ({self.limit_min} min)")
         if self.left_h is not None and self.speed is not None:
             measured = f"{self.speed.step_s:.3g} s a step in {self.speed.source}"
-            parts.append(f"about {_hours(self.left_h)} for {self.left_steps} steps (estimate: {measured})")
+            parts.append(f"about {number(self.left_h, 2)} for {self.left_steps} steps (estimate: {measured})")
         return "; ".join(parts) or "not known: no time limit is set, and no run like it was measured"
 
 
@@ -99,8 +99,7 @@ class WorstLoss:
         node = self.rhythm if self.node_loss_steps is None else f"{self.node_loss_steps} steps"
         if self.node_loss_steps is not None and self.step_s:
             seconds = self.node_loss_steps * self.step_s
-            minutes = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-            node += f" (about {seconds:.0f} s)" if seconds < 120 else f" (about {minutes})"
+            node += f" (about {duration(seconds)})"
         if self.preemption in ("never", "suspended"):
             preempted = "nothing by preemption"
         elif self.notice_s is None:
@@ -177,9 +176,9 @@ class PlanEstimate:
         if not self.on_gpu:
             parts |= {"copy for saves": self.save_bytes, "offloaded": memory.offloaded_bytes}
             away = []
-        listed = ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
-        text = f"{size(self.total_bytes)} per {self.rank}: {listed} ({self.memory_source})"
-        on_host = ", ".join(f"{size(count)} {name}" for name, count in away if count)
+        listed = ", ".join(f"{name} {byte_size(count)}" for name, count in parts.items() if count)
+        text = f"{byte_size(self.total_bytes)} per {self.rank}: {listed} ({self.memory_source})"
+        on_host = ", ".join(f"{byte_size(count)} {name}" for name, count in away if count)
         return f"{text}; on the host {on_host}" if on_host else text
 
     def as_json(self) -> dict[str, Any]:
@@ -257,7 +256,7 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
         rank, sent = f"rank of stage {stage}" if layout.pp > 1 else "rank", []
         for axis, num_bytes in traffic(facts).items():
             links = "between" if spans_nodes(layout, plan.world, axis) else "inside"
-            sent.append(f"{size(num_bytes)} along {axis} ({links} nodes)")
+            sent.append(f"{byte_size(num_bytes)} along {axis} ({links} nodes)")
         sends = f"per {rank} and step: {', '.join(sent)} (formula)"
         return {"rank": rank, "memory": fullest, "memory_source": source, "memory_note": note, "sends": sends}
     memory: RankMemory | None = None
@@ -396,18 +395,5 @@ def sweep_rows(plans: Sequence[RunPlan], *, facts: SiteFacts | None, env: Mappin
         hours = [getattr(one.cost, key) for one in estimates]
         if None not in hours and not more:
             total_h = sum(each * len(runs) for each, (_, runs) in zip(hours, kinds, strict=True))
-            parts.append(words.format(_hours(total_h)))
+            parts.append(words.format(number(total_h, 2)))
     return [*shown, (f"all {len(plans)}", f"{estimates[0].cost_unit}: {'; '.join(parts)}")] if parts else shown
-
-
-def _hours(number: float) -> str:
-    """Returns e.g. "256" or "0.37"."""
-    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
-
-
-def size(num_bytes: float) -> str:
-    """Returns bytes for people, e.g. "512 B", "4.8 MiB", "1.3 GiB"."""
-    unit = 0
-    while num_bytes >= 1024 and unit < len(_UNITS) - 1:
-        num_bytes, unit = num_bytes / 1024, unit + 1
-    return f"{num_bytes:.0f} {_UNITS[unit]}" if unit == 0 or num_bytes >= 100 else f"{num_bytes:.1f} {_UNITS[unit]}"

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from slurm_train.formatting import clock
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -71,7 +73,7 @@ class LineDisplay:
         self._stream, self._max_steps, self._every_s, self._clock = stream, max_steps, every_s, clock
 
     def show(self, glance: Glance) -> None:
-        """Writes one line, e.g. "step 120/400  loss 2.3134  41,210 tokens/s  0:01:12 left"."""
+        """Writes one line, e.g. "step 120/400  loss 2.3134  41,210 tokens/s  00:01:12 left"."""
         self.due_s = self._clock() + self._every_s
         self.say(f"step {glance.step}/{self._max_steps}  {words_of(glance, max_steps=self._max_steps)}")
 
@@ -133,9 +135,8 @@ class BarDisplay:
 
 
 def words_of(glance: Glance, *, max_steps: int) -> str:
-    """Returns loss, speed and time left, e.g. "loss 2.3134  41,210 tokens/s  0:01:12 left"."""
-    left_s = int(max(max_steps - glance.step, 0) * glance.step_time_s)
-    left = f"{left_s // 3600}:{left_s % 3600 // 60:02}:{left_s % 60:02} left"
+    """Returns loss, speed and time left, e.g. "loss 2.3134  41,210 tokens/s  00:01:12 left"."""
+    left = f"{clock((max_steps - glance.step) * glance.step_time_s)} left"
     return f"loss {glance.loss:.4f}  {glance.rate:,.0f} {glance.unit}/s  {left}"
 
 

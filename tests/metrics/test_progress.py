@@ -24,7 +24,7 @@ def test_a_log_gets_a_line_when_it_is_due() -> None:
     assert display.due_s == 102.0
     display.show(GLANCE)
     assert display.due_s == 110.0
-    assert stream.getvalue() == "step 12/40  loss 2.3457  41,210 tokens/s  0:00:07 left\n"
+    assert stream.getvalue() == "step 12/40  loss 2.3457  41,210 tokens/s  00:00:07 left\n"
 
 
 def test_a_terminal_gets_a_bar_and_lines_that_stay() -> None:
