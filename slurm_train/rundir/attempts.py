@@ -146,7 +146,7 @@ def close_attempt(run: RunDirectory, attempt: int, facts: Mapping[str, Any]) -> 
 
 
 def publish_result(run: RunDirectory, attempt: int, values: Mapping[str, Any]) -> None:
-    """Writes result.json, which says that the run is finished; durable when this returns.
+    """Writes result.json, the sign that the run is finished; durable when this returns.
 
     Raises:
         RunError: a newer attempt has taken over, or the run was changed meanwhile; the result is its business.

@@ -72,7 +72,7 @@ class AcceptedChange:
     code: dict[str, Any] | None = None
     """Old and new digest of the snapshot, and the lines added and removed per file."""
     data: dict[str, str] | None = None
-    """Old fingerprint of the data set, and the new one, "" where only the ranks can tell."""
+    """Old fingerprint of the data set, and the new one, "" where only the ranks know it."""
     time_unix_s: float = 0.0
 
     @property
@@ -186,7 +186,7 @@ class Finding:
 
     @property
     def hint(self) -> str:
-        """What to do, and where more is said."""
+        """What to do, and where to read more."""
         return f"{self.todo} (docs/troubleshooting.md#{self.code.lower()})"
 
     def as_json(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class AwakeClock:
     """Calling it gives seconds that never run backwards; those in which the process was stopped are left out.
 
     Args:
-        was_continued: whether SIGCONT came since it was last asked; where nobody can tell, no time is left out.
+        was_continued: whether SIGCONT came since the last call; without it no time is left out.
         monotonic: seconds that go on whatever happens to the process.
     """
 
@@ -50,7 +50,7 @@ class AwakeClock:
         self._last = monotonic()
 
     def __call__(self) -> float:
-        """Returns the time; somebody has to ask at least once a second or two, or busy time cannot be told apart."""
+        """Returns the time; must be called at least every second or two, or busy time looks like a stop."""
         with self._lock:
             now = self._monotonic()
             gap_s, self._last = now - self._last, now
@@ -72,7 +72,7 @@ class Pace:
     """Everything but the wait for others: data, forward, backward, update."""
     own_squared: float = 0.0
     own_by_wait: float = 0.0
-    """Own time times wait: tells a rank's uneven batches from steps that are long for everybody."""
+    """Own time times wait: separates a rank's uneven batches from steps that are long for all."""
     wait_s: float = 0.0
     """From the last gradient of its own until the reduced ones were there."""
     data_s: float = 0.0
@@ -143,12 +143,12 @@ class Beat:
     step: int
     """The optimizer step that the rank is at."""
     marks: int
-    """Counts every change of phase: while it stands still, so does the rank."""
+    """Counts every change of phase: while it does not change, the rank makes no progress."""
     phase: str
     settled: bool
     """Whether the rank has done its first step."""
     beats: int
-    """Counts the writings: while it stands still, the process does not run at all."""
+    """Counts the writings: while it does not change, the process does not run at all."""
     written_unix_s: float = 0.0
     """When it was written, by the clock of the rank's node: for people, since clocks differ."""
     pace: Pace = field(default_factory=Pace)
@@ -157,7 +157,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a rank may stand still, in seconds."""
+    """How long a rank may make no progress, in seconds."""
 
     start_s: float
     """Until the first step is done (rendezvous, compile)."""
@@ -243,7 +243,7 @@ class _Writer:
         os.pwrite(self._file, self._record() + json.dumps(facts).encode().ljust(_FILE_SIZE - _FACTS_AT), 0)
 
     def run(self, done: threading.Event) -> None:
-        """Writes until told to end; a file system that refuses costs the heartbeat, never the training."""
+        """Writes until `done` is set; a file system that refuses costs the heartbeat, never the training."""
         while not done.wait(EVERY_S):
             with contextlib.suppress(OSError):
                 self._beat()
@@ -290,7 +290,7 @@ class _Writer:
             self._keep_record()
 
     def _keep_record(self) -> None:
-        # After the stacks: whatever torch says or does now, those are there.
+        # After the stacks: whatever torch does now, those are written.
         try:
             record = None if self._heart.record is None else self._heart.record()
         except Exception:  # a private interface of torch; an autopsy without it is still one

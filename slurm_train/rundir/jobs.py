@@ -188,7 +188,7 @@ def this_process(*, job_id: str | None = None) -> Holder:
 
 
 def process_lives(holder: Holder) -> bool:
-    """Returns whether a holder on this host still runs; on another host it cannot be told and counts as alive."""
+    """Returns whether a holder on this host still runs; on another host it counts as alive."""
     if holder.host != socket.gethostname():
         return True
     return _start_ticks(holder.pid) == holder.started != ""
@@ -243,7 +243,7 @@ def release_lock(run: RunDirectory, holder: Holder, *, submits: bool = False) ->
 
 
 def clear_dead(run: RunDirectory, *, is_alive: Callable[[Holder], bool]) -> None:
-    """Removes the lock of a holder that no longer lives; called where that can still be told, before a job starts."""
+    """Removes the lock of a holder that no longer lives; called before a job starts, where it can be found out."""
     current = read_holder(run)
     if current is not None and not is_alive(current):
         _remove_if(run.lock, current)
@@ -270,7 +270,7 @@ def _link(source: Path, target: Path) -> bool:
     try:
         os.link(source, target)
     except FileExistsError:
-        # On NFS a repeated request may say so of a link that the first one has made.
+        # On NFS a repeated request may fail so although the first one made the link.
         with contextlib.suppress(FileNotFoundError):
             return source.samefile(target)
         return False
@@ -330,7 +330,7 @@ def _start_ticks(pid: int) -> str:
         return ""
 
 
-# A supervisor that was killed closes nothing; then this is long enough for rank 0's last words.
+# A supervisor that was killed closes nothing; then this is long enough for rank 0's last lines.
 _LAST_WORDS_S = 60.0
 
 
@@ -347,10 +347,10 @@ def has_stopped(ledger: Sequence[Mapping[str, Any]], record: JobRecord | None) -
 
 
 def has_ended(run: RunDirectory) -> bool:
-    """Returns whether nothing more will be written, last words included."""
+    """Returns whether nothing more will be written, the last lines of logs included."""
     ledger = read_ledger(run)
     if written := change_times([run.result]):
-        # Rank 0 says its last words after the result; the supervisor closes the attempt after those.
+        # Rank 0 prints its last lines after the result; the supervisor closes the attempt after those.
         is_closed = bool(ledger) and "action" in ledger[-1]
         return is_closed or time.time() - written[run.result] > _LAST_WORDS_S
     return has_stopped(ledger, read_job(run))

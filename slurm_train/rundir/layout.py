@@ -135,7 +135,7 @@ class RunDirectory:
         return self.attempt_logs(attempt) / "preflight.json"
 
     def preflight_folder(self, attempt: int) -> Path:
-        """Where nodes leave word for each other while they are being looked at."""
+        """What nodes write for each other during the preflight."""
         return self.attempt_logs(attempt) / "preflight"
 
     def stacks(self, attempt: int, rank: int) -> Path:
@@ -176,7 +176,7 @@ def numbered_epochs(run: RunDirectory, kind: str) -> list[int]:
 
 
 class CheckpointName(NamedTuple):
-    """What a checkpoint's directory name says, e.g. "checkpoint_0001000_attempt_0002_3f9a1c07".
+    """The parts of a checkpoint's directory name, e.g. "checkpoint_0001000_attempt_0002_3f9a1c07".
 
     The largest value is the newest checkpoint: highest step, then highest attempt.
     """
@@ -199,7 +199,7 @@ def parse_name(name: str) -> CheckpointName | None:
 
 
 def name_of(path: Path) -> CheckpointName:
-    """Returns what the name of a directory from `list_checkpoints` says."""
+    """Returns the parts of the name of a directory from `list_checkpoints`."""
     name = parse_name(path.name)
     assert name is not None, f"{path} has no checkpoint's name"
     return name

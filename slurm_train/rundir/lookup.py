@@ -29,7 +29,7 @@ def run_of_hash(folder: Path, full_hash: str) -> RunDirectory:
     try:
         found = (read_json(run.plan) or {}).get("config_hash")
     except OSError:
-        # What is in the way is said when the run directory is made.
+        # What is in the way is reported when the run directory is made.
         return run
     # A run whose settings were changed on purpose has a hash that its id is not the beginning of.
     if found is not None and str(found).startswith(run.run_id) and found != full_hash:
@@ -103,7 +103,7 @@ def _by_path(word: str) -> list[RunDirectory]:
 
 
 def require_free(alias: Path, run: RunDirectory) -> None:
-    """Does nothing where the link is there already, or could be made.
+    """Checks that the link is there already, or can be made.
 
     Args:
         alias: the second path, absolute.

@@ -4,7 +4,7 @@ Rank 0 keeps sums in `timing.json`, the supervisor books them in the ledger, `st
 one rank. The causes of an attempt add up to its wall-clock time: what lies before rank 0 was ready to meet the others
 is its start, what lies after its last account is its end. Lost work is a part of the steps.
 
-The supervisor writes what Slurm says about the job's end into `notice.json` of the attempt. So the ranks, which may
+The supervisor writes what Slurm knows about the job's end into `notice.json` of the attempt. So the ranks, which may
 run in a container, need none of Slurm's commands to know how long they have.
 """
 
@@ -188,7 +188,7 @@ _LEAST_LEAD_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """What Slurm says about a job's end; None for what is not known."""
+    """What Slurm knows about a job's end; None for what is not known."""
 
     end_unix_s: float | None = None
     """When the time limit ends it."""
@@ -278,12 +278,12 @@ def notice_path(run: RunDirectory, attempt: int) -> Path:
 
 
 def write_notice(run: RunDirectory, attempt: int, notice: Notice) -> None:
-    """Writes what Slurm says for the ranks."""
+    """Writes the notice for the ranks."""
     write_atomic(notice_path(run, attempt), json.dumps(asdict(notice)) + "\n", durable=False)
 
 
 def read_notice(run: RunDirectory, attempt: int) -> Notice:
-    """Returns what Slurm said; nothing is known where nobody asked, as without Slurm."""
+    """Returns the notice; all None where there is none, as without Slurm."""
     found = read_json(notice_path(run, attempt)) or {}
     return Notice(**{name: found.get(name) for name in Notice.__slots__})
 

@@ -1,6 +1,6 @@
 """What to do when the ranks of an attempt have ended: a pure function of what they left and what Slurm says.
 
-srun's exit code alone does not tell (it is 0 after a node failure), and the signals of a preemption and of a scancel
+srun's exit code alone is not enough (it is 0 after a node failure), and the signals of a preemption and of a scancel
 are the same; so the marks that ranks leave and the job's own record decide. A cancelled job is never brought back.
 
 A run may end in vain only so often. An attempt brought the run on if a checkpoint was committed in it. Those in a row
@@ -30,8 +30,8 @@ _KINDS = {
     "requeued": "preempted",
     "file_system": "file_system",
 }
-# A limit that is too short stays too short. Nodes fail by themselves now and then, and preemptions say nothing about
-# the run: 50 in a row, be it before the first step, must not stop one.
+# A limit that is too short stays too short. Nodes fail by themselves now and then. Preemptions are not the run's fault:
+# 50 in a row, even before the first step, must not stop one.
 _BUDGETS = {
     "time_limit": (
         1,
@@ -91,7 +91,7 @@ class Outcome:
     max_fruitless_failures: int
     fruitless_ends: Mapping[str, int] | None = None
     """Earlier ends in a row without a new checkpoint, from `fruitless_ends`; None: this attempt made one, or
-    nobody can tell."""
+    it is not known."""
     max_fruitless_returns: int = 3
     course: str = ""
     """How the attempt went, in words, from `course_of`."""

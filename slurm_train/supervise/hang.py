@@ -136,7 +136,7 @@ _EXCHANGES = {
 }
 _INNERMOST = 8
 _IN_WORDS = {"data": "data loading", "evaluate": "the evaluation", "gather": "the exchange after the evaluation"}
-"""What a phase is called; the others are words of their own."""
+"""What a phase is called in a message, where it is not its own name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class Hang:
     """Nobody makes progress."""
 
     ranks: tuple[int, ...]
-    """Who is behind; all of them where nobody stands out."""
+    """Who is behind; all of them where they do not differ."""
     host: str
     """Node of the first of them."""
     step: int
@@ -169,7 +169,7 @@ class Observer:
     """Follows the heartbeats of an attempt.
 
     Args:
-        limits: how long everybody may stand still.
+        limits: how long all may make no progress.
         world_size: ranks; while some have no heartbeat yet, the rendezvous has a time-out of its own.
     """
 
@@ -181,15 +181,15 @@ class Observer:
         self._ended_s: float | None = None
 
     def look(self, beats: Mapping[int, Beat], *, began_s: float, ended_s: float) -> None:
-        """Takes a reading; one in which nothing could be read says nothing, and its time does not count.
+        """Takes a reading; one in which nothing could be read is ignored, and its time does not count.
 
         What a look finds was so at its end at the latest, and what it finds unchanged was so from then until the
-        next one began. So a look may take longer than ranks may stand still. One look, or one pause, counts for at
+        next one began. So a look may take longer than the limit. One look, or one pause, counts for at
         most half of that: ranks that were held up by the same file server keep the other half to go on.
 
         Args:
             beats: by rank.
-            began_s: when the reading began, in seconds that stand still while the job is suspended.
+            began_s: when the reading began, in seconds without those in which the job is suspended.
             ended_s: when it ended.
         """
         before_s, self._ended_s = self._ended_s, ended_s

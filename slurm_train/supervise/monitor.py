@@ -113,7 +113,7 @@ class Task:
 
 
 class CheckedClock:
-    """Seconds that stand still while nobody calls `tick`: a suspended job, whose ranks are stopped as well.
+    """Seconds without those in which nobody calls `tick`: a suspended job, whose ranks are stopped as well.
 
     Args:
         monotonic: seconds that go on whatever happens to the process.
@@ -264,7 +264,7 @@ class HangWatchdog(Task):
         limits: how long ranks may make no progress.
         world_size: ranks.
         end_ranks: kills them.
-        clock: seconds that stand still while the job is suspended.
+        clock: seconds without those in which the job is suspended.
         read: gives the newest heartbeats; it may take long.
     """
 

@@ -224,7 +224,7 @@ class SlurmJob(Scheduler):
             return ""
 
     def is_predecessor_cancelled(self) -> bool:
-        """Returns whether the job that this one is to continue was cancelled, as far as Slurm says."""
+        """Returns whether the job that this one is to continue was cancelled, as far as Slurm knows."""
         if self.continues is None:
             return False
         try:
@@ -293,7 +293,7 @@ def bring_back(
     limit_s: float = _PATIENCE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Requeues a job and returns whether Slurm says that it was restarted; asks again while nobody answers.
+    """Requeues a job and returns whether Slurm confirms that it was restarted; asks again while nobody answers.
 
     An answer may be lost although the requeue happened, and meanwhile somebody may have cancelled the job, so its
     record is read before every try. The plain form, which would bring a cancelled job back, is used only right after
@@ -348,9 +348,9 @@ def wait_for_the_end(
     for as long as this process lives, which is KillWait after the requeue.
 
     Args:
-        comes_back: whether Slurm says that the job is restarted; requeues it where it says that it is not.
+        comes_back: whether Slurm confirms that the job is restarted; requeues it where it does not.
         limit_s: seconds after which this is given up.
-        written_after_s: seconds that Slurm must have said so.
+        written_after_s: seconds for which Slurm must have confirmed it.
         pause_s: seconds between two looks.
     """
     begin_s = time.monotonic()

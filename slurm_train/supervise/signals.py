@@ -90,7 +90,7 @@ def install(flag: StopFlag, *, signals: Iterable[signal.Signals] = STOP_SIGNALS)
 
     for number in signals:
         signal.signal(number, set_flag)
-    # What came before this process was ready comes now, if whoever started it kept it back.
+    # A signal that came before this process was ready comes now, if its parent had blocked it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, list(signals))
 
 

@@ -286,7 +286,7 @@ class Supervisor:
         ledger = [line for line in ledger if line["attempt"] < attempt]
         in_vain, before = not is_fruitful(entry), fruitless_ends(ledger)
 
-        # Why the ranks ended, in their own words and in those of srun and the preflight.
+        # Why the ranks ended, from their marks, the output of srun and the preflight.
         def findings() -> tuple[str, str, str, str]:
             record = read_preflight(run, attempt)
             return codes_of(record), fatal_line(record), named_node(record), ",".join(bad_nodes_of(record))
@@ -297,8 +297,8 @@ class Supervisor:
         stop = stops[-1] if stops else dict[str, Any]()
         # Ranks that were ended as hung were killed, and srun would name whoever died first.
         hang = known("the events", lambda: hang_of(run, attempt), "")
-        # srun ends with 0 after a node failure, so its words count whatever its code.
-        cause = hang or fatal or known("the words of srun", lambda: scheduler.explain(attempt), "")
+        # srun ends with 0 after a node failure, so its output counts whatever its code.
+        cause = hang or fatal or known("the output of srun", lambda: scheduler.explain(attempt), "")
         cause = cause or (str(mark or "") if failed else "")
         failed_on = found_bad or named or node_of(cause) or (mark.host if mark is not None else "")
         has_begun = not (failed and fatal)

@@ -38,17 +38,6 @@ def test_an_atomic_write_replaces_the_file_and_leaves_nothing_else(tmp_path: Pat
     assert names(tmp_path) == ["plan.json"]
 
 
-def test_files_are_private(tmp_path: Path) -> None:
-    write_atomic(tmp_path / "plain", "x")
-    write_atomic(tmp_path / "script", "x", mode=0o700)
-    append_line(tmp_path / "lines", {})
-    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
-        "plain": 0o600,
-        "script": 0o700,
-        "lines": 0o600,
-    }
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize("call", ["fsync", "fdopen"])
 def test_a_failed_write_leaves_the_old_file_whole(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,15 +177,6 @@ def test_read_json_gives_whole_objects_only(text: str, expected: object, tmp_pat
 def test_what_is_not_there_is_empty(tmp_path: Path) -> None:
     assert read_json(tmp_path / "nothing") is None
     assert list(read_lines(tmp_path / "nothing")) == []
-
-
-def test_a_symbolic_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
-    target = tmp_path / "precious"
-    target.write_text("precious")
-    (tmp_path / f".job.json.{os.getpid()}.tmp").symlink_to(target)
-    with pytest.raises(OSError):
-        write_atomic(tmp_path / "job.json", "x")
-    assert target.read_text() == "precious"
 
 
 def test_what_is_gone_by_the_time_it_is_looked_at_is_left_out(tmp_path: Path) -> None:

@@ -54,13 +54,6 @@ def test_jobs_are_listed_in_the_order_of_recording(run: RunDirectory) -> None:
     assert json.loads(run.job.read_text())["job_ids"] == ["12", "13_4"]
 
 
-def test_a_list_from_before_there_were_entries_counts(run: RunDirectory) -> None:
-    run.job.write_text(json.dumps({"job_ids": ["7", "8"], "submit_time_unix_s": 5.0, "continues": {"8": "7"}}))
-    record_job(run, "9")
-    record = read_job(run)
-    assert record is not None and record.job_ids == ("7", "8", "9") and record.continues == {"8": "7"}
-
-
 def test_a_recorder_that_wakes_up_late_loses_no_job(run: RunDirectory) -> None:
     record_job(run, "12")
     stale = run.job.read_text()

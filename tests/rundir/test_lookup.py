@@ -10,7 +10,6 @@ import pytest
 
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.rundir import lookup
-from slurm_train.rundir.jobs import JobRecord, read_job
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_run, find_runs, list_runs, run_of_hash
 
@@ -90,11 +89,6 @@ def test_one_run_is_the_newest_of_what_matches(root: Path) -> None:
     assert find_run(root, None).run_id == "77aa0000"
     with pytest.raises(RunError, match="there is no run below"):
         find_run(root / "nowhere", None)
-
-
-def test_the_newest_job_is_the_runs_job(root: Path) -> None:
-    assert read_job(RunDirectory(root / "gpt" / "3f9a1c07")) == JobRecord(job_ids=("12", "15"), submit_time_unix_s=5.0)
-    assert read_job(RunDirectory(root / "gpt" / "3f9abbbb")) is None
 
 
 def test_a_run_that_is_removed_while_they_are_listed_is_left_out(

@@ -42,6 +42,7 @@ def test_a_quantile_is_right_to_a_sixteenth_of_a_doubling(share: float, run: Run
         times.add(seconds, seconds / 10)
     times.keep()
     (found,) = read_step_times(run, 2)
+    assert found.step.quantile_s(1.0) <= durations[-1]
     exact = durations[int(share * len(durations)) - 1]
     assert found.step.quantile_s(share) == pytest.approx(exact, rel=0.025)
     assert found.data_wait.quantile_s(share) == pytest.approx(exact / 10, rel=0.025)
@@ -57,13 +58,6 @@ def test_durations_beyond_the_buckets_count_as_the_nearest(run: RunDirectory) ->
     assert found.step.num == 4
     assert found.step.quantile_s(0.5) < 2e-6
     assert found.step.quantile_s(1.0) > 6e4
-
-
-def test_no_quantile_is_above_the_longest(run: RunDirectory) -> None:
-    times = times_of(run)
-    times.add(0.1, 0.0)
-    times.keep()
-    assert read_step_times(run, 2)[0].step.quantile_s(1.0) <= 0.1
 
 
 def test_ranks_come_in_order_and_files_that_are_none_are_passed_over(run: RunDirectory) -> None:

@@ -100,18 +100,6 @@ def test_windows_grow_to_their_longest() -> None:
         ([1.0, 1.01, 0.99, 1.0, 1.02, 1.0, 2.0, 2.0], {6, 7}),
         ([0.0] * 8, set()),
     ],
-    ids=[
-        "one",
-        "close pair",
-        "pair",
-        "other of a pair",
-        "four",
-        "eight",
-        "not enough",
-        "noisy",
-        "two of eight",
-        "zero",
-    ],
 )
 def test_outliers_lie_far_above_the_others_by_their_own_spread(values: list[float], expected: set[int]) -> None:
     assert outliers(dict(enumerate(values)), excess=EXCESS) == expected
