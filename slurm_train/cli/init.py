@@ -104,7 +104,7 @@ def _write(path: Path, text: str, *, force: bool, name: str) -> int:
         write_atomic(path, text)
     else:
         note(_difference(before, text))
-        raise ConfigError(f"{path} exists and says something else, see above", hint="--force replaces it")
+        raise ConfigError(f"{path} exists with other content, see above", hint="--force replaces it")
     note(f"next:\n  python -m slurm_train plan +cluster=1x1 site={name}")
     print(path)
     return 0

@@ -36,7 +36,7 @@ class SiteFacts:
     """What did not answer, one line each."""
 
     def record(self, partition: str) -> Mapping[str, str]:
-        """Returns scontrol's fields of a partition, none where it did not say."""
+        """Returns scontrol's fields of a partition, none where it did not answer."""
         return next((one for one in self.records if one["PartitionName"] == partition), {})
 
     def qos_named(self, name: str) -> Qos | None:
@@ -119,11 +119,11 @@ def _nodes(record: Mapping[str, str]) -> set[str]:
 
 
 def default_account(associations: Sequence[Association]) -> str:
-    """Returns the account that Slurm charges where none is named; "" where nobody says."""
+    """Returns the account that Slurm charges where none is named; "" where it is not known."""
     return next((one.account for one in sorted(associations, key=lambda one: not one.is_default)), "")
 
 
 def default_qos(associations: Sequence[Association], account: str) -> str:
-    """Returns the QOS that a job of an account gets where it asks for none; "" where nobody says."""
+    """Returns the QOS that a job of an account gets where it asks for none; "" where it is not known."""
     defaults = (one.default_qos for one in associations if one.account == account and one.default_qos)
     return next(defaults, "")

@@ -196,7 +196,7 @@ class PortFacts:
     bound: int
     """The one that was free; 0 if none."""
     holder: str = ""
-    """Which process holds the first one, where /proc tells, e.g. "pid 7 (python)"."""
+    """Which process holds the first one, as far as /proc shows it, e.g. "pid 7 (python)"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What rules are made of, and what comes of them: findings, each said once however many nodes have it. Pure.
+"""What rules are made of, and what comes of them: findings, one for each problem however many nodes have it. Pure.
 
 `node_rules` has the rules about the nodes of a job, `site_rules` those about a cluster. A rule is a function with a
 code and a hint; docs/troubleshooting.md has a section for each code.

@@ -218,7 +218,7 @@ def link_speed_mbit(interface: str) -> int | None:
 
 
 def holder_of(port: int) -> str:
-    """Returns who listens at a port of this machine, e.g. "pid 7 (python)"; "" where /proc does not tell this user."""
+    """Returns who listens at a port of this machine, e.g. "pid 7 (python)"; "" where /proc hides it from this user."""
     rows = (*_rows("/proc/net/tcp")[1:], *_rows("/proc/net/tcp6")[1:])
     listening = (row for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port)
     sockets = {f"socket:[{row[9]}]" for row in listening}

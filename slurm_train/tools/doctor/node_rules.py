@@ -4,7 +4,7 @@ To add one, write a function under `@rules.add(CODE, hint=...)` that takes the e
 node that is affected, add what it needs to `facts` and `gather`, and describe the code in docs/troubleshooting.md.
 
 A node is blamed where leaving it out would help, so only where most of the others agree: of two nodes that differ, or
-cannot reach each other, nothing says which one is to blame.
+cannot reach each other, either may be at fault.
 """
 
 from __future__ import annotations
@@ -594,7 +594,7 @@ def common_end(pairs: Sequence[tuple[str, ...]], *, num_nodes: int) -> str:
 
     Args:
         pairs: nodes that do not reach each other, in either order.
-        num_nodes: of the job; of two nothing says which one is to blame.
+        num_nodes: of the job; of two either may be at fault.
     """
     partners: dict[str, set[str]] = defaultdict(set)
     for one, other in pairs:

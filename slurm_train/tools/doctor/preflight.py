@@ -302,7 +302,7 @@ class Preflight:
         return verdict
 
     def _collect(self, meeting: Meeting, evidence: Evidence) -> None:
-        """Collects every rank's report, or what the files say of nodes that do not connect."""
+        """Collects every rank's report, or reads the files of nodes that do not connect."""
         assert evidence.port is not None
         absent = AbsentNodes(self, meeting, bound=evidence.port.bound)
         deadline = time.monotonic() + self.point.timeout_s

@@ -130,7 +130,7 @@ def partitions_down(view: SiteView) -> Iterator[Finding]:
             yield warning("", seen, hint="`sinfo -R` says why; name another one")
 
 
-# One setting each: its name, whether its value is worth a note, code, what is said, and the hint.
+# One setting each: name, part of the value that is worth a note, code, text and hint.
 _SETTINGS = (
     (
         *("PreemptParameters", "send_user_signal", "USER_SIGNAL"),
@@ -219,7 +219,7 @@ def time_limits(view: SiteView) -> Iterator[Finding]:
     for part in view.facts.partitions:
         limit = "unlimited" if part.max_time_min is None else f"{duration(60 * part.max_time_min)} at most"
         if part.default_time_min not in (None, part.max_time_min):
-            limit += f", {duration(60 * part.default_time_min)} if a job says nothing"
+            limit += f", {duration(60 * part.default_time_min)} if a job names none"
         limits.append(f"{part.name} {limit}")
     if limits:
         yield note(f"time limits: {shorten(limits, most=8)}")
@@ -228,18 +228,18 @@ def time_limits(view: SiteView) -> Iterator[Finding]:
 def site_table(view: SiteView) -> dict[str, str]:
     """Returns the rows of a table about a site."""
 
-    def told(name: str) -> str:
+    def setting(name: str) -> str:
         return view.settings.get(name, "not known")
 
     nodes = [f"{part.name} {part.num_usable_nodes} of {part.num_nodes}" for part in view.facts.partitions]
     usual = view.usual
     return {
-        "Slurm": f"{told('SLURM_VERSION')}, cluster {told('ClusterName')}",
+        "Slurm": f"{setting('SLURM_VERSION')}, cluster {setting('ClusterName')}",
         "a job goes to": "not known" if usual is None else f"partition {usual.name}, QOS {view.qos or 'none'}",
         "working nodes": shorten(nodes, most=8) or "none",
-        "preemption": f"{told('PreemptType')}, mode {told('PreemptMode')}",
-        **{name: told(name) for name in ("KillWait", "JobRequeue", "JobFileAppend", "MaxArraySize")},
-        "accounting": told("AccountingStorageType"),
+        "preemption": f"{setting('PreemptType')}, mode {setting('PreemptMode')}",
+        **{name: setting(name) for name in ("KillWait", "JobRequeue", "JobFileAppend", "MaxArraySize")},
+        "accounting": setting("AccountingStorageType"),
         "containers": shorten(view.runtimes) or "none on the PATH",
     }
 

@@ -68,7 +68,7 @@ def read_colours() -> dict[str, str]:
 
 
 def as_json(value: Any) -> str:
-    """Returns JSON that can stand inside a script element, whatever strings it holds.
+    """Returns JSON that is safe inside a script element, whatever strings it holds.
 
     Control characters, lone surrogates and marks that turn the writing direction become question marks.
     """

@@ -1,1 +1,1 @@
-"""Is multi-node worth it? Which runs to time, what they say, and what limits. Imports no torch."""
+"""Is multi-node worth it? Which runs to time, what they show, and what limits. Imports no torch."""

@@ -138,7 +138,7 @@ class Measured:
 
 
 def measure(run: RunDirectory, point: Point) -> Measured | None:
-    """Returns what a finished run says, None where it says too little."""
+    """Returns what a finished run shows, None where it has too few lines."""
     attempt = max(existing_attempts(run), default=-1)
     every = (line for line in read_lines(run.metrics) if "step_time_s" in line and line.get("attempt") == attempt)
     lines = list(every)[WARM_UP_LINES:]
@@ -242,7 +242,7 @@ def sort_study(measured: Sequence[Measured], *, comm: str) -> Study:
     """Returns the study.
 
     Args:
-        measured: all runs that said something; at least one at a fixed local batch.
+        measured: all runs with enough lines; at least one at a fixed local batch.
         comm: the way of exchanging that counts as plain.
     """
     ordered = sorted(measured, key=lambda one: one.size.ranks)
@@ -313,21 +313,23 @@ def _what_limits(study: Study) -> list[str]:
 
 def _more_nodes(study: Study) -> list[str]:
     one, base = study.largest, study.local[0]
-    said = [f"efficiency {one.efficiency(base):.0%} of {base.size.ranks} rank at a fixed local batch"]
+    sentences = [f"efficiency {one.efficiency(base):.0%} of {base.size.ranks} rank at a fixed local batch"]
     if study.model is None or one.size.nodes < 2:
-        return said
+        return sentences
     alone = next((other for other in study.local if other.size.nodes == 1 and other.size != base.size), base)
     if one.per_s <= alone.per_s:
-        said.append(f"{one.size.nodes} nodes are no faster than one: {one.per_s:,.0f} against {alone.per_s:,.0f} per s")
+        sentences.append(
+            f"{one.size.nodes} nodes are no faster than one: {one.per_s:,.0f} against {alone.per_s:,.0f} per s"
+        )
     longer_s = study.model.comm_s(one, ranks=2 * one.size.ranks) - one.comm_s
     gain = 2 * one.step_s / max(one.step_s + longer_s, 1e-12)
     left = one.efficiency(alone) * gain / 2
     words = "pay" if left >= _PAYS else "hardly pay" if left >= _HARDLY else "do not pay"
-    said.append(
+    sentences.append(
         f"more nodes {words}: {2 * one.size.nodes} would have {gain:.2f}x the throughput of {one.size.nodes}, and each "
         f"of them {left:.0%} of what one alone has"
     )
-    return said
+    return sentences
 
 
 def _ways(study: Study) -> list[str]:
