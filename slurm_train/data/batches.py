@@ -97,7 +97,8 @@ class GlobalBatches:
             positions = offsets + start_samples
             indices = self._order.at(positions)
             for start in range(0, len(offsets), size):
-                yield Draw(indices[start : start + size], positions[start : start + size])
+                stop = start + size
+                yield Draw(indices[start:stop], positions[start:stop])
             start_samples += num_steps * global_size
 
 

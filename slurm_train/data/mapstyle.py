@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
+from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -95,7 +96,7 @@ class MapStyleSource:
         loader = DataLoader(
             cast("Dataset[Any]", self._reader),
             batch_sampler=(self._keys(draw) for draw in draws),
-            collate_fn=_first,
+            collate_fn=itemgetter(0),
             num_workers=self._num_workers,
             worker_init_fn=prepare_worker,
             # One of its own: a loader draws a seed from it, and the global one belongs to dropout.
@@ -201,10 +202,6 @@ def _as_tuple(batch: Any) -> tuple[Tensor, ...]:
         f"a collated batch must be a tensor or a tuple of tensors, this one is a {type(batch).__qualname__}",
         hint="return (inputs, targets) from __getitem__, or name a function that does it in data.collate",
     )
-
-
-def _first(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    return parts[0]
 
 
 def _seed_generators(key: int | None) -> None:

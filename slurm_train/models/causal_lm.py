@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +149,12 @@ def pretrained_config(*, model_type: str | None, path: str | None, config: Mappi
     """
     library, changes = require_transformers(), dict(config or {})
     require_source(model_type=model_type, path=path, cwd=Path())
+    make = partial(library.AutoConfig.from_pretrained, path, local_files_only=True)
+    if model_type is not None:
+        make = partial(library.AutoConfig.for_model, model_type)
     try:
-        if model_type is not None:
-            _require_keys(library.AutoConfig.for_model(model_type), changes)
-            return library.AutoConfig.for_model(model_type, **changes)
-        _require_keys(library.AutoConfig.from_pretrained(path, local_files_only=True), changes)
-        return library.AutoConfig.from_pretrained(path, local_files_only=True, **changes)
+        _require_keys(make(), changes)
+        return make(**changes)
     except ConfigError:
         raise
     except Exception as err:  # the library's checks raise classes of several other libraries

@@ -77,14 +77,6 @@ def test_saves_keep_the_newest_and_report_size(root):
     assert saved[2] == Saved(checkpoint_of(root, 3), verify(checkpoint_of(root, 3)))
 
 
-def test_the_next_save_clears_what_dead_attempts_left(root):
-    old = save(root, make_header(1)).path
-    stage(root, make_header(2))
-    (root / ".trash-x").mkdir()
-    new = save(root, make_header(2, attempt=2)).path
-    assert sorted(root.iterdir()) == [old, new]
-
-
 def test_files_are_private_whatever_the_umask(root):
     old = os.umask(0)
     try:
