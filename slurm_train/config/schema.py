@@ -547,7 +547,13 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if not isinstance(value, Mapping):
             raise _type_error(path, value, dict)
         mapping = {str(key): item for key, item in value.items()}
-        return build_config(hint, mapping, path=f"{path}.") if is_section else mapping
+        if is_section:
+            return build_config(hint, mapping, path=f"{path}.")
+        # Of a mapping of sections, one with nothing below it is null in YAML.
+        inner = options[1]
+        has_sections = dataclasses.is_dataclass(inner)
+        items = ((key, {} if has_sections and item is None else item) for key, item in mapping.items())
+        return {key: _convert(inner, item, f"{path}.{key}") for key, item in items}
     if origin is list:
         if not isinstance(value, (list, tuple)):
             raise _type_error(path, value, list)

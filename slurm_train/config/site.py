@@ -8,11 +8,11 @@ the file changes a run that exists.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurm_train.config.schema import ClusterSection, build_config, to_mapping, unknown_key_error
+from slurm_train.config.schema import ClusterSection, build_config, to_mapping
 from slurm_train.config.words import split_word
 from slurm_train.errors import ConfigError
 
@@ -78,37 +78,17 @@ def read_site(mapping: Mapping[str, Any], *, name: str) -> SiteFile:
     Raises:
         ConfigError: a key that a site file does not have, or a value that does not fit.
     """
-    known = {item.name for item in fields(SiteFile)}
-    for key in mapping:
-        if key not in known:
-            raise unknown_key_error(f"{GROUP} {name}: {key}", [f"{GROUP} {name}: {one}" for one in sorted(known)])
     where = f"{GROUP} {name}: "
-    partitions = _sections(mapping.get("partitions"), SitePartition, f"{where}partitions.")
-    qos = _sections(mapping.get("qos"), SiteQos, f"{where}qos.")
-    values = {key: value for key, value in mapping.items() if key not in ("partitions", "qos") and value is not None}
-    site = build_config(SiteFile, values, path=where)
-    for label, settings in (
-        ("", site.cluster),
-        *((f"partitions.{key}.", one.cluster) for key, one in partitions.items()),
-    ):
-        _check_settings(settings, f"{where}{label}cluster.")
-    return replace(site, partitions=partitions, qos=qos)
-
-
-def _sections(values: Any, cls: Any, where: str) -> dict[str, Any]:
-    if values is not None and not isinstance(values, Mapping):
-        raise ConfigError(
-            f"{where.rstrip('.')} asks for a mapping, found {values!r}", hint="write NAME: {...} below it"
-        )
-    made = ((str(key), value or {}) for key, value in (values or {}).items())
-    return {key: build_config(cls, value, path=f"{where}{key}.") for key, value in made}
-
-
-def _check_settings(settings: Mapping[str, Any], where: str) -> None:
-    for key in _NOT_A_SITES:
-        if key in settings:
-            raise ConfigError(f"{where}{key}: the size of a run is typed, not the site's", hint="+cluster=4x8")
-    build_config(ClusterSection, settings, path=where)
+    # A section with nothing below it is null in YAML.
+    site = build_config(SiteFile, {key: value for key, value in mapping.items() if value is not None}, path=where)
+    settings = {"": site.cluster} | {f"partitions.{key}.": one.cluster for key, one in site.partitions.items()}
+    for label, values in settings.items():
+        for key in _NOT_A_SITES:
+            if key in values:
+                message = f"{where}{label}cluster.{key}: the size of a run is typed, not the site's"
+                raise ConfigError(message, hint="+cluster=4x8")
+        build_config(ClusterSection, values, path=f"{where}{label}cluster.")
+    return site
 
 
 def with_site(cluster: Mapping[str, Any], site: SiteFile, *, typed: Collection[str]) -> dict[str, Any]:

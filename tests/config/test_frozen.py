@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 import yaml
@@ -108,47 +109,30 @@ BASE: dict[str, Any] = {
     "container": {"kind": "apptainer", "image": "/image.sif"},
     "batch": {"local_size": 2, "accumulation": 1, "global_size": 64},
 }
-# One other value for each key whose type does not give one.
-OTHERS: dict[str, Any] = {
-    "run.snapshot_folders": ["../other"],
-    "track.wandb.mode": "offline",
-    "track.wandb.tags": ["x"],
-    "cluster.env": {"A": "1"},
-    "cluster.launcher": "torchrun",
-    "cluster.setup": ["x"],
-    "cluster.export": ["X"],
-    "cluster.sbatch": {"a": "1"},
-    "cluster.srun": {"a": "1"},
-    "cluster.gpu_flag": "gres",
-    "optim.lr_retune": "sqrt",
-    "optim.schedule": "constant",
-    "optim.betas": [0.8, 0.9],
-    "train.precision": "float32",
-    "parallel.activation_checkpointing": "full",
-    "parallel.pipeline_schedule": "gpipe",
-    "parallel.gather_dtype": "bfloat16",
-    "launch": "interactive",
-    "container.kind": "pyxis",
-    "container.mounts": ["/x"],
-    "container.flags": ["--x"],
-    "health.on_non_finite": "skip",
-    "health.on_spike": "stop",
-    "ddp.comm": "bf16",
-    "batch.shares": "measured",
-}
+
+
+def other_than(value: Any, kind: Any) -> Any:
+    """Returns a value of a type that is not this one."""
+    options = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return other_than(value, next(option for option in options if option is not type(None)))
+    if get_origin(kind) is Literal:
+        return next(option for option in options if option != value)
+    if kind in (bool, str):
+        return not value if kind is bool else "other"
+    if get_origin(kind) in (list, dict):
+        return [other_than(None, options[0])] if get_origin(kind) is list else {"A": "1"}
+    return 7
 
 
 def variant(key: str) -> dict[str, Any]:
-    """Returns the base mapping with one key set to a value that is not its default."""
-    hint = str(all_keys(RunConfig)[key])
-    value = True if "bool" in hint else 7 if "int" in hint or "float" in hint else "other"
+    """Returns the base mapping with one key set to another value."""
+    values: dict[str, Any] = to_mapping(build_config(RunConfig, BASE))
     *parents, last = key.split(".")
-    values: dict[str, Any] = {name: dict(part) for name, part in BASE.items()}
     holder = values
     for parent in parents:
-        holder = holder.setdefault(parent, {})
-    was = getattr(getattr(RunConfig(), parents[0], None), last, None) if len(parents) == 1 else None
-    holder[last] = OTHERS.get(key, value if was is not True else False)
+        holder = holder[parent]
+    holder[last] = other_than(holder[last], all_keys(RunConfig)[key])
     return values
 
 
