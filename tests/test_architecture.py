@@ -51,13 +51,12 @@ TORCH_FREE_MODULES = (
     "checkpoint.directory",
     "checkpoint.manifest",
     "checkpoint.commit",
-    "metrics.best",
     "metrics.series",
     "metrics.writer",
-    "metrics.trackers.adapters",
-    "metrics.trackers.beside",
-    "metrics.trackers.catalogue",
-    "metrics.trackers.follow",
+    "tools.trackers.adapters",
+    "tools.trackers.sidecars",
+    "tools.trackers.catalogue",
+    "tools.trackers.follow",
     "train.preflight",
     "train.script",
 )
@@ -81,7 +80,7 @@ OWN_CLUSTER = "tools.devcluster."
 # stdin ends with the run.
 SIGNAL_HANDLERS = {
     *("supervise.signals", "supervise.supervisor", "cli.here"),
-    *("cli.trackers", "data.mapstyle"),
+    *("tools.trackers.follow", "data.mapstyle"),
 }
 # A script's runner is a program of its own, started by its path.
 ENVIRONMENT_READERS = ("cli.", "verbs", "__main__", "tools.completion", "train.script_main")

@@ -13,7 +13,7 @@ from typing import Any
 from slurm_train.cli.selection import look_once
 from slurm_train.cli.terminal import note
 from slurm_train.errors import ConfigError, RunError
-from slurm_train.metrics.best import largest_is_best
+from slurm_train.metrics.series import largest_is_best
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import write_atomic

@@ -20,7 +20,6 @@ from pathlib import Path
 from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.cli.lost_terminal import outlive_terminal
 from slurm_train.cli.terminal import note
-from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.launch.container import RankCommand
@@ -34,9 +33,10 @@ from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.slurm.environment import scrubbed
 from slurm_train.status.failure import find_failure
-from slurm_train.supervise.monitor import note_environment, watch_ranks
+from slurm_train.supervise.monitor import note_environment, say, watch_ranks
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor, refused_code
+from slurm_train.tools.trackers import Tracking
 
 _LOOK_S = 0.2
 
@@ -56,7 +56,7 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         is_own_code=not config.trains,
     )
     outlive_terminal(run.logs / "batch.log")
-    with tracking_run(run, config.track, env):
+    with Tracking(run, config.track, env=env, say=say):
         code = supervisor.supervise(partial(_launch, run, config, world_size, env))
     _print_unseen_failure(run)
     return code

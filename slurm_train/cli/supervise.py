@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from slurm_train.checkpoint.directory import newest_committed_step
-from slurm_train.cli.trackers import tracking_run
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ConfigError, NodesError, SilentNodesError
@@ -50,6 +49,7 @@ from slurm_train.supervise.monitor import (
 )
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.supervisor import Supervisor, ignore_stop_signals, refused_code
+from slurm_train.tools.trackers import Tracking
 
 
 def main(words: Sequence[str]) -> int:
@@ -80,7 +80,7 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
     require_private(run)
     config = load_config(run.config)
     allocation, world_size = _share_of(Allocation.from_env(env), run, config)
-    trackers = tracking_run(run, config.track, env)
+    trackers = Tracking(run, config.track, env=env, say=say)
     job = SlurmJob(
         run,
         allocation,

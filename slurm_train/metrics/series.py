@@ -15,6 +15,9 @@ from typing import Any
 
 from slurm_train.metrics.writer import Head, counting, head_of, metric_lines
 
+# Of all others the smallest is the best.
+_LARGEST_IS_BEST = ("accuracy", "mfu", "_per_s", "score", "reward")
+
 Column = array  # of "d"; NaN where a line has no such number
 _CHUNK = 4096
 # Not finite for anybody who wants to look at it; sums of such values would not be either. NaN is not below it.
@@ -90,3 +93,8 @@ def _append(columns: dict[str, Column[float]], lines: list[dict[str, Any]], *, n
                 continue
             columns[key] = array("d", [math.nan]) * num_before
         columns[key].extend(values)
+
+
+def largest_is_best(name: str) -> bool:
+    """Returns whether more is better: of "eval_accuracy" it is, of "eval_loss" it is not."""
+    return any(word in name for word in _LARGEST_IS_BEST)

@@ -496,15 +496,17 @@ def build_lines() -> list[str]:
 
     Importing the schema takes a fifth of a second, so it is done once for an installation.
     """
+    import importlib
+
     from slurm_train.assets import asset_dir
     from slurm_train.config import words
     from slurm_train.config.schema import RunConfig, all_keys
-    from slurm_train.metrics.trackers.catalogue import NAMES
     from slurm_train.status.run_status import RunState
 
     rows = [("folders", str(asset_dir("conf")), "", ""), ("folders", "~/.config/slurm_train", "", "")]
     rows += [("states", name, "", "") for name in (*(state.value for state in RunState), "missing")]
-    rows += [("trackers", name, "", "") for name in NAMES]
+    trackers = importlib.import_module("slurm_train.tools.trackers.catalogue").NAMES  # a tool of its own
+    rows += [("trackers", name, "", "") for name in trackers]
     choices = {target: "|".join(values) for target, values in words._CHOICES.items()}
     flags = {flag: choices.get(target) or _TAKES.get(target, "") for flag, target in words._FLAGS.items()}
     flags |= dict.fromkeys(words._SWITCHES, "-") | {"--info": choices["info"], "--accept": "changes"}

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from slurm_train.metrics.trackers import catalogue
+from slurm_train.tools.trackers import catalogue
 from tests.cli.conftest import Shell
 
 WORDS = ("+cluster=2x4", "track.wandb.project=gpt")

@@ -43,7 +43,7 @@ from tests.support.command_line import TINY, TINY_MODULE, Person, new_project
 from tests.support.faulty_files import FaultyFiles
 from tests.support.waiting import wait_for
 from tests.support.warm_ranks import start_rank
-from tests.train.test_trainer import RANK_PROGRAM, config_of
+from tests.train.small_runs import RANK_PROGRAM, config_of
 
 
 def on_real_ranks(test: Callable[..., None]) -> Callable[..., None]:
@@ -424,9 +424,12 @@ def beating(run: RunDirectory, attempt: int) -> Heartbeat:
 def test_a_rank_whose_data_come_late_is_named_and_a_healthy_run_is_not(tmp_path: Path) -> None:
     run, late = RunDirectory(tmp_path / "run"), tmp_path / "late"
     run.path.mkdir()
-    config = config_of(model={"step_s": 0.02}, max_steps=100_000, log_every_steps=1000)
-    config |= {"data": {"_target_": "small_training.LateData", "late_while": str(late)}}
-    config |= {"health": {"pace_every_steps": 2}}
+    config = config_of(
+        model={"step_s": 0.02},
+        train={"max_steps": 100_000, "log_every_steps": 1000},
+        data={"_target_": "small_training.LateData", "late_while": str(late)},
+        health={"pace_every_steps": 2},
+    )
     with socket.create_server(("127.0.0.1", 0)) as probe:
         orders = {"run": str(run.path), "config": config, "port": probe.getsockname()[1], "attempt": 0, "beats": True}
     env = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -15,7 +15,7 @@ from slurm_train.config.schema import DdpSection
 from slurm_train.errors import RunError
 from slurm_train.tools.exchanges import HalfPrecision, PowerSgd
 from tests.support.rank_pair import run_pair
-from tests.train.test_trainer import config_of, result_of, run_to_end, steps_of
+from tests.train.small_runs import assert_same_steps, config_of, digest_of, run_to_end, steps_of
 
 CASES = [
     ("none", "float32"),
@@ -146,32 +146,30 @@ def test_bytes_that_are_sent() -> None:
     assert fitting.bucket_cap_mb > 4 * 501_000 / 2**20
 
 
-def config_with(way: str, **facts: Any) -> dict[str, Any]:
-    config = config_of(model=facts.pop("model", None), **facts)
-    ddp = {"comm": way, "comm_start_step": 3, "average_every_steps": 4, "powersgd_rank": 1}
-    return config | {"ddp": ddp}
+def config_with(comm: str, **sections: Any) -> dict[str, Any]:
+    ddp = {"comm": comm, "comm_start_step": 3, "average_every_steps": 4, "powersgd_rank": 1}
+    return config_of(ddp=ddp, **sections)
 
 
 @pytest.mark.distributed
 def test_resuming_with_powersgd_is_bitwise_exact_and_begins_anew_on_other_ranks(tmp_path: Path) -> None:
     whole, cut, other = tmp_path / "whole", tmp_path / "cut", tmp_path / "other"
-    run_to_end(whole, config_with("powersgd"), ranks=2)
+    run_to_end(whole, config_with("powersgd"))
     config = config_with("powersgd", model={"signal_at": 9, "signal_rank": 1, "only_in": str(tmp_path / "sent")})
-    assert "stopped at step" in run_to_end(cut, config, ranks=2, code=75)
+    assert "stopped at step" in run_to_end(cut, config, code=75)
     shutil.copytree(cut, other)
-    run_to_end(cut, config, ranks=2, attempt=1)
-    assert result_of(cut)["weights_digest"] == result_of(whole)["weights_digest"]
-    assert [line["loss"] for line in steps_of(cut)] == [line["loss"] for line in steps_of(whole)]
+    run_to_end(cut, config, attempt=1)
+    assert digest_of(cut) == digest_of(whole)
+    assert_same_steps(cut, whole)
     text = run_to_end(other, config, ranks=1, attempt=1)
     assert "powersgd: what 2 ranks have kept of their gradients fits no 1, so it begins anew" in text
 
 
 @pytest.mark.distributed
 def test_post_local_sgd_saves_the_same_on_every_rank(tmp_path: Path) -> None:
-    config = config_with("post_local_sgd") | {"checkpoint": {"every_steps": 6}}
-    config["health"] = {"check_replicas_every_steps": 4}
     # Replicas are compared before each save: at steps 6, 12 and 18 no average of parameters was due.
-    run_to_end(tmp_path / "run", config, ranks=2)
+    health = {"check_replicas_every_steps": 4}
+    run_to_end(tmp_path / "run", config_with("post_local_sgd", checkpoint={"every_steps": 6}, health=health))
     assert len(steps_of(tmp_path / "run")) == 20
 
 

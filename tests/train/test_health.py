@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slurm_train.data.order import SampleOrder, samples_digest
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.train.health import position_after_rollbacks
+from slurm_train.train.health import digest_of_parameters, find_divergent, position_after_rollbacks
 from slurm_train.train.saving import Position
-from tests.train.test_trainer import config_of, finish, result_of, run_to_end, start, steps_of
+from tests.train.small_runs import config_of, result_of, run_to_end, steps_of
 
-pytestmark = pytest.mark.distributed
+distributed = pytest.mark.distributed
 GLOBAL = 12
 ORDER = SampleOrder(97, seed=5)
 BAD_STEP = 5
@@ -29,11 +30,13 @@ def sample_of(step: int) -> int:
 def config_with(
     *, bad: list[int], factor: str = "nan", max_steps: int = 8, every: int | None = None, **health: Any
 ) -> dict[str, Any]:
-    config = config_of(max_steps=max_steps)
-    config["data"] |= {"bad": bad, "factor": factor}
-    config["optim"] = {"lr": 0.01, "schedule": "constant", "warmup_samples": 0}
-    config["checkpoint"] = {"every_steps": every, "keep": 3}
-    return {**config, "health": health}
+    return config_of(
+        data={"bad": bad, "factor": factor},
+        optim={"schedule": "constant", "warmup_samples": 0},
+        train={"max_steps": max_steps},
+        checkpoint={"every_steps": every, "keep": 3},
+        health=health,
+    )
 
 
 def facts_of(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -47,13 +50,14 @@ def assert_reads_in_order(run: Path) -> None:
         assert line["samples_digest"] == samples_digest(ids), line
 
 
+@distributed
 def test_skip_and_rollback_apply_the_same_batches_bit_for_bit(tmp_path: Path) -> None:
     bad = [sample_of(BAD_STEP)]
-    run_to_end(tmp_path / "clean", config_with(bad=[]), ranks=2)
-    run_to_end(tmp_path / "skip", config_with(bad=bad, on_non_finite="skip"), ranks=2)
+    run_to_end(tmp_path / "clean", config_with(bad=[]))
+    run_to_end(tmp_path / "skip", config_with(bad=bad, on_non_finite="skip"))
     # One step less: the step that went wrong is taken again with the next batch.
     config = config_with(bad=bad, max_steps=7, every=1, on_non_finite="rollback")
-    run_to_end(tmp_path / "back", config, ranks=2)
+    run_to_end(tmp_path / "back", config)
     skip, back, clean = (result_of(tmp_path / name) for name in ("skip", "back", "clean"))
     assert skip["weights_digest"] == back["weights_digest"] != clean["weights_digest"]
     assert (skip["step"], skip["samples"], back["step"], back["samples"]) == (8, 96, 7, 96)
@@ -72,50 +76,27 @@ def test_skip_and_rollback_apply_the_same_batches_bit_for_bit(tmp_path: Path) ->
     assert (event["step"], event["to_step"], event["checkpoint_samples"], event["resume_samples"]) == (5, 4, 48, 60)
 
 
-def test_rollback_passes_over_all_samples_since_the_checkpoint(tmp_path: Path) -> None:
-    config = config_with(bad=[sample_of(BAD_STEP)], every=3, on_non_finite="rollback")
-    text = run_to_end(tmp_path / "run", config, ranks=2)
-    assert "step 5: back to step 3; samples 36 to 60 are passed over" in text
-    lines = steps_of(tmp_path / "run")
-    assert [(line["step"], line["samples"]) for line in lines] == [
-        (step, 12 * step if step <= 3 else 12 * step + 24) for step in range(1, 9)
-    ]
-    assert_reads_in_order(tmp_path / "run")
-
-
-def test_the_run_stops_after_so_many_rollbacks(tmp_path: Path) -> None:
-    config = config_with(bad=[sample_of(s) for s in (4, 5, 6)], every=3, on_non_finite="rollback", max_rollbacks=2)
-    codes, text = finish(start(tmp_path / "run", config, ranks=2))
-    assert codes == [1, 1]
-    assert text.count("step 4 went wrong after 2 rollbacks of this run") == 2
-    assert [event["resume_samples"] for event in facts_of(tmp_path / "run", "rollback")] == [48, 60]
-    # The budget is the run's, not the attempt's; and what was passed over stays so.
-    codes, text = finish(start(tmp_path / "run", config, ranks=2, attempt=1))
-    assert codes == [1, 1] and "after 2 rollbacks" in text
-    assert facts_of(tmp_path / "run", "non_finite")[-1]["samples"] == [60, 72]
-
-
+@distributed
 def test_a_rollback_without_a_checkpoint_stops(tmp_path: Path) -> None:
     config = config_with(bad=[sample_of(2)], on_non_finite="rollback")
-    codes, text = finish(start(tmp_path / "run", config, ranks=2))
-    assert codes == [1, 1]
+    text = run_to_end(tmp_path / "run", config, code=1)
     assert text.count("step 2 went wrong and there is no checkpoint to go back to") == 2
 
 
+@distributed
 def test_stop_is_the_default_and_names_the_step(tmp_path: Path) -> None:
-    codes, text = finish(start(tmp_path / "run", config_with(bad=[sample_of(BAD_STEP)]), ranks=2))
-    assert codes == [1, 1]
+    text = run_to_end(tmp_path / "run", config_with(bad=[sample_of(BAD_STEP)]), code=1)
     assert text.count("step 5 is not finite") == 2
     assert facts_of(tmp_path / "run", "non_finite")[0]["action"] == "stop"
 
 
+@distributed
 @pytest.mark.parametrize("action", ["log", "skip", "stop"])
 def test_a_spike_is_treated_as_asked(tmp_path: Path, action: str) -> None:
     config = config_with(
         bad=[sample_of(BAD_STEP)], factor="1e4", spike_factor=3.0, spike_window=4, on_spike=action, max_rollbacks=1
     )
-    codes, text = finish(start(tmp_path / "run", config, ranks=2))
-    assert codes == ([1, 1] if action == "stop" else [0, 0]), text
+    run_to_end(tmp_path / "run", config, code=1 if action == "stop" else 0)
     (event,) = facts_of(tmp_path / "run", "spike")
     assert (event["step"], event["action"]) == (BAD_STEP, action) and event["value"] > event["limit"]
     if action != "stop":
@@ -127,10 +108,11 @@ def test_a_spike_is_treated_as_asked(tmp_path: Path, action: str) -> None:
 SPIKES: dict[str, Any] = {"factor": "1e4", "every": 3, "spike_factor": 3.0, "spike_window": 3, "on_spike": "rollback"}
 
 
+@distributed
 def test_a_spike_takes_the_run_back_and_its_data_is_passed_over(tmp_path: Path) -> None:
     """What follows is what a run sees that never had the samples in between; the spike never touched the weights."""
     run = tmp_path / "run"
-    text = run_to_end(run, config_with(bad=[sample_of(BAD_STEP)], **SPIKES), ranks=2)
+    text = run_to_end(run, config_with(bad=[sample_of(BAD_STEP)], **SPIKES))
     assert "step 5: back to step 3; samples 36 to 60 are passed over" in text
     (spike,), (back,) = facts_of(run, "spike"), facts_of(run, "rollback")
     assert (spike["step"], spike["samples"], spike["action"]) == (BAD_STEP, [48, 60], "rollback")
@@ -141,31 +123,31 @@ def test_a_spike_takes_the_run_back_and_its_data_is_passed_over(tmp_path: Path) 
     ]
     assert_reads_in_order(run)
     # The window is the checkpoint's, so the limit of step 4 is that of its first time.
-    run_to_end(tmp_path / "clean", config_with(bad=[], **SPIKES), ranks=2)
+    run_to_end(tmp_path / "clean", config_with(bad=[], **SPIKES))
     losses = [line["loss"] for line in steps_of(run)]
     assert losses[:3] == [line["loss"] for line in steps_of(tmp_path / "clean")][:3]
     assert all(loss < spike["limit"] for loss in losses)
 
 
+@distributed
 def test_spikes_without_end_stop_the_run_after_so_many_rollbacks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = config_with(bad=[sample_of(step) for step in (4, 5, 6)], max_rollbacks=2, **SPIKES)
-    codes, text = finish(start(run, config, ranks=2))
-    assert codes == [1, 1]
+    text = run_to_end(run, config, code=1)
     assert text.count("step 4 went wrong after 2 rollbacks of this run") == 2
     assert [event["resume_samples"] for event in facts_of(run, "rollback")] == [48, 60]
     assert [event["step"] for event in facts_of(run, "spike")] == [4, 4, 4]
     more = config | {"health": {**config["health"], "max_rollbacks": 3}}
-    assert "finished" in run_to_end(run, more, ranks=2, attempt=1), "a person may allow one more"
+    assert "finished" in run_to_end(run, more, attempt=1), "a person may allow one more"
     assert len(facts_of(run, "rollback")) == 3
     assert_reads_in_order(run)
 
 
+@distributed
 def test_replicas_that_drift_apart_are_found_and_named(tmp_path: Path) -> None:
-    config = config_of(model={"flip_at": 4}, max_steps=8)
-    config["health"] = {"check_replicas_every_steps": 2}
-    codes, text = finish(start(tmp_path / "run", config, ranks=2))
-    assert codes == [1, 1]
+    health = {"check_replicas_every_steps": 2}
+    config = config_of(model={"flip_at": 4}, train={"max_steps": 8}, health=health)
+    text = run_to_end(tmp_path / "run", config, code=1)
     assert text.count("the replicas differ at step 4: rank 1 on ") == 2
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -189,3 +171,34 @@ def test_events_are_strict_json(tmp_path: Path) -> None:
 
     (events,) = tmp_path.glob("events@*.jsonl")
     json.loads(events.read_text(), parse_constant=refuse)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_bit_changes_the_digest_of_parameters(dtype: torch.dtype) -> None:
+    tensor = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    num_bits = 8 * tensor.element_size()
+    seen = {int(digest_of_parameters([tensor], CPU))}
+    for element in range(tensor.numel()):
+        for bit in range(num_bits):
+            flipped = tensor.clone()
+            mask = 1 << bit if bit < num_bits - 1 else -(1 << bit)
+            flipped.view(-1).view(integers)[element] ^= mask
+            seen.add(int(digest_of_parameters([flipped], CPU)))
+    assert len(seen) == 1 + tensor.numel() * num_bits
+
+
+def test_the_order_of_tensors_and_elements_counts() -> None:
+    one, two = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    digests = {int(digest_of_parameters(tensors, CPU)) for tensors in ([one, two], [two, one], [one, one], [two, two])}
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize(
+    ("digests", "divergent"), [([7, 7], []), ([7, 8], [1]), ([8, 7, 7], [0]), ([7, 8, 7, 9], [1, 3])]
+)
+def test_the_minority_is_named(digests: list[int], divergent: list[int]) -> None:
+    assert find_divergent(digests) == divergent

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import socket
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,50 +11,32 @@ import pytest
 
 from slurm_train.checkpoint.directory import read_manifest
 from slurm_train.errors import ConfigError
-from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
 from slurm_train.rundir.layout import RunDirectory, list_checkpoints
 from slurm_train.train.local_tier import expand, recent_attempts
 from tests.support.waiting import wait_for
-from tests.support.warm_ranks import WarmRank, start_rank
+from tests.support.warm_ranks import WarmRank
+from tests.train import small_runs
 
-RANK_PROGRAM = Path(__file__).with_name("training_rank.py")
 START = AttemptStart(job_id=None, restart_count=0, nodes=("n0", "n1"), world_size=2)
 
 
 def config_of(**checkpoint: Any) -> dict[str, Any]:
-    return {
-        "seed": 5,
-        "model": {"_target_": "small_training.Net", "step_s": 0.05},
-        "data": {"_target_": "small_training.Data"},
-        "batch": {"global_size": 12},
-        "train": {"max_steps": 30, "log_every_steps": 1, "threads": 1},
-        "checkpoint": {"every_steps": 3, "local_dir": "$NODE_DISK", "copy_every": 2, **checkpoint},
-    }
+    local = {"every_steps": 3, "local_dir": "$NODE_DISK", "copy_every": 2, **checkpoint}
+    return small_runs.config_of(model={"step_s": 0.05}, train={"max_steps": 30}, checkpoint=local)
 
 
 def start(run: RunDirectory, config: dict[str, Any], disks: Path) -> list[WarmRank]:
     """Starts one rank per node, each with a disk of its own."""
     run.path.mkdir(parents=True, exist_ok=True)
     attempt = open_attempt(run, START)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    facts = {"run": str(run.path), "config": config, "port": port, "attempt": attempt}
-    orders = json.dumps({**facts, "fault": {"own_disks": True}})
-    ranks = []
-    for rank in range(2):
-        disk = disks / f"node{rank}"
-        disk.mkdir(parents=True, exist_ok=True)
-        env = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-        env["NODE_DISK"] = str(disk)
-        ranks.append(start_rank(RANK_PROGRAM, orders, env={**os.environ, **env}))
-    return ranks
+    return small_runs.start(run.path, config, attempt=attempt, fault={"own_disks": True}, disks=disks)
 
 
 def finish(ranks: list[WarmRank]) -> str:
-    texts = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "".join(texts)
-    return "".join(texts)
+    codes, text = small_runs.finish(ranks)
+    assert codes == [0, 0], text
+    return text
 
 
 def steps_on(disk: Path) -> list[int]:
@@ -94,7 +73,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> str:
     config = config_of(local_dir=None, every_steps=None)
     config["model"]["step_s"] = 0.0
     finish(start(RunDirectory(folder / "run"), config, folder / "disks"))
-    return str(json.loads((folder / "run" / "result.json").read_text())["weights_digest"])
+    return small_runs.digest_of(folder / "run")
 
 
 @pytest.mark.distributed
@@ -114,8 +93,8 @@ def test_killed_ranks_come_back_from_their_disks_or_from_the_run_directory(
         assert f"resuming from checkpoint_{on_nodes:07d}" in text
     else:
         assert f"resuming from checkpoint_{copied:07d}" in text and "on the nodes only" not in text
-    assert json.loads(run.result.read_text())["weights_digest"] == golden
-    assert [line["step"] for line in read_metrics(run.metrics) if "loss" in line] == list(range(1, 31))
+    assert small_runs.digest_of(run.path) == golden
+    assert [line["step"] for line in small_runs.steps_of(run.path)] == list(range(1, 31))
     assert not steps_on(disks / "node0"), "a finished run leaves nothing on the nodes"
 
 

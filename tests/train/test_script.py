@@ -1,4 +1,4 @@
-"""An unmodified script finds what torchrun would set; nothing here imports torch."""
+"""An unmodified script finds what torchrun would set, without torch, and runs as it would by itself."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
+from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.train import script_main
 from slurm_train.train.script import script_command, torchrun_env
@@ -76,3 +77,80 @@ def test_the_worker_becomes_the_script_without_torch(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     pid, line = done.stdout.splitlines()
     assert json.loads(line) == [int(pid), "0", str(tmp_path), ["a b"]]
+
+
+def _run(tmp_path: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    command = [sys.executable, script_main.__file__, str(tmp_path), str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_name_arguments_and_neighbours_are_the_scripts_own(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 7\n")
+    text = "import sys, beside\nif __name__ == '__main__':\n    print(sys.argv[1:], beside.VALUE, __file__)\n"
+    done = _run(tmp_path, text, "--lr", "1")
+    assert (done.returncode, done.stdout) == (0, f"['--lr', '1'] 7 {tmp_path / 'train.py'}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("sys.exit()", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('no data')", 1, "no data\n"),
+        ("os._exit(5)", 5, ""),
+    ],
+)
+def test_exit_code_is_the_scripts_own(tmp_path: Path, line: str, code: int, words: str) -> None:
+    done = _run(tmp_path, f"import os, sys\n{line}\n")
+    assert (done.returncode, done.stderr) == (code, words)
+
+
+def test_an_exception_is_told_from_the_script_on(tmp_path: Path) -> None:
+    done = _run(tmp_path, "def f():\n    raise ValueError('odd')\nf()\n")
+    assert done.returncode == 1 and done.stderr.endswith("ValueError: odd\n")
+    assert "runpy" not in done.stderr and "script_main" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("", (0, "")),
+        ("raise SystemExit(75)", (75, "")),
+        ("raise SystemExit(2)", (2, "the script ended with code 2")),
+        ("raise ValueError('odd')", (1, "ValueError: odd")),
+    ],
+)
+def test_how_it_failed_is_told_in_a_few_words(tmp_path: Path, line: str, found: tuple[int, str]) -> None:
+    (tmp_path / "train.py").write_text(line)
+    assert script_main.run(str(tmp_path / "train.py")) == found
+
+
+def test_the_supervisor_learns_which_rank_failed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(2).mkdir(parents=True)
+    for rank in ("3", "0"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("SLURM_TRAIN_ATTEMPT", "2")
+        script_main.tell_supervisor(str(tmp_path), 2, "ValueError: odd\nand more")
+    mark = first_mark(run, 2)
+    assert mark is not None and (mark.rank, mark.exit_code, mark.message) == (3, 2, "ValueError: odd")
+
+
+def test_threads_are_joined_and_exit_functions_run(tmp_path: Path) -> None:
+    text = (
+        "import atexit, threading, time\natexit.register(print, 'last')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\nprint('end')\n"
+    )
+    assert _run(tmp_path, text).stdout == "end\nthread\nlast\n"
+
+
+def test_spawned_processes_find_the_script(tmp_path: Path) -> None:
+    text = (
+        "import multiprocessing as mp\ndef work(q):\n    q.put(42)\nif __name__ == '__main__':\n"
+        "    ctx = mp.get_context('spawn')\n    q = ctx.Queue()\n    p = ctx.Process(target=work, args=(q,))\n"
+        "    p.start()\n    print(q.get())\n    p.join()\n"
+    )
+    done = _run(tmp_path, text)
+    assert done.stdout == "42\n", done.stderr

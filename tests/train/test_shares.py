@@ -15,14 +15,13 @@ from slurm_train.rundir.layout import RunDirectory
 from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.passes import TrainingModule
 from slurm_train.train.shares import time_passes
-from tests.train.test_trainer import config_of, result_of, run_to_end, steps_of
+from tests.train.small_runs import PADDED, config_of, result_of, run_to_end, steps_of
 
 
 def sequences(shares: Any = "even", **model: Any) -> dict[str, Any]:
     """Sequences of 1 to 39 tokens: ranks have unequal numbers of samples, and other numbers of tokens at every step."""
     batch = {"global_size": 36, "accumulation": 2, "shares": shares}
-    pads = {"collate": "slurm_train.data.mapstyle.pad", "keyed_randomness": False}
-    return config_of(batch=batch, model=model) | {"data": {"_target_": "small_training.Sequences", **pads}}
+    return config_of(batch=batch, model=model, data=PADDED)
 
 
 @pytest.mark.distributed

@@ -1,165 +1,201 @@
-"""The trainer on two real gloo ranks: exactness over splits, and stopping at one boundary."""
+"""The trainer on real gloo ranks: exactness over splits and numbers of ranks, stopping at one boundary, resuming."""
 
 from __future__ import annotations
 
-import json
-import os
+import itertools
 import re
-import socket
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
 
-from slurm_train.metrics.writer import read_metrics
-from tests.support.warm_ranks import WarmRank, start_rank
+from slurm_train.checkpoint.directory import read_manifest
+from slurm_train.config.schema import RunConfig, TrainSection
+from slurm_train.rundir.events import AcceptedChange, record_change
+from slurm_train.rundir.layout import CheckpointName, RunDirectory, list_checkpoints
+from slurm_train.train.trainer import load_start_weights
+from tests.support.waiting import wait_for
+from tests.train.small_runs import (
+    PADDED,
+    assert_same_steps,
+    config_of,
+    digest_of,
+    evaluations_of,
+    finish,
+    result_of,
+    run_to_end,
+    start,
+    steps_of,
+    weights_of,
+)
 
-RANK_PROGRAM = Path(__file__).with_name("training_rank.py")
-pytestmark = pytest.mark.distributed
-
-
-def config_of(
-    *, model: dict[str, Any] | None = None, batch: dict[str, Any] | None = None, **train: Any
-) -> dict[str, Any]:
-    return {
-        "seed": 5,
-        "model": {"_target_": "small_training.Net", **(model or {})},
-        "data": {"_target_": "small_training.Data"},
-        "batch": batch or {"global_size": 12},
-        "optim": {"lr": 0.01},
-        "train": {"max_steps": 20, "log_every_steps": 1, "samples_digest": True, "threads": 1, **train},
-        "checkpoint": {"every_steps": None},
-    }
-
-
-def start(run: Path, config: dict[str, Any], *, ranks: int, attempt: int = 0) -> list[WarmRank]:
-    run.mkdir(parents=True, exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    orders = json.dumps({"run": str(run), "config": config, "port": port, "attempt": attempt})
-    env = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    return [
-        start_rank(RANK_PROGRAM, orders, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
-
-
-def finish(processes: list[WarmRank]) -> tuple[list[int], str]:
-    texts = [process.communicate(timeout=240)[1] for process in processes]
-    return [process.returncode for process in processes], "".join(texts)
-
-
-def run_to_end(run: Path, config: dict[str, Any], *, ranks: int, attempt: int = 0, code: int = 0) -> str:
-    codes, text = finish(start(run, config, ranks=ranks, attempt=attempt))
-    assert codes == [code] * ranks, text
-    return text
-
-
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    return [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
-
-
-def result_of(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "result.json").read_text())
-    return found
-
-
-SPLITS = {
-    "one rank": (1, {"global_size": 12}),
-    "two ranks": (2, {"global_size": 12}),
-    "two ranks, three micro-batches": (2, {"global_size": 12, "accumulation": 3}),
-    "one rank, four micro-batches": (1, {"global_size": 12, "accumulation": 4}),
+distributed = pytest.mark.distributed
+BY_LENGTH = {"batch": {"global_size": 16, "by_length": True, "pool": 4}, "data": PADDED}
+# Ranks, sections of the configuration, and how much the order of additions, in float32, may matter.
+SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "plain, two ranks": (2, {}),
+    "plain, two ranks, three micro-batches": (2, {"batch": {"accumulation": 3}}),
+    "plain, one rank, four micro-batches": (1, {"batch": {"accumulation": 4}}),
+    "lengths": (1, BY_LENGTH),
+    "lengths, two ranks, two micro-batches": (2, {**BY_LENGTH, "batch": {**BY_LENGTH["batch"], "accumulation": 2}}),
+    "lengths, sharded over two ranks": (2, {**BY_LENGTH, "parallel": {"dp_shard": 2}}),
 }
 
 
 @pytest.fixture(scope="module")
 def split_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     runs = {name: tmp_path_factory.mktemp("split") / "run" for name in SPLITS}
-    for name, (ranks, batch) in SPLITS.items():
-        run_to_end(runs[name], config_of(batch=batch), ranks=ranks)
+    for name, (ranks, sections) in SPLITS.items():
+        run_to_end(runs[name], config_of(**sections), ranks=ranks)
     return runs
 
 
-@pytest.mark.parametrize("name", list(SPLITS)[1:])
-def test_losses_do_not_depend_on_the_split_of_the_batch(split_runs: dict[str, Path], name: str) -> None:
-    expected, found = steps_of(split_runs["one rank"]), steps_of(split_runs[name])
-    assert [line["step"] for line in found] == list(range(1, 21))
-    for key in ("loss", "grad_norm"):  # losses are summed in float32
-        assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-6)
-    for key in ("samples_digest", "samples", "lr", "epoch"):
-        assert [line[key] for line in found] == [line[key] for line in expected]
+@distributed
+@pytest.mark.parametrize("name", [name for name in SPLITS if "," in name])
+def test_losses_and_measures_do_not_depend_on_the_split_of_the_batch(split_runs: dict[str, Path], name: str) -> None:
+    whole = split_runs[name.partition(",")[0]]
+    assert_same_steps(split_runs[name], whole, rel=1e-6)
+    one, other = result_of(whole), result_of(split_runs[name])
+    # An accuracy over any other number of samples would be another fraction.
+    assert other["eval_accuracy"] == one["eval_accuracy"]
+    assert other["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-6)
 
 
-def test_held_out_samples_count_once_each_over_an_uneven_split(split_runs: dict[str, Path]) -> None:
-    one, two = (result_of(split_runs[name]) for name in ("one rank", "two ranks"))
-    # 97 samples: an accuracy over any other number of them would be another fraction.
-    assert two["eval_accuracy"] == one["eval_accuracy"]
-    assert one["eval_accuracy"] * 97 == pytest.approx(round(one["eval_accuracy"] * 97), abs=1e-9)
-    assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-6)
+@distributed
+def test_batches_by_length_differ_in_size_and_pools_end_where_plain_batches_would(split_runs: dict[str, Path]) -> None:
+    lines = steps_of(split_runs["lengths"])
+    assert len({late["samples"] - early["samples"] for early, late in itertools.pairwise(lines)}) > 3
+    assert (lines[3]["samples"], lines[19]["samples"]) == (64, 320)
 
 
+@distributed
 def test_lines_say_world_attempt_and_speed(split_runs: dict[str, Path]) -> None:
-    line = steps_of(split_runs["two ranks"])[-1]
+    line = steps_of(split_runs["plain, two ranks"])[-1]
     assert (line["world_size"], line["attempt"], line["mfu"], line["tokens"]) == (2, 0, None, None)
     assert line["samples_per_s"] > 0 and line["step_time_s"] > 0 and line["data_time_s"] >= 0
 
 
 # With three ranks or more the order of additions depends on where a value lies in DDP's buckets.
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (1, 2), (2, 4)])
-def test_term_on_one_rank_stops_all_and_resuming_is_bitwise_exact(tmp_path: Path, rank: int, ranks: int) -> None:
-    plain = config_of(model={"dropout": 0.2}, eval_every_steps=5)
-    run_to_end(tmp_path / "whole", plain, ranks=ranks)
+@distributed
+@pytest.mark.parametrize(
+    ("rank", "ranks", "sections"),
+    [(0, 2, {}), (2, 4, {}), (1, 2, {**BY_LENGTH, "data": {**PADDED, "prefetch": 3}})],
+    ids=["first of two", "third of four", "by length, read ahead"],
+)
+def test_term_on_one_rank_stops_all_and_resuming_is_bitwise_exact(
+    tmp_path: Path, rank: int, ranks: int, sections: dict[str, Any]
+) -> None:
+    sections = {**sections, "train": {"eval_every_steps": 5}}
+    run_to_end(tmp_path / "whole", config_of(**sections, model={"dropout": 0.2}), ranks=ranks)
     once = {"dropout": 0.2, "signal_at": 7, "signal_rank": rank, "only_in": str(tmp_path / "sent")}
-    cut = config_of(model=once, eval_every_steps=5)
+    cut = config_of(**sections, model=once)
     text = run_to_end(tmp_path / "cut", cut, ranks=ranks, code=75)
-    assert "stopped at step 7" in text
-    assert not (tmp_path / "cut" / "result.json").exists()
+    assert "stopped at step 7" in text and not (tmp_path / "cut" / "result.json").exists()
     text = run_to_end(tmp_path / "cut", cut, ranks=ranks, attempt=1)
     assert re.search(r"resuming from checkpoint_0000007_\w+ \(step 7\)", text)
-    whole, resumed = result_of(tmp_path / "whole"), result_of(tmp_path / "cut")
-    assert resumed["weights_digest"] == whole["weights_digest"]
-    for key in ("loss", "samples_digest", "grad_norm", "lr"):
-        assert [line[key] for line in steps_of(tmp_path / "cut")] == [
-            line[key] for line in steps_of(tmp_path / "whole")
-        ]
+    assert digest_of(tmp_path / "cut") == digest_of(tmp_path / "whole")
+    assert_same_steps(tmp_path / "cut", tmp_path / "whole")
 
 
+@distributed
 def test_a_stop_during_evaluation_repeats_that_evaluation_after_resuming(tmp_path: Path) -> None:
     model = {"in_evaluation": True, "signal_rank": 1, "only_in": str(tmp_path / "sent")}
-    config = config_of(model=model, eval_every_steps=5)
-    text = run_to_end(tmp_path / "run", config, ranks=2, code=75)
-    assert "stopped at step 5" in text
-    run_to_end(tmp_path / "run", config, ranks=2, attempt=1)
-    evaluations = [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in line]
-    assert evaluations == [5, 10, 15, 20]
+    config = config_of(model=model, train={"eval_every_steps": 5})
+    assert "stopped at step 5" in run_to_end(tmp_path / "run", config, code=75)
+    run_to_end(tmp_path / "run", config, attempt=1)
+    assert [line["step"] for line in evaluations_of(tmp_path / "run")] == [5, 10, 15, 20]
     assert [line["step"] for line in steps_of(tmp_path / "run")] == list(range(1, 21))
 
 
+@distributed
 def test_a_run_killed_before_its_result_is_finished_by_the_next_attempt(tmp_path: Path) -> None:
-    run_to_end(tmp_path / "run", config_of(), ranks=2)
+    run_to_end(tmp_path / "run", config_of())
     expected = result_of(tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
-    run_to_end(tmp_path / "run", config_of(), ranks=2, attempt=1)
-    changing = ("attempt", "time_unix_s")
-    assert {**result_of(tmp_path / "run"), **{key: expected[key] for key in changing}} == expected
+    run_to_end(tmp_path / "run", config_of(), attempt=1)
+    found = result_of(tmp_path / "run")
+    assert {**found, "attempt": 0, "time_unix_s": expected["time_unix_s"]} == expected
 
 
+@distributed
 def test_a_stop_file_stops_all_ranks(tmp_path: Path) -> None:
-    config = config_of(model={"step_s": 0.05}, max_steps=2000)
-    processes = start(tmp_path / "run", config, ranks=2)
-    deadline = time.monotonic() + 60
-    while not steps_of(tmp_path / "run"):
-        assert time.monotonic() < deadline, "no step"
-        time.sleep(0.05)
+    ranks = start(tmp_path / "run", config_of(model={"step_s": 0.05}, train={"max_steps": 2000}))
+    wait_for(lambda: steps_of(tmp_path / "run"), within_s=60, what="a step")
     (tmp_path / "run" / "STOP").touch()
-    codes, text = finish(processes)
+    codes, text = finish(ranks)
     assert codes == [75, 75], text
 
 
+@distributed
 def test_a_loss_that_is_not_finite_is_refused_on_every_rank_before_it_is_applied(tmp_path: Path) -> None:
-    config = config_of()
-    config["optim"] = {"lr": 1e300, "grad_clip_norm": None}
-    codes, text = finish(start(tmp_path / "run", config, ranks=2))
-    assert codes == [1, 1]
+    text = run_to_end(tmp_path / "run", config_of(optim={"lr": 1e300, "grad_clip_norm": None}), code=1)
     assert text.count("is not finite") == 2 and "lower optim.lr" in text
+
+
+# Ranks and micro-batches per step; all but the last attempt are stopped in their fifth forward pass.
+ATTEMPTS = ((8, 1), (4, 1), (3, 2), (1, 1))
+
+
+@distributed
+def test_a_run_on_other_numbers_of_ranks_trains_as_one_that_never_changed(tmp_path: Path) -> None:
+    def config(accumulation: int) -> dict[str, Any]:
+        return config_of(
+            batch={"global_size": 24, "accumulation": accumulation},
+            model={"signal_at": 5, "only_in": str(tmp_path / "sent")},
+            checkpoint={"keep": 9},
+        )
+
+    one, many = tmp_path / "one", tmp_path / "many"
+    (tmp_path / "sent").touch()
+    run_to_end(one, config(1), ranks=1)
+    for attempt, (ranks, accumulation) in enumerate(ATTEMPTS):
+        is_last = attempt == len(ATTEMPTS) - 1
+        if not is_last:
+            (tmp_path / "sent").unlink()
+        run_to_end(many, config(accumulation), ranks=ranks, attempt=attempt, code=0 if is_last else 75)
+    assert_same_steps(many, one, rel=1e-6)
+    expected, found = weights_of(one), weights_of(many)
+    assert expected.keys() == found.keys() and len(expected) == 4
+    for name, tensor in expected.items():  # double precision all the way
+        assert found[name].numpy() == pytest.approx(tensor.numpy(), rel=1e-10, abs=1e-12), name
+    manifests = [read_manifest(path) for path in reversed(list_checkpoints(many / "checkpoints"))]
+    assert [(manifest.world_size, manifest.batch_plan["accumulation"]) for manifest in manifests] == list(ATTEMPTS)
+    assert [manifest.samples for manifest in manifests] == [manifest.step * 24 for manifest in manifests]
+
+
+@distributed
+def test_a_larger_global_batch_is_taken_over_with_the_learning_rate_of_its_rule(tmp_path: Path) -> None:
+    run, optim = tmp_path / "run", {"lr_retune": "linear", "lr_global_size": 24}
+    model = {"signal_at": 5, "only_in": str(tmp_path / "sent")}
+    facts = {"optim": optim, "model": model, "checkpoint": {"keep": 9}}
+    run_to_end(run, config_of(batch={"global_size": 24}, **facts), code=75)
+    record_change(RunDirectory(run), AcceptedChange(number=1, step=5, config={"batch.global_size": [24, 48]}))
+    run_to_end(run, config_of(batch={"global_size": 48}, **facts), ranks=1, attempt=1)
+    before, after = ([line for line in steps_of(run) if line["attempt"] == attempt] for attempt in (0, 1))
+    assert before[-1]["step"] + 1 == after[0]["step"] and after[-1]["step"] == 20
+    assert before[-1]["samples"] == before[-1]["step"] * 24 == after[0]["samples"] - 48
+    manifests = [read_manifest(path) for path in reversed(list_checkpoints(run / "checkpoints"))]
+    assert [manifest.extra["lr"]["peak"] for manifest in manifests] == [0.01, 0.02]
+
+
+def test_a_run_starts_from_weights_until_it_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    run, trained = RunDirectory(tmp_path / "run"), nn.Linear(3, 2)
+    save_file(trained.state_dict(), tmp_path / "model.safetensors")
+    config = RunConfig(model={}, train=TrainSection(init_from=str(tmp_path / "model.safetensors")))
+
+    def started(config: RunConfig) -> bool:
+        model = nn.Linear(3, 2)
+        load_start_weights(model, config, run=run)
+        return bool(torch.equal(model.weight, trained.weight) and torch.equal(model.bias, trained.bias))
+
+    assert started(config) and not started(replace(config, train=TrainSection()))
+    saved = run.checkpoints / str(CheckpointName(5, 0, "00000000"))
+    (saved.with_name(f"{saved.name}.tmp")).mkdir(parents=True)
+    assert started(config)  # it was not saved to the end
+    saved.mkdir()
+    assert not started(config)

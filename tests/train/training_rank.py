@@ -22,27 +22,16 @@ def main() -> int:
     install(stop)
     orders = json.loads(sys.argv[1])
 
-    from slurm_train.config.batch import solve_batch
-    from slurm_train.config.layout import solve_layout
     from slurm_train.config.schema import RunConfig, build_config
-    from slurm_train.distributed.greeting import MeetingPoint
-    from slurm_train.distributed.place import RankPlace
-    from slurm_train.rundir.layout import RunDirectory
-    from slurm_train.train.context import Rank
     from slurm_train.train.trainer import train
+    from tests.support.ranks import make_rank
 
-    config = build_config(RunConfig, orders["config"])
-    place = RankPlace.from_env(os.environ)
-    layout = solve_layout(config.parallel, world_size=place.world_size)
-    point = MeetingPoint(
-        master_addr="127.0.0.1", ports=[orders["port"]], run_id="test", attempt=orders["attempt"], timeout_s=60
-    )
-    start = Rank(
-        config=config,
-        plan=solve_batch(config.batch, ranks=layout.data_parallel_size, stages=layout.pp),
-        run=RunDirectory(Path(orders["run"])),
-        place=place,
-        point=point,
+    rank = make_rank(
+        Path(orders["run"]),
+        build_config(RunConfig, orders["config"]),
+        rank=int(os.environ["RANK"]),
+        ranks=int(os.environ["WORLD_SIZE"]),
+        port=orders["port"],
         attempt=orders["attempt"],
         stop=stop,
         env=dict(os.environ),
@@ -50,13 +39,13 @@ def main() -> int:
     if orders.get("beats"):
         from slurm_train.rundir.heartbeat import BeatSource
 
-        source = BeatSource(rank=place.rank, host=os.uname().nodename, pid=os.getpid(), step_id="")
-        start.heartbeat.start(start.run, orders["attempt"], source, limits=None)
+        source = BeatSource(rank=rank.place.rank, host=os.uname().nodename, pid=os.getpid(), step_id="")
+        rank.heartbeat.start(rank.run, rank.attempt, source, limits=None)
     if orders.get("fault"):
         import rank_faults
 
-        rank_faults.install(orders["fault"], run=start.run, rank=place.rank)
-    return train(start)
+        rank_faults.install(orders["fault"], run=rank.run, rank=rank.place.rank)
+    return train(rank)
 
 
 if __name__ == "__main__":

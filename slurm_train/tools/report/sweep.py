@@ -12,8 +12,7 @@ from typing import Any
 from slurm_train.config.schema import flat
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import number
-from slurm_train.metrics.best import largest_is_best
-from slurm_train.metrics.series import read_series
+from slurm_train.metrics.series import largest_is_best, read_series
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.tools.report.attempts import Bar, Verdict, bar_of, read_attempts, time_sums, time_tiles

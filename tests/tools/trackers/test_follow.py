@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from slurm_train.metrics.trackers.follow import (
+from slurm_train.rundir.files import append_line
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.tools.trackers.follow import (
     TrackerState,
     count_unsent,
     explain_exit,
@@ -22,11 +24,9 @@ from slurm_train.metrics.trackers.follow import (
     read_new_lines,
     read_state,
     run_outcome,
-    tracker_ids,
     write_state,
 )
-from slurm_train.rundir.files import append_line
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train.saving import tracker_ids
 from tests.support.command_line import REPOSITORY
 from tests.support.tracked_runs import add_lines, make_run, step_line, steps
 
@@ -72,9 +72,7 @@ def test_each_attempt_sends_the_new_lines_alone_under_the_same_id(run: RunDirect
     tracker.follows(run)
     size, state = run.metrics.stat().st_size, read_state(run, "kept")
     assert tracker.steps == list(range(1, 501)) and tracker.closed == ["paused"]
-    assert state == TrackerState(
-        key=tracker.opened[0].key, tracker_id="theirs", place="in memory", sent_bytes=size, sure_bytes=size
-    )
+    assert state == TrackerState(key=tracker.opened[0].key, tracker_id="theirs", place="in memory", sure_bytes=size)
     add_lines(run, steps(499, 502, attempt=1))
     tracker.follows(run)
     assert tracker.steps[500:] == [499, 500, 501, 502]
@@ -139,7 +137,7 @@ def test_a_key_is_durable_before_its_first_use_and_chosen_once(run: RunDirectory
 def test_a_file_that_is_shorter_than_what_was_sent_is_sent_again(run: RunDirectory) -> None:
     add_lines(run, steps(1, 2))
     load_or_create_state(run, "wandb")
-    write_state(run, "wandb", TrackerState(key="k", tracker_id="t", sent_bytes=9000, sure_bytes=9000))
+    write_state(run, "wandb", TrackerState(key="k", tracker_id="t", sure_bytes=9000))
     assert load_or_create_state(run, "wandb") == TrackerState(key="k", tracker_id="t")
 
 
@@ -161,7 +159,7 @@ def test_what_was_not_sent_is_counted_over_any_length(run: RunDirectory) -> None
     assert count_unsent(run, "wandb") == 600
     lines, end = read_new_lines(run.metrics, 0)
     load_or_create_state(run, "wandb")
-    write_state(run, "wandb", TrackerState(key="k", sent_bytes=end + 1, sure_bytes=end))
+    write_state(run, "wandb", TrackerState(key="k", sure_bytes=end))
     assert 0 < len(lines) < 600 and count_unsent(run, "wandb") == 600 - len(lines)
 
 
@@ -196,7 +194,7 @@ def test_outcome_of_a_run(ends: list[dict[str, Any]], is_finished: bool, outcome
 HANGS = """
 import ctypes, sys
 from pathlib import Path
-from tests.metrics.trackers.test_follow import Kept
+from tests.tools.trackers.test_follow import Kept
 from slurm_train.rundir.layout import RunDirectory
 
 class Hangs(Kept):
@@ -217,4 +215,4 @@ def test_a_call_that_hangs_ends_the_process_even_where_it_holds_the_interpreter(
     )
     assert done.returncode == -signal.SIGALRM, done.stderr.decode()
     state = read_state(run, "kept")
-    assert state is not None and state.tracker_id == "theirs" and state.sent_bytes == 0
+    assert state is not None and state.tracker_id == "theirs" and state.sure_bytes == 0

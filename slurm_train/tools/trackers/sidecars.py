@@ -2,7 +2,7 @@
 
 Called where the supervisor runs. A process each, since a package that hangs, crashes or exits takes its whole process
 with it: threads of one process would lose the other trackers, too. Nothing here waits for a tracker, except for
-`close_timeout_s` when the ranks have ended.
+`track.close_timeout_s` when the ranks have ended.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from slurm_train.config.schema import TrackSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_WRONG_USE
-from slurm_train.metrics.trackers.follow import count_unsent, explain_exit, read_state
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.files import create_private, make_private
 from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.tools.trackers.follow import count_unsent, explain_exit, follower_command, read_state
 
 _POLL_S, _CLOSING_POLL_S = 0.5, 0.1
 _SHORTEST_TRY_S = 2.0
@@ -39,11 +39,10 @@ class Trackers:
     Args:
         run: the run.
         names: of the trackers.
-        command: gives the command line that follows the run for a tracker until its stdin is closed.
-        env: environment of these processes.
-        timeout_s: longest that a call of a tracker takes before its process ends itself.
-        close_timeout_s: seconds that they have to end, all together, when the ranks have ended.
+        track: how long they may take.
+        env: environment of their processes.
         say: prints a line for the person.
+        command: gives the command line that follows a run for a tracker until its stdin is closed.
         first_pause_s: seconds from the second failure to the next try; doubles each time.
     """
 
@@ -52,16 +51,17 @@ class Trackers:
         run: RunDirectory,
         names: Sequence[str],
         *,
-        command: Callable[[str], Sequence[str]],
+        track: TrackSection,
         env: Mapping[str, str],
-        timeout_s: float,
-        close_timeout_s: float,
         say: Callable[[str], None],
+        command: Callable[[RunDirectory, str], Sequence[str]] = follower_command,
         first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
+        self.close_timeout_s = track.close_timeout_s
+        """Seconds that all of them have to end when the ranks have ended."""
         self._run, self._command, self._env, self._say = run, command, env, say
-        self._timeout_s, self._close_timeout_s, self._first_pause_s = timeout_s, close_timeout_s, first_pause_s
-        self._threads = [
+        self._timeout_s, self._first_pause_s = track.timeout_s, first_pause_s
+        self.threads = [
             threading.Thread(target=self._keep_following, args=(name,), name=name, daemon=True) for name in names
         ]
         self._placed: set[str] = set()
@@ -71,20 +71,18 @@ class Trackers:
         self._stdin = self._held_open = -1
 
     def __enter__(self) -> Trackers:
-        if self._threads:
+        if self.threads:
             self._stdin, self._held_open = os.pipe()
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def finish_soon(self) -> None:
         """Announces that no line will be added any more; returns at once."""
-        if self._threads and not self._closing.is_set():
+        if self.threads and not self._closing.is_set():
             self._closing.set()
             os.close(self._held_open)
 
@@ -92,15 +90,15 @@ class Trackers:
         """Waits for the processes to end, kills those that do not in time, and reports what was not delivered."""
         if self._stdin < 0:
             return
-        self._deadline = time.monotonic() + self._close_timeout_s
+        self._deadline = time.monotonic() + self.close_timeout_s
         self.finish_soon()
         try:
-            for thread in self._threads:
+            for thread in self.threads:
                 thread.join()
         finally:
             # After a second Ctrl-C: whatever still runs is killed.
             self._deadline = 0.0
-            for thread in self._threads:
+            for thread in self.threads:
                 thread.join(2 * _KILL_S)
             os.close(self._stdin)
             self._stdin = -1
@@ -112,8 +110,7 @@ class Trackers:
         and some trackers have helpers that obey.
         """
         said: set[str] = set()
-        pauses_s = [self._first_pause_s, min(_AT_ONCE_S, self._first_pause_s)]
-        is_last_try = False
+        pauses, is_last_try = self._pauses_s(), False
         while True:
             try:
                 code = self._run_process(name)
@@ -129,14 +126,19 @@ class Trackers:
                 self._report_problem(name, problem, is_final=code == EXIT_WRONG_USE)
             if code == EXIT_WRONG_USE or is_last_try:
                 break
-            pause_s = pauses_s.pop()
-            pauses_s = pauses_s or [min(2 * pause_s, _LONGEST_PAUSE_S)]
-            if self._closing.wait(pause_s):
+            if self._closing.wait(next(pauses)):
                 is_last_try = True
                 if self._deadline - time.monotonic() < _SHORTEST_TRY_S or not self._count_unsent(name):
                     break
         self._closing.wait()
         self._report_unsent(name, is_late=code is None)
+
+    def _pauses_s(self) -> Iterator[float]:
+        yield min(_AT_ONCE_S, self._first_pause_s)
+        pause_s = self._first_pause_s
+        while True:
+            yield pause_s
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _run_process(self, name: str) -> int | None:
         """Returns the exit code of one process, None where it was killed at the deadline."""
@@ -146,7 +148,7 @@ class Trackers:
         # A session of its own: no Ctrl-C of the terminal, and what it starts itself can be killed with it.
         with log.open("ab") as output:
             process = subprocess.Popen(
-                list(self._command(name)),
+                list(self._command(self._run, name)),
                 env=dict(self._env),
                 stdin=self._stdin,
                 stdout=output,
@@ -185,7 +187,7 @@ class Trackers:
 
     def _report_unsent(self, name: str, *, is_late: bool) -> None:
         num = self._count_unsent(name)
-        late = f"did not end within {self._close_timeout_s:g} s" if is_late else ""
+        late = f"did not end within {self.close_timeout_s:g} s" if is_late else ""
         left = f"{num} lines of metrics were not delivered" if num else ""
         if late or left:
             more = f"`python -m slurm_train track {self._run.run_id}` sends what is missing, as does the next attempt"

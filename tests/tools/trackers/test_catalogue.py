@@ -8,8 +8,8 @@ import pytest
 
 from slurm_train.config.schema import MlflowSection, TrackioSection, TrackSection, WandbSection
 from slurm_train.errors import ConfigError
-from slurm_train.metrics.trackers import catalogue
-from slurm_train.metrics.trackers.catalogue import NAMES, asked_trackers, require_installed, unexported_keys
+from slurm_train.tools.trackers import catalogue
+from slurm_train.tools.trackers.catalogue import NAMES, asked_trackers, require_installed, unexported_keys
 
 WANDB = TrackSection(wandb=WandbSection(project="p"))
 MLFLOW = TrackSection(mlflow=MlflowSection(experiment="e"))

@@ -9,23 +9,38 @@ even code that never releases the interpreter cannot hold it); whoever started i
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import select
 import signal
+import sys
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from slurm_train.metrics.trackers.adapters import Line, Outcome, Tracker
+import yaml
+
+from slurm_train.config.frozen import load_config
+from slurm_train.config.schema import RunConfig, TrackSection
+from slurm_train.config.secrets import redact
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, SlurmTrainError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import fsync_directory, make_private, read_json, size_of, write_atomic
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.sweep import sweep_of
+from slurm_train.tools.trackers.adapters import Line, Outcome, TrackedRun, Tracker, open_tracker
+from slurm_train.tools.trackers.catalogue import require_installed
 
 _POLL_S = 1.0
 _MOST_LINES = 200
 _CHUNK_BYTES = 1 << 18
+# Below the ranks, whose cores these processes share.
+_NICE = 5
+_LONGEST_PROBLEM = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +51,61 @@ class TrackerState:
     """Chosen once, see `TrackedRun`."""
     tracker_id: str | None = None
     place: str = ""
-    sent_bytes: int = 0
-    """Length of the part of metrics.jsonl that the tracker has taken."""
     sure_bytes: int = 0
-    """Length of the part that it can no longer lose; a new process begins here."""
+    """Length of the part of metrics.jsonl that the tracker can no longer lose; a new process begins here."""
     problem: str = ""
     """Why the newest attempt to reach it failed; "" when it works."""
+
+
+def follower_command(run: RunDirectory, name: str, *, settings: Sequence[str] = ()) -> list[str]:
+    """Returns the command line of the process that follows a run for one tracker, until its stdin ends.
+
+    Args:
+        run: the run.
+        name: of the tracker.
+        settings: words that change the run's own settings, e.g. "track.wandb.mode=online".
+    """
+    return [sys.executable, "-m", "slurm_train", "track", str(run.path), "--only", name, "--beside", *settings]
+
+
+def configured(run: RunDirectory, settings: Sequence[str]) -> RunConfig:
+    """Returns a run's configuration, changed by words."""
+    config = load_config(run.config)
+    if not settings:
+        return config
+    from slurm_train.config.compose import apply_words
+
+    return apply_words(config, list(settings))
+
+
+def follow_run(run: RunDirectory, name: str, settings: Sequence[str], env: Mapping[str, str]) -> int:
+    """Follows a run for one tracker until stdin ends; a problem is left in the tracker's state, for the parent."""
+    os.nice(_NICE)
+    os.umask(0o077)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        # Slurm signals every process of a job; this one ends when it has sent what there is.
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        track = configured(run, settings).track
+        require_installed(track, only=name)
+        follow(
+            run,
+            name,
+            lambda state: _open(run, name, track, env, state),
+            timeout_s=track.timeout_s,
+            # Nothing is ever written to stdin; /dev/null is at its end.
+            is_over=lambda within_s: bool(select.select([0], [], [], within_s)[0]),
+        )
+    except Exception as err:
+        # Whatever a tracker raises, it ends this process alone.
+        print(redact(traceback.format_exc()), file=sys.stderr, end="", flush=True)
+        problem = err.message if isinstance(err, SlurmTrainError) else f"{type(err).__name__}: {err}"
+        problem = redact(" ".join(problem.split()))[:_LONGEST_PROBLEM]
+        write_state(run, name, replace(load_or_create_state(run, name), problem=problem))
+        sys.stdout.flush()
+        # Not by the way of exit handlers, in which a package may wait for a helper or a network that is gone.
+        os._exit(err.exit_code if isinstance(err, SlurmTrainError) else EXIT_FAILURE)
+    return EXIT_DONE
 
 
 def follow(
@@ -66,30 +130,33 @@ def follow(
     state = load_or_create_state(run, name)
     with _time_limit(timeout_s):
         tracker = open_tracker(state)
-    state = replace(state, tracker_id=tracker.tracker_id, place=tracker.place, problem="", sent_bytes=state.sure_bytes)
+    state = replace(state, tracker_id=tracker.tracker_id, place=tracker.place, problem="")
     write_state(run, name, state, durable=True)
+    sent = state.sure_bytes
     # When the tracker took the lines up to each offset.
     taken: deque[tuple[float, int]] = deque()
     while True:
-        before, was_over = state, is_over(0.0)
-        lines, end = read_new_lines(run.metrics, state.sent_bytes)
+        was_over = is_over(0.0)
+        lines, end = read_new_lines(run.metrics, sent)
         for start in range(0, len(lines), _MOST_LINES):
             with _time_limit(timeout_s):
                 tracker.log(lines[start : start + _MOST_LINES])
-        if end > state.sent_bytes:
+        if end > sent:
             taken.append((clock(), end))
+        sure = state.sure_bytes
         while taken and taken[0][0] <= clock() - tracker.settle_s:
-            state = replace(state, sure_bytes=taken.popleft()[1])
-        state = replace(state, sent_bytes=end)
-        if state != before:
+            sure = taken.popleft()[1]
+        if sure > state.sure_bytes:
+            state = replace(state, sure_bytes=sure)
             write_state(run, name, state)
-        if end == before.sent_bytes:
+        if end == sent:
             if was_over:
                 break
             is_over(_POLL_S)
+        sent = end
     with _time_limit(timeout_s):
         tracker.close(run_outcome(run))
-    write_state(run, name, replace(state, sure_bytes=state.sent_bytes))
+    write_state(run, name, replace(state, sure_bytes=sent))
 
 
 def run_outcome(run: RunDirectory) -> Outcome:
@@ -99,16 +166,6 @@ def run_outcome(run: RunDirectory) -> Outcome:
     newest = (read_ledger(run) or [{}])[-1]
     has_failed = newest.get("action") == "stop" and newest.get("reason") in ("failed", "cancelled")
     return "failed" if has_failed else "paused"
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Ends this process by SIGALRM where the body takes longer."""
-    before = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *before)
 
 
 def read_state(run: RunDirectory, name: str) -> TrackerState | None:
@@ -134,17 +191,7 @@ def load_or_create_state(run: RunDirectory, name: str) -> TrackerState:
         found = TrackerState(key=f"{run.run_id}-{secrets.token_hex(3)}")
         write_state(run, name, found, durable=True)
     # The file may be shorter than what was sent, in a run directory that was restored from a copy.
-    size = size_of(run.metrics)
-    return found if found.sure_bytes <= size else replace(found, sent_bytes=0, sure_bytes=0)
-
-
-def tracker_ids(run: RunDirectory) -> dict[str, dict[str, str]]:
-    """Returns {"trackers": {"wandb": "5d2030c7-8a1f04", ...}} for a checkpoint's manifest; {} where there are none."""
-    if not run.trackers.is_dir():
-        return {}
-    states = {path.stem: read_state(run, path.stem) for path in sorted(run.trackers.glob("*.json"))}
-    ids = {name: state.tracker_id for name, state in states.items() if state is not None and state.tracker_id}
-    return {"trackers": ids} if ids else {}
+    return found if found.sure_bytes <= size_of(run.metrics) else replace(found, sure_bytes=0)
 
 
 def read_new_lines(path: Path, offset: int) -> tuple[list[Line], int]:
@@ -196,3 +243,28 @@ def explain_exit(run: RunDirectory, name: str, code: int, *, timeout_s: float) -
         return f"it did not answer within {timeout_s:g} s"
     state = read_state(run, name)
     return state.problem if state is not None and state.problem else f"its process ended with code {code}"
+
+
+def _open(run: RunDirectory, name: str, track: TrackSection, env: Mapping[str, str], state: TrackerState) -> Tracker:
+    provenance = read_json(run.provenance) or {}
+    sweep = sweep_of(run)
+    facts = {"run": str(run.path), "commit": provenance.get("git_commit"), "user": provenance.get("user")}
+    tracked = TrackedRun(
+        run=run,
+        key=state.key,
+        tracker_id=state.tracker_id,
+        config=yaml.safe_load(run.config.read_text(encoding="utf-8")),
+        facts={name: str(value) for name, value in facts.items() if value},
+        group=None if sweep is None else sweep.sweep_id,
+    )
+    return open_tracker(name, tracked, track, env)
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Ends this process by SIGALRM where the body takes longer."""
+    before = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)

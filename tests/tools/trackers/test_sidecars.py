@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.metrics.trackers.beside import Trackers
-from slurm_train.metrics.trackers.follow import read_state
+from slurm_train.config.schema import TrackSection
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.layout import RunDirectory
+from slurm_train.tools.trackers.follow import read_state
+from slurm_train.tools.trackers.sidecars import Trackers
 from tests.support.command_line import REPOSITORY
 from tests.support.process_faults import wait_until_gone
 from tests.support.tracked_runs import add_lines, make_run, steps
@@ -23,7 +24,7 @@ from tests.support.waiting import wait_for
 FOLLOWER = """
 import atexit, os, sys, time
 from pathlib import Path
-from slurm_train.cli import trackers
+from slurm_train.tools.trackers import follow as trackers
 from slurm_train.config.schema import TrackSection
 from slurm_train.rundir.layout import RunDirectory
 
@@ -91,10 +92,9 @@ def start(run: RunDirectory, said: list[str]) -> Iterator[Start]:
         trackers = Trackers(
             run,
             names,
-            command=lambda name: [sys.executable, "-c", FOLLOWER, str(run.path), name],
+            command=lambda _run, name: [sys.executable, "-c", FOLLOWER, str(run.path), name],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            timeout_s=1.0,
-            close_timeout_s=close_timeout_s,
+            track=TrackSection(timeout_s=1.0, close_timeout_s=close_timeout_s),
             say=said.append,
             first_pause_s=first_pause_s,
         )
@@ -103,7 +103,7 @@ def start(run: RunDirectory, said: list[str]) -> Iterator[Start]:
 
     yield begin
     for trackers in started:
-        trackers._close_timeout_s = 0.0
+        trackers.close_timeout_s = 0.0
         trackers.close()
 
 
@@ -130,7 +130,7 @@ def test_a_bad_tracker_takes_no_other_with_it(run: RunDirectory, said: list[str]
     wait_for(lambda: num_failures(run, "raises") > 1, within_s=60, what="a second try")
     add_lines(run, steps(4, 6))
     wait_for(lambda: sent(run) == [1, 2, 3, 4, 5, 6], within_s=30, what="the good one's lines")
-    trackers._close_timeout_s = 0.0
+    trackers.close_timeout_s = 0.0
     began = time.monotonic()
     trackers.close()
     assert time.monotonic() - began < 5.0
@@ -202,11 +202,6 @@ def test_a_follower_whose_supervisor_is_gone_ends_by_itself(run: RunDirectory, s
     wait_for(lambda: sent(run), within_s=30, what="the first lines")
     # The kernel closes it when the last process that has it open is gone.
     trackers.finish_soon()
-    for thread in trackers._threads:
+    for thread in trackers.threads:
         thread.join(30)
         assert not thread.is_alive()
-
-
-def test_without_trackers_nothing_is_started(run: RunDirectory, start: Start) -> None:
-    start().close()
-    assert not run.trackers.exists()

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from slurm_train.config.schema import MlflowSection, TrackioSection, TrackSection, WandbSection
-from slurm_train.metrics.trackers.adapters import numbers_of, wandb_mode
 from slurm_train.rundir.jobs import take_lock, this_process
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.sweep import Element, SweepDirectory, write_table
+from slurm_train.tools.trackers.adapters import numbers_of, wandb_mode
 from tests.support.command_line import Person
 from tests.support.tracked_runs import (
     add_lines,
@@ -119,17 +119,6 @@ def test_mlflow_in_a_database(person: Person, tmp_path: Path) -> None:
     tags = dict(query(database, "SELECT key, value FROM tags"))
     assert tags["slurm_train.sweep"] == "9b1c44e0" and tags["slurm_train.commit"] == "0a1b2c"
     assert dict(query(database, "SELECT key, value FROM params"))["optim.lr"] == "0.001"
-
-
-@pytest.mark.slow
-def test_mlflow_in_files(person: Person, tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
-    files = TrackSection(mlflow=MlflowSection(experiment="gpt", uri=f"file:{tmp_path}/mlruns"))
-    # MLflow itself asks for this variable since it prefers databases.
-    tracker_id = two_attempts(person, make_swept_run(tmp_path, files), MLFLOW_ALLOW_FILE_STORE="true")
-    (path,) = (tmp_path / "mlruns").glob(f"*/{tracker_id}/metrics/loss")
-    points = [line.split() for line in path.read_text().splitlines()]
-    assert [(int(step), float(value)) for _, value, step in points] == KEPT
 
 
 @pytest.mark.slow

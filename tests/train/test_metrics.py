@@ -1,0 +1,194 @@
+"""What is kept and said of steps: the display, the result, the last lines, measures, arithmetic, and a step's pace."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import time
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+
+from slurm_train.assets import read_asset
+from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.config.target import instantiate
+from slurm_train.errors import RunError
+from slurm_train.metrics.progress import LineDisplay
+from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.heartbeat import Heartbeat, Pace
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.timing import Spent
+from slurm_train.train.evaluate import measures
+from slurm_train.train.metrics import (
+    PaceProbe,
+    Recorder,
+    flops_per_token,
+    printable,
+    say_finished,
+    say_stopped,
+    write_result,
+)
+from slurm_train.train.step import StepFacts, StepResult
+from tests.support.rank_pair import run_pair
+from tests.support.ranks import make_rank
+
+
+def test_the_display_ends_at_the_newest_step(tmp_path: Path) -> None:
+    stream, clock, source = io.StringIO(), count(0.0, 1.0).__next__, range(64)
+    display = LineDisplay(stream, max_steps=3, every_s=1e9, clock=clock)
+    facts: dict[str, Any] = {"display": display, "source": source, "spent": Spent(begin_unix_s=0.0)}
+    recorder = Recorder(make_rank(tmp_path), **facts, flops_per_token=0.0, clock=clock)
+    for step in (1, 2, 3):
+        recorder.count(StepResult(StepFacts(step, 4 * step, 0.1), False, 4, 1.0 / step, 0, 0.5))
+    recorder.close()
+    assert stream.getvalue().splitlines()[-1].startswith("step 3/3  loss 0.3333")
+
+
+def test_what_a_model_writes_cannot_steer_a_terminal() -> None:
+    assert printable("a\x1b[2J\n\tb\x00\u00e9") == "a\ufffd[2J\n\tb\ufffd\u00e9"
+
+
+LOOP: Any = SimpleNamespace(
+    position=SimpleNamespace(step=3, samples=48, loss=0.5), measures={"eval_loss": 0.25}, not_saved=""
+)
+
+
+def test_only_the_newest_attempt_writes_the_result(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    start = AttemptStart(job_id="7", restart_count=0, nodes=("node1",), world_size=1)
+    older, newer = open_attempt(run, start), open_attempt(run, start)
+    with pytest.raises(RunError, match="overtaken by attempt 1"):
+        write_result(make_rank(tmp_path, attempt=older), LOOP, weights_digest="0a")
+    assert not run.result.exists()
+    write_result(make_rank(tmp_path, attempt=newer), LOOP, weights_digest="0a")
+    result = json.loads(run.result.read_text())
+    assert (result["step"], result["eval_loss"], result["attempt"]) == (3, 0.25, 1)
+
+
+def test_a_run_without_held_out_samples_says_so(tmp_path: Path) -> None:
+    said: list[str] = []
+    loop: Any = SimpleNamespace(position=LOOP.position, measures={})
+    say_finished(said.append, make_rank(tmp_path / "runs" / "a" / "b"), loop)
+    assert "nothing was evaluated" in said[0] and "data.heldout" in said[0]
+
+
+@pytest.mark.parametrize("cluster", [ClusterSection(), None])
+def test_a_stopped_rank_says_what_comes_by_itself(cluster: ClusterSection | None, tmp_path: Path) -> None:
+    said: list[str] = []
+    say_stopped(said.append, make_rank(tmp_path / "a" / "b", RunConfig(cluster=cluster)), LOOP)
+    assert ("the job comes back by itself" in said[1]) is (cluster is not None)
+    assert said[-1].endswith("slurm_train resume b")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bytes_per_item", "expected"),
+    [
+        (
+            [{"loss": 30.0, "count": 10.0, "correct": 9.0}, {"loss": 2.0, "count": 2.0, "correct": 0.0}, {}],
+            None,
+            {"eval_loss": 32 / 12, "eval_accuracy": 9 / 12},
+        ),
+        (
+            [{"loss": 4 * math.log(2), "count": 2.0, "correct": 1.0}],
+            4.0,
+            {"eval_loss": 2 * math.log(2), "eval_bits_per_byte": 0.5},
+        ),
+        ([{"loss": 1.0, "count": 2.0, "distance": 3.0}], None, {"eval_loss": 0.5, "eval_distance": 1.5}),
+        ([{}, {}], None, {}),
+    ],
+    ids=["ranks weigh as much as they have items", "text in bits per byte", "sums of one's own", "nothing"],
+)
+def test_measures_are_sums_by_items(ranks: Any, bytes_per_item: float | None, expected: dict[str, float]) -> None:
+    assert measures(ranks, bytes_per_item=bytes_per_item) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt2-124m", "llama3-8b"])
+def test_a_token_costs_what_torch_counts_of_the_matrix_products(name: str) -> None:
+    mapping = yaml.safe_load(read_asset("conf/model", f"{name}.yaml"))
+    with torch.device("meta"):
+        model = instantiate({**mapping, "num_layers": 2, "context": 16})
+        tokens = torch.zeros((2, 16), dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    # Attention's own products, which the formula leaves out, are of another operation.
+    products = sum(counts.get(operation, 0) for operation in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    assert products > 0 and flops_per_token(model) == products / 32
+
+
+# Rank 1 computes 80 ms longer in each step; each rank leaves its sums, by kind of DDP.
+PROGRAM = """
+import json, os, time, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.train.metrics import PaceProbe
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+def pace_of(kind):
+    ddp = DistributedDataParallel(torch.nn.Linear(64, 64), static_graph=kind == "static")
+    heart = Heartbeat()
+    probe = PaceProbe(ddp, heart, every=5, data_wait_s=lambda: 0.0, on_device=False)
+    for _ in range(25):
+        probe.begin()
+        loss = ddp(torch.ones(8, 64)).sum()
+        time.sleep(0.08 * rank)
+        loss.backward()
+        ddp.zero_grad(set_to_none=True)
+        probe.end()
+    pace = heart.pace
+    return pace.samples, pace.own_s / pace.samples, pace.wait_s / pace.samples
+
+with open(os.environ["OUT"], "w") as file:
+    json.dump({kind: pace_of(kind) for kind in ("plain", "static")}, file)
+dist.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.distributed
+def test_the_victim_waits_and_the_cause_does_not(tmp_path: Path) -> None:
+    victims, causes = run_pair(tmp_path, PROGRAM)
+    for kind, victim in victims.items():
+        cause = causes[kind]
+        assert victim[0] == cause[0] == 4, kind
+        assert victim[2] > 0.07 and cause[1] > 0.08, kind
+        assert cause[2] < 0.5 * victim[2] and victim[1] < 0.5 * cause[1], kind
+
+
+# The very first step may be long enough for another look at once.
+@pytest.mark.parametrize(("every", "steps", "samples"), [(7, 71, (10,)), ("auto", 140, (2, 3, 4)), (None, 20, (0,))])
+def test_a_sample_is_taken_every_so_many_steps(
+    group_of_one: None, every: Any, steps: int, samples: tuple[int, ...]
+) -> None:
+    ddp, heart = DistributedDataParallel(nn.Linear(4, 4)), Heartbeat()
+    probe = PaceProbe(ddp, heart, every=every, data_wait_s=lambda: 0.0, on_device=False)
+    for _ in range(steps):
+        probe.begin()
+        ddp(torch.ones(2, 4)).sum().backward()
+        probe.end()
+    assert heart.pace.samples in samples
+    assert heart.pace == Pace() if every is None else heart.pace.own_s > 0 and heart.pace.own_squared > 0
+
+
+def test_a_step_between_samples_costs_less_than_two_microseconds() -> None:
+    probe = PaceProbe(None, Heartbeat(), every=None, data_wait_s=lambda: 0.0, on_device=False)
+
+    def cost_s() -> float:
+        start = time.perf_counter()
+        for _ in range(10_000):
+            probe.begin()
+            probe.end()
+        return (time.perf_counter() - start) / 10_000
+
+    assert min(cost_s() for _ in range(20)) < 2e-6
