@@ -112,30 +112,10 @@ def test_a_job_waits_for_whoever_writes_the_run(batch: Batch) -> None:
     release.join()
 
 
-@pytest.mark.parametrize(
-    ("stop", "env", "begins"),
-    [
-        ({"jobs": ["76"], "newest_job": 76}, {}, True),
-        ({"jobs": ["76"], "newest_job": 77}, {}, False),
-        ({"jobs": ["76"], "newest_job": 76}, {"TRAIN_CONTINUES_JOB": "76"}, False),
-    ],
-    ids=["submitted later", "on its way by then", "takes over from a cancelled job"],
-)
-def test_a_cancel_holds_back_what_was_on_its_way(
-    stop: dict[str, Any], env: dict[str, str], begins: bool, batch: Batch
-) -> None:
-    (batch.run.path / "result.new").write_text("{}")
-    batch.run.stop_file.write_text(json.dumps(stop))
-    done = batch.supervises(**env)
-    assert ((done.code == 0), bool(read_ledger(batch.run))) == (begins, begins), done.err
-    assert batch.run.stop_file.exists() is not begins
-
-
-def test_a_job_that_was_cancelled_stays_so(batch: Batch) -> None:
-    batch.says(code="143", show_job=RUNNING.replace("JobState=RUNNING", "JobState=COMPLETING"))
-    done = batch.supervises()
-    assert done.code == 143
-    assert read_ledger(batch.run)[0]["reason"] == "cancelled"
+def test_a_job_that_takes_over_from_a_cancelled_one_does_not_begin(batch: Batch) -> None:
+    batch.run.stop_file.write_text(json.dumps({"jobs": ["76"], "newest_job": 76}))
+    done = batch.supervises(TRAIN_CONTINUES_JOB="76")
+    assert done.code == 1 and read_ledger(batch.run) == [] and batch.run.stop_file.exists(), done.err
 
 
 def test_nodes_that_do_not_see_the_run_end_the_job_at_once_by_name(batch: Batch) -> None:
