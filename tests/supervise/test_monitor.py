@@ -289,13 +289,6 @@ def test_each_of_the_preflight_s_findings_is_printed_once_and_the_last_at_the_en
 TIMEOUT_S = 4.0
 
 
-def trains(person: Person, *words: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "slurm_train", *TINY, *words, "run.processes=2"]
-    return subprocess.Popen(
-        argv, cwd=person.folder, env=person.environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
 def the_run(person: Person) -> RunDirectory:
     paths = wait_for(lambda: list(person.folder.glob("runs/*/*/config.yaml")), within_s=60, what="a run directory")
     return RunDirectory(paths[0].parent)
@@ -306,24 +299,52 @@ def settled_beats(run: RunDirectory) -> dict[int, Beat]:
     return beats if len(beats) == 2 else {}
 
 
+STUCK_READER = """
+class StuckNumbers(Numbers):
+    def __getitem__(self, index):
+        if os.environ["RANK"] == "1" and os.path.exists("stick"):
+            time.sleep(3600)
+        return super().__getitem__(index)
+"""
+STOPPED = r"rank 0 on \S+ does not run \(stopped or lost\), in (step|data loading|save) at step \d+ since \d+ s; 1 rank waits.*"
+# Torch before 2.9 records nothing between gloo ranks.
+READS = (
+    r"rank 1 on \S+ is in data loading at step \d+ since \d+ s; 1 rank waits for it in all_reduce"
+    r"( #\d+ of 1\d\d elements)?"
+)
+
+
 @on_real_ranks
-def test_a_stopped_rank_is_named_and_the_ranks_are_ended(tmp_path: Path) -> None:
-    rank = 0
+@pytest.mark.parametrize(
+    ("is_stopped", "rank", "sentence", "waits"),
+    [(True, 0, STOPPED, "_engine_run_backward"), (False, 1, READS, "in __getitem__")],
+    ids=["stopped", "reads for ever"],
+)
+def test_a_rank_that_hangs_is_named_and_the_ranks_are_ended(
+    is_stopped: bool, rank: int, sentence: str, waits: str, tmp_path: Path
+) -> None:
     person = Person(new_project(tmp_path / "project"))
-    trainer = trains(
-        person,
-        "model.step_s=0.1",
-        "train.max_steps=2000",
-        "checkpoint.every_steps=null",
-        f"health.hang_timeout_s={TIMEOUT_S}",
+    (person.folder / "tiny.py").write_text(TINY_MODULE + STUCK_READER)
+    words = [*TINY, "run.processes=2", "model.step_s=0.1", "train.max_steps=2000", "checkpoint.every_steps=null"]
+    words += [f"health.hang_timeout_s={TIMEOUT_S}", *([] if is_stopped else ["data._target_=tiny.StuckNumbers"])]
+    trainer = subprocess.Popen(
+        [sys.executable, "-m", "slurm_train", *words],
+        cwd=person.folder,
+        env=person.environment(),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     run = the_run(person)
     try:
-        beats = wait_for(lambda: settled_beats(run), within_s=90, what="steps")
-        stopped_s = time.monotonic()
-        os.kill(beats[rank].source.pid, signal.SIGSTOP)
-        _, err = trainer.communicate(timeout=TIMEOUT_S + 30)
-        assert time.monotonic() - stopped_s < TIMEOUT_S + 10, err
+        beats = wait_for(lambda: settled_beats(run), within_s=120, what="steps")
+        began_s = time.monotonic()
+        if is_stopped:
+            os.kill(beats[rank].source.pid, signal.SIGSTOP)
+        else:
+            (person.folder / "stick").touch()
+        _, err = trainer.communicate(timeout=TIMEOUT_S + 60)
+        assert not is_stopped or time.monotonic() - began_s < TIMEOUT_S + 10, err
     finally:
         for beat in read_beats(run, 0).values():
             with contextlib.suppress(ProcessLookupError):
@@ -333,56 +354,12 @@ def test_a_stopped_rank_is_named_and_the_ranks_are_ended(tmp_path: Path) -> None
     assert trainer.returncode not in (0, 75)
     (event,) = read_events(run, "hang")
     assert event["ranks"] == [rank]
-    where = r"in (step|data loading|save) at step \d+ since \d+ s; 1 rank waits"
-    pattern = rf"rank {rank} on \S+ does not run \(stopped or lost\), {where}"
-    assert re.match(pattern, event["sentence"]), event["sentence"]
-    assert event["sentence"] in err
+    assert re.fullmatch(sentence, event["sentence"]), event["sentence"]
+    assert event["sentence"] in err and event["sentence"] in read_ledger(run)[0]["note"]
     mark = first_mark(run, 0)
     assert mark is not None and mark.rank == rank
-    assert event["sentence"] in read_ledger(run)[0]["note"]
-    assert "_engine_run_backward" in run.stacks(0, 1 - rank).read_text(), "the other one says where it waits"
-
-
-STUCK_READER = """
-class StuckNumbers(Numbers):
-    def __getitem__(self, index):
-        if os.environ["RANK"] == "1" and os.path.exists("stick"):
-            time.sleep(3600)
-        return super().__getitem__(index)
-"""
-
-
-@on_real_ranks
-def test_a_rank_that_reads_for_ever_is_said_to_be_in_data_loading(tmp_path: Path) -> None:
-    person = Person(new_project(tmp_path / "project"))
-    (person.folder / "tiny.py").write_text(TINY_MODULE + STUCK_READER)
-    words = (
-        "data._target_=tiny.StuckNumbers",
-        "model.step_s=0.1",
-        "train.max_steps=2000",
-        "checkpoint.every_steps=null",
-    )
-    trainer = trains(person, *words, f"health.hang_timeout_s={TIMEOUT_S}")
-    run = the_run(person)
-    try:
-        wait_for(lambda: settled_beats(run), within_s=120, what="steps")
-        (person.folder / "stick").touch()
-        _, err = trainer.communicate(timeout=TIMEOUT_S + 60)
-    finally:
-        for beat in read_beats(run, 0).values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(beat.source.pid, signal.SIGKILL)
-        trainer.kill()
-        trainer.communicate(timeout=20)
-    (event,) = read_events(run, "hang")
-    where = r"is in data loading at step \d+ since \d+ s; 1 rank waits for it in all_reduce"
-    # Torch before 2.9 records nothing between gloo ranks.
-    pattern = rf"rank 1 on \S+ {where}( #\d+ of 1\d\d elements)?"
-    assert re.fullmatch(pattern, event["sentence"]), event["sentence"]
-    assert event["ranks"] == [1] and "StuckNumbers" not in err
-    mark = first_mark(run, 0)
-    assert mark is not None and mark.rank == 1
-    assert "in __getitem__" in run.stacks(0, 1).read_text(), "its stack shows where it reads"
+    # A stopped rank writes nothing; the other one shows where it waits.
+    assert waits in run.stacks(0, 1).read_text()
 
 
 def test_ranks_that_torchrun_has_started_again_are_the_ones_that_are_watched(tmp_path: Path) -> None:
