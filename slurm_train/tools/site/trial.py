@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from slurm_train.config.schema import ClusterSection, build_config
-from slurm_train.config.site import SiteFile, SitePartition, with_site
+from slurm_train.config.site import SiteFile, with_site
 from slurm_train.slurm.flags import resource_flags, sbatch_line
 from slurm_train.slurm.policy import Partition, Refusal, TestVerdict
 
@@ -32,56 +32,50 @@ def trial_script(site: SiteFile, partition: str, changes: Mapping[str, Any] | No
     settings |= changes or {}
     given = {key: value for key, value in settings.items() if value is not None}
     per_node = site.partitions[partition].gpus_per_node or 1
-    flags = {"nodes": "1", "ntasks-per-node": str(per_node)}
-    flags |= {
-        name: str(value)
-        for name, value in resource_flags(build_config(ClusterSection, given), per_node=per_node).items()
-    }
-    return "\n".join(["#!/bin/sh", *(sbatch_line(name, value) for name, value in flags.items()), "true", ""])
+    flags = resource_flags(build_config(ClusterSection, given), per_node=per_node)
+    flags = {"nodes": "1", "ntasks-per-node": str(per_node), **flags}
+    return "\n".join(["#!/bin/sh", *(sbatch_line(name, str(value)) for name, value in flags.items()), "true", ""])
 
 
 def try_site(site: SiteFile, partitions: Mapping[str, Partition], ask: Ask) -> tuple[SiteFile, list[str]]:
-    """Returns the site with the values that Slurm takes, and a line for each partition that it is not happy with.
+    """Returns the site with the values that Slurm takes, and a line for each partition where it takes none.
 
     Args:
         site: the site as read from the facts.
         partitions: sinfo's, by name, for the types of their GPUs.
         ask: gives Slurm's verdict on a script.
     """
-    found, problems = dict(site.partitions), []
-    for name in site.partitions:
-        outcome = _try_partition(site, name, partitions.get(name), ask)
-        if isinstance(outcome, str):
-            problems.append(f"partition {name}: {outcome}")
-        else:
-            found[name] = _with_settings(found[name], outcome, site.cluster)
-    return _agreed(replace(site, partitions=found)), problems
+    found, problems, own_flag = dict(site.partitions), [], site.cluster.get("gpu_flag")
+    for name, partition in site.partitions.items():
+        changes, reason = _first_accepted(site, name, partitions.get(name), ask)
+        if changes is None:
+            problems.append(f"partition {name}: Slurm would not take a run there: {reason}")
+            continue
+        merged = {**partition.cluster, **changes}
+        kept = {key: value for key, value in merged.items() if value is not None and site.cluster.get(key) != value}
+        found[name] = replace(partition, cluster=kept)
+    flags = {one.cluster.get("gpu_flag", own_flag) for one in found.values()}
+    if len(flags) == 1 and flags != {own_flag}:
+        # What each partition has found for itself is the site's own.
+        for name, one in found.items():
+            found[name] = replace(one, cluster={key: one.cluster[key] for key in one.cluster if key != "gpu_flag"})
+        site = replace(site, cluster={**site.cluster, "gpu_flag": flags.pop()})
+    return replace(site, partitions=found), problems
 
 
-def _agreed(site: SiteFile) -> SiteFile:
-    """Returns the site with a GPU flag that all partitions have found for themselves as the site's own."""
-    flags = {one.cluster.get("gpu_flag", site.cluster.get("gpu_flag")) for one in site.partitions.values()}
-    if len(flags) != 1 or flags == {site.cluster.get("gpu_flag")}:
-        return site
-    partitions = {name: _without(one, "gpu_flag") for name, one in site.partitions.items()}
-    return replace(site, cluster={**site.cluster, "gpu_flag": flags.pop()}, partitions=partitions)
-
-
-def _without(partition: SitePartition, key: str) -> SitePartition:
-    return replace(partition, cluster={name: value for name, value in partition.cluster.items() if name != key})
-
-
-def _try_partition(site: SiteFile, name: str, partition: Partition | None, ask: Ask) -> dict[str, Any] | str:
-    """Returns the first changes that Slurm takes, or why it takes none."""
+def _first_accepted(
+    site: SiteFile, name: str, partition: Partition | None, ask: Ask
+) -> tuple[dict[str, Any] | None, str]:
+    """Returns the first changes that Slurm takes, or None and why it does not take the values as they are."""
     reason = ""
     for changes in _variants(site, name, partition):
         verdict = ask(trial_script(site, name, changes))
         if verdict.is_accepted:
-            return changes
-        reason = reason or f"Slurm would not take a run there: {verdict.message}"
+            return changes, ""
+        reason = reason or verdict.message
         if verdict.refusal not in _ABOUT_RESOURCES:
             break
-    return reason
+    return None, reason
 
 
 def _variants(site: SiteFile, name: str, partition: Partition | None) -> Iterator[dict[str, Any]]:
@@ -111,9 +105,3 @@ def _spellings(site: SiteFile, name: str, partition: Partition | None) -> Iterat
         for one in types[:2]:
             if (spelled, one) != (flag, kind):
                 yield {"gpu_flag": spelled, "gpu_type": one}
-
-
-def _with_settings(partition: SitePartition, changes: Mapping[str, Any], common: Mapping[str, Any]) -> SitePartition:
-    merged = {**partition.cluster, **changes}
-    kept = {key: value for key, value in merged.items() if value is not None and common.get(key) != value}
-    return replace(partition, cluster=kept)
