@@ -130,40 +130,34 @@ def test_nothing_but_the_warm_up_says_nothing(tmp_path: Path) -> None:
     assert measure(run_with(tmp_path), POINT) is None
 
 
-def test_latency_and_bandwidth_are_found_again() -> None:
-    points = [measured(nodes, 2, alpha_s=0.003, bytes_per_s=12.5e6) for nodes in (1, 2, 4, 8)]
+def over(*nodes: int, **facts: float) -> list[Measured]:
+    return [measured(one, 2, **facts) for one in nodes]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("points", "alpha_s", "bytes_per_s"),
+    [
+        (over(1, 2, 4, 8, alpha_s=0.003, bytes_per_s=12.5e6), 0.003, 12.5e6),
+        # One size alone is taken for bandwidth.
+        (over(2, bytes_per_s=1e6), 0.0, 1e6),
+        # Runs on one node count only where there are no others.
+        ([*over(1, bytes_per_s=1e9), *over(4, bytes_per_s=1e6)], 0.0, 1e6),
+        (over(1, bytes_per_s=1e9), 0.0, 1e9),
+    ],
+)
+def test_latency_and_bandwidth_are_found_again(points: list[Measured], alpha_s: float, bytes_per_s: float) -> None:
     model = fit(points)
     assert model is not None
-    assert model.alpha_s == pytest.approx(0.003, rel=1e-6) and model.bytes_per_s == pytest.approx(12.5e6, rel=1e-6)
-    assert model.comm_s(points[-1], ranks=16) == pytest.approx(points[-1].comm_s)
+    assert (model.alpha_s, model.bytes_per_s) == (pytest.approx(alpha_s, abs=1e-9), pytest.approx(bytes_per_s))
+    assert model.comm_s(points[-1], ranks=points[-1].size.ranks) == pytest.approx(points[-1].comm_s)
 
 
-def test_one_size_alone_is_taken_for_bandwidth() -> None:
-    model = fit([measured(2, 1, bytes_per_s=1e6)])
-    assert model is not None
-    assert (model.alpha_s, model.bytes_per_s) == (0.0, pytest.approx(1e6))
-
-
-def test_runs_on_one_node_count_only_where_there_are_no_others() -> None:
-    fast, slow = measured(1, 8, bytes_per_s=1e9), measured(4, 8, bytes_per_s=1e6)
-    mixed, alone = fit([fast, slow]), fit([fast])
-    assert mixed is not None and mixed.bytes_per_s == pytest.approx(1e6)
-    assert alone is not None and alone.bytes_per_s == pytest.approx(1e9)
-
-
-def test_no_part_is_negative() -> None:
-    # Times that fall with the number of ranks fit no model; the least wrong one is taken.
-    points = [measured(2, 1, bytes_per_s=1e6), measured(8, 1, bytes_per_s=4e6)]
-    model = fit(points)
+def test_times_that_fall_with_the_number_of_ranks_fit_no_model_and_no_part_is_negative() -> None:
+    model = fit([*over(2, bytes_per_s=1e6), *over(8, bytes_per_s=4e6)])
     assert model is not None and model.alpha_s >= 0 and model.bytes_per_s > 0
-    latency = fit([measured(n, 1, alpha_s=0.01, bytes_per_s=math.inf) for n in (2, 4, 8)])
-    assert latency is not None
-    assert latency.alpha_s == pytest.approx(0.01) and latency.comm_s(measured(2, 1), ranks=16) == pytest.approx(0.04)
-
-
-def test_without_an_exchange_there_is_no_model() -> None:
-    assert fit([measured(1, 1)]) is None
-    assert fit([]) is None
+    latency = fit(over(2, 4, 8, alpha_s=0.01, bytes_per_s=math.inf))
+    assert latency is not None and latency.alpha_s == pytest.approx(0.01)
+    assert fit([measured(1, 1)]) is None and fit([]) is None
 
 
 NODES = (1, 2, 4)
@@ -180,33 +174,37 @@ def said(points: Sequence[Measured]) -> str:
     return "\n".join(verdict(sort_study(points, comm="none")))
 
 
-def test_a_slow_network_is_named_with_its_bandwidth() -> None:
-    text = said(series(bytes_per_s=12.5e6))
-    assert "at 4 nodes x 2 a step takes 800 ms; the network limits: 88% of a step is spent on the exchange" in text
-    assert "each rank sends 8.3 MiB per step at an effective 100 Mbit/s, which takes 700 ms" in text
-    assert "more nodes do not pay: 8 would have 1.88x the throughput of 4, and each of them 12% of" in text
-
-
-def test_a_fast_network_lets_more_nodes_pay() -> None:
-    text = said(series(bytes_per_s=12.5e9))
-    assert "computing limits" in text and "nothing else takes a tenth of it" in text
-    assert "more nodes pay: 8 would have 2.00x the throughput of 4, and each of them 100% of what one alone" in text
-
-
-def test_nodes_that_are_slower_together_are_said_so() -> None:
-    pair = [measured(nodes, 2, bytes_per_s=1e6) for nodes in (2, 4)]
-    assert "4 nodes are no faster than one" in said([measured(1, 1), measured(1, 2, bytes_per_s=1e9), *pair])
-
-
 @pytest.mark.parametrize(
-    ("facts", "words"),
+    ("points", "sentences"),
     [
-        ({"bytes_per_s": 1e9, "data_s": 0.2}, "reading limits: 6"),
-        ({"bytes_per_s": 1e9, "uneven_s": 0.2}, "uneven ranks limit: 6"),
+        (
+            series(bytes_per_s=12.5e6),
+            (
+                "at 4 nodes x 2 a step takes 800 ms; the network limits: 88% of a step is spent on the exchange",
+                "each rank sends 8.3 MiB per step at an effective 100 Mbit/s, which takes 700 ms",
+                "more nodes do not pay: 8 would have 1.88x the throughput of 4, and each of them 12% of",
+            ),
+        ),
+        (
+            series(bytes_per_s=12.5e9),
+            (
+                "computing limits",
+                "nothing else takes a tenth of it",
+                "more nodes pay: 8 would have 2.00x the throughput of 4, and each of them 100% of what one alone",
+            ),
+        ),
+        (
+            [measured(1, 1), *over(1, bytes_per_s=1e9), *over(2, 4, bytes_per_s=1e6)],
+            ("4 nodes are no faster than one",),
+        ),
+        (series(bytes_per_s=1e9, data_s=0.2), ("reading limits: 6",)),
+        (series(bytes_per_s=1e9, uneven_s=0.2), ("uneven ranks limit: 6",)),
     ],
+    ids=["network", "computing", "no faster", "data", "uneven"],
 )
-def test_other_limits_are_told_apart(facts: dict[str, float], words: str) -> None:
-    assert words in said(series(**facts))
+def test_what_limits_is_named_and_whether_more_nodes_pay(points: list[Measured], sentences: tuple[str, ...]) -> None:
+    text = said(points)
+    assert [sentence for sentence in sentences if sentence not in text] == []
 
 
 def test_ranks_that_share_what_they_compute_on_limit_each_other() -> None:
