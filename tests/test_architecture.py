@@ -86,7 +86,7 @@ SIGNAL_HANDLERS = {
 ENVIRONMENT_READERS = ("cli.", "verbs", "__main__", "tools.completion", "train.script_main")
 # cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.
 ENVIRONMENT_WRITERS = {"train.context"}
-MESH_MAKERS = {"distributed.mesh"}
+MESH_MAKERS = {"distributed.parallelize"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 

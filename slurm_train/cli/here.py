@@ -21,10 +21,10 @@ from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.cli.lost_terminal import outlive_terminal
 from slurm_train.cli.terminal import note
 from slurm_train.config.schema import RunConfig
+from slurm_train.distributed.ports import probe_port
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.launch.container import RankCommand
 from slurm_train.launch.local import start_local
-from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.plan import describe
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slurm_train.checkpoint.directory import newest_committed_step
-from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import agree_on_attempt
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, RunError
@@ -84,12 +84,12 @@ def leave_round(run: RunDirectory, joined: Joined, code: int) -> int:
 
 
 def _lobby(run: RunDirectory, place: RankPlace, env: Mapping[str, str], *, timeout_s: float) -> MeetingPoint:
-    from slurm_train.launch.meeting import lobby_ports, master_of
+    from slurm_train.distributed.ports import candidate_ports, master_of
 
     name = f"{run.name}/{run.run_id} lobby {env['TORCHELASTIC_RUN_ID']}"
     return MeetingPoint(
         master_addr=master_of(env),
-        ports=lobby_ports(name),
+        ports=candidate_ports(name),
         run_id=name,
         attempt=0,
         timeout_s=timeout_s,

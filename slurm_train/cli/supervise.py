@@ -14,9 +14,9 @@ from pathlib import Path
 from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RequeueSection, RunConfig
+from slurm_train.distributed.ports import probe_port
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ConfigError, NodesError, SilentNodesError
 from slurm_train.launch.continuation import continued_job
-from slurm_train.launch.meeting import probe_port
 from slurm_train.launch.step import LINGER_S, ORPHAN_LINGER_S, run_step
 from slurm_train.launch.visibility import require_seen_by_all
 from slurm_train.rundir.attempts import newest_round

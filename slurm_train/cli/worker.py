@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_train.cli.lost_terminal import outlive_terminal
+from slurm_train.distributed.ports import is_under_torchrun
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
-from slurm_train.launch.meeting import is_under_torchrun
 from slurm_train.rundir.attempts import end_publishing
 from slurm_train.slurm.environment import node_name
 from slurm_train.supervise.signals import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from slurm_train.cli.joining import Joined
     from slurm_train.config.batch import BatchPlan
     from slurm_train.config.schema import RunConfig
-    from slurm_train.distributed.greeting import MeetingPoint
+    from slurm_train.distributed.meeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.rundir.heartbeat import Heartbeat
     from slurm_train.rundir.layout import RunDirectory
@@ -286,8 +286,8 @@ def _enter(directory: str) -> None:
 
 
 def _meeting_point(run: RunDirectory, env: Mapping[str, str], attempt: int, timeout_s: float) -> MeetingPoint:
-    from slurm_train.distributed.greeting import MeetingPoint
-    from slurm_train.launch.meeting import master_of, meeting_ports
+    from slurm_train.distributed.meeting import MeetingPoint
+    from slurm_train.distributed.ports import master_of, meeting_ports
     from slurm_train.rundir.attempts import attempt_secret
 
     return MeetingPoint(

@@ -1,1 +1,1 @@
-"""From an environment to a process group: place, meeting of the ranks, rendezvous, group, seeds."""
+"""From an environment to a process group and a model spread over it; strangers on the network are kept out."""

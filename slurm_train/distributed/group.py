@@ -1,24 +1,31 @@
-"""The process group of one attempt: opened on an agreed store, closed only when all went well.
+"""The process group of one attempt: opened on an agreed store, tried once, closed only when all went well.
 
-After an error nobody tears the group down: destroying it waits for peers that will never come, which has held
-allocations for hours. The error path is traceback, flush, `os._exit`.
+After an error no rank destroys the group: that waits for peers that will never come, which has held allocations for
+hours. The error path is traceback, flush, `os._exit`.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
+import json
+import time
+from collections import defaultdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import RendezvousError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+_NUM_TRIED_VALUES = 1 << 18
+_KEPT_PER_GROUP = 4
+_KEPT_FIELDS = (
+    *("pg_id", "process_group", "collective_seq_id", "profiling_name", "input_sizes", "input_dtypes", "is_p2p"),
+)
 
 
 def choose_device(place: RankPlace) -> torch.device:
@@ -33,13 +40,8 @@ def choose_device(place: RankPlace) -> torch.device:
     return device
 
 
-def backend_for(device: torch.device) -> str:
-    """Returns gloo for CPU ranks; on a GPU NCCL for its tensors, and gloo for those that stay on the host."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-
 def init_group(place: RankPlace, store: Store, *, device: torch.device, timeout_s: float) -> None:
-    """Opens the default process group. Collective over all ranks.
+    """Opens the default process group: gloo for tensors on the host, NCCL for those on a GPU. Collective.
 
     Args:
         place: this rank.
@@ -47,24 +49,54 @@ def init_group(place: RankPlace, store: Store, *, device: torch.device, timeout_
         device: what `choose_device` gave.
         timeout_s: seconds a collective may take until `use_steady_timeout`.
     """
+    has_gpu = device.type == "cuda"
     dist.init_process_group(
-        backend_for(device),
+        "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
         store=store,
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if has_gpu else None,
     )
 
 
 def open_side_group(timeout_s: float) -> dist.ProcessGroup:
-    """Returns a gloo group of all ranks for exchanges beside the training. Collective over all ranks.
+    """Returns a gloo group of all ranks for exchanges in the background of the training. Collective over all ranks.
 
     Args:
         timeout_s: seconds that one of its collectives may take.
     """
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     return group
+
+
+def exchange_once(place: RankPlace, *, device: torch.device, timeout_s: float) -> None:
+    """Adds up a mebibyte over all ranks, with a time-out of its own. Collective over all ranks.
+
+    The preflight's messages are small: a network that loses large packets (MTU) passes it, and would pass the group's
+    own time-out, which is long where a watchdog looks for hangs.
+
+    Args:
+        place: this rank.
+        device: where the values are: the backend of the training's gradients is the one that is tried.
+        timeout_s: seconds that it may take.
+
+    Raises:
+        RendezvousError: it did not end in time, failed, or the sum is wrong.
+    """
+    values, began_s, problem = torch.ones(_NUM_TRIED_VALUES, device=device), time.monotonic(), ""
+    try:
+        dist.all_reduce(values, async_op=True).wait(timedelta(seconds=timeout_s))
+        if not bool((values == place.world_size).all()):
+            problem = f"gave another sum than {place.world_size}"
+    except RuntimeError as err:
+        problem = f"failed after {time.monotonic() - began_s:.0f} s: {str(err).splitlines()[0]}"
+    if problem:
+        raise RendezvousError(
+            f"COLLECTIVE {place.host}: the first all_reduce of 1 MiB over {place.world_size} ranks {problem}",
+            hint="the sockets were fine: compare the MTU of the nodes (`ip link`), and the interface that is used "
+            "(cluster.env.NCCL_DEBUG=INFO); see docs/troubleshooting.md#collective",
+        )
 
 
 def use_steady_timeout(timeout_s: float) -> None:
@@ -85,9 +117,32 @@ def shutdown() -> None:
         dist.barrier()
 
 
-def die(code: int) -> NoReturn:
-    """Prints the exception being handled, flushes, and ends the process without any clean-up."""
-    traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def newest_collectives() -> bytes | None:
+    """Returns the newest collectives of each group as JSON: which were begun on this rank, and which are over.
+
+    Called by the heartbeat's thread of a rank that has made no progress for long.
+
+    Returns:
+        None where nothing is recorded. torch's flight recorder records for NCCL, and since 2.9 for gloo as well; its
+        interface is private, and where it is another one there is no record.
+    """
+    core: Any = getattr(torch._C, "_distributed_c10d", None)
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if (dump := getattr(core, name, None)) is not None:
+            return shorten_record(dump())
+    return None
+
+
+def shorten_record(text: str | bytes) -> bytes | None:
+    """Returns a record with the newest entries of each group only, None where it has none.
+
+    Args:
+        text: what torch gives: JSON with `entries` and `pg_status`.
+    """
+    record = json.loads(text)
+    groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for entry in record.get("entries") or []:
+        if not entry.get("is_p2p"):
+            groups[entry.get("pg_id")].append({name: entry.get(name) for name in _KEPT_FIELDS})
+    newest = [entry for entries in groups.values() for entry in entries[-_KEPT_PER_GROUP:]]
+    return json.dumps({"entries": newest, "pg_status": record.get("pg_status", {})}).encode() if newest else None

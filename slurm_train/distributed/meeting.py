@@ -1,42 +1,286 @@
-"""Rank 0's side of a meeting: lets in whoever proves to be one of its ranks, and passes words to and from them.
+"""How the ranks of one attempt find each other and exchange short messages with rank 0, without torch.
 
-One thread, non-blocking: whatever one caller does or leaves undone costs the others nothing. A caller has seconds for
-its whole proof. Few may be without one at a time; then the oldest is dropped, so strangers cannot crowd out the ranks.
-More ranks than this process may open files are sent away with the word when to come back. Imports no torch.
+Two jobs on one node, processes left over from an earlier attempt, foreign services and strangers are told apart by a
+handshake before either side believes anything:
+
+    rank 0  ->  slurm_train run=<digest> attempt=<k> for=<purpose> nonce=<n0>
+    caller  ->  <rank> <n1> <proof of the caller> <host>
+    rank 0  ->  <proof of rank 0>
+
+A proof is an HMAC with the attempt's secret, which lies in the run directory where only its user can read it. It covers
+role, both nonces, rank and host, and the address and port at which the connection ends, as each side sees them. So a
+recorded proof is worth nothing, and neither is one passed on by a relay: that listens at another address or port. The
+listener sends first, so a foreign service sees a connection that closes without a byte.
+
+After the handshake each side sends JSON values, a line each; the caller's first is its report.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import hmac
+import ipaddress
 import json
 import os
+import random
 import resource
+import secrets
+import select
 import selectors
 import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from slurm_train.distributed.greeting import Channel, Listening, MeetingPoint
+from slurm_train.distributed.place import RankPlace
 
+Target = tuple[str, int]
+"""Address and port."""
+
+_LONGEST_UNPROVED_LINE = 512
+_LONGEST_LINE = 1 << 24
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeetingPoint:
+    """Where the ranks of one attempt meet, the same on every rank."""
+
+    master_addr: str
+    """Host name or address of rank 0's node."""
+    ports: Sequence[int]
+    """Candidate ports in the order in which all ranks try them."""
+    run_id: str
+    attempt: int
+    timeout_s: float
+    """Seconds until the ranks that are connected give up on the others."""
+    secret: str = ""
+    """Known to the ranks of this attempt alone; "" where there is none, and anybody may join."""
+    purpose: str = ""
+    """What they meet for, if not for the training itself; meetings for different purposes are never mixed up."""
+
+    @property
+    def greeting(self) -> str:
+        """What the listener sends first; a caller of another run, attempt or purpose hangs up."""
+        purpose = f" for={self.purpose}" if self.purpose else ""
+        run = hashlib.sha256(self.run_id.encode(errors="surrogateescape")).hexdigest()[:16]
+        return f"slurm_train run={run} attempt={self.attempt}{purpose}"
+
+    def proof(self, *words: object) -> str:
+        """Returns what only somebody who knows the secret can compute from these words, 64 hex digits."""
+        text = json.dumps([self.run_id, self.greeting, *map(str, words)])
+        return hmac.new(self.secret.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def answer_timeout_s(point: MeetingPoint, world_size: int) -> float:
+    """Returns how many seconds a rank may wait for a message of rank 0, which may have begun to wait after it."""
+    return point.timeout_s + _close_timeout_s(world_size)
+
+
+def _close_timeout_s(world_size: int) -> float:
+    """Returns how many seconds the ranks are given to take the last message."""
+    return 10.0 + world_size / 100
+
+
+class Channel:
+    """A non-blocking connection that is read and written a line at a time; lines are short until `trust`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self._received, self._unsent, self._longest = bytearray(), bytearray(), _LONGEST_UNPROVED_LINE
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something waits until the connection can be written to."""
+        return bool(self._unsent)
+
+    def trust(self) -> None:
+        """Allows long lines from now on."""
+        self._longest = _LONGEST_LINE
+
+    def pull(self) -> None:
+        """Takes in what has arrived.
+
+        Raises:
+            OSError: the other side has hung up.
+        """
+        try:
+            block = self.connection.recv(min(self._longest, _BLOCK))
+        except BlockingIOError:
+            return
+        if not block:
+            raise ConnectionError("the connection was closed")
+        self._received += block
+
+    def line(self) -> str | None:
+        """Returns the next whole line that was taken in, without its end; None while there is none.
+
+        Raises:
+            ValueError: the line is too long.
+        """
+        end = self._received.find(b"\n")
+        if (len(self._received) if end < 0 else end) >= self._longest:
+            raise ValueError(f"a line of more than {self._longest} bytes")
+        if end < 0:
+            return None
+        text = self._received[:end].decode(errors="replace")
+        del self._received[: end + 1]
+        return text
+
+    def write(self, line: str) -> None:
+        """Sends a line, or as much of it as fits now; `flush` sends the rest."""
+        self._unsent += line.encode(errors="replace") + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what waits, as far as the connection takes it."""
+        while self._unsent:
+            try:
+                del self._unsent[: self.connection.send(self._unsent)]
+            except BlockingIOError:
+                return
+
+    def send_value(self, value: Any, *, deadline: float) -> None:
+        """Sends a JSON value whole.
+
+        Raises:
+            OSError: the other side has hung up, or does not read until the deadline (`time.monotonic`).
+        """
+        self.write(json.dumps(value))
+        while self._unsent:
+            self.wait(select.POLLOUT, deadline)
+            self.flush()
+
+    def receive_value(self, *, deadline: float) -> Any:
+        """Returns the next JSON value.
+
+        Raises:
+            OSError: the other side has hung up, or there is no whole line at the deadline (`time.monotonic`).
+            ValueError: the line is too long or no JSON.
+        """
+        while (line := self.line()) is None:
+            self.wait(select.POLLIN, deadline)
+            self.pull()
+        return json.loads(line)
+
+    def wait(self, events: int, deadline: float) -> None:
+        """Waits until the connection can be read from or written to.
+
+        Raises:
+            TimeoutError: at the deadline.
+        """
+        left_s = deadline - time.monotonic()
+        poll = select.poll()  # select() knows no descriptors above 1023
+        poll.register(self.connection, events)
+        if left_s <= 0 or not poll.poll(max(1, round(left_s * 1000))):
+            raise TimeoutError("timed out")
+
+    def close(self) -> None:
+        """Hangs up."""
+        self.connection.close()
+
+
+class ListenerHandshake:
+    """The listener's side of a handshake on one connection.
+
+    Args:
+        channel: to the caller; the greeting is sent at once.
+        point: what the proofs are about.
+    """
+
+    def __init__(self, channel: Channel, point: MeetingPoint) -> None:
+        self.channel, self._point = channel, point
+        self._nonce = secrets.token_hex(16)
+        channel.write(f"{point.greeting} nonce={self._nonce}")
+
+    def caller(self) -> tuple[int, str] | None:
+        """Returns rank and host of a caller that has proved to belong here; None while its line is not whole.
+
+        Raises:
+            OSError: the caller has hung up.
+            ValueError: the caller is a stranger.
+        """
+        self.channel.pull()
+        line = self.channel.line()
+        if line is None:
+            return None
+        rank, nonce, proof, host = line.split(" ", 3)
+        about = (nonce, self._nonce, _shown_end(self.channel.connection.getsockname()), int(rank), host)
+        if not hmac.compare_digest(proof.encode(), self._point.proof("caller", *about).encode()):
+            raise ValueError("no proof")
+        self.channel.write(self._point.proof("rank 0", *about))
+        self.channel.trust()
+        return int(rank), host
+
+
+class CallerHandshake:
+    """The caller's side of a handshake on one connection.
+
+    Args:
+        channel: to whoever listens there.
+        point: what the proofs are about.
+        rank: of the caller.
+        host: name of its node.
+    """
+
+    def __init__(self, channel: Channel, point: MeetingPoint, *, rank: int, host: str) -> None:
+        self.channel, self._point, self._rank, self._host = channel, point, rank, host
+        self._expected = ""
+
+    def is_proved(self) -> bool:
+        """Returns whether the listener has proved to be the one; to be called again when more has arrived.
+
+        Raises:
+            OSError: the listener has hung up.
+            ValueError: it is somebody else; the message says who, as far as is known.
+        """
+        self.channel.pull()
+        while (line := self.channel.line()) is not None:
+            if self._expected:
+                if not hmac.compare_digest(line.encode(), self._expected.encode()):
+                    raise ValueError("somebody who does not know this attempt's secret, or a relay")
+                self.channel.trust()
+                return True
+            greeting, _, nonce = line.partition(" nonce=")
+            if greeting != self._point.greeting:
+                raise ValueError(f"somebody else: {line[:80]!r}")
+            own = secrets.token_hex(16)
+            about = (own, nonce, _shown_end(self.channel.connection.getpeername()), self._rank, self._host)
+            self.channel.write(f"{self._rank} {own} {self._point.proof('caller', *about)} {self._host}")
+            self._expected = self._point.proof("rank 0", *about)
+        return False
+
+    def prove(self, *, deadline: float) -> None:
+        """Waits until `is_proved`.
+
+        Raises:
+            OSError: the listener has hung up, or is not proved at the deadline (`time.monotonic`).
+            ValueError: it is somebody else.
+        """
+        while not self.is_proved():
+            self.channel.wait(select.POLLIN, deadline)
+
+
+def _shown_end(address: tuple[Any, ...]) -> str:
+    """Returns where a connection ends in words that are the same on both of its sides, e.g. "10.0.0.7 20480"."""
+    numeric = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    return f"{getattr(numeric, 'ipv4_mapped', None) or numeric} {address[1]}"
+
+
+# Rank 0's side. One thread, non-blocking: whatever one caller does or fails to do costs the others nothing.
 _PROOF_S = 5.0
 # What a caller without a proof has at least, however many wait behind it: many round trips.
 _LEAST_PROOF_S = 1.0
 _MOST_UNPROVED = 512
-_SPARE_FILES = 32
 _BATCH = 64
-_REST_S = 0.05
-_RETURNS_PER_S = 500
-_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-
-
-def grace_s(world_size: int) -> float:
-    """Returns how many seconds the ranks are given to take the last word."""
-    return 10.0 + world_size / 100
+_PAUSE_S = 0.05
+_NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 def listen(point: MeetingPoint, *, family: socket.AddressFamily, address: str) -> socket.socket | None:
@@ -53,42 +297,17 @@ def listen(point: MeetingPoint, *, family: socket.AddressFamily, address: str) -
     return None
 
 
-def raise_open_files(needed: int) -> int | None:
-    """Raises this process's soft limit of open files to `needed`, as far as its hard limit allows.
-
-    Returns:
-        The limit that holds then, None for no limit.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return None
-    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            return wanted
-    return soft
-
-
-def _free_files() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return 1 << 20
-    try:
-        return soft - len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # names alone
-    except OSError:
-        return soft // 2
-
-
-class Door:
+class AuthenticatedListener:
     """Accepts connections and hands on those whose caller has proved to know the secret.
+
+    A caller has seconds for its whole proof. Few may be without one at a time; then the oldest is dropped, so strangers
+    cannot crowd out the ranks, nor keep all descriptors.
 
     Args:
         listener: where they call.
         point: what the proofs are about.
-        ranks: who may come.
+        ranks: which may come.
         admit: gets channel, rank and host of each caller after its proof.
-        relieve: gives descriptors back when there are no more, and no stranger holds any.
     """
 
     def __init__(
@@ -98,18 +317,16 @@ class Door:
         *,
         ranks: range,
         admit: Callable[[Channel, int, str], None],
-        relieve: Callable[[], None] = lambda: None,
     ) -> None:
         listener.setblocking(False)
-        self._listener, self._point, self._ranks = listener, point, ranks
-        self._admit, self._relieve = admit, relieve
-        self._unproved: dict[Listening, float] = {}  # since when, oldest first
-        self.most_unproved = max(8, min(_MOST_UNPROVED, _free_files() // 2))
+        self._listener, self._point, self._ranks, self._admit = listener, point, ranks, admit
+        self._unproved: dict[ListenerHandshake, float] = {}  # since when, oldest first
+        self._most_unproved = max(8, min(_MOST_UNPROVED, _free_files() // 2))
         self.selector = selectors.DefaultSelector()
         self._accepts_from_s: float | None = 0.0
 
     def step(self, timeout_s: float) -> None:
-        """Serves what there is to serve, and waits for it at most so long. Callbacks of the selector are called."""
+        """Serves what is ready, and waits for it at most so long. Callbacks of the selector are called."""
         now_s = time.monotonic()
         if self._accepts_from_s is not None and now_s >= self._accepts_from_s:
             self.selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -127,7 +344,7 @@ class Door:
                 key.data(events)
 
     def close(self) -> None:
-        """Hangs up on all who have proved nothing. The listener stays open, and is blocking again."""
+        """Hangs up on all who have proved nothing. The listening socket stays open, and is blocking again."""
         for caller in list(self._unproved):
             self._drop(caller)
         self.selector.close()
@@ -137,12 +354,12 @@ class Door:
     def _accept(self, _: int) -> None:
         # A batch at a time, so that those who have called already are served in between.
         for _ in range(_BATCH):
-            if len(self._unproved) >= self.most_unproved:
+            if len(self._unproved) >= self._most_unproved:
                 oldest, since_s = next(iter(self._unproved.items()))
                 if time.monotonic() < since_s + _LEAST_PROOF_S:
-                    self._rest(since_s + _LEAST_PROOF_S)
+                    self._pause(since_s + _LEAST_PROOF_S)
                     return
-                self._hear(oldest, 0)  # its words may be waiting
+                self._check(oldest, 0)  # its proof may have arrived
                 if oldest in self._unproved:
                     self._drop(oldest)
             try:
@@ -150,34 +367,27 @@ class Door:
             except BlockingIOError:
                 return
             except OSError as err:
-                if err.errno in _SHORT:
-                    self._free_some()
-                self._rest(time.monotonic() + _REST_S)
+                if err.errno in _NO_DESCRIPTORS:
+                    for caller in list(self._unproved)[: max(1, len(self._unproved) // 2)]:
+                        self._drop(caller)
+                self._pause(time.monotonic() + _PAUSE_S)
                 return
-            self._greet(Channel(connection))
+            channel = Channel(connection)
+            try:
+                caller = ListenerHandshake(channel, self._point)
+            except OSError:
+                channel.close()
+                continue
+            self._unproved[caller] = time.monotonic()
+            self.selector.register(connection, selectors.EVENT_READ, partial(self._check, caller))
 
-    def _rest(self, until_s: float) -> None:
+    def _pause(self, until_s: float) -> None:
         self.selector.unregister(self._listener)
         self._accepts_from_s = until_s
 
-    def _free_some(self) -> None:
-        if not self._unproved:
-            self._relieve()
-        for caller in list(self._unproved)[: max(1, len(self._unproved) // 2)]:
-            self._drop(caller)
-
-    def _greet(self, channel: Channel) -> None:
+    def _check(self, caller: ListenerHandshake, _: int) -> None:
         try:
-            caller = Listening(channel, self._point)
-        except OSError:
-            channel.close()
-            return
-        self._unproved[caller] = time.monotonic()
-        self.selector.register(channel.connection, selectors.EVENT_READ, partial(self._hear, caller))
-
-    def _hear(self, caller: Listening, _: int) -> None:
-        try:
-            found = caller.introduced()
+            found = caller.caller()
             if found is not None and found[0] not in self._ranks:
                 raise ValueError("no such rank")
         except (OSError, ValueError):
@@ -187,28 +397,29 @@ class Door:
             self._forget(caller)
             self._admit(caller.channel, *found)
 
-    def _drop(self, caller: Listening) -> None:
+    def _drop(self, caller: ListenerHandshake) -> None:
         self._forget(caller)
         caller.channel.close()
 
-    def _forget(self, caller: Listening) -> None:
+    def _forget(self, caller: ListenerHandshake) -> None:
         del self._unproved[caller]
         self.selector.unregister(caller.channel.connection)
         if self._accepts_from_s is not None:
             self._accepts_from_s = 0.0  # there is room for the next one
 
 
-@dataclass(slots=True)
-class _Member:
-    """A rank that is connected."""
-
-    rank: int
-    channel: Channel
-    has_reported: bool = False
+def _free_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return 1 << 20
+    try:
+        return soft - len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # names alone
+    except OSError:
+        return soft // 2
 
 
 class Meeting:
-    """Who has come, what each has reported, and a mailbox for each rank. Rank 0 only.
+    """Which ranks are connected, their reports, and messages to and from each. Rank 0 only.
 
     Args:
         listener: where the others call.
@@ -221,151 +432,274 @@ class Meeting:
         self.world_size = world_size
         self.hosts: dict[int, str] = {0: host}
         self.reports: dict[int, Any] = {}
-        self._door = Door(listener, point, ranks=range(1, world_size), admit=self._admit, relieve=self._relieve)
-        self._most_kept = max(8, _free_files() - self._door.most_unproved - _SPARE_FILES)
-        # Few enough at a time for this process and for the door.
-        rate = min(_RETURNS_PER_S, 4 * self._door.most_unproved)
-        self._again_s = min(max(0.25, world_size / rate), grace_s(world_size) / 4)
-        self._members: dict[int, _Member] = {}
-        self._away: set[int] = set()
-        self._outbox: dict[int, list[str]] = defaultdict(list)
+        self._listener = AuthenticatedListener(listener, point, ranks=range(1, world_size), admit=self._admit)
+        self._channels: dict[int, Channel] = {}
         self._inbox: dict[int, deque[Any]] = defaultdict(deque)
-        self._last: str | None = None
-        self._untold: set[int] = set()
+        self._last: list[Any] = []
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not come."""
+        """Ranks that are not connected."""
         return [rank for rank in range(self.world_size) if rank not in self.hosts]
 
     def gather(
         self, *, deadline: float, is_enough: Callable[[], bool] = lambda: False, look_every_s: float = 3600.0
     ) -> None:
-        """Waits until all ranks have come, the deadline (`time.monotonic`) is over, or `is_enough` says so.
+        """Waits until all ranks are connected, `is_enough` returns true, or the deadline (`time.monotonic`).
 
         Args:
             deadline: the latest end.
-            is_enough: asked every `look_every_s` seconds at least.
-            look_every_s: as said.
+            is_enough: called every `look_every_s` seconds at least.
+            look_every_s: see there.
         """
         self._run(lambda: len(self.hosts) == self.world_size or is_enough(), deadline=deadline, step_s=look_every_s)
 
     def gather_reports(self, *, deadline: float) -> None:
-        """Waits for the reports of those who have come."""
-        self._run(lambda: len(self.reports) >= len(self.hosts) - 1, deadline=deadline)
+        """Waits for the reports of those who are connected."""
+        self._run(self._have_all_reported, deadline=deadline)
 
     def send(self, rank: int, value: Any) -> None:
-        """Sends a value to a rank, or keeps it until that comes back; one that has ended gets nothing."""
-        member, line = self._members.get(rank), json.dumps(value)
-        if member is not None and member.has_reported:
-            self._write(member, line)
-        elif member is not None or rank in self._away:
-            self._outbox[rank].append(line)
+        """Sends a value to a rank; one that has hung up gets nothing."""
+        if (channel := self._channels.get(rank)) is not None:
+            try:
+                channel.write(json.dumps(value))
+            except OSError:
+                self._lose(rank)
+            else:
+                self._watch(rank, channel)
 
     def receive(self, rank: int, *, deadline: float) -> Any:
-        """Returns what a rank says next, None where it says nothing until the deadline (`time.monotonic`)."""
+        """Returns the next value of a rank after its report, None if there is none at the deadline."""
         self._run(lambda: bool(self._inbox[rank]), deadline=deadline)
         return self._inbox[rank].popleft() if self._inbox[rank] else None
 
     def close(self, last: Any = None) -> None:
-        """Sends a last value to every rank that has come, waits until each has it, and hangs up."""
-        self._last, self._untold = json.dumps(last), self.hosts.keys() - self._members.keys() - {0}
+        """Sends a last value to every rank that is connected, waits until each has it, and hangs up."""
+        self._last.append(last)
         try:
-            for member in list(self._members.values()):
-                self._write(member, self._last)
-            self._run(self._is_all_sent, deadline=time.monotonic() + grace_s(self.world_size))
+            for rank in list(self._channels):
+                self.send(rank, last)
+            # Hanging up before the report was read would reset the connection, and the last value with it.
+            self._run(
+                lambda: self._have_all_reported() and not any(one.has_unsent for one in self._channels.values()),
+                deadline=time.monotonic() + _close_timeout_s(self.world_size),
+            )
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Hangs up on everybody. The listener stays open."""
-        for member in self._members.values():
-            member.channel.close()
-        self._members.clear()
-        self._door.close()
+        """Hangs up on everybody. The listening socket stays open."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+        self._listener.close()
+
+    def _have_all_reported(self) -> bool:
+        return len(self.reports) >= len(self._channels)
 
     def _run(self, is_done: Callable[[], bool], *, deadline: float, step_s: float = 3600.0) -> None:
         # Once at least: after a suspension the deadline is over, and what was sent meanwhile is waiting.
-        self._door.step(0.0)
+        self._listener.step(0.0)
         while not is_done() and (left_s := deadline - time.monotonic()) > 0:
-            self._door.step(min(left_s, step_s))
-
-    def _is_all_sent(self) -> bool:
-        return not self._untold and not any(member.channel.has_unsent for member in self._members.values())
+            self._listener.step(min(left_s, step_s))
 
     def _admit(self, channel: Channel, rank: int, host: str) -> None:
-        if rank in self._members:
-            self._hang_up(self._members[rank])
-        self._members[rank] = member = _Member(rank, channel)
-        self.hosts[rank] = host
-        self._away.discard(rank)
-        self._door.selector.register(channel.connection, selectors.EVENT_READ, partial(self._serve, member))
-        self._serve(member, 0)  # the report may have come with the proof
+        self._lose(rank)  # it connects again
+        self._channels[rank], self.hosts[rank] = channel, host
+        self._listener.selector.register(channel.connection, selectors.EVENT_READ, partial(self._serve, rank, channel))
+        self._serve(rank, channel, 0)  # the report may have come with the proof
+        for value in self._last:
+            self.send(rank, value)
 
-    def _serve(self, member: _Member, events: int) -> None:
+    def _serve(self, rank: int, channel: Channel, events: int) -> None:
         try:
-            member.channel.flush()
+            channel.flush()
             if events & selectors.EVENT_READ:
-                member.channel.pull()
-            while self._members.get(member.rank) is member and (line := member.channel.line()) is not None:
-                self._take(member, json.loads(line))
+                channel.pull()
+            while (line := channel.line()) is not None:
+                if rank in self.reports:
+                    self._inbox[rank].append(json.loads(line))
+                else:
+                    self.reports[rank] = json.loads(line)
         except (OSError, ValueError):
-            self._lose(member)
-            return
-        self._watch(member)
+            self._lose(rank)
+        else:
+            self._watch(rank, channel)
 
-    def _take(self, member: _Member, value: Any) -> None:
-        if member.has_reported:
-            self._inbox[member.rank].append(value)
-            return
-        member.has_reported = True
-        if value is not None:
-            self.reports[member.rank] = value
-        self.reports.setdefault(member.rank, None)
-        waiting = self._outbox.pop(member.rank, [])
-        if self._last is not None:
-            waiting.append(self._last)
-            self._untold.discard(member.rank)
-        for line in waiting:
-            member.channel.write(line)
-        if not waiting and self._last is None and len(self._members) > self._most_kept:
-            self._send_away(member)
+    def _watch(self, rank: int, channel: Channel) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+        self._listener.selector.modify(channel.connection, events, partial(self._serve, rank, channel))
 
-    def _write(self, member: _Member, line: str) -> None:
+    def _lose(self, rank: int) -> None:
+        """Forgets a rank that has hung up: it has ended, or connects again."""
+        if (channel := self._channels.pop(rank, None)) is not None:
+            self._listener.selector.unregister(channel.connection)
+            channel.close()
+            self.hosts.pop(rank, None)
+            self.reports.pop(rank, None)
+
+
+# The other ranks' side.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
+_RARELY = 4
+# A packet that is lost is sent again after a second.
+_FIRST_CONNECT_S, _LONGEST_CONNECT_S = 1.0, 5.0
+_ANSWER_S = 10.0
+_SLOW_S = 0.5
+_CALLERS_PER_S = 2000
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """One target, and how its calls went."""
+
+    target: Target
+    next_s: float
+    tries: int = 0
+    is_doubtful: bool = False
+    """Answered as somebody else, or not at all for a while."""
+    pause_s: float = _FIRST_PAUSE_S
+    connect_s: float = _FIRST_CONNECT_S
+    channel: Channel | None = None
+    handshake: CallerHandshake | None = None
+    began_s: float = 0.0
+
+    @property
+    def ends_s(self) -> float:
+        """When the call under way is given up."""
+        return self.began_s + (self.connect_s if self.handshake is None else _ANSWER_S)
+
+    @property
+    def wakes_s(self) -> float:
+        """When to look at it again."""
+        if self.channel is None:
+            return self.next_s
+        return self.ends_s if self.is_doubtful else min(self.ends_s, self.began_s + _SLOW_S)
+
+
+class Search:
+    """A rank's search for its rank 0 among all that listen at the candidate ports.
+
+    All candidates are tried at the same time, so a port that is silent, slow or somebody else's delays nothing. Rank 0
+    takes the first port that it can bind: the first one is called often, the next ones rarely, unless somebody else is
+    at the first.
+
+    Args:
+        place: this rank.
+        point: what they meet for; the ports are those of `set_targets`.
+    """
+
+    def __init__(self, place: RankPlace, point: MeetingPoint) -> None:
+        self._place, self._point = place, point
+        self._selector = selectors.DefaultSelector()
+        self._candidates: list[_Candidate] = []
+        # Of a large job not too many call the head node in one second.
+        self._longest_pause_s = max(_LONGEST_PAUSE_S, place.world_size / _CALLERS_PER_S)
+        self.answers: dict[Target, str] = {}
+
+    @property
+    def tries(self) -> int:
+        """How often the likeliest target has been called in vain."""
+        return self._candidates[0].tries if self._candidates else 0
+
+    def set_targets(self, targets: Sequence[Target]) -> None:
+        """Searches among these from now on, the likeliest first; calls that are under way go on."""
+        known = {one.target: one for one in self._candidates}
+        for target in known.keys() - set(targets):
+            self._hang_up(known[target])
+        later_s = time.monotonic() + _LONGEST_PAUSE_S
+        self._candidates = [
+            known.get(target) or _Candidate(target, next_s=later_s + number * 0.01 if number else 0.0)
+            for number, target in enumerate(targets)
+        ]
+
+    def run(self, *, until: float) -> tuple[Channel, Target] | None:
+        """Returns a channel to rank 0, which has proved itself, and where; None at `until` (`time.monotonic`)."""
+        while (now_s := time.monotonic()) < until:
+            for one in self._candidates:
+                self._advance(one, now_s)
+            wakes_s = min([until, *(one.wakes_s for one in self._candidates)])
+            for key, _ in self._selector.select(max(0.0, wakes_s - now_s)):
+                one = key.data
+                if one.channel is not None and self._is_found(one):
+                    channel, one.channel = one.channel, None
+                    self._selector.unregister(channel.connection)
+                    return channel, one.target
+        return None
+
+    def close(self) -> None:
+        """Gives up all calls."""
+        for one in self._candidates:
+            self._hang_up(one)
+        self._selector.close()
+
+    def describe(self) -> str:
+        """Returns what was found at the ports, e.g. "port 20480: [Errno 111] Connection refused"."""
+        return "; ".join(f"port {port}: {answer}" for (_, port), answer in self.answers.items())
+
+    @property
+    def _likely(self) -> _Candidate | None:
+        return next((one for one in self._candidates if not one.is_doubtful), None)
+
+    def _advance(self, one: _Candidate, now_s: float) -> None:
+        """Gives a call up or begins it where that is due."""
+        if one.channel is not None and now_s >= one.ends_s:
+            self._fail(one, "timed out" if one.handshake is None else "no proof (timed out)", is_doubtful=True)
+        elif one.channel is not None and now_s >= one.began_s + _SLOW_S:
+            one.is_doubtful = True
+        if one is self._likely:
+            one.next_s = min(one.next_s, now_s + self._longest_pause_s)
+        if one.channel is None and now_s >= one.next_s:
+            self._call(one, now_s)
+
+    def _call(self, one: _Candidate, now_s: float) -> None:
+        address, port = one.target
+        one.began_s, one.handshake = now_s, None
         try:
-            member.channel.write(line)
-        except OSError:
-            self._lose(member)
-            return
-        self._watch(member)
+            connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+            one.channel = Channel(connection)
+            self._selector.register(connection, selectors.EVENT_WRITE, one)
+            code = connection.connect_ex((address, port))
+            if code not in (0, errno.EINPROGRESS):
+                raise OSError(code, os.strerror(code))
+        except OSError as err:
+            self._fail(one, str(err))
 
-    def _watch(self, member: _Member) -> None:
-        if self._members.get(member.rank) is member:
-            write = selectors.EVENT_WRITE if member.channel.has_unsent else 0
-            self._door.selector.modify(
-                member.channel.connection, selectors.EVENT_READ | write, partial(self._serve, member)
-            )
+    def _is_found(self, one: _Candidate) -> bool:
+        """Goes on with a call; returns whether it has reached rank 0."""
+        assert one.channel is not None
+        connection = one.channel.connection
+        try:
+            if one.handshake is not None:
+                return one.handshake.is_proved()
+            if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self._fail(one, str(OSError(code, os.strerror(code))))
+                return False
+            one.handshake = CallerHandshake(one.channel, self._point, rank=self._place.rank, host=self._place.host)
+            self._selector.modify(connection, selectors.EVENT_READ, one)
+        except OSError as err:
+            self._fail(one, f"no proof ({err})", is_doubtful=True)  # rank 0 perhaps, crowded
+        except ValueError as err:
+            self._fail(one, str(err), is_doubtful=True, rarely=True)
+        return False
 
-    def _send_away(self, member: _Member) -> None:
-        with contextlib.suppress(OSError):
-            member.channel.write(json.dumps({"again_s": self._again_s}))
-        self._away.add(member.rank)
-        self._hang_up(member)
+    def _fail(self, one: _Candidate, answer: str, *, is_doubtful: bool = False, rarely: bool = False) -> None:
+        self._hang_up(one)
+        self.answers[one.target] = answer
+        one.tries += 1
+        one.is_doubtful = is_doubtful
+        one.connect_s = min(one.connect_s * 1.5, _LONGEST_CONNECT_S)
+        likely = self._likely
+        rarely = rarely or not (is_doubtful or one is likely)
+        pause_s = self._longest_pause_s * _RARELY if rarely else one.pause_s
+        one.next_s = time.monotonic() + pause_s * random.uniform(0.5, 1.5)  # spreads the callers
+        one.pause_s = min(one.pause_s * 1.5, self._longest_pause_s)
+        if is_doubtful and likely is not None and likely.tries == 0:
+            likely.next_s = 0.0
 
-    def _relieve(self) -> None:
-        self._most_kept = len(self._members) // 2
-        idle = [member for member in self._members.values() if member.has_reported and not member.channel.has_unsent]
-        for member in idle[self._most_kept :]:
-            self._send_away(member)
-
-    def _lose(self, member: _Member) -> None:
-        """Forgets a rank that has hung up without being sent away: it has ended, or comes again."""
-        self._hang_up(member)
-        self.hosts.pop(member.rank, None)
-        self.reports.pop(member.rank, None)
-        self._outbox.pop(member.rank, None)
-
-    def _hang_up(self, member: _Member) -> None:
-        del self._members[member.rank]
-        self._door.selector.unregister(member.channel.connection)
-        member.channel.close()
+    def _hang_up(self, one: _Candidate) -> None:
+        if one.channel is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(one.channel.connection)
+            one.channel.close()
+            one.channel = None

@@ -2,7 +2,7 @@
 
 1. Tensor parallel: matrices are cut as the model's `tensor_parallel_plan` says, and positions between them dealt out
    as `sequence_parallel_plan` says.
-2. Context parallel: attention gathers keys and values (`distributed.context`).
+2. Context parallel: attention gathers keys and values (`distributed.sequence`).
 3. Activation checkpointing of each block, around what computes, inside of what communicates for it.
 4. torch.compile of each block, so that equal blocks are compiled once and gathering stays outside.
 5. FSDP2 or HSDP over the data-parallel axes and `cp`: each block of `sharding_plan`, then what is left.
@@ -13,25 +13,48 @@ layout. All functions that touch a mesh are collective.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.layout import AXES, ParallelLayout
 from slurm_train.config.schema import ParallelSection
-from slurm_train.distributed.context import share_context
-from slurm_train.distributed.mesh import sharding_mesh
+from slurm_train.distributed.pipeline import PassThrough, model_plan
+from slurm_train.distributed.sequence import POSITIONS_DIM, share_context
 from slurm_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 _OWN_METHODS = ("training_loss", "evaluation_sums")
+
+
+def build_mesh(layout: ParallelLayout, *, device: torch.device) -> DeviceMesh:
+    """Returns the mesh of all ranks, with every axis of `AXES` by name, those of degree one too. Collective.
+
+    Args:
+        layout: the degrees; rank numbers run through the last axis first, as torch lays a mesh out.
+        device: this rank's; its kind decides what carries the exchanges.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device.type, layout.degrees, mesh_dim_names=AXES)
+
+
+def sharding_mesh(mesh: DeviceMesh, layout: ParallelLayout) -> DeviceMesh:
+    """Returns the axes that parameters are sharded over, behind the one that copies of them lie along. Collective."""
+    axis = "cp" if layout.dp_shard == 1 < layout.cp else "dp_shard"
+    if layout.dp_shard > 1 and layout.cp > 1:
+        axis = "shard"
+        mesh["dp_shard", "cp"]._flatten(axis)
+    return mesh[axis] if layout.dp_replicate == 1 else mesh["dp_replicate", axis]
 
 
 def parallelize(
@@ -84,34 +107,98 @@ def cut_matrices(
     Raises:
         ConfigError: the model has no plan, or one that names no matrix or an unknown way.
     """
-    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    styles: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    plan: Mapping[str, str] = _plan_of(model, "tensor_parallel_plan", "parallel.tp")
+    own_positions = Shard(POSITIONS_DIM)
+    rowwise = RowwiseParallel(output_layouts=own_positions) if splits_positions else RowwiseParallel()
+    styles: dict[str, ParallelStyle] = {"colwise": ColwiseParallel(), "rowwise": rowwise}
     found: dict[str, ParallelStyle] = {}
-    for pattern, way in plan.items():
-        names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
-        if way not in styles or not names:
-            raise ConfigError(
-                f"{type(model).__name__}.tensor_parallel_plan() has {pattern!r}: {way!r}, which "
-                + ("names no part of the model" if way in styles else "is no way to cut a matrix"),
-                hint=f"the ways are {', '.join(sorted(styles))}; patterns are names with *, e.g. 'blocks.*.up'",
-            )
-        found |= {name: styles[way]() for name in names}
+    for name, way in _ways_of(model, "tensor_parallel_plan", key="parallel.tp", ways=styles).items():
+        found[name] = copy.copy(styles[way])
     if splits_positions:
-        from slurm_train.distributed.sequence import OWN_POSITIONS, passing_styles, position_styles
-
-        by_inputs = [name for name, style in found.items() if isinstance(style, RowwiseParallel)]
-        found |= {name: RowwiseParallel(output_layouts=OWN_POSITIONS) for name in by_inputs}
-        found |= position_styles(model, found)
+        found |= _position_styles(model, found)
         for root in roots:
             if root is not model:
-                parallelize_module(root, mesh["tp"], passing_styles(root, found))
+                # What another stage has is passed through here, split and gathered all the same.
+                parts = dict(root.named_modules())
+                passed = {name: style for name, style in found.items() if isinstance(parts.get(name), PassThrough)}
+                parallelize_module(root, mesh["tp"], passed)
     parallelize_module(model, mesh["tp"], found)
 
 
+def _position_styles(model: nn.Module, cut: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """Returns what is done around each part that the model's `sequence_parallel_plan` names.
+
+    Between cut matrices the ranks of `tp` then have a part of the positions each: what a rank keeps of norms, residuals
+    and dropout is divided by `tp`. The sum behind a matrix that is cut by inputs becomes a sum of which each rank gets
+    its positions, and before the next cut matrix they are gathered.
+
+    Args:
+        model: all that this rank has.
+        cut: the matrices that are cut, by name.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleOutput, SequenceParallel
+
+    own_positions = Shard(POSITIONS_DIM)
+
+    class GatherFirst(ParallelStyle):
+        """Puts the positions of a module's first argument together before it is called; the others are left alone.
+
+        Cut matrices that come first in the module (`stays_spread`) take what is gathered as it is, and their gradients
+        of it are added up once for all of them.
+        """
+
+        def __init__(self, *, stays_spread: bool) -> None:
+            super().__init__()
+            self.stays_spread = stays_spread
+
+        def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+            def gather(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+                own = DTensor.from_local(arguments[0], device_mesh, [own_positions], run_check=False)
+                whole = own.redistribute(placements=[Replicate()])
+                return (whole if self.stays_spread else whole.to_local(), *arguments[1:])
+
+            module.register_forward_pre_hook(gather)
+            return module
+
+    def style(name: str, way: str) -> ParallelStyle:
+        if way == "gather":
+            return GatherFirst(stays_spread=any(one.startswith(f"{name}.") for one in cut))
+        if way == "own":
+            return SequenceParallel(sequence_dim=POSITIONS_DIM, use_local_output=True)
+        return PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=own_positions)
+
+    key, parts = "parallel.sequence_parallel", dict(model.named_modules())
+    ways = _ways_of(model, "sequence_parallel_plan", key=key, ways=("gather", "own", "split"))
+    # Stages send whole sequences to each other: a part that is passed through splits and gathers, too.
+    return {
+        name: style(name, way) for name, way in ways.items() if way != "own" or not isinstance(parts[name], PassThrough)
+    }
+
+
+def _ways_of(model: nn.Module, method: str, *, key: str, ways: Iterable[str]) -> dict[str, str]:
+    """Returns name -> way of all parts that the patterns of a plan name.
+
+    Raises:
+        ConfigError: the model has no such plan, or it has an unknown way or a pattern that names no part.
+    """
+    found: dict[str, str] = {}
+    for pattern, way in model_plan(model, method, key=key).items():
+        names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
+        if way not in ways or not names:
+            raise ConfigError(
+                f"{type(model).__name__}.{method}() has {pattern!r}: {way!r}, which "
+                + ("names no part of the model" if way in ways else "is not a known way"),
+                hint=f"the ways are {', '.join(sorted(ways))}; patterns are names with *, e.g. 'blocks.*.up'",
+            )
+        found |= dict.fromkeys(names, way)
+    return found
+
+
 def require_equal_parts(model: nn.Module, *, tp: int) -> None:
-    """Does nothing where what a model counts (heads, for instance) can be dealt out to so many ranks.
+    """Checks that what a model counts (heads, for instance) can be divided by so many ranks.
 
     Raises:
         ConfigError: it cannot; torch would cut the matrices all the same.
@@ -184,16 +271,6 @@ def units(model: nn.Module) -> Iterator[nn.Module]:
         if any(fnmatchcase(name, pattern) and name.count(".") == pattern.count(".") for pattern in patterns):
             # What another stage has is without parameters here.
             yield from (module,) if any(True for _ in module.parameters()) else ()
-
-
-def _plan_of(model: nn.Module, name: str, key: str) -> Any:
-    own = getattr(model, name, None)
-    if own is None:
-        raise ConfigError(
-            f"{key} was asked, but {type(model).__name__} does not say how it can be cut",
-            hint=f"define {name}() on the model (docs/parallel.md), or leave {key} at 1",
-        )
-    return own()
 
 
 def _recompute(block: nn.Module, *, selective: bool) -> None:

@@ -1,14 +1,14 @@
 """A model as stages of a pipeline: each rank keeps its own blocks, under their own names, and passes the rest through.
 
-The model says which parts are the first stage's, which are spread over all, and which are the last one's
-(`pipeline_plan`); torch's schedules move the micro-batches. A stage's parameters are called what they are called in the
-whole model, so a checkpoint of stages is a checkpoint of the model.
+The model's `pipeline_plan` names which parts are the first stage's, which are spread over all, and which are the last
+one's; torch's schedules move the micro-batches. A stage's parameters have the names that they have in the whole model,
+so a checkpoint of stages is a checkpoint of the model.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,46 +37,49 @@ def keep_stages(model: nn.Module, *, stages: Sequence[int], num_stages: int) -> 
     Raises:
         ConfigError: the model has no plan for it, shares a weight between stages, or has fewer blocks than stages.
     """
-    plan = _plan_of(model)
-    _refuse_shared_weights(model)
-    _refuse_own_loss(model)
-    for name in plan["first"] if 0 not in stages else ():
-        model.set_submodule(name, PassThrough())
-    for name in plan["last"] if num_stages - 1 not in stages else ():
-        model.set_submodule(name, PassThrough())
+    plan = model_plan(model, "pipeline_plan", key="parallel.pp", names=_PLAN)
+    _refuse_shared_state(model)
+    require_default_loss(model, key="parallel.pp")
     for name in plan["spread"]:
-        blocks = model.get_submodule(name)
-        assert isinstance(blocks, nn.ModuleList)
-        if len(blocks) < num_stages:
+        num_blocks = len(_blocks(model, name))
+        if num_blocks < num_stages:
             raise ConfigError(
-                f"parallel asks for {num_stages} stages, but the model has {len(blocks)} blocks",
-                hint=f"choose a parallel.pp x parallel.stages_per_rank of at most {len(blocks)}",
+                f"parallel asks for {num_stages} stages, but the model has {num_blocks} blocks",
+                hint=f"choose a parallel.pp x parallel.stages_per_rank of at most {num_blocks}",
             )
-        own = [number for stage in stages for number in stage_blocks(len(blocks), stage=stage, num_stages=num_stages)]
-        for number in range(len(blocks)):
-            if number not in own:
-                blocks[number] = PassThrough()
+    _replace_others(model, model, plan, stages=stages, num_stages=num_stages)
 
 
 def split_stages(model: nn.Module, *, stages: Sequence[int], num_stages: int) -> list[nn.Module]:
     """Returns one module for each of a rank's stages; they share their parts with the model, which holds them all."""
     if len(stages) == 1:
         return [model]
-    plan, found = _plan_of(model), []
+    plan, found = model_plan(model, "pipeline_plan", key="parallel.pp", names=_PLAN), []
     for stage in stages:
-        part = _sibling(model)
-        for name in plan["first"] if stage > 0 else ():
-            part.set_submodule(name, PassThrough())
-        for name in plan["last"] if stage < num_stages - 1 else ():
-            part.set_submodule(name, PassThrough())
-        for name in plan["spread"]:
-            blocks = model.get_submodule(name)
-            assert isinstance(blocks, nn.ModuleList)
-            own = stage_blocks(len(blocks), stage=stage, num_stages=num_stages)
-            kept = (block if number in own else PassThrough() for number, block in enumerate(blocks))
-            part.set_submodule(name, nn.ModuleList(kept))
-        found.append(part)
+        found.append(_sibling(model))
+        _replace_others(found[-1], model, plan, stages=[stage], num_stages=num_stages)
     return found
+
+
+def _replace_others(
+    part: nn.Module, model: nn.Module, plan: Mapping[str, Any], *, stages: Sequence[int], num_stages: int
+) -> None:
+    """Replaces in `part`, which is the model or a sibling of it, what is in none of these stages."""
+    for name in plan["first"] if 0 not in stages else ():
+        part.set_submodule(name, PassThrough())
+    for name in plan["last"] if num_stages - 1 not in stages else ():
+        part.set_submodule(name, PassThrough())
+    for name in plan["spread"]:
+        blocks = _blocks(model, name)
+        own = {number for stage in stages for number in stage_blocks(len(blocks), stage=stage, num_stages=num_stages)}
+        kept = (block if number in own else PassThrough() for number, block in enumerate(blocks))
+        part.set_submodule(name, nn.ModuleList(kept))
+
+
+def _blocks(model: nn.Module, name: str) -> nn.ModuleList:
+    blocks = model.get_submodule(name)
+    assert isinstance(blocks, nn.ModuleList)
+    return blocks
 
 
 def _sibling(module: nn.Module) -> nn.Module:
@@ -161,18 +164,44 @@ class Pipeline:
         return tensor
 
 
-def _plan_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    own = getattr(model, "pipeline_plan", None)
-    plan = own() if own is not None else {}
-    if set(plan) != set(_PLAN):
+def model_plan(model: nn.Module, method: str, *, key: str, names: Sequence[str] = ()) -> Any:
+    """Returns what a model says about how it can be cut.
+
+    Args:
+        model: the model.
+        method: of the model, e.g. "pipeline_plan".
+        key: what was asked, e.g. "parallel.pp".
+        names: what the plan must have, all of it.
+
+    Raises:
+        ConfigError: the model has no such plan.
+    """
+    own = getattr(model, method, None)
+    plan = None if own is None else own()
+    if plan is None or (names and set(plan) != set(names)):
+        needed = f" with {', '.join(names)}" if names else ""
         raise ConfigError(
-            f"parallel.pp was asked, but {type(model).__name__} does not say how it can be cut into stages",
-            hint=f"define pipeline_plan() on the model with {', '.join(_PLAN)} (docs/parallel.md), or leave pp at 1",
+            f"{key} was asked, but {type(model).__name__} has no {method}(){needed}, so it is not known how to cut it",
+            hint=f"define {method}(){needed} on the model (docs/parallel.md), or leave {key} out",
         )
     return plan
 
 
-def _refuse_shared_weights(model: nn.Module) -> None:
+def require_default_loss(model: nn.Module, *, key: str) -> None:
+    """Checks that a model leaves its loss to the default one.
+
+    Raises:
+        ConfigError: it brings its own, which needs the outputs of whole models and sequences.
+    """
+    if hasattr(model, "training_loss") or hasattr(model, "evaluation_sums"):
+        raise ConfigError(
+            f"{key} was asked, but {type(model).__name__} brings its own loss, which may need the whole model or whole "
+            "sequences",
+            hint=f"let the model give scores and the default loss compare them, or leave {key} at 1",
+        )
+
+
+def _refuse_shared_state(model: nn.Module) -> None:
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = names.setdefault(id(parameter), name)
@@ -181,18 +210,10 @@ def _refuse_shared_weights(model: nn.Module) -> None:
                 f"parallel.pp was asked, but {first} and {name} are one weight, which two stages would need",
                 hint="give each its own: model.tied=false for the shipped GPT",
             )
-
-
-def _refuse_own_loss(model: nn.Module) -> None:
-    if hasattr(model, "training_loss") or hasattr(model, "evaluation_sums"):
-        raise ConfigError(
-            f"parallel.pp was asked, but {type(model).__name__} brings its own loss, which stages cannot call",
-            hint="let the model give scores and the default loss compare them, or leave pp at 1",
-        )
     saved = {name for name, _ in model.named_buffers()} & set(model.state_dict())
     if saved:
-        kept = f"{type(model).__name__} keeps statistics ({min(saved)})"
         raise ConfigError(
-            f"parallel.pp was asked, but {kept} that stages do not share",
-            hint="use norms without running statistics, or leave pp at 1",
+            f"parallel.pp was asked, but {type(model).__name__} keeps statistics ({min(saved)}) that stages do not "
+            "share",
+            hint="use norms without running statistics, or leave parallel.pp at 1",
         )

@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks of its job, read from an environment mapping.
+"""Which of the ranks of its job this process is, read from an environment mapping.
 
 RANK and its kin, which a local launch sets for the processes it starts, win over Slurm's task variables, which win
 over a world of one. Imports no torch, so it runs before anything slow does.
@@ -7,7 +7,7 @@ over a world of one. Imports no torch, so it runs before anything slow does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.allocation import TaskPlace
@@ -18,7 +18,7 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """One rank's position in the world."""
+    """One rank, and its node."""
 
     rank: int
     """0 to world_size - 1, node after node."""
@@ -35,7 +35,7 @@ class RankPlace:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the one that decides, writes and talks."""
+        """Whether this is rank 0, which decides, writes and prints for all."""
         return self.rank == 0
 
     @property
@@ -45,7 +45,7 @@ class RankPlace:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], *, host: str | None = None) -> RankPlace:
-        """Returns the place told by an environment.
+        """Returns the place that an environment describes.
 
         Args:
             env: SLURM_PROCID and its kin, or RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, or neither.
@@ -56,40 +56,23 @@ class RankPlace:
         """
         here = host or node_name(env)
         # A local launch typed inside `srun --pty bash` has both; there SLURM_PROCID is the shell's, not the rank's.
-        if "RANK" in env:
-            return cls._from_torchrun(env, here)
-        if "SLURM_PROCID" in env:
-            return cls._from_slurm(env, here)
-        return cls(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, host=here)
-
-    @classmethod
-    def _from_slurm(cls, env: Mapping[str, str], host: str) -> RankPlace:
-        task = TaskPlace.from_env(env)
-        return cls(
-            rank=task.rank,
-            local_rank=task.local_rank,
-            node_rank=task.node_rank,
-            world_size=task.world_size,
-            local_world_size=task.local_world_size,
-            host=host,
-        )
-
-    @classmethod
-    def _from_torchrun(cls, env: Mapping[str, str], host: str) -> RankPlace:
+        if "RANK" not in env:
+            if "SLURM_PROCID" in env:
+                return cls(**asdict(TaskPlace.from_env(env)), host=here)
+            return cls(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, host=here)
         rank, local_rank, world, local_world = (_number(env, name) for name in _TORCHRUN)
         if not (0 <= local_rank < local_world <= world and local_rank <= rank < world):
             found = ", ".join(f"{name}={env[name]}" for name in _TORCHRUN)
             raise ClusterError(
                 f"these rank variables contradict each other: {found}", hint="unset them all, or fix them"
             )
-        node_rank = int(env.get("GROUP_RANK", rank // local_world))
         return cls(
             rank=rank,
             local_rank=local_rank,
-            node_rank=node_rank,
+            node_rank=int(env.get("GROUP_RANK", rank // local_world)),
             world_size=world,
             local_world_size=local_world,
-            host=host,
+            host=here,
         )
 
 

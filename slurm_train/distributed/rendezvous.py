@@ -1,49 +1,38 @@
-"""The ranks of one attempt meet: on a number for it, where they have none yet, and on torch's store.
+"""The ranks of one attempt meet: on its number, where torchrun started them, and on torch's store.
 
-Two jobs on one node, what is left of an earlier attempt, a foreign service on the port and strangers are told apart
-before torch is asked to connect anywhere: its client hangs at a silent port and fills the log at a talking one (seen
-with 2.13). Rank 0 listens at one socket from then on until torch's store takes it over, so nobody can get its port in
-between. Every rank resolves the master address itself, so a name that one node does not know is reported by that node
-and not by a time-out of all. Nothing falls back to localhost. torch is imported where the store is opened alone.
+torch is asked to connect only after the handshake of `meeting`: its client hangs at a silent port and fills the log at
+a talking one (seen with 2.13). Rank 0 listens at one socket from the handshake until torch's store takes it over, so
+nobody can get its port in between. Every rank resolves the master address itself, so a name that one node does not know
+is reported by that node and not by a time-out of all. Nothing falls back to localhost. torch is imported only where
+the store is opened and where its agent runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
+import resource
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.distributed.calling import Caller, Search, latest_word_s
-from slurm_train.distributed.greeting import MeetingPoint
-from slurm_train.distributed.meeting import Meeting, listen, raise_open_files
+from slurm_train.distributed.meeting import Meeting, MeetingPoint, Search, answer_timeout_s, listen
 from slurm_train.distributed.place import RankPlace
-from slurm_train.errors import RendezvousError
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, RendezvousError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-_HERE = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 _FILES_PER_PEER = 3
 _FILES_OF_A_RANK = 128
 _USUAL_FILES = 1024
-
-
-def files_needed(world_size: int) -> int:
-    """Returns how many files a rank may have to keep open: a connection per peer in gloo's groups and in the store."""
-    return _FILES_OF_A_RANK + _FILES_PER_PEER * world_size
-
-
-def allow_files(world_size: int) -> int | None:
-    """Raises this process's soft limit of open files to what a rank needs, as far as its hard limit allows.
-
-    Returns:
-        The limit that holds then, None for no limit.
-    """
-    return raise_open_files(max(_USUAL_FILES, files_needed(world_size)))
 
 
 def open_store(place: RankPlace, point: MeetingPoint) -> tuple[TCPStore, int]:
@@ -58,23 +47,21 @@ def open_store(place: RankPlace, point: MeetingPoint) -> tuple[TCPStore, int]:
     import torch.distributed as dist
 
     addresses = _addresses(place, point)
-    limit = allow_files(place.world_size)
-    timeout = timedelta(seconds=point.timeout_s)
+    listener = None
     if place.is_first:
-        _require_files(place, limit)
         listener, port = host_meeting(place, point, addresses=addresses)
-        store = dist.TCPStore(  # type: ignore[attr-defined]  # public in the documentation
-            addresses[0],
-            port,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        return store, port
-    address, port, _ = join_meeting(place, point, addresses=addresses)
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # as above
-        address, port, is_master=False, timeout=timeout, wait_for_workers=False
+        address = addresses[0]
+    else:
+        allow_files(place.world_size)
+        address, port, _ = join_meeting(place, point, addresses=addresses)
+    timeout = timedelta(seconds=point.timeout_s)
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # public in the documentation
+        address,
+        port,
+        is_master=place.is_first,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
     )
     return store, port
 
@@ -83,12 +70,12 @@ def agree_on_attempt(place: RankPlace, point: MeetingPoint, *, open_attempt: Cal
     """Returns the number of this round's attempt. Collective over the ranks that torchrun has started together.
 
     torchrun gives a rank its number in this round and nothing that names the round: its count of restarts differs from
-    node to node. What is left of an earlier round has no rank 0 any more that would answer.
+    node to node. Ranks that are left over from an earlier round have no rank 0 any more that would answer.
 
     Args:
         place: this rank.
-        point: where to meet; its attempt is of no importance.
-        open_attempt: opens the attempt; called by rank 0 alone, when all have come, with the nodes in rank order.
+        point: where to meet; its attempt does not matter.
+        open_attempt: opens the attempt; called by rank 0 alone, when all are connected, with the nodes in rank order.
 
     Raises:
         RendezvousError: ranks are missing, or rank 0 is not found.
@@ -114,19 +101,21 @@ def host_meeting(
     addresses: Sequence[str],
     decide: Callable[[Mapping[int, str]], Any] = lambda _: None,
 ) -> tuple[socket.socket, int]:
-    """Returns the listening socket and its port after every other rank has come. Rank 0 only.
+    """Returns the listening socket and its port after every other rank has connected. Rank 0 only.
 
     Args:
         place: this rank.
         point: where to meet.
-        addresses: what `point.master_addr` resolves to, which says whether to listen by IPv4 or IPv6.
-        decide: called when all have come, with the host of each rank; what it returns is sent to all.
+        addresses: what `point.master_addr` resolves to, which decides between IPv4 and IPv6.
+        decide: called when all are connected, with the host of each rank; what it returns is sent to all.
 
     Raises:
-        RendezvousError: no candidate port is free, or ranks are missing when the time is over.
+        RendezvousError: rank 0 may not open enough files, no candidate port is free, or ranks are missing when the
+            time is over.
     """
+    require_files(place)
     family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
-    listener = listen(point, family=family, address="" if place.spans_nodes else _HERE)
+    listener = listen(point, family=family, address="" if place.spans_nodes else _LOOPBACK)
     if listener is None:
         raise RendezvousError(
             f"rank 0 could bind none of the ports {', '.join(map(str, point.ports))} on {socket.gethostname()}",
@@ -135,7 +124,7 @@ def host_meeting(
     meeting = Meeting(listener, point, world_size=place.world_size, host=place.host)
     try:
         meeting.gather(deadline=time.monotonic() + point.timeout_s)
-        failure = _who_is_missing(meeting, point)
+        failure = _describe_missing(meeting, point)
         meeting.close({"failure": failure} if failure else {"decision": decide(meeting.hosts)})
         if failure:
             raise RendezvousError(failure["message"], hint=failure["hint"])
@@ -147,7 +136,7 @@ def host_meeting(
 
 
 def join_meeting(place: RankPlace, point: MeetingPoint, *, addresses: Sequence[str]) -> tuple[str, int, Any]:
-    """Returns rank 0's address and port, and what it has decided, once all ranks are there. All ranks but 0.
+    """Returns rank 0's address and port, and what it has decided, once all ranks are connected. All ranks but 0.
 
     Args:
         place: this rank.
@@ -155,29 +144,28 @@ def join_meeting(place: RankPlace, point: MeetingPoint, *, addresses: Sequence[s
         addresses: what `point.master_addr` resolves to, e.g. ["10.0.0.7"].
 
     Raises:
-        RendezvousError: nobody of this attempt was found in time, or rank 0 says that ranks are missing.
+        RendezvousError: rank 0 of this attempt was not found in time, or ranks are missing.
     """
     search = Search(place, point)
-    search.aim([(address, port) for port in point.ports for address in addresses])
-    try:
+    search.set_targets([(address, port) for port in point.ports for address in addresses])
+    with contextlib.closing(search):
         found = search.run(until=time.monotonic() + point.timeout_s)
-    finally:
-        search.close()
     if found is None:
         raise RendezvousError(
-            f"rank {place.rank} on {place.host} found nobody of run {point.run_id}, attempt {point.attempt}, at "
-            f"{point.master_addr} ({', '.join(addresses)}) within {point.timeout_s:g} s: {search.in_words()}",
+            f"rank {place.rank} on {place.host} timed out after {point.timeout_s:g} s waiting for rank 0 of run "
+            f"{point.run_id}, attempt {point.attempt}, at {point.master_addr} ({', '.join(addresses)}): "
+            f"{search.describe()}",
             hint="look at rank 0's log; if it waits for the others, at the firewall between the nodes",
         )
-    deadline = time.monotonic() + latest_word_s(point, place.world_size)
+    deadline = time.monotonic() + answer_timeout_s(point, place.world_size)
     channel, target = found
     try:
-        caller = Caller(channel, target, place, point, deadline=deadline)
-        with contextlib.closing(caller):
-            value = caller.receive(deadline=deadline)
+        with contextlib.closing(channel):
+            channel.send_value(None, deadline=deadline)
+            value = channel.receive_value(deadline=deadline)
     except (OSError, ValueError) as err:
         raise RendezvousError(
-            f"rank {place.rank} on {place.host} met rank 0, which then fell silent ({err})",
+            f"rank {place.rank} on {place.host}: connection to rank 0 failed after the handshake ({err})",
             hint="look at rank 0's log: it ended while it waited for the others",
         ) from err
     if "failure" in value:
@@ -185,24 +173,53 @@ def join_meeting(place: RankPlace, point: MeetingPoint, *, addresses: Sequence[s
     return *target, value["decision"]
 
 
-def _who_is_missing(meeting: Meeting, point: MeetingPoint) -> dict[str, str] | None:
-    """Returns None when all ranks have come, else the words of the error that every rank raises."""
+def _describe_missing(meeting: Meeting, point: MeetingPoint) -> dict[str, str] | None:
+    """Returns the words of the error that every rank raises where ranks are missing, None where all are connected."""
     missing = meeting.missing
     if not missing:
         return None
     here = ", ".join(f"{rank} ({meeting.hosts[rank]})" for rank in sorted(meeting.hosts))
     return {
-        "message": f"{len(missing)} of {meeting.world_size} ranks did not come to {point.master_addr} within "
-        f"{point.timeout_s:g} s: missing {', '.join(map(str, missing))}; there: {here}",
+        "message": f"{len(missing)} of {meeting.world_size} ranks did not connect to {point.master_addr} within "
+        f"{point.timeout_s:g} s: missing {', '.join(map(str, missing))}; connected: {here}",
         "hint": "look at the missing ranks' logs; if they never started, at their nodes; if they wait for rank 0, at "
         "name resolution and firewall between the nodes",
     }
 
 
-def _require_files(place: RankPlace, limit: int | None) -> None:
+def files_needed(world_size: int) -> int:
+    """Returns how many files a rank may have to keep open: a connection per peer in gloo's groups and in the store."""
+    return _FILES_OF_A_RANK + _FILES_PER_PEER * world_size
+
+
+def allow_files(world_size: int) -> int | None:
+    """Raises this process's soft limit of open files to what a rank needs, as far as its hard limit allows.
+
+    Returns:
+        The limit that holds then, None for no limit.
+    """
+    needed = max(_USUAL_FILES, files_needed(world_size))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return wanted
+    return soft
+
+
+def require_files(place: RankPlace) -> None:
+    """Raises the limit of open files, and checks that rank 0 can hold a connection to every rank.
+
+    Raises:
+        RendezvousError: the hard limit is too low.
+    """
+    limit = allow_files(place.world_size)
     if limit is not None and limit < _FILES_OF_A_RANK + place.world_size:
         raise RendezvousError(
-            f"rank 0 on {place.host} may open {limit} files, but torch's store keeps a connection open for each of "
+            f"rank 0 on {place.host} may open {limit} files, but needs a connection to each of "
             f"{place.world_size} ranks",
             hint=f"raise the hard limit: `ulimit -n {files_needed(place.world_size)}` before submitting or in "
             "cluster.setup, or LimitNOFILE of slurmd's service",
@@ -211,7 +228,7 @@ def _require_files(place: RankPlace, limit: int | None) -> None:
 
 def _addresses(place: RankPlace, point: MeetingPoint) -> list[str]:
     # On one node nobody outside needs to reach rank 0.
-    return resolve_master(place, point.master_addr) if place.spans_nodes else [_HERE]
+    return resolve_master(place, point.master_addr) if place.spans_nodes else [_LOOPBACK]
 
 
 def resolve_master(place: RankPlace, master_addr: str) -> list[str]:
@@ -221,15 +238,14 @@ def resolve_master(place: RankPlace, master_addr: str) -> list[str]:
         RendezvousError: the name does not resolve here, or to this machine itself although rank 0 is elsewhere.
     """
     try:
-        found = socket.getaddrinfo(master_addr, None, type=socket.SOCK_STREAM)
+        addresses = sorted(_resolve(master_addr), key=lambda address: (":" in address, address))
     except OSError as err:
         raise RendezvousError(
             f"node {place.host} (rank {place.rank}) cannot resolve the master address {master_addr!r}: {err}",
             hint=f"check with `getent hosts {master_addr}` on {place.host}, or exclude the node with cluster.exclude",
         ) from err
-    addresses = sorted({str(entry[4][0]) for entry in found}, key=lambda address: (":" in address, address))
     # Debian maps a node's own name to 127.0.1.1: harmless on the head node itself, fatal elsewhere.
-    if place.node_rank > 0 and all(_is_loopback(address) for address in addresses):
+    if place.node_rank > 0 and all(map(_is_loopback, addresses)):
         raise RendezvousError(
             f"node {place.host} (rank {place.rank}) resolves the master address {master_addr!r} to itself "
             f"({', '.join(addresses)}), but rank 0 runs on another node",
@@ -239,7 +255,7 @@ def resolve_master(place: RankPlace, master_addr: str) -> list[str]:
 
 
 def check_gloo_address(place: RankPlace, env: Mapping[str, str]) -> None:
-    """Does nothing where gloo will announce an address that other nodes can reach.
+    """Checks that gloo will announce an address that other nodes can reach.
 
     Gloo announces what this host's own name resolves to, unless GLOO_SOCKET_IFNAME names an interface; a loopback
     address there makes every other node wait until the time-out.
@@ -249,12 +265,10 @@ def check_gloo_address(place: RankPlace, env: Mapping[str, str]) -> None:
     """
     if not place.spans_nodes or env.get("GLOO_SOCKET_IFNAME"):
         return
-    name = socket.gethostname()
-    try:
-        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
-    except OSError:
-        addresses = set()
-    if all(_is_loopback(address) for address in addresses):
+    name, addresses = socket.gethostname(), set[str]()
+    with contextlib.suppress(OSError):
+        addresses = _resolve(name)
+    if all(map(_is_loopback, addresses)):
         found = ", ".join(sorted(addresses)) or "nothing"
         raise RendezvousError(
             f"node {place.host} resolves its own name {name!r} to {found}: other nodes could not reach it",
@@ -262,5 +276,74 @@ def check_gloo_address(place: RankPlace, env: Mapping[str, str]) -> None:
         )
 
 
+def _resolve(name: str) -> set[str]:
+    return {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+
+
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRanks:
+    """The ranks that torch's elastic agent starts on one node, and where the nodes' agents meet."""
+
+    run_id: str
+    """Distinguishes this step from others at the same endpoint."""
+    num_nodes: int
+    node_rank: int
+    """0 on the node that holds the endpoint."""
+    host: str
+    """Name by which the others reach this node."""
+    num_ranks: int
+    """Of this node."""
+    endpoint: str
+    """ "host:port" on the first node."""
+    max_restarts: int
+    timeout_s: float
+    """For the nodes' agents to meet."""
+
+
+def run_ranks(node: NodeRanks, command: Sequence[str]) -> int:
+    """Runs this node's ranks to their end and returns an exit code: 0 when all ended well. On every node, together.
+
+    torch's agent, which is what torchrun runs, starts the node's ranks, and starts them again when one of them fails.
+    It runs in a thread here, so that its process can handle the signals that Slurm sends: the agent's own handlers,
+    which it installs in a main thread only, would kill the ranks after 30 s, while they are saving.
+
+    Args:
+        node: the ranks.
+        command: what each of them runs.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    timeout_s = int(node.timeout_s)
+    config = LaunchConfig(
+        min_nodes=node.num_nodes,
+        max_nodes=node.num_nodes,
+        nproc_per_node=node.num_ranks,
+        run_id=node.run_id,
+        role="ranks",
+        rdzv_backend="c10d",
+        rdzv_endpoint=node.endpoint,
+        rdzv_configs={"is_host": node.node_rank == 0, "join_timeout": timeout_s, "read_timeout": timeout_s},
+        max_restarts=node.max_restarts,
+        monitor_interval=0.5,
+        local_addr=node.host,
+    )
+    # At each start of the ranks it warns that it installs no signal handlers, which is the purpose of the thread.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
+        lambda record: not record.getMessage().startswith("Failed to register signal handlers")
+    )
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as err:
+        failures = ", ".join(f"rank {rank}: exit code {failure.exitcode}" for rank, failure in err.failures.items())
+        print(f"error: ranks failed after {node.max_restarts} restarts on {node.host}: {failures}", file=sys.stderr)
+        return EXIT_FAILURE
+    except Exception:
+        # Whatever it is, the other nodes wait for this one's exit code.
+        traceback.print_exc()
+        return EXIT_FAILURE
+    return EXIT_DONE

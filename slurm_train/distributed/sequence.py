@@ -1,93 +1,157 @@
-"""Sequence parallelism: between cut matrices the ranks of `tp` have a part of the positions each, not all of them.
+"""Context parallelism: each rank of `cp` computes a part of the positions of every sequence.
 
-What a rank keeps of norms, residuals and dropout is divided by `tp`. The sum behind a matrix that is cut by inputs
-becomes a sum of which each rank gets its positions, and before the next cut matrix they are gathered.
+A sequence is cut into twice as many chunks as there are ranks, and a rank has one from the front and its mirror image
+from the back: under a causal mask all ranks then have equally much to compare. Keys and values are gathered before
+attention, everything else works on a rank's own positions.
+
+torch's own `context_parallel` is not used: in 2.13 it swaps one GPU kernel for another and ends on CPU ranks, with the
+flash kernel ("does not have a sharding strategy registered") as with the plain one. This way needs a differentiable
+gather alone, which gloo and NCCL both have, so what runs on a cluster is what the tests run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleOutput, SequenceParallel
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
-from slurm_train.distributed.context import POSITIONS_DIM
-from slurm_train.distributed.pipeline import PassThrough
+from slurm_train.distributed.pipeline import model_plan, require_default_loss
 from slurm_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-OWN_POSITIONS = Shard(POSITIONS_DIM)
-_WAYS = ("gather", "own", "split")
+POSITIONS_DIM = 1
+"""Of the tensors of a batch: (samples, positions, ...)."""
 
 
-class GatherFirst(ParallelStyle):
-    """Puts the positions of a module's first argument together before it is called; the others are left alone.
+@dataclass(frozen=True, slots=True)
+class SequencePart:
+    """Which positions of each sequence a rank has."""
 
-    Args:
-        stays_spread: whether cut matrices come first in the module. They take what is gathered as it is, and their
-            gradients of it are added up once for all of them.
-    """
+    place: int
+    num_ranks: int
 
-    def __init__(self, *, stays_spread: bool) -> None:
-        super().__init__()
-        self.stays_spread = stays_spread
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """The numbers of its two chunks, of 2 x `num_ranks`."""
+        return self.place, 2 * self.num_ranks - 1 - self.place
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-            own = DTensor.from_local(arguments[0], device_mesh, [OWN_POSITIONS], run_check=False)
-            whole = own.redistribute(placements=[Replicate()])
-            return (whole if self.stays_spread else whole.to_local(), *arguments[1:])
+    def positions(self, length: int) -> Tensor:
+        """Returns its positions of a sequence, int64, in the order in which it has them.
 
-        module.register_forward_pre_hook(gather)
-        return module
+        Raises:
+            ConfigError: the sequence cannot be cut into equal chunks.
+        """
+        size, left = divmod(length, 2 * self.num_ranks)
+        if left or not size:
+            raise ConfigError(
+                f"parallel.cp={self.num_ranks} cannot cut a sequence of {length} positions into "
+                f"{2 * self.num_ranks} equal chunks",
+                hint=f"use sequences of a multiple of {2 * self.num_ranks} positions",
+            )
+        return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in self.chunks])
+
+    def cut(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Returns this rank's positions of each tensor (samples, positions, ...) of a batch."""
+        positions = self.positions(batch[0].shape[POSITIONS_DIM]).to(batch[0].device)
+        return tuple(tensor.index_select(POSITIONS_DIM, positions) for tensor in batch)
 
 
-def position_styles(model: nn.Module, cut: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Returns what is done around each part that the model's `sequence_parallel_plan` names.
+def share_context(model: nn.Module, *, roots: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Lets a model compute a part of each sequence, in place, as its `context_parallel_plan` says.
 
     Args:
         model: all that this rank has.
-        cut: the matrices that are cut, by name.
+        roots: what is called: the model itself, or its stages.
+        mesh: the `cp` axis.
 
     Raises:
-        ConfigError: the model has no plan, or one that names no part or an unknown way.
+        ConfigError: the model has no plan, or one that names nothing.
     """
-    own = getattr(model, "sequence_parallel_plan", None)
-    if own is None:
-        raise ConfigError(
-            f"parallel.sequence_parallel was asked, but {type(model).__name__} does not say where its positions meet",
-            hint="define sequence_parallel_plan() on the model (docs/parallel.md), or leave it out",
-        )
-    plan: Mapping[str, str] = own()
-    found: dict[str, ParallelStyle] = {}
-    for pattern, way in plan.items():
-        named = {name: part for name, part in model.named_modules() if fnmatchcase(name, pattern)}
-        if way not in _WAYS or not named:
+    plan = model_plan(model, "context_parallel_plan", key="parallel.cp", names=("positions", "attention"))
+    require_default_loss(model, key="parallel.cp")
+    part = SequencePart(mesh.get_local_rank(), mesh.size())
+    for root in {id(root): root for root in (model, *roots)}.values():
+        tables = {name: table for name, table in root.named_buffers() if name in plan["positions"]}
+        root.register_forward_pre_hook(functools.partial(_take_rows, tables=tables, part=part))
+    for pattern in plan["attention"]:
+        found = [module for name, module in model.named_modules() if fnmatchcase(name, pattern)]
+        if not found:
             raise ConfigError(
-                f"{type(model).__name__}.sequence_parallel_plan() has {pattern!r}: {way!r}, which "
-                + ("names no part of the model" if way in _WAYS else "is no way to deal positions out"),
-                hint=f"the ways are {', '.join(_WAYS)}; patterns are names with *, e.g. 'blocks.*.norm'",
+                f"{type(model).__name__}.context_parallel_plan() has {pattern!r}, which names no part of the model",
+                hint="patterns are names with *, e.g. 'blocks.*.attention.mix'",
             )
-        # Stages send whole sequences to each other: what stands for a part of another one splits and gathers, too.
-        present = [name for name, part in named.items() if way != "own" or not isinstance(part, PassThrough)]
-        found |= {name: _style(way, holds_cut=any(one.startswith(f"{name}.") for one in cut)) for name in present}
-    return found
+        for module in found:
+            # The method is replaced rather than the module wrapped, so names stay.
+            module.forward = functools.partial(attend, part=part, mesh=mesh)
 
 
-def passing_styles(root: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Returns those of the styles whose part is, in this stage, only passed through."""
-    parts = dict(root.named_modules())
-    return {name: style for name, style in styles.items() if isinstance(parts.get(name), PassThrough)}
+def _take_rows(root: nn.Module, inputs: tuple[Tensor, ...], *, tables: dict[str, Tensor], part: SequencePart) -> None:
+    """Gives a model those rows of its tables that are for this rank's positions of what comes in.
+
+    Raises:
+        ConfigError: the sequences are longer than a table.
+    """
+    own_length = inputs[0].shape[POSITIONS_DIM]
+    length = own_length * part.num_ranks
+    for name, table in tables.items():
+        owner, _, own_name = name.rpartition(".")
+        module = root.get_submodule(owner)
+        if length > len(table):
+            raise ConfigError(
+                f"a sequence of {length} positions was given to a model of context {len(table)}",
+                hint=f"set model.context={length} or data.context={len(table)}",
+            )
+        taken = module.get_buffer(own_name)
+        # Equally many rows are the same rows: a rank never has the whole table.
+        if len(taken) != own_length:
+            rows = table[part.positions(length).to(table.device)]
+            module.register_buffer(own_name, rows.to(taken.device), persistent=False)
 
 
-def _style(way: str, *, holds_cut: bool) -> ParallelStyle:
-    if way == "gather":
-        return GatherFirst(stays_spread=holds_cut)
-    if way == "own":
-        return SequenceParallel(sequence_dim=POSITIONS_DIM, use_local_output=True)
-    return PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=OWN_POSITIONS)
+def attend(
+    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, part: SequencePart, mesh: DeviceMesh, **options: Any
+) -> Tensor:
+    """Returns causal attention of this rank's positions over all before them. Collective along `cp`.
+
+    Args:
+        q_BHTD: queries of this rank's positions.
+        k_BHTD: keys of the same positions; as many heads as the queries, or fewer with `enable_gqa`.
+        v_BHTD: values, of the shape of the keys.
+        part: which positions.
+        mesh: the `cp` axis.
+        **options: what torch's `scaled_dot_product_attention` takes; `is_causal` must be true.
+    """
+    from torch.nn.attention.bias import causal_lower_right
+
+    assert options.pop("is_causal", False) and options.get("attn_mask") is None, "only causal attention can be shared"
+    keys, values = _gather_chunks(torch.stack((k_BHTD, v_BHTD)), part=part, mesh=mesh)
+    mixed = []
+    for chunk, query in zip(part.chunks, q_BHTD.chunk(2, dim=2), strict=True):
+        key, value = torch.cat(keys[: chunk + 1], dim=2), torch.cat(values[: chunk + 1], dim=2)
+        # The last query sees the last key, however many come before.
+        mask = causal_lower_right(query.shape[2], key.shape[2])
+        options["attn_mask"] = mask
+        mixed.append(functional.scaled_dot_product_attention(query, key, value, **options))
+    return torch.cat(mixed, dim=2)
+
+
+def _gather_chunks(both: Tensor, *, part: SequencePart, mesh: DeviceMesh) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the keys and the values (2, B, H, T, D) of all ranks as chunks in the order of the positions."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    spread = DTensor.from_local(both.contiguous(), mesh, [Shard(3)], run_check=False)
+    whole = spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    num_chunks = 2 * part.num_ranks
+    gathered = whole.chunk(num_chunks, dim=3)
+    # Rank r's come as r, then its mirror image.
+    order = [2 * min(chunk, num_chunks - 1 - chunk) + (chunk >= part.num_ranks) for chunk in range(num_chunks)]
+    keys, values = zip(*(gathered[slot].unbind(0) for slot in order), strict=True)
+    return list(keys), list(values)

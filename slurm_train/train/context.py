@@ -19,14 +19,19 @@ from slurm_train.config.batch import BatchPlan
 from slurm_train.config.layout import ParallelLayout, solve_layout
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import instantiate
-from slurm_train.distributed.context import SequencePart
-from slurm_train.distributed.first_exchange import exchange_once
-from slurm_train.distributed.flight import newest_collectives
-from slurm_train.distributed.greeting import MeetingPoint
-from slurm_train.distributed.group import choose_device, init_group, shutdown, use_steady_timeout
+from slurm_train.distributed.group import (
+    choose_device,
+    exchange_once,
+    init_group,
+    newest_collectives,
+    shutdown,
+    use_steady_timeout,
+)
+from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import check_gloo_address, open_store
 from slurm_train.distributed.seeds import seed_everything
+from slurm_train.distributed.sequence import SequencePart
 from slurm_train.errors import EXIT_DONE, ConfigError
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.layout import RunDirectory

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.launch.meeting import is_under_torchrun
+from slurm_train.distributed.ports import is_under_torchrun
 from slurm_train.slurm.allocation import Allocation
 
 if TYPE_CHECKING:
     from slurm_train.config.schema import RunConfig
-    from slurm_train.distributed.greeting import MeetingPoint
+    from slurm_train.distributed.meeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.rundir.layout import RunDirectory
 

@@ -202,8 +202,7 @@ def apply_parallelism(trainer: Trainer) -> None:
     Raises:
         ConfigError: the model does not say how it can be cut.
     """
-    from slurm_train.distributed.mesh import build_mesh
-    from slurm_train.distributed.parallelize import parallelize, prepare_blocks
+    from slurm_train.distributed.parallelize import build_mesh, parallelize, prepare_blocks
 
     rank, model, config = trainer.rank, trainer.model, trainer.rank.config
     layout, settings = rank.layout, config.parallel

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from slurm_train.launch.meeting import meeting_ports
+from slurm_train.distributed.ports import meeting_ports
 from slurm_train.rundir.attempts import read_ledger
 from tests.campaigns.record import Result, Tally, Trial
 from tests.campaigns.victims import at_work

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from slurm_train.checkpoint.directory import newest_verified
 from slurm_train.config.frozen import load_config
+from slurm_train.distributed.ports import probe_port
 from slurm_train.launch.local import LocalRanks
-from slurm_train.launch.meeting import probe_port
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.layout import RunDirectory

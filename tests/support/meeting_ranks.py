@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import host_meeting, join_meeting
 from slurm_train.errors import RendezvousError

@@ -8,7 +8,7 @@ from typing import Any
 from slurm_train.config.batch import BatchPlan, solve_batch
 from slurm_train.config.layout import solve_layout
 from slurm_train.config.schema import RunConfig
-from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.supervise.signals import StopFlag

@@ -245,4 +245,4 @@ def test_a_damaged_shard_makes_the_checkpoint_before_it_count(tmp_path: Path, al
 
 def test_a_model_without_a_plan_is_refused_for_tensor_parallelism(tmp_path: Path) -> None:
     text = run_to_end(tmp_path / "run", config_of(parallel={"dp_replicate": 1, "tp": 2}), code=1)
-    assert "parallel.tp was asked, but Net does not say how it can be cut" in text
+    assert "parallel.tp was asked, but Net has no tensor_parallel_plan()" in text

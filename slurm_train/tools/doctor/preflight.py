@@ -29,11 +29,17 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.config.schema import RunConfig, build_config
-from slurm_train.distributed.calling import Caller, Search, Target, latest_word_s
-from slurm_train.distributed.greeting import Channel, MeetingPoint
-from slurm_train.distributed.meeting import Meeting, listen
+from slurm_train.distributed.meeting import (
+    Channel,
+    Meeting,
+    MeetingPoint,
+    Search,
+    Target,
+    answer_timeout_s,
+    listen,
+)
 from slurm_train.distributed.place import RankPlace
-from slurm_train.distributed.rendezvous import allow_files
+from slurm_train.distributed.rendezvous import allow_files, require_files
 from slurm_train.errors import ConfigError, PreflightError
 from slurm_train.formatting import columns
 from slurm_train.rundir.events import Finding, read_finding, write_preflight
@@ -212,14 +218,14 @@ class Preflight:
         if found is None:
             return None
         report = {"rank": asdict(self.report), "node": None if self.facts is None else asdict(self.facts)}
-        longest_s = latest_word_s(self.point, self.place.world_size)
+        longest_s = answer_timeout_s(self.point, self.place.world_size)
         try:
-            deadline = time.monotonic() + longest_s
-            with contextlib.closing(Caller(*found, self.place, self.point, report=report, deadline=deadline)) as caller:
-                while "verdict" not in (value := caller.receive(deadline=time.monotonic() + longest_s)):
+            with contextlib.closing(found[0]) as channel:
+                channel.send_value(report, deadline=time.monotonic() + longest_s)
+                while "verdict" not in (value := channel.receive_value(deadline=time.monotonic() + longest_s)):
                     ((question, peers),) = value.items()
                     answer = self._answer(question, [Peer(**peer) for peer in peers])
-                    caller.send(answer, deadline=time.monotonic() + longest_s)
+                    channel.send_value(answer, deadline=time.monotonic() + longest_s)
                 verdict: Verdict = value["verdict"]
                 return verdict
         except (OSError, ValueError, TypeError, AttributeError):
@@ -236,7 +242,7 @@ class Preflight:
                 bound = int(self.read(0).get("listens", 0))
                 # The port that rank 0 has written down; while none is visible, any.
                 ports = [bound] if bound else point.ports
-                search.aim([(address, port) for port in ports for address in addresses])
+                search.set_targets([(address, port) for port in ports for address in addresses])
                 found = search.run(until=min(now_s + _LOOK_EVERY_S, ends_s))
                 if found is not None:
                     return found
@@ -279,6 +285,7 @@ class Preflight:
 
     def _lead(self) -> Verdict:
         asked, point = self.asked, self.point
+        require_files(self.place)
         listener = listen(point, family=self._family, address=self._own_address)
         bound = 0 if listener is None else int(listener.getsockname()[1])
         holder = "" if bound in (0, point.ports[0]) else gather.holder_of(point.ports[0])

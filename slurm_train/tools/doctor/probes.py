@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from slurm_train.distributed.greeting import Calling, Channel, MeetingPoint
-from slurm_train.distributed.meeting import Door
+from slurm_train.distributed.meeting import AuthenticatedListener, CallerHandshake, Channel, MeetingPoint
 from slurm_train.tools.doctor.facts import ProbeFacts, SpeedFacts
 
 _SERVER_TIMEOUT_S = 20.0
@@ -80,7 +79,8 @@ class ProbeServer:
         # A port that the kernel hands out, as those of the collectives will be.
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
         self.port = int(self._listener.getsockname()[1])
-        self._door = Door(self._listener, _point_of(point, node), ranks=range(1), admit=self._admit)
+        callers = range(1)
+        self._server = AuthenticatedListener(self._listener, _point_of(point, node), ranks=callers, admit=self._admit)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="probe-server", daemon=True)
         self._thread.start()
@@ -91,12 +91,12 @@ class ProbeServer:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join(_SERVER_TIMEOUT_S)
-        self._door.close()
+        self._server.close()
         self._listener.close()
 
     def _serve(self) -> None:
         while not self._is_closed.is_set():
-            self._door.step(1.0)
+            self._server.step(1.0)
 
     def _admit(self, channel: Channel, _rank: int, _host: str) -> None:
         threading.Thread(target=self._answer, args=(channel.connection,), daemon=True).start()
@@ -160,7 +160,8 @@ def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[Line
         channel = Channel(connection)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            Calling(channel, _point_of(point, node), rank=0, host="").prove(deadline=time.monotonic() + _ANSWER_S)
+            handshake = CallerHandshake(channel, _point_of(point, node), rank=0, host="")
+            handshake.prove(deadline=time.monotonic() + _ANSWER_S)
             connection.settimeout(_ANSWER_S)
             return Line(connection), ""
         except ValueError:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slurm_train.config.schema import ClusterSection, PreflightSection, RunConfig
-from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, PreflightError
 from slurm_train.rundir.events import fatal_line, read_preflight

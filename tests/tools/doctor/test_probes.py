@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.distributed.greeting import MeetingPoint
+from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.tools.doctor import probes
 from slurm_train.tools.doctor.probes import Peer, ProbeServer, describe_error, measure, peers_of, probe, reach
 

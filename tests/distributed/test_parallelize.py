@@ -16,7 +16,7 @@ import json, sys
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from slurm_train.config.layout import AXES, ParallelLayout
-from slurm_train.distributed.mesh import build_mesh, sharding_mesh
+from slurm_train.distributed.parallelize import build_mesh, sharding_mesh
 
 degrees, ranks = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 layout = ParallelLayout(**degrees)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import itertools
 import socket
+from pathlib import Path
 
 import pytest
 
+from slurm_train.distributed import ports
+from slurm_train.distributed.ports import candidate_ports, is_under_torchrun, master_of, meeting_ports, probe_port
 from slurm_train.errors import ClusterError
-from slurm_train.launch import meeting
-from slurm_train.launch.meeting import master_of, meeting_ports, probe_port
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[5-8]", "SLURM_TASKS_PER_NODE": "2(x4)"}
 TASK = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "1"}
@@ -39,12 +41,12 @@ def test_several_ranks_never_fall_back_to_this_machine(env: dict[str, str]) -> N
 
 
 def test_every_rank_has_the_same_list_of_ports() -> None:
-    lists = [
-        meeting_ports("3f9a1c07", attempt=1, env={"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank)})
-        for rank in range(32)
-    ]
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    lists = [meeting_ports("3f9a1c07", attempt=1, env={**step, "SLURM_PROCID": str(rank)}) for rank in range(32)]
     assert all(ports == lists[0] for ports in lists)
     assert len(set(lists[0])) == 32
+    # Whatever machine and Python it is.
+    assert candidate_ports("1234_5.0:2", ephemeral_low=32768)[:3] == [18638, 28481, 26965]
 
 
 def test_another_run_attempt_job_or_step_has_another_list() -> None:
@@ -79,6 +81,36 @@ def test_probing_passes_over_a_port_that_is_taken() -> None:
 def test_with_all_ports_taken_the_kernel_gives_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as taken:
         all_taken = [taken.getsockname()[1]] * 32
-        monkeypatch.setattr(meeting, "candidate_ports", lambda **_: all_taken)
+        monkeypatch.setattr(ports, "candidate_ports", lambda _: all_taken)
         port = probe_port("a-run", attempt=0, env={})
     assert port not in (0, *all_taken)
+
+
+def test_the_port_that_torchrun_has_taken_is_not_tried() -> None:
+    under_torchrun = {"MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "x", "RANK": "0"}
+    assert 29400 not in meeting_ports("run", attempt=0, env=under_torchrun)
+    assert is_under_torchrun(under_torchrun) and not is_under_torchrun({"MASTER_PORT": "29400"})
+
+
+@pytest.mark.parametrize(("low", "high"), [(32768, 32768), (15000, 15000), (1024, 32768), (10500, 32768)])
+def test_ports_are_below_the_ephemeral_range_where_there_is_room(low: int, high: int) -> None:
+    drawn = {port for job in range(500) for port in candidate_ports(str(job), ephemeral_low=low)}
+    assert min(drawn) > 10000 and max(drawn) < high and len(drawn) > 3000
+    assert not {10250, 11211, 20049, 27017, 29500} & drawn, "customary ports"
+
+
+@pytest.mark.parametrize(("text", "high"), [("15000\t60999\n", 15000), ("", 32768), ("x y", 32768), (None, 32768)])
+def test_the_kernels_range_is_read(
+    text: str | None, high: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "range").write_text(text)
+    monkeypatch.setattr(ports, "_RANGE_FILE", tmp_path / "range")
+    assert candidate_ports("7") == candidate_ports("7", ephemeral_low=high)
+
+
+def test_jobs_submitted_together_rarely_share_a_first_port() -> None:
+    firsts = [candidate_ports(f"{job}.0:0", ephemeral_low=32768)[0] for job in range(2000)]
+    neighbours = sum(one == next_one for one, next_one in itertools.pairwise(firsts))
+    # 2000 draws of 22,700 ports: 86 repeats are expected, and of 1,999 pairs of neighbours 0.09.
+    assert 2000 - len(set(firsts)) < 130 and neighbours <= 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurm_train.distributed.flight import shortened
+from slurm_train.distributed.group import shorten_record
 from slurm_train.supervise.hang import not_come, read_flight, waited_for_in
 from tests.support.rank_pair import run_pair
 
@@ -16,7 +16,7 @@ from tests.support.rank_pair import run_pair
 PROGRAM = """
 import json, os, torch
 import torch.distributed as dist
-from slurm_train.distributed.flight import newest_collectives
+from slurm_train.distributed.group import newest_collectives
 from slurm_train.supervise.hang import read_flight
 from tests.support.waiting import wait_for
 dist.init_process_group("gloo")
@@ -76,9 +76,9 @@ def test_a_record_is_shortened_to_the_newest_of_each_group() -> None:
         for group in (0, 1)
         for number in range(10)
     ]
-    kept = json.loads(shortened(json.dumps({"entries": entries, "pg_status": {"0": {}}})) or b"")
+    kept = json.loads(shorten_record(json.dumps({"entries": entries, "pg_status": {"0": {}}})) or b"")
     assert [(one["pg_id"], one["collective_seq_id"]) for one in kept["entries"]] == [
         (group, number) for group in (0, 1) for number in (5, 6, 7, 8)
     ]
     assert kept["pg_status"] == {"0": {}}
-    assert shortened('{"entries": []}') is None
+    assert shorten_record('{"entries": []}') is None
