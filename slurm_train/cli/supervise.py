@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -186,10 +185,11 @@ def _run_step(
         try:
             require_seen_by_all(run, nodes, env, attempt=attempt)
         except NodesError as err:
-            text = f"error: {err}"
-            print(text, file=sys.stderr, flush=True)
-            log.write(f"{text}\n".encode())
-            return _note_unfit(run, attempt, err, nodes=nodes)
+            finding = _note_unfit(run, attempt, err, nodes=nodes)
+            # The relay of findings runs beside the ranks, of which there are none.
+            say(finding.line)
+            log.write(f"{finding.line}\n".encode())
+            return EXIT_FAILURE if finding.blames_node else err.exit_code
         if (code := refused_code(run, attempt, env)) is not None:
             return code
         ranks = _EndOfRanks(run, attempt)
@@ -202,8 +202,8 @@ def _run_step(
             )
 
 
-def _note_unfit(run: RunDirectory, attempt: int, error: NodesError, *, nodes: Sequence[str]) -> int:
-    """Writes down as a finding what kept the ranks from being started, and returns the attempt's exit code."""
+def _note_unfit(run: RunDirectory, attempt: int, error: NodesError, *, nodes: Sequence[str]) -> Finding:
+    """Writes down as a finding what kept the ranks from being started, and returns it."""
     # Where few of many nodes are blind it is their fault; of two, or where most are, the path is not shared.
     blames = 2 * len(error.nodes) < len(nodes) and not isinstance(error, SilentNodesError)
     finding = Finding(
@@ -215,7 +215,7 @@ def _note_unfit(run: RunDirectory, attempt: int, error: NodesError, *, nodes: Se
         blames_node=blames,
     )
     write_preflight(run, attempt, {"findings": [finding.as_json()], "table": [], "nodes": list(nodes)})
-    return EXIT_FAILURE if blames else error.exit_code
+    return finding
 
 
 def _note_nodes(run: RunDirectory, attempt: int, config: RunConfig) -> None:

@@ -363,9 +363,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         code="LIMITS",
-        what="`ulimit -n 120` in the batch script",
-        words=("cluster.setup=[ulimit -n 120]",),
-        expects="a rank may open 120 files, it needs 1024",
+        # Slurm passes on soft limits alone, and a rank raises its own as far as the hard one allows.
+        what="slurmd of node2 has a hard limit of 120 open files",
+        cause=lambda _: broken.few_files("node2", 120),
+        expects="LIMITS node2: a rank may open 120 files, it needs 1024",
     ),
     Fault(
         code="SLOW_NODE",

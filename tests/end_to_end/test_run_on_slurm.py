@@ -111,6 +111,7 @@ def test_a_node_that_does_not_see_the_run_is_named(person: Person, slurm_cluster
     with hidden_from("node2", person.folder):
         subprocess.run(["scontrol", "release", job], check=True)
         log = run.logs / "batch.log"
-        wait_for(lambda: log.exists() and "error:" in log.read_text(), within_s=45, what="an error in batch.log")
-    assert f"node node2 does not see the run directory {run.path}" in log.read_text()
+        wait_for(lambda: log.exists() and "FS_MISSING" in log.read_text(), within_s=45, what="a line in batch.log")
+    line = f"FS_MISSING node2: node node2 does not see the run directory {run.path}"
+    assert line in log.read_text()
     wait_for(lambda: job_state(job) == "FAILED", within_s=20, what="FAILED")

@@ -7,6 +7,7 @@ and this process see nothing of it.
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,17 @@ def on_node(node: str, *command: str, check: bool = True) -> None:
     enter = ["nsenter", f"--target={slurmd_pid(node)}", "--mount", "--net", "--"]
     done = subprocess.run([*enter, *command], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0 or not check, f"{command} on {node}: {done.stdout}{done.stderr}"
+
+
+@contextmanager
+def few_files(node: str, limit: int) -> Iterator[None]:
+    """Gives what a node's slurmd starts from now on a hard limit of open files."""
+    pid = slurmd_pid(node)
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, limit))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
 @contextmanager
