@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_train.cli.changes import check_drift, check_names, tell_of_other_code
 from slurm_train.cli.display import print_plan, say_source
+from slurm_train.cli.drift import check_drift, check_names, tell_of_other_code
 from slurm_train.cli.start import Start
 from slurm_train.config.frozen import load_config
 from slurm_train.config.words import read_names

@@ -76,8 +76,8 @@ def look_at(
         cwd: the folder that the words were typed in.
         outputs: what the run shall have besides its own directory.
     """
-    from slurm_train.cli.changes import tell_of_another
     from slurm_train.cli.display import print_plan, say_source
+    from slurm_train.cli.drift import tell_of_another
     from slurm_train.cli.inputs import refuse_missing_inputs, warn_unexported_keys
     from slurm_train.cli.outputs import say_outputs
     from slurm_train.launch.write import require_writable

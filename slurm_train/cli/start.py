@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.changes import check_drift
 from slurm_train.cli.display import say_source
+from slurm_train.cli.drift import check_drift
 from slurm_train.cli.inputs import warn_unexported_keys
 from slurm_train.cli.outputs import RunOutput, make_outputs
 from slurm_train.cli.selection import filter_where

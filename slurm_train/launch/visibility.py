@@ -1,7 +1,7 @@
 """Asks every node of an allocation whether it sees the run directory, before a rank starts there.
 
 Without the question, a node that lacks the path ends the step with a line about a log file that could not be opened,
-or the ranks of the other nodes wait for it until a time-out. While Slurm's controller is away nobody answers, and they
+or the ranks of the other nodes wait for it until a time-out. While Slurm's controller is away no node answers, and they
 are asked again.
 """
 
@@ -33,13 +33,25 @@ while [ ! -e "$1/$2" ]; do
 done
 echo "fine $SLURMD_NODENAME"
 """
-_ANSWERS = ("fine", "blind", "readonly", "stale")
+# Answer of a node -> what it does not do, code of the finding, what to do.
+_PROBLEMS = {
+    "blind": (
+        "not see the run directory",
+        "FS_MISSING",
+        "put the run on a shared path: run.root=/shared/path",
+    ),
+    "readonly": (
+        "not write to the run directory",
+        "FS_READONLY",
+        "check the mount and the permissions there, or name another place with run.root=DIR",
+    ),
+}
 
 
 def require_seen_by_all(
     run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str], *, attempt: int | None = None
 ) -> None:
-    """Does nothing where every node can read and write the run directory. Called inside an allocation, once.
+    """Refuses nodes that cannot read and write the run directory. Called inside an allocation, once.
 
     Args:
         run: the run.
@@ -56,19 +68,18 @@ def require_seen_by_all(
         # is a login node.
         return
     newest = run.config if attempt is None else run.epochs / f"attempt_{attempt}"
-    answers, complaint = _ask_with_patience(run, len(nodes), env, newest=str(newest.relative_to(run.path)))
-    said = {word: sorted(name for its, name in answers if its == word) for word in _ANSWERS}
-    _refuse_blind(run, said["blind"])
-    _refuse_readonly(run, said["readonly"])
-    if said["stale"]:
+    answers, complaint = _ask(run, len(nodes), env, newest=str(newest.relative_to(run.path)))
+    for word, (problem, code, hint) in _PROBLEMS.items():
+        if named := sorted(node for node, answer in answers.items() if answer == word):
+            raise NodesError(f"{_names(named)} {problem} {run.path}", code=code, nodes=named, hint=hint)
+    if stale := sorted(node for node, answer in answers.items() if answer == "stale"):
         raise SilentNodesError(
-            f"{_names(said['stale'])} not see {newest} {_LATE_S} s after it was written",
+            f"{_names(stale)} not see {newest} {_LATE_S} s after it was written",
             code="FS_STALE",
-            nodes=said["stale"],
+            nodes=stale,
             hint="the path is not shared, or its cache is late: compare `findmnt -T` of it on the nodes",
         )
-    silent = sorted(set(nodes) - {name for _, name in answers})
-    if silent:
+    if silent := sorted(set(nodes) - set(answers)):
         raise SilentNodesError(
             f"no answer from {', '.join(silent)} within {_TIMEOUT_S:.0f} s, when asked for {run.path}{complaint}",
             code="NODE_MISSING",
@@ -77,67 +88,40 @@ def require_seen_by_all(
         )
 
 
-def _refuse_blind(run: RunDirectory, nodes: Sequence[str]) -> None:
-    if nodes:
-        raise NodesError(
-            f"{_names(nodes)} not see the run directory {run.path}",
-            code="FS_MISSING",
-            nodes=nodes,
-            hint="put the run on a path that every node shares: run.root=/shared/path",
-        )
-
-
-def _refuse_readonly(run: RunDirectory, nodes: Sequence[str]) -> None:
-    if nodes:
-        raise NodesError(
-            f"{_names(nodes)} not write to the run directory {run.path}",
-            code="FS_READONLY",
-            nodes=nodes,
-            hint="check the mount and the permissions there, or name another place with run.root=DIR",
-        )
-
-
 def _names(nodes: Sequence[str]) -> str:
     return f"node {nodes[0]} does" if len(nodes) == 1 else f"nodes {', '.join(nodes)} do"
 
 
-def _ask_with_patience(
-    run: RunDirectory, num_nodes: int, env: Mapping[str, str], *, newest: str
-) -> tuple[list[tuple[str, str]], str]:
-    """Asks again while nobody at all answers because no step can be made; see `_ask`."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        answers, complaint, may_be_away = _ask(run, num_nodes, env, newest)
-        if answers or not may_be_away or time.monotonic() > deadline:
-            return answers, complaint
-        time.sleep(1.0)
+def _ask(run: RunDirectory, num_nodes: int, env: Mapping[str, str], *, newest: str) -> tuple[dict[str, str], str]:
+    """Returns the answer of each node, and srun's last line as "; it said: ...".
 
-
-def _ask(
-    run: RunDirectory, num_nodes: int, env: Mapping[str, str], newest: str
-) -> tuple[list[tuple[str, str]], str, bool]:
-    """Returns the nodes' answers as (word, node), srun's last line as "; it said: ...", whether it got no answer."""
+    Asks again while no node at all answers because Slurm's controller is away and no step can be made.
+    """
     # The working directory may be what is missing, so the step starts at the root.
     question = ["/bin/sh", "-c", _QUESTION, "sh", str(run.path), newest, str(_LATE_S)]
-    command = ["srun", *_one_task_per_node(num_nodes), *question]
-    if components := het_node_counts(env):
-        # Each component has a number of nodes of its own, and so a command of its own.
-        parts = ([f"--het-group={i}", *_one_task_per_node(n), *question] for i, n in enumerate(components))
-        command = ["srun", *itertools.chain.from_iterable((*part, ":") for part in parts)][:-1]
-    try:
-        done = run_program(command, env=env, timeout_s=_TIMEOUT_S, cwd="/")
-        output, errors, may_be_away = done.stdout, done.stderr, is_away(done.stderr)
-    except subprocess.TimeoutExpired as err:
-        output, errors = (_text(part) for part in (err.stdout, err.stderr))
-        may_be_away = True
-    lines = (line.split() for line in output.splitlines())
-    answers = [(words[0], words[1]) for words in lines if len(words) == 2 and words[0] in _ANSWERS]
-    said = errors.strip().splitlines()
-    return answers, f"; it said: {said[-1]}" if said else "", may_be_away
 
+    def step(count: int) -> list[str]:
+        return [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--chdir=/", *question]
 
-def _one_task_per_node(num_nodes: int) -> list[str]:
-    return [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--chdir=/"]
+    # Each component of a heterogeneous job has a number of nodes of its own, and so a command of its own.
+    components = [[f"--het-group={number}", *step(count)] for number, count in enumerate(het_node_counts(env))]
+    words = itertools.chain.from_iterable((*part, ":") for part in components)
+    command = ["srun", *words][:-1] if components else ["srun", *step(num_nodes)]
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            done = run_program(command, env=env, timeout_s=_TIMEOUT_S, cwd="/")
+            output, errors, may_be_away = done.stdout, done.stderr, is_away(done.stderr)
+        except subprocess.TimeoutExpired as err:
+            output, errors = (_text(part) for part in (err.stdout, err.stderr))
+            may_be_away = True
+        lines = (line.split() for line in output.splitlines())
+        known = (*_PROBLEMS, "fine", "stale")
+        answers = {words[1]: words[0] for words in lines if len(words) == 2 and words[0] in known}
+        if answers or not may_be_away or time.monotonic() > deadline:
+            said = errors.strip().splitlines()
+            return answers, f"; it said: {said[-1]}" if said else ""
+        time.sleep(1.0)
 
 
 def _text(part: str | bytes | None) -> str:

@@ -248,7 +248,7 @@ def test_a_task_that_saves_checkpoints_reads_its_own_data(words: tuple[str, ...]
     run = shell.types("+cluster=1x1", *words).job_and_run[1]
     shell.slurm.account("4711", "CANCELLED by 0")
     save(run, data_fingerprint="of its own", extra={})
-    shell.patch.setattr("slurm_train.cli.changes.known_fingerprint", lambda data, **_: "of stdlib" if data else None)
+    shell.patch.setattr("slurm_train.cli.drift.known_fingerprint", lambda data, **_: "of stdlib" if data else None)
     done = shell.types("+cluster=1x1", *words)
     assert done.code == code and ("data  fingerprint of its own -> of stdlib" in done.err) == (code == 2), done.err
 

@@ -89,12 +89,6 @@ def test_ctrl_c_before_anything_has_begun_gives_the_request_back(run: RunDirecto
     assert not run.stop_file.exists()
 
 
-def test_the_handlers_of_the_terminal_are_put_back(run: RunDirectory) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    attend(run, script(run, "exit 0"))
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_outside_an_allocation_one_is_made(shell: Any) -> None:
     done = shell.types("+cluster=2x4", "launch=interactive", "cluster.time_limit_min=30")
     assert done.code == 7
@@ -130,22 +124,6 @@ def test_an_allocation_that_is_too_small_writes_nothing(shell: Any) -> None:
     done = shell.types("+cluster=2x2", "launch=interactive")
     assert done.code == 2 and shell.left() == []
     assert "too small for this run: 1 nodes, 2 asked; 2 GPUs, 4 asked" in done.err and "salloc --job-name" in done.err
-
-
-def test_without_slurm_it_is_refused(shell: Any) -> None:
-    shell.leaves_slurm()
-    done = shell.types("+cluster=1x2", "launch=interactive")
-    assert done.code == 2 and "there is no Slurm here" in done.err
-
-
-def test_a_sweep_is_not_attended_to(shell: Any) -> None:
-    done = shell.types("-m", "+cluster=1x2", "launch=interactive", "seed=1,2")
-    assert done.code == 2 and "launch=interactive waits for one run" in done.err and shell.left() == []
-
-
-def test_local_stays_here_whatever_the_cluster(shell: Any) -> None:
-    done = shell.types("plan", "+cluster=4x8", "launch=local", "run.processes=2")
-    assert done.code == 0 and "2 = this machine" in done.err and done.out == ""
 
 
 def allocation(nodes: tuple[str, ...], tasks: tuple[int, ...]) -> Allocation:

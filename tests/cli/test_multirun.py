@@ -10,7 +10,7 @@ import pytest
 
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.layout import RunDirectory
-from slurm_train.rundir.sweep import Element, SweepDirectory, read_runs, read_table
+from slurm_train.rundir.sweep import SweepDirectory, read_runs, read_table
 
 SWEEP = ("-m", "+cluster=1x8", "optim.lr=1e-3,3e-4", "seed=range(3)")
 
@@ -84,15 +84,6 @@ def test_the_same_sweep_again_submits_only_what_is_missing(shell: Any) -> None:
         "000",
         "001",
     ]
-
-
-def test_a_sweep_with_nothing_missing_submits_nothing(shell: Any) -> None:
-    shell.types(*SWEEP)
-    for element in read_table(the_sweep(shell.folder)):
-        finish(element.run)
-    done = shell.types(*SWEEP)
-    assert (done.code, done.out) == (0, "") and "6 runs are finished, 0 active; 0 to submit" in done.err
-    assert len(words_of_sbatch(shell)) == 1
 
 
 def test_a_wider_sweep_leaves_the_runs_of_the_narrower_alone(shell: Any) -> None:
@@ -175,14 +166,6 @@ def test_two_submitters_of_one_sweep_do_not_meet(shell: Any) -> None:
     assert done.code == 2 and "being submitted or run by another command" in done.err
 
 
-def test_plan_prints_the_scripts_and_writes_nothing(shell: Any) -> None:
-    done = shell.types("plan", *SWEEP)
-    assert done.code == 0 and done.out.startswith("#!/bin/bash\n") and "#SBATCH --array=0-5\n" in done.out
-    assert "6 runs: optim.lr (2) x seed (3)" in done.err and "0.001 | 0.0003" in done.err
-    assert shell.left() == []
-    assert shell.types("plan", "-m", "seed=1,2").out == ""
-
-
 def test_waiting_ends_when_every_run_has_a_result(shell: Any) -> None:
     shell.types(*SWEEP)
     for element in read_table(the_sweep(shell.folder)):
@@ -194,8 +177,3 @@ def test_waiting_ends_when_every_run_has_a_result(shell: Any) -> None:
 def test_waiting_says_when_runs_end_without_a_result(shell: Any) -> None:
     done = shell.types(*SWEEP, "--wait")
     assert done.code == 1 and "6 of 6 runs ended without a result" in done.err
-
-
-def test_an_element_is_a_value() -> None:
-    run = RunDirectory(Path("/x/a/b"))
-    assert Element(index=0, run=run) == Element(index=0, run=run, overrides={})

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.jobs import Holder, take_lock, this_process
 from slurm_train.rundir.timing import Spent, account_path
 from tests.support.run_facts import attempt
 
@@ -32,14 +31,6 @@ def test_the_warning_of_a_resumed_run_comes_as_early_as_its_saves_need(shell: An
     spent.write(account_path(run, 0))
     assert shell.types("resume", "3f9a1c07").code == 0
     assert "--signal=USR2@321" in shell.slurm.said("submitted_words")
-
-
-def test_a_dead_process_of_this_machine_does_not_block_the_job(shell: Any) -> None:
-    run = shell.has_run(script=SCRIPT)
-    dead = Holder(job_id=None, host=this_process().host, pid=4_194_300, started="1")
-    take_lock(run, dead, is_alive=lambda _holder: True)
-    assert shell.types("resume", "gpt-stdlib").code == 0
-    assert not run.lock.exists()
 
 
 def test_a_finished_run_has_nothing_to_resume(shell: Any) -> None:
@@ -96,20 +87,6 @@ def test_the_value_of_a_flag_is_no_setting(words: tuple[str, ...], shell: Any) -
     assert done.code == 0, done.err
     again = shell.types("resume", str(root / "gpt-stdlib" / "3f9a1c07"))
     assert again.code == 0, again.err
-
-
-def test_settings_may_stand_on_either_side(shell: Any) -> None:
-    shell.has_run(ledger=STOPPED, script=SCRIPT)
-    for words in (("optim.lr=1", "gpt-stdlib", "--accept", "seed"), ("gpt-stdlib", "--accept", "seed", "optim.lr=1")):
-        done = shell.types("resume", *words)
-        assert done.code == 2 and "model has no _target_" in done.err, "the run of this test has nothing to plan anew"
-    assert "several runs are named: a b" in shell.types("resume", "a", "b").err
-
-
-def test_without_slurm_a_cluster_run_cannot_be_resumed(shell: Any) -> None:
-    shell.has_run(script=SCRIPT)
-    shell.leaves_slurm()
-    assert "there is no Slurm here" in shell.types("resume", "gpt-stdlib").err
 
 
 def test_a_local_run_without_its_plan_says_what_to_type(shell: Any) -> None:

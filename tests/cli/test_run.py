@@ -85,14 +85,6 @@ def test_a_finished_run_shows_its_result(words: list[str], shell: Any) -> None:
     assert shell.slurm.said("submitted.sh") is None
 
 
-def test_a_result_that_cannot_be_read_is_not_thrown_away(shell: Any) -> None:
-    run = run_of(shell.folder)
-    run.path.mkdir(parents=True)
-    run.result.write_text("{")
-    done = shell.types()
-    assert done.code == 2 and "result.json cannot be read" in done.err
-
-
 @pytest.mark.parametrize("words", [["+cluster=4x8"], []])
 def test_a_run_that_a_process_here_is_training_is_refused(words: list[str], shell: Any) -> None:
     run = run_of(shell.folder)
@@ -164,9 +156,3 @@ def test_a_uid_without_an_entry_in_passwd_can_plan_submit_and_look() -> None:
         assert json.loads(record.read_text())["user"] == str(uid), "written last, when the job is submitted"
     finally:
         shutil.rmtree(folder)
-
-
-def test_the_configuration_can_be_looked_at(shell: Any) -> None:
-    done = shell.types("--cfg", "job", "optim.lr=0.5")
-    assert done.code == 0 and "lr: 0.5" in done.out
-    assert shell.left() == []

@@ -11,7 +11,7 @@ from slurm_train.launch.acceptance import exclude_flags, require_acceptable, req
 from slurm_train.rundir.events import add_bad_nodes
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.policy import Refusal, TestVerdict
-from tests.fakes.slurm_commands import FakeSlurmCommands, four_by_eight
+from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.plans import make_plan
 
@@ -67,14 +67,6 @@ def test_a_refusal_is_explained_by_what_there_is(refusal: Refusal, cluster: dict
     assert caught.value.hint.startswith(hint)
 
 
-def test_without_a_plan_the_general_advice_is_given() -> None:
-    commands: Any = FakeSlurmCommands()
-    commands.verdict = refused(Refusal.PARTITION)
-    with pytest.raises(ClusterError) as caught:
-        require_acceptable(SCRIPT, commands)
-    assert caught.value.hint == Refusal.PARTITION.value
-
-
 @pytest.mark.parametrize(("limit_min", "accepted"), [(None, True), (1440, True), (1441, False)])
 def test_a_limit_that_slurm_would_take_and_never_start_is_refused(limit_min: int | None, accepted: bool) -> None:
     commands: Any = FakeSlurmCommands()
@@ -84,12 +76,6 @@ def test_a_limit_that_slurm_would_take_and_never_start_is_refused(limit_min: int
         return
     with pytest.raises(ClusterError, match=r"cluster\.time_limit_min=1441 is more than partition main allows"):
         require_acceptable(SCRIPT, commands, plan)
-
-
-def test_the_limit_is_that_of_the_named_partition() -> None:
-    commands: Any = FakeSlurmCommands()
-    commands.listed_partitions = [four_by_eight(), four_by_eight("other")]
-    require_acceptable(SCRIPT, commands, make_plan(cluster={"time_limit_min": 60, "partition": "other"}))
 
 
 # --- nodes that were found bad ---
@@ -180,12 +166,6 @@ def test_an_allocation_is_asked_for_like_a_job() -> None:
     ]
 
 
-def test_further_flags_of_an_allocation_come_last_and_win() -> None:
-    plan = make_plan(cluster={"nodes": 2, "gpus_per_node": 1, "exclude": "node9"})
-    words = salloc_words(plan, ["--exclude=node9,node2"])
-    assert words.index("--exclude=node9") < words.index("--exclude=node9,node2") == len(words) - 3
-
-
 def test_for_torchrun_there_is_one_task_on_each_node_and_the_fewest_nodes_will_do() -> None:
     cluster = {"nodes": "2-4", "gpus_per_node": 4, "cpus_per_gpu": 3, "launcher": "torchrun"}
     plan = make_plan(cluster=cluster, batch={})
@@ -214,12 +194,6 @@ def test_what_an_allocation_lacks_is_said(job: dict[str, str], change: dict[str,
         require_room(plan, job)
     assert caught.value.message == f"the allocation of job 55 is too small for this run: {missing}"
     assert f"salloc --job-name=gpt-stdlib-{plan.run.run_id} --nodes={plan.world.num_nodes}" in caught.value.hint
-
-
-def test_gpus_that_nobody_gave_are_missing() -> None:
-    plan = make_plan(cluster={"nodes": 1, "gpus_per_node": 1})
-    with pytest.raises(ClusterError, match="0 GPUs, 1 asked"):
-        require_room(plan, {**JOB, "TRES": "cpu=24,node=2"})
 
 
 def test_what_slurm_does_not_tell_is_not_refused() -> None:

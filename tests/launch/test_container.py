@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -49,17 +48,6 @@ def test_the_script_is_the_golden_file(name: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_supervision_stays_outside_and_python_goes_inside() -> None:
-    words = shlex.split(render(planned(IMAGE)).partition("exec ")[2].replace("\\\n", " "))
-    assert words[:4] == ["/opt/venv/bin/python", "-m", "slurm_train", "supervise"]
-    start = words.index("apptainer")
-    assert words[5:start][0] == "--" and words[6] == "srun"
-    assert words[start:][:2] == ["apptainer", "exec"]
-    assert words[-5:] == ["python3", "-m", "slurm_train", "worker", str(planned(IMAGE).run.path)]
-    by_torchrun = planned(IMAGE, cluster={"nodes": 2, "gpus_per_node": 4, "launcher": "torchrun"})
-    assert command(by_torchrun)[-2:] == ["torchrun", str(by_torchrun.run.path)]
-
-
 def test_without_a_container_nothing_is_different() -> None:
     plan = make_plan(cluster={})
     ranks = RankCommand(plan.config, plan.run, plan.directory)
@@ -94,11 +82,6 @@ def test_the_embedded_text_is_kept_where_later_runs_find_it(tmp_path: Path, monk
     assert (tmp_path / ".cache" / "slurm_train").is_dir()
 
 
-def test_the_root_is_never_mounted_over_the_image() -> None:
-    data = {"_target_": "my.Data", "path": "/"}
-    assert "/" not in binds(planned(IMAGE, data=data))
-
-
 @pytest.mark.parametrize(
     ("image", "kind", "word"),
     [
@@ -119,10 +102,6 @@ def test_an_image_is_a_path_or_a_name(image: str, kind: str, word: str) -> None:
 def test_ranks_without_gpus_ask_for_no_driver() -> None:
     assert "--nv" in command(planned(IMAGE))
     assert "--nv" not in command(planned(IMAGE, cluster={"gpu_flag": "none"}))
-
-
-def test_the_program_may_have_another_name() -> None:
-    assert command(planned({**IMAGE, "command": "singularity"}))[0] == "singularity"
 
 
 def test_no_value_of_a_variable_is_on_a_command_line() -> None:
@@ -153,12 +132,6 @@ def test_what_a_container_cannot_be_told_is_refused(change: dict[str, Any], mess
 def test_a_run_in_a_path_with_a_colon_is_refused() -> None:
     with pytest.raises(ConfigError, match="which a container cannot be given"):
         render(make_plan("/home/me/a:b", container=IMAGE, cluster={}, run={"root": "/scratch"}))
-
-
-def test_text_that_a_shell_would_run_stays_text() -> None:
-    text = "a $(id) 'b' ; c"
-    words = shlex.split(render(planned({**IMAGE, "flags": [text]})).partition("exec ")[2].replace("\\\n", " "))
-    assert text in words
 
 
 def test_flags_of_pyxis_are_not_given_twice() -> None:

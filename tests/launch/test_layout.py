@@ -113,11 +113,6 @@ def test_interleaved_stages_need_equal_rounds() -> None:
         check_pipeline(config, layout, BatchPlan(local_size=1, ranks=1, accumulation=5))
 
 
-def test_tensor_parallelism_spans_nodes_where_that_is_wanted() -> None:
-    config = config_of({**GPT, "num_heads": 8}, tp=8, allow_tp_across_nodes=True)
-    assert plan_layout(config, World((4, 4))).tp == 8
-
-
 def test_a_task_makes_its_own_groups() -> None:
     config = RunConfig(task={"_target_": "x.main"}, parallel=ParallelSection(tp=2))
     with pytest.raises(ConfigError, match="has to make its own groups"):
@@ -243,10 +238,6 @@ def test_gpus_are_counted_without_torch(listing: str, count: int, tmp_path: Path
     command.write_text(f"#!/bin/sh\nprintf '{listing}'\n")
     command.chmod(0o755)
     assert count_local_gpus({"PATH": str(tmp_path)}) == count
-
-
-def test_a_machine_without_the_command_has_no_gpus(tmp_path: Path) -> None:
-    assert count_local_gpus({"PATH": str(tmp_path)}) == 0
 
 
 def test_a_listing_that_hangs_is_ended_with_all_that_it_has_started(

@@ -99,11 +99,6 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(sections: dict[str, Any], 
     assert caught.value.exit_code == 2
 
 
-def test_null_counts_mean_never() -> None:
-    plan = make_plan(train={"eval_every_steps": None}, checkpoint={"every_steps": None})
-    assert plan.config.checkpoint.every_steps is None
-
-
 @pytest.mark.parametrize(
     "sections",
     [

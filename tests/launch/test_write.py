@@ -53,11 +53,6 @@ def test_writing_again_keeps_what_the_run_has_done_and_drops_the_stop_request(tm
     assert not plan.run.submit_script.exists()
 
 
-def test_a_place_that_can_be_written_is_left_alone(tmp_path: Path) -> None:
-    require_writable(make_plan(tmp_path).run)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     plan = make_plan(tmp_path)
@@ -65,12 +60,6 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
         require_writable(plan.run)
     assert caught.value.message == f"{plan.run.path} cannot be made: {tmp_path}/runs is not a directory"
     assert caught.value.hint == "name another place with run.root=DIR"
-
-
-def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda *_args: False)
-    with pytest.raises(RunError, match=f"cannot be made: {tmp_path} is not writable"):
-        require_writable(make_plan(tmp_path).run)
 
 
 AS_NOBODY = """

@@ -1,4 +1,4 @@
-"""What a command line would change in a run that has been trained already: shown, and refused until it is accepted.
+"""What a command line would change in a run that has been trained already: printed, and refused until it is accepted.
 
 Everything is compared with the newest checkpoint, which keeps the settings, the code and the data it was trained with.
 A run without a checkpoint has nothing to protect. Nothing here writes.
@@ -6,8 +6,7 @@ A run without a checkpoint has nothing to protect. Nothing here writes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,22 +42,8 @@ _MOST_SHOWN = 20
 _ALIKE = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Differences:
-    """What a plan and a working tree have that the run was not trained with."""
-
-    step: int
-    """Step of the newest checkpoint."""
-    config: list[Change]
-    code: list[FileChange]
-    old_code: str
-    new_code: str
-    data: tuple[str, str] | None
-    """Fingerprints of the data set, old and new, where a login node can tell that they differ."""
-
-
 def check_drift(plan: RunPlan, source: Source | None, *, accept: Collection[str]) -> AcceptedChange | None:
-    """Returns what has to be put on record before the run goes on as planned; None where it is the same training.
+    """Returns what has to be recorded before the run goes on as planned; None where it is the same training.
 
     Args:
         plan: how it shall go on.
@@ -72,35 +57,64 @@ def check_drift(plan: RunPlan, source: Source | None, *, accept: Collection[str]
     if any(is_below("batch.global_size", name) for name in accept):
         # The batch that the learning rate was tuned for goes with it, see `replan_run`.
         accept = {*accept, "optim.lr_global_size"}
-    manifest = newest_manifest(plan.run)
-    before = _read_before(plan.run)
+    run, manifest, before = plan.run, newest_manifest(plan.run), _read_before(plan.run)
     if before is None or manifest is None:
         return None
-    known = read_changes(plan.run)
-    found = _not_accepted_before(_compare(plan, source, *before, manifest=manifest), known)
-    _refuse_impossible(plan.run, found)
-    _refuse_unaccepted(plan.run, found, accept)
-    _say_harmless(found)
-    trained = {change.key: [change.old, change.new] for change in found.config if change.kind == "training"}
+    # What was accepted earlier may be in no checkpoint yet.
+    known = read_changes(run)
+    config = [
+        change
+        for change in _compare_config(plan, *before, manifest=manifest)
+        if change.kind == "harmless" or not covers_config(known, change.key, change.new)
+    ]
+    if impossible := [change for change in config if change.kind == "impossible"]:
+        raise RunError(
+            f"the weights of {run.name}/{run.run_id} (step {manifest.step}) do not fit another shape of the model:\n"
+            + _rows((change.key, str(change).partition(": ")[2]) for change in impossible),
+            hint="start another run with run.name=NAME",
+        )
+    code, old_code, new_code = _compare_code(plan, source)
+    if covers_code(known, new_code):
+        code = []
+    # A function or script of one's own reads its own data, not the configured set.
+    data = plan.config.data if plan.config.trains else None
+    was = manifest.data_fingerprint
+    now = known_fingerprint(data or {}, cwd=Path(plan.directory)) or was
+    has_other_data = now != was and not covers_data(known, old=was, new=now)
     accepts_data = any(is_below(name, "data") for name in accept)
-    new_data = "" if found.data is None else found.data[1]
-    change = AcceptedChange(
+
+    rows = []
+    for change in unaccepted(config, accept):
+        consequence = f"  ({change.consequence})" if change.consequence else ""
+        rows.append((change.key, str(change).partition(": ")[2] + consequence))
+    rows += [("code", str(change)) for change in code if "code" not in accept]
+    if has_other_data and not accepts_data:
+        rows.append(("data", f"fingerprint {was} -> {now}"))
+    if rows:
+        names = ",".join(dict.fromkeys(name for name, _ in rows))
+        raise RunError(
+            f"{run.name}/{run.run_id} has been trained up to step {manifest.step}; from there on it would be trained "
+            f"differently:\n{_rows(rows)}",
+            hint=f"to go on with that: --accept {names}; to go on as it was: `resume {run.run_id}`; "
+            "to start another run: run.name=NAME",
+        )
+    for change in [change for change in config if change.kind == "harmless"][:_MOST_SHOWN]:
+        note(f"{change} (does not change what is trained)")
+    accepted = AcceptedChange(
         number=max((item.number for item in known), default=0) + 1,
-        step=found.step,
-        config=trained,
-        code={"old": found.old_code, "new": found.new_code, "files": [str(c) for c in found.code]}
-        if found.code
-        else None,
-        data={"old": manifest.data_fingerprint, "new": new_data} if accepts_data else None,
+        step=manifest.step,
+        config={change.key: [change.old, change.new] for change in config if change.kind == "training"},
+        code={"old": old_code, "new": new_code, "files": list(map(str, code))} if code else None,
+        data={"old": was, "new": now if has_other_data else ""} if accepts_data else None,
     )
-    return change if change.names else None
+    return accepted if accepted.names else None
 
 
 def check_names(accept: Collection[str]) -> None:
     """Refuses a name that nothing could be accepted by.
 
     Raises:
-        ConfigError: as said, with the nearest ones.
+        ConfigError: there is no such key, with the nearest ones.
     """
     known = ["config", "code", *all_keys(RunConfig)]
     for name in accept:
@@ -124,15 +138,15 @@ def tell_of_another(plan: RunPlan) -> None:
         return
     try:
         before, manifest = _read_before(others[0]), newest_manifest(others[0])
-        found = [] if before is None or manifest is None else _compare(plan, None, *before, manifest=manifest).config
+        found = [] if before is None or manifest is None else _compare_config(plan, *before, manifest=manifest)
     except SlurmTrainError:
         return
     trained = [change for change in found if change.kind != "harmless"]
     if manifest is not None and 0 < len(trained) <= _ALIKE:
         words = " ".join(f"{change.key}={change.new}" for change in trained)
         names = ",".join(change.key for change in trained)
-        run = others[0]
-        note(f"a new run; {run.name}/{run.run_id} (unfinished, step {manifest.step}) has {_in_one_line(trained)}")
+        run, has = others[0], ", ".join(f"{change.key}={change.old} instead of {change.new}" for change in trained)
+        note(f"a new run; {run.name}/{run.run_id} (unfinished, step {manifest.step}) has {has}")
         if all(change.kind == "training" for change in trained):
             note(f"to continue that one with the change: resume {run.run_id} {words} --accept {names}")
 
@@ -151,24 +165,6 @@ def tell_of_other_code(run: RunDirectory, config: RunConfig, directory: Path) ->
         note(f"it goes on with its copy; to take the files as they are now: resume {run.run_id} --accept code")
 
 
-def _in_one_line(changes: Sequence[Change]) -> str:
-    return ", ".join(f"{change.key}={change.old} instead of {change.new}" for change in changes)
-
-
-def _not_accepted_before(found: Differences, changes: list[AcceptedChange]) -> Differences:
-    """Leaves out what was accepted earlier, and is in no checkpoint yet."""
-    config = [
-        change
-        for change in found.config
-        if change.kind == "harmless" or not covers_config(changes, change.key, change.new)
-    ]
-    code = [] if found.code and covers_code(changes, found.new_code) else found.code
-    data = found.data
-    if data is not None and covers_data(changes, old=data[0], new=data[1]):
-        data = None
-    return replace(found, config=config, code=code, data=data)
-
-
 def _read_before(run: RunDirectory) -> tuple[RunConfig, dict[str, Any]] | None:
     plan = read_json(run.plan)
     if not run.config.exists() or plan is None or "batch" not in plan:
@@ -176,79 +172,31 @@ def _read_before(run: RunDirectory) -> tuple[RunConfig, dict[str, Any]] | None:
     return load_config(run.config), plan
 
 
-def _compare(
-    plan: RunPlan, source: Source | None, config: RunConfig, old_plan: dict[str, Any], *, manifest: Manifest
-) -> Differences:
+def _compare_config(plan: RunPlan, config: RunConfig, old_plan: dict[str, Any], *, manifest: Manifest) -> list[Change]:
     trained = manifest.extra.get("settings")
-    changes = all_changes(
+    return all_changes(
         config,
         plan.config,
         old_global_size=int(old_plan["batch"]["global_size"]),
         new_global_size=plan.batch.global_size,
         trained=trained if isinstance(trained, dict) else None,
     )
-    code, old_code, new_code = _compare_code(plan, source)
-    # A function or script of one's own reads its own data; the configured set is none of its business.
-    data = plan.config.data if plan.config.trains else None
-    now = known_fingerprint(data or {}, cwd=Path(plan.directory))
-    was = manifest.data_fingerprint
-    return Differences(
-        step=manifest.step,
-        config=changes,
-        code=code,
-        old_code=old_code,
-        new_code=new_code,
-        data=(was, now) if now is not None and now != was else None,
-    )
 
 
 def _compare_code(plan: RunPlan, source: Source | None) -> tuple[list[FileChange], str, str]:
+    """Returns the files that differ in what a run could notice, and the digests of the old and the new code."""
     old = read_index(plan.run)
     if source is None or old is None:
         return [], "", ""
-    new = source.index()
-    is_own = names_own_code(plan.config)
+    new, is_own = source.index(), names_own_code(plan.config)
     changes = compare_code(old, new, old_file=plan.run.code.joinpath, new_file=source.file)
     found = [change for change in changes if matters(change.name, is_own_code=is_own)]
     return found, digest_code(old, is_own_code=is_own), digest_code(new, is_own_code=is_own)
 
 
-def _refuse_impossible(run: RunDirectory, found: Differences) -> None:
-    impossible = [change for change in found.config if change.kind == "impossible"]
-    if impossible:
-        raise RunError(
-            f"the weights of {run.name}/{run.run_id} (step {found.step}) do not fit another shape of the model:\n"
-            + _rows([(change.key, str(change).partition(": ")[2], "") for change in impossible]),
-            hint="start another run with run.name=NAME",
-        )
-
-
-def _refuse_unaccepted(run: RunDirectory, found: Differences, accept: Collection[str]) -> None:
-    left = unaccepted(found.config, accept)
-    rows = [(change.key, str(change).partition(": ")[2], change.consequence) for change in left]
-    names = [change.key for change in left]
-    if found.code and "code" not in accept:
-        rows += [("code", str(change), "") for change in found.code]
-        names.append("code")
-    if found.data is not None and not any(is_below(name, "data") for name in accept):
-        rows.append(("data", f"fingerprint {found.data[0]} -> {found.data[1]}", ""))
-        names.append("data")
-    if rows:
-        raise RunError(
-            f"{run.name}/{run.run_id} has been trained up to step {found.step}; from there on it would be trained "
-            f"differently:\n{_rows(rows)}",
-            hint=f"to go on with that: --accept {','.join(names)}; to go on as it was: `resume {run.run_id}`; "
-            "to start another run: run.name=NAME",
-        )
-
-
-def _say_harmless(found: Differences) -> None:
-    for change in [change for change in found.config if change.kind == "harmless"][:_MOST_SHOWN]:
-        note(f"{change} (does not change what is trained)")
-
-
-def _rows(rows: Sequence[tuple[str, str, str]]) -> str:
-    width = max(len(row[0]) for row in rows)
-    lines = [f"  {key:<{width}}  {text}{f'  ({more})' if more else ''}" for key, text, more in rows]
+def _rows(rows: Iterable[tuple[str, str]]) -> str:
+    shown = list(rows)
+    width = max(len(name) for name, _ in shown)
+    lines = [f"  {name:<{width}}  {text}" for name, text in shown]
     more = [f"  and {len(lines) - _MOST_SHOWN} more"] if len(lines) > _MOST_SHOWN else []
     return "\n".join([*lines[:_MOST_SHOWN], *more])
