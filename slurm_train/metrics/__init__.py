@@ -1,1 +1,1 @@
-"""What a run tells while it trains: metrics.jsonl, the progress display, TensorBoard."""
+"""What a training run reports: metrics.jsonl and the progress display."""

@@ -141,7 +141,7 @@ def gather(own: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskContext:
-    """What a task function gets besides its own keywords."""
+    """What a task function gets in addition to its own keywords."""
 
     config: RunConfig
     """The frozen configuration."""

@@ -43,7 +43,7 @@ class Continuity:
         return {**facts, "changes": accepted} if accepted else facts
 
     def check(self, manifest: Manifest) -> list[str]:
-        """Returns what a person should know of accepted changes that this checkpoint does not have yet.
+        """Returns notes for the user about accepted changes that this checkpoint does not have yet.
 
         Raises:
             RunError: settings or code are not those of the checkpoint, and nobody accepted that.

@@ -1,4 +1,4 @@
-"""Periodic checkpoints on the nodes' own disks, and their copies into the run directory beside the training.
+"""Periodic checkpoints on the nodes' own disks, and their copies into the run directory while training goes on.
 
 Two threads: one saves to the node, one copies; a copy that takes longer than the saves do skips some of them. What
 all ranks must decide alike - which one is copied - rank 0 decides within an exchange of the save.
@@ -66,7 +66,7 @@ class Copier:
             self._note(wait=True)
 
     def news(self) -> list[str]:
-        """Returns what a person should know, each line once."""
+        """Returns notes for the user, each once."""
         with self.lock:
             self._note(wait=False)
             lines, self.lines = self.lines, []
@@ -121,7 +121,7 @@ class LocalSaves:
         return save
 
     def bring_in(self, *, above: int) -> list[str]:
-        """Copies what the nodes have beyond a step into the run directory; returns what a person should know."""
+        """Copies what the nodes have beyond a step into the run directory; returns notes for the user."""
         attempts = on_rank_zero(dist.group.WORLD, lambda: sorted(recent_attempts(self.run, self.tier.attempt)))
         found = newest_reachable(
             self.tier, lambda manifest: manifest.attempt in attempts and manifest.step > above, group=dist.group.WORLD
@@ -174,7 +174,7 @@ def choose(run: RunDirectory, attempt: int, local: LocalSaves | None) -> tuple[C
     """Returns the checkpoint that all ranks load, from the nodes if they have a newer one. Collective.
 
     Returns:
-        The choice, None where nothing was ever saved; and what a person should know.
+        The choice, None where nothing was ever saved; and notes for the user.
 
     Raises:
         CheckpointError: as `choose_checkpoint`.

@@ -41,7 +41,7 @@ class Recorder:
 
     Args:
         rank: this rank.
-        display: what a person sees.
+        display: the progress bar or lines on stderr.
         source: the training samples.
         spent: what this attempt's time was spent on so far.
         flops_per_token: of a training step; used where samples are text.
@@ -74,7 +74,7 @@ class Recorder:
         self.restart_window()
 
     def count(self, result: StepResult) -> None:
-        """Takes note of a step; shows it when the display is due."""
+        """Counts a step; shows it when the display is due."""
         self._window_steps += 1
         self._window_items += result.num_items
         self._newest = result
@@ -217,7 +217,7 @@ class PaceProbe:
         every: steps between samples, the first of which is step 5; "auto": about four samples a second, at least one
             in 64 steps; None: none.
         data_wait_s: gives the seconds that this rank has waited for data so far.
-        on_device: whether steps run beside the host.
+        on_device: whether steps run on a GPU, asynchronously to the host.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class PaceProbe:
     ) -> None:
         self.exchange_s = 0.0
         """Seconds of exchanges outside DDP so far, added by whoever makes them: they are waits, too."""
-        # Their types are not told by torch.
+        # torch has no types for its timers.
         self._ddp: Any = ddp
         self._heartbeat = heartbeat
         self._data_wait_s, self._every, self._on_device = data_wait_s, every, on_device
@@ -244,14 +244,14 @@ class PaceProbe:
         self._iteration = -1
 
     def begin(self) -> None:
-        """Takes note of the begin of a step."""
+        """Called before a step."""
         self._steps_left -= 1
         if self._steps_left == 0:
             self._ddp._set_ddp_runtime_logging_sample_rate(1)
             self._before = self._counters()
 
     def end(self) -> None:
-        """Takes note of its end. The timers of a step can be read when the pass after it has begun."""
+        """Called after it. The timers of a step can be read when the pass after it has begun."""
         if self._steps_left > 0:
             return
         if self._step is None:

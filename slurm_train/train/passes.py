@@ -144,7 +144,7 @@ class Passes:
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Drops what the step left besides the gradients of the model."""
+        """Drops what the step left apart from the gradients of the model."""
 
     def take(self, batches: Iterator[HasTensors]) -> tuple[Tensor, ...]:
         """Returns the next micro-batch on the device, and counts the time that it took to come."""

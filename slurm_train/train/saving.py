@@ -125,7 +125,7 @@ class Checkpointer:
     _news: list[str] = field(default_factory=list)
 
     def resume(self) -> tuple[Position, list[str]]:
-        """Restores the newest verified checkpoint; returns where it stands and what a person should know.
+        """Restores the newest verified checkpoint; returns the position and notes for the user.
 
         Raises:
             CheckpointError: checkpoints exist, but none can be loaded.
@@ -198,7 +198,7 @@ class Checkpointer:
         self._note_stall(position.step, self.rank.clock() - start)
 
     def prepare(self) -> None:
-        """Makes the first save as cheap as the later ones, memory and imports, beside the training; not collective.
+        """Makes the first save as cheap as the later ones, memory and imports, while training goes on; not collective.
 
         Call it when the optimizer's state is there.
         """
@@ -247,7 +247,7 @@ class Checkpointer:
             self.finish()
 
     def news(self) -> list[str]:
-        """Returns what a person should know of background saves, each line once; costs next to nothing."""
+        """Returns notes for the user about background saves, each once; costs next to nothing."""
         if self.background is not None and (outcome := self.background.saver.poll()) is not None:
             self._take(outcome)
         news, self._news = self._news, []
@@ -279,7 +279,7 @@ class Checkpointer:
             self.log.stalled(step, seconds)
 
     def _take(self, outcome: Outcome) -> None:
-        """Takes note of how a save ended."""
+        """Records how a save ended."""
         result = outcome.result
         self._write_log(outcome)
         if not isinstance(result, Exception):
@@ -350,7 +350,7 @@ class Checkpointer:
         return work
 
     def _restore(self, choice: Choice) -> list[str]:
-        """Restores what a checkpoint holds; returns what a person should know about it."""
+        """Restores what a checkpoint holds; returns notes for the user."""
         from slurm_train.checkpoint.load import load_rank_state, load_tensors, require_fit
         from slurm_train.checkpoint.state import (
             names_of_groups,
@@ -521,7 +521,7 @@ class SavePace:
         return self._every is not None and step % self._every == 0
 
     def saved(self, step: int, costs: SaveCosts) -> str | None:
-        """Takes note of a save that was just begun; returns what to tell a person, if anything. Collective for auto."""
+        """Records a save that was just begun; returns a note for the user, if any. Collective for auto."""
         if self._every != "auto":
             return None
         now = self._clock()
@@ -576,7 +576,7 @@ def build_save_pace(
     """Returns when a run saves.
 
     Args:
-        settings: what a person asked for.
+        settings: the section of the configuration.
         run: its ledger says how often it was interrupted; only read for auto.
         start_step: step at which this attempt begins.
         clock: seconds that never run backwards.

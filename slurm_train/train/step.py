@@ -1,7 +1,7 @@
 """One optimizer step: passes over micro-batches, one division, one update.
 
 After the exchange one divisor turns the gradients into those of the mean over all items of all ranks and clips them,
-and the update applies it, so they are touched once. Nothing waits for a GPU: its reduced values are copied beside the
+and the update applies it, so they are touched once. Nothing waits for a GPU: its reduced values are copied during the
 next step's work and read one step late, by every rank alike. A step that is not finite is never applied: on the CPU the
 host sees it first, on a GPU the update itself is masked.
 """

@@ -110,7 +110,7 @@ def train(rank: Rank) -> int:
         EXIT_DONE when the run is finished, EXIT_REQUEUE when it saved itself and wants to continue.
 
     Raises:
-        SlurmTrainError: what a person can act on; the caller must end the process without tearing the group down.
+        SlurmTrainError: the user can mend it; the caller must end the process without tearing the group down.
     """
     rank.enter_device()
     trainer = build_trainer(rank)

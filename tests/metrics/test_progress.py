@@ -48,11 +48,6 @@ def test_no_color_takes_the_colours_away() -> None:
     assert not any(f"\x1b[{code}" in stream.getvalue() for code in ("3", "9", "38"))
 
 
-def test_anything_else_gets_lines() -> None:
-    assert isinstance(open_display(io.StringIO(), max_steps=1, env={}), LineDisplay)
-    assert isinstance(open_display(Terminal(), max_steps=1, env={"TERM": "dumb"}), LineDisplay)
-
-
 def test_neither_rich_nor_torch_is_imported_for_lines() -> None:
     code = (
         "import sys, slurm_train.metrics.writer, slurm_train.metrics.progress as p;"

@@ -56,7 +56,3 @@ def test_texts_and_truth_values_are_no_numbers(tmp_path: Path) -> None:
     series = read_series(write(tmp_path / "m.jsonl", [line]))
     assert set(series.columns) == {"attempt", "step", "loss", "eval_accuracy"}
     assert series.evaluations == ["eval_accuracy"]
-
-
-def test_no_file_has_no_lines(tmp_path: Path) -> None:
-    assert read_series(tmp_path / "metrics.jsonl").num == 0

@@ -1,6 +1,6 @@
 """What a tracker is, and the four there are: TensorBoard, Weights & Biases, MLflow, trackio.
 
-A tracker may raise, hang or die at any moment: each runs in a process of its own (see `follow` and `beside`). To add
+A tracker may raise, hang or die at any moment: each runs in a process of its own (see `follow` and `sidecars`). To add
 one, write its class and `_open_NAME` here, and name its switch in `catalogue`. Packages are imported when used.
 """
 

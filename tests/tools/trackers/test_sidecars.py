@@ -140,17 +140,6 @@ def test_a_bad_tracker_takes_no_other_with_it(run: RunDirectory, said: list[str]
         assert of_it.count(problem + LATER) == 1 and "6 lines of metrics were not delivered" in of_it[-1]
 
 
-def test_lines_are_sent_while_they_come_and_all_of_them_at_the_end(
-    run: RunDirectory, said: list[str], start: Start
-) -> None:
-    trackers = start("works")
-    wait_for(lambda: sent(run) and said, within_s=30, what="the first lines")
-    add_lines(run, steps(4, 6))
-    trackers.close()
-    assert sent(run) == [1, 2, 3, 4, 5, 6]
-    assert said == ["works: a file"]
-
-
 @pytest.mark.parametrize("first_pause_s", [0.2, 1000.0])
 def test_one_that_recovers_has_lost_nothing(
     first_pause_s: float, run: RunDirectory, said: list[str], start: Start
