@@ -30,9 +30,3 @@ def test_status_of_nothing_says_so_and_is_not_healthy(tmp_path, capsys):
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err == f"nothing is up in {tmp_path}; python -m slurm_train devcluster up\n"
-
-
-def test_help_shows_examples(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "devcluster up --nodes 4 --gpus 8" in capsys.readouterr().out

@@ -86,22 +86,6 @@ def test_it_goes_on_across_attempts_tells_their_ends_and_ends_with_the_run(shell
     ]
 
 
-def test_another_rank_is_followed_into_the_next_attempt(shell: Any) -> None:
-    run = shell.has_run()
-    for number in range(2):
-        assert open_attempt(run, START) == number
-        says(run, number, 0, "not mine\n")
-        says(run, number, 3, f"rank 3 in attempt {number}\n")
-        if number == 0:
-            follower = Following(shell, "--rank", "3")
-            follower.waits_for("rank 3 in attempt 0\n")
-            close_attempt(run, number, {"reason": "time_limit", "action": "requeue", "note": "time limit"})
-    follower.waits_for("rank 3 in attempt 1\n")
-    close_attempt(run, 1, {"reason": "cancelled", "action": "stop", "note": "cancelled"})
-    follower.ends()
-    assert follower.out == "rank 3 in attempt 0\nrank 3 in attempt 1\n"
-
-
 def test_an_attempt_that_was_asked_for_ends_the_following_with_it(shell: Any) -> None:
     ends = attempt(0, reason="failed", action="relaunch", note="rank 0 on node1: x")
     run = shell.has_run(ledger=(*ends, *attempt(1)), logs={"attempt_0/rank_0.log": "old\n"})

@@ -36,11 +36,6 @@ def test_which_log_is_shown(words: list[str], text: str, shell: Any) -> None:
     assert (done.code, done.out) == (0, text)
 
 
-def test_a_job_that_has_not_begun_shows_what_slurm_wrote(shell: Any) -> None:
-    shell.has_run(logs={"batch.log": "slurm said\n"})
-    assert shell.types("logs").out == "slurm said\n"
-
-
 def test_an_attempt_that_never_was_is_an_error(shell: Any) -> None:
     shell.has_run(ledger=TWO, logs=FILES)
     done = shell.types("logs", "--attempt", "7")
@@ -52,12 +47,6 @@ def test_no_log_yet_is_an_error_with_what_to_do(shell: Any) -> None:
     shell.has_run()
     done = shell.types("logs")
     assert done.code == 2 and "has no log yet" in done.err and "-f waits for the log" in done.err
-
-
-def test_bytes_that_are_no_text_are_passed_on(shell: Any) -> None:
-    run = shell.has_run(ledger=attempt(0))
-    run.rank_log(0, 0).write_bytes("caf\u00e9 \u4e2d\n".encode() * 30_000)
-    assert shell.types("logs").out == "caf\u00e9 \u4e2d\n" * 30_000
 
 
 NOTE = "rank 3 on node2: ValueError: no such layer"

@@ -102,16 +102,6 @@ def test_a_layout_has_memory_traffic_and_a_table_of_ranks(shell: Any) -> None:
     assert " ".join(table[64].split()) == "63 15 3 1 0 7 0 3"
 
 
-def test_a_layout_kept_on_the_host_or_of_another_model(shell: Any) -> None:
-    words = ("plan", "+cluster=2x4", "parallel={dp_shard:8}", "train.precision=float32")
-    rows = rows_of(shell.types(*words, "parallel.cpu_offload=true").err)
-    assert rows["memory"].endswith("(formula, float32); on the host 1.8 MiB offloaded; CUDA and NCCL come on top")
-    rows = rows_of(shell.types(*words, "parallel.cpu_offload=true", "cluster.gpu_flag=none").err)
-    assert rows["memory"].endswith("offloaded 1.8 MiB (formula, float32)")
-    rows = rows_of(shell.types(*words, "model=cnn").err)
-    assert rows["memory"] == "not known; no formula for this model in a layout; only the shipped GPT has one"
-
-
 def rows_of(text: str) -> dict[str, str]:
     """Returns the table that a plan prints."""
     cells = (line.strip().split("  ", 1) for line in text.splitlines() if line.startswith("  "))
@@ -138,14 +128,6 @@ def test_the_runs_own_qos_and_partition_decide(shell: Any) -> None:
     shell.slurm.be_site(RECORDED / "typed")
     rows = rows_of(shell.types("plan", "+cluster=2x4", "cluster.partition=scavenge").err)
     assert "120 s grace, then 30 s to end in" in rows["comes back"]
-
-
-def test_without_slurm_what_is_known_is_said(shell: Any) -> None:
-    shell.leaves_slurm()
-    rows = rows_of(shell.types("plan", "+cluster=2x4", "cluster.gpu_flag=none", "requeue.enabled=false").err)
-    assert "(formula, float32)" in rows["memory"] and "copy for saves 14.6 MiB" in rows["memory"]
-    assert rows["rank-hours"].startswith("not known")
-    assert rows["comes back"].startswith("not by itself")
 
 
 def test_json_holds_all_of_it_and_nothing_else_is_printed(shell: Any) -> None:

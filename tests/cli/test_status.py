@@ -89,12 +89,6 @@ def test_one_squeue_for_all_runs_and_no_sacct_for_ends_that_are_known(shell: Any
     assert shell.slurm.said("sacct_words").rstrip().endswith("-j 9")
 
 
-def test_where_all_runs_are_finished_nobody_is_asked(shell: Any) -> None:
-    shell.has_run(job_ids=("8",), ledger=attempt(0, reason="done"), result={})
-    assert state_in_table(shell.types("status")) == "finished"
-    assert shell.slurm.times_asked("squeue") == 0
-
-
 def test_one_run_shows_its_path_and_json_shows_all(shell: Any) -> None:
     one = shell.has_run("gpt", "3f9a1c07")
     shell.has_run("cnn", "77aa0000")
@@ -114,21 +108,6 @@ def test_one_run_tells_how_its_attempts_ended(shell: Any) -> None:
     ]
     shell.has_run("cnn", "77aa0000", ledger=once)
     assert "attempt 0" not in shell.types("status", "cnn").out, "the table has said it"
-
-
-def test_json_has_numbers_where_the_table_has_words(shell: Any) -> None:
-    shell.has_run(job_ids=("12",), ledger=attempt(0), metrics=(LINE,))
-    shell.slurm.queue("12", "RUNNING", nodes="node1")
-    (row,) = json.loads(shell.types("status", "--json").out)
-    picked = {key: row[key] for key in ("step", "max_steps", "loss", "tokens_per_s", "time_left_s", "nodelist")}
-    assert picked == {
-        "step": 120,
-        "max_steps": 400,
-        "loss": 1.23456,
-        "tokens_per_s": 51234.5,
-        "time_left_s": 140.0,
-        "nodelist": "node1",
-    }
 
 
 def test_no_run_yet_is_no_error(shell: Any) -> None:

@@ -129,13 +129,6 @@ def test_an_expected_start_is_told_with_the_time_until_then() -> None:
     assert late.endswith("; expected start 10:00"), "an estimate that has passed"
 
 
-def test_samples_and_days() -> None:
-    one = status(tokens_per_s=None, samples_per_s=12.0, step_time_s=3600.0, step=0)
-    view = build_view([one], now_unix_s=NOW_S, width=None)
-    row = dict(zip(view.header, view.rows[0], strict=True))
-    assert (row["SPEED"], row["ETA"]) == ("12 samples/s", "16.7 days")
-
-
 def test_a_sweep_has_its_numbers_and_values_in_front() -> None:
     rows = [
         replace(status(), subject=Subject(RunDirectory(status().run.path), index, {"optim.lr": value}))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.verbs import PUBLIC_VERBS, VERBS, help_text
+from slurm_train.verbs import PUBLIC_VERBS, VERBS
 from tests.support.command_line import REPOSITORY, Person
 
 # Prints the user time and whether heavy modules came along, after the verb has run.
@@ -50,11 +50,6 @@ def test_every_verb_of_the_table_has_its_function(verb: Any) -> None:
     assert callable(verb.load())
 
 
-def test_the_help_names_every_verb() -> None:
-    lines = [line.split() for line in help_text().splitlines()]
-    assert set(PUBLIC_VERBS) <= {words[0] for words in lines if words}
-
-
 NEAR = [("stats", "status"), ("log", "logs"), ("cancle", "cancel"), ("plann", "plan"), ("resum", "resume")]
 
 
@@ -63,12 +58,6 @@ def test_a_mistyped_verb_is_answered_with_the_nearest(word: str, verb: str, shel
     done = shell.types(word)
     assert (done.code, done.out) == (2, "")
     assert done.err == f"error: {word!r} is neither a verb nor a setting\nhint: did you mean `{verb}`?\n"
-
-
-def test_a_word_like_no_verb_is_answered_with_all_of_them(shell: Any) -> None:
-    done = shell.types("xyzzy")
-    assert done.code == 2
-    assert all(verb in done.err for verb in PUBLIC_VERBS)
 
 
 def test_a_verb_is_a_first_word_only(shell: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from slurm_train.cli import watch as watch_module
 from slurm_train.cli.selection import Selection
-from slurm_train.cli.watch import LineScreen, LiveScreen, Picture, most_interesting, watch
+from slurm_train.cli.watch import LineScreen, LiveScreen, Picture, watch
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.layout import RunDirectory
 from slurm_train.slurm.queue_view import Look, QueueView
@@ -197,17 +197,6 @@ def test_lines_come_again_only_when_something_has_changed() -> None:
     for one in (status(step=1), status(step=1, heartbeat_age_s=9.0), status(step=2)):
         screen.show(picture(one))
     assert stream.getvalue().count("RUN") == 2 and "\x1b" not in stream.getvalue()
-
-
-def test_what_is_left_out_first() -> None:
-    rows = [
-        status("aaaa0000", state=RunState.FINISHED),
-        status("bbbb0000", state=RunState.QUEUED),
-        status("cccc0000"),
-        status("dddd0000", state=RunState.FAILED),
-    ]
-    kept = {number: [one.run.run_id[0] for one in most_interesting(rows, number)] for number in (1, 2, 3, 4)}
-    assert kept == {1: ["c"], 2: ["c", "d"], 3: ["b", "c", "d"], 4: ["a", "b", "c", "d"]}
 
 
 def test_seconds_and_runs_after_w_are_told_apart(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:

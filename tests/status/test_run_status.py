@@ -15,7 +15,6 @@ from slurm_train.rundir.step_times import Finding, PaceWindow, append_window
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
 from slurm_train.slurm.records import Phase
 from slurm_train.status.run_status import (
-    JSON_KEYS,
     MEANINGS,
     RunState,
     RunStatus,
@@ -178,11 +177,6 @@ def test_slurm_counts_more_than_a_heartbeat(has_run: Any) -> None:
     assert found.state is RunState.FAILED
 
 
-def test_a_submitted_job_that_nobody_can_ask_about_has_not_started(has_run: Any) -> None:
-    found = status(has_run, None, answers=False, job_ids=("12",))
-    assert (found.state, found.note) == (RunState.NOT_STARTED, "job 12 was submitted")
-
-
 def test_a_living_process_here_is_running(has_run: Any) -> None:
     run = has_run(cluster=False, ledger=attempt(0, job_id=None))
     take_lock(run, this_process(), is_alive=lambda _holder: True)
@@ -267,11 +261,6 @@ def test_a_waiting_run_has_its_place_and_its_expected_start(has_run: Any) -> Non
     assert (found["state"], found["slurm_reason"], found["jobs_ahead"]) == ("queued", "Priority", 4)
     assert found["expected_start_unix_s"] == datetime(2026, 1, 31, 9, 41, 24).timestamp()
     assert found["heartbeat_age_s"] is None and found["time_left_s"] is None
-
-
-def test_every_run_has_every_key_and_every_key_a_meaning(has_run: Any) -> None:
-    for run in (has_run("aaaa0000"), has_run("bbbb0000", result={}, ledger=attempt(0, reason="done"))):
-        assert list(seen(run, Look()).as_json()) == list(JSON_KEYS)
 
 
 def test_a_loss_that_is_no_number_is_null_in_json(has_run: Any) -> None:
@@ -384,8 +373,3 @@ def test_a_word_that_is_no_state_is_refused_with_those_that_are(text: str, messa
     with pytest.raises(ConfigError) as caught:
         read_states(text, option="--state")
     assert caught.value.message == message and "running" in caught.value.hint
-
-
-def test_a_state_that_makes_no_sense_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'running'"):
-        read_states("running", option="--only", of=(RunState.FAILED,))
