@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def mark(self, phase: str) -> None:
-        """Says what this rank is doing from now on; saying the same again is progress, too."""
+        """Records what this rank does from now on; the same phase again is progress, too."""
         self.phase = phase
         self.marks += 1
 
@@ -235,12 +235,11 @@ class _Writer:
         path = run.heartbeat(attempt, source.rank)
         make_private(path.parent)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        facts = {"rank": source.rank, "host": source.host, "pid": source.pid, "step_id": source.step_id}
         self._beats = 0
         now = heart.clock()
         self._marks, self._since, self._dumped = -1, now, False
         self._last = self._flushed = now
-        os.pwrite(self._file, self._record() + json.dumps(facts).encode().ljust(_FILE_SIZE - _FACTS_AT), 0)
+        os.pwrite(self._file, self._record() + json.dumps(asdict(source)).encode().ljust(_FILE_SIZE - _FACTS_AT), 0)
 
     def run(self, done: threading.Event) -> None:
         """Writes until `done` is set; a file system that refuses costs the heartbeat, never the training."""
