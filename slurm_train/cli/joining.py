@@ -49,7 +49,7 @@ def join_round(run: RunDirectory, env: Mapping[str, str], *, timeout_s: float) -
     """
     place = RankPlace.from_env(env)
     first = int(env["SLURM_TRAIN_ATTEMPT"]) if "SLURM_TRAIN_ATTEMPT" in env else None
-    point = _lobby(run, place, env, timeout_s=timeout_s)
+    point = _meeting_point(run, place, env, timeout_s=timeout_s)
     attempt = agree_on_attempt(
         place, point, open_attempt=lambda nodes: _begin(run, place, env, first=first, nodes=nodes)
     )
@@ -83,7 +83,7 @@ def leave_round(run: RunDirectory, joined: Joined, code: int) -> int:
     return code
 
 
-def _lobby(run: RunDirectory, place: RankPlace, env: Mapping[str, str], *, timeout_s: float) -> MeetingPoint:
+def _meeting_point(run: RunDirectory, place: RankPlace, env: Mapping[str, str], *, timeout_s: float) -> MeetingPoint:
     from slurm_train.distributed.ports import candidate_ports, master_of
 
     name = f"{run.name}/{run.run_id} lobby {env['TORCHELASTIC_RUN_ID']}"

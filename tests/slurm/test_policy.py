@@ -89,16 +89,11 @@ def test_a_line_of_another_form_is_an_error() -> None:
     [
         ("gpu:8", (8, "")),
         ("gpu", (1, "")),
-        ("gpu:a100:4", (4, "a100")),
         ("gpu:a100:4(S:0-1),nic:2", (4, "a100")),
         ("nic:2,gpu:h100:8(S:0,1)", (8, "h100")),
         ("gpu:a100:2,gpu:v100:2", (4, "")),
-        ("gpu:a100_3g.20gb:4", (4, "a100_3g.20gb")),
-        ("gpu:2g:4", (4, "2g")),
         ("gpu:3090:4", (4, "3090")),
-        ("gpu:3090:4(S:0-1),nic:2", (4, "3090")),
         ("gpu:a100_3g.20gb:2(S:0-1)", (2, "a100_3g.20gb")),
-        ("gpu:tesla:2,gpu:kepler:1", (3, "")),
         ("gpu:tesla:no_consume:2", (2, "tesla")),
         ("gpu:a100:2(IDX:0,1),gpu:a100:1", (3, "a100")),
         ("gpu:a100", (1, "a100")),
@@ -335,7 +330,3 @@ def test_an_accepted_script_without_an_estimate() -> None:
 )
 def test_refusals_are_told_apart(text: str, refusal: Refusal, message: str) -> None:
     assert read_verdict(1, text) == TestVerdict(is_accepted=False, refusal=refusal, message=message)
-
-
-def test_every_refusal_says_what_to_do() -> None:
-    assert all(len(refusal.value) > 20 for refusal in Refusal)

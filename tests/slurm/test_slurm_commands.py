@@ -11,7 +11,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.slurm.commands import ControllerAway, Finished, SlurmCommands, run_process
 from slurm_train.slurm.policy import Refusal
 from slurm_train.slurm.records import Phase
-from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
+from tests.fakes.slurm_commands import FakeSlurmCommands
 
 RUNNING_7 = "7|RUNNING|None|node1|2026-01-01T00:00:00|2026-01-01T01:00:00|main\n"
 ENDED_8 = "8|COMPLETED|None|node1|2026-01-01T00:00:00|2026-01-01T01:00:00|main|0:0\n"
@@ -278,28 +278,7 @@ def test_a_process_gets_no_input_and_only_the_given_environment() -> None:
     assert (done.return_code, done.stdout, done.stderr) == (0, "'' 1 None\n", "")
 
 
-@pytest.mark.parametrize(
-    ("done", "line"),
-    [
-        (Finished(1, "out\n", "first\nlast\n\n"), "last"),
-        (Finished(1, "out\n", ""), "out"),
-        (Finished(1, "", " \n"), "no output"),
-    ],
-)
-def test_the_last_line_tells_what_went_wrong(done: Finished, line: str) -> None:
-    assert done.last_line == line
-
-
 def test_the_fake_has_the_methods_of_the_real_thing() -> None:
     for name, method in inspect.getmembers(SlurmCommands, inspect.isfunction):
         if not name.startswith("_"):
             assert inspect.signature(getattr(FakeSlurmCommands, name)) == inspect.signature(method), name
-
-
-def test_the_fake_requeues_as_slurm_does() -> None:
-    fake = FakeSlurmCommands([job_state("7"), job_state("9_0")], fields={"7": {"JobState": "RUNNING", "Restarts": "0"}})
-    fake.requeue("7")
-    assert fake.show_job("7")["Restarts"] == "1"
-    fake.requeue("7")
-    assert fake.restarts("7") == 1
-    assert list(fake.job_states(["9"])) == ["9_0"]
