@@ -73,7 +73,9 @@ def read_words(words: Sequence[str]) -> Words:
     Raises:
         ConfigError: an unknown flag, a flag without its value, or a word that is not `key=value`.
     """
-    _check_text(words)
+    for word in words:
+        if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
+            raise ConfigError(f"{word!r} is not UTF-8", hint="check the encoding of your terminal or of the file name")
     values: dict[str, str | bool | tuple[str, ...]] = {}
     accepted: list[str] = []
     overrides: list[str] = []
@@ -91,7 +93,15 @@ def read_words(words: Sequence[str]) -> Words:
         else:
             overrides.append(word)
     read = Words(overrides=overrides, accept=tuple(accepted), **values)  # type: ignore[arg-type]  # the table below gives each its type
-    _refuse_contradictions(read)
+    # Of flags that do not go together one would have been ignored.
+    actions = {"--run": read.single, "--multirun": read.multirun, "--cfg": read.show, "--info": read.info}
+    given_actions = [flag for flag, value in actions.items() if value]
+    if len(given_actions) > 1:
+        one, other = given_actions[:2]
+        raise ConfigError(f"{one} and {other} do not go together", hint=f"drop {one}, or {other}")
+    for flag, value in (("--resolve", read.resolve), ("--package", read.package)):
+        if value and not read.show:
+            raise ConfigError(f"{flag} is about what --cfg prints", hint=f"add --cfg job, or drop {flag}")
     return read
 
 
@@ -107,12 +117,6 @@ def read_names(text: str) -> list[str]:
     return names
 
 
-def _check_text(words: Sequence[str]) -> None:
-    for word in words:
-        if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
-            raise ConfigError(f"{word!r} is not UTF-8", hint="check the encoding of your terminal or of the file name")
-
-
 def _read_search_path(word: str) -> tuple[str, ...]:
     value = word.partition("=")[2]
     listed = re.fullmatch(r"\[(.*)\]", value, re.DOTALL)
@@ -121,18 +125,6 @@ def _read_search_path(word: str) -> tuple[str, ...]:
             f"{word!r} names no list of places", hint='write "hydra.searchpath=[file:///my/conf,pkg://my_package.conf]"'
         )
     return tuple(item.strip(" '\"") for item in listed[1].split(",") if item.strip(" '\""))
-
-
-def _refuse_contradictions(words: Words) -> None:
-    """Refuses flags that do not go together; each would have been the one that is left out."""
-    actions = {"--run": words.single, "--multirun": words.multirun, "--cfg": words.show, "--info": words.info}
-    given = [flag for flag, value in actions.items() if value]
-    if len(given) > 1:
-        raise ConfigError(f"{given[0]} and {given[1]} do not go together", hint=f"drop {given[0]}, or {given[1]}")
-    belongs_to = (("--resolve", words.resolve, "--cfg"), ("--package", words.package, "--cfg"))
-    for flag, value, other in belongs_to:
-        if value and not words.show:
-            raise ConfigError(f"{flag} is about what {other} prints", hint=f"add {other} job, or drop {flag}")
 
 
 _FLAGS = {
