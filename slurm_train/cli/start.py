@@ -21,7 +21,6 @@ from slurm_train.cli.display import say_source
 from slurm_train.cli.drift import check_drift
 from slurm_train.cli.inputs import warn_unexported_keys
 from slurm_train.cli.outputs import RunOutput, make_outputs
-from slurm_train.cli.selection import filter_where
 from slurm_train.cli.terminal import note
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
@@ -272,6 +271,7 @@ class Start:
             RunError: nothing is to be continued, or a run was never written.
             ClusterError: Slurm refuses.
         """
+        from slurm_train.cli.selection import filter_where
         from slurm_train.cli.status_table import summary
         from slurm_train.launch.arrays import find_lost_arrays, plan_arrays
         from slurm_train.status.run_status import read_statuses, subjects_of
