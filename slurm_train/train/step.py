@@ -79,7 +79,7 @@ class Stepper:
     ) -> None:
         self.passes = passes
         self._optimizer, self._update = optimizer, Update(optimizer)
-        self._before_update, self._device = before_update, rank.device
+        self._before_update, self._device, self._on_gpu = before_update, rank.device, rank.device.type != "cpu"
         clip_norm = rank.config.optim.grad_clip_norm
         self._limit = float("inf") if clip_norm is None else clip_norm
         self._applies_spikes = rank.config.health.on_spike == "log"
@@ -98,8 +98,7 @@ class Stepper:
         for group in self._optimizer.param_groups:
             group["lr"] = facts.lr
         gradients, numbers, norm = self.passes.reduce(self._update.parameters)
-        apply = self._apply if self._device.type == "cpu" else self._apply_masked
-        result = apply(facts, gradients, numbers, norm)
+        result = (self._apply_masked if self._on_gpu else self._apply)(facts, gradients, numbers, norm)
         for parameter in self._update.parameters:
             parameter.grad = None
         self.passes.forget()
