@@ -1,7 +1,7 @@
 """Puts torch's parallelism around a model that knows nothing of it, in one written order.
 
-1. Tensor parallel: matrices are cut as the model's `tensor_parallel_plan` says, and positions between them dealt out
-   as `sequence_parallel_plan` says.
+1. Tensor parallel: matrices are cut by the model's `tensor_parallel_plan`, and the positions between them are spread by
+   its `sequence_parallel_plan`.
 2. Context parallel: attention gathers keys and values (`distributed.sequence`).
 3. Activation checkpointing of each block, around what computes, inside of what communicates for it.
 4. torch.compile of each block, so that equal blocks are compiled once and gathering stays outside.
@@ -77,7 +77,7 @@ def parallelize(
         compiles: whether each block is compiled.
 
     Raises:
-        ConfigError: the model does not say how it can be cut.
+        ConfigError: the model has no plan for what is asked.
     """
     # Gathering what is cut and sharded takes two exchanges; torch advises against it in every log, to no use here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -24,7 +24,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class PassThrough(nn.Module):
-    """Stands for a part that another stage has; gives back what it gets first."""
+    """Replaces a part that another stage has; returns its first argument."""
 
     def forward(self, first: Tensor, *_others: Any) -> Tensor:
         """Returns the first argument."""
@@ -165,7 +165,7 @@ class Pipeline:
 
 
 def model_plan(model: nn.Module, method: str, *, key: str, names: Sequence[str] = ()) -> Any:
-    """Returns what a model says about how it can be cut.
+    """Returns the plan by which a model can be cut.
 
     Args:
         model: the model.

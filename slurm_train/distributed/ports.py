@@ -81,7 +81,7 @@ def candidate_ports(seed: str, *, ephemeral_low: int | None = None) -> list[int]
 
     Args:
         seed: distinguishes this attempt from all others, e.g. "1234_5.0:2" (job, step, restart count).
-        ephemeral_low: lowest port that the kernel hands out by itself; default: what this machine's kernel says.
+        ephemeral_low: lowest port that the kernel hands out by itself; default: that of this machine's kernel.
     """
     high = min(_kernels_lowest() if ephemeral_low is None else ephemeral_low, 65536)
     if high - _LOW < _MIN_SPAN:

@@ -38,7 +38,7 @@ _USUAL_FILES = 1024
 def open_store(place: RankPlace, point: MeetingPoint) -> tuple[TCPStore, int]:
     """Returns the store that all ranks of this attempt share, and its port. Collective over all ranks.
 
-    The store itself asks nobody who they are. That of a world on one node listens on the loopback alone.
+    The store itself authenticates no client. That of a world on one node listens on the loopback alone.
 
     Raises:
         RendezvousError: the master's name does not resolve here, no port is free, ranks are missing, or rank 0 may

@@ -65,7 +65,7 @@ class SequencePart:
 
 
 def share_context(model: nn.Module, *, roots: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Lets a model compute a part of each sequence, in place, as its `context_parallel_plan` says.
+    """Lets a model compute a part of each sequence, in place, by its `context_parallel_plan`.
 
     Args:
         model: all that this rank has.

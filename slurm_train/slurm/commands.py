@@ -195,7 +195,7 @@ class SlurmCommands:
         return queued
 
     def queue(self, job_ids: Iterable[str], *, whole: bool = False) -> tuple[dict[str, JobState], dict[str, int]]:
-        """Returns what squeue alone knows about jobs; of waiting ones also how many are in line before them.
+        """Returns what squeue alone knows about jobs; of waiting ones also how many jobs start before them.
 
         Args:
             job_ids: as for `job_states`.

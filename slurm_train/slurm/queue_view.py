@@ -16,7 +16,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import JobState
 
 _ASK_EVERY_S = 5.0
-# Accounting answers slowly, and what it does not know now it seldom knows soon.
+# Accounting answers slowly, and a record that it lacks now seldom appears soon.
 _ACCOUNT_EVERY_S = 60.0
 _LONGEST_PAUSE_S = 300.0
 # A command that takes a second keeps the controller busy for one; then it has this many for others.
