@@ -461,7 +461,8 @@ def read_table() -> Table:
     """Returns what there is to complete in settings, from the cache or, after a change of the installation, anew."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = f"{cache}/slurm_train/completion-{zlib.crc32(_PACKAGE.encode()):08x}.tsv"
-    changes_ns = [entry.stat().st_mtime_ns for entry in os.scandir(f"{_PACKAGE}/config") if entry.name.endswith(".py")]
+    entries = [entry for room in ("config", "status", "tools/trackers") for entry in os.scandir(f"{_PACKAGE}/{room}")]
+    changes_ns = [entry.stat().st_mtime_ns for entry in entries if entry.name.endswith(".py")]
     stamp = f"{__version__} {len(changes_ns)} {max(changes_ns)} {_PACKAGE}\n"
     try:
         with open(path, encoding="utf-8") as file:
