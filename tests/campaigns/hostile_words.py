@@ -369,12 +369,17 @@ def _ask_ranks(accepted: list[tuple[Case, RunPlan]], bench: Bench, found: Found)
 
 
 def _argv_seen(plan: RunPlan, bench: Bench) -> object:
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom slurm_train.config.frozen import load_config\n"
-        "from slurm_train.train.script import run_script\nfrom slurm_train.distributed.place import RankPlace\n"
-        "import os\nrun_script(load_config(Path(sys.argv[1])).script, place=RankPlace.from_env({}), "
-        "env={**os.environ, 'MASTER_ADDR': 'a', 'MASTER_PORT': '1'}, code_dir=Path.cwd())\n"
-    )
+    code = """
+import os, sys
+from pathlib import Path
+from slurm_train.config.frozen import load_config
+from slurm_train.distributed.place import RankPlace
+from slurm_train.rundir.layout import RunDirectory
+from slurm_train.train.script import run_script
+words = load_config(Path(sys.argv[1])).script
+env = {**os.environ, "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+run_script(words, place=RankPlace.from_env({}), env=env, code_dir=Path.cwd(), run=RunDirectory(Path.cwd()))
+"""
     frozen = bench.project.parent / "frozen.yaml"
     frozen.write_text(dump_config(plan.config), encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
