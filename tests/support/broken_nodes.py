@@ -125,13 +125,13 @@ def firewall(node: str, *rules: str) -> Iterator[None]:
 
 def from_node(node: str, verdict: str) -> str:
     """Returns a rule about what comes from another node; the high ports stay open, since srun listens there."""
-    return f"ip saddr {cluster().node_address(node)} tcp dport 10000-32767 {verdict}"
+    return f"ip saddr {cluster().addresses[node]} tcp dport 10000-32767 {verdict}"
 
 
 @contextmanager
 def blackhole(node: str, peer: str) -> Iterator[None]:
     """Lets nothing get from one node to another."""
-    route = ("ip", "route", "{}", "blackhole", f"{cluster().node_address(peer)}/32")
+    route = ("ip", "route", "{}", "blackhole", f"{cluster().addresses[peer]}/32")
     on_node(node, *(word.format("add") for word in route))
     try:
         yield
