@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from slurm_train.tools.devcluster.cluster import start_node, stop_node
 from slurm_train.tools.devcluster.daemons import daemon_process
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan, load_plan
 from slurm_train.tools.devcluster.system import NODE_INTERFACE, host_link
@@ -46,12 +47,13 @@ def on_node(node: str, *command: str, check: bool = True) -> None:
 @contextmanager
 def few_files(node: str, limit: int) -> Iterator[None]:
     """Gives what a node's slurmd starts from now on a hard limit of open files."""
-    pid = slurmd_pid(node)
-    before = resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, limit))
+    resource.prlimit(slurmd_pid(node), resource.RLIMIT_NOFILE, (limit, limit))
     try:
         yield
     finally:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        # A hard limit can be raised again with CAP_SYS_RESOURCE only, which root may lack in a container.
+        stop_node(DEFAULT_STATE_DIR, node=node)
+        start_node(DEFAULT_STATE_DIR, node=node)
 
 
 @contextmanager
