@@ -384,7 +384,7 @@ def plan_sweep(
             ),
             (
                 uneven is not None,
-                f"cluster.gpus_per_node={uneven}: a sweep is a job array, and Slurm has none of heterogeneous jobs",
+                f"cluster.gpus_per_node={uneven}: a sweep is an array, and Slurm has no arrays of heterogeneous jobs",
                 "give one number of GPUs for all nodes, or submit the runs one by one",
             ),
             (

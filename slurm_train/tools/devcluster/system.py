@@ -185,7 +185,7 @@ def _stat_fields(pid: int) -> list[str] | None:
 
 def _own_and_parents() -> Iterator[int]:
     pid = os.getpid()
-    while pid > 1:
+    while pid > 0:
         yield pid
         fields = _stat_fields(pid)
         pid = 0 if fields is None else int(fields[1])
