@@ -86,6 +86,20 @@ def test_it_goes_on_across_attempts_tells_their_ends_and_ends_with_the_run(shell
     ]
 
 
+def test_another_rank_is_followed_into_the_next_attempt(shell: Any) -> None:
+    run, follower = shell.has_run(), None
+    for number, (reason, action) in enumerate((("time_limit", "requeue"), ("cancelled", "stop"))):
+        assert open_attempt(run, START) == number
+        says(run, number, 0, "not mine\n")
+        says(run, number, 3, f"rank 3 in attempt {number}\n")
+        follower = follower or Following(shell, "--rank", "3")
+        follower.waits_for(f"rank 3 in attempt {number}\n")
+        close_attempt(run, number, {"reason": reason, "action": action, "note": reason})
+    assert follower is not None
+    follower.ends()
+    assert follower.out == "rank 3 in attempt 0\nrank 3 in attempt 1\n"
+
+
 def test_an_attempt_that_was_asked_for_ends_the_following_with_it(shell: Any) -> None:
     ends = attempt(0, reason="failed", action="relaunch", note="rank 0 on node1: x")
     run = shell.has_run(ledger=(*ends, *attempt(1)), logs={"attempt_0/rank_0.log": "old\n"})

@@ -45,6 +45,19 @@ def test_the_name_is_the_clusters_own_unless_one_is_given(shell: Any, home: Path
     assert shell.types("init", "a/b", "--yes").code == 2
 
 
+def test_it_can_be_written_elsewhere_and_found_there(shell: Any, home: Path) -> None:
+    assert shell.types("init", "here", "--yes", "--config-dir", "conf").code == 0
+    assert not home.exists()
+    done = shell.types("plan", "--config-dir", "conf", "+cluster=1x1", "site=here")
+    assert done.code == 0 and "--partition=main" in done.out
+
+
+def test_without_slurm_there_is_nothing_to_look_at(shell: Any, home: Path) -> None:
+    shell.leaves_slurm()
+    done = shell.types("init", "--yes")
+    assert done.code == 2 and "no sbatch on the PATH" in done.err and not home.exists()
+
+
 def test_print_writes_nothing(shell: Any, home: Path) -> None:
     done = shell.types("init", "devcluster", "--yes", "--print")
     assert done.out == (GOLDEN / "devcluster.yaml").read_text()

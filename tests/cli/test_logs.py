@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -34,6 +35,21 @@ def test_which_log_is_shown(words: list[str], text: str, shell: Any) -> None:
     shell.has_run(ledger=TWO, logs=FILES)
     done = shell.types("logs", "gpt-stdlib", *words)
     assert (done.code, done.out) == (0, text)
+
+
+@pytest.mark.parametrize("words", [(), ("--rank", "-1")])
+def test_a_job_that_has_not_begun_shows_what_slurm_wrote(words: tuple[str, ...], shell: Any) -> None:
+    shell.has_run(logs={"batch.log": "slurm said\n"})
+    assert shell.types("logs", *words).out == "slurm said\n"
+
+
+@pytest.mark.parametrize("written", ["caf\u00e9 \u4e2d\n".encode() * 30_000, b"a\xff\xc3\n\x00"])
+def test_a_log_is_passed_on_byte_by_byte(written: bytes, shell: Any) -> None:
+    shell.has_run(ledger=attempt(0)).rank_log(0, 0).write_bytes(written)
+    out = io.BytesIO()
+    shell.patch.setattr("sys.stdout", io.TextIOWrapper(out))
+    assert shell.types("logs").code == 0
+    assert out.getvalue() == written
 
 
 def test_an_attempt_that_never_was_is_an_error(shell: Any) -> None:

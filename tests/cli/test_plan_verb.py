@@ -40,6 +40,9 @@ def test_without_slurm_the_script_is_shown_unchecked(shell: Any) -> None:
     done = shell.types("plan", "+cluster=4x8")
     assert done.code == 0 and "not here: no sbatch on the PATH" in done.err
     assert done.out.startswith("#!/bin/bash\n")
+    rows = rows_of(shell.types("plan", "+cluster=2x4", "cluster.gpu_flag=none", "requeue.enabled=false").err)
+    assert "(formula, float32)" in rows["memory"] and "copy for saves 14.6 MiB" in rows["memory"]
+    assert rows["rank-hours"].startswith("not known") and rows["comes back"].startswith("not by itself")
 
 
 def test_without_a_cluster_there_is_no_script(shell: Any) -> None:
@@ -100,6 +103,22 @@ def test_a_layout_has_memory_traffic_and_a_table_of_ranks(shell: Any) -> None:
     assert len(table) == 65
     assert " ".join(table[0].split()) == "rank node local pp dp_replicate dp_shard cp tp"
     assert " ".join(table[64].split()) == "63 15 3 1 0 7 0 3"
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (
+            ["parallel.cpu_offload=true"],
+            "(formula, float32); on the host 1.8 MiB offloaded; CUDA and NCCL come on top",
+        ),
+        (["parallel.cpu_offload=true", "cluster.gpu_flag=none"], "offloaded 1.8 MiB (formula, float32)"),
+        (["model=cnn"], "not known; no formula for this model in a layout; only the shipped GPT has one"),
+    ],
+)
+def test_the_memory_of_a_layout_on_the_host_or_of_another_model(shell: Any, words: list[str], end: str) -> None:
+    done = shell.types("plan", "+cluster=2x4", "parallel={dp_shard:8}", "train.precision=float32", *words)
+    assert rows_of(done.err)["memory"].endswith(end)
 
 
 def rows_of(text: str) -> dict[str, str]:
