@@ -137,7 +137,10 @@ def test_a_cluster_where_there_is_no_slurm(shell: Any) -> None:
     assert (done.code, done.out) == (2, "")
     assert "a cluster was asked for, but there is no Slurm here (no sbatch on the PATH)" in done.err
     assert "devcluster up" in done.err
+    assert "there is no Slurm here" in shell.types("+cluster=1x2", "launch=interactive").err
     assert shell.left() == []
+    shell.has_run(script="#!/bin/bash\n#SBATCH --nodes=1\n")
+    assert "there is no Slurm here" in shell.types("resume", "gpt-stdlib").err
 
 
 def test_a_root_that_is_a_file(shell: Any) -> None:

@@ -85,6 +85,15 @@ def test_a_finished_run_shows_its_result(words: list[str], shell: Any) -> None:
     assert shell.slurm.said("submitted.sh") is None
 
 
+def test_a_result_that_cannot_be_read_is_kept(shell: Any) -> None:
+    run = run_of(shell.folder)
+    run.path.mkdir(parents=True)
+    run.result.write_text("{")
+    done = shell.types("+cluster=4x8")
+    assert done.code == 2 and "result.json cannot be read" in done.err and run.result.read_text() == "{"
+    assert shell.slurm.said("submitted.sh") is None
+
+
 @pytest.mark.parametrize("words", [["+cluster=4x8"], []])
 def test_a_run_that_a_process_here_is_training_is_refused(words: list[str], shell: Any) -> None:
     run = run_of(shell.folder)
