@@ -11,12 +11,13 @@ of time, while its successor works. Nothing here depends on when that is, becaus
 - A new attempt first moves the staging directories of earlier attempts to the trash, then claims what it trusts: it
   verifies a checkpoint and renames it to its own number. A late rename of an earlier attempt then finds no source.
 
-So a late call either came before the claim, and the new attempt sees its effect, or fails. The fence (is there a newer
-attempt?) is checked before each rename; it ends an overtaken process early, safety does not depend on it.
+So a delayed rename lands before the claim, where the new attempt sees it, or after it, where it fails. The fence
+(is there a newer attempt?) is checked before each rename; it ends an overtaken process early, safety does not depend on
+it.
 
 The newest `keep` whole checkpoints stay, counted by what is on disk, and only those of the attempt's own number count;
-never more than marker and sizes are checked, since it wrote or verified them. Others are removed after a save is
-durable, so a failed save never costs an old checkpoint.
+only marker and sizes are checked, since this attempt wrote or fully verified them before. Others are removed after a
+save is durable, so a failed save never costs an old checkpoint.
 """
 
 from __future__ import annotations

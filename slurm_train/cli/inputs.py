@@ -17,7 +17,7 @@ from slurm_train.models.pretrained_names import require_source
 
 
 def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
-    """Does nothing where the data can be read and every `_target_` exists, as far as that can be told from here.
+    """Refuses data that cannot be read, a `_target_` that does not exist and missing packages, as far as it can tell.
 
     Raises:
         DataError: prepared text is asked for, and there is none.

@@ -1,5 +1,5 @@
-"""The one order of every start: refuse what is active, compare with what is there, ask Slurm, write, clear the dead,
-submit, record.
+"""The one order of every start: refuse what is active, compare with what is there, ask Slurm, write, remove the
+locks of processes that no longer exist, submit, record.
 
 A run may go to Slurm as a job, into an allocation that a person waits in, or onto this machine; `write` stops after the
 files. A sweep does the same for many runs at once: what is finished or active is left alone, so the same command again

@@ -268,9 +268,9 @@ def _require_visible(run: RunDirectory, host: str) -> None:
 
 def _import_from_copy(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> Mapping[str, str]:
     """Returns the environment with which this process and its children import from the run's copy of the code."""
-    from slurm_train.launch.imports import take_snapshot
+    from slurm_train.launch.imports import import_from_snapshot
 
-    imports = take_snapshot(str(run.path), python_path=env.get("PYTHONPATH", ""))
+    imports = import_from_snapshot(str(run.path), python_path=env.get("PYTHONPATH", ""))
     for line in imports.lines() if place.is_first else ():
         print(line, file=sys.stderr, flush=True)
     if not imports.child_path:

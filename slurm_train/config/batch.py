@@ -23,7 +23,7 @@ from slurm_train.errors import BatchError
 LEAST_SHARE = 4
 """A batch by length has at least a fourth of the mean number of samples, however long they are."""
 MOST = 2
-"""Times an equal share that a measured one is at most: the ranks' memory has to do for it."""
+"""A measured share is at most this multiple of an equal share, so that it fits into memory."""
 _BATCHES_PER_STAGE = 4
 _LEAST_GAIN = 0.05
 _NODES_NAMED = 6

@@ -4,9 +4,9 @@ config.yaml is written once by the login half and read by every attempt: plain Y
 without Hydra and OmegaConf.
 
 A run's identity is a hash over what is trained, not over where and how: the same command twice is the same run, and it
-may continue on another number of nodes. `NOT_IDENTITY` is the one list of what the hash leaves out. These keys, and a
-few that move data or read it otherwise, may change while a run exists; every other change is one of the training. Keys
-that give the shipped models their shape cannot change: the weights would not fit.
+may continue on another number of nodes. `NOT_IDENTITY` is the one list of what the hash leaves out. These keys, and
+a few about where and how data are read, may change while a run exists; every other change alters the training and must
+be accepted. Keys that give the shipped models their shape cannot change: the weights would not fit.
 """
 
 from __future__ import annotations

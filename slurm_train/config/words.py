@@ -241,7 +241,7 @@ def _kind_of(key: str) -> Literal["text", "texts", "flag", "other"]:
 
 
 def is_one_value(key: str, value: str) -> bool:
-    """Returns whether a value stands for itself also in a sweep, whatever Hydra's grammar would make of it.
+    """Returns whether a value is one text even in a sweep, although it has commas or brackets.
 
     A text has no need of a grammar where it has no comma. A text for Slurm keeps its commas (cluster.exclude=a,b), and
     so does a plain list of texts; choice(...) sweeps them.

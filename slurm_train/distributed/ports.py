@@ -80,7 +80,7 @@ def candidate_ports(seed: str, *, ephemeral_low: int | None = None) -> list[int]
     """Returns different ports in the order in which to try them; equal arguments give equal lists.
 
     Args:
-        seed: distinguishes this attempt from all others, e.g. "1234_5.0:2" (job, step, restart count).
+        seed: distinguishes this attempt from all others, made of run id, job, step and attempt.
         ephemeral_low: lowest port that the kernel hands out by itself; default: that of this machine's kernel.
     """
     high = min(_kernels_lowest() if ephemeral_low is None else ephemeral_low, 65536)

@@ -169,7 +169,7 @@ class Imports:
         return [*copied, *live]
 
 
-def take_snapshot(run: str, *, python_path: str) -> Imports:
+def import_from_snapshot(run: str, *, python_path: str) -> Imports:
     """Makes this process import the user's packages from a run's snapshot.
 
     Args:

@@ -97,7 +97,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     """
     config = composed.config
     _check_text(config)
-    check_degrees(config)
+    refuse_conflicts(config)
     _check_script(config, cwd)
     world = plan_world(config, env)
     layout = plan_layout(config, world)
@@ -141,7 +141,7 @@ def replan_run(
     Raises:
         ConfigError: an impossible batch or world.
     """
-    check_degrees(config)
+    refuse_conflicts(config)
     world = plan_world(config, env)
     layout = plan_layout(config, world)
     batch = solve_batch(BatchSection(), ranks=layout.data_parallel_size, stages=layout.pp)
@@ -218,7 +218,7 @@ def _part_name(composed: Composed, group: str) -> str:
     return str(composed.mapping[group]["_target_"]).rpartition(".")[2].lower()
 
 
-def check_degrees(config: RunConfig) -> None:
+def refuse_conflicts(config: RunConfig) -> None:
     """Refuses what cannot be run: several ways of running at once, settings that exclude each other.
 
     Raises:

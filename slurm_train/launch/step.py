@@ -17,7 +17,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.slurm.commands import SlurmCommands
 
 ORPHAN_LINGER_S = 10.0
-"""srun hears of an orderly end in less; longer than this after an orphan's farewell it will never hear of it."""
+"""srun that still waits this long after a rank has reported the death of its slurmstepd will wait for ever."""
 LINGER_S = 150.0
 """Longer than --wait and any usual KillWait: ranks of which one failed must be gone by then."""
 _GONE_WITHIN_S = 60.0

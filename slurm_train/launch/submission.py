@@ -29,7 +29,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         script: the script's text.
         env: environment of the job to be; what does not travel is withheld from sbatch, which would pass on all it has.
         flags: further words for sbatch, which win over the script's own.
-        export: further variables that travel, see `exports.exported`.
+        export: further variables that travel, see `slurm.environment`.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """Short hash of what is trained, e.g. "3f9a1c07"."""
+        """Short hash of what is trained, e.g. "3f9a1c07e2d4"."""
         return self.path.name
 
     config = Below("config.yaml")

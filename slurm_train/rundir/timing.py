@@ -252,8 +252,8 @@ def warning_lead_s(setting: int | str, run: RunDirectory, *, limit_s: float | No
 def time_left_s(ask: Ask, notice: Notice, *, now_unix_s: float) -> float | None:
     """Returns the seconds until a rank that was asked to stop is killed; None where nobody kills, or nobody knows.
 
-    The same TERM comes at a preemption and at a scancel. The longer time is believed: a save that is cut off leaves
-    the checkpoint before it as it was.
+    A TERM may mean preemption or scancel. The longer grace time is assumed: a save that is cut off leaves the
+    checkpoint before it as it was.
     """
     if notice.kill_wait_s is None:
         return None

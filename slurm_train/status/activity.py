@@ -162,7 +162,7 @@ def submitting(run: RunDirectory, commands: SlurmCommands, *, inside: str | None
 
 @contextlib.contextmanager
 def writing(run: RunDirectory, commands: SlurmCommands, *, inside: str | None = None) -> Iterator[None]:
-    """Holds a run like one that trains it: what its ranks read (configuration, plan, code) is changed only in here.
+    """Takes the run's training lock while files that its ranks read (configuration, plan, code) are rewritten.
 
     A job that starts meanwhile waits until this is over. `inside` as for `refuse_active`.
 

@@ -3,11 +3,11 @@
 srun's exit code alone is not enough (it is 0 after a node failure), and the signals of a preemption and of a scancel
 are the same; so the marks that ranks leave and the job's own record decide. A cancelled job is never brought back.
 
-A run may end in vain only so often. An attempt brought the run on if a checkpoint was committed in it. Those in a row
-that did not are counted by what ended them, since the newest one that did, or that stopped the run until a person
-started it again. And a program that fails, fails anywhere, while a broken node fails again and again: two fruitless
-failures in a row on the same node are blamed on it. If it was the program after all, the third failure elsewhere ends
-the run as before: a change of nodes adds nothing to the budget.
+A run may end without progress only so often. Progress is a checkpoint that was committed in the attempt. Attempts in a
+row without one are counted by what ended them. The count starts again after an attempt with a new checkpoint, and after
+the run was stopped and a person started it again. Two such failures in a row on the same node are blamed on the node:
+a broken program fails on any node. Changing nodes does not reset the count, so the third failure ends the run wherever
+it happens.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Outcome:
     """Failures in a row, this one included, that ended without a new checkpoint."""
     max_fruitless_failures: int
     fruitless_ends: Mapping[str, int] | None = None
-    """Earlier ends in a row without a new checkpoint, from `fruitless_ends`; None: this attempt made one, or
-    it is not known."""
+    """Earlier attempts in a row without a new checkpoint, by what ended them, from `fruitless_ends`; None if this
+    attempt saved one, or it is not known."""
     max_fruitless_returns: int = 3
     course: str = ""
     """How the attempt went, in words, from `course_of`."""
@@ -139,7 +139,11 @@ def decide(outcome: Outcome) -> Decision:
     if reason in ("preempted", "time_limit"):
         return _decide_return(outcome, reason)
     if reason == "unknown":
-        return Decision(reason, "stop", "the run saved itself, but Slurm does not say why it was asked to")
+        return Decision(
+            reason,
+            "stop",
+            "the run saved and stopped; Slurm does not say why, so it is not requeued; `resume` continues it",
+        )
     return _decide_failure(outcome)
 
 

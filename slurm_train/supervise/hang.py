@@ -64,7 +64,7 @@ def read_flight(text: str | bytes) -> Flight | None:
     """Returns what a rank has left, None where there is nothing of the group of all ranks.
 
     Args:
-        text: JSON as `distributed.flight` writes it.
+        text: JSON as `distributed.group` writes it.
     """
     try:
         record = json.loads(text)
@@ -183,9 +183,9 @@ class Observer:
     def look(self, beats: Mapping[int, Beat], *, began_s: float, ended_s: float) -> None:
         """Takes a reading; one in which nothing could be read is ignored, and its time does not count.
 
-        What a look finds was so at its end at the latest, and what it finds unchanged was so from then until the
-        next one began. So a look may take longer than the limit. One look, or one pause, counts for at
-        most half of that: ranks that were held up by the same file server keep the other half to go on.
+        A value that two readings find unchanged counts as unchanged from the end of the first reading to the start of
+        the second, so a reading may take longer than the limit. One slow reading or pause counts as at most half of the
+        limit: a stuck file server alone never looks like a hang.
 
         Args:
             beats: by rank.

@@ -348,7 +348,7 @@ def wait_for_the_end(
     for as long as this process lives, which is KillWait after the requeue.
 
     Args:
-        comes_back: whether Slurm confirms that the job is restarted; requeues it where it does not.
+        comes_back: requeues the job if necessary; returns whether Slurm has confirmed it.
         limit_s: seconds after which this is given up.
         written_after_s: seconds for which Slurm must have confirmed it.
         pause_s: seconds between two looks.

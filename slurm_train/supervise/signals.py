@@ -126,12 +126,6 @@ def was_continued() -> bool:
     return signal.sigtimedwait([signal.SIGCONT], 0) is not None
 
 
-def ignore_in_worker(*, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> None:
-    """Makes a loader worker ignore stop signals; its parent ends it."""
-    for number in (*signals, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-
-
 FENCE_EVERY_S = 4.0
 """A zombie must be gone 10 s after its successor began; listing a folder costs the shared file system little. Counted
 by the clock, so a process that was stopped meanwhile looks at once when it goes on."""

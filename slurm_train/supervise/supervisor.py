@@ -109,9 +109,8 @@ class Supervisor:
         run: the run.
         scheduler: what started the job.
         settings: when to come back.
-        committed_step: gives the step of the newest checkpoint, -1 if there is none; None for a user's own code, whose
-            progress nobody knows: what counts there is the newest logged step, and how often the job comes back has no
-            limit.
+        committed_step: gives the step of the newest checkpoint, -1 if there is none; None for a user's own code:
+            its progress is the newest logged step, and how often its job comes back has no limit.
         is_own_code: the ranks run a user's function or script, which leaves no `result.json` of ours: ending with 0
             on a job that Slurm still calls running is its mark of being done.
     """

@@ -1,8 +1,8 @@
 """What follows a step that went wrong (a NaN, an infinite value, a loss far above the last ones), and whether all
 replicas still hold the same parameters.
 
-Only reduced values are judged, which every rank has alike, and the step itself has decided by the same values whether
-it was applied; so all ranks do the same without a further exchange.
+Only reduced values are checked, which are the same on every rank, and `step` has already applied or skipped the update
+by the same values; so all ranks do the same without a further exchange.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The loop over optimizer steps: what happens after each, and when it ends. It assembles nothing.
+"""The loop over optimizer steps: what happens after each, and when it ends. `trainer` builds its parts.
 
 A stop is acted upon only where every rank has read the same reduced value, so all ranks leave at the same boundary.
-By the clock rank 0 asks for one, and its wish travels with the next step like any other. Whether there is time to save
-is rank 0's decision too, made once where all have stopped.
+Near the time limit rank 0 requests a stop; the request goes out with the next gradient exchange, as after a signal.
+Rank 0 also decides whether there is time to save, once all ranks have stopped.
 """
 
 from __future__ import annotations

@@ -319,7 +319,8 @@ def say_stopped(say: Callable[[str], None], rank: Rank, loop: Loop) -> None:
     """Says where the run stopped and how it goes on."""
     config, resume = rank.config, f"python -m slurm_train resume {rank.run.run_id}"
     if loop.not_saved:
-        say(f"stopped at step {loop.position.step} without a save: {loop.not_saved}; the newest checkpoint counts")
+        why = f"{loop.not_saved}; the run will continue from its newest checkpoint"
+        say(f"stopped at step {loop.position.step} without a save: {why}")
     else:
         say(f"stopped at step {loop.position.step}; everything is saved in {rank.run.path}")
     # The job is requeued after a preemption or a time limit; a rank does not know which it was.

@@ -35,7 +35,7 @@ STOP, COUNT, LOSS, NON_FINITE, SQUARES = range(5)
 """The agreed numbers: ranks asked to stop, items, sum of losses, micro-batches with a non-finite loss. With shards also
 the sum of the squared gradients."""
 _ORDER_COUNTS_ABOVE = 2
-"""Ranks: the sum of two values is the same in either order, that of three is not."""
+"""Above this many ranks the order of additions changes the rounding."""
 
 
 class HasTensors(Protocol):
@@ -176,7 +176,7 @@ class ReplicaPasses(Passes):
         # Looked up once: a module's attributes cost half a microsecond each time.
         self._module, self._stats_param, self._must_arrange = module, module.stats_param, must_arrange
         # A static graph is learnt in the first backward pass, and torch asserts that it is a synchronised one (2.13).
-        # Averages of averages add up to the same gradient, so the first step may send every micro-batch.
+        # Reducing after every micro-batch gives the same gradient, so the first step does that with a static graph.
         self._may_accumulate = not ddp.static_graph
 
     def arrange(self, tensors: tuple[Tensor, ...]) -> None:

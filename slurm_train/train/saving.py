@@ -120,8 +120,8 @@ class Checkpointer:
     last_save_s: float | None = None
     """That of the newest good save; None before it has ended."""
     fatal: Exception | None = None
-    """Why the run has to end: the caller asks for a stop, so that all ranks end at the same step, and the save of that
-    stop raises it. None while the run may go on."""
+    """Set when a background save fails in a way that ends the run: the loop then requests a stop, and the save at that
+    stop raises this error on every rank."""
     _news: list[str] = field(default_factory=list)
 
     def resume(self) -> tuple[Position, list[str]]:

@@ -43,10 +43,10 @@ def import_from_copy(run_directory: str) -> None:
     """Has the script import the user's packages from the run's copy of the code; the worker has said so already."""
     # The first entry is the folder of this file; the package itself is found from its parent, wherever that is.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
-    from slurm_train.launch.imports import take_snapshot
+    from slurm_train.launch.imports import import_from_snapshot
 
     del sys.path[0]
-    take_snapshot(run_directory, python_path="")
+    import_from_snapshot(run_directory, python_path="")
 
 
 def run(script: str) -> tuple[int, str]:

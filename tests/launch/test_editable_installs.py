@@ -33,9 +33,9 @@ print(json.dumps({"roots": source.roots, "elsewhere": source.elsewhere, "names":
 JOB = """
 import json, os, subprocess, sys
 from importlib import import_module
-from slurm_train.launch.imports import take_snapshot
+from slurm_train.launch.imports import import_from_snapshot
 
-imports = take_snapshot(sys.argv[1], python_path=os.environ["PYTHONPATH"])
+imports = import_from_snapshot(sys.argv[1], python_path=os.environ["PYTHONPATH"])
 module = import_module(sys.argv[2])
 ask = f"import {sys.argv[2]} as m; print(m.VERSION)"
 env = {**os.environ, "PYTHONPATH": imports.child_path}

@@ -17,11 +17,11 @@ from slurm_train.launch.imports import (
     built_modules,
     child_path,
     code_elsewhere,
+    import_from_snapshot,
     import_roots,
     is_installed,
     package_folders,
     read_copies,
-    take_snapshot,
 )
 
 
@@ -104,8 +104,8 @@ def test_built_modules_lie_beside_sources_that_are_imported(tmp_path: Path) -> N
 
 
 def test_the_copy_of_each_place_takes_its_place(tmp_path: Path) -> None:
-    code = "import sys; from slurm_train.launch.imports import take_snapshot; import json;\n"
-    code += "imports = take_snapshot(sys.argv[1], python_path=sys.argv[2])\n"
+    code = "import sys; from slurm_train.launch.imports import import_from_snapshot; import json;\n"
+    code += "imports = import_from_snapshot(sys.argv[1], python_path=sys.argv[2])\n"
     code += "import packed, plain; print(json.dumps([packed.__file__, plain.__file__, imports.child_path]))"
     live, run = tmp_path / "live", tmp_path / "live" / "runs" / "a" / "1"
     for root in (live, run / "code"):
@@ -130,7 +130,7 @@ def test_the_copy_of_each_place_takes_its_place(tmp_path: Path) -> None:
 
 def test_without_a_copy_nothing_changes(tmp_path: Path) -> None:
     before = list(sys.path)
-    assert take_snapshot(str(tmp_path), python_path="/a:/b").child_path == "/a:/b"
+    assert import_from_snapshot(str(tmp_path), python_path="/a:/b").child_path == "/a:/b"
     assert sys.path == before
 
 

@@ -16,7 +16,6 @@ from slurm_train.supervise.signals import (
     FENCE_EVERY_S,
     STOP_SIGNALS,
     StopFlag,
-    ignore_in_worker,
     install,
     start_orphan_watchdog,
 )
@@ -52,12 +51,6 @@ def test_a_forked_child_does_not_ask_and_does_not_die() -> None:
         os._exit(flag.requested)
     assert os.waitpid(child, 0)[1] == 0
     assert flag.requested == 0
-
-
-def test_a_worker_is_deaf() -> None:
-    ignore_in_worker()
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_stop_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
