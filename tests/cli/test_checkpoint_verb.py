@@ -106,6 +106,12 @@ def test_export_refuses_a_damaged_step_and_an_absent_one(shell, run):
     assert done.code == 1 and "no checkpoint of step 5" in done.err and "steps there: 2, 1" in done.err
 
 
+def test_export_refuses_what_others_may_write(shell, run):
+    (checkpoint_of(run.checkpoints, 2) / ".metadata").chmod(0o666)
+    done = shell.types("checkpoint", "export", "gpt-stdlib@2", "two.safetensors")
+    assert done.code == 1 and "belongs to uid" in done.err
+
+
 def test_diff_names_tensors_and_facts_and_equal_is_equal(shell, run):
     done = shell.types("checkpoint", "diff", "gpt-stdlib@1", "gpt-stdlib@2")
     assert done.code == 1

@@ -13,7 +13,7 @@ from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.files import append_line, create_private, make_private, write_atomic, write_durable
-from slurm_train.rundir.jobs import take_lock, this_process
+from slurm_train.rundir.jobs import complete_stop, take_lock, this_process
 from slurm_train.rundir.layout import RunDirectory, require_private, require_room
 
 SOMEBODY = 12345
@@ -149,8 +149,15 @@ def test_no_write_follows_a_planted_link(run: RunDirectory, tmp_path: Path) -> N
         with pytest.raises(OSError, match=r"symbolic links|File exists"):
             write(link)
     write_atomic(link, "x")
+    (run.path / f".link.{os.getpid()}.tmp").symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"):
+        write_atomic(link, "y")
     assert not target.exists()
-    assert not link.is_symlink()
+    assert not link.is_symlink() and link.read_text() == "x"
+    target.write_text("precious")
+    run.stop_file.symlink_to(target)
+    complete_stop(run, "1", newest_job=lambda: None)
+    assert target.read_text() == "precious"
 
 
 def test_a_path_that_leaves_no_room_for_the_files_is_refused(tmp_path: Path) -> None:
