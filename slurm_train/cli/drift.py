@@ -17,8 +17,10 @@ from slurm_train.config.frozen import Change, all_changes, is_below, load_config
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.data.shards import known_fingerprint
 from slurm_train.errors import CheckpointError, ConfigError, RunError, SlurmTrainError
+from slurm_train.formatting import shorten
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import (
+    MOST_CHANGES_SHOWN,
     FileChange,
     Source,
     compare_code,
@@ -28,7 +30,6 @@ from slurm_train.launch.snapshot import (
     matters,
     names_own_code,
     read_index,
-    shorten,
 )
 from slurm_train.rundir.events import AcceptedChange, covers_code, covers_config, covers_data, read_changes
 from slurm_train.rundir.files import read_json
@@ -161,7 +162,7 @@ def tell_of_other_code(run: RunDirectory, config: RunConfig, directory: Path) ->
     changes = compare_code(index, index_code(locate, index), old_file=run.code.joinpath, new_file=locate)
     changes = [change for change in changes if matters(change.name, is_own_code=names_own_code(config))]
     if changes:
-        note(f"your files have changed since this run copied them: {shorten(map(str, changes))}")
+        note(f"your files have changed since this run copied them: {shorten(map(str, changes), MOST_CHANGES_SHOWN)}")
         note(f"it goes on with its copy; to take the files as they are now: resume {run.run_id} --accept code")
 
 

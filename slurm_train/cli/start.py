@@ -238,7 +238,7 @@ class Start:
             write_table_of(plan, words=self.words)
             code = write_shared_code(sweep, source) if missing else None
             for one in (one for one in plan.plans if one.run in missing):
-                # Nobody runs what has never been written, and there may be thousands of those.
+                # A run without a directory cannot be active, and there may be thousands of them.
                 with writing(one.run, commands) if one.run.config.exists() else contextlib.nullcontext():
                     # A run that has been trained goes on with its own code; `resume --accept code` gives it another.
                     is_trained = one.run.code.exists() and bool(list_checkpoints(one.run.checkpoints))
@@ -405,4 +405,4 @@ def wait_for_runs(
 
 def _import_early() -> None:
     # Importing submitit takes 30 ms; sbatch --test-only waits as long for the controller meanwhile.
-    import slurm_train.launch.submission  # noqa: F401
+    import slurm_train.launch.submission  # noqa: F401  # for its effect: it is loaded

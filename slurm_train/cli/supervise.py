@@ -219,7 +219,7 @@ def _note_unfit(run: RunDirectory, attempt: int, error: NodesError, *, nodes: Se
 
 
 def _note_nodes(run: RunDirectory, attempt: int, config: RunConfig) -> None:
-    """Writes down what an attempt has found out about its nodes; a list that cannot be written costs nobody a run."""
+    """Writes down what an attempt has found out about its nodes; the run goes on if the list cannot be written."""
     record = read_preflight(run, attempt)
     found, hours = bad_nodes_of(record), config.preflight.exclude_bad_nodes_h
     with contextlib.suppress(OSError):

@@ -48,7 +48,9 @@ _HARMLESS = frozenset(
 )
 # fmt: on
 _CALLERS = frozenset({"operator.methodcaller", "operator.attrgetter", "functools.reduce", "types.FunctionType"})
-_PLAIN_TYPES = frozenset("bool bytes complex dict float frozenset int list range set slice str tuple".split())  # noqa: SIM905
+_PLAIN_TYPES = frozenset(
+    ("bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set", "slice", "str", "tuple")
+)
 # They run what a file, a package index or a text gives them.
 _LOADERS = (
     *("torch.load", "torch.hub", "torch.serialization", "torch.utils.cpp_extension", "torch.package", "torch.jit.load"),
@@ -81,7 +83,7 @@ def resolve_target(path: str) -> Any:
     for index, word in enumerate(rest):
         if not hasattr(found, word):
             owner = ".".join(words[: len(words) - len(rest) + index])
-            # Modules of a package that nobody has imported yet count as well.
+            # Modules of a package that is not imported yet count as well.
             inner = [one.name for one in pkgutil.iter_modules(found.__path__)] if hasattr(found, "__path__") else []
             names = [name for name in sorted({*dir(found), *inner}) if not name.startswith("_")]
             close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
@@ -285,7 +287,7 @@ def _find_longest(words: Sequence[str], search: Sequence[str]) -> tuple[ModuleSp
     found: ModuleSpec | None = None
     places: Sequence[str] | None = search
     for index in range(len(words)):
-        # By its last word: Python looks a folder without __init__.py up in its parent, which nobody has imported.
+        # By its last word: Python looks a folder without __init__.py up in its parent, which is not imported yet.
         spec = PathFinder.find_spec(words[index], places)
         if spec is None:
             return found, list(words[index:])

@@ -245,7 +245,7 @@ def resolve_master(place: RankPlace, master_addr: str) -> list[str]:
             hint=f"check with `getent hosts {master_addr}` on {place.host}, or exclude the node with cluster.exclude",
         ) from err
     # Debian maps a node's own name to 127.0.1.1: harmless on the head node itself, fatal elsewhere.
-    if place.node_rank > 0 and all(map(_is_loopback, addresses)):
+    if place.node_rank > 0 and all(map(is_loopback, addresses)):
         raise RendezvousError(
             f"node {place.host} (rank {place.rank}) resolves the master address {master_addr!r} to itself "
             f"({', '.join(addresses)}), but rank 0 runs on another node",
@@ -268,7 +268,7 @@ def check_gloo_address(place: RankPlace, env: Mapping[str, str]) -> None:
     name, addresses = socket.gethostname(), set[str]()
     with contextlib.suppress(OSError):
         addresses = _resolve(name)
-    if all(map(_is_loopback, addresses)):
+    if all(map(is_loopback, addresses)):
         found = ", ".join(sorted(addresses)) or "nothing"
         raise RendezvousError(
             f"node {place.host} resolves its own name {name!r} to {found}: other nodes could not reach it",
@@ -280,7 +280,8 @@ def _resolve(name: str) -> set[str]:
     return {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Returns whether an address leads back to the machine that uses it."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

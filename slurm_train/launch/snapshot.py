@@ -28,6 +28,7 @@ import xxhash
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError, RunError
+from slurm_train.formatting import shorten
 from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, own_paths, package_folders
 from slurm_train.rundir.files import read_json, write_atomic
 from slurm_train.rundir.layout import RunDirectory
@@ -398,7 +399,7 @@ _DOCUMENTS = frozenset({".md", ".rst", ".ipynb", ".png", ".jpg", ".jpeg", ".svg"
 _OWN_PACKAGE = ("slurm_train/", "conf/", "sbatch_templates/")
 _LONGEST_COMPARED = 1 << 20
 _WRITE_BITS = 0o222
-_SHOWN = 12
+MOST_CHANGES_SHOWN = 12
 
 Locate = Callable[[str], Path]
 """Gives the place of a file of the code by its name."""
@@ -517,7 +518,7 @@ def require_sealed(run: RunDirectory) -> None:
     changes += [FileChange(name, what="new") for name in links]
     if changes:
         raise RunError(
-            f"the code snapshot {run.code} is not what was submitted: {shorten(map(str, changes))}",
+            f"the code snapshot {run.code} is not what was submitted: {shorten(map(str, changes), MOST_CHANGES_SHOWN)}",
             hint=f"edit your own files and take them with `resume {run.run_id} --accept code`, which also replaces "
             "a snapshot that was damaged",
         )
@@ -568,10 +569,3 @@ def read_text_lines(locate: Locate | None, name: str, recorded: str | None) -> l
         return data.decode().splitlines()
     except (OSError, UnicodeDecodeError):
         return None
-
-
-def shorten(items: Iterable[str]) -> str:
-    """Returns a list in one line, cut after a few."""
-    texts = list(items)
-    more = f", and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return ", ".join(texts[:_SHOWN]) + more

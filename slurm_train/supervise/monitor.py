@@ -24,8 +24,9 @@ from typing import TypeVar
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_FAILURE, ClusterError
+from slurm_train.formatting import shorten
 from slurm_train.launch.environment import record_environment
-from slurm_train.launch.snapshot import shorten
+from slurm_train.launch.snapshot import MOST_CHANGES_SHOWN
 from slurm_train.rundir.attempts import newest_round, read_round
 from slurm_train.rundir.events import FailureMark, append_event, finding_lines, leave_mark, read_events, read_preflight
 from slurm_train.rundir.heartbeat import Beat, Limits, limits_of, read_beats
@@ -505,7 +506,7 @@ def note_environment(run: RunDirectory, attempt: int, *, slurm: Callable[[], str
             say(f"the environment of the attempt could not be written down: {err}")
             return
         if changes:
-            say(f"installed packages are not what they were: {shorten(changes)}")
+            say(f"installed packages are not what they were: {shorten(changes, MOST_CHANGES_SHOWN)}")
 
     thread = threading.Thread(target=note, name="environment", daemon=True)
     thread.start()

@@ -9,12 +9,11 @@ cannot reach each other, either may be at fault.
 
 from __future__ import annotations
 
-import ipaddress
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from slurm_train.distributed.rendezvous import files_needed
+from slurm_train.distributed.rendezvous import files_needed, is_loopback
 from slurm_train.formatting import shorten
 from slurm_train.rundir.events import Finding
 from slurm_train.tools.doctor.facts import Evidence, GpuFacts, NetworkFacts, SpeedFacts, Trouble
@@ -602,11 +601,6 @@ def common_end(pairs: Sequence[tuple[str, ...]], *, num_nodes: int) -> str:
         partners[other].add(one)
     common = [node for node, others in partners.items() if len(others) > 1 and all(node in pair for pair in pairs)]
     return common[0] if len(common) == 1 and num_nodes > 2 else ""
-
-
-def is_loopback(address: str) -> bool:
-    """Returns whether an address leads back to the machine that uses it."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def as_ranges(numbers: Iterable[int]) -> str:
