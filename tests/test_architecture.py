@@ -59,6 +59,7 @@ TORCH_FREE_MODULES = (
     "tools.trackers.follow",
     "train.preflight",
     "train.script",
+    "train.signals",
 )
 
 SUBMITIT = {"launch.submission"}
@@ -79,7 +80,7 @@ OWN_CLUSTER = "tools.devcluster."
 # machine and whoever waits in an allocation; loader workers, which are made deaf; a tracker's process, whose
 # stdin ends with the run.
 SIGNAL_HANDLERS = {
-    *("supervise.signals", "supervise.supervisor", "cli.here"),
+    *("train.signals", "supervise.supervisor", "cli.here"),
     *("tools.trackers.follow", "data.mapstyle"),
 }
 # A script's runner is a program of its own, started by its path.

@@ -35,7 +35,7 @@ from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manife
 from slurm_train.errors import CheckpointError
 from slurm_train.rundir.attempts import publishing
 from slurm_train.rundir.files import fsync_directory
-from slurm_train.rundir.layout import CheckpointName, list_checkpoints, name_of, parse_name
+from slurm_train.rundir.paths import CheckpointName, list_checkpoints, name_of, parse_name
 
 TRASH_PREFIX = ".trash-"
 STAGING_SUFFIX = ".tmp"

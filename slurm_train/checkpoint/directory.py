@@ -1,7 +1,7 @@
 """The directory of checkpoints as a reader sees it: what may be trusted, and which is the newest.
 
 A reader trusts a directory only if COMPLETE holds the hash of manifest.json and every file has the recorded size and
-hash. Order comes from the names alone (`rundir.layout`): no link, no file time, no clock. A starting attempt renames
+hash. Order comes from the names alone (`rundir.paths`): no link, no file time, no clock. A starting attempt renames
 what it goes on from (see `commit`), so a reader looks for a vanished one under its new name. Nothing here writes.
 """
 
@@ -27,7 +27,7 @@ from slurm_train.checkpoint.manifest import (
 )
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.layout import list_checkpoints, name_of, parse_name
+from slurm_train.rundir.paths import list_checkpoints, name_of, parse_name
 
 VISIBLE_TIMEOUT_S = 120.0
 _NUM_HASHING_THREADS = 4

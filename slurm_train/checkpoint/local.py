@@ -25,7 +25,7 @@ from slurm_train.checkpoint.directory import read_manifest, survey, wait_until_v
 from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, copy_file
 from slurm_train.checkpoint.save import Records, Saved, fill
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.layout import list_checkpoints, name_of
+from slurm_train.rundir.paths import list_checkpoints, name_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from slurm_train.checkpoint.commit import Fence, Place, committed_path, discard,
 from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, Manifest, seal_file, write_file
 from slurm_train.checkpoint.metadata import METADATA_FILE
 from slurm_train.errors import CheckpointError, SlurmTrainError
-from slurm_train.rundir.layout import parse_name
+from slurm_train.rundir.paths import parse_name
 
 Records = dict[str, FileRecord]
 

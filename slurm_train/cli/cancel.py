@@ -17,8 +17,8 @@ from slurm_train.cli.status_table import summary
 from slurm_train.cli.terminal import note
 from slurm_train.errors import RunError
 from slurm_train.rundir.jobs import ask_to_stop
-from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_runs
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, array_job_id, existing_arrays, find_sweep, read_table
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.activity import Active, find_active, newest_job, no_submitter

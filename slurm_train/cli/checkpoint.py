@@ -20,8 +20,8 @@ from slurm_train.config.schema import nested
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, CheckpointError
 from slurm_train.formatting import byte_size, table
 from slurm_train.rundir.jobs import release_lock, take_lock, this_process
-from slurm_train.rundir.layout import existing_attempts, list_checkpoints, name_of
 from slurm_train.rundir.lookup import find_run
+from slurm_train.rundir.paths import existing_attempts, list_checkpoints, name_of
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.activity import holder_lives
 from slurm_train.verbs import parse

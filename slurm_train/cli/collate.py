@@ -17,7 +17,7 @@ from slurm_train.metrics.series import largest_is_best
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import write_atomic
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep, list_sweeps, read_table, sweeps_named
 from slurm_train.rundir.timing import goodput, held_s
 from slurm_train.status.run_status import RunStatus, subjects_of

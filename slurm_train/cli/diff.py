@@ -16,8 +16,8 @@ from slurm_train.config.frozen import in_words
 from slurm_train.config.words import read_names
 from slurm_train.errors import ConfigError
 from slurm_train.launch.comparison import PARTS, Comparison, compare
-from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_run
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.verbs import parse
 
 Line = tuple[str, str]

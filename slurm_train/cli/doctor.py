@@ -23,7 +23,7 @@ from pathlib import Path
 from slurm_train.cli.terminal import note
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
 from slurm_train.rundir.events import fatal_line, read_preflight
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.site import default_account, default_qos, gather_facts, login_name
 from slurm_train.tools.doctor.site_rules import SiteView, in_words, rules, site_table

@@ -33,8 +33,8 @@ from slurm_train.launch.snapshot import (
 )
 from slurm_train.rundir.events import AcceptedChange, covers_code, covers_config, covers_data, read_changes
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import list_runs
+from slurm_train.rundir.paths import RunDirectory
 
 if TYPE_CHECKING:
     from slurm_train.checkpoint.manifest import Manifest

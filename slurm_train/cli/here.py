@@ -29,7 +29,7 @@ from slurm_train.launch.plan import describe
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.slurm.environment import scrubbed
 from slurm_train.status.failure import find_failure

@@ -17,7 +17,7 @@ from slurm_train.cli.here import on_stop
 from slurm_train.cli.logs import ChosenLog, LogPrinter
 from slurm_train.cli.terminal import note
 from slurm_train.rundir.files import size_of
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
 
 def attend(run: RunDirectory, command: Sequence[str], *, env: Mapping[str, str]) -> int:

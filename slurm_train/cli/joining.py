@@ -24,7 +24,7 @@ from slurm_train.rundir.attempts import (
     read_round,
     rendezvous_secret,
 )
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import last_step
 
 _NOTHING_TO_DO = -1
@@ -120,7 +120,7 @@ def _begin(
 
 def _refuse_changed(run: RunDirectory) -> None:
     from slurm_train.launch.snapshot import require_sealed
-    from slurm_train.rundir.layout import require_private
+    from slurm_train.rundir.paths import require_private
 
     require_private(run)
     require_sealed(run)

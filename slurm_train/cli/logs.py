@@ -18,8 +18,8 @@ from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import size_of
 from slurm_train.rundir.jobs import has_ended, read_job
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
 from slurm_train.rundir.lookup import find_run
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import QueueView, Wanted
 from slurm_train.slurm.reasons import explain_reason

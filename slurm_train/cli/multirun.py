@@ -24,7 +24,7 @@ from slurm_train.launch.plan import SweepPlan, plan_sweep
 from slurm_train.launch.snapshot import SourceState, names_own_code, read_source
 from slurm_train.launch.write import require_writable
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings

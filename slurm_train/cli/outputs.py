@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from slurm_train.cli.terminal import note
 from slurm_train.errors import ConfigError
 from slurm_train.launch.plan import RunPlan
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings, Output

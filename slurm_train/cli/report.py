@@ -12,8 +12,8 @@ from slurm_train.cli.selection import look_once
 from slurm_train.cli.terminal import note
 from slurm_train.errors import RunError
 from slurm_train.rundir.files import write_atomic
-from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_run
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep, sweep_of
 from slurm_train.status.run_status import Subject, subjects_of
 from slurm_train.verbs import parse

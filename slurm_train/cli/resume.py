@@ -21,8 +21,8 @@ from slurm_train.errors import RunError
 from slurm_train.launch.plan import replan_run
 from slurm_train.launch.snapshot import read_git, read_source, require_sealed
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.layout import RunDirectory, require_private
 from slurm_train.rundir.lookup import find_run
+from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.sweep import find_sweep
 from slurm_train.status.activity import refuse_active
 from slurm_train.status.run_status import RESUMABLE, read_states

@@ -14,7 +14,7 @@ from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError
 from slurm_train.launch.snapshot import Source, SourceState, ask_git, read_source
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 if TYPE_CHECKING:
     from slurm_train.cli.outputs import RunOutput

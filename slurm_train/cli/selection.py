@@ -15,8 +15,8 @@ from slurm_train.cli.terminal import note
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_runs
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep, read_table
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import QueueView

@@ -33,7 +33,7 @@ from slurm_train.launch.snapshot import Source, read_git, read_source
 from slurm_train.launch.write import link_code, put_on_record, write_run, write_shared_code, write_table_of
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.jobs import clear_dead, record_job
-from slurm_train.rundir.layout import RunDirectory, list_checkpoints
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
 from slurm_train.rundir.sweep import submitting as submitting_sweep
 from slurm_train.slurm.commands import SlurmCommands

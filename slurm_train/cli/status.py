@@ -20,7 +20,7 @@ from slurm_train.errors import ConfigError
 from slurm_train.formatting import table
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import list_sweeps, read_table
 from slurm_train.rundir.timing import goodput, held_s
 from slurm_train.status.run_status import RunStatus

@@ -33,7 +33,7 @@ from slurm_train.rundir.events import (
     write_preflight,
 )
 from slurm_train.rundir.files import create_private, read_json
-from slurm_train.rundir.layout import RunDirectory, require_private
+from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.slurm.allocation import Allocation, het_job_ids
 from slurm_train.slurm.environment import job_environment
 from slurm_train.supervise.monitor import (

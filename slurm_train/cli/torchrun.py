@@ -24,9 +24,9 @@ from slurm_train.launch.layout import count_visible
 from slurm_train.rundir.attempts import newest_round, was_saved
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.slurm.allocation import TaskPlace
-from slurm_train.supervise.signals import FENCE_EVERY_S, hold_stop_signals, next_stop_signal
+from slurm_train.train.signals import FENCE_EVERY_S, hold_stop_signals, next_stop_signal
 
 _LOOK_EVERY_S = 0.5
 

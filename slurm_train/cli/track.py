@@ -15,8 +15,8 @@ from slurm_train.cli.terminal import note
 from slurm_train.config.schema import TrackSection
 from slurm_train.config.words import read_names
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, RunError
-from slurm_train.rundir.layout import RunDirectory, require_private
 from slurm_train.rundir.lookup import find_run
+from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.activity import live_holder
 from slurm_train.tools.trackers.catalogue import asked_trackers, require_installed

@@ -17,7 +17,8 @@ from slurm_train.distributed.ports import is_under_torchrun
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
 from slurm_train.rundir.attempts import end_publishing
 from slurm_train.slurm.environment import node_name
-from slurm_train.supervise.signals import (
+from slurm_train.train.preflight import preflight
+from slurm_train.train.signals import (
     StopFlag,
     hold_continue,
     install,
@@ -25,7 +26,6 @@ from slurm_train.supervise.signals import (
     start_orphan_watchdog,
     was_continued,
 )
-from slurm_train.train.preflight import preflight
 
 _COMMIT_S = 5.0
 """Longest that a process stays for a checkpoint that is getting its name; a zombie must be gone within 10 s."""
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from slurm_train.distributed.meeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
     from slurm_train.rundir.heartbeat import Heartbeat
-    from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.paths import RunDirectory
     from slurm_train.train.context import Rank
 
 
@@ -80,7 +80,7 @@ def _join(path: Path, env: Mapping[str, str]) -> Joined:
     """Returns the attempt of a rank that torchrun has started; ends it where the run is finished already."""
     from slurm_train.cli.joining import join_round
     from slurm_train.config.frozen import load_config
-    from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.paths import RunDirectory
 
     run = RunDirectory(path)
     _require_visible(run, node_name(env))
@@ -94,7 +94,7 @@ def _open_own_log(path: Path, env: Mapping[str, str]) -> None:
     """Has a rank write where it is looked for; srun has given its log another number (see `script.task_log`)."""
     from slurm_train.cli.joining import write_to_own_log
     from slurm_train.distributed.place import RankPlace
-    from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.paths import RunDirectory
 
     place, run = RankPlace.from_env(env), RunDirectory(path)
     _require_visible(run, place.host)
@@ -106,7 +106,7 @@ def _told(path: Path, joined: Joined | None, code: int) -> int:
     if joined is None:
         return code
     from slurm_train.cli.joining import leave_round
-    from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.paths import RunDirectory
 
     return leave_round(RunDirectory(path), joined, code)
 
@@ -114,7 +114,7 @@ def _told(path: Path, joined: Joined | None, code: int) -> int:
 def _fail(path: Path, env: Mapping[str, str], code: int, message: str) -> NoReturn:
     """Leaves a mark that names the cause, for the supervisor, and ends the process."""
     from slurm_train.rundir.events import FailureMark, leave_mark
-    from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.paths import RunDirectory
 
     if is_under_torchrun(env) and "SLURM_TRAIN_ATTEMPT" not in env:
         # No attempt knows this rank yet.
@@ -130,7 +130,7 @@ def _fail(path: Path, env: Mapping[str, str], code: int, message: str) -> NoRetu
 def _watch_orphan(path: Path, env: Mapping[str, str], parent: int) -> None:
     """Makes this rank end by itself when nobody holds it any more; a rank started by hand belongs to the hand."""
     from slurm_train.rundir.attempts import check_fence
-    from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.paths import RunDirectory
 
     run, attempt = RunDirectory(path), int(env["SLURM_TRAIN_ATTEMPT"])
 
@@ -170,7 +170,7 @@ def _work(path: Path, env: Mapping[str, str], stop: StopFlag) -> int:
     from slurm_train.config.frozen import load_config
     from slurm_train.distributed.place import RankPlace
     from slurm_train.rundir.files import read_json
-    from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.paths import RunDirectory
 
     place = RankPlace.from_env(env)
     run = RunDirectory(path)

@@ -17,7 +17,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.script import sbatch_components
 from slurm_train.rundir.events import BAD_NODES_PARTS, list_file, read_bad_nodes
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.flags import check_flag_name
 from slurm_train.slurm.nodelist import parse_nodelist

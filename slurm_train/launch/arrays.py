@@ -24,7 +24,7 @@ from slurm_train.launch.acceptance import exclude_flags, require_acceptable
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.jobs import record_job
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import (
     ArrayDirectory,
     SweepDirectory,

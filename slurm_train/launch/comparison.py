@@ -23,7 +23,7 @@ from slurm_train.launch.snapshot import (
     read_text_lines,
 )
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 PARTS = ("config", "code", "environment")
 

@@ -16,7 +16,7 @@ from typing import Any
 from slurm_train.assets import package_dir
 from slurm_train.config.schema import ContainerSection, RunConfig
 from slurm_train.errors import ConfigError
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 INSIDE = "/opt/slurm_train"
 """Where the host's package is mounted; nothing else of the host's packages is seen."""

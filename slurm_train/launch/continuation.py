@@ -13,7 +13,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.launch.acceptance import has_enough_without
 from slurm_train.launch.script import renewed_warning
 from slurm_train.rundir.jobs import read_job, record_job
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.nodelist import compact_nodelist, parse_nodelist
 from slurm_train.slurm.records import Phase, nodes_in

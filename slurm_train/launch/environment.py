@@ -23,7 +23,7 @@ from slurm_train.config.secrets import redact
 from slurm_train.launch.imports import own_paths
 from slurm_train.launch.snapshot import Source, run_git
 from slurm_train.rundir.files import read_json, write_atomic
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
 _TORCH_BUILD = re.compile(r"^(cuda|hip)\b[^=]*=\s*'([^']+)'", re.MULTILINE)
 _DRIVER = Path("/proc/driver/nvidia")

@@ -28,8 +28,8 @@ from slurm_train.config.layout import ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig, to_mapping
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.layout import World, check_pipeline, plan_layout, plan_world, require_all
-from slurm_train.rundir.layout import RunDirectory, require_room
 from slurm_train.rundir.lookup import run_of_hash
+from slurm_train.rundir.paths import RunDirectory, require_room
 from slurm_train.rundir.sweep import Element, SweepDirectory
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
 from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, own_paths, package_folders
 from slurm_train.rundir.files import read_json, write_atomic
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 # --- what git knows about a folder ---
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from slurm_train.errors import NodesError, SilentNodesError
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import het_node_counts
 from slurm_train.slurm.commands import is_away, run_program
 

@@ -22,7 +22,7 @@ from slurm_train.rundir.attempts import withdraw_result
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.files import create_private, fsync_directory, fsync_file, make_private, write_atomic
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.layout import RunDirectory, require_private
+from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.sweep import SweepDirectory, read_table, write_table
 
 

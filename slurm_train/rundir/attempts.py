@@ -27,7 +27,7 @@ from typing import Any
 from slurm_train.errors import EXIT_FAILURE, RunError
 from slurm_train.rundir.events import first_mark, read_changes
 from slurm_train.rundir.files import append_line, fsync_directory, make_private, read_json, read_lines, write_durable
-from slurm_train.rundir.layout import RunDirectory, existing_attempts, numbered_epochs
+from slurm_train.rundir.paths import RunDirectory, existing_attempts, numbered_epochs
 from slurm_train.rundir.timing import last_step, read_account
 
 

@@ -30,7 +30,7 @@ from slurm_train.rundir.files import (
     read_shared,
     write_atomic,
 )
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 CALM_EVENTS = ("stop", "shares", "exchange")
 """Kinds that report nothing wrong."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.rundir.files import create_private, listed, make_private
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 _LOOK_AFTER_S = 0.25
 # Shorter stops are no more than a slow step.

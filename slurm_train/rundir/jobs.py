@@ -27,7 +27,7 @@ from typing import Any
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import change_times, read_json, write_atomic, write_durable
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from slurm_train.config.frozen import ID_DIGITS
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.rundir.files import change_times, listed, read_json
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 
 def run_of_hash(folder: Path, full_hash: str) -> RunDirectory:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.rundir.files import append_line, last_lines, listed, make_private, read_json, read_lines, write_atomic
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 _PER_DOUBLING = 16
 # From 1 us to 18 hours; what lies outside counts as the nearest.

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from slurm_train.errors import RunError
 from slurm_train.rundir.files import change_times, listed, read_json, read_lines, write_atomic
-from slurm_train.rundir.layout import Below, RunDirectory
+from slurm_train.rundir.paths import Below, RunDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.rundir.files import last_lines, read_json, write_atomic
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
 
 def newest_training_line(path: Path) -> dict[str, Any] | None:

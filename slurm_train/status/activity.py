@@ -25,7 +25,7 @@ from slurm_train.rundir.jobs import (
     take_lock,
     this_process,
 )
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands, is_job_id
 
 _SUBMITTER_WAIT_S = 30.0

@@ -15,7 +15,7 @@ from pathlib import Path
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import change_times, listed
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 HEADLINE = "Traceback (most recent call last):"
 _ONE = (

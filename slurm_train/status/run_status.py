@@ -19,7 +19,7 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat, read_beats
 from slurm_train.rundir.jobs import JobRecord, has_stopped, process_lives, read_holder, read_job
-from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.step_times import newest_window
 from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import newest_training_line

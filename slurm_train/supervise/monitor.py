@@ -30,7 +30,7 @@ from slurm_train.launch.snapshot import MOST_CHANGES_SHOWN
 from slurm_train.rundir.attempts import newest_round, read_round
 from slurm_train.rundir.events import FailureMark, append_event, finding_lines, leave_mark, read_events, read_preflight
 from slurm_train.rundir.heartbeat import Beat, Limits, limits_of, read_beats
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.step_times import PaceWindow, append_window
 from slurm_train.rundir.timing import Notice, write_notice
 from slurm_train.supervise.hang import Flight, Observer, read_flight

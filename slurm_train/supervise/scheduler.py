@@ -19,7 +19,7 @@ from slurm_train.rundir.attempts import AttemptStart, first_round
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.jobs import Holder, this_process
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice
 from slurm_train.slurm.allocation import Allocation, het_job_ids
 from slurm_train.slurm.commands import ControllerAway, SlurmCommands

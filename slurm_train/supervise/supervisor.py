@@ -42,7 +42,7 @@ from slurm_train.rundir.events import (
 )
 from slurm_train.rundir.files import change_times, listed
 from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, release_lock, take_lock
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.timing import last_step, read_account
 from slurm_train.slurm.environment import node_name
 from slurm_train.supervise.decision import (

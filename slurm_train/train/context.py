@@ -34,8 +34,8 @@ from slurm_train.distributed.seeds import seed_everything
 from slurm_train.distributed.sequence import SequencePart
 from slurm_train.errors import EXIT_DONE, ConfigError
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
-from slurm_train.rundir.layout import RunDirectory
-from slurm_train.supervise.signals import StopFlag
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.train.signals import StopFlag
 
 _LONGEST_SUSPENSION_S = 7 * 86400.0
 

@@ -14,7 +14,7 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.errors import DataError, RunError
 from slurm_train.launch.snapshot import digest_code, names_own_code, read_index
 from slurm_train.rundir.events import AcceptedChange, covers_code, covers_config, covers_data, read_changes
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 if TYPE_CHECKING:
     from slurm_train.checkpoint.manifest import Manifest

@@ -21,9 +21,9 @@ from slurm_train.data.batches import evaluation_batches
 from slurm_train.data.source import SampleSource, lengths_of
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.models.objective import Objective, default_sums
-from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.passes import in_precision, to_device
+from slurm_train.train.signals import StopFlag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from slurm_train.data.batches import GlobalBatches
 from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.events import append_event, read_events
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.optimizer import local_part
 from slurm_train.train.saving import Checkpointer, Position

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from slurm_train.checkpoint.load import Choice
     from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
     from slurm_train.checkpoint.save import BackgroundSaver, Saved
-    from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.paths import RunDirectory
 
 
 @dataclass(slots=True, kw_only=True)

@@ -27,9 +27,9 @@ from slurm_train.config.schema import DdpSection
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.models.objective import IGNORED, default_loss
-from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.context import Rank
 from slurm_train.train.optimizer import local_part
+from slurm_train.train.signals import StopFlag
 
 STOP, COUNT, LOSS, NON_FINITE, SQUARES = range(5)
 """The agreed numbers: ranks asked to stop, items, sum of losses, micro-batches with a non-finite loss. With shards also

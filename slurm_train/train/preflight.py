@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from slurm_train.config.schema import RunConfig
     from slurm_train.distributed.meeting import MeetingPoint
     from slurm_train.distributed.place import RankPlace
-    from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.paths import RunDirectory
 
 _NOT_UNDER_TORCHRUN = (
     "left out, as torchrun's ranks have met before they come to it, and torchrun would start them again after a "

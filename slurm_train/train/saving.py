@@ -31,7 +31,7 @@ from slurm_train.errors import CheckpointError, SlurmTrainError
 from slurm_train.rundir.attempts import check_fence, read_ledger
 from slurm_train.rundir.events import SaveLog
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Rank
 from slurm_train.train.continuity import Continuity, build_continuity
 from slurm_train.train.evaluate import broadcast_buffers

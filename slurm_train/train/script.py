@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 RUN_DIR = "SLURM_TRAIN_RUN_DIR"
 """Variable that names the directory of the run to a script: a place for its checkpoints, the same at each attempt."""

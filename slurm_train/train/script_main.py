@@ -70,7 +70,7 @@ def tell_supervisor(run_directory: str, code: int, words: str) -> None:
     from pathlib import Path
 
     from slurm_train.rundir.events import FailureMark, leave_mark
-    from slurm_train.rundir.layout import RunDirectory
+    from slurm_train.rundir.paths import RunDirectory
     from slurm_train.slurm.environment import node_name
 
     env = os.environ

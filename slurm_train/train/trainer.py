@@ -36,7 +36,7 @@ from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics.progress import Display, open_display
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.events import append_event
-from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.step_times import StepTimes
 from slurm_train.rundir.timing import Spent, account_path
 from slurm_train.train.context import Rank

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurm_train.config.schema import CheckpointSection, RunConfig
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.continuity import Continuity
 from slurm_train.train.saving import Checkpointer, Position, build_background
 from tests.support.ranks import make_rank

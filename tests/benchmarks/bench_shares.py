@@ -23,7 +23,7 @@ from typing import Any
 
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.events import read_events
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 RANK_PROGRAM = Path(__file__).resolve().parents[1] / "train" / "training_rank.py"
 RANKS, WARM_UP = 2, 5

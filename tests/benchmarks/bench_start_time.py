@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurm_train.rundir.files import read_lines
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
 
 BARE = """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Result, Tally
 from tests.campaigns.victims import (
     PATIENCE_S,

@@ -21,7 +21,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import read_beats
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.timing import newest_training_line
 from slurm_train.slurm.commands import SlurmCommands
 from tests.campaigns.record import Result, Tally

@@ -20,7 +20,7 @@ from typing import Any
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json, read_lines
-from slurm_train.rundir.layout import RunDirectory, existing_attempts, list_checkpoints, name_of
+from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
 
 COMPARED = ("samples", "loss", "lr", "grad_norm", "samples_digest")
 """Keys of a step's line that must have the same bits whenever and wherever the step is done."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.cancel import LATE_S
 from tests.campaigns.record import Result, Tally
 from tests.campaigns.victims import at_work

@@ -28,7 +28,7 @@ from pathlib import Path
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.records import parse_record
 from tests.campaigns.checker import History
 from tests.campaigns.record import Result, Tally

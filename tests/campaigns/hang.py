@@ -19,7 +19,7 @@ from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import Beat, Limits, read_beats
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Result, Tally
 from tests.campaigns.victims import at_work
 from tests.support.command_line import TINY, Person

@@ -374,7 +374,7 @@ import os, sys
 from pathlib import Path
 from slurm_train.config.frozen import load_config
 from slurm_train.distributed.place import RankPlace
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.script import run_script
 words = load_config(Path(sys.argv[1])).script
 env = {**os.environ, "MASTER_ADDR": "a", "MASTER_PORT": "1"}

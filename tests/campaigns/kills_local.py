@@ -32,7 +32,7 @@ from slurm_train.distributed.ports import probe_port
 from slurm_train.launch.local import LocalRanks
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.events import first_mark
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.environment import scrubbed
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Result, Tally
 from tests.campaigns.victims import at_work, lines_of, newest_attempt
 from tests.support.command_line import TINY, Person

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_preflight
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import unix_s
 from slurm_train.tools.doctor.node_rules import OTHER_CODES, rules

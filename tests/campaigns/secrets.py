@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR
 from tests.campaigns.record import Result
 from tests.support.command_line import TINY, Person, new_project

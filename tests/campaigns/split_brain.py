@@ -25,7 +25,7 @@ from slurm_train.errors import CheckpointError, ClusterError
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_lines
-from slurm_train.rundir.layout import RunDirectory, existing_attempts, list_checkpoints, name_of
+from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
 from tests.campaigns.record import Result, Tally
 from tests.campaigns.victims import at_work, command, daemons_stopped
 from tests.support.command_line import TINY, TINY_MODULE, Person

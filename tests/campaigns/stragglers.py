@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import read_beats
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.step_times import read_windows
 from tests.campaigns.record import Result, Tally
 from tests.campaigns.victims import PATIENCE_S, at_work

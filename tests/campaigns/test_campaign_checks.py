@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor.node_rules import OTHER_CODES, rules
 from tests.campaigns import arrays, budgets, cancel, hang, split_brain, strikes
 from tests.campaigns.catalogue import CAMPAIGNS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.support.light_runs import lives, problems_of
 
 _FIRST = ("11", 100.0, 110.0, [])

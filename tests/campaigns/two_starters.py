@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Result, Tally
 from tests.campaigns.victims import at_work
 from tests.support.command_line import Person

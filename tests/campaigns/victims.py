@@ -22,7 +22,7 @@ from typing import Any
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json, read_lines
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.devcluster.cluster import start_node, stop_node
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan, load_plan
 from tests.campaigns.checker import Fault, History, Look, check, look, read_history

@@ -14,7 +14,7 @@ from typing import Any
 
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Result
 from tests.support.command_line import TINY_MODULE, Done, Person
 from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step

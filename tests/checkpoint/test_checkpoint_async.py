@@ -15,7 +15,7 @@ from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.save import BackgroundSaver, Saved, save_checkpoint
 from slurm_train.checkpoint.state import StagingBuffers, can_pin, own_part, own_tensors, share_of, training_state
 from slurm_train.errors import CheckpointError, RunError
-from slurm_train.rundir.layout import list_checkpoints
+from slurm_train.rundir.paths import list_checkpoints
 from tests.support.small_checkpoints import make_header
 
 DONE = Saved(Path("checkpoint_0000001"), manifest=None)

@@ -16,7 +16,7 @@ from slurm_train.checkpoint import directory
 from slurm_train.checkpoint import save as save_module
 from slurm_train.checkpoint.commit import committed_path, discard
 from slurm_train.checkpoint.manifest import digest_of, read_record, write_file
-from slurm_train.rundir.layout import list_checkpoints
+from slurm_train.rundir.paths import list_checkpoints
 from tests.support import thawed_writers
 from tests.support.corruption import damage_everywhere, flips, holes, truncations
 from tests.support.crash_points import (

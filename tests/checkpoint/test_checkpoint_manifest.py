@@ -14,7 +14,7 @@ from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.directory import newest_committed_step, newest_verified, read_manifest, survey, verify
 from slurm_train.checkpoint.manifest import FileRecord, Manifest
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.layout import CheckpointName, list_checkpoints, name_of, parse_name
+from slurm_train.rundir.paths import CheckpointName, list_checkpoints, name_of, parse_name
 from tests.support.small_checkpoints import make_checkpoint, make_header
 
 RECORD = FileRecord(bytes=3, xxh3_128="0123456789abcdef" * 2)

@@ -14,7 +14,7 @@ from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load
 from slurm_train.checkpoint.save import Saved, save_checkpoint
 from slurm_train.checkpoint.state import restore_training_state, training_state
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.layout import list_checkpoints
+from slurm_train.rundir.paths import list_checkpoints
 from tests.support.small_checkpoints import checkpoint_of, make_checkpoint, make_header, stage
 
 WEIGHTS = {"weights": torch.arange(8.0)}

@@ -25,7 +25,7 @@ from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load
 from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.checkpoint.state import StagingBuffers, own_part, restore_training_state, training_state
 from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
-from slurm_train.rundir.layout import list_checkpoints, name_of
+from slurm_train.rundir.paths import list_checkpoints, name_of
 from tests.support.small_checkpoints import checkpoint_of, make_header, steps_in
 
 

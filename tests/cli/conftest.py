@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.verbs import run as run_words
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.command_line import Done

@@ -11,7 +11,7 @@ import pytest
 
 from slurm_train.errors import RunError
 from slurm_train.rundir.jobs import Holder, read_job, take_lock
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.status.activity import find_active, submitting, writing
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.fakes.slurm_programs import SlurmPrograms

@@ -13,7 +13,7 @@ from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
 from slurm_train.config.frozen import load_config, trained_settings
 from slurm_train.errors import DataError, RunError
 from slurm_train.rundir.events import read_changes
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.continuity import Continuity, build_continuity
 
 OWN = (

@@ -14,7 +14,7 @@ from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.jobs import process_lives, take_lock, this_process
-from slurm_train.rundir.layout import RunDirectory, name_of
+from slurm_train.rundir.paths import RunDirectory, name_of
 from tests.support.extras import NEEDS_TRANSFORMERS
 from tests.support.small_checkpoints import checkpoint_of
 

@@ -15,7 +15,7 @@ import pytest
 from slurm_train.launch.environment import environment_from, write_provenance
 from slurm_train.launch.snapshot import SourceState, read_source
 from slurm_train.launch.write import write_run
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.cli.conftest import Shell
 from tests.support.plans import make_plan
 

@@ -14,7 +14,7 @@ from slurm_train.cli.logs import choose_log, wait_for_log
 from slurm_train.errors import ClusterError, RunError
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
 from slurm_train.rundir.events import FailureMark, leave_mark
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.queue_view import QueueView
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.status.test_failure import ONE

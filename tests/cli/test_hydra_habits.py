@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import list_runs
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, read_table
 from slurm_train.verbs import HYDRA_HELP
 from tests.support.command_line import REPOSITORY, Person, new_project

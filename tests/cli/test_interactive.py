@@ -11,7 +11,7 @@ import pytest
 from slurm_train.cli import interactive
 from slurm_train.cli.supervise import _share_of
 from slurm_train.config.schema import RunConfig
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from tests.support.waiting import wait_for
 

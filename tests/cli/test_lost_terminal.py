@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.slurm_runs import losses, wait_until_step
 from tests.support.waiting import wait_for

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, read_runs, read_table
 
 SWEEP = ("-m", "+cluster=1x8", "optim.lr=1e-3,3e-4", "seed=range(3)")

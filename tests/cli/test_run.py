@@ -17,7 +17,7 @@ from slurm_train.config.words import read_words
 from slurm_train.launch.plan import plan_run
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.jobs import Holder, read_job, take_lock, this_process
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.command_line import REPOSITORY
 

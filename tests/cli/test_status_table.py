@@ -10,7 +10,7 @@ import pytest
 
 from slurm_train.cli.status_table import build_view, note_of, render, summary
 from slurm_train.formatting import table
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.status.run_status import RunState, RunStatus, Subject
 from tests.fakes.slurm_commands import job_state
 

@@ -19,7 +19,7 @@ from slurm_train.config.schema import ClusterSection, RequeueSection, RunConfig
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.jobs import Holder, read_job, release_lock, take_lock, this_process
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.cli.conftest import Shell
 from tests.support.command_line import Done, Person
 from tests.support.waiting import wait_for

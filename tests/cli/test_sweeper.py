@@ -16,7 +16,7 @@ from hydra.plugins.sweeper import Sweeper
 
 from slurm_train.cli.multirun import objective
 from slurm_train.errors import RunError
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, read_table
 
 FOUND: list[float] = []

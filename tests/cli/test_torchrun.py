@@ -19,7 +19,7 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.ports import probe_port
 from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
 from slurm_train.rundir.heartbeat import read_beats
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.preflight import preflight
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.waiting import wait_for

@@ -16,7 +16,7 @@ from slurm_train.cli import watch as watch_module
 from slurm_train.cli.selection import Selection
 from slurm_train.cli.watch import LineScreen, LiveScreen, Picture, watch
 from slurm_train.errors import ClusterError
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.queue_view import Look, QueueView
 from slurm_train.status.run_status import RunState, Survey, Surveyor
 from tests.cli.test_status_table import NOW_S, status, waiting

@@ -12,7 +12,7 @@ import pytest
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
-from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import CAUSES, read_notice
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.slurm_runs import job_state, losses, wait_until_finished, wait_until_step

@@ -16,7 +16,7 @@ import pytest
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import fatal_line, read_preflight
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.devcluster.plan import ClusterPlan
 from tests.support.command_line import REPOSITORY, TINY, Person, new_project
 from tests.support.slurm_runs import all_logs, job_state, losses, wait_until_finished, wait_until_step

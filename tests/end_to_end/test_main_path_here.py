@@ -10,7 +10,7 @@ import pytest
 
 from slurm_train.errors import EXIT_REQUEUE
 from slurm_train.metrics.writer import read_metrics
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.waiting import wait_for
 

@@ -14,7 +14,7 @@ import torch
 from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.layout import RunDirectory, list_checkpoints
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from tests.support.command_line import REPOSITORY, Person
 from tests.support.waiting import wait_for
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.devcluster.cluster import start_node, stop_node
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
 from tests.support.command_line import TINY, Person, new_project

@@ -9,8 +9,8 @@ import pytest
 
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.layout import name_of
 from slurm_train.rundir.lookup import find_run
+from slurm_train.rundir.paths import name_of
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.node_faults import hidden_from
 from tests.support.slurm_runs import job_state, losses, wait_until_finished, wait_until_step

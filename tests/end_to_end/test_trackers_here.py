@@ -13,8 +13,8 @@ from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import read_beats
-from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_run
+from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.process_faults import kill
 from tests.support.slurm_runs import losses

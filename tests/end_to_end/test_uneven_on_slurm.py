@@ -12,8 +12,8 @@ import pytest
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import read_beats
-from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_run
+from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.slurm_runs import PATIENCE_S, all_logs
 from tests.support.waiting import wait_for

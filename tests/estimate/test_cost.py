@@ -9,7 +9,7 @@ import pytest
 from slurm_train.config.frozen import dump_config
 from slurm_train.estimate.plan import Cost, Speed, WorstLoss, estimate_cost, measured_speed, worst_loss
 from slurm_train.launch.plan import RunPlan
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import account_path
 from slurm_train.slurm.policy import Preemption
 from tests.support.plans import make_plan

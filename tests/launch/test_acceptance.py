@@ -9,7 +9,7 @@ import pytest
 from slurm_train.errors import ClusterError
 from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, salloc_words, slurm_verdict
 from slurm_train.rundir.events import add_bad_nodes
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.policy import Refusal, TestVerdict
 from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.fakes.slurm_programs import SlurmPrograms

@@ -16,7 +16,7 @@ from slurm_train.launch.continuation import (
     submit_continuation,
 )
 from slurm_train.rundir.jobs import read_job, record_job
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.fakes.slurm_programs import SlurmPrograms
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from slurm_train.config.schema import RunConfig, RunSection
 from slurm_train.launch.environment import read_environment
 from slurm_train.launch.snapshot import read_git, read_source, write_snapshot
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 here, run, folders = Path.cwd(), RunDirectory(Path(sys.argv[1])), sys.argv[2:]
 config = RunConfig(script=["train.py"], run=RunSection(snapshot_folders=folders))

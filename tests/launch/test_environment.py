@@ -22,7 +22,7 @@ from slurm_train.launch.environment import (
     write_provenance,
 )
 from slurm_train.launch.snapshot import Source, SourceFolder, SourceState
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 
 def test_where_a_package_comes_from_is_kept_without_passwords(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.launch.local import LocalRanks, start_local
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.support.waiting import wait_for
 
 

@@ -7,7 +7,7 @@ import pytest
 from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, NodesError, RunError, SilentNodesError
 from slurm_train.launch import visibility
 from slurm_train.launch.visibility import require_seen_by_all
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 NODES = ("node1", "node2", "node3")
 

@@ -12,7 +12,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.errors import RunError
 from slurm_train.launch.snapshot import Source, SourceFolder, SourceState
 from slurm_train.launch.write import require_writable, write_run
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.support.plans import make_plan
 
 
@@ -67,7 +67,7 @@ import os, sys
 from pathlib import Path
 from slurm_train.errors import RunError
 from slurm_train.launch.write import require_writable
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 os.setuid(65534)
 try:
     require_writable(RunDirectory(Path(sys.argv[1])))

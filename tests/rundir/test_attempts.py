@@ -28,7 +28,7 @@ from slurm_train.rundir.attempts import (
 )
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.files import append_line, read_json
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
 START = AttemptStart(job_id="12_3", restart_count=1, nodes=("n1", "n2"), world_size=16)
 
@@ -57,7 +57,7 @@ OPENER = """
 import sys
 from pathlib import Path
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 start = AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1)
 print("ready", flush=True)
 sys.stdin.readline()

@@ -33,7 +33,7 @@ from slurm_train.rundir.events import (
     record_change,
     write_preflight,
 )
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 
 @pytest.fixture

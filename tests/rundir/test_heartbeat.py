@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from slurm_train.rundir.heartbeat import AwakeClock, BeatSource, Heartbeat, Limits, Pace, read_beats
-from slurm_train.rundir.layout import RunDirectory
-from slurm_train.supervise.signals import hold_continue, release_continue, was_continued
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.train.signals import hold_continue, release_continue, was_continued
 from tests.support.waiting import wait_for
 
 SOURCE = BeatSource(rank=3, host="node2", pid=os.getpid(), step_id="12.0")
@@ -161,7 +161,7 @@ def test_a_continued_process_is_told_once() -> None:
 
 PROGRAM = """
 import sys, threading, time
-from slurm_train.supervise.signals import hold_continue, was_continued
+from slurm_train.train.signals import hold_continue, was_continued
 from slurm_train.rundir.heartbeat import AwakeClock
 hold_continue()
 clock = AwakeClock(was_continued=was_continued)

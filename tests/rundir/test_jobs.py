@@ -29,7 +29,7 @@ from slurm_train.rundir.jobs import (
     take_lock,
     this_process,
 )
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.support.run_facts import RunFacts, attempt
 
 
@@ -66,7 +66,7 @@ def test_a_recorder_that_wakes_up_late_loses_no_job(run: RunDirectory) -> None:
 def test_recorders_at_the_same_moment_lose_no_job(run: RunDirectory) -> None:
     code = (
         "import sys; from pathlib import Path; from slurm_train.rundir.jobs import record_job; "
-        "from slurm_train.rundir.layout import RunDirectory\n"
+        "from slurm_train.rundir.paths import RunDirectory\n"
         "for number in range(20): record_job(RunDirectory(Path(sys.argv[1])), f'{sys.argv[2]}{number:02}')"
     )
     started = [subprocess.Popen([sys.executable, "-c", code, str(run.path), str(one)]) for one in (1, 2, 3)]
@@ -258,7 +258,7 @@ import sys
 from pathlib import Path
 from slurm_train.errors import RunError
 from slurm_train.rundir import jobs as lock
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.jobs import process_lives, take_lock, this_process
 run = RunDirectory(Path(sys.argv[1]))
 print("ready", flush=True)

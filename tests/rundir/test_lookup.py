@@ -10,8 +10,8 @@ import pytest
 
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.rundir import lookup
-from slurm_train.rundir.layout import RunDirectory
 from slurm_train.rundir.lookup import find_run, find_runs, list_runs, run_of_hash
+from slurm_train.rundir.paths import RunDirectory
 
 
 def make_run(root: Path, name: str, run_id: str, *, job_ids: tuple[str, ...] = (), age_s: float = 0.0) -> RunDirectory:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import (
     Element,
     SweepDirectory,

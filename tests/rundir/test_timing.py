@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.rundir.files import append_line, last_lines
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import (
     CAUSES,
     Ask,

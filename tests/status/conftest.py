@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.support.run_facts import RunFacts
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir.events import FailureMark, leave_mark
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.status.failure import find_failure, first_failed_rank, tracebacks
 from tests.support.run_facts import attempt
 

@@ -26,7 +26,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.rundir.attempts import AttemptStart, begin_round, open_attempt, read_ledger
 from slurm_train.rundir.events import first_mark, read_events, write_preflight
 from slurm_train.rundir.heartbeat import Beat, BeatSource, Heartbeat, Limits, read_beats
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.step_times import read_windows
 from slurm_train.rundir.timing import Notice, notice_path, read_notice
 from slurm_train.supervise import monitor as module

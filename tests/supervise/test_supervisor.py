@@ -18,7 +18,7 @@ from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attemp
 from slurm_train.rundir.events import FailureMark, append_event, leave_mark, write_preflight
 from slurm_train.rundir.files import append_line
 from slurm_train.rundir.jobs import Holder, read_holder, take_lock
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent, account_path, last_step
 from slurm_train.supervise import supervisor as module
 from slurm_train.supervise.decision import Decision

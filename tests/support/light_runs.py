@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slurm_train.rundir.files import read_lines
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import Person
 
 WORDS = ("+cluster=1x1", "script=[light.py]", "batch.global_size=16", "preflight.enabled=false")

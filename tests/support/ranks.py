@@ -10,9 +10,9 @@ from slurm_train.config.layout import solve_layout
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
-from slurm_train.rundir.layout import RunDirectory
-from slurm_train.supervise.signals import StopFlag
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Rank
+from slurm_train.train.signals import StopFlag
 
 
 def make_rank(

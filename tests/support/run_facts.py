@@ -11,7 +11,7 @@ from typing import Any
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.rundir.heartbeat import Beat, BeatSource, Heartbeat
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
 
 def beat(rank: int = 0, *, age_s: float = 0.0, host: str = "node1", phase: str = "step", step: int = 1) -> Beat:

@@ -8,7 +8,7 @@ from typing import Any
 
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from tests.support.waiting import wait_for
 
 # Two cores import torch for every rank of every test.

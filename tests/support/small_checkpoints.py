@@ -8,7 +8,7 @@ from typing import Any
 
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest, write_file
-from slurm_train.rundir.layout import list_checkpoints, name_of
+from slurm_train.rundir.paths import list_checkpoints, name_of
 
 
 def make_header(step: int, **changes: Any) -> CheckpointHeader:

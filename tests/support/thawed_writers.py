@@ -24,7 +24,7 @@ from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachabl
 from slurm_train.errors import CheckpointError
 from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt, publish_result, withdraw_result
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.layout import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from tests.support.crash_points import Trial
 from tests.support.faulty_files import FaultyFiles
 from tests.support.small_checkpoints import make_checkpoint, make_header, stage

@@ -11,7 +11,7 @@ from typing import Any
 
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig, TrackSection
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 _BLOCK_BYTES = 32768
 

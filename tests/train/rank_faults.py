@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.checkpoint import save
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train import saving
 from slurm_train.train.context import Rank
 from slurm_train.train.local_tier import LocalSaves

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from slurm_train.config.schema import DdpSection, RunConfig
 from slurm_train.distributed.place import RankPlace
-from slurm_train.supervise.signals import StopFlag
+from slurm_train.train.signals import StopFlag
 from slurm_train.tools.exchanges import build_exchange
 from slurm_train.train.passes import Exchange, TrainingModule, build_ddp
 

@@ -11,7 +11,7 @@ import torch
 
 from slurm_train.data.order import SampleOrder, samples_digest
 from slurm_train.rundir.events import append_event, read_events
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.health import digest_of_parameters, find_divergent, position_after_rollbacks
 from slurm_train.train.saving import Position
 from tests.train.small_runs import config_of, result_of, run_to_end, steps_of

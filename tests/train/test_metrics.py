@@ -25,7 +25,7 @@ from slurm_train.errors import RunError
 from slurm_train.metrics.progress import LineDisplay
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.heartbeat import Heartbeat, Pace
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.evaluate import measures
 from slurm_train.train.metrics import (

@@ -13,12 +13,12 @@ import pytest
 
 from slurm_train.checkpoint.directory import verify
 from slurm_train.rundir.events import read_events, read_saves
-from slurm_train.rundir.layout import RunDirectory, list_checkpoints
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.rundir.step_times import read_step_times
 from slurm_train.rundir.timing import Notice, Spent, read_measured, write_notice
-from slurm_train.supervise.signals import StopFlag
 from slurm_train.train.loop import Stopping
 from slurm_train.train.saving import SavePace, failure_every_s, interval_steps
+from slurm_train.train.signals import StopFlag
 from tests.support.ranks import make_rank
 from tests.support.small_checkpoints import steps_in
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start

@@ -30,7 +30,7 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.data.shards import known_fingerprint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor.facts import DiskFacts, FilesFacts, NetworkFacts, NodeFacts, RankFacts
 from slurm_train.tools.doctor.gpus import logged_errors, read_gpus, visible_gpus
 

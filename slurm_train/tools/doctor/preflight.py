@@ -44,7 +44,7 @@ from slurm_train.errors import ConfigError, PreflightError
 from slurm_train.formatting import columns
 from slurm_train.rundir.events import Finding, read_finding, write_preflight
 from slurm_train.rundir.files import read_json, write_atomic
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor import gather
 from slurm_train.tools.doctor.facts import (
     Asked,

@@ -19,7 +19,7 @@ from slurm_train.formatting import duration, hours, number, share
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import CALM_EVENTS
 from slurm_train.rundir.files import last_lines, read_json
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.step_times import Histogram, PaceWindow, RankTimes, all_findings
 from slurm_train.rundir.timing import account_path, read_account
 from slurm_train.slurm.nodelist import compact_nodelist

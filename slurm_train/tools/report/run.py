@@ -20,7 +20,7 @@ from slurm_train.launch.environment import environment_of
 from slurm_train.metrics.series import Series, read_series
 from slurm_train.rundir.events import read_changes, read_events, read_saves
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.layout import RunDirectory, name_of
+from slurm_train.rundir.paths import RunDirectory, name_of
 from slurm_train.rundir.step_times import read_step_times, read_windows
 from slurm_train.tools.report.attempts import (
     Bar,

@@ -18,7 +18,7 @@ from slurm_train.formatting import byte_size, duration
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.heartbeat import read_beats
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
 Mode = Literal["local", "global"]
 

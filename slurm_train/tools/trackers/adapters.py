@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from slurm_train.config.schema import TrackSection, WandbSection, flat
 from slurm_train.config.secrets import redact
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 Outcome = Literal["finished", "failed", "paused"]
 """State of a run when its tracker is closed; paused: it will be continued, by Slurm or by a person."""

@@ -30,7 +30,7 @@ from slurm_train.config.secrets import redact
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, SlurmTrainError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import fsync_directory, make_private, read_json, size_of, write_atomic
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import sweep_of
 from slurm_train.tools.trackers.adapters import Line, Outcome, TrackedRun, Tracker, open_tracker
 from slurm_train.tools.trackers.catalogue import require_installed

@@ -20,7 +20,7 @@ from slurm_train.config.schema import TrackSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_WRONG_USE
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.files import create_private, make_private
-from slurm_train.rundir.layout import RunDirectory, existing_attempts
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.tools.trackers.follow import count_unsent, explain_exit, follower_command, read_state
 
 _POLL_S, _CLOSING_POLL_S = 0.5, 0.1

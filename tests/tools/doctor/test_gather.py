@@ -17,7 +17,7 @@ import pytest
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.distributed.place import RankPlace
 from slurm_train.launch.snapshot import index_code
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor import gather, gpus
 from slurm_train.tools.doctor.facts import FilesFacts
 from slurm_train.tools.doctor.gpus import logged_errors, read_gpus, visible_gpus

@@ -18,7 +18,7 @@ from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, PreflightError
 from slurm_train.rundir.events import fatal_line, read_preflight
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor import gather, probes
 from slurm_train.tools.doctor.facts import NodeFacts, Trouble
 from slurm_train.tools.doctor.preflight import AbsentNodes, Preflight, run_preflight

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir.heartbeat import BeatSource, Heartbeat, Pace
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.scaling.page import render_page, render_text
 from slurm_train.tools.scaling.study import (
     WARM_UP_LINES,

@@ -14,7 +14,7 @@ import pytest
 
 from slurm_train.config.schema import MlflowSection, TrackioSection, TrackSection, WandbSection
 from slurm_train.rundir.jobs import take_lock, this_process
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import Element, SweepDirectory, write_table
 from slurm_train.tools.trackers.adapters import numbers_of, wandb_mode
 from tests.support.command_line import Person

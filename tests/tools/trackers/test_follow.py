@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir.files import append_line
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.trackers.follow import (
     TrackerState,
     count_unsent,
@@ -195,7 +195,7 @@ HANGS = """
 import ctypes, sys
 from pathlib import Path
 from tests.tools.trackers.test_follow import Kept
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 class Hangs(Kept):
     def log(self, lines):

@@ -12,7 +12,7 @@ import pytest
 
 from slurm_train.config.schema import TrackSection
 from slurm_train.rundir.events import read_events
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.trackers.follow import read_state
 from slurm_train.tools.trackers.sidecars import Trackers
 from tests.support.command_line import REPOSITORY
@@ -26,7 +26,7 @@ import atexit, os, sys, time
 from pathlib import Path
 from slurm_train.tools.trackers import follow as trackers
 from slurm_train.config.schema import TrackSection
-from slurm_train.rundir.layout import RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 
 run, how = RunDirectory(Path(sys.argv[1])), sys.argv[2]
 out = run.path / f"sent-{how}"

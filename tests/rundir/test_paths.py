@@ -14,7 +14,7 @@ from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.files import append_line, create_private, make_private, write_atomic, write_durable
 from slurm_train.rundir.jobs import complete_stop, take_lock, this_process
-from slurm_train.rundir.layout import RunDirectory, require_private, require_room
+from slurm_train.rundir.paths import RunDirectory, require_private, require_room
 
 SOMEBODY = 12345
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.supervise.signals import (
+from slurm_train.train.signals import (
     FENCE_EVERY_S,
     STOP_SIGNALS,
     StopFlag,
@@ -109,7 +109,7 @@ def test_the_fence_is_not_asked_at_every_look() -> None:
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from slurm_train.supervise.signals import start_orphan_watchdog
+from slurm_train.train.signals import start_orphan_watchdog
 def leave():
     os._exit(71)
 start_orphan_watchdog(
