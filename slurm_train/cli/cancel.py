@@ -12,8 +12,7 @@ import socket
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from slurm_train.cli.selection import filter_where
-from slurm_train.cli.status_table import summary
+from slurm_train.cli.selection import filter_where, summary
 from slurm_train.cli.terminal import note
 from slurm_train.errors import RunError
 from slurm_train.rundir.jobs import ask_to_stop

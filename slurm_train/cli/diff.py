@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slurm_train.cli.terminal import build_console, takes_escapes
+from slurm_train.cli.terminal import BOLD, painted, takes_escapes
 from slurm_train.config.frozen import in_words
 from slurm_train.config.words import read_names
 from slurm_train.errors import ConfigError
@@ -20,10 +20,8 @@ from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.verbs import parse
 
-Line = tuple[str, str]
-"""A line and its style for rich; "" for none."""
-_BOLD = "bold"
-_OF_SIGN = {"+": "green", "-": "red", "@": "cyan"}
+_STYLES = {"---": BOLD, "+++": BOLD, "+": "32", "-": "31", "@@": "36"}
+"""Of a line by its beginning, the first that fits; 32 is green, 31 red, 36 cyan."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -40,44 +38,32 @@ def main(words: Sequence[str]) -> int:
         names = {"old": str(old.path), "new": None if new is None else str(new.path)}
         print(json.dumps({**names, **found.as_json()}, indent=2, default=str))
         return 0
-    lines = _lines(old, new, found, stat=arguments.stat)
-    if not takes_escapes(sys.stdout, os.environ):
-        for text, _ in lines:
-            print(text)
-        return 0
-    from rich.text import Text
-
-    console = build_console(sys.stdout, os.environ)
-    for text, style in lines:
-        console.print(Text(text, style=style), soft_wrap=True)
+    in_colour = takes_escapes(sys.stdout, os.environ)
+    for line in _lines(old, new, found, stat=arguments.stat):
+        style = next((style for start, style in _STYLES.items() if line.startswith(start)), "")
+        print(painted(line, style if in_colour else ""))
     return 0
 
 
-def _lines(old: RunDirectory, new: RunDirectory | None, found: Comparison, *, stat: bool) -> Iterator[Line]:
-    yield f"--- {old.name}/{old.run_id}  {old.path}", _BOLD
-    yield "+++ now" if new is None else f"+++ {new.name}/{new.run_id}  {new.path}", _BOLD
+def _lines(old: RunDirectory, new: RunDirectory | None, found: Comparison, *, stat: bool) -> Iterator[str]:
+    yield f"--- {old.name}/{old.run_id}  {old.path}"
+    yield "+++ now" if new is None else f"+++ {new.name}/{new.run_id}  {new.path}"
     if found.config is not None:
-        yield from _heading("config", len(found.config))
+        yield _heading("config", found.config)
         width = max((len(change.key) for change in found.config), default=0)
         for change in sorted(found.config, key=lambda one: (one.kind == "harmless", one.key)):
-            text = f"  {change.key:<{width}}  {in_words(change.old)} -> {in_words(change.new)}"
-            is_harmless = change.kind == "harmless"
-            yield (f"{text}  (does not change what is trained)", "dim") if is_harmless else (text, "")
+            remark = "  (does not change what is trained)" if change.kind == "harmless" else ""
+            yield f"  {change.key:<{width}}  {in_words(change.old)} -> {in_words(change.new)}{remark}"
     if found.code is not None:
         revisions = "" if len(set(found.revisions)) == 1 else f": {' -> '.join(found.revisions)}"
-        yield from _heading(f"code{revisions}", len(found.code))
+        yield _heading(f"code{revisions}", found.code)
         for file in found.code:
-            if stat:
-                yield f"  {file}", ""
-            else:
-                lines = enumerate(found.unified(file))
-                yield from ((line, _BOLD if index < 2 else _OF_SIGN.get(line[:1], "")) for index, line in lines)
+            yield from [f"  {file}"] if stat else found.unified(file)
     if found.environment is not None:
-        yield from _heading("environment", len(found.environment))
-        yield from ((f"  {item}", "") for item in found.environment)
-    yield from ((text, "") for text in found.unknown)
+        yield _heading("environment", found.environment)
+        yield from (f"  {item}" for item in found.environment)
+    yield from found.unknown
 
 
-def _heading(name: str, num_differences: int) -> Iterator[Line]:
-    yield "", ""
-    yield name if num_differences else f"{name}: the same", _BOLD
+def _heading(name: str, differences: Sequence[object]) -> str:
+    return f"\n{name}{'' if differences else ': the same'}"

@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from slurm_train.checkpoint.directory import newest_committed_step
-from slurm_train.cli.lost_terminal import outlive_terminal
-from slurm_train.cli.terminal import note
+from slurm_train.cli.terminal import note, outlive_terminal
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.ports import probe_port
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE

@@ -14,9 +14,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from slurm_train.cli.here import on_stop
-from slurm_train.cli.logs import ChosenLog, LogPrinter
+from slurm_train.cli.logs import LogPrinter, choose_log
 from slurm_train.cli.terminal import note
-from slurm_train.rundir.files import size_of
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
 
@@ -49,17 +48,11 @@ def attend(run: RunDirectory, command: Sequence[str], *, env: Mapping[str, str])
                     note("nothing has begun; giving it up")
         return process.poll() is not None
 
-    def newest_log() -> ChosenLog | None:
-        """Returns rank 0's log of the newest attempt that began here, else what srun says."""
-        attempts = [number for number in existing_attempts(run) if number > before]
-        if not attempts:
-            return None
-        logs = (run.rank_log(attempts[-1], 0), run.attempt_logs(attempts[-1]) / "batch.log")
-        found = next((path for path in logs if size_of(path)), None)
-        return None if found is None else ChosenLog(found, attempts[-1])
-
     with on_stop(lambda: asked.append(None)):
-        LogPrinter(run, 0, attempt=None, env=env).follow(newest_log, until=is_over)
+        # Rank 0's log of the newest attempt that began here, else what srun says.
+        LogPrinter(run, 0, attempt=None, env=env).follow(
+            lambda: choose_log(run, attempt=None, rank=0, after=before), until=is_over
+        )
     code = process.wait()
     if code and not run.result.exists():
         note(f"ended with exit code {code}; `status {run.run_id}` says why, and the same command continues the run")

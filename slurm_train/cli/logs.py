@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_train.cli.terminal import Painter, emphasised, note, takes_escapes
+from slurm_train.cli.terminal import BOLD_RED, Painter, note, painted, takes_escapes
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import size_of
@@ -34,21 +34,23 @@ _POLL_S = 0.3
 def main(words: Sequence[str]) -> int:
     """Prints the log to stdout; with -f goes on until the run is finished or Ctrl-C."""
     arguments = parse("logs", words)
-    run, attempt = find_run(Path(arguments.root), arguments.run), arguments.attempt
-    printer = LogPrinter(run, arguments.rank, attempt=attempt, env=os.environ)
-
-    def choose() -> ChosenLog | None:
-        return choose_log(run, attempt=attempt, rank=arguments.rank)
-
-    chosen = choose()
+    run, attempt, rank = find_run(Path(arguments.root), arguments.run), arguments.attempt, arguments.rank
+    printer = LogPrinter(run, rank, attempt=attempt, env=os.environ)
+    log = choose_log(run, attempt=attempt, rank=rank)
     if arguments.follow:
-        if chosen is None:
-            wait_for_log(run, QueueView(SlurmCommands(os.environ)), choose)
-        printer.follow(choose, until=lambda: has_ended(run) or (attempt is not None and _is_closed(run, attempt)))
-    elif chosen is not None:
-        printer.print_all(chosen)
-    elif not printer.print_failure(max(existing_attempts(run), default=0) if attempt is None else attempt):
-        raise RunError(f"{run.path} has no log yet", hint=_where_the_log_is(run))
+        if log is None:
+            wait_for_log(run, QueueView(SlurmCommands(os.environ)), rank=rank)
+        printer.follow(
+            lambda: choose_log(run, attempt=attempt, rank=rank),
+            until=lambda: has_ended(run) or (attempt is not None and _is_closed(run, attempt)),
+        )
+    elif log is not None:
+        printer.print_all(log)
+    elif not printer.print_end(max(existing_attempts(run), default=0) if attempt is None else attempt):
+        raise RunError(
+            f"{run.path} has no log yet",
+            hint="-f waits for one; rank 0 of a run on this machine writes to its terminal, other ranks have a log",
+        )
     return 0
 
 
@@ -60,49 +62,48 @@ class ChosenLog:
     attempt: int
 
 
-Choose = Callable[[], ChosenLog | None]
-"""Returns the log to show now, None where there is none yet."""
-
-
-def choose_log(run: RunDirectory, *, attempt: int | None, rank: int) -> ChosenLog | None:
+def choose_log(run: RunDirectory, *, attempt: int | None, rank: int, after: int | None = None) -> ChosenLog | None:
     """Returns the log of a rank, or of the batch script while the rank has not written any; None for neither.
 
     Args:
         run: the run.
         attempt: its number; None: the newest.
         rank: its number; -1: the batch script.
+        after: only logs of attempts after this one; None: of any, and what a job wrote before its first.
 
     Raises:
         RunError: there was no such attempt.
     """
-    attempts = existing_attempts(run)
+    attempts = [number for number in existing_attempts(run) if after is None or number > after]
     if attempt is not None and attempt not in attempts:
         known = ", ".join(map(str, attempts)) or "none yet"
         raise RunError(f"{run.path} has no attempt {attempt}", hint=f"attempts: {known}")
+    if after is not None and not attempts:
+        return None
     number = attempt if attempt is not None else max(attempts, default=0)
-    batch_logs = [run.attempt_logs(number) / "batch.log", run.logs / "batch.log"]
-    wanted = batch_logs if rank < 0 else [run.rank_log(number, rank), *batch_logs]
+    wanted = [run.rank_log(number, rank)] if rank >= 0 else []
+    wanted += [run.attempt_logs(number) / "batch.log"] + ([run.logs / "batch.log"] if after is None else [])
     found = next((path for path in wanted if size_of(path)), None)
     return ChosenLog(found, number) if found is not None else None
 
 
-def wait_for_log(run: RunDirectory, view: QueueView, choose: Choose) -> None:
+def wait_for_log(run: RunDirectory, view: QueueView, *, rank: int) -> None:
     """Waits until there is a log, saying what the job waits for whenever that changes.
 
     Raises:
         RunError: the job ended without one.
     """
     said = ""
-    while choose() is None:
+    while choose_log(run, attempt=None, rank=rank) is None:
         record = read_job(run)
         job_ids = record.job_ids if record is not None else ()
         look = view.look(Wanted(job_ids=job_ids, settled=job_ids[:-1]))
         job, text = newest_job_state(job_ids, look.jobs), ""
         if job is not None:
-            if not job.is_active and choose() is None:
+            # A log that came meanwhile counts.
+            if not job.is_active and choose_log(run, attempt=None, rank=rank) is None:
                 raise RunError(f"job {job.job_id} has no log", hint=never_began(job))
-            reason = explain_reason(job.reason)
-            text = f"job {job.job_id} is {job.phase.value}{f': {reason}' if reason else ''}"
+            text = ": ".join(filter(None, [f"job {job.job_id} is {job.phase.value}", explain_reason(job.reason)]))
         if look.problem:
             text = f"Slurm does not answer: {look.problem}"
         if text and text != said:
@@ -121,13 +122,6 @@ def _is_closed(run: RunDirectory, attempt: int) -> bool:
     return "end_time_unix_s" in _entry(run, attempt)
 
 
-def _where_the_log_is(run: RunDirectory) -> str:
-    if read_job(run) is None and existing_attempts(run):
-        curves = f"`report {run.run_id}` draws its curves"
-        return f"rank 0 of a run on this machine writes to its terminal; {curves}, --rank 1 shows another rank"
-    return "`status` says whether it waits; -f waits for the log"
-
-
 class LogPrinter:
     """Prints logs of one run, and what is known about failures.
 
@@ -140,7 +134,7 @@ class LogPrinter:
 
     def __init__(self, run: RunDirectory, rank: int, *, attempt: int | None, env: Mapping[str, str]) -> None:
         self._in_colour = takes_escapes(sys.stdout, env)
-        self._notes_in_colour = takes_escapes(sys.stderr, env)
+        self._alert = BOLD_RED if takes_escapes(sys.stderr, env) else ""
         self._painter = Painter(in_colour=self._in_colour, is_cause=self._may_be_cause)
         self._run, self._rank, self._attempt = run, rank, attempt
 
@@ -150,35 +144,30 @@ class LogPrinter:
         return first_failed_rank(self._run, attempt) in (None, self._rank)
 
     def print_all(self, log: ChosenLog) -> None:
-        """Prints a log as it is, and how its attempt failed, or that an earlier one did."""
+        """Prints a log as it is, and how its attempt ended."""
         self._print_rest(log.path, 0)
-        if self.print_failure(log.attempt):
-            return
-        earlier = [one for one in read_ledger(self._run) if one["attempt"] < log.attempt]
-        if failed := [one for one in earlier if one.get("reason") == "failed"]:
-            number, text = failed[-1]["attempt"], failed[-1].get("note", "")
-            note(f"attempt {number} failed: {text}; `logs {self._run.run_id} --attempt {number}` shows it")
-        self._print_return(log.attempt)
+        self.print_end(log.attempt)
 
-    def print_failure(self, attempt: int) -> bool:
-        """Prints how an attempt failed; returns whether it did."""
+    def print_end(self, attempt: int) -> bool:
+        """Prints how an attempt failed, or why it comes back; returns whether it failed."""
         failure = find_failure(self._run, attempt)
         if failure is None:
+            entry = _entry(self._run, attempt)
+            if entry.get("action") in ("requeue", "leave", "relaunch"):
+                note(f"attempt {attempt}: {entry.get('note', '')}")
             return False
         for line in failure.lines(rank_shown=self._rank):
-            note(emphasised(line, in_colour=self._notes_in_colour))
-        if not failure.kind and read_job(self._run) is None:
-            note(_where_the_log_is(self._run))
+            note(painted(line, self._alert))
         if failure.kind and not failure.is_in_log_of(self._rank):
             excerpt = Painter(in_colour=self._in_colour)
             _write(excerpt.paint(failure.excerpt.encode() + b"\n") + excerpt.rest())
         return True
 
-    def follow(self, choose: Choose, *, until: Callable[[], bool]) -> None:
+    def follow(self, choose: Callable[[], ChosenLog | None], *, until: Callable[[], bool]) -> None:
         """Prints what is appended to the chosen file; starts over when the choice changes (a new attempt).
 
         Args:
-            choose: the log to show now.
+            choose: gives the log to show now, None where there is none yet.
             until: whether nothing more will be written.
         """
         current: ChosenLog | None = None
@@ -188,8 +177,7 @@ class LogPrinter:
             self._print_rest(log.path, position)
             if log.attempt not in finished:
                 finished.add(log.attempt)
-                if not self.print_failure(log.attempt):
-                    self._print_return(log.attempt)
+                self.print_end(log.attempt)
 
         while True:
             # Asked before the log is read: what was written before the end is shown before the end is reported.
@@ -224,11 +212,6 @@ class LogPrinter:
     def _print_rest(self, path: Path, position: int) -> None:
         self._print_from(path, position)
         _write(self._painter.rest())
-
-    def _print_return(self, attempt: int) -> None:
-        entry = _entry(self._run, attempt)
-        if entry.get("action") in ("requeue", "leave", "relaunch"):
-            note(f"attempt {attempt}: {entry.get('note', '')}")
 
 
 def _write(text: bytes) -> None:

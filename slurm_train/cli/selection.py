@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,6 +14,7 @@ from typing import Any
 
 from slurm_train.cli.terminal import note
 from slurm_train.errors import ConfigError, RunError
+from slurm_train.formatting import count
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.lookup import find_runs
@@ -33,12 +35,12 @@ class Selection:
     """What was typed to choose runs by."""
 
     root: Path
-    words: tuple[str, ...] = ()
+    words: Sequence[str] = ()
     """Runs and sweeps; none: all runs."""
-    where: tuple[str, ...] = ()
+    where: Sequence[str] = ()
     states: frozenset[RunState] | None = None
     last: int | None = None
-    since_unix_s: float | None = None
+    since_unix_s: float = 0.0
 
     def sweep(self) -> SweepDirectory | None:
         """Returns the sweep that is meant, None where runs are, or several things."""
@@ -51,39 +53,25 @@ class Selection:
             RunError: a word names nothing.
             ConfigError: a condition makes no sense.
         """
-        named: dict[RunDirectory, Subject] = {}
+        found = [] if self.words else [Subject(run) for run in find_runs(self.root, [])]
         for word in self.words:
             sweep = find_sweep(self.root, word)
             if sweep is None:
-                found = [Subject(run) for run in find_runs(self.root, [word])]
+                found += [Subject(run) for run in find_runs(self.root, [word])]
             else:
-                found = subjects_of(read_table(sweep))
-            named |= {one.run: one for one in found if one.run not in named}
-        if not self.words:
-            named = {run: Subject(run) for run in find_runs(self.root, [])}
-        found = filter_where(named.values(), self.where)
-        if self.since_unix_s is not None:
-            found = [one for one in found if _active_unix_s(one.run) >= self.since_unix_s]
-        if self.last is not None:
-            newest = set(sorted((one.run for one in found), key=_active_unix_s, reverse=True)[: self.last])
-            found = [one for one in found if one.run in newest]
+                found += subjects_of(read_table(sweep))
+        # A run that is named twice is shown once, as it was named first.
+        by_run = {one.run: one for one in reversed(found)}
+        found = filter_where([one for one in found if by_run[one.run] is one], self.where)
+        if self.since_unix_s or self.last is not None:
+            active_s = {one.run: _active_unix_s(one.run) for one in found}
+            newest = set(sorted(active_s, key=lambda run: active_s[run], reverse=True)[: self.last])
+            found = [one for one in found if one.run in newest and active_s[one.run] >= self.since_unix_s]
         return found
 
     def keeps(self, status: RunStatus) -> bool:
         """Returns whether a run in this state is meant."""
         return self.states is None or status.state in self.states
-
-    def nothing_found(self, *, num_runs: int) -> str:
-        """Returns what to print where there is nothing to show.
-
-        Args:
-            num_runs: the runs that would be meant without the filter by state.
-        """
-        if num_runs:
-            return f"none of {num_runs} runs is in such a state"
-        if self.words or self.where or self.since_unix_s is not None:
-            return f"no such run below {self.root.resolve()}"
-        return f"no run below {self.root.resolve()}; `python -m slurm_train` starts one"
 
 
 def read_selection(arguments: argparse.Namespace, words: Sequence[str]) -> Selection:
@@ -96,11 +84,11 @@ def read_selection(arguments: argparse.Namespace, words: Sequence[str]) -> Selec
         raise ConfigError(f"--last must be at least 1, got {arguments.last}", hint="write --last 5")
     return Selection(
         root=Path(arguments.root),
-        words=tuple(words),
-        where=tuple(arguments.where),
+        words=words,
+        where=arguments.where,
         states=read_states(arguments.state, option="--state") if arguments.state is not None else None,
         last=arguments.last,
-        since_unix_s=read_since(arguments.since, now_unix_s=time.time()) if arguments.since is not None else None,
+        since_unix_s=read_since(arguments.since, now_unix_s=time.time()) if arguments.since is not None else 0.0,
     )
 
 
@@ -147,9 +135,7 @@ def filter_where(subjects: Iterable[Subject], conditions: Sequence[str]) -> list
             raise ConfigError(f"--where {condition!r} is not KEY=VALUE", hint="write --where optim.lr=1e-3")
         values = [_value_of(subject, key) for subject in chosen]
         if chosen and all(found is None for found in values):
-            known = ", ".join(dict.fromkeys(name for one in chosen for name in one.overrides))
-            hint = f"the sweep sets {known}; `--cfg job` prints all keys" if known else "`--cfg job` prints all keys"
-            raise ConfigError(f"no run has the key {key!r}", hint=hint)
+            raise ConfigError(f"no run has the key {key!r}", hint="`--cfg job` prints all keys")
         pairs = zip(chosen, values, strict=True)
         chosen = [subject for subject, found in pairs if found is not None and _is_same(found, value)]
     return chosen
@@ -191,3 +177,9 @@ def look_once(subjects: Sequence[Subject], env: Mapping[str, str]) -> tuple[RunS
     if survey.look.problem:
         note(f"Slurm does not answer, so this is from the files alone: {survey.look.problem}")
     return survey.statuses
+
+
+def summary(statuses: Sequence[RunStatus]) -> str:
+    """Returns how many runs there are of each state, e.g. "24 runs: 20 finished, 3 running, 1 failed"."""
+    states = Counter(one.state.label for one in statuses).most_common()
+    return ": ".join(filter(None, [count(len(statuses), "run"), ", ".join(f"{num} {label}" for label, num in states)]))

@@ -271,8 +271,7 @@ class Start:
             RunError: nothing is to be continued, or a run was never written.
             ClusterError: Slurm refuses.
         """
-        from slurm_train.cli.selection import filter_where
-        from slurm_train.cli.status_table import summary
+        from slurm_train.cli.selection import filter_where, summary
         from slurm_train.launch.arrays import find_lost_arrays, plan_arrays
         from slurm_train.status.run_status import read_statuses, subjects_of
 

@@ -1,6 +1,8 @@
 """`status [RUN ... | SWEEP]`: state and reason of runs, from one squeue where it answers, else sacct, else the files.
 
-Once, or again and again with -w until all of them have ended.
+Once, or with -w again and again until all of them have ended or Ctrl-C. The files are read at every look; Slurm is
+asked at its own pace, however short the interval. On a terminal the table is redrawn in place; elsewhere it is printed
+anew when something has changed.
 """
 
 from __future__ import annotations
@@ -9,35 +11,52 @@ import argparse
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import TextIO
 
-from slurm_train.cli.selection import Selection, build_surveyor, look_once, read_selection
-from slurm_train.cli.status_table import build_view, render, summary
-from slurm_train.cli.terminal import build_console, note, width_of
+from slurm_train.cli.selection import Selection, build_surveyor, look_once, read_selection, summary
+from slurm_train.cli.terminal import BOLD, BOLD_RED, FAINT, note, painted, takes_escapes, width_of
 from slurm_train.errors import ConfigError
-from slurm_train.formatting import table
+from slurm_train.formatting import clock, count, duration, table
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import list_sweeps, read_table
 from slurm_train.rundir.timing import goodput, held_s
-from slurm_train.status.run_status import RunStatus
+from slurm_train.status.run_status import SILENT_AFTER_S, RunState, RunStatus, Survey, Surveyor
 from slurm_train.verbs import parse
 
-_LOSSES = {
-    "start_s": "starting processes",
-    "rendezvous_s": "ranks waiting for each other at the start",
-    "load_s": "loading checkpoints",
-    "compile_s": "the pass before the first step",
-    "data_wait_s": "waiting for data",
-    "checkpoint_stall_s": "saving",
-    "evaluate_s": "evaluations",
-    "lost_work_s": "steps done again",
-    "end_s": "ending",
-}
 _MOST_SWEEPS, _MOST_ATTEMPTS = 3, 5
+_EVERY_ON_TERMINAL_S, _EVERY_ELSEWHERE_S = 5.0, 30.0
+# Where reading the files takes long, the file system gets as much rest as this times over.
+_REST = 4.0
+# Where nothing is active any more it is looked once more, with a new answer of Slurm's if that comes soon.
+_SURE_AFTER_S, _LONGEST_DOUBT_S = 3.0, 30.0
+_EXIT_INTERRUPTED = 130
+
+# What a terminal that is too narrow does without, in this order; notes then stand below the table.
+_LEAST_IMPORTANT = ("NOTE", "ATTEMPTS", "MFU", "HEARTBEAT", "NODES", "JOB", "SPEED", "LOSS", "ETA")
+# What a terminal that is too low does without, in this order.
+_LEAST_INTERESTING = (RunState.FINISHED, RunState.NOT_STARTED, RunState.CANCELLED, RunState.QUEUED)
+_GREEN, _YELLOW, _MAGENTA = "32", "33", "35"
+_STYLES = {
+    RunState.RUNNING: _GREEN,
+    RunState.FINISHING: _GREEN,
+    RunState.FINISHED: f"{BOLD};{_GREEN}",
+    RunState.QUEUED: _YELLOW,
+    RunState.REQUEUED: _YELLOW,
+    RunState.PREEMPTED: _YELLOW,
+    RunState.NOT_STARTED: FAINT,
+    RunState.CANCELLED: _MAGENTA,
+    RunState.STOPPED: _MAGENTA,
+}
+# All other states need a person.
+_TROUBLE = BOLD_RED
 
 
 def main(words: Sequence[str]) -> int:
@@ -46,14 +65,12 @@ def main(words: Sequence[str]) -> int:
     every_s, runs = _read_watch(arguments)
     selection = read_selection(arguments, runs)
     if arguments.watch is not None:
-        from slurm_train.cli.watch import watch
-
         surveyor = build_surveyor(os.environ)
         return watch(selection, surveyor, every_s=every_s, as_json=arguments.json, env=os.environ)
     found = look_once(selection.subjects(), os.environ)
     statuses = [one for one in found if selection.keeps(one)]
     if not statuses:
-        note(selection.nothing_found(num_runs=len(found)))
+        _note_nothing(selection, num_runs=len(found))
     if arguments.json:
         print(json.dumps([one.as_json() for one in statuses], indent=2))
     elif statuses:
@@ -73,6 +90,96 @@ def _read_watch(arguments: argparse.Namespace) -> tuple[float | None, list[str]]
     return float(text), arguments.runs
 
 
+def _note_nothing(selection: Selection, *, num_runs: int) -> None:
+    """Prints why there is nothing to show, if so many runs would be meant without the filter by state."""
+    text = f"no such run below {selection.root.resolve()}; `python -m slurm_train` starts one"
+    note(f"none of {num_runs} runs is in such a state" if num_runs else text)
+
+
+# --- the table ---
+
+
+def table_lines(
+    statuses: Sequence[RunStatus],
+    *,
+    now_unix_s: float,
+    width: int | None,
+    of_sweep: bool = False,
+    in_colour: bool = False,
+) -> list[str]:
+    """Returns the lines of the table. A column without a value in any row is left out.
+
+    Args:
+        statuses: its rows.
+        now_unix_s: the time, for what is relative to it.
+        width: characters of a line; None: as wide as it gets, e.g. in a file.
+        of_sweep: the runs are those of one sweep: with their numbers and values in front.
+        in_colour: paint headings and states.
+    """
+    keys = list(dict.fromkeys(key for one in statuses for key in one.subject.overrides)) if of_sweep else []
+    rows = [_cells(one, keys, now_unix_s=now_unix_s, of_sweep=of_sweep) for one in statuses]
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in columns}
+    for name in (*_LEAST_IMPORTANT, *(["RUN", *keys] if of_sweep else [])):
+        if width is not None and name in columns and sum(widths[one] + 2 for one in columns) - 2 > width:
+            columns.remove(name)
+    cells = [[row[name] or "-" for name in columns] for row in rows]
+    lines = [line[:width] for line in table(columns, cells).splitlines()]
+    if in_colour:
+        begin = sum(widths[name] + 2 for name in columns[: columns.index("STATE")])
+        lines[0] = painted(lines[0], BOLD)
+        for number, one in enumerate(statuses, start=1):
+            line, end = lines[number], begin + len(one.state.label)
+            lines[number] = line[:begin] + painted(line[begin:end], _STYLES.get(one.state, _TROUBLE)) + line[end:]
+    if "NOTE" not in columns:
+        for one, row in zip(statuses, rows, strict=True):
+            name = f"run {one.subject.index}" if of_sweep else one.label
+            lines += _wrapped(f"  {name}: {row['NOTE']}", width) if row["NOTE"] else []
+    return lines
+
+
+def _wrapped(text: str, width: int | None) -> list[str]:
+    return [text] if width is None else textwrap.wrap(text, width, subsequent_indent="    ")
+
+
+def _cells(one: RunStatus, keys: Sequence[str], *, now_unix_s: float, of_sweep: bool) -> dict[str, str]:
+    """Returns the texts of a row by column, "" for what is not known."""
+    speeds = ((one.tokens_per_s, "tok/s"), (one.samples_per_s, "samples/s"))
+    front = {"RUN": one.label}
+    if of_sweep:
+        values = {key: one.subject.overrides.get(key, "") for key in keys}
+        front = {"#": str(one.subject.index), **values, "RUN": one.run.run_id}
+    return front | {
+        "JOB": one.job_id or "",
+        "STATE": one.state.label,
+        "STEP": f"{one.step}/{one.max_steps}" if one.max_steps else "",
+        "LOSS": "" if one.loss is None else f"{one.loss:.4f}",
+        "SPEED": next((f"{value:,.0f} {unit}" for value, unit in speeds if value is not None), ""),
+        "MFU": "" if one.mfu is None else f"{one.mfu:.1%}",
+        "ETA": "" if one.time_left_s is None else clock(one.time_left_s),
+        "ATTEMPTS": str(one.attempts),
+        "HEARTBEAT": "" if one.heartbeat_age_s is None else f"{duration(int(one.heartbeat_age_s))} ago",
+        "NODES": one.nodelist or "",
+        "NOTE": note_of(one, now_unix_s=now_unix_s),
+    }
+
+
+def note_of(one: RunStatus, *, now_unix_s: float) -> str:
+    """Returns why a run waits or ended, its place in the queue, and which rank is silent; "" for none of these."""
+    parts = [one.note]
+    if one.jobs_ahead is not None:
+        parts.append(f"{count(one.jobs_ahead, 'job')} ahead")
+    if one.expected_start_unix_s is not None:
+        left_s = one.expected_start_unix_s - now_unix_s
+        form = "%H:%M" if left_s < 43200 else "%a %d %b %H:%M"
+        in_time = f", in {duration(int(left_s))}" if left_s > 0 else ""
+        parts.append(f"expected start {datetime.fromtimestamp(one.expected_start_unix_s):{form}}{in_time}")
+    if one.heartbeat_age_s is not None and one.heartbeat_age_s > SILENT_AFTER_S:
+        age = duration(int(one.heartbeat_age_s))
+        parts.append(f"no heartbeat of rank {one.heartbeat_rank} on {one.heartbeat_host} for {age}")
+    return "; ".join(filter(None, parts))
+
+
 def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mapping[str, str]) -> None:
     sweep, after = selection.sweep(), list[str]()
     if sweep is not None:
@@ -80,14 +187,9 @@ def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mappi
     elif len(statuses) == 1:
         run = statuses[0].run
         after = [str(run.path), *_goodput_lines(run), *([] if statuses[0].is_finished else _attempt_lines(run))]
-    view = build_view(statuses, now_unix_s=time.time(), width=width_of(sys.stdout), of_sweep=sweep is not None)
-    if sys.stdout.isatty():
-        build_console(sys.stdout, env).print(render(view))
-    else:
-        print(table(view.header, view.rows))
-    # The terminal breaks them where it must; a path that is copied stays whole.
-    for line in after:
-        print(line)
+    width, in_colour = width_of(sys.stdout), takes_escapes(sys.stdout, env)
+    lines = table_lines(statuses, now_unix_s=time.time(), width=width, of_sweep=sweep is not None, in_colour=in_colour)
+    print("\n".join([*lines, *after]))
     if sweep is None and len(statuses) > 1:
         # The table of a sweep also has what each run was given.
         runs = {one.run for one in statuses}
@@ -117,8 +219,120 @@ def _goodput_lines(run: RunDirectory) -> list[str]:
     if measured.productive_s <= 0:
         return []
     cause, seconds = next(iter(measured.losses_s.items()), ("", 0.0))
-    loss = f"; most was lost to {_LOSSES.get(cause, cause)}: {seconds:,.0f} s" if seconds > 0 else ""
+    # The causes are named in docs/report.md, e.g. "data_wait_s".
+    loss = f"; most was lost to {cause.removesuffix('_s').replace('_', ' ')}: {seconds:,.0f} s" if seconds > 0 else ""
     return [
         f"goodput {measured.share:.0%}: {measured.productive_s:,.0f} s of steps that count "
         f"in {measured.allocated_s:,.0f} s of allocation (attempts that have ended){loss}"
     ]
+
+
+# --- again and again ---
+
+
+def watch(
+    selection: Selection,
+    surveyor: Surveyor,
+    *,
+    every_s: float | None,
+    as_json: bool,
+    env: Mapping[str, str],
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Shows the status of the chosen runs until all have ended; returns 0, or 130 after Ctrl-C, which ends no run.
+
+    Args:
+        selection: which runs.
+        surveyor: reads their status.
+        every_s: seconds between two looks; None: depends on where it is shown.
+        as_json: one line of JSON per look.
+        env: environment of the caller.
+        sleep: waits.
+    """
+    is_live = takes_escapes(sys.stdout, env) and not as_json
+    every_s = every_s or (_EVERY_ON_TERMINAL_S if is_live else _EVERY_ELSEWHERE_S)
+    screen, seems_over = Screen(sys.stdout, is_live=is_live), False
+    try:
+        while True:
+            start_s = time.monotonic()
+            survey = surveyor.look(selection.subjects())
+            kept = Survey(tuple(one for one in survey.statuses if selection.keeps(one)), survey.look)
+            if not kept.statuses:
+                _note_nothing(selection, num_runs=len(survey.statuses))
+                return 0
+            if as_json:
+                print(json.dumps([one.as_json() for one in kept.statuses]), flush=True)
+            else:
+                screen.show(kept, now_unix_s=time.time(), of_sweep=selection.sweep() is not None)
+            if kept.is_settled or (kept.is_over and seems_over):
+                return 0
+            # Between two runs of a sweep on this machine, and between two attempts, nothing is active for a moment.
+            seems_over = kept.is_over
+            sure_s = min(_LONGEST_DOUBT_S, max(_SURE_AFTER_S, kept.look.is_due_in_s))
+            sleep(sure_s if seems_over else max(every_s, _REST * (time.monotonic() - start_s)))
+    except KeyboardInterrupt:
+        note("no longer watching; the runs go on")
+        return _EXIT_INTERRUPTED
+
+
+class Screen:
+    """Shows one survey after the other.
+
+    Args:
+        stream: where to print.
+        is_live: redraw a table in place; else print one under the time when something in it has changed.
+    """
+
+    def __init__(self, stream: TextIO, *, is_live: bool) -> None:
+        self._stream, self._is_live = stream, is_live
+        self._num_drawn = 0
+        self._shown: list[object] = []
+
+    def show(self, survey: Survey, *, now_unix_s: float, of_sweep: bool) -> None:
+        """Shows the newest."""
+        statuses, width = survey.statuses, width_of(self._stream)
+        headline = _headline(survey, now_unix_s)
+
+        def lines_of(kept: Sequence[RunStatus]) -> list[str]:
+            return table_lines(kept, now_unix_s=now_unix_s, width=width, of_sweep=of_sweep, in_colour=self._is_live)
+
+        if self._is_live:
+            # Up to the first line of what was drawn last; everything from there on is erased.
+            up = f"\x1b[{self._num_drawn}A" if self._num_drawn else ""
+            lines = [*_fitted(statuses, lines_of), "", *_wrapped(headline, width)]
+            self._num_drawn = len(lines)
+            print(f"\r{up}\x1b[J" + "\n".join(lines), file=self._stream, flush=True)
+            return
+        facts: list[object] = [(one.run, one.state, one.step, one.attempts, one.note) for one in statuses]
+        facts.append(bool(survey.look.problem))
+        if facts != self._shown:
+            self._shown = facts
+            print("\n".join([headline, *lines_of(statuses)]), file=self._stream, flush=True)
+
+
+def _headline(survey: Survey, now_unix_s: float) -> str:
+    """Returns the time, the number of runs in each state, and how old Slurm's answer is where that matters."""
+    text, look = f"{datetime.fromtimestamp(now_unix_s):%H:%M:%S}  {summary(survey.statuses)}", survey.look
+    if not look.problem:
+        return text
+    age = "this is from the files alone"
+    if look.age_s is not None:
+        age = f"its last answer is {duration(int(look.age_s))} old"
+    return f"{text}; Slurm does not answer, asked again in {duration(int(look.is_due_in_s))}; {age}"
+
+
+def _fitted(statuses: Sequence[RunStatus], lines_of: Callable[[Sequence[RunStatus]], list[str]]) -> list[str]:
+    """Returns the lines of as many runs as the terminal has room for, in their order; see `_LEAST_INTERESTING`."""
+    rank = {state: len(_LEAST_INTERESTING) - place for place, state in enumerate(_LEAST_INTERESTING)}
+    order = sorted(range(len(statuses)), key=lambda index: rank.get(statuses[index].state, 0))
+    # An empty line, the headline, which may take two, and the cursor's.
+    room = shutil.get_terminal_size().lines - 4
+    number = len(statuses)
+    while True:
+        lines = lines_of([statuses[index] for index in sorted(order[:number])])
+        hidden = len(statuses) - number
+        lines += [f"... and {hidden} more; a taller window shows them"] if hidden else []
+        too_many = len(lines) - room
+        if too_many <= 0 or number == 1:
+            return lines
+        number = max(1, number - too_many)

@@ -1,18 +1,27 @@
-"""What is printed for people: notes on stderr, so that stdout stays data; colours only on terminals."""
+"""What is printed for people: notes on stderr, so that stdout stays data; colours only on terminals.
+
+A run on this machine is asked to save and stop when its terminal closes. `outlive_terminal` lets it print on into a
+file: without that, the next line that it prints would be an error of its own, and nothing would be saved.
+"""
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from slurm_train.status.failure import HEADLINE
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from _typeshed import ReadableBuffer
 
-_RED, _BOLD_RED, _FAINT, _PLAIN = b"\x1b[31m", b"\x1b[1;31m", b"\x1b[2m", b"\x1b[0m"
+RED, BOLD_RED, FAINT, BOLD = "31", "1;31", "2", "1"
+"""Parameters of SGR escape sequences, as are "32" (green), "33" (yellow), "35" (magenta) and "36" (cyan)."""
 _HEADLINE = HEADLINE.encode()
 _ERRORS = (b"error: ", b"srun: error: ", b"slurmstepd: error: ")
 
@@ -32,21 +41,9 @@ def width_of(stream: TextIO) -> int | None:
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
-def build_console(stream: TextIO, env: Mapping[str, str]) -> Console:
-    """Returns a console of rich's for a stream; where no escape codes may be written it writes none."""
-    from rich.console import Console
-
-    plain = not takes_escapes(stream, env)
-    return Console(
-        file=stream,
-        force_terminal=not plain,
-        color_system=None if plain else "auto",
-        width=width_of(stream) if plain else None,
-        highlight=False,
-        markup=False,
-        emoji=False,
-        _environ={**env},
-    )
+def painted(text: str, style: str) -> str:
+    """Returns a text in a style, e.g. `BOLD`; as it is for ""."""
+    return f"\x1b[{style}m{text}\x1b[0m" if style else text
 
 
 class Painter:
@@ -59,7 +56,7 @@ class Painter:
 
     def __init__(self, *, in_colour: bool, is_cause: Callable[[], bool] = lambda: True) -> None:
         self._in_colour, self._is_cause = in_colour, is_cause
-        self._inner, self._outer = _RED, _BOLD_RED
+        self._frames, self._message = RED, BOLD_RED
         self._in_traceback = False
         self._held = b""
 
@@ -74,21 +71,52 @@ class Painter:
     def rest(self) -> bytes:
         """Returns the line that was never ended."""
         held, self._held = self._held, b""
-        return self._line(held) if held else b""
+        return self._line(held)
 
     def _line(self, line: bytes) -> bytes:
+        style = BOLD_RED if line.startswith(_ERRORS) else ""
         if line == _HEADLINE:
-            self._in_traceback = True
-            self._inner, self._outer = (_RED, _BOLD_RED) if self._is_cause() else (_FAINT, _FAINT)
-            return self._outer + line + _PLAIN
-        if self._in_traceback:
-            if line[:1] in (b" ", b"\t"):
-                return self._inner + line + _PLAIN
-            self._in_traceback = False
-            return self._outer + line + _PLAIN if line else line
-        return _BOLD_RED + line + _PLAIN if line.startswith(_ERRORS) else line
+            self._frames, self._message = (RED, BOLD_RED) if self._is_cause() else (FAINT, FAINT)
+            self._in_traceback, style = True, self._message
+        elif self._in_traceback:
+            # The first line without an indent is the exception itself.
+            self._in_traceback = line[:1] in (b" ", b"\t")
+            style = self._frames if self._in_traceback else self._message
+        return b"\x1b[%sm%s\x1b[0m" % (style.encode(), line) if line and style else line
 
 
-def emphasised(text: str, *, in_colour: bool) -> str:
-    """Returns a line that is not to be missed."""
-    return f"{_BOLD_RED.decode()}{text}{_PLAIN.decode()}" if in_colour else text
+class _Enduring(io.FileIO):
+    """A descriptor that is turned to a file once nobody reads it any more.
+
+    Args:
+        descriptor: 1 or 2.
+        instead: the file; it is made where it is missing.
+    """
+
+    def __init__(self, descriptor: int, instead: Path) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._instead = instead
+
+    def write(self, text: ReadableBuffer, /) -> int:
+        """Writes to the descriptor, or to the file."""
+        try:
+            return super().write(text)
+        except OSError as err:
+            if err.errno not in (errno.EIO, errno.EPIPE):
+                raise
+        opened = os.open(self._instead, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        os.dup2(opened, self.fileno())
+        os.close(opened)
+        return super().write(text)
+
+
+def outlive_terminal(instead: Path) -> None:
+    """Lets this process print on into a file when its stdout or stderr can no longer be written to."""
+    for name in ("stdout", "stderr"):
+        stream: TextIO = getattr(sys, name)
+        # A stream that somebody has put in their place (a test, say) is theirs.
+        if stream is getattr(sys, f"__{name}__"):
+            stream.flush()
+            raw = io.BufferedWriter(_Enduring(stream.fileno(), instead))
+            lasting = io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+            setattr(sys, name, lasting)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slurm_train.cli.lost_terminal import outlive_terminal
+from slurm_train.cli.terminal import outlive_terminal
 from slurm_train.distributed.ports import is_under_torchrun
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, RunError, SlurmTrainError
 from slurm_train.rundir.attempts import end_publishing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.sweep import SweepDirectory
 from slurm_train.verbs import run as run_words
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.command_line import Done
@@ -29,14 +31,28 @@ class Shell:
     patch: pytest.MonkeyPatch
 
     def types(self, *words: str) -> Done:
-        """Runs a command line to its end in this process."""
+        """Runs a command line to its end in this process: its words, or all of it as one text."""
         self.capture.readouterr()
         try:
-            code = run_words(words)
+            code = run_words(shlex.split(words[0]) if len(words) == 1 else words)
         except SystemExit as err:
             code = err.code if isinstance(err.code, int) else 1
         captured = self.capture.readouterr()
         return Done(code, captured.out, captured.err)
+
+    def refuses(self, text: str, *words: str) -> str:
+        """Returns stderr of a command line that is wrong use, says why with this text, and prints no data."""
+        done = self.types(*words)
+        assert (done.code, done.out) == (2, "") and text in done.err, done
+        return done.err
+
+    def submits(self, *words: str) -> RunDirectory:
+        """Returns the run that a command line submits."""
+        return self.types(*words).job_and_run[1]
+
+    def submits_sweep(self, *words: str) -> SweepDirectory:
+        """Returns the sweep that a command line submits."""
+        return SweepDirectory(self.submits(*words).path)
 
     def leaves_slurm(self) -> None:
         """Takes Slurm's commands off the PATH; git stays."""

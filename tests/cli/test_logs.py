@@ -1,13 +1,27 @@
+"""`logs`: which log, the first rank that failed, and following across attempts."""
+
 from __future__ import annotations
 
 import io
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from slurm_train.cli import logs
+from slurm_train.cli.logs import wait_for_log
+from slurm_train.errors import ClusterError, RunError
+from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
 from slurm_train.rundir.events import FailureMark, leave_mark
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.queue_view import QueueView
+from slurm_train.verbs import run as run_words
+from tests.cli.conftest import Shell
+from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.status.test_failure import ONE
 from tests.support.run_facts import attempt
+from tests.support.waiting import wait_for
 
 FILES = {
     "batch.log": "slurm said\n",
@@ -18,33 +32,28 @@ FILES = {
     "attempt_1/rank_0.log": "second\n",
     "attempt_1/rank_5.log": "",
 }
-TWO = (*attempt(0, reason="preempted"), *attempt(1))
-
-CHOICES = [
-    ([], "second\n"),
-    (["--attempt", "0"], "first\n"),
-    (["--rank", "3", "--attempt", "0"], "third\n"),
-    (["--rank", "-1"], "srun said 1\n"),
-    (["--rank", "-1", "--attempt", "0"], "srun said 0\n"),
-    (["--rank", "5"], "srun said 1\n"),
-]
+CHOICES = {
+    "": "second\n",
+    "--attempt 0": "first\n",
+    "--rank 3 --attempt 0": "third\n",
+    "--rank -1": "srun said 1\n",
+    "--rank -1 --attempt 0": "srun said 0\n",
+    "--rank 5": "srun said 1\n",
+}
 
 
-@pytest.mark.parametrize(("words", "text"), CHOICES, ids=[" ".join(words) or "newest" for words, _ in CHOICES])
-def test_which_log_is_shown(words: list[str], text: str, shell: Any) -> None:
-    shell.has_run(ledger=TWO, logs=FILES)
-    done = shell.types("logs", "gpt-stdlib", *words)
-    assert (done.code, done.out) == (0, text)
-
-
-@pytest.mark.parametrize("words", [(), ("--rank", "-1")])
-def test_a_job_that_has_not_begun_shows_what_slurm_wrote(words: tuple[str, ...], shell: Any) -> None:
-    shell.has_run(logs={"batch.log": "slurm said\n"})
-    assert shell.types("logs", *words).out == "slurm said\n"
+def test_which_log_is_shown(shell: Shell) -> None:
+    shell.has_run("new", "aaaa0000")
+    shell.refuses("has no log yet", "logs")
+    shell.has_run(ledger=(*attempt(0, reason="preempted"), *attempt(1)), logs=FILES)
+    assert {words: shell.types(f"logs gpt-stdlib {words}").out for words in CHOICES} == CHOICES
+    shell.refuses("has no attempt 7\nhint: attempts: 0, 1", "logs gpt-stdlib --attempt 7")
+    shell.has_run("queued", "bbbb0000", logs={"batch.log": "slurm said\n"})
+    assert shell.types("logs queued").out == shell.types("logs queued --rank -1").out == "slurm said\n"
 
 
 @pytest.mark.parametrize("written", ["caf\u00e9 \u4e2d\n".encode() * 30_000, b"a\xff\xc3\n\x00"])
-def test_a_log_is_passed_on_byte_by_byte(written: bytes, shell: Any) -> None:
+def test_a_log_is_passed_on_byte_by_byte(written: bytes, shell: Shell) -> None:
     shell.has_run(ledger=attempt(0)).rank_log(0, 0).write_bytes(written)
     out = io.BytesIO()
     shell.patch.setattr("sys.stdout", io.TextIOWrapper(out))
@@ -52,81 +61,153 @@ def test_a_log_is_passed_on_byte_by_byte(written: bytes, shell: Any) -> None:
     assert out.getvalue() == written
 
 
-def test_an_attempt_that_never_was_is_an_error(shell: Any) -> None:
-    shell.has_run(ledger=TWO, logs=FILES)
-    done = shell.types("logs", "--attempt", "7")
-    assert (done.code, done.out) == (2, "")
-    assert "has no attempt 7\nhint: attempts: 0, 1" in done.err
-
-
-def test_no_log_yet_is_an_error_with_what_to_do(shell: Any) -> None:
-    shell.has_run()
-    done = shell.types("logs")
-    assert done.code == 2 and "has no log yet" in done.err and "-f waits for the log" in done.err
-
-
 NOTE = "rank 3 on node2: ValueError: no such layer"
-FAILED = attempt(0, reason="failed", action="stop", note=NOTE)
-LOGS = {"attempt_0/rank_0.log": "step 1\n", "attempt_0/rank_3.log": f"step 1\n{ONE}\n"}
+STEP = {"attempt_0/rank_0.log": "step 1\n"}
+LOGS = {**STEP, "attempt_0/rank_3.log": f"step 1\n{ONE}\n"}
+FAILURES: list[tuple[str, dict[str, str], str, str]] = [
+    ("logs", LOGS, f"step 1\n{ONE}\n", "its traceback, from {log}:"),
+    ("logs --rank 3", LOGS, f"step 1\n{ONE}\n", "its traceback is above"),
+    ("logs", STEP, "step 1\n", "it has no log of its own"),
+    ("logs", {"attempt_0/rank_3.log": "usage: train.py\n"}, "usage: train.py\n", "its last lines, from {log}:"),
+]
 
 
-def fails(shell: Any, **facts: Any) -> Any:
-    run = shell.has_run(**({"ledger": FAILED, "logs": LOGS} | facts))
+def fails(shell: Shell, files: dict[str, str]) -> RunDirectory:
+    run = shell.has_run(ledger=attempt(0, reason="failed", action="stop", note=NOTE), logs=files)
     leave_mark(run, 0, FailureMark(rank=3, host="node2", exit_code=1, message="ValueError: no such layer"))
     return run
 
 
-def test_the_rank_that_failed_first_is_named_with_its_traceback(shell: Any) -> None:
-    run = fails(shell)
-    done = shell.types("logs")
-    assert (done.code, done.out) == (0, f"step 1\n{ONE}\n")
-    assert done.err.splitlines() == [
-        f"attempt 0 failed: {NOTE}",
-        f"rank 3 on node2 failed first; its traceback, from {run.rank_log(0, 3)}:",
-    ]
-
-
-def test_a_traceback_that_is_in_the_log_is_not_shown_twice(shell: Any) -> None:
-    fails(shell)
-    done = shell.types("logs", "--rank", "3")
-    assert done.out == f"step 1\n{ONE}\n"
-    assert done.err.splitlines()[1] == "rank 3 on node2 failed first; its traceback is above"
-
-
-def test_a_rank_without_a_log_is_named(shell: Any) -> None:
-    fails(shell, logs={"attempt_0/rank_0.log": "step 1\n"})
-    done = shell.types("logs")
-    assert done.out == "step 1\n"
-    assert done.err.splitlines()[1] == "rank 3 on node2 failed first; it has no log of its own"
-
-
-def test_here_the_failure_of_another_rank_is_shown_without_a_log_of_rank_0(shell: Any) -> None:
-    run = fails(shell, logs={"attempt_0/rank_3.log": "usage: train.py\n", "attempt_0/rank_0.log": ""})
-    done = shell.types("logs")
-    assert (done.code, done.out) == (0, "usage: train.py\n")
-    assert done.err.splitlines()[1] == f"rank 3 on node2 failed first; its last lines, from {run.rank_log(0, 3)}:"
-
-
-def test_an_earlier_failure_is_pointed_to(shell: Any) -> None:
-    fails(shell, ledger=(*FAILED, *attempt(1)), logs={**LOGS, "attempt_1/rank_0.log": "step 2\n"})
-    done = shell.types("logs")
-    assert done.out == "step 2\n"
-    assert done.err == f"attempt 0 failed: {NOTE}; `logs 3f9a1c07 --attempt 0` shows it\n"
-    assert ONE in shell.types("logs", "--attempt", "0").out
-
-
-def test_an_attempt_that_came_back_is_its_log_and_why(shell: Any) -> None:
-    shell.has_run(ledger=attempt(0, reason="preempted", action="requeue", note="n"), logs=LOGS)
-    done = shell.types("logs")
-    assert (done.out, done.err) == ("step 1\n", "attempt 0: n\n")
+@pytest.mark.parametrize(("words", "files", "out", "where"), FAILURES)
+def test_the_rank_that_failed_first_is_named_with_its_traceback_once(
+    words: str, files: dict[str, str], out: str, where: str, shell: Shell
+) -> None:
+    log = fails(shell, files).rank_log(0, 3)
+    done = shell.types(words)
+    assert (done.code, done.out) == (0, out)
+    named = f"rank 3 on node2 failed first; {where.format(log=log)}"
+    assert done.err.splitlines() == [f"attempt 0 failed: {NOTE}", named]
 
 
 @pytest.mark.parametrize("in_colour", [True, False])
-def test_only_the_first_traceback_is_red(in_colour: bool, shell: Any) -> None:
-    run = fails(shell)
+def test_only_the_first_traceback_is_red(in_colour: bool, shell: Shell) -> None:
+    run = fails(shell, LOGS)
     run.rank_log(0, 0).write_text(f"{ONE.replace('no such layer', 'peer is gone')}\n")
-    shell.patch.setattr("slurm_train.cli.logs.takes_escapes", lambda *_: in_colour)
+    shell.patch.setattr(logs, "takes_escapes", lambda *_: in_colour)
     done = shell.types("logs")
     assert ("\x1b[2mValueError: peer is gone\x1b[0m" in done.out) is in_colour
     assert ("\x1b[1;31mValueError: no such layer\x1b[0m" in done.out) is in_colour
     assert ("\x1b" in done.out + done.err) is in_colour
+
+
+# -f
+
+START = AttemptStart(job_id="12", restart_count=0, nodes=("node1",), world_size=4)
+
+
+class Following:
+    """`logs -f` in a thread, and what it has printed."""
+
+    def __init__(self, shell: Shell, *words: str) -> None:
+        self.out, self.err, self._capture = "", "", shell.capture
+        shell.patch.setattr(logs, "_POLL_S", 0.01)
+        # The shell's own capture would be read by two.
+        self._thread = threading.Thread(target=run_words, args=(("logs", "-f", *words),))
+        self._thread.start()
+
+    def shows(self, text: str) -> bool:
+        captured = self._capture.readouterr()
+        self.out, self.err = self.out + captured.out, self.err + captured.err
+        return text in self.out + self.err
+
+    def waits_for(self, text: str) -> None:
+        wait_for(lambda: self.shows(text), within_s=10, what=text, poll_s=0.01)
+
+    def ends(self) -> None:
+        self._thread.join(timeout=10)
+        assert not self._thread.is_alive()
+        self.shows("")
+
+
+def says(run: RunDirectory, number: int, rank: int, text: str) -> None:
+    with run.rank_log(number, rank).open("a") as log:
+        log.write(text)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_it_goes_on_across_attempts_tells_their_ends_and_ends_with_the_run(rank: int, shell: Shell) -> None:
+    run = shell.has_run()
+    first = open_attempt(run, START)
+    says(run, first, 2, "not mine\n")
+    says(run, first, rank, "step 1\n")
+    follower = Following(shell, "--rank", str(rank))
+    follower.waits_for("step 1\n")
+    says(run, first, rank, "saved, goodbye\n")
+    close_attempt(run, first, {"reason": "preempted", "action": "requeue", "note": "preempted; the job is requeued"})
+    follower.waits_for("attempt 0: preempted; the job is requeued\n")
+    second = open_attempt(run, START)
+    says(run, second, rank, "step 2\n")
+    follower.waits_for("step 2\n")
+    says(run, second, 5, f"{ONE}\n")
+    leave_mark(run, second, FailureMark(rank=5, host="node2", exit_code=1, message="ValueError: no such layer"))
+    close_attempt(run, second, {"reason": "failed", "action": "relaunch", "note": "rank 5; started again"})
+    third = open_attempt(run, START)
+    says(run, third, rank, "step 3\n")
+    follower.waits_for("step 3\n")
+    says(run, third, rank, "the end\n")
+    close_attempt(run, third, {"reason": "stopped", "action": "stop", "note": "stopped as asked"})
+    follower.ends()
+    assert follower.out == f"step 1\nsaved, goodbye\nstep 2\n{ONE}\nstep 3\nthe end\n"
+    assert [line for line in follower.err.splitlines() if not line.startswith("==>")] == [
+        "attempt 0: preempted; the job is requeued",
+        "attempt 1 failed: rank 5; started again",
+        f"rank 5 on node2 failed first; its traceback, from {run.rank_log(second, 5)}:",
+    ]
+
+
+def test_an_attempt_that_was_asked_for_ends_the_following_with_it(shell: Shell) -> None:
+    ends = attempt(0, reason="failed", action="relaunch", note="rank 0 on node1: x")
+    shell.has_run(ledger=(*ends, *attempt(1)), logs={"attempt_0/rank_0.log": "old\n"})
+    follower = Following(shell, "--attempt", "0")
+    follower.ends()
+    assert follower.out == "old\n" and "attempt 0 failed: rank 0 on node1: x" in follower.err
+
+
+def waits(shell: Shell, slurm: FakeSlurmCommands, *events: Callable[[RunDirectory], Any]) -> list[str]:
+    """Waits for the log of job 12; each sleep brings the next event. Returns what is printed meanwhile."""
+    run, now_s, left = shell.has_run(job_ids=("12",)), [0.0], list(events)
+    run.logs.mkdir()
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+        if left:
+            left.pop(0)(run)
+
+    shell.patch.setattr(logs.time, "sleep", sleep)
+    wait_for_log(run, QueueView(slurm, clock=lambda: now_s[0]), rank=0)  # type: ignore[arg-type]  # the fake
+    return shell.capture.readouterr().err.splitlines()
+
+
+def test_waiting_says_what_for_whenever_that_changes(shell: Shell) -> None:
+    slurm = FakeSlurmCommands([job_state("12", "PENDING", reason="Priority")])
+
+    def changes(_run: RunDirectory) -> None:
+        slurm.jobs["12"] = job_state("12", "PENDING", reason="Resources")
+
+    def breaks(_run: RunDirectory) -> None:
+        slurm.error = ClusterError("nobody there", hint="try again")
+
+    def writes(run: RunDirectory) -> None:
+        (run.logs / "batch.log").write_text("hello\n")
+
+    assert waits(shell, slurm, str, changes, breaks, str, writes) == [
+        "job 12 is queued: other jobs come first (Priority); Ctrl-C does not end it",
+        "job 12 is queued: waits for free nodes (Resources); Ctrl-C does not end it",
+        "Slurm does not answer: nobody there; Ctrl-C does not end it",
+    ]
+
+
+def test_a_job_that_ended_without_a_log_is_an_error(shell: Shell) -> None:
+    with pytest.raises(RunError, match="job 12 has no log") as caught:
+        waits(shell, FakeSlurmCommands([job_state("12", "FAILED", nodelist="node3")]))
+    assert "does node3 see the run directory?" in caught.value.hint

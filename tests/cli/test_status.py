@@ -1,124 +1,169 @@
-"""`status` as a person types it; what a state is called and why is tested in tests/status."""
+"""`status` as a person types it, and its table; what a state is called and why is tested in tests/status."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
+from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slurm_train.cli.status import note_of, table_lines
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.status.run_status import RunState, RunStatus, Subject
+from tests.cli.conftest import Shell
+from tests.fakes.slurm_commands import job_state
 from tests.support.run_facts import attempt, beat
 
 LINE = {"step": 120, "loss": 1.23456, "tokens_per_s": 51234.5, "step_time_s": 0.5}
+NOW_S = 1_800_000_000.0
 
 
-def shown(done: Any) -> dict[str, dict[str, str]]:
-    """Returns the rows of a plain table by run id."""
-    header, *lines = done.out.splitlines()
-    names = header.split()
-    starts = [header.index(name) for name in names] + [10_000]
-    rows = [
-        {name: line[begin:end].strip() for name, begin, end in zip(names, starts, starts[1:], strict=False)}
-        for line in lines
-        if len(line) > starts[-2]
+def status(run_id: str = "3f9a1c07", index: int | None = None, given: Any = None, **facts: Any) -> Any:
+    """Returns the status of a running run; what is not named is not known."""
+    values: dict[str, Any] = {
+        "subject": Subject(RunDirectory(Path("/runs/gpt-stdlib") / run_id), index, given or {}),
+        "state": RunState.RUNNING,
+        "note": "",
+        "job_id": "12",
+        "max_steps": 400,
+        "attempts": 2,
+        "heartbeat_age_s": 2.0,
+        "heartbeat_rank": 3,
+        "heartbeat_host": "node2",
+        "nodelist": "node[1-4]",
+    }
+    return RunStatus(**(dict.fromkeys(one.name for one in fields(RunStatus)) | values | LINE | facts))  # type: ignore[arg-type]
+
+
+def waiting(**facts: Any) -> RunStatus:
+    unknown = dict.fromkeys(("loss", "tokens_per_s", "heartbeat_age_s", "nodelist"))
+    known = {"state": RunState.QUEUED, "note": "other jobs come first (Priority)", "step": 0, "attempts": 0}
+    found: RunStatus = status("77aa0000", **(unknown | known | facts))
+    return found
+
+
+def lines_of(*statuses: RunStatus, width: int | None = None, **how: Any) -> list[str]:
+    return table_lines(statuses, now_unix_s=NOW_S, width=width, **how)
+
+
+def test_a_file_gets_every_column_that_has_a_value() -> None:
+    assert lines_of(status(), waiting(jobs_ahead=2)) == [
+        "RUN                  JOB  STATE    STEP     LOSS    SPEED         ETA       ATTEMPTS  HEARTBEAT  NODES"
+        "      NOTE",
+        "gpt-stdlib/3f9a1c07  12   running  120/400  1.2346  51,234 tok/s  00:02:20  2         2 s ago    node[1-4]  -",
+        "gpt-stdlib/77aa0000  12   queued   0/400    -       -             -         0         -          -"
+        "          other jobs come first (Priority); 2 jobs ahead",
     ]
-    return {row["RUN"].partition("/")[2]: row for row in rows}
+    rows = [status("r0", 0, {"optim.lr": "0.1"}, mfu=0.412), status("r1", 1, {"optim.lr": "1"}, state=RunState.FAILED)]
+    assert [line.split()[:5] for line in lines_of(*rows, of_sweep=True)] == [
+        ["#", "optim.lr", "RUN", "JOB", "STATE"],
+        ["0", "0.1", "r0", "12", "running"],
+        ["1", "1", "r1", "12", "failed"],
+    ]
+    assert "41.2%" in lines_of(*rows)[1]
 
 
-def state_in_table(done: Any) -> str:
-    header, row = done.out.splitlines()[:2]
-    column = header.index("STATE")
-    return str(row[column : header.index("STEP")].strip())
+def test_a_narrow_terminal_loses_the_least_important_columns_after_the_notes_went_below() -> None:
+    heads = {
+        width: " ".join(lines_of(status(mfu=0.4, note="n"), width=width)[0].split()) for width in (200, 115, 90, 50)
+    }
+    assert heads == {
+        200: "RUN JOB STATE STEP LOSS SPEED MFU ETA ATTEMPTS HEARTBEAT NODES NOTE",
+        115: "RUN JOB STATE STEP LOSS SPEED MFU ETA ATTEMPTS HEARTBEAT NODES",
+        90: "RUN JOB STATE STEP LOSS SPEED ETA NODES",
+        50: "RUN STATE STEP ETA",
+    }
+    note = "rank 3 on node2: ZeroDivisionError: division by zero in a place that takes many words to tell"
+    for width in range(40, 200, 7):
+        lines = lines_of(status(), waiting(note=note), width=width)
+        words = " ".join(" ".join(lines).split())
+        assert max(map(len, lines)) <= width and "running 120/400" in words and note in words
 
 
-def test_a_table_of_runs_with_state_and_reason_in_words(shell: Any) -> None:
+def test_states_that_need_a_person_are_red() -> None:
+    rows = [status(state=state) for state in (RunState.OUT_OF_MEMORY, RunState.RUNNING)]
+    shown = lines_of(*rows, in_colour=True)
+    assert "\x1b[1;31mout of memory\x1b[0m " in shown[1] and "\x1b[32mrunning\x1b[0m " in shown[2]
+    assert re.sub(r"\x1b\[[\d;]+m", "", "\n".join(shown)) == "\n".join(lines_of(*rows)), "only colour is added"
+
+
+START = {"job": job_state("12", "PENDING", start="2027-01-15T10:00:00")}
+NOTES = [
+    ({"jobs_ahead": 1}, 10, "other jobs come first (Priority); 1 job ahead"),
+    ({"note": "", **START}, 10, "expected start Fri 15 Jan 10:00, in 5 d 10 h"),
+    ({"note": "", **START}, 15, "expected start 10:00, in 10 h"),
+    ({"note": "", **START}, 16, "expected start 10:00"),
+    ({"note": "", "heartbeat_age_s": 59.0}, 10, ""),
+    ({"note": "", "heartbeat_age_s": 185.0}, 10, "no heartbeat of rank 3 on node2 for 3 min 5 s"),
+]
+
+
+@pytest.mark.parametrize(("facts", "day", "note"), NOTES)
+def test_what_is_said_about_a_run(facts: dict[str, Any], day: int, note: str) -> None:
+    assert note_of(waiting(**facts), now_unix_s=datetime(2027, 1, day).timestamp()) == note
+
+
+# The verb
+
+
+def test_all_runs_are_one_table_from_one_squeue(shell: Shell) -> None:
     running = {"ledger": attempt(0), "metrics": (LINE,), "beats": (beat(0), beat(3, age_s=200, host="node2"))}
     shell.has_run("gpt", "aaaa0000", job_ids=("12",), **running)
     shell.has_run("gpt", "bbbb0000", job_ids=("13",))
+    shell.has_run("old", job_ids=("7",), submitted_unix_s=1.0, ledger=attempt(0, action="stop", reason="failed"))
+    shell.has_run("done", "1234abcd", job_ids=("8",), ledger=attempt(0, reason="done"), result={})
     shell.slurm.queue("12", "RUNNING", nodes="node[1-2]")
     shell.slurm.queue("13", "PENDING", reason="Priority")
     shell.slurm.others_wait(2, priority=200)
-    rows = shown(shell.types("status"))
-    assert rows["aaaa0000"] == {
-        "RUN": "gpt/aaaa0000",
-        "JOB": "12",
-        "STATE": "running",
-        "STEP": "120/400",
-        "LOSS": "1.2346",
-        "SPEED": "51,234 tok/s",
-        "ETA": "00:02:20",
-        "ATTEMPTS": "1",
-        "HEARTBEAT": "3 min 20 s ago",
-        "NODES": "node[1-2]",
-        "NOTE": "no heartbeat of rank 3 on node2 for 3 min 20 s",
-    }
-    assert rows["bbbb0000"]["STATE"] == "queued"
-    assert rows["bbbb0000"]["NOTE"].startswith("other jobs come first (Priority); 2 jobs ahead; expected start ")
+    rows = {line.split()[0]: " ".join(line.split()) for line in shell.types("status").out.splitlines()}
+    assert "RUN" in rows and len(rows) == 5
+    assert "running 120/400 1.2346 51,234 tok/s 00:02:20" in rows["gpt/aaaa0000"]
+    assert rows["gpt/aaaa0000"].endswith("node[1-2] no heartbeat of rank 3 on node2 for 3 min 20 s")
+    assert "other jobs come first (Priority); 2 jobs ahead; expected start " in rows["gpt/bbbb0000"]
+    assert (shell.slurm.times_asked("squeue"), shell.slurm.times_asked("sacct")) == (1, 0), "the ends are known"
 
 
-def test_slurm_is_asked_squeue_first_then_sacct_then_the_files(shell: Any) -> None:
-    ledger = attempt(0, reason="failed", note="n", action="requeue")
-    shell.has_run(job_ids=("12",), ledger=ledger)
+def test_slurm_is_asked_squeue_first_then_sacct_then_the_files(shell: Shell) -> None:
+    shell.has_run(job_ids=("12",), ledger=attempt(0, reason="failed", note="n", action="requeue"))
     shell.slurm.queue("12", "RUNNING")
-    shell.slurm.account("12", "FAILED")
-    assert state_in_table(shell.types("status")) == "running"
-    shell.slurm.break_down("squeue")
-    done = shell.types("status")
-    assert (done.code, done.err) == (0, "") and state_in_table(done) == "failed"
-    shell.slurm.break_down("sacct")
-    done = shell.types("status")
-    assert done.code == 0 and "Slurm does not answer, so this is from the files alone" in done.err
-    assert state_in_table(done) == "failed"
+    shell.slurm.account("12", "TIMEOUT")
+    found = []
+    for breaks in ((), ("squeue",), ("sacct",)):
+        shell.slurm.break_down(*breaks)
+        done = shell.types("status --json")
+        found.append((json.loads(done.out)[0]["state"], "so this is from the files alone" in done.err))
     shell.leaves_slurm()
-    done = shell.types("status")
-    assert (done.code, done.err) == (0, "") and state_in_table(done) == "failed"
+    assert found == [("running", False), ("failed", False), ("failed", True)]
+    assert shell.types("status").err == ""
 
 
-def test_one_squeue_for_all_runs_and_no_sacct_for_ends_that_are_known(shell: Any) -> None:
-    for number in range(20):
-        shell.has_run("gpt", f"{number:02d}aa0000", job_ids=(str(100 + number),), ledger=attempt(0))
-        shell.slurm.queue(str(100 + number), "RUNNING")
-    shell.has_run("old", job_ids=("7",), submitted_unix_s=1.0, ledger=attempt(0, action="stop", reason="failed"))
-    shell.has_run("done", "1234abcd", job_ids=("8",), ledger=attempt(0, reason="done"), result={})
-    assert len(shell.types("status").out.splitlines()) == 23
-    assert (shell.slurm.times_asked("squeue"), shell.slurm.times_asked("sacct")) == (1, 0)
-    shell.has_run("lost", "5678abcd", job_ids=("9",), ledger=attempt(0))
-    shell.types("status")
-    assert (shell.slurm.times_asked("squeue"), shell.slurm.times_asked("sacct")) == (2, 1)
-    assert shell.slurm.said("sacct_words").rstrip().endswith("-j 9")
-
-
-def test_one_run_shows_its_path_and_json_shows_all(shell: Any) -> None:
-    one = shell.has_run("gpt", "3f9a1c07")
-    shell.has_run("cnn", "77aa0000")
-    assert shell.types("status", "gpt").out.splitlines()[-1] == str(one.path)
-    rows = json.loads(shell.types("status", "--json").out)
-    assert {row["run"] for row in rows} == {"gpt/3f9a1c07", "cnn/77aa0000"}
-    assert len(shell.types("status").out.splitlines()) == 3
-
-
-def test_one_run_tells_how_its_attempts_ended(shell: Any) -> None:
-    once = attempt(0, reason="preempted", action="requeue", last_step=180)
-    twice = (*once, *attempt(1, reason="failed", note="rank 3 on node2: x"))
-    shell.has_run("gpt", "3f9a1c07", ledger=(*twice, *attempt(2)))
-    assert shell.types("status").out.splitlines()[-2:] == [
+def test_one_run_shows_its_path_and_how_its_attempts_ended(shell: Shell) -> None:
+    once = attempt(0, reason="preempted", action="requeue", last_step=180, step_s=3.0, start_s=2.0)
+    run = shell.has_run("gpt", ledger=(*once, *attempt(1, reason="failed", note="rank 3 on node2: x"), *attempt(2)))
+    assert shell.types("status").out.splitlines()[-4:] == [
+        str(run.path),
+        "goodput 30%: 3 s of steps that count in 10 s of allocation (attempts that have ended); "
+        "most was lost to start: 2 s",
         "attempt 0: preempted after 5 s, step 180",
         "attempt 1: failed after 5 s: rank 3 on node2: x",
     ]
     shell.has_run("cnn", "77aa0000", ledger=once)
-    assert "attempt 0" not in shell.types("status", "cnn").out, "the table has said it"
+    assert "attempt 0" not in shell.types("status cnn").out, "the table has said it"
 
 
-def test_no_run_yet_is_no_error(shell: Any) -> None:
+def test_no_run_yet_is_no_error(shell: Shell) -> None:
     done = shell.types("status")
-    assert (done.code, done.out) == (0, "")
-    assert "no run below" in done.err and "starts one" in done.err
-    assert json.loads(shell.types("status", "--json").out) == []
+    assert (done.code, done.out) == (0, "") and "starts one" in done.err
+    assert json.loads(shell.types("status --json").out) == []
 
 
 @pytest.fixture
-def four(shell: Any) -> Any:
+def four(shell: Shell) -> Shell:
     """Four runs, the newest last: finished, failed, running, queued."""
     now_s = time.time()
     shell.has_run("gpt", "aaaa0000", job_ids=("1",), submitted_unix_s=now_s - 400_000, result={})
@@ -131,40 +176,24 @@ def four(shell: Any) -> Any:
     return shell
 
 
-FILTERS = [
-    (["--state", "running,failed"], {"bbbb0000", "cccc0000"}),
-    (["--state", "pending"], {"dddd0000"}),
-    (["gpt", "--state", "finished"], {"aaaa0000"}),
-    (["--last", "1"], {"dddd0000"}),
-    (["gpt", "--last", "1"], {"bbbb0000"}),
-    (["--since", "1h"], {"dddd0000"}),
-    (["--since", "1d"], {"bbbb0000", "cccc0000", "dddd0000"}),
-    (["--where", "seed=0"], {"aaaa0000", "bbbb0000", "cccc0000", "dddd0000"}),
-    (["cnn", "aaaa0000"], {"aaaa0000", "cccc0000", "dddd0000"}),
-    (["--since", "1d", "--last", "2", "--state", "running"], {"cccc0000"}),
-]
+FILTERS = {
+    "--state running,failed": "bc",
+    "--state pending": "d",
+    "gpt --state finished": "a",
+    "--last 1": "d",
+    "gpt --last 1": "b",
+    "--since 1h": "d",
+    "--since 1d": "bcd",
+    "--where seed=0": "abcd",
+    "cnn aaaa0000": "acd",
+    "--since 1d --last 2 --state running": "c",
+    "--state cancelled": "",
+    "--where seed=99": "",
+}
 
 
-@pytest.mark.parametrize(("words", "ids"), FILTERS, ids=[" ".join(words) for words, _ in FILTERS])
-def test_runs_are_chosen(words: list[str], ids: set[str], four: Any) -> None:
-    done = four.types("status", "--json", *words)
-    assert done.code == 0, done.err
-    assert {row["run"].partition("/")[2] for row in json.loads(done.out)} == ids
-
-
-NOTHING = [
-    (["--state", "cancelled"], 0, "none of 4 runs is in such a state"),
-    (["--where", "seed=99"], 0, "no such run below"),
-    (["--where", "no.key=1"], 2, "no run has the key 'no.key'"),
-    (["--state", "asleep"], 2, "there is no state 'asleep'"),
-    (["--last", "0"], 2, "--last must be at least 1, got 0"),
-    (["--since", "soon"], 2, "neither a span of time nor a date"),
-    (["-w", "0.5"], 2, "--watch must be at least 1 s, got 0.5"),
-    (["other"], 2, "no run matches 'other'"),
-]
-
-
-@pytest.mark.parametrize(("words", "code", "message"), NOTHING, ids=[" ".join(words) for words, _, _ in NOTHING])
-def test_what_means_no_run_says_so(words: list[str], code: int, message: str, four: Any) -> None:
-    done = four.types("status", *words)
-    assert done.code == code and message in done.err and done.out == ""
+def test_runs_are_chosen(four: Shell) -> None:
+    found = {words: json.loads(four.types(f"status --json {words}").out) for words in FILTERS}
+    assert {words: "".join(sorted(row["run"][4] for row in rows)) for words, rows in found.items()} == FILTERS
+    assert "none of 4 runs is in such a state" in four.types("status --state cancelled").err
+    assert "no such run below" in four.types("status --where seed=99").err

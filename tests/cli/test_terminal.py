@@ -1,10 +1,22 @@
+"""Where colours go, what is coloured in a log, and printing on when the terminal is gone."""
+
 from __future__ import annotations
 
 import io
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from slurm_train.cli.terminal import Painter, build_console, takes_escapes, width_of
+from slurm_train.cli.terminal import BOLD_RED, RED, Painter, painted, takes_escapes, width_of
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from tests.support.command_line import TINY, Person, new_project
+from tests.support.slurm_runs import losses, wait_until_step
+from tests.support.waiting import wait_for
 
 
 class Tty(io.StringIO):
@@ -12,25 +24,10 @@ class Tty(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("stream", "env", "takes"),
-    [
-        (Tty(), {"TERM": "xterm-256color"}, True),
-        (Tty(), {"TERM": "xterm", "NO_COLOR": ""}, True),
-        (Tty(), {"TERM": "xterm", "NO_COLOR": "1"}, False),
-        (Tty(), {"TERM": "dumb"}, False),
-        (Tty(), {}, False),
-        (io.StringIO(), {"TERM": "xterm", "FORCE_COLOR": "1"}, False),
-    ],
-)
-def test_where_escape_codes_may_be_written(stream: io.StringIO, env: dict[str, str], takes: bool) -> None:
-    assert takes_escapes(stream, env) is takes
-    console = build_console(stream, env)
-    console.print("[x]", style="bold red")
-    assert ("\x1b" in stream.getvalue()) is takes and "[x]" in stream.getvalue()
-
-
-def test_the_lines_of_a_file_have_no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_escape_codes_may_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = {"TERM": "xterm", "NO_COLOR": ""}
+    assert takes_escapes(Tty(), takes) and not takes_escapes(io.StringIO(), takes)
+    assert not any(takes_escapes(Tty(), env) for env in ({"TERM": "xterm", "NO_COLOR": "1"}, {"TERM": "dumb"}, {}))
     monkeypatch.setenv("COLUMNS", "64")
     assert (width_of(io.StringIO()), width_of(Tty())) == (None, 64)
 
@@ -43,32 +40,55 @@ ValueError: no
 step 2
 error: srun is gone
 half a line"""
-RED, BOLD, PLAIN = b"\x1b[31m", b"\x1b[1;31m", b"\x1b[0m"
+COLOURS = ["", BOLD_RED, RED, BOLD_RED, "", BOLD_RED, ""]
 
 
 def test_tracebacks_and_errors_are_red_and_nothing_else_changes() -> None:
     painter = Painter(in_colour=True)
-    painted = painter.paint(LOG) + painter.rest()
-    assert painted.splitlines() == [
-        b"step 1",
-        BOLD + b"Traceback (most recent call last):" + PLAIN,
-        RED + b'  File "a.py", line 1' + PLAIN,
-        BOLD + b"ValueError: no" + PLAIN,
-        b"step 2",
-        BOLD + b"error: srun is gone" + PLAIN,
-        b"half a line",
-    ]
-    pieces = Painter(in_colour=True)
-    assert b"".join(pieces.paint(LOG[at : at + 1]) for at in range(len(LOG))) + pieces.rest() == painted
+    # Byte by byte: a log comes in pieces.
+    shown = b"".join(painter.paint(LOG[at : at + 1]) for at in range(len(LOG))) + painter.rest()
+    texts = [painted(text, style) for text, style in zip(LOG.decode().splitlines(), COLOURS, strict=True)]
+    assert shown.decode().splitlines() == texts
+    plain = Painter(in_colour=False)
+    assert plain.paint(b"\xff half\x1b") == b"\xff half\x1b" and plain.rest() == b""
 
 
 def test_the_traceback_of_another_cause_is_faint() -> None:
     answers = [False, True]
     painter = Painter(in_colour=True, is_cause=lambda: answers.pop(0))
-    painted = painter.paint(LOG + b"\n" + LOG)
-    assert painted.count(b"\x1b[2mValueError: no\x1b[0m") == 1 and painted.count(BOLD + b"ValueError: no" + PLAIN) == 1
+    shown = painter.paint(LOG + b"\n" + LOG)
+    assert [shown.count(code + b"ValueError: no\x1b[0m") for code in (b"\x1b[2m", b"\x1b[1;31m")] == [1, 1]
 
 
-def test_without_colour_every_byte_is_passed_on_at_once() -> None:
-    painter = Painter(in_colour=False)
-    assert painter.paint(b"\xff half\x1b") == b"\xff half\x1b" and painter.rest() == b""
+def test_what_is_printed_to_a_pipe_that_nobody_reads_goes_on_in_a_file(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from slurm_train.cli.terminal import outlive_terminal\n"
+        "outlive_terminal(pathlib.Path(sys.argv[1])); sys.stdin.read()\n"
+        "print('one'); print('two', file=sys.stderr); print('three', flush=True); sys.exit(7)"
+    )
+    log, pipe = tmp_path / "out.log", subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", code, str(log)], stdin=pipe, stdout=pipe, stderr=pipe)
+    for stream in (process.stdout, process.stderr, process.stdin):
+        assert stream is not None
+        stream.close()
+    assert process.wait(timeout=60) == 7
+    assert sorted(log.read_text().split()) == ["one", "three", "two"]
+
+
+def test_a_run_whose_terminal_is_closed_saves_before_it_ends(tmp_path: Path) -> None:
+    person = Person(new_project(tmp_path / "project"))
+    words = [*TINY[:2], *TINY[3:], "train.max_steps=4000", "checkpoint.every_steps=null", "model.step_s=0.02"]
+    argv = [sys.executable, "-m", "slurm_train", *words, "run.processes=2", "train.threads=1"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(person.folder)
+        os.execve(sys.executable, argv, {**person.environment(), "TERM": "xterm"})
+    config = "runs/*/*/config.yaml"
+    wait_for(lambda: list(person.folder.glob(config)), within_s=60, what="the run directory")
+    run = RunDirectory(next(person.folder.glob(config)).parent)
+    wait_until_step(run, 5, within_s=90)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 75
+    assert read_ledger(run)[-1]["reason"] == "stopped"
+    assert [name_of(path).step for path in list_checkpoints(run.checkpoints)] == [max(losses(run))]
