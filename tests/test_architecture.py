@@ -70,7 +70,7 @@ COMMAND_WORDS = {
     "launch.submission": {"sbatch"},
     "launch.script": {"srun"},
     "launch.acceptance": {"salloc"},
-    "launch.visibility": {"srun"},
+    "supervise.ranks": {"srun"},
     # A value of cluster.launcher.
     "config.schema": {"srun"},
 }
@@ -414,9 +414,9 @@ BREACHES = [
     ),
     (
         "one module runs Slurm's commands",
-        "launch/visibility.py",
+        "supervise/ranks.py",
         "c = ['env', 'sbatch']\n",
-        "launch.visibility runs sbatch",
+        "supervise.ranks runs sbatch",
     ),
     ("one module installs the ranks' signal handlers", "train/a.py", "import signal\nsignal.signal(1, f)\n", "train.a"),
     ("the environment is read at the entry points", "launch/a.py", "import os\nx = os.environ['A']\n", "launch.a"),

@@ -92,7 +92,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
     from slurm_train.config.words import Words
     from slurm_train.launch.acceptance import require_slurm
     from slurm_train.launch.plan import plan_run
-    from slurm_train.launch.snapshot import read_git, read_source
+    from slurm_train.launch.snapshot import read_source
 
     cwd = Path.cwd()
     plan = plan_run(compose(Words(overrides=[*_FIRST, *settings, *_LAST])), cwd=cwd, env=env)
@@ -112,7 +112,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
     start = Start(words=["doctor", *settings], env=env)
     commands = start.commands
     require_slurm(commands, env)
-    script = start.write(plan, read_source(run, plan.config, cwd, read_git(cwd, env), env=env))
+    script = start.write(plan, read_source(run, plan.config, cwd, env=env))
     if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env:
         note(f"checking the nodes of this allocation, job {env['SLURM_JOB_ID']}")
         subprocess.run(["bash", str(run.submit_script)], env=dict(env), stdout=sys.stderr, check=False)

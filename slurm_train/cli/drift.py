@@ -7,7 +7,6 @@ A run without a checkpoint has nothing to protect. Nothing here writes.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +20,12 @@ from slurm_train.formatting import shorten
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import (
     MOST_CHANGES_SHOWN,
+    Code,
     FileChange,
     Source,
     compare_code,
     digest_code,
-    index_code,
-    live_file,
+    live_code,
     matters,
     names_own_code,
     read_index,
@@ -158,8 +157,7 @@ def tell_of_other_code(run: RunDirectory, config: RunConfig, directory: Path) ->
     if before is None or index is None or before[1].get("directory") != str(directory):
         return
     folders = {**(read_json(run.code_index) or {}).get("folders", {}), "": str(directory)}
-    locate = partial(live_file, folders)
-    changes = compare_code(index, index_code(locate, index), old_file=run.code.joinpath, new_file=locate)
+    changes = compare_code(Code(index, run.code.joinpath), live_code(run, folders))
     changes = [change for change in changes if matters(change.name, is_own_code=names_own_code(config))]
     if changes:
         note(f"your files have changed since this run copied them: {shorten(map(str, changes), MOST_CHANGES_SHOWN)}")
@@ -189,10 +187,10 @@ def _compare_code(plan: RunPlan, source: Source | None) -> tuple[list[FileChange
     old = read_index(plan.run)
     if source is None or old is None:
         return [], "", ""
-    new, is_own = source.index(), names_own_code(plan.config)
-    changes = compare_code(old, new, old_file=plan.run.code.joinpath, new_file=source.file)
+    new, is_own = source.code(), names_own_code(plan.config)
+    changes = compare_code(Code(old, plan.run.code.joinpath), new)
     found = [change for change in changes if matters(change.name, is_own_code=is_own)]
-    return found, digest_code(old, is_own_code=is_own), digest_code(new, is_own_code=is_own)
+    return found, digest_code(old, is_own_code=is_own), digest_code(new.index, is_own_code=is_own)
 
 
 def _rows(rows: Iterable[tuple[str, str]]) -> str:

@@ -23,7 +23,6 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.ports import probe_port
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.launch.container import RankCommand
-from slurm_train.launch.local import start_local
 from slurm_train.launch.plan import describe
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
@@ -33,6 +32,7 @@ from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.slurm.environment import scrubbed
 from slurm_train.status.failure import find_failure
 from slurm_train.supervise.monitor import note_environment, say, watch_ranks
+from slurm_train.supervise.ranks import start_local
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor, refused_code
 from slurm_train.tools.trackers import Tracking

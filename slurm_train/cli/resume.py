@@ -19,7 +19,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.words import read_names
 from slurm_train.errors import RunError
 from slurm_train.launch.plan import replan_run
-from slurm_train.launch.snapshot import read_git, read_source, require_sealed
+from slurm_train.launch.snapshot import read_source, require_sealed
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory, require_private
@@ -73,7 +73,7 @@ def main(words: Sequence[str]) -> int:
     if "code" in accept:
         here = Path.cwd()
         plan = replace(plan, directory=str(here))
-        source = read_source(run, config, here, read_git(here, env), env=env)
+        source = read_source(run, config, here, env=env)
         say_source(source)
     print_plan(plan)
     return start.run(plan, source)

@@ -29,7 +29,7 @@ from slurm_train.launch.acceptance import exclude_flags, require_acceptable, req
 from slurm_train.launch.container import RankCommand
 from slurm_train.launch.plan import RunPlan, SweepPlan, replan_run
 from slurm_train.launch.script import render_script, renewed_warning
-from slurm_train.launch.snapshot import Source, read_git, read_source
+from slurm_train.launch.snapshot import Source, read_source
 from slurm_train.launch.write import link_code, put_on_record, write_run, write_shared_code, write_table_of
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.jobs import clear_dead, record_job
@@ -297,7 +297,7 @@ class Start:
             config, source = load_config(todo[0].run.config), None
             if "code" in self.accept:
                 cwd = Path.cwd()
-                source = read_source(todo[0].run, config, cwd, read_git(cwd, self.env), env=self.env)
+                source = read_source(todo[0].run, config, cwd, env=self.env)
                 say_source(source)
             max_parallel = config.sweep.max_parallel
             if config.cluster is None:

@@ -15,9 +15,6 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.distributed.ports import probe_port
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ConfigError, NodesError, SilentNodesError
-from slurm_train.launch.continuation import continued_job
-from slurm_train.launch.step import LINGER_S, ORPHAN_LINGER_S, run_step
-from slurm_train.launch.visibility import require_seen_by_all
 from slurm_train.rundir.attempts import newest_round
 from slurm_train.rundir.events import (
     BAD_NODES_PARTS,
@@ -36,6 +33,7 @@ from slurm_train.rundir.files import create_private, read_json
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.slurm.allocation import Allocation, het_job_ids
 from slurm_train.slurm.environment import job_environment
+from slurm_train.supervise.continuation import continued_job
 from slurm_train.supervise.monitor import (
     BestEffort,
     FindingsRelay,
@@ -46,6 +44,7 @@ from slurm_train.supervise.monitor import (
     say,
     watch_ranks,
 )
+from slurm_train.supervise.ranks import LINGER_S, ORPHAN_LINGER_S, require_seen_by_all, run_step
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.supervisor import Supervisor, ignore_stop_signals, refused_code
 from slurm_train.tools.trackers import Tracking

@@ -270,13 +270,13 @@ def _import_from_copy(run: RunDirectory, place: RankPlace, env: Mapping[str, str
     """Returns the environment with which this process and its children import from the run's copy of the code."""
     from slurm_train.launch.imports import import_from_snapshot
 
-    imports = import_from_snapshot(str(run.path), python_path=env.get("PYTHONPATH", ""))
-    for line in imports.lines() if place.is_first else ():
+    child_path, lines = import_from_snapshot(str(run.path), python_path=env.get("PYTHONPATH", ""))
+    for line in lines if place.is_first else ():
         print(line, file=sys.stderr, flush=True)
-    if not imports.child_path:
+    if not child_path:
         return env
-    os.environ["PYTHONPATH"] = imports.child_path
-    return {**env, "PYTHONPATH": imports.child_path}
+    os.environ["PYTHONPATH"] = child_path
+    return {**env, "PYTHONPATH": child_path}
 
 
 def _enter(directory: str) -> None:

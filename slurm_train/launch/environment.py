@@ -13,48 +13,24 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurm_train.config.secrets import redact
 from slurm_train.launch.imports import own_paths
-from slurm_train.launch.snapshot import Source, run_git
+from slurm_train.launch.snapshot import Source, SourceState, run_git
 from slurm_train.rundir.files import read_json, write_atomic
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
-_TORCH_BUILD = re.compile(r"^(cuda|hip)\b[^=]*=\s*'([^']+)'", re.MULTILINE)
 _DRIVER = Path("/proc/driver/nvidia")
 _COMPARED = ("python", "torch", "cuda", "driver", "gpus", "slurm", "executable")
 _GIT_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """One environment, on one machine."""
-
-    python: str | None = None
-    executable: str | None = None
-    platform: str | None = None
-    host: str | None = None
-    torch: str | None = None
-    cuda: str | None = None
-    """What torch was built for, e.g. "12.8"; "rocm 6.2" for AMD; None for a CPU build or without torch."""
-    driver: str | None = None
-    """NVIDIA's driver here, None where there is none."""
-    gpus: list[str] = field(default_factory=list)
-    """Models of the GPUs here, e.g. ["NVIDIA H100 80GB HBM3", ...]."""
-    slurm: str | None = None
-    packages: dict[str, str] = field(default_factory=dict)
-    """Version by canonical name, as `pip freeze` would have them."""
-    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Packages that come from no index: url, and "editable" or "commit" where they apply."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class EnvironmentChange:
+class EnvironmentChange(NamedTuple):
     """One fact or package that is not the same in two environments; None: it is not there."""
 
     name: str
@@ -66,8 +42,12 @@ class EnvironmentChange:
         return f"{self.name}: {self.old or 'none'} -> {self.new or 'none'}"
 
 
-def read_environment(*, slurm: str | None, paths: Sequence[str] | None = None) -> Environment:
-    """Returns the environment of this process.
+def read_environment(*, slurm: str | None, paths: Sequence[str] | None = None) -> dict[str, Any]:
+    """Returns the environment of this process; None for what is not here.
+
+    Of note: "cuda" is what torch was built for, e.g. "12.8" or "rocm 6.2" (None: a CPU build, or no torch); "gpus" are
+    the models of the GPUs; "packages" has versions by canonical name, as `pip freeze` would; "sources" has the packages
+    that come from no index: url, and "editable" or "commit" where they apply.
 
     Args:
         slurm: Slurm's version, None where it is not known.
@@ -84,29 +64,23 @@ def read_environment(*, slurm: str | None, paths: Sequence[str] | None = None) -
             packages[name] = item.version or "?"
             if source := _source_of(item):
                 sources[name] = source
-    driver = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _text_of(_DRIVER / "version"))
-    models = (
-        re.search(r"^Model:\s*(.+?)\s*$", _text_of(path), re.MULTILINE)
-        for path in sorted(_DRIVER.glob("gpus/*/information"))
-    )
-    return Environment(
-        python=".".join(map(str, sys.version_info[:3])),
-        executable=sys.executable,
-        platform=" ".join((kernel.sysname, kernel.release, kernel.machine)),
-        host=socket.gethostname(),
-        torch=packages.get("torch"),
-        cuda=_torch_build(folders),
-        driver=driver and driver[1],
-        gpus=["unknown" if model is None else model[1] for model in models],
-        slurm=slurm,
-        packages=dict(sorted(packages.items())),
-        sources=dict(sorted(sources.items())),
-    )
-
-
-def environment_from(value: Mapping[str, Any]) -> Environment:
-    """Returns the environment that was written as JSON; what is missing is None or empty."""
-    return Environment(**{name: value[name] for name in Environment.__dataclass_fields__ if name in value})
+    builds = (_found(r"(?m)^(cuda|hip)\b[^=]*=\s*'([^']+)'", Path(folder, "torch/version.py")) for folder in folders)
+    build = next(filter(None, builds), None)
+    driver = _found(r"\s(\d+\.\d+(?:\.\d+)?)\s", _DRIVER / "version")
+    models = (_found(r"(?m)^Model:\s*(.+?)\s*$", path) for path in sorted(_DRIVER.glob("gpus/*/information")))
+    return {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "executable": sys.executable,
+        "platform": " ".join((kernel.sysname, kernel.release, kernel.machine)),
+        "host": socket.gethostname(),
+        "torch": packages.get("torch"),
+        "cuda": build and (build[2] if build[1] == "cuda" else f"rocm {build[2]}"),
+        "driver": driver and driver[1],
+        "gpus": ["unknown" if model is None else model[1] for model in models],
+        "slurm": slurm,
+        "packages": dict(sorted(packages.items())),
+        "sources": dict(sorted(sources.items())),
+    }
 
 
 def _source_of(item: Distribution) -> dict[str, Any]:
@@ -115,52 +89,41 @@ def _source_of(item: Distribution) -> dict[str, Any]:
         value = json.loads(item.read_text("direct_url.json") or "{}")
     except ValueError:
         return {}
-    if not value:
-        return {}
-    source: dict[str, Any] = {"url": redact(str(value.get("url", "")))}
-    if (value.get("dir_info") or {}).get("editable"):
-        source["editable"] = True
-    commit = (value.get("vcs_info") or {}).get("commit_id")
-    return source | ({"commit": str(commit)} if commit else {})
+    facts = {
+        "url": redact(value.get("url", "")),
+        "editable": value.get("dir_info", {}).get("editable"),
+        "commit": value.get("vcs_info", {}).get("commit_id"),
+    }
+    return {name: fact for name, fact in facts.items() if fact}
 
 
-def _torch_build(folders: Iterable[str]) -> str | None:
-    for folder in folders:
-        if text := _text_of(Path(folder, "torch", "version.py")):
-            found = dict(_TORCH_BUILD.findall(text))
-            return found.get("cuda") or (f"rocm {found['hip']}" if "hip" in found else None)
-    return None
-
-
-def _text_of(path: Path) -> str:
+def _found(pattern: str, path: Path) -> re.Match[str] | None:
     try:
-        return path.read_text(encoding="utf-8")
+        return re.search(pattern, path.read_text(encoding="utf-8"))
     except OSError:
-        return ""
+        return None
 
 
-def environment_changes(old: Environment, new: Environment) -> list[EnvironmentChange]:
+def environment_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[EnvironmentChange]:
     """Returns what differs: facts first, then packages by name. Host and platform alone are no change."""
-    found = [EnvironmentChange(name, _fact(old, name), _fact(new, name)) for name in _COMPARED]
-    found += [
-        EnvironmentChange(name, _package(old, name), _package(new, name), is_package=True)
-        for name in sorted({*old.packages, *new.packages} - {"torch"})
-    ]
+    found = [EnvironmentChange(name, _fact(old.get(name)), _fact(new.get(name))) for name in _COMPARED]
+    names = {*old.get("packages", ()), *new.get("packages", ())} - {"torch"}
+    found += [EnvironmentChange(name, _package(old, name), _package(new, name), True) for name in sorted(names)]
     return [change for change in found if change.old != change.new]
 
 
-def _fact(environment: Environment, name: str) -> str | None:
-    value = getattr(environment, name)
+def _fact(value: Any) -> str | None:
     if isinstance(value, list):
-        return ", ".join(f"{value.count(item)} x {item}" for item in dict.fromkeys(value)) or None
+        return ", ".join(f"{count} x {item}" for item, count in Counter(value).items()) or None
     return None if value is None else str(value)
 
 
-def _package(environment: Environment, name: str) -> str | None:
-    version, source = environment.packages.get(name), environment.sources.get(name)
+def _package(environment: Mapping[str, Any], name: str) -> str | None:
+    version: str | None = environment.get("packages", {}).get(name)
+    source = environment.get("sources", {}).get(name)
     if version is None or source is None:
         return version
-    kind = "editable" if source.get("editable") else str(source.get("commit", ""))[:12]
+    kind = "editable" if source.get("editable") else source.get("commit", "")[:12]
     return f"{version} ({kind} {source['url']})".replace("( ", "(")
 
 
@@ -174,36 +137,36 @@ def write_provenance(path: Path, source: Source, *, words: Sequence[str], slurm:
         slurm: Slurm's version, None where it plays no part.
     """
     environment = read_environment(slurm=slurm)
-    first, *others = (
-        {
-            "git_commit": folder.state.commit,
-            "git_dirty": bool(folder.state.difference),
-            "git_diff": redact(folder.state.difference),
+    states = {place: source.states.get(place, SourceState()) for place in source.folders}
+    git = {
+        place: {
+            "git_commit": state.commit,
+            "git_dirty": bool(state.difference),
+            "git_diff": redact(state.difference),
         }
-        for folder in source.folders
-    )
+        for place, state in states.items()
+    }
     facts = {
         "words": [redact(word) for word in words],
-        "directory": source.places[""],
+        "directory": str(source.folders[""]),
         "user": getpass.getuser(),
         "time_unix_s": time.time(),
-        **first,
-        "num_files": len(source.names),
+        **git[""],
+        "num_files": len(source.files),
         "folders": [
-            {"path": str(folder.path), "copied_to": folder.prefix, **git}
-            for folder, git in zip(source.folders[1:], others, strict=True)
+            {"path": str(folder), "copied_to": place, **git[place]} for place, folder in source.folders.items() if place
         ],
-        "elsewhere": [_elsewhere(place, environment) for place in source.elsewhere],
-        "environment": asdict(environment),
+        "elsewhere": [_elsewhere(place, environment["sources"]) for place in source.elsewhere],
+        "environment": environment,
     }
     write_atomic(path, json.dumps(facts, indent=2) + "\n", durable=False)
 
 
-def _elsewhere(place: str, environment: Environment) -> dict[str, Any]:
+def _elsewhere(place: str, sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns what is known of a folder that packages are imported from and that was not copied."""
     installed = [
         name
-        for name, source in environment.sources.items()
+        for name, source in sources.items()
         if source.get("editable") and Path(place).is_relative_to(Path(source["url"].removeprefix("file://")).resolve())
     ]
     commit = run_git(place, "rev-parse", "HEAD", timeout_s=_GIT_TIMEOUT_S)
@@ -217,13 +180,10 @@ def _elsewhere(place: str, environment: Environment) -> dict[str, Any]:
     }
 
 
-def environment_of(run: RunDirectory) -> Environment | None:
+def environment_of(run: RunDirectory) -> dict[str, Any] | None:
     """Returns the environment that a run was carried out in: its newest attempt's, else that of its submission."""
-    for attempt in reversed(existing_attempts(run)):
-        if (found := read_json(run.environment(attempt))) is not None:
-            return environment_from(found)
-    submitted = (read_json(run.provenance) or {}).get("environment")
-    return None if submitted is None else environment_from(submitted)
+    recorded = (read_json(run.environment(attempt)) for attempt in reversed(existing_attempts(run)))
+    return next(filter(None, recorded), None) or (read_json(run.provenance) or {}).get("environment")
 
 
 def record_environment(run: RunDirectory, attempt: int, *, slurm: str | None) -> list[str]:
@@ -233,9 +193,9 @@ def record_environment(run: RunDirectory, attempt: int, *, slurm: str | None) ->
     same interpreter.
     """
     now = read_environment(slurm=slurm)
-    before = environment_of(run)
-    write_atomic(run.environment(attempt), json.dumps(asdict(now), indent=1) + "\n", durable=False)
-    if before is None or not before.packages or before.executable != now.executable:
+    before = environment_of(run) or {}
+    write_atomic(run.environment(attempt), json.dumps(now, indent=1) + "\n", durable=False)
+    if not before.get("packages") or before["executable"] != now["executable"]:
         return []
     # A login node has another driver, or none, and may name another Slurm.
     found = [change for change in environment_changes(before, now) if change.is_package or change.name == "python"]

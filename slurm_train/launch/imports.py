@@ -16,8 +16,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from typing import Any
@@ -71,22 +70,13 @@ def import_roots(folder: str, paths: Iterable[str], finders: Iterable[Any]) -> l
         for name, place in table.items()
         if os.path.splitext(os.path.basename(place))[0] == name
     ]
-    return _inside(folder, (*paths, *mapped))
-
-
-def package_folders(folder: str, paths: Iterable[str], finders: Iterable[Any]) -> list[str]:
-    """Returns `import_roots`, and the folders of packages that have other names than their folders."""
-    return _inside(folder, (*paths, *(place for table in _tables(finders) for place in table.values())))
-
-
-def _inside(folder: str, places: Iterable[str]) -> list[str]:
     live = os.path.realpath(folder)
-    real = [os.path.realpath(place) for place in places if place and os.path.isdir(place)]
+    real = [os.path.realpath(place) for place in (*paths, *mapped) if place and os.path.isdir(place)]
     inside = [place for place in real if is_below(place, live) and not is_installed(place)]
     return list(dict.fromkeys("" if place == live else os.path.relpath(place, live) for place in inside))
 
 
-def code_elsewhere(folders: Sequence[str], paths: Iterable[str], finders: Iterable[Any]) -> list[str]:
+def code_elsewhere(folders: Iterable[str], paths: Iterable[str], finders: Iterable[Any]) -> list[str]:
     """Returns the folders that packages are imported from, that the user may edit, and that lie outside some folders.
 
     This package's own is left out: who edits it knows.
@@ -110,20 +100,18 @@ def code_elsewhere(folders: Sequence[str], paths: Iterable[str], finders: Iterab
     ]
 
 
-def built_modules(folder: str, names: Iterable[str], roots: Sequence[str]) -> list[str]:
+def built_modules(folder: str, names: Iterable[str]) -> list[str]:
     """Returns files that a package does not import without, though git is told to ignore them.
 
-    Looked at are the folders with Python files below the places that packages are imported from.
+    Looked at are the folders that have Python files.
 
     Args:
         folder: the folder that `names` are relative to.
         names: the files that belong to the code anyway.
-        roots: see `package_folders`.
     """
     known = set(names)
-    holders = {name.rpartition("/")[0] for name in known if name.endswith(".py")}
     found = []
-    for holder in holders if "" in roots else [one for one in holders if any(is_below(one, root) for root in roots)]:
+    for holder in {name.rpartition("/")[0] for name in known if name.endswith(".py")}:
         with contextlib.suppress(FileNotFoundError):  # git lists what was deleted as well
             for entry in os.scandir(os.path.join(folder, holder)):
                 name = os.path.join(holder, entry.name)
@@ -136,68 +124,61 @@ def built_modules(folder: str, names: Iterable[str], roots: Sequence[str]) -> li
 # --- in the job ---
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedFolder:
-    """A folder with code of the user's, and its copy in the snapshot; both resolved."""
-
-    live: str
-    copy: str
-
-    def copy_of(self, path: str) -> str | None:
-        """Returns the place in the copy that replaces a resolved path, None for one outside the folder."""
-        return self.copy + path[len(self.live) :] if is_below(path, self.live) else None
-
-
-@dataclass(slots=True)
-class Imports:
-    """How a process imports from a run's snapshot; top-level names of packages with their places."""
-
-    child_path: str
-    """PYTHONPATH for the processes that it starts."""
-    copied: dict[str, str] = field(default_factory=dict)
-    """Imported from the snapshot."""
-    live: dict[str, str] = field(default_factory=dict)
-    """Imported from where they are edited."""
-
-    def lines(self) -> list[str]:
-        """Returns what a person should know of where packages come from."""
-        copied = [f"imported from the run's copy of the code: {', '.join(self.copied)}"] if self.copied else []
-        live = (
-            f"warning: {name} is imported from where it is edited, not from the run's copy of the code: {place}"
-            for name, place in self.live.items()
-        )
-        return [*copied, *live]
-
-
-def import_from_snapshot(run: str, *, python_path: str) -> Imports:
+def import_from_snapshot(run: str, *, python_path: str) -> tuple[str, list[str]]:
     """Makes this process import the user's packages from a run's snapshot.
 
     Args:
         run: the run directory.
         python_path: PYTHONPATH so far.
+
+    Returns:
+        PYTHONPATH for the processes that it starts, and what a person should know of where packages come from.
     """
     code = os.path.realpath(os.path.join(run, "code"))
     if not os.path.isdir(code):
-        return Imports(python_path)
-    record = _read(os.path.join(run, "code.json"))
-    copies = read_copies(code, record, folder=str(_read(os.path.join(run, "plan.json")).get("directory", "")))
-    recorded = [os.path.normpath(os.path.join(code, str(root))) for root in record.get("roots", [])]
-    found = [place for path in sys.path if (place := _copy_of(path, copies)) is not None]
-    wanted = [place for place in dict.fromkeys([code, *recorded, *found]) if os.path.isdir(place)]
+        return python_path, []
+    record, directory = _read(os.path.join(run, "code.json")), _read(os.path.join(run, "plan.json")).get("directory")
+    copies = {
+        os.path.realpath(live): os.path.normpath(os.path.join(code, place))
+        for place, live in {"": directory, **record.get("folders", {})}.items()
+        if live
+    }
+    recorded = [os.path.normpath(os.path.join(code, root)) for root in record.get("roots", [])]
+    # Runs may lie in the project, and a virtual environment as well.
+    places = (os.path.realpath(path) for path in sys.path if path)
+    own = [place for place in places if not is_installed(place) and not is_below(place, code)]
+    copied = [copy for place in own if (copy := copy_of(place, copies)) is not None]
+    wanted = [place for place in dict.fromkeys([code, *recorded, *copied]) if os.path.isdir(place)]
     sys.path[:] = [*wanted, *(path for path in sys.path if os.path.realpath(path) not in wanted)]
+
+    # Anything may lie in a copied folder itself: only what is imported from it is of interest.
     looked_at = [place for place in wanted if place != code or code in recorded]
-    names = {name for place in looked_at for name in _packages_in(place)}
-    names |= _redirect(copies, sys.meta_path)
-    names |= {name for path in sys.path if _is_live(path, copies) for name in _packages_in(path)}
+    looked_at += [place for place in own if place not in copies and copy_of(place, copies) and os.path.isdir(place)]
+    names = {name for place in looked_at for name in _packages_in(place)} | _redirect(copies, sys.meta_path)
     importlib.invalidate_caches()
-    imports = Imports(child_path(sys.path, copies, python_path))
+    from_copy, lines = [], []
     for name in sorted(names):
         place = os.path.realpath(_place_of(name) or "/")
-        if _is_copy(place, copies):
-            imports.copied[name] = place
-        elif any(is_below(place, folder.live) for folder in copies):
-            imports.live[name] = place
-    return imports
+        if is_below(place, code):
+            from_copy.append(name)
+        elif copy_of(place, copies) is not None:
+            lines.append(
+                f"warning: {name} is imported from where it is edited, not from the run's copy of the code: {place}"
+            )
+    if from_copy:
+        lines.insert(0, f"imported from the run's copy of the code: {', '.join(from_copy)}")
+    first = [path for path in sys.path if is_below(path, code)]
+    return os.pathsep.join([*first, *(one for one in python_path.split(os.pathsep) if one and one not in first)]), lines
+
+
+def copy_of(path: str, copies: Mapping[str, str]) -> str | None:
+    """Returns the place in a snapshot that replaces a path, None for one that is in no copied folder; all resolved.
+
+    Args:
+        path: e.g. "/home/ada/project/src".
+        copies: each copied folder with its copy, e.g. {"/home/ada/project": "/runs/gpt/1/code"}.
+    """
+    return next((copy + path[len(live) :] for live, copy in copies.items() if is_below(path, live)), None)
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -209,64 +190,12 @@ def _read(path: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def read_copies(code: str, record: dict[str, Any], *, folder: str) -> list[CopiedFolder]:
-    """Returns the copied folders of a snapshot.
-
-    Args:
-        code: the snapshot, resolved.
-        record: its `code.json`.
-        folder: the submitting directory, where the record does not name it.
-    """
-    folders = {"": folder, **record.get("folders", {})}
-    return [
-        CopiedFolder(os.path.realpath(live), os.path.normpath(os.path.join(code, name)))
-        for name, live in folders.items()
-        if live
-    ]
-
-
-def child_path(paths: Sequence[str], copies: Sequence[CopiedFolder], before: str) -> str:
-    """Returns the PYTHONPATH that makes a child process import from the snapshot as well.
-
-    Args:
-        paths: `sys.path`, the copies included.
-        copies: the folders that are in the snapshot.
-        before: PYTHONPATH so far.
-    """
-    ours = [path for path in paths if _is_copy(path, copies)]
-    return os.pathsep.join([*ours, *(part for part in before.split(os.pathsep) if part and part not in ours)])
-
-
-def _is_copy(path: str, copies: Sequence[CopiedFolder]) -> bool:
-    return any(is_below(path, folder.copy) for folder in copies)
-
-
-def _copy_of(path: str, copies: Sequence[CopiedFolder]) -> str | None:
-    """Returns the copy of an import path of the user's; None for one that is no such path, or has no copy."""
-    real = os.path.realpath(path)
-    # Runs may lie in the project, and a virtual environment as well.
-    if not path or is_installed(real) or _is_copy(real, copies):
-        return None
-    places = (folder.copy_of(real) for folder in copies)
-    return next((place for place in places if place is not None and os.path.isdir(place)), None)
-
-
-def _is_live(path: str, copies: Sequence[CopiedFolder]) -> bool:
-    """Returns whether an import path lies in a copied folder; not the folder itself, which anything may be in."""
-    real = os.path.realpath(path)
-    if not path or is_installed(real) or _is_copy(real, copies) or not os.path.isdir(real):
-        return False
-    return any(is_below(real, folder.live) and real != folder.live for folder in copies)
-
-
-def _redirect(copies: Sequence[CopiedFolder], finders: Iterable[Any]) -> set[str]:
+def _redirect(copies: Mapping[str, str], finders: Iterable[Any]) -> set[str]:
     """Puts the copies into the finders' tables; returns the top-level names of all that lies in the copied folders."""
     names = set()
     for table in _tables(finders):
         for name, place in list(table.items()):
-            real = os.path.realpath(place)
-            copied = next((copy for folder in copies if (copy := folder.copy_of(real)) is not None), None)
-            if copied is not None:
+            if (copied := copy_of(os.path.realpath(place), copies)) is not None:
                 names.add(name.partition(".")[0])
                 table[name] = copied if os.path.exists(copied) else place
     return names

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -29,7 +29,7 @@ import xxhash
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
-from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, own_paths, package_folders
+from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, own_paths
 from slurm_train.rundir.files import read_json, write_atomic
 from slurm_train.rundir.paths import RunDirectory
 
@@ -184,23 +184,15 @@ _MOST_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
-class SourceFolder:
-    """A folder whose code is copied."""
-
-    prefix: str
-    """Its place in the snapshot: "" for the submitting directory, e.g. ".folders/mylib" for a further one."""
-    path: Path
-    state: SourceState
-    files: Sequence[str] = ()
-    """Relative to the folder."""
-
-
-@dataclass(frozen=True, slots=True)
 class Source:
     """The code of a submission before it is copied."""
 
-    folders: Sequence[SourceFolder]
-    """The submitting directory, then those of `run.snapshot_folders`."""
+    folders: Mapping[str, Path]
+    """The copied folders by their place in the snapshot: "" for the submitting directory, e.g. ".folders/mylib"."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Where each file lies, by its name in the snapshot."""
+    states: Mapping[str, SourceState] = field(default_factory=dict)
+    """What git says about each of `folders`."""
     roots: Sequence[str] = ()
     """Places in the snapshot that packages are imported from, e.g. "src"."""
     elsewhere: Sequence[str] = ()
@@ -208,41 +200,9 @@ class Source:
     left_out: Sequence[str] = ()
     """What lies in the copied folders and is not copied, each with the reason."""
 
-    @property
-    def state(self) -> SourceState:
-        """What git says about the submitting directory."""
-        return self.folders[0].state
-
-    @property
-    def places(self) -> dict[str, str]:
-        """Each folder by its place in the snapshot."""
-        return {folder.prefix: str(folder.path) for folder in self.folders}
-
-    @property
-    def names(self) -> list[str]:
-        """The files as they are called in the snapshot."""
-        return [os.path.join(folder.prefix, name) for folder in self.folders for name in folder.files]  # noqa: PTH118
-
-    def file(self, name: str) -> Path:
-        """Returns where a file lies, by its name in the snapshot."""
-        return live_file(self.places, name)
-
-    def index(self) -> dict[str, str]:
-        """Returns the hashes of the files as they are now."""
-        return index_code(self.file, self.names)
-
-
-def live_file(places: Mapping[str, str], name: str) -> Path:
-    """Returns where a file of a snapshot was copied from.
-
-    Args:
-        places: each copied folder by its place in the snapshot.
-        name: the file, relative to the snapshot.
-    """
-    for prefix, folder in places.items():
-        if prefix and name.startswith(f"{prefix}/"):
-            return Path(folder) / name[len(prefix) + 1 :]
-    return Path(places.get("", "")) / name
+    def code(self) -> Code:
+        """Returns the files with their hashes as they are now."""
+        return Code(index_code(self.files.__getitem__, self.files), self.files.__getitem__)
 
 
 def names_own_code(config: RunConfig) -> bool:
@@ -252,7 +212,12 @@ def names_own_code(config: RunConfig) -> bool:
 
 
 def read_source(
-    run: RunDirectory, config: RunConfig, directory: Path, state: SourceState, *, env: Mapping[str, str]
+    run: RunDirectory,
+    config: RunConfig,
+    directory: Path,
+    state: SourceState | None = None,
+    *,
+    env: Mapping[str, str],
 ) -> Source:
     """Returns what would be copied for a run; touches nothing.
 
@@ -262,36 +227,35 @@ def read_source(
         run: the run; its root is never part of a snapshot.
         config: says whether own code is used, and names further folders.
         directory: the submitting directory.
-        state: what git says about it.
-        env: environment, for asking git about further folders.
+        state: what git says about it, None if git has not been asked yet.
+        env: environment, for asking git.
 
     Raises:
         ConfigError: more than `run.snapshot_limit_mb`, or a folder that is not there.
     """
+    state = read_git(directory, env) if state is None else state
     uses_own, root = names_own_code(config), run.path.parent.parent
     if state.files is None and not uses_own and not config.run.snapshot_folders:
-        return Source([SourceFolder("", directory, state)])
+        return Source({"": directory}, states={"": state})
     # Where the runs' root holds the code as well (run.root=.), only this run's own folder is left out.
     runs = run.path.parent if directory.resolve().is_relative_to(root) else root
-    asked = [("", directory), *_further_folders(config.run.snapshot_folders, directory)]
+    folders = {"": directory, **_further_folders(config.run.snapshot_folders, directory)}
+    states = {place: read_git(folder, env) if place else state for place, folder in folders.items()}
     paths, finders = own_paths(), sys.meta_path
-    folders, roots, left_out = list[SourceFolder](), list[str](), list[str]()
-    for prefix, folder in asked:
-        its_state = state if not prefix else read_git(folder, env)
-        places = package_folders(str(folder), paths, finders)
-        files, without = plan_files(
-            folder, its_state, limit_mb=config.run.snapshot_limit_mb, exclude=runs, roots=places
-        )
-        folders.append(SourceFolder(prefix, folder, its_state, files))
+    files, roots, left_out = dict[str, Path](), list[str](), list[str]()
+    for place, folder in folders.items():
+        names, without = plan_files(folder, states[place], limit_mb=config.run.snapshot_limit_mb, exclude=runs)
+        files |= {os.path.join(place, name): folder / name for name in names}  # noqa: PTH118  # paths cost 10x
         left_out += without
-        roots += [f"{prefix}/{part}".strip("/") for part in import_roots(str(folder), paths, finders)]
-    elsewhere = code_elsewhere([str(folder) for _, folder in asked], paths, finders)
-    # What the job does not import cannot change under it.
-    return Source(folders, roots, elsewhere if uses_own else (), left_out if uses_own else ())
+        roots += [f"{place}/{part}".strip("/") for part in import_roots(str(folder), paths, finders)]
+    if not uses_own:
+        # What the job does not import cannot change under it.
+        return Source(folders, files, states, roots)
+    return Source(folders, files, states, roots, code_elsewhere(map(str, folders.values()), paths, finders), left_out)
 
 
-def _further_folders(texts: Sequence[str], directory: Path) -> list[tuple[str, Path]]:
-    found: list[tuple[str, Path]] = []
+def _further_folders(texts: Sequence[str], directory: Path) -> dict[str, Path]:
+    found = dict[str, Path]()
     for text in texts:
         folder = (directory / Path(text).expanduser()).resolve()
         if not folder.is_dir():
@@ -301,15 +265,13 @@ def _further_folders(texts: Sequence[str], directory: Path) -> list[tuple[str, P
                 f"run.snapshot_folders: {text} lies in {directory}, which is copied anyway",
                 hint="name folders outside of it; files in it that git ignores are not code",
             )
-        same = sum(place.name == folder.name for _, place in found)
+        same = sum(other.name == folder.name for other in found.values())
         # A hidden folder, so that it cannot have the name of one of the user's.
-        found.append((f".folders/{folder.name}{f'-{same + 1}' if same else ''}", folder))
+        found[f".folders/{folder.name}{f'-{same + 1}' if same else ''}"] = folder
     return found
 
 
-def plan_files(
-    folder: Path, state: SourceState, *, limit_mb: int, exclude: Path, roots: Sequence[str] = ()
-) -> tuple[list[str], list[str]]:
+def plan_files(folder: Path, state: SourceState, *, limit_mb: int, exclude: Path) -> tuple[list[str], list[str]]:
     """Returns the files to copy, relative to the folder, and what is left out with the reason; touches nothing.
 
     A link to a folder inside the folder is replaced by the files of that folder. One that leads elsewhere is left out.
@@ -319,14 +281,14 @@ def plan_files(
         state: what git says about it.
         limit_mb: largest total size in MiB.
         exclude: the root of the runs.
-        roots: places in it that packages are imported from, see `package_folders`.
 
     Raises:
         ConfigError: the files are more than the limit.
     """
-    found = _walk(folder, exclude) if state.files is None else list(state.files)
-    if state.files is not None:
-        found += built_modules(str(folder), state.files, roots)
+    if state.files is None:
+        found = _walk(folder, exclude)
+    else:
+        found = [*state.files, *built_modules(str(folder), state.files)]
     secrets = {name for name in found if is_secret_file(name)}
     names, left_out = _follow_links(folder, [name for name in found if name not in secrets])
     left_out += [f"{name} (may hold secrets)" for name in sorted(secrets)]
@@ -406,6 +368,27 @@ Locate = Callable[[str], Path]
 
 
 @dataclass(frozen=True, slots=True)
+class Code:
+    """One side of a comparison of code."""
+
+    index: Mapping[str, str]
+    """Hashes of the files by name."""
+    locate: Locate
+
+    def lines(self, name: str) -> list[str] | None:
+        """Returns a file's lines, [] for one that is not in the index, None for one that cannot be compared."""
+        if name not in self.index:
+            return []
+        try:
+            data = self.locate(name).read_bytes()
+            if len(data) > _LONGEST_COMPARED or xxhash.xxh3_128_hexdigest(data) != self.index[name]:
+                return None
+            return data.decode().splitlines()
+        except (OSError, UnicodeDecodeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
 class FileChange:
     """One file that differs."""
 
@@ -413,12 +396,12 @@ class FileChange:
     added: int | None = None
     """Lines; None where they are not known (no text, too long, or the old file is not what was recorded)."""
     removed: int | None = None
-    what: str = ""
-    """"new" or "gone" where it is not on both sides."""
+    what: str = "changed"
+    """Or "new" or "gone", where it is not on both sides."""
 
     def __str__(self) -> str:
         lines = "changed" if self.added is None else f"+{self.added} -{self.removed}"
-        return f"{self.name}: {self.what + ', ' if self.what else ''}{lines}"
+        return f"{self.name}: {lines if self.what == 'changed' else f'{self.what}, {lines}'}"
 
 
 def write_snapshot(source: Source, target: Path, *, index: Path, keep: Path | None = None) -> None:
@@ -433,24 +416,21 @@ def write_snapshot(source: Source, target: Path, *, index: Path, keep: Path | No
     fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(mode=0o700)
-    for folder in source.folders:
-        _copy(folder, fresh / folder.prefix)
+    # str in, str out: paths cost 10x here.
+    for folder in sorted({os.path.dirname(name) for name in source.files}):  # noqa: PTH120  # as above
+        os.makedirs(fresh / folder, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
+    for name, path in source.files.items():
+        shutil.copy2(path, fresh / name)
+        os.chmod(fresh / name, os.stat(fresh / name).st_mode & 0o700 & ~_WRITE_BITS)  # noqa: PTH101, PTH116  # as above
     # The old snapshot of a sweep is shared, and stays where it is.
     if keep is not None and target.exists() and not target.is_symlink() and not keep.exists():
         target.rename(keep)
     _remove(target)
     fresh.rename(target)
-    facts = {"folders": source.places, "roots": list(source.roots), "files": index_code(target.joinpath, source.names)}
+    folders = {place: str(folder) for place, folder in source.folders.items()}
+    files = index_code(target.joinpath, source.files)
+    facts = {"folders": folders, "roots": list(source.roots), "files": files}
     write_atomic(index, json.dumps(facts, indent=1) + "\n", durable=False)
-
-
-def _copy(folder: SourceFolder, target: Path) -> None:
-    # str in, str out: paths cost 10x here.
-    for name in sorted({os.path.dirname(name) for name in folder.files}):  # noqa: PTH120  # as above
-        os.makedirs(target / name, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
-    for name in folder.files:
-        shutil.copy2(folder.path / name, target / name)
-        os.chmod(target / name, os.stat(target / name).st_mode & 0o700 & ~_WRITE_BITS)  # noqa: PTH101, PTH116  # as above
 
 
 def link_snapshot(target: Path, snapshot: Path) -> None:
@@ -488,6 +468,21 @@ def read_index(run: RunDirectory) -> dict[str, str] | None:
     return files if isinstance(files, dict) else None
 
 
+def live_code(run: RunDirectory, folders: Mapping[str, Path | str]) -> Code:
+    """Returns the files of a run's snapshot as they are now where they were copied from.
+
+    Args:
+        run: the run.
+        folders: each copied folder by its place in the snapshot.
+    """
+
+    def locate(name: str) -> Path:
+        place = next((place for place in folders if place and name.startswith(f"{place}/")), "")
+        return Path(folders[place]) / name.removeprefix(f"{place}/")
+
+    return Code(index_code(locate, read_index(run) or {}), locate)
+
+
 def digest_code(index: Mapping[str, str], *, is_own_code: bool) -> str:
     """Returns one hash of the files that a run could notice, see `matters`."""
     files = sorted(item for item in index.items() if matters(item[0], is_own_code=is_own_code))
@@ -514,7 +509,8 @@ def require_sealed(run: RunDirectory) -> None:
         links += [os.path.normpath(f"{place}/{name}") for name in subfolders if os.path.islink(f"{folder}/{name}")]  # noqa: PTH114  # paths cost 10x
         # Python's cache may lie next to the code.
         names += [os.path.normpath(f"{place}/{name}") for name in files if not place.endswith("__pycache__")]
-    changes = compare_code(index, index_code(run.code.joinpath, {*names, *index}))
+    now = index_code(run.code.joinpath, {*names, *index})
+    changes = compare_code(Code(index, run.code.joinpath), Code(now, run.code.joinpath))
     changes += [FileChange(name, what="new") for name in links]
     if changes:
         raise RunError(
@@ -524,48 +520,18 @@ def require_sealed(run: RunDirectory) -> None:
         )
 
 
-def compare_code(
-    old: Mapping[str, str],
-    new: Mapping[str, str],
-    *,
-    old_file: Locate | None = None,
-    new_file: Locate | None = None,
-) -> list[FileChange]:
-    """Returns the files that differ, by name.
-
-    Args:
-        old: hashes before.
-        new: hashes now.
-        old_file: where the old files lie, to count lines.
-        new_file: where the new ones lie.
-    """
+def compare_code(old: Code, new: Code) -> list[FileChange]:
+    """Returns the files that differ, by name."""
     found = []
-    for name in sorted(name for name in {*old, *new} if old.get(name) != new.get(name)):
-        before, after = read_text_lines(old_file, name, old.get(name)), read_text_lines(new_file, name, new.get(name))
-        change = FileChange(name, what="new" if name not in old else "gone" if name not in new else "")
+    for name in sorted({*old.index, *new.index}):
+        if old.index.get(name) == new.index.get(name):
+            continue
+        before, after = old.lines(name), new.lines(name)
+        change = FileChange(
+            name, what="new" if name not in old.index else "gone" if name not in new.index else "changed"
+        )
         if before is not None and after is not None:
             signs = [line[0] for line in list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]]
             change = replace(change, added=signs.count("+"), removed=signs.count("-"))
         found.append(change)
     return found
-
-
-def read_text_lines(locate: Locate | None, name: str, recorded: str | None) -> list[str] | None:
-    """Returns a file's lines, [] for one that is not recorded, None for one that cannot be compared.
-
-    Args:
-        locate: where it lies; None: it cannot be read.
-        name: its name in the snapshot.
-        recorded: the hash that its bytes must have.
-    """
-    if recorded is None:
-        return []
-    if locate is None:
-        return None
-    try:
-        data = locate(name).read_bytes()
-        if len(data) > _LONGEST_COMPARED or xxhash.xxh3_128_hexdigest(data) != recorded:
-            return None
-        return data.decode().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return None

@@ -12,9 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from slurm_train.errors import EXIT_ORPHANED, ClusterError
-from slurm_train.launch.continuation import can_avoid, is_cancelled, keep_off, submit_continuation
 from slurm_train.launch.script import STEP_NAME
-from slurm_train.launch.step import end_step
 from slurm_train.rundir.attempts import AttemptStart, first_round
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.heartbeat import Beat
@@ -26,8 +24,10 @@ from slurm_train.slurm.commands import ControllerAway, SlurmCommands
 from slurm_train.slurm.policy import read_preemption
 from slurm_train.slurm.records import end_and_limit, queue_seconds, restarts_of, violent_end
 from slurm_train.status.activity import holder_lives, newest_job
+from slurm_train.supervise.continuation import can_avoid, is_cancelled, keep_off, submit_continuation
 from slurm_train.supervise.decision import Decision, is_over_its_limit
 from slurm_train.supervise.monitor import say
+from slurm_train.supervise.ranks import end_step
 
 T = TypeVar("T")
 

@@ -29,11 +29,11 @@ from pathlib import Path
 from slurm_train.checkpoint.directory import newest_verified
 from slurm_train.config.frozen import load_config
 from slurm_train.distributed.ports import probe_port
-from slurm_train.launch.local import LocalRanks
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.environment import scrubbed
+from slurm_train.supervise.ranks import LocalRanks
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor
 from tests.campaigns.checker import Fault, History, Look, check, look, read_history

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurm_train.cli import diff
-from slurm_train.launch.environment import environment_from, write_provenance
+from slurm_train.launch.environment import write_provenance
 from slurm_train.launch.snapshot import SourceState, read_source
 from slurm_train.launch.write import write_run
 from slurm_train.rundir.paths import RunDirectory
@@ -32,8 +31,8 @@ def submitted(folder: Path, name: str, *, commit: str | None = None, torch: str 
         plan.run.epochs.mkdir()
         (plan.run.epochs / "attempt_0").write_text("{}")
         plan.run.attempt_logs(0).mkdir()
-        facts = environment_from({"python": "3.11.2", "torch": torch, "packages": {"torch": torch, "numpy": torch}})
-        plan.run.environment(0).write_text(json.dumps(asdict(facts)))
+        facts = {"python": "3.11.2", "torch": torch, "packages": {"torch": torch, "numpy": torch}}
+        plan.run.environment(0).write_text(json.dumps(facts))
     return plan.run
 
 

@@ -19,29 +19,28 @@ import json, os, sys
 from pathlib import Path
 from slurm_train.config.schema import RunConfig, RunSection
 from slurm_train.launch.environment import read_environment
-from slurm_train.launch.snapshot import read_git, read_source, write_snapshot
+from slurm_train.launch.snapshot import read_source, write_snapshot
 from slurm_train.rundir.paths import RunDirectory
 
 here, run, folders = Path.cwd(), RunDirectory(Path(sys.argv[1])), sys.argv[2:]
 config = RunConfig(script=["train.py"], run=RunSection(snapshot_folders=folders))
-source = read_source(run, config, here, read_git(here, os.environ), env=os.environ)
+source = read_source(run, config, here, env=os.environ)
 run.path.mkdir(parents=True)
 write_snapshot(source, run.code, index=run.code_index)
 run.plan.write_text(json.dumps({"directory": str(here)}))
-print(json.dumps({"roots": source.roots, "elsewhere": source.elsewhere, "names": source.names}))
+print(json.dumps({"roots": source.roots, "elsewhere": source.elsewhere, "names": list(source.files)}))
 """
 JOB = """
 import json, os, subprocess, sys
 from importlib import import_module
 from slurm_train.launch.imports import import_from_snapshot
 
-imports = import_from_snapshot(sys.argv[1], python_path=os.environ["PYTHONPATH"])
+child_path, says = import_from_snapshot(sys.argv[1], python_path=os.environ["PYTHONPATH"])
 module = import_module(sys.argv[2])
 ask = f"import {sys.argv[2]} as m; print(m.VERSION)"
-env = {**os.environ, "PYTHONPATH": imports.child_path}
+env = {**os.environ, "PYTHONPATH": child_path}
 child = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, cwd="/").stdout.strip()
-place, says = module.__file__, imports.lines()
-print(json.dumps({"version": module.VERSION, "file": place, "says": says, "child": child}))
+print(json.dumps({"version": module.VERSION, "file": module.__file__, "says": says, "child": child}))
 """
 
 

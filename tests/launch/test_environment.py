@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ import pytest
 
 from slurm_train.launch import environment
 from slurm_train.launch.environment import (
-    Environment,
     EnvironmentChange,
     environment_changes,
-    environment_from,
     environment_of,
     read_environment,
     record_environment,
     write_provenance,
 )
-from slurm_train.launch.snapshot import Source, SourceFolder, SourceState
+from slurm_train.launch.snapshot import Source, SourceState
 from slurm_train.rundir.paths import RunDirectory
 
 
@@ -42,8 +39,8 @@ def test_where_a_package_comes_from_is_kept_without_passwords(tmp_path: Path) ->
         if source is not None:
             (folder / "direct_url.json").write_text(json.dumps(source))
     found = read_environment(slurm=None, paths=[str(tmp_path / name) for name in ("one", "two", "none")])
-    assert found.packages == {"cloned": "2.0", "my-package": "0.1", "torch": "2.6.0"}
-    assert found.sources == {
+    assert found["packages"] == {"cloned": "2.0", "my-package": "0.1", "torch": "2.6.0"}
+    assert found["sources"] == {
         "cloned": {"url": "https://[redacted]@example.org/x.git", "commit": "0a1b2c"},
         "my-package": {"url": "file:///home/ada/mine", "editable": True},
     }
@@ -60,35 +57,32 @@ def test_where_a_package_comes_from_is_kept_without_passwords(tmp_path: Path) ->
 def test_what_torch_was_built_for_is_read_without_it(text: str, cuda: str | None, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text(f"__version__ = '1'\n{text}")
-    assert read_environment(slurm=None, paths=[str(tmp_path)]).cuda == cuda
+    assert read_environment(slurm=None, paths=[str(tmp_path)])["cuda"] == cuda
 
 
 def test_driver_and_gpus_are_read_where_there_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_DRIVER", tmp_path)
     none = read_environment(slurm=None, paths=[])
-    assert (none.driver, none.gpus) == (None, [])
+    assert (none["driver"], none["gpus"]) == (None, [])
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC\n")
     for number in range(2):
         (tmp_path / "gpus" / str(number)).mkdir(parents=True)
         (tmp_path / "gpus" / str(number) / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n")
     some = read_environment(slurm=None, paths=[])
-    assert (some.driver, some.gpus) == ("550.54.15", ["NVIDIA H100 80GB HBM3"] * 2)
+    assert (some["driver"], some["gpus"]) == ("550.54.15", ["NVIDIA H100 80GB HBM3"] * 2)
 
 
 def test_what_differs_is_said_fact_by_fact() -> None:
-    old = environment_from(
-        {"python": "3.10.1", "torch": "2.6.0", "packages": {"torch": "2.6.0", "gone": "1", "same": "1", "mine": "0.1"}}
-    )
-    new = environment_from(
-        {
-            "python": "3.10.1",
-            "torch": "2.7.0",
-            "cuda": "12.8",
-            "gpus": ["H100", "H100"],
-            "packages": {"torch": "2.7.0", "same": "1", "mine": "0.1"},
-            "sources": {"mine": {"url": "file:///x", "editable": True}},
-        }
-    )
+    before = {"torch": "2.6.0", "gone": "1", "same": "1", "mine": "0.1"}
+    old = {"python": "3.10.1", "torch": "2.6.0", "packages": before}
+    new = {
+        "python": "3.10.1",
+        "torch": "2.7.0",
+        "cuda": "12.8",
+        "gpus": ["H100", "H100"],
+        "packages": {"torch": "2.7.0", "same": "1", "mine": "0.1"},
+        "sources": {"mine": {"url": "file:///x", "editable": True}},
+    }
     assert environment_changes(old, new) == [
         EnvironmentChange("torch", "2.6.0", "2.7.0"),
         EnvironmentChange("cuda", None, "12.8"),
@@ -106,9 +100,10 @@ def written(folder: Path, source: Source) -> dict[str, Any]:
 
 
 def test_words_code_and_versions_are_kept(tmp_path: Path) -> None:
-    other = SourceFolder(".folders/lib", Path("/home/ada/lib"), SourceState(("a.py",), "def", ""), ["a.py"])
-    folder = SourceFolder("", tmp_path, SourceState(("train.py",), "abc", "diff"), ["train.py"])
-    facts = written(tmp_path, Source([folder, other]))
+    lib, other = Path("/home/ada/lib"), ".folders/lib"
+    files = {"train.py": tmp_path / "train.py", f"{other}/a.py": lib / "a.py"}
+    states = {"": SourceState(commit="abc", difference="diff"), other: SourceState(commit="def")}
+    facts = written(tmp_path, Source({"": tmp_path, other: lib}, files, states))
     assert facts["words"] == ["+cluster=2x1"] and facts["directory"] == str(tmp_path)
     assert (facts["git_commit"], facts["git_dirty"], facts["git_diff"], facts["num_files"]) == ("abc", True, "diff", 2)
     assert facts["environment"]["slurm"] == "22.05.8" and "pytest" in facts["environment"]["packages"]
@@ -130,7 +125,7 @@ def test_code_that_is_not_copied_is_named_with_its_commit(tmp_path: Path) -> Non
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-q", "-m", "one"]):
         subprocess.run(["git", "-C", str(library), *words], check=True)
-    source = Source([SourceFolder("", tmp_path, SourceState())], elsewhere=[str(library), str(tmp_path)])
+    source = Source({"": tmp_path}, elsewhere=[str(library), str(tmp_path)])
     clean, bare = written(tmp_path, source)["elsewhere"]
     assert len(clean["git_commit"]) == 40 and clean["git_dirty"] is False
     assert (bare["git_commit"], bare["git_dirty"]) == (None, None)
@@ -138,8 +133,8 @@ def test_code_that_is_not_copied_is_named_with_its_commit(tmp_path: Path) -> Non
     assert written(tmp_path, source)["elsewhere"][0]["git_dirty"] is True
 
 
-def packages(**versions: str) -> Environment:
-    return environment_from({"python": "3.11.2", "executable": "/bin/python", "packages": versions})
+def packages(**versions: str) -> dict[str, Any]:
+    return {"python": "3.11.2", "executable": "/bin/python", "packages": versions}
 
 
 @pytest.fixture
@@ -158,7 +153,7 @@ def open_attempt(run: RunDirectory, attempt: int) -> None:
 def test_packages_that_change_between_attempts_are_named(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     now = packages(numpy="1.26.4")
     monkeypatch.setattr(environment, "read_environment", lambda **_words: now)
-    write_provenance(run.provenance, Source([SourceFolder("", run.path, SourceState())]), words=[], slurm=None)
+    write_provenance(run.provenance, Source({"": run.path}), words=[], slurm=None)
     open_attempt(run, 0)
     assert record_environment(run, 0, slurm="22.05.8") == []
     now = packages(numpy="2.0.0")
@@ -170,7 +165,7 @@ def test_packages_that_change_between_attempts_are_named(run: RunDirectory, monk
 
 
 def test_another_interpreter_is_no_change_of_packages(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {"environment": {**asdict(packages(numpy="1")), "executable": "/other/python"}}
+    facts = {"environment": {**packages(numpy="1"), "executable": "/other/python"}}
     run.provenance.write_text(json.dumps(facts))
     monkeypatch.setattr(environment, "read_environment", lambda **_words: packages(numpy="2"))
     open_attempt(run, 0)

@@ -11,8 +11,8 @@ import pytest
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.launch import snapshot
 from slurm_train.launch.snapshot import (
+    Code,
     Source,
-    SourceFolder,
     SourceState,
     compare_code,
     digest_code,
@@ -21,7 +21,6 @@ from slurm_train.launch.snapshot import (
     names_own_code,
     plan_files,
     read_git,
-    read_index,
     read_source,
     require_sealed,
     run_git,
@@ -69,7 +68,7 @@ def snapshot_of(folder: Path, **changes: object) -> list[str]:
 
 def copy(folder: Path, names: list[str], target: Path) -> dict[str, str]:
     """Copies files as a snapshot and returns what is there then."""
-    source = Source([SourceFolder("", folder, SourceState(), names)])
+    source = Source({"": folder}, {name: folder / name for name in names})
     write_snapshot(source, target, index=target.with_name("code.json"))
     return {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
 
@@ -326,7 +325,7 @@ def test_a_linked_folder_is_copied_where_it_is_part_of_the_code_and_else_named(
 
 def source_of(project: Path, state: SourceState | None = None, **sections: Any) -> Source:
     plan = make_plan(project, **sections)
-    return read_source(plan.run, plan.config, project, state or SourceState(), env=os.environ)
+    return read_source(plan.run, plan.config, project, state, env=os.environ)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +343,7 @@ def test_outside_git_code_is_copied_only_where_a_job_needs_it(
 ) -> None:
     (tmp_path / "any.py").write_text("")
     assert names_own_code(make_plan(tmp_path, **sections).config) is own
-    assert source_of(tmp_path, **sections).names == (["any.py"] if own else [])
+    assert list(source_of(tmp_path, **sections).files) == (["any.py"] if own else [])
 
 
 @pytest.mark.parametrize("root", ["runs", ".", ".."])
@@ -355,7 +354,7 @@ def test_inside_git_the_code_is_always_kept_and_the_run_never(root: str, tmp_pat
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
     state = SourceState(("any.py", os.path.relpath(inside, project)))
-    assert source_of(project, state, run={"root": root}).names == ["any.py"]
+    assert list(source_of(project, state, run={"root": root}).files) == ["any.py"]
 
 
 @pytest.fixture
@@ -377,14 +376,14 @@ def test_further_folders_have_a_place_of_their_own(library: Path, monkeypatch: p
     folders = ["../library", str(library.parent / "more" / "library")]
     source = source_of(project, script=["train.py"], run={"snapshot_folders": folders})
     assert (source.roots, list(source.elsewhere)) == ([".folders/library/src"], [])
-    assert {name: source.file(name).read_text() for name in source.names} == {
+    assert {name: path.read_text() for name, path in source.files.items()} == {
         "train.py": "project/train.py",
         ".folders/library/src/lib/__init__.py": "library/src/lib/__init__.py",
         ".folders/library-2/other.py": "more/library/other.py",
     }
     target = library.parent / "code"
     write_snapshot(source, target, index=library.parent / "code.json")
-    assert index_code(target.joinpath, source.names) == source.index()
+    assert index_code(target.joinpath, source.files) == source.code().index
 
 
 @pytest.mark.parametrize(
@@ -423,7 +422,7 @@ def edit(run: RunDirectory) -> None:
 TOUCHED = {
     "train.py: changed": edit,
     "pkg/model.py: gone, changed": lambda run: (run.code / "pkg" / "model.py").unlink(),
-    "pkg/json.py: new, changed": lambda run: (run.code / "pkg" / "json.py").write_text("shadows another module"),
+    "pkg/json.py: new, .1 -0": lambda run: (run.code / "pkg" / "json.py").write_text("shadows another module"),
     "yaml: new, changed": lambda run: (run.code / "yaml").symlink_to(run.path.parent / "live" / "pkg"),
 }
 
@@ -446,9 +445,7 @@ def test_pythons_cache_does_not_touch_a_copy_and_it_can_be_removed(run: RunDirec
 def test_changes_are_counted_in_lines_and_documents_do_not_matter(run: RunDirectory) -> None:
     live = run.path.parent / "live"
     (live / "README.md").write_text("other words")
-    old = read_index(run)
-    assert old is not None
-    new = index_code(live.joinpath, NAMES)
+    old, new = index_code(run.code.joinpath, NAMES), index_code(live.joinpath, NAMES)
     assert digest_code(new, is_own_code=True) == digest_code(old, is_own_code=True)
     (live / "train.py").write_text("train.py\nONE\ntwo\nthree\n--x\n")
     (live / "pkg" / "model.py").unlink()
@@ -456,7 +453,7 @@ def test_changes_are_counted_in_lines_and_documents_do_not_matter(run: RunDirect
     new = index_code(live.joinpath, [*NAMES, "new.bin"])
     assert digest_code(new, is_own_code=True) != digest_code(old, is_own_code=True)
     assert digest_code(new, is_own_code=False) == digest_code(old, is_own_code=False), "only this package matters"
-    changes = compare_code(old, new, old_file=run.code.joinpath, new_file=live.joinpath)
+    changes = compare_code(Code(old, run.code.joinpath), Code(new, live.joinpath))
     assert [str(change) for change in changes] == [
         "README.md: +1 -3",
         "new.bin: new, changed",

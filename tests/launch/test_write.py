@@ -10,7 +10,7 @@ import pytest
 
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import RunError
-from slurm_train.launch.snapshot import Source, SourceFolder, SourceState
+from slurm_train.launch.snapshot import Source
 from slurm_train.launch.write import require_writable, write_run
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.plans import make_plan
@@ -19,7 +19,7 @@ from tests.support.plans import make_plan
 def test_everything_that_a_job_reads_is_written(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print()")
     plan = make_plan(tmp_path, cluster={"nodes": 2})
-    source = Source([SourceFolder("", tmp_path, SourceState(), ["train.py"])])
+    source = Source({"": tmp_path}, {"train.py": tmp_path / "train.py"})
     write_run(plan, source, script="#!/bin/bash\n")
     run = plan.run
     assert load_config(run.config) == plan.config
@@ -41,7 +41,7 @@ def test_everything_that_a_job_reads_is_written(tmp_path: Path) -> None:
 
 def test_writing_again_keeps_what_the_run_has_done_and_drops_the_stop_request(tmp_path: Path) -> None:
     plan = make_plan(tmp_path)
-    source = Source([SourceFolder("", tmp_path, SourceState())])
+    source = Source({"": tmp_path})
     write_run(plan, source, script=None)
     plan.run.metrics.write_text("{}\n")
     (plan.run.checkpoints / "checkpoint_0000001_attempt_0000_00000000").mkdir()

@@ -15,13 +15,13 @@ import pytest
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import ClusterError
-from slurm_train.launch.continuation import continued_job, is_cancelled
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.jobs import Holder, record_job
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import ControllerAway
 from slurm_train.slurm.records import JobState
 from slurm_train.supervise import supervisor as supervise_module
+from slurm_train.supervise.continuation import continued_job, is_cancelled
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.scheduler import Scheduler, bring_back
 from slurm_train.supervise.supervisor import Supervisor

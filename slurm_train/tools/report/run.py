@@ -9,7 +9,7 @@ import contextlib
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -102,11 +102,8 @@ def run_document(run: RunDirectory, verdict: Verdict, *, now_unix_s: float) -> D
 
 
 def _environment(run: RunDirectory) -> Mapping[str, Any]:
-    try:
-        found = environment_of(run)
-    except (KeyError, ValueError, TypeError, AttributeError):
-        return {}
-    return {} if found is None else asdict(found)
+    found = environment_of(run)
+    return found if isinstance(found, dict) else {}
 
 
 def _tiles(run: RunDirectory, series: Series, bars: Sequence[Bar]) -> list[tuple[str, str, str]]:

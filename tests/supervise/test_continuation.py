@@ -7,7 +7,9 @@ import pytest
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ClusterError
-from slurm_train.launch.continuation import (
+from slurm_train.rundir.jobs import read_job, record_job
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.supervise.continuation import (
     CONTINUES,
     can_avoid,
     continued_job,
@@ -15,8 +17,6 @@ from slurm_train.launch.continuation import (
     keep_off,
     submit_continuation,
 )
-from slurm_train.rundir.jobs import read_job, record_job
-from slurm_train.rundir.paths import RunDirectory
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.fakes.slurm_programs import SlurmPrograms
 

@@ -1,0 +1,320 @@
+"""Runs the ranks of an attempt: as a step of srun in an allocation, or as processes of this machine.
+
+Before a step every node is asked whether it sees the run directory. Without that, a node that lacks the path ends the
+step with a line about a log file that could not be opened, or the ranks of the other nodes wait for it until a
+time-out. While Slurm's controller is away no node answers, and they are asked again.
+
+srun gets each task's end from the node's slurmstepd. Where that one was killed, srun waits for ranks that are long
+gone; where srun itself is killed, the ranks train on without it. Both are ended here.
+
+On this machine each rank is one process with one log. Rank 0 keeps the terminal, and the first rank that fails ends the
+rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ClusterError, NodesError, SilentNodesError
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.allocation import het_node_counts
+from slurm_train.slurm.commands import SlurmCommands, is_away, run_program
+
+# --- does every node see the run ---
+
+_TIMEOUT_S = 25.0
+_PATIENCE_S = 120.0
+"""For a controller that is away; as long as other questions to it are repeated by default."""
+_LATE_S = 12
+"""How long a node may take to see the file of an attempt, which is there before the question is asked."""
+_QUESTION = """
+if [ ! -r "$1/config.yaml" ]; then echo "blind $SLURMD_NODENAME"; exit; fi
+if ! (: > "$1/logs/.seen_by_$SLURMD_NODENAME") 2>/dev/null; then echo "readonly $SLURMD_NODENAME"; exit; fi
+rm -f "$1/logs/.seen_by_$SLURMD_NODENAME"
+waited=0
+while [ ! -e "$1/$2" ]; do
+  [ "$waited" -lt "$3" ] || { echo "stale $SLURMD_NODENAME"; exit; }
+  waited=$((waited + 1)); sleep 1
+done
+echo "fine $SLURMD_NODENAME"
+"""
+# Answer of a node -> what it does not do, code of the finding, what to do.
+_PROBLEMS = {
+    "blind": (
+        "not see the run directory",
+        "FS_MISSING",
+        "put the run on a shared path: run.root=/shared/path",
+    ),
+    "readonly": (
+        "not write to the run directory",
+        "FS_READONLY",
+        "check the mount and the permissions there, or name another place with run.root=DIR",
+    ),
+}
+
+
+def require_seen_by_all(
+    run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str], *, attempt: int | None = None
+) -> None:
+    """Refuses nodes that cannot read and write the run directory. Called inside an allocation, once.
+
+    Args:
+        run: the run.
+        nodes: all nodes of the allocation.
+        env: the job's environment.
+        attempt: number of the attempt that was opened right before: the nodes must see it, too.
+
+    Raises:
+        NodesError: some nodes cannot, by name.
+        SilentNodesError: a node does not answer in time, or does not see the attempt.
+    """
+    if len(nodes) == 1 and env.get("SLURMD_NODENAME") == nodes[0]:
+        # The one node is the one that runs this process, which has read the configuration already. Under salloc this
+        # is a login node.
+        return
+    newest = run.config if attempt is None else run.epochs / f"attempt_{attempt}"
+    answers, complaint = _ask(run, len(nodes), env, newest=str(newest.relative_to(run.path)))
+    for word, (problem, code, hint) in _PROBLEMS.items():
+        if named := sorted(node for node, answer in answers.items() if answer == word):
+            raise NodesError(f"{_names(named)} {problem} {run.path}", code=code, nodes=named, hint=hint)
+    if stale := sorted(node for node, answer in answers.items() if answer == "stale"):
+        raise SilentNodesError(
+            f"{_names(stale)} not see {newest} {_LATE_S} s after it was written",
+            code="FS_STALE",
+            nodes=stale,
+            hint="the path is not shared, or its cache is late: compare `findmnt -T` of it on the nodes",
+        )
+    if silent := sorted(set(nodes) - set(answers)):
+        raise SilentNodesError(
+            f"no answer from {', '.join(silent)} within {_TIMEOUT_S:.0f} s, when asked for {run.path}{complaint}",
+            code="NODE_MISSING",
+            nodes=silent,
+            hint=f"look at the node, or leave it out with cluster.exclude={','.join(silent)}",
+        )
+
+
+def _names(nodes: Sequence[str]) -> str:
+    return f"node {nodes[0]} does" if len(nodes) == 1 else f"nodes {', '.join(nodes)} do"
+
+
+def _ask(run: RunDirectory, num_nodes: int, env: Mapping[str, str], *, newest: str) -> tuple[dict[str, str], str]:
+    """Returns the answer of each node that gave one, and what srun complained about, if anything.
+
+    Asks again while there are no answers at all because Slurm's controller is away and no step can be made.
+    """
+    # The working directory may be what is missing, so the step starts at the root.
+    question = ["--chdir=/", "/bin/sh", "-c", _QUESTION, "sh", str(run.path), newest, str(_LATE_S)]
+    command = ["srun"]
+    # Each component of a heterogeneous job has a number of nodes of its own, and so a command of its own.
+    for number, count in enumerate(het_node_counts(env) or [num_nodes]):
+        component = [*([":"] if number else []), f"--het-group={number}"] if het_node_counts(env) else []
+        command += [*component, f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", *question]
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            done = run_program(command, env=env, timeout_s=_TIMEOUT_S, cwd="/")
+            output, errors, may_be_away = done.stdout, done.stderr, is_away(done.stderr)
+        except subprocess.TimeoutExpired as err:
+            output, errors = (_text(part) for part in (err.stdout, err.stderr))
+            may_be_away = True
+        lines = (line.split() for line in output.splitlines())
+        known = (*_PROBLEMS, "fine", "stale")
+        answers = {words[1]: words[0] for words in lines if len(words) == 2 and words[0] in known}
+        if answers or not may_be_away or time.monotonic() > deadline:
+            said = errors.strip().splitlines()
+            return answers, f"; it said: {said[-1]}" if said else ""
+        time.sleep(1.0)
+
+
+def _text(part: str | bytes | None) -> str:
+    return part.decode(errors="replace") if isinstance(part, bytes) else part or ""
+
+
+# --- the step of srun ---
+
+ORPHAN_LINGER_S = 10.0
+"""srun that still waits this long after a rank has reported the death of its slurmstepd will wait for ever."""
+LINGER_S = 150.0
+"""Longer than --wait and any usual KillWait: ranks of which one failed must be gone by then."""
+_GONE_WITHIN_S = 60.0
+
+
+def run_step(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log: BinaryIO,
+    is_overdue: Callable[[], bool],
+    beside: Callable[[], None] = lambda: None,
+    cwd: Path | None = None,
+) -> int:
+    """Runs srun to its end and returns its exit code, 128 + signal if it was killed.
+
+    Args:
+        argv: srun and its arguments.
+        env: its environment.
+        log: where it says what it says.
+        is_overdue: whether the ranks are known to have ended so long ago that srun must have missed it.
+        beside: called once a second; like `is_overdue` it neither waits nor raises.
+        cwd: where srun and its tasks work; None: where this process does.
+    """
+    process = subprocess.Popen(
+        list(argv),
+        env=dict(env) | ({} if cwd is None else {"PWD": str(cwd)}),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd=cwd,
+    )
+    given_up = False
+    while True:
+        try:
+            code = process.wait(timeout=1.0)
+            break
+        except subprocess.TimeoutExpired:
+            beside()
+            if not given_up and is_overdue():
+                given_up = True
+                process.kill()
+    if code < 0 and not given_up:
+        # The ranks have ended: a full disk costs the line, not what follows.
+        with contextlib.suppress(OSError):
+            log.write(f"srun: error: srun itself was killed by signal {-code}\n".encode())
+            log.flush()
+    return 128 - code if code < 0 else code
+
+
+def end_step(
+    job_id: str,
+    name: str,
+    commands: SlurmCommands,
+    *,
+    within_s: float = _GONE_WITHIN_S,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Ends what is left of a job's step and returns whether its nodes are free for another one.
+
+    Args:
+        job_id: the job.
+        name: the step's name; other steps of the allocation are somebody else's.
+        commands: Slurm.
+        within_s: seconds that it may take.
+        sleep: waits so many seconds.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            left = [step for step, its_name in commands.steps(job_id).items() if its_name == name]
+            if not left:
+                return True
+            for step in left:
+                commands.cancel_step(step)
+        except ClusterError:
+            # Without an answer nothing is known; a new step could not be made now either.
+            pass
+        if time.monotonic() > deadline:
+            return False
+        sleep(1.0)
+
+
+# --- processes of this machine ---
+
+_KILL_AFTER_S = 30.0
+
+
+@dataclass(slots=True)
+class LocalRanks:
+    """Running local ranks; `interrupt` passes a stop request on, `wait` returns the exit code of the whole."""
+
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    kill_after_s: float = _KILL_AFTER_S
+    """How long the others may take to end by themselves once a rank has failed."""
+
+    def interrupt(self) -> None:
+        """Asks every rank to save and stop, as Slurm does before a time limit."""
+        self._signal(signal.SIGUSR2)
+
+    def kill(self) -> None:
+        """Ends every rank at once, also one that is stopped."""
+        self._signal(signal.SIGKILL)
+
+    def wait(self, beside: Callable[[], None] = lambda: None) -> int:
+        """Waits for all ranks; after a failure the others get a moment to end by themselves.
+
+        Args:
+            beside: called now and then, at least once a second; it neither waits nor raises.
+
+        Returns:
+            The first failing rank's exit code (128 + signal for a killed one), or what all agreed on.
+        """
+        first_bad: int | None = None
+        deadline = float("inf")
+        while any(process.poll() is None for process in self.processes):
+            bad = [
+                code for process in self.processes if (code := process.poll()) not in (None, EXIT_DONE, EXIT_REQUEUE)
+            ]
+            if bad and first_bad is None:
+                first_bad = bad[0]
+                deadline = time.monotonic() + self.kill_after_s
+                self._signal(signal.SIGTERM)
+            if time.monotonic() > deadline:
+                self._signal(signal.SIGKILL)
+            beside()
+            self._wait_briefly()
+        ended = [process.returncode for process in self.processes]
+        if first_bad is None:
+            # All ended between two looks; a failure counts for more than a wish to be run again.
+            first_bad = next((code for code in ended if code not in (EXIT_DONE, EXIT_REQUEUE)), max(ended))
+        return 128 - first_bad if first_bad < 0 else first_bad
+
+    def _wait_briefly(self) -> None:
+        running = next((process for process in self.processes if process.poll() is None), None)
+        if running is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.wait(timeout=0.1)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+
+def start_local(
+    command: Sequence[str], *, run: RunDirectory, attempt: int, num_ranks: int, env: Mapping[str, str]
+) -> LocalRanks:
+    """Starts the ranks in the code snapshot, where there is one, and returns at once.
+
+    Args:
+        command: the worker's command line.
+        run: the run; logs go to its attempt's folder.
+        attempt: number of the attempt.
+        num_ranks: world size; all ranks are on this machine.
+        env: environment of the ranks, MASTER_ADDR and MASTER_PORT included.
+    """
+    ranks = LocalRanks()
+    for rank in range(num_ranks):
+        rank_env = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        rank_env |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+        log = os.open(run.rank_log(attempt, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        # A session of its own keeps Ctrl-C on the terminal from reaching the ranks: the parent asks them to stop.
+        ranks.processes.append(
+            subprocess.Popen(
+                command,
+                cwd=run.code if run.code.is_dir() else None,
+                env=rank_env,
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else log,
+                stderr=None if rank == 0 else log,
+                start_new_session=True,
+            )
+        )
+        os.close(log)
+    return ranks

@@ -1,0 +1,267 @@
+"""The ranks of an attempt: what the nodes see, the step of srun, the processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, ClusterError, NodesError, RunError, SilentNodesError
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.records import violent_end
+from slurm_train.supervise import ranks
+from slurm_train.supervise.ranks import LocalRanks, end_step, require_seen_by_all, run_step, start_local
+from tests.fakes.slurm_commands import FakeSlurmCommands
+from tests.support.waiting import wait_for
+
+Capfd = pytest.CaptureFixture[str]
+
+NODES = ("node1", "node2", "node3")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    run.config.write_text("seed: 0\n")
+    return run
+
+
+def fake_srun(folder: Path, body: str) -> dict[str, str]:
+    """Writes an `srun` that keeps its words in a file and then does as the body says; returns an environment."""
+    command = folder / "srun"
+    command.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {folder}/words\n{body}\n')
+    command.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+# Runs the very question that the nodes would be asked, once per node.
+ASK_ALL = 'while [ "${1#--}" != "$1" ]; do shift; done\nfor n in node1 node2 node3; do SLURMD_NODENAME=$n "$@"; done'
+
+
+def test_nodes_that_see_the_run_raise_nothing_and_leave_nothing(run: RunDirectory, tmp_path: Path) -> None:
+    env = fake_srun(tmp_path, ASK_ALL)
+    require_seen_by_all(run, NODES, env)
+    assert (tmp_path / "words").read_text().split()[:4] == [
+        "--nodes=3",
+        "--ntasks=3",
+        "--ntasks-per-node=1",
+        "--chdir=/",
+    ]
+    assert list(run.logs.iterdir()) == []
+
+
+def test_the_components_of_uneven_nodes_are_asked_in_one_step(run: RunDirectory, tmp_path: Path) -> None:
+    het = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "node3",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "node[1-2]",
+    }
+    env = fake_srun(tmp_path, "for n in node1 node2 node3; do echo fine $n; done") | het
+    require_seen_by_all(run, ("node3", "node1", "node2"), env)
+    words = (tmp_path / "words").read_text().splitlines()
+    first, second = words[: words.index(":")], words[words.index(":") + 1 :]
+    assert first[:3] == ["--het-group=0", "--nodes=1", "--ntasks=1"]
+    assert second[:3] == ["--het-group=1", "--nodes=2", "--ntasks=2"]
+    assert first[-3] == second[-3] == str(run.path) and words[-1] != ":"
+
+
+def test_a_single_node_is_asked_only_from_a_login_node(run: RunDirectory, tmp_path: Path) -> None:
+    env = fake_srun(tmp_path, "echo blind node1")
+    require_seen_by_all(run, ("node1",), env | {"SLURMD_NODENAME": "node1"})
+    assert not (tmp_path / "words").exists()
+    with pytest.raises(RunError, match="node node1 does not see"):
+        require_seen_by_all(run, ("node1",), env)
+
+
+def refusal(run: RunDirectory, env: dict[str, str]) -> NodesError:
+    with pytest.raises(NodesError) as caught:
+        require_seen_by_all(run, NODES, env)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("answers", "message", "code", "nodes"),
+    [
+        ("fine node1; blind node3; blind node2", "nodes node2, node3 do not see the run", "FS_MISSING", "node2,node3"),
+        ("fine node1; readonly node2; fine node3", "node node2 does not write to the run", "FS_READONLY", "node2"),
+        ("srun: step created; fine node1; fine node3", "no answer from node2 within 25 s", "NODE_MISSING", "node2"),
+    ],
+)
+def test_nodes_that_cannot_run_it_are_named(
+    answers: str, message: str, code: str, nodes: str, run: RunDirectory, tmp_path: Path
+) -> None:
+    body = "; ".join(f"echo {one}" for one in answers.split("; "))
+    error = refusal(run, fake_srun(tmp_path, body))
+    assert error.message.startswith(message) and (error.code, ",".join(error.nodes)) == (code, nodes)
+    # Silence may pass, a path that is not there does not.
+    assert error.exit_code == (EXIT_FAILURE if isinstance(error, SilentNodesError) else EXIT_WRONG_USE)
+
+
+def test_the_question_itself_finds_what_is_wrong(run: RunDirectory, tmp_path: Path) -> None:
+    run.logs.rmdir()
+    assert refusal(run, fake_srun(tmp_path, ASK_ALL)).code == "FS_READONLY"
+    run.config.unlink()
+    assert refusal(run, fake_srun(tmp_path, ASK_ALL)).code == "FS_MISSING"
+
+
+def test_nodes_that_do_not_see_the_attempt_are_behind(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_LATE_S", 1)
+    env = fake_srun(tmp_path, ASK_ALL)
+    with pytest.raises(SilentNodesError, match=r"nodes node1, node2, node3 do not see .*/attempt_3 1 s after"):
+        require_seen_by_all(run, NODES, env, attempt=3)
+    run.epochs.mkdir()
+    (run.epochs / "attempt_3").touch()
+    require_seen_by_all(run, NODES, env, attempt=3)
+
+
+def test_a_step_that_slurm_refuses_is_quoted(run: RunDirectory, tmp_path: Path) -> None:
+    error = refusal(run, fake_srun(tmp_path, "echo 'srun: error: Unable to create step' >&2; exit 1"))
+    assert "srun: error: Unable to create step" in error.message
+
+
+def test_while_the_controller_is_away_nodes_are_asked_again(run: RunDirectory, tmp_path: Path) -> None:
+    away = "echo 'srun: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    require_seen_by_all(run, NODES, fake_srun(tmp_path, f"if mkdir {tmp_path}/asked; then {away}; fi\n{ASK_ALL}"))
+
+
+def test_an_absent_controller_is_not_waited_for_without_end(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(ranks, "_TIMEOUT_S", 0.2)
+    error = refusal(run, fake_srun(tmp_path, "exec sleep 60"))
+    assert error.message.startswith("no answer from node1, node2, node3 within")
+
+
+# --- the step of srun ---
+
+
+def ran(tmp_path: Path, program: str, *, is_overdue: bool = False) -> tuple[int, str]:
+    log = tmp_path / "batch.log"
+    with log.open("ab") as file:
+        code = run_step([sys.executable, "-S", "-c", program], env=os.environ, log=file, is_overdue=lambda: is_overdue)
+    return code, log.read_text()
+
+
+def test_a_step_ends_with_its_code(tmp_path: Path) -> None:
+    assert ran(tmp_path, "import sys; print('said'); sys.exit(3)") == (3, "said\n")
+
+
+def test_an_srun_that_is_killed_says_so_for_the_ledger(tmp_path: Path) -> None:
+    code, log = ran(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert code == 137 and violent_end(log) == "srun itself was killed by signal 9"
+
+
+def test_an_srun_that_missed_the_end_is_ended(tmp_path: Path) -> None:
+    code, log = ran(tmp_path, "import signal; signal.pause()", is_overdue=True)
+    assert code == 137 and log == ""
+
+
+def test_only_the_own_step_is_ended() -> None:
+    commands = FakeSlurmCommands()
+    commands.running_steps = {"7.0": "attempt_0", "7.1": "bash", "7.batch": "batch"}
+    assert end_step("7", "attempt_0", commands, sleep=lambda _s: None)
+    assert commands.cancelled == ["7.0"]
+
+
+@pytest.mark.parametrize("error", [None, ClusterError("away")])
+def test_a_step_that_stays_is_told(error: ClusterError | None) -> None:
+    commands = FakeSlurmCommands()
+    commands.running_steps, commands.stuck_steps = {"7.0": "attempt_0"}, {"7.0"}
+    commands.error = error
+    assert not end_step("7", "attempt_0", commands, within_s=0.01, sleep=lambda _s: None)
+
+
+# --- processes of this machine ---
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(0).mkdir(parents=True)
+    return run
+
+
+def start(local: RunDirectory, code: str, *, num_ranks: int = 2) -> LocalRanks:
+    env = {**os.environ, "RUN": str(local.path), "MASTER_PORT": "1"}
+    return start_local([sys.executable, "-c", code], run=local, attempt=0, num_ranks=num_ranks, env=env)
+
+
+def test_each_rank_knows_its_place_and_writes_to_its_log(
+    local: RunDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+    code = f"import os, sys; print(*(os.environ[name] for name in {names})); print('err', file=sys.stderr)"
+    assert start(local, code, num_ranks=3).wait() == 0
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("0 0 0 3 3 1\n", "err\n"), "rank 0 has the terminal"
+    assert [local.rank_log(0, rank).stat().st_size > 0 for rank in range(3)] == [False, True, True]
+    assert sorted(local.rank_log(0, 2).read_text().splitlines()) == ["2 2 0 3 3 1", "err"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [("0 0", 0), ("0 3", 3), ("75 75", 75), ("75 0", 75), ("75 1", 1), ("-9 0", 137), ("0 -15", 143)],
+)
+def test_the_exit_code_of_the_whole(codes: str, expected: int, local: RunDirectory) -> None:
+    code = (
+        f"import os; code = int('{codes}'.split()[int(os.environ['RANK'])]);"
+        "os.kill(os.getpid(), -code) if code < 0 else os._exit(code)"
+    )
+    assert start(local, code).wait() == expected
+
+
+WAITING = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(os.environ["RUN"]), os.environ["RANK"]
+def note(number, frame):
+    (folder / f"signal_{rank}").write_text(str(number))
+    os._exit(75)
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, note)
+(folder / f"ready_{rank}").touch()
+if rank == os.environ.get("FAILS"):
+    while not all((folder / f"ready_{other}").exists() for other in range(2)):
+        time.sleep(0.01)
+    os._exit(9)
+time.sleep(60)
+"""
+
+
+def test_the_first_failing_rank_ends_the_rest(local: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAILS", "1")
+    began = time.monotonic()
+    assert start(local, WAITING).wait() == 9
+    assert (local.path / "signal_0").read_text() == str(int(signal.SIGTERM)), (
+        "asked, so that it can write what it knows"
+    )
+    assert time.monotonic() - began < 20
+
+
+def test_a_rank_that_does_not_listen_is_killed(local: RunDirectory) -> None:
+    code = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "os._exit(5) if os.environ['RANK'] == '1' else time.sleep(60)"
+    )
+    started = start(local, code)
+    started.kill_after_s = 0.2
+    assert started.wait() == 5
+    assert all(process.returncode is not None for process in started.processes)
+
+
+def test_a_stop_request_reaches_every_rank(local: RunDirectory) -> None:
+    started = start(local, WAITING)
+    wait_for(lambda: len(list(local.path.glob("ready_*"))) == 2, within_s=20, what="both ranks", poll_s=0.02)
+    # Ctrl-C on the terminal does not reach them.
+    assert all(os.getsid(process.pid) == process.pid for process in started.processes)
+    started.interrupt()
+    assert started.wait() == 75
+    assert {path.read_text() for path in local.path.glob("signal_*")} == {str(int(signal.SIGUSR2))}
