@@ -356,14 +356,20 @@ The same command again starts what is missing, waits for what runs, and prints t
     "write": Verb("cli.write", "write a run directory and start nothing, for a launcher of your own (torchrun)"),
     "prepare": Verb(
         "cli.prepare",
-        "turn text files into token shards",
+        "turn text, JSONL and Parquet files into token shards",
         [
             Argument("inputs", nargs="+", metavar="INPUT", about="a file, or a folder to search", takes="path"),
             Argument("--out", required=True, metavar="DIR", about="directory of the shards, made here", takes="path"),
-            Argument("--held-out", type=float, default=0.1, metavar="FRACTION", about="of the files (default 0.1)"),
-            Argument("--suffix", action="append", default=[], metavar=".txt", about="take only such files of folders"),
             Argument(
-                "--tokenizer", metavar="JSON", about="tokenizer.json; without it bytes are the tokens", takes="path"
+                "--held-out", type=float, default=0.1, metavar="FRACTION", about="of files and rows (default 0.1)"
+            ),
+            Argument("--suffix", action="append", default=[], metavar=".txt", about="take only such files of folders"),
+            Argument("--text-column", default="text", metavar="NAME", about="of JSONL and Parquet (default text)"),
+            Argument(
+                "--tokenizer",
+                metavar="JSON",
+                about="tokenizer.json, or a model's directory; without it bytes are the tokens",
+                takes="path",
             ),
         ],
         examples="""\

@@ -13,7 +13,7 @@ from slurm_train.data.shards import require_readable
 from slurm_train.errors import ConfigError
 from slurm_train.launch.layout import CAUSAL_LM
 from slurm_train.launch.plan import RunPlan
-from slurm_train.models.pretrained_names import require_source
+from slurm_train.models.pretrained_names import num_token_ids, require_source
 
 
 def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
@@ -32,7 +32,7 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
     if config.trains and (config.model or {}).get("_target_") == CAUSAL_LM:
         _require_causal_lm(config, cwd=cwd)
     if config.trains:
-        require_readable(config.data or {}, cwd=cwd)
+        require_readable(config.data or {}, vocab_size=num_token_ids(config.model or {}, cwd=cwd), cwd=cwd)
         _require_start_weights(config.train.init_from, cwd=cwd)
     from slurm_train.config.target import require_target
 

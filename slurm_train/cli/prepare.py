@@ -1,4 +1,4 @@
-"""`prepare INPUT ... --out DIR`: turns text into memory-mapped token shards, split by file into train and held-out."""
+"""`prepare INPUT ... --out DIR`: turns text into memory-mapped token shards, train and held-out."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ def main(words: Sequence[str]) -> int:
     """Prepares text, prints the directory of the shards on stdout and returns 0."""
     asked = parse("prepare", words)
     tokenizer = Path(asked.tokenizer) if asked.tokenizer else None
-    options = PrepareOptions(held_out=asked.held_out, suffixes=tuple(asked.suffix), tokenizer=tokenizer)
+    options = PrepareOptions(
+        held_out=asked.held_out, suffixes=tuple(asked.suffix), text_column=asked.text_column, tokenizer=tokenizer
+    )
     index = prepare([Path(name) for name in asked.inputs], out=Path(asked.out), options=options)
-    note(f"{index.source}: {index.vocab_size} token ids ({index.tokenizer})")
+    note(f"{index.source}: {index.vocab_size} token ids ({index.tokenizer}), {index.end_of_document} ends a document")
     for name, split in index.splits.items():
         note(
             f"  {name:8} {split.documents:>8} documents {split.bytes:>14,} bytes {split.targets:>14,} tokens "

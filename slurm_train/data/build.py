@@ -81,7 +81,7 @@ def prefetch_depth(config: Mapping[str, Any], source: SampleSource) -> int:
         raise ConfigError(
             "data.prefetch and data.num_workers both read ahead", hint="keep data.num_workers and drop data.prefetch"
         )
-    if depth and isinstance(source, MapStyleSource) and source.draws_at_random:
+    if depth and getattr(source, "draws_at_random", False):
         raise ConfigError(
             "data.prefetch reads in a thread, which would share its random generators with the training",
             hint="read ahead in processes: data.num_workers=N; or, if reading draws nothing at random: "

@@ -1,9 +1,7 @@
 """Text to token shards: what `python -m slurm_train prepare` and the embedded data set both do.
 
-Documents are split into a train and a held-out half by a hash of a file's relative path: it does not depend on the
-order of a listing, on the machine, or on which other files there are. Text becomes bytes, 256 ids, exact for any file,
-and no vocabulary to agree on; or what a tokenizer file of the tokenizers library makes of it. Id `vocab_size - 1` is
-the end of a document in both cases.
+Text becomes bytes, 256 ids, and no vocabulary to agree on; or what a tokenizer file of the tokenizers library makes of
+it. One more id ends each document.
 
 The shards are written into a directory next to the wanted one and renamed into place as a whole, so a reader finds all
 of them or none, and any number of processes may prepare the same text at once: the first rename wins, the others use
@@ -12,18 +10,20 @@ it. The same command a second time reads nothing but the list of files. Torch-fr
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib
-import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from slurm_train.data.documents import Document, Half, find_documents, split_documents
 from slurm_train.data.shards import (
     FORMAT,
     INDEX,
@@ -35,11 +35,15 @@ from slurm_train.data.shards import (
     write_shards,
 )
 from slurm_train.errors import DataError
-from slurm_train.rundir.files import fsync_directory
+from slurm_train.rundir.files import fsync_directory, read_json
 
 TOKENIZER = "tokenizer.json"
 BYTES = "bytes"
 _NUM_BYTE_VALUES = 256
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+# Of GPT-2 and its kin, Llama 2 and T5, Gemma, Llama 3, BERT.
+_END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+_BYTES_AT_ONCE = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,10 @@ class PrepareOptions:
     """How text becomes shards.
 
     Attributes:
-        held_out: fraction of the files to hold out, 0 <= held_out < 1.
+        held_out: fraction of the files and rows to hold out, 0 <= held_out < 1.
         suffixes: endings that files in folders must have; empty takes all.
-        tokenizer: a tokenizer.json of the tokenizers library; None encodes bytes.
+        text_column: of files with rows, the column that holds the text.
+        tokenizer: a tokenizer.json of the tokenizers library, or a directory that has one; None encodes bytes.
         max_targets: tokens of a full shard; 64 Mi are 128 MiB on disk.
 
     Raises:
@@ -58,6 +63,7 @@ class PrepareOptions:
 
     held_out: float = 0.1
     suffixes: tuple[str, ...] = ()
+    text_column: str = "text"
     tokenizer: Path | None = None
     max_targets: int = 64 * 2**20
 
@@ -119,6 +125,65 @@ def prepare_documents(documents: Sequence[Document], *, out: Path, options: Prep
     return index
 
 
+class Packing:
+    """Text files that are encoded and packed when they are used for the first time; `prepare` does it ahead of time.
+
+    Args:
+        path: files and folders, see `find_documents`; one or several.
+        text_column: column of the text, in files with rows.
+        tokenizer: a tokenizer.json of the tokenizers library, or a directory that has one; None encodes bytes.
+        held_out: fraction of files and rows to hold out.
+        cache: the tokens of each input, and of each way to encode it, get a directory of their own here; None takes
+            ~/.cache/slurm_train/packed.
+        cwd: where relative paths start from.
+
+    Raises:
+        DataError: the text or the tokenizer is not there.
+    """
+
+    def __init__(
+        self,
+        path: str | Sequence[str],
+        *,
+        text_column: str = "text",
+        tokenizer: str | None = None,
+        held_out: float = 0.1,
+        cache: str | None = None,
+        cwd: Path = Path(),
+    ) -> None:
+        inputs = [path] if isinstance(path, str) else list(path)
+        self._source = ", ".join(inputs)
+        self._documents = find_documents([cwd / Path(name).expanduser() for name in inputs])
+        # A column that is missing is seen before a job is submitted.
+        self._documents[0].require_column(text_column)
+        self._options = PrepareOptions(
+            held_out=held_out,
+            text_column=text_column,
+            tokenizer=None if tokenizer is None else cwd / Path(tokenizer).expanduser(),
+        )
+        root = cwd / Path(cache or "~/.cache/slurm_train/packed").expanduser()
+        self.directory = root / _input_digest(self._documents, self._options)
+
+    def make(self) -> Path:
+        """Returns the directory of the shards; one process makes them, others wait for it.
+
+        Raises:
+            DataError: the text cannot be read, or the shards cannot be written.
+        """
+        try:
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            with self.directory.with_suffix(".lock").open("w") as lock:
+                # Saves work, and nothing depends on it: where locks do not work, several do the same.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                prepare_documents(self._documents, out=self.directory, options=self._options, source=self._source)
+        except OSError as err:
+            raise DataError(
+                f"{self.directory} cannot be made: {err.strerror}", hint="name another directory: data.cache=DIR"
+            ) from err
+        return self.directory
+
+
 def _is_filled(out: Path) -> bool:
     return out.is_dir() and any(out.iterdir())
 
@@ -126,33 +191,30 @@ def _is_filled(out: Path) -> bool:
 def _write_shards(
     documents: Sequence[Document], directory: Path, *, options: PrepareOptions, source: str, digest: str
 ) -> ShardIndex:
-    encoding = load_encoding(options.tokenizer)
-    if options.tokenizer is not None:
-        shutil.copyfile(options.tokenizer, directory / TOKENIZER)
-    end_of_document = encoding.vocab_size - 1
+    tokenizer = None if options.tokenizer is None else tokenizer_file(options.tokenizer)
+    encoding: Encoding = ByteEncoding() if tokenizer is None else FileEncoding(tokenizer)
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, directory / TOKENIZER)
     index = ShardIndex(
         source=source,
         input_digest=digest,
-        tokenizer=BYTES if options.tokenizer is None else TOKENIZER,
+        tokenizer=BYTES if tokenizer is None else TOKENIZER,
         dtype="<u2" if encoding.vocab_size <= 2**16 else "<u4",
         vocab_size=encoding.vocab_size,
-        end_of_document=end_of_document,
+        end_of_document=encoding.end_of_document,
         splits={},
     )
-
-    def pieces(half: Sequence[Document]) -> Iterator[Tokens]:
-        for document in half:
-            yield encoding.encode(document.read())
-            yield np.array([end_of_document], dtype="<u4")
-
+    end = np.array([index.end_of_document], dtype="<u4")
     halves = split_documents(documents, held_out=options.held_out)
     for split, half in zip(("train", "heldout"), halves, strict=True):
+        texts = _Counted(half, column=options.text_column)
+        pieces = (piece for tokens in encoding.encode(texts) for piece in (tokens, end))
         shards = write_shards(
-            directory, split, pieces(half), dtype=index.dtype, max_targets=options.max_targets, first=end_of_document
+            directory, split, pieces, dtype=index.dtype, max_targets=options.max_targets, first=index.end_of_document
         )
         index.splits[split] = SplitIndex(
-            documents=len(half),
-            bytes=sum(document.num_bytes for document in half),
+            documents=texts.count,
+            bytes=texts.num_bytes,
             targets=sum(shard.tokens - 1 for shard in shards),
             shards=shards,
         )
@@ -160,140 +222,49 @@ def _write_shards(
     return index
 
 
+class _Counted:
+    """The texts of a half, counted as they are read."""
+
+    def __init__(self, half: Half, *, column: str) -> None:
+        self._half, self._column = half, column
+        self.count = self.num_bytes = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for document, rows in self._half:
+            for text in document.texts(rows, column=self._column):
+                self.count += 1
+                self.num_bytes += len(text)
+                yield text
+
+
 def _input_digest(documents: Sequence[Document], options: PrepareOptions) -> str:
     """Tells this input and these options from others by names, sizes and times, without reading the text."""
-    tokenizer = options.tokenizer
-    made_by = BYTES if tokenizer is None else xxhash.xxh3_128_hexdigest(tokenizer.read_bytes())
-    hasher = xxhash.xxh3_128(f"{FORMAT} {options.held_out} {options.max_targets} {made_by}\n".encode())
+    made_by = BYTES
+    if options.tokenizer is not None:
+        path = tokenizer_file(options.tokenizer)
+        try:
+            made_by = xxhash.xxh3_128_hexdigest(path.read_bytes())
+        except OSError as err:
+            raise DataError(
+                f"the tokenizer {path} cannot be read: {err.strerror}", hint="give a tokenizer.json, or its directory"
+            ) from err
+    column = options.text_column if any(document.has_rows for document in documents) else ""
+    hasher = xxhash.xxh3_128(f"{FORMAT} {options.held_out} {options.max_targets} {made_by} {column}\n".encode())
     for document in documents:
         line = f"{document.name}\0{document.start}\0{document.stop}\0{document.modified_ns}\n"
         hasher.update(line.encode(errors="surrogateescape"))
     return hasher.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A file of text, or a part of one.
-
-    Attributes:
-        name: path below the folder that was given, e.g. "asyncio/events.py"; decides the split.
-        path: where it is.
-        start: first byte of the part.
-        stop: byte after the last one.
-        modified_ns: the file's modification time.
-    """
-
-    name: str
-    path: Path
-    start: int
-    stop: int
-    modified_ns: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Length of the part."""
-        return self.stop - self.start
-
-    def read(self) -> bytes:
-        """Returns the bytes of the part.
-
-        Raises:
-            DataError: the file cannot be read or has become shorter.
-        """
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.start)
-                data = file.read(self.num_bytes)
-        except OSError as err:
-            raise DataError(f"{self.path} cannot be read: {err.strerror}", hint="check its permissions") from err
-        if len(data) != self.num_bytes:
-            raise DataError(f"{self.path} became shorter while it was read", hint="prepare again when it is at rest")
-        return data
-
-
-def find_documents(
-    inputs: Sequence[Path], *, suffixes: Collection[str] = (), skipped: Collection[str] = ()
-) -> list[Document]:
-    """Returns the files that are not empty, by name.
-
-    Args:
-        inputs: files, taken as they are, and folders, searched for files; names that begin with a dot are left out.
-        suffixes: endings that a file in a folder must have, e.g. {".txt"}; empty takes all.
-        skipped: names of folders that are not entered.
-
-    Raises:
-        DataError: an input does not exist or cannot be read, or there is no text in all of them.
-    """
-    documents: list[Document] = []
-    for given in inputs:
-        paths = _files_below(given, tuple(suffixes), skipped) if given.is_dir() else [given]
-        for path in paths:
-            name = given.name if path == given else path.relative_to(given).as_posix()
-            try:
-                state = path.stat()
-            except OSError as err:
-                hint = "check the path and its permissions"
-                raise DataError(f"{path} cannot be read: {err.strerror}", hint=hint) from err
-            documents.append(Document(name, path, 0, state.st_size, state.st_mtime_ns))
-    documents = sorted((found for found in documents if found.num_bytes), key=lambda found: (found.name, found.path))
-    if not documents:
-        filters = f" with the suffixes {', '.join(sorted(suffixes))}" if suffixes else ""
-        raise DataError(
-            f"there is no text in {', '.join(map(str, inputs)) or 'no input'}: no file{filters} that is not empty",
-            hint="give files, or folders and the --suffix of the files in them",
-        )
-    return documents
-
-
-def split_documents(documents: Sequence[Document], *, held_out: float) -> tuple[list[Document], list[Document]]:
-    """Returns the train and the held-out documents.
-
-    A single file cannot be split by file: its last part is held out. Where no hash falls into the held-out part, the
-    file with the lowest one does, and likewise for the train part; so both halves have text.
-
-    Args:
-        documents: at least one.
-        held_out: fraction of the files to hold out, 0 <= held_out < 1; 0 holds out nothing.
-    """
-    if held_out == 0:
-        return list(documents), []
-    if len(documents) == 1:
-        whole = documents[0]
-        border = max(1, round(whole.num_bytes * (1 - held_out)))
-        tail = replace(whole, start=border)
-        return [replace(whole, stop=border)], [tail] if tail.num_bytes else []
-    ranked = sorted(documents, key=lambda document: (hash_name(document.name), document.name))
-    num_held_out = sum(hash_name(document.name) < held_out for document in ranked)
-    chosen = set(ranked[: min(max(num_held_out, 1), len(ranked) - 1)])
-    return [d for d in documents if d not in chosen], [d for d in documents if d in chosen]
-
-
-def hash_name(name: str) -> float:
-    """Returns a number in [0, 1) that depends on the name alone."""
-    return xxhash.xxh3_64_intdigest(name.encode(errors="surrogateescape")) / 2**64
-
-
-def _files_below(folder: Path, suffixes: tuple[str, ...], skipped: Collection[str]) -> Iterable[Path]:
-    def refuse(err: OSError) -> None:
-        raise DataError(f"{err.filename} cannot be read: {err.strerror}", hint="check its permissions") from err
-
-    for parent, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        for name in files:
-            if not name.startswith(".") and (not suffixes or name.endswith(suffixes)):
-                path = Path(parent, name)
-                if path.is_file():
-                    yield path
-
-
 class ByteEncoding:
     """Each byte is its own id; 256 ends a document."""
 
     vocab_size = _NUM_BYTE_VALUES + 1
+    end_of_document = _NUM_BYTE_VALUES
 
-    def encode(self, data: bytes) -> Tokens:
-        """Returns the bytes as uint16 (n,)."""
-        return np.frombuffer(data, dtype=np.uint8).astype("<u2")
+    def encode(self, texts: Iterable[bytes]) -> Iterator[Tokens]:
+        """Yields the bytes of each text as uint16 (n,)."""
+        return (np.frombuffer(text, dtype=np.uint8).astype("<u2") for text in texts)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text; bytes that are no UTF-8 become the replacement character."""
@@ -302,16 +273,20 @@ class ByteEncoding:
 
 
 class FileEncoding:
-    """A `tokenizer.json` of the tokenizers library, with one id more for the end of a document.
+    """A `tokenizer.json` of the tokenizers library.
+
+    What ends a document is the tokenizer's own end token: `eos_token` of the `tokenizer_config.json` next to the file,
+    else a special token with a customary name. A tokenizer without one gets one id more.
 
     Args:
         path: the file.
+        end_of_document: the id that was chosen when the text was encoded; None chooses.
 
     Raises:
         DataError: the library is missing, or the file is none of its own.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, end_of_document: int | None = None) -> None:
         try:
             tokenizers: Any = importlib.import_module("tokenizers")
         except ImportError as err:
@@ -323,18 +298,37 @@ class FileEncoding:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as err:  # the library raises bare Exception for every kind of bad file
             raise DataError(f"{path} is not a tokenizer file: {err}", hint="give the library's tokenizer.json") from err
-        self.vocab_size = int(self._tokenizer.get_vocab_size()) + 1
+        num_ids = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        if end_of_document is None:
+            own = (read_json(path.with_name(_TOKENIZER_CONFIG)) or {}).get("eos_token")
+            names = [own.get("content") if isinstance(own, dict) else own, *_END_TOKENS]
+            found = (self._tokenizer.token_to_id(name) for name in names if name)
+            end_of_document = next((token for token in found if token is not None), num_ids)
+        self.end_of_document = end_of_document
+        self.vocab_size = max(num_ids, end_of_document + 1)
 
-    def encode(self, data: bytes) -> Tokens:
-        """Returns the ids as uint32 (n,); what is no UTF-8 is replaced."""
-        ids = self._tokenizer.encode(data.decode(errors="replace"), add_special_tokens=False).ids
-        return np.array(ids, dtype="<u4")
+    def encode(self, texts: Iterable[bytes]) -> Iterator[Tokens]:
+        """Yields the ids of each text as uint32 (n,); what is no UTF-8 is replaced."""
+        some: list[str] = []
+        size = 0
+        for text in texts:
+            some.append(text.decode(errors="replace"))
+            size += len(text)
+            if size >= _BYTES_AT_ONCE:
+                yield from self._encode_some(some)
+                some, size = [], 0
+        yield from self._encode_some(some)
+
+    def _encode_some(self, texts: list[str]) -> Iterator[Tokens]:
+        # Many at a time: the library spreads them over the cores.
+        for one in self._tokenizer.encode_batch(texts, add_special_tokens=False):
+            yield np.array(one.ids, dtype="<u4")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text, document by document."""
         documents: list[list[int]] = [[]]
         for token in tokens:
-            if token == self.vocab_size - 1:
+            if token == self.end_of_document:
                 documents.append([])
             else:
                 documents[-1].append(token)
@@ -342,9 +336,10 @@ class FileEncoding:
 
 
 Encoding = ByteEncoding | FileEncoding
-"""A way from text to token ids; `vocab_size` is the number of ids, the end of a document included."""
+"""A way from text to token ids; `vocab_size` is the number of ids, `end_of_document` the one after each document."""
 
 
-def load_encoding(path: Path | None) -> Encoding:
-    """Returns the encoding of a tokenizer file, or bytes where there is none."""
-    return ByteEncoding() if path is None else FileEncoding(path)
+def tokenizer_file(path: Path) -> Path:
+    """Returns the tokenizer file that a path names: itself, or the one in the directory of a model."""
+    directory = path.parent if path.name == "config.json" else path
+    return directory / TOKENIZER if directory.is_dir() else path

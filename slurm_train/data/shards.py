@@ -31,6 +31,10 @@ Split = Literal["train", "heldout"]
 INDEX = "index.json"
 FORMAT = 1
 DTYPES = ("<u2", "<u4")
+_EMBEDDED, PREPARED, _PACKED, _MIX = (
+    f"slurm_train.data.{name}" for name in ("stdlib.build", "text.build", "text.build_packed", "mix.build")
+)
+_PACKING = ("path", "text_column", "tokenizer", "held_out", "cache")
 Tokens: TypeAlias = "NDArray[np.unsignedinteger[Any]]"
 
 
@@ -196,34 +200,59 @@ def known_fingerprint(data: Mapping[str, Any], *, cwd: Path) -> str | None:
         data: the `data` mapping of a configuration.
         cwd: directory that a relative path starts from.
     """
-    if data.get("_target_") == "slurm_train.data.stdlib.build" and not data.get("path"):
-        directory = default_path()
-    elif data.get("_target_") in ("slurm_train.data.text.build", "slurm_train.data.stdlib.build"):
-        directory = cwd / Path(str(data.get("path"))).expanduser()
-    else:
-        return None
     try:
-        shards = (read_json(directory / INDEX) or {})["splits"]["train"]["shards"]
-        return fingerprint_of([str(shard["xxh3_128"]) for shard in shards], context=int(data.get("context", 256)))
-    except (KeyError, TypeError, OSError):
+        directory = _directory_of(data, cwd=cwd)
+        shards = (read_json(directory / INDEX) or {})["splits"]["train"]["shards"] if directory else None
+        context = int(data.get("context", 256))
+        return None if shards is None else fingerprint_of([str(one["xxh3_128"]) for one in shards], context=context)
+    except (DataError, KeyError, TypeError, OSError):
         return None
 
 
-def require_readable(data: Mapping[str, Any], *, cwd: Path) -> None:
-    """Checks on the login node that prepared text is there; other data sets only their own code can check.
+def require_readable(data: Mapping[str, Any], *, vocab_size: int | None, cwd: Path) -> None:
+    """Checks on the login node that text is there, and that its token ids are among the model's.
+
+    Other data sets only their own code can check.
 
     Args:
         data: the `data` mapping of a configuration.
+        vocab_size: number of token ids of the model, None where it is not known.
         cwd: directory that a relative path starts from.
 
     Raises:
-        DataError: prepared text is asked for, and the directory holds none.
+        DataError: there is no text, or none that is prepared where that is asked for, or it has more token ids than
+            the model.
     """
-    if data.get("_target_") != "slurm_train.data.text.build":
-        return
-    directory = cwd / Path(str(data.get("path"))).expanduser()
-    if read_json(directory / INDEX) is None:
+    for one in (data.get("sources") or {}).values() if data.get("_target_") == _MIX else ():
+        require_readable({"_target_": PREPARED, **one}, vocab_size=vocab_size, cwd=cwd)
+    directory = _directory_of(data, cwd=cwd)
+    index = read_json(directory / INDEX) if directory else None
+    if data.get("_target_") == PREPARED and index is None:
         raise DataError(
-            f"data.path={data.get('path')} holds no prepared text: {directory / INDEX} is missing or broken",
+            f"data.path={data.get('path')} holds no prepared text: {directory}/{INDEX} is missing or broken",
             hint=f"make it with `python -m slurm_train prepare TEXT_FILES --out {data.get('path')}`",
         )
+    found = (index or {}).get("vocab_size")
+    if vocab_size is not None and isinstance(found, int) and found > vocab_size:
+        raise DataError(
+            f"the text has {found} token ids, the model only {vocab_size}",
+            hint=f"set the model's number of token ids to {found} or more (model.vocab_size, or vocab_size in "
+            "model.config), or encode the text with the model's own tokenizer",
+        )
+
+
+def _directory_of(data: Mapping[str, Any], *, cwd: Path) -> Path | None:
+    """Returns where the shards of a data set of ours are or will be, None for any other data set."""
+    target, path = data.get("_target_"), data.get("path")
+    if target == _EMBEDDED and not path:
+        return default_path()
+    if target in (_EMBEDDED, PREPARED):
+        return cwd / Path(str(path)).expanduser()
+    if target == _PACKED:
+        from slurm_train.data.prepare import Packing
+
+        words = {
+            name: value for name, value in data.items() if name not in ("_target_", "context", "split", "prefetch")
+        }
+        return Packing(**words, cwd=cwd).directory
+    return None

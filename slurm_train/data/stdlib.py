@@ -10,7 +10,8 @@ import platform
 import sysconfig
 from pathlib import Path
 
-from slurm_train.data.prepare import PrepareOptions, find_documents, prepare_documents
+from slurm_train.data.documents import find_documents
+from slurm_train.data.prepare import PrepareOptions, prepare_documents
 from slurm_train.data.shards import INDEX, Split, default_path, read_index
 from slurm_train.data.text import TokenSource
 

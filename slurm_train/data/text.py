@@ -7,6 +7,7 @@ passes over, so each held-out token counts exactly once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slurm_train.data.order import Int64Array
-from slurm_train.data.prepare import BYTES, TOKENIZER, Encoding, load_encoding
+from slurm_train.data.prepare import BYTES, TOKENIZER, ByteEncoding, Encoding, FileEncoding, Packing
 from slurm_train.data.shards import ShardIndex, Split, Tokens, fingerprint_of, map_tokens, read_index
 from slurm_train.data.source import IGNORED
 from slurm_train.errors import DataError
@@ -61,7 +62,9 @@ class TokenSource:
 
     def encoding(self) -> Encoding:
         """Returns the encoding the shards were made with, to decode what a model writes."""
-        return load_encoding(None if self.index.tokenizer == BYTES else self._directory / TOKENIZER)
+        if self.index.tokenizer == BYTES:
+            return ByteEncoding()
+        return FileEncoding(self._directory / TOKENIZER, end_of_document=self.index.end_of_document)
 
     def shards(self) -> list[Tokens]:
         """Returns the memory-mapped shards; in each, all tokens but the first are targets."""
@@ -129,3 +132,35 @@ def build(*, path: str, context: int = 256, split: Split = "train") -> TokenSour
     if split == "heldout" and not index.splits[split].targets:
         return None
     return TokenSource(directory, index=index, context=context, split=split)
+
+
+def build_packed(
+    *,
+    path: str | Sequence[str],
+    context: int = 256,
+    text_column: str = "text",
+    tokenizer: str | None = None,
+    held_out: float = 0.1,
+    cache: str | None = None,
+    split: Split = "train",
+) -> TokenSource | None:
+    """Returns a split of text files as windows of `context` tokens; None for a held-out split that is empty.
+
+    The text is encoded and packed when it is used for the first time: documents follow each other, an end after each,
+    and the windows are cut from that.
+
+    Args:
+        path: Parquet, JSONL and text files, folders of them, and data sets of Hugging Face that `save_to_disk` has
+            written; one or several.
+        context: tokens of a window.
+        text_column: column of the text, in files with rows.
+        tokenizer: a tokenizer.json of the tokenizers library, or a directory that has one; None encodes bytes.
+        held_out: fraction of files and rows to hold out.
+        cache: where the tokens are kept, on a cluster a directory that all nodes see.
+        split: "train" or "heldout".
+
+    Raises:
+        DataError: the text cannot be read, or the tokens cannot be written.
+    """
+    packing = Packing(path, text_column=text_column, tokenizer=tokenizer, held_out=held_out, cache=cache)
+    return build(path=str(packing.make()), context=context, split=split)

@@ -25,7 +25,7 @@ _SET_BY_LAUNCH = ("SLURM_TRAIN_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "PYTHONUN
 # In images with PyTorch, pyxis and its hook give a part of them, and a rank that has some expects all (torchrun's way).
 _TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Where the embedded text is kept unless data.path says otherwise.
-_EMBEDDED, _CACHE = "slurm_train.data.stdlib.build", "~/.cache/slurm_train"
+_CACHE, _CACHING = "~/.cache/slurm_train", ("slurm_train.data.stdlib.build", "slurm_train.data.text.build_packed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,7 @@ class RankCommand:
 
     @property
     def _uses_cache(self) -> bool:
-        data = self.config.data or {}
-        return data.get("_target_") == _EMBEDDED and not data.get("path")
+        return any(name in str(self.config.data) for name in _CACHING)
 
     def _image(self, container: ContainerSection) -> str:
         # A relative path starts where the run was typed, since the job starts elsewhere.

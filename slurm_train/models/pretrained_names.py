@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import ConfigError
+from slurm_train.rundir.files import read_json
 
 CONFIG_FILE = "config.json"
 
@@ -178,3 +179,18 @@ def require_source(*, model_type: str | None, path: str | None, cwd: Path) -> No
             f"model.path={path}: there is no {Path(path) / CONFIG_FILE}",
             hint="name a directory on this machine; nothing is downloaded (`hf download NAME --local-dir DIR` does)",
         )
+
+
+def num_token_ids(model: Mapping[str, Any], *, cwd: Path) -> int | None:
+    """Returns how many token ids a model knows, as far as its configuration says it; None where it does not.
+
+    Args:
+        model: the `model` mapping of a configuration, of a model of transformers or any with `vocab_size`.
+        cwd: directory that a relative path starts from.
+    """
+    path = model.get("path")
+    directory = cwd / Path(str(path)).expanduser() if path else None
+    file = read_json(directory if directory.is_file() else directory / CONFIG_FILE) if directory else None
+    places = (model, model.get("config") or {}, file or {}, (file or {}).get("text_config") or {})
+    found = (place.get("vocab_size") for place in places)
+    return next((int(size) for size in found if isinstance(size, int)), None)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import multiprocessing
 from itertools import pairwise
 from pathlib import Path
@@ -8,14 +9,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from slurm_train.data.prepare import (
-    PrepareOptions,
-    find_documents,
-    hash_name,
-    prepare,
-    prepare_documents,
-    split_documents,
-)
+from slurm_train.data.documents import find_documents, hash_name, split_documents
+from slurm_train.data.prepare import FileEncoding, Packing, PrepareOptions, prepare, prepare_documents
 from slurm_train.data.shards import INDEX, map_tokens, read_index
 from slurm_train.errors import DataError
 
@@ -57,17 +52,18 @@ def test_shards_hold_every_document_once_between_ends_of_documents(corpus: Path,
 def test_split_depends_on_the_relative_path_alone(corpus: Path) -> None:
     documents = find_documents([corpus], suffixes=[".txt"])
     _, held_out = split_documents(documents, held_out=0.25)
-    assert {d.name for d in held_out} == {d.name for d in documents if hash_name(d.name) < 0.25}
+    names = {document.name for document, _ in held_out}
+    assert names == {d.name for d in documents if hash_name(d.name) < 0.25}
     _, of_fewer = split_documents(documents[:20], held_out=0.25)
-    assert set(of_fewer) == set(held_out) & set(documents[:20])
+    assert {document.name for document, _ in of_fewer} == names & {d.name for d in documents[:20]}
 
 
 def test_single_file_holds_out_its_end(tmp_path: Path) -> None:
-    (tmp_path / "input.txt").write_bytes(bytes(range(100)))
+    (tmp_path / "input.txt").write_bytes(bytes(range(1, 101)))
     index = prepare([tmp_path / "input.txt"], out=tmp_path / "out", options=PrepareOptions(held_out=0.1))
     (train,), (held_out,) = (map_tokens(tmp_path / "out", index, split) for split in ("train", "heldout"))
-    assert train.tolist() == [256, *range(90), 256]
-    assert held_out.tolist() == [256, *range(90, 100), 256]
+    assert train.tolist() == [256, *range(1, 91), 256]
+    assert held_out.tolist() == [256, *range(91, 101), 256]
 
 
 @pytest.mark.parametrize("held_out", [0.000001, 0.999999])
@@ -77,7 +73,7 @@ def test_both_halves_get_a_file(corpus: Path, held_out: float) -> None:
 
 
 def test_nothing_is_held_out_when_asked(corpus: Path, tmp_path: Path) -> None:
-    index = prepare([corpus], out=tmp_path / "out", options=PrepareOptions(held_out=0))
+    index = prepare([corpus / "deep"], out=tmp_path / "out", options=PrepareOptions(held_out=0))
     assert index.splits["heldout"].shards == () and index.splits["heldout"].targets == 0
 
 
@@ -158,7 +154,7 @@ def test_held_out_fraction_must_leave_something() -> None:
 
 
 def test_file_that_fails_in_the_middle_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
-    documents = find_documents([corpus])
+    documents = find_documents([corpus / "deep"])
     (corpus / "deep" / "7.txt").write_text("")
     with pytest.raises(DataError, match="became shorter"):
         prepare_documents(documents, out=tmp_path / "out", options=TEXT, source="test")
@@ -169,6 +165,56 @@ def test_tokenizer_file_needs_its_library_or_be_one(corpus: Path, tmp_path: Path
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"needs the tokenizers library|is not a tokenizer file"):
         prepare([corpus], out=tmp_path / "out", options=PrepareOptions(tokenizer=tmp_path / "tokenizer.json"))
+
+
+BPE = {
+    "version": "1.0",
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
+    "added_tokens": [],
+}
+
+
+def special(token: int, content: str) -> dict[str, object]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token, "content": content, "special": True, **flags}
+
+
+@pytest.mark.parametrize(
+    ("added", "config", "end", "vocab_size"),
+    [
+        ([], None, 3, 4),
+        ([(3, "<pad>"), (4, "</s>")], None, 4, 5),
+        ([(3, "<|endoftext|>"), (4, "<|im_end|>")], {"eos_token": "<|im_end|>"}, 4, 5),
+        ([(3, "<x>")], {"eos_token": {"content": "<x>"}}, 3, 4),
+    ],
+)
+def test_a_tokenizer_s_own_end_token_ends_documents(
+    added: list[tuple[int, str]], config: dict[str, object] | None, end: int, vocab_size: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer.json").write_text(json.dumps({**BPE, "added_tokens": [special(*one) for one in added]}))
+    if config is not None:
+        (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "text.txt").write_text("abba")
+    index = prepare([tmp_path / "text.txt"], out=tmp_path / "out", options=PrepareOptions(held_out=0, tokenizer=model))
+    assert (index.end_of_document, index.vocab_size) == (end, vocab_size)
+    (tokens,) = map_tokens(tmp_path / "out", index, "train")
+    assert tokens.tolist() == [end, 2, 1, 0, end]
+    encoding = FileEncoding(tmp_path / "out" / "tokenizer.json", end_of_document=index.end_of_document)
+    assert encoding.decode(tokens.tolist()[1:]) == "ab b a\n\n"
+
+
+def test_text_is_packed_once_and_again_when_it_or_the_way_changes(corpus: Path, tmp_path: Path) -> None:
+    text, cache = corpus / "deep", str(tmp_path / "cache")
+    first = Packing(str(text), cache=cache).make()
+    index = read_index(first)
+    assert Packing("deep", cache=cache, cwd=corpus).make() == first
+    assert Packing(str(text), cache=cache, held_out=0.5).make() != first
+    (text / "7.txt").write_text("other\n")
+    assert Packing(str(text), cache=cache).make() != first
+    assert read_index(first) == index
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "index"])

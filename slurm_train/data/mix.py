@@ -1,0 +1,181 @@
+"""Several sources as one, in given proportions: `data=mix`.
+
+An epoch of the mix has as many samples as all its sources together. Each source has a share of the sample numbers by
+its weight, so every epoch holds the same proportions, and every global batch about the same. A source's own samples
+come each once before any comes again: its k-th draw of the run is position k of its own keyed order, whichever epoch
+of the mix that is in. All of it is arithmetic on the run's position, so order, resume and independence of the number of
+ranks are what they are for one source.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from slurm_train.config.target import TARGET
+from slurm_train.data.build import build_source
+from slurm_train.data.order import Int64Array, SampleOrder
+from slurm_train.data.shards import PREPARED, Split
+from slurm_train.data.source import Draw, SampleSource, StreamingSource
+from slurm_train.errors import ConfigError, DataError
+
+
+class _Part(NamedTuple):
+    """What one source gives to a micro-batch: these rows of it, read by this draw."""
+
+    source: int
+    rows: Int64Array
+    draw: Draw
+
+
+class MixedSource:
+    """Samples of several sources.
+
+    Args:
+        sources: by name; they must give tensors of the same shapes and kinds.
+        weights: of each, any positive numbers; the shares of the samples are proportional to them.
+        seed: the run's seed, keys the order of each source.
+    """
+
+    def __init__(self, sources: Mapping[str, SampleSource], *, weights: Mapping[str, float], seed: int) -> None:
+        self._names = sorted(sources)
+        self._sources = [sources[name] for name in self._names]
+        self._orders = [
+            SampleOrder(len(source), seed=_seed_of(name, seed))
+            for name, source in zip(self._names, self._sources, strict=True)
+        ]
+        self._weights = np.array([weights[name] for name in self._names], dtype=np.float64)
+        num_samples = sum(map(len, self._sources))
+        shares = np.cumsum(self._weights / self._weights.sum()) * num_samples
+        # Sample number n belongs to the source s with borders[s] <= n < borders[s + 1].
+        self._borders = np.concatenate([[0], np.rint(shares)]).astype(np.int64)
+
+    def __len__(self) -> int:
+        return int(self._borders[-1])
+
+    def fingerprint(self) -> str:
+        """Returns a hash over names, fingerprints and weights."""
+        parts = [
+            f"{name} {source.fingerprint()} {weight!r}"
+            for name, source, weight in zip(self._names, self._sources, self._weights.tolist(), strict=True)
+        ]
+        return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+
+    def batch(self, indices: Int64Array) -> tuple[Tensor, ...]:
+        """Returns the samples with these numbers as they are in the first epoch."""
+        return next(self.stream(iter([Draw(indices, indices)])))
+
+    @property
+    def bytes_per_target(self) -> float:
+        """Bytes of text per predicted token, if all sources are text."""
+        per_target: list[float] = [source.bytes_per_target for source in self._sources]  # type: ignore[attr-defined]
+        return float(np.average(per_target, weights=np.diff(self._borders)))
+
+    @property
+    def draws_at_random(self) -> bool:
+        """Whether reading uses the random generators of this process."""
+        return any(getattr(source, "draws_at_random", False) for source in self._sources)
+
+    def stream(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, ...]]:
+        """Yields one micro-batch per draw; sources that read ahead do so here too."""
+        waiting: list[deque[Draw]] = [deque() for _ in self._sources]
+        plans: deque[list[_Part]] = deque()
+
+        def pull() -> bool:
+            draw = next(draws, None)
+            if draw is None:
+                return False
+            plans.append(list(self._parts(draw)))
+            for part in plans[-1]:
+                waiting[part.source].append(part.draw)
+            return True
+
+        def draws_of(number: int) -> Iterator[Draw]:
+            while waiting[number] or pull():
+                if waiting[number]:
+                    yield waiting[number].popleft()
+
+        streams = [
+            source.stream(draws_of(number))
+            if isinstance(source, StreamingSource)
+            else _batches(source, draws_of(number))
+            for number, source in enumerate(self._sources)
+        ]
+        while plans or pull():
+            yield self._join([(part, next(streams[part.source])) for part in plans.popleft()])
+
+    def _parts(self, draw: Draw) -> Iterator[_Part]:
+        owners = np.searchsorted(self._borders, draw.indices, side="right") - 1
+        epochs = draw.positions // len(self)
+        for number in np.unique(owners).tolist():
+            rows = np.flatnonzero(owners == number)
+            first, size = self._borders[number], self._borders[number + 1] - self._borders[number]
+            positions = epochs[rows] * size + draw.indices[rows] - first
+            rising = np.argsort(positions, kind="stable")  # as `SampleOrder` wants them
+            samples = self._orders[number].at(positions[rising])
+            yield _Part(source=number, rows=rows[rising], draw=Draw(samples, positions[rising]))
+
+    def _join(self, parts: list[tuple[_Part, tuple[Tensor, ...]]]) -> tuple[Tensor, ...]:
+        # From the order in which they were read back to that of the draw.
+        back = torch.from_numpy(np.argsort(np.concatenate([part.rows for part, _ in parts])))
+        try:
+            columns = zip(*(tensors for _, tensors in parts), strict=True)
+            return tuple(torch.cat(column)[back] for column in columns)
+        except (RuntimeError, ValueError) as err:
+            shapes = ", ".join(
+                f"{self._names[part.source]} {[tuple(tensor.shape[1:]) for tensor in tensors]}"
+                for part, tensors in parts
+            )
+            raise DataError(
+                f"the sources of the mix give samples of different shapes: {shapes}",
+                hint="e.g. set the same `context` for all of them",
+            ) from err
+
+
+def _batches(source: SampleSource, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, ...]]:
+    return (source.batch(draw.indices) for draw in draws)
+
+
+def _seed_of(name: str, seed: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{name} {seed}".encode())
+
+
+def build(
+    *, sources: Mapping[str, Mapping[str, Any]], seed: int, split: Split = "train", **common: Any
+) -> SampleSource | None:
+    """Returns several data sets as one, None where no held-out samples are left.
+
+    Args:
+        sources: by name: a `data` mapping each, of prepared text where it has no `_target_`, with `weight` (1) besides;
+            e.g. `{web: {path: data/web, weight: 3}, code: {path: data/code}}`.
+        seed: the run's seed.
+        split: "train", or "heldout": the held-out samples of all, each once, whatever the weights.
+        common: keywords that all of them get, e.g. `context`.
+
+    Raises:
+        ConfigError: there is no source, or a weight is not above 0.
+    """
+    if not sources:
+        raise ConfigError("data.sources is empty", hint="data.sources={web: {path: data/web, weight: 3}, code: ...}")
+    weights, made = {}, {}
+    for name, mapping in sources.items():
+        words = {TARGET: PREPARED, **common, **mapping}
+        weight = words.pop("weight", 1.0)
+        if not isinstance(weight, (int, float)) or not weight > 0:
+            raise ConfigError(
+                f"data.sources.{name}.weight must be above 0, got {weight!r}", hint="leave the source out"
+            )
+        source = build_source(words, split=split, seed=seed)
+        if source is not None and len(source):
+            made[name], weights[name] = source, float(weight)
+    if not made:
+        return None
+    if split == "heldout":
+        weights = {name: float(len(source)) for name, source in made.items()}
+    return MixedSource(made, weights=weights, seed=seed)
