@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
-from slurm_train.checkpoint.agreement import Result, on_every_rank, rank_in
+from slurm_train.checkpoint.agreement import on_every_rank, rank_in
 from slurm_train.checkpoint.commit import Fence, Place, committed_path, discard, no_fence
 from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, Manifest, seal_file, write_file
 from slurm_train.checkpoint.metadata import METADATA_FILE
@@ -193,7 +191,7 @@ class Outcome(NamedTuple):
     Args:
         step: which one.
         result: what was saved, or why not.
-        duration_s: from the hand-over to the end.
+        duration_s: from the begin to the end.
     """
 
     step: int
@@ -213,8 +211,8 @@ class BackgroundSaver:
     """One thread that saves while training goes on, one save at a time; it lives as long as the process.
 
     All exchanges between ranks happen in this thread, on a group that nothing else uses, and every rank hands over the
-    same saves in the same order; so they meet whatever the training threads do meanwhile. The thread is a daemon: a
-    process that ends on an error does not wait for it, and what it wrote so far has no checkpoint's name.
+    same saves in the same order; so they meet whatever the training threads do meanwhile. A rank ends with os._exit,
+    which does not wait for the thread; what it wrote so far has no checkpoint's name.
 
     Args:
         clock: seconds that never run backwards.
@@ -222,28 +220,28 @@ class BackgroundSaver:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._works: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._preparation: Future[None] | None = None
         self._save: Future[Outcome] | None = None
-        threading.Thread(target=_run_works, args=(self._works,), name="checkpoint", daemon=True).start()
 
     def prepare(self, work: Callable[[], None]) -> None:
         """Runs something that makes the first save cheaper; if it fails, that save is dearer."""
         assert self._save is None, "a save is under way"
-        self._preparation = self._hand_over(work)
+        self._preparation = self._thread.submit(work)
 
     def start(self, work: Callable[[], Saved], *, step: int) -> None:
         """Begins a save; the outcome of the one before must have been taken with `wait` or `poll`."""
         assert self._save is None, "a save is under way"
+        self._save = self._thread.submit(self.run, work, step=step)
+
+    def run(self, work: Callable[[], Saved], *, step: int) -> Outcome:
+        """Saves in the calling thread; returns how it ended."""
         started_s = self._clock()
-
-        def save() -> Outcome:
-            try:
-                return Outcome(step, work(), self._clock() - started_s)
-            except Exception as err:  # it is handed over with the outcome
-                return Outcome(step, err, self._clock() - started_s)
-
-        self._save = self._hand_over(save)
+        try:
+            result: Saved | Exception = work()
+        except Exception as err:  # it is handed over with the outcome
+            result = err
+        return Outcome(step, result, self._clock() - started_s)
 
     def poll(self) -> Outcome | None:
         """Returns how the save ended, once; None while it runs or where there is none."""
@@ -260,18 +258,3 @@ class BackgroundSaver:
             self._preparation = None
         save, self._save = self._save, None
         return None if save is None else save.result()
-
-    def _hand_over(self, work: Callable[[], Result]) -> Future[Result]:
-        future: Future[Result] = Future()
-        self._works.put((work, future))
-        return future
-
-
-def _run_works(works: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
-    while True:
-        work, future = works.get()
-        try:
-            future.set_result(work())
-        except BaseException as err:  # whatever it is, it is raised where the outcome is asked for
-            future.set_exception(err)
-        del work, future  # nothing of a save stays alive while the thread waits for the next

@@ -10,18 +10,15 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
-from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.data.batches import GlobalBatches
 from slurm_train.errors import SlurmTrainError
-from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Rank, gather
@@ -111,10 +108,7 @@ class Health:
         run, attempt, group = self._rank.run, self._rank.attempt, dist.group.WORLD
         # A save under way may be of a step that is to be forgotten.
         self._checkpointer.finish()
-        # On the nodes first: what is left there after a kill could be brought in again.
-        on_every_rank(group, lambda: self._checkpointer.discard_local_from(bad_step))
-        place = Place(root=run.checkpoints, attempt=attempt, fence=partial(check_fence, run, attempt))
-        on_rank_zero(group, lambda: place.discard_from(bad_step))
+        self._checkpointer.discard_from(bad_step)
         position, notes = self._checkpointer.resume()
         if position.step == 0:
             raise SlurmTrainError(

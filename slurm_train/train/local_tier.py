@@ -8,80 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.directory import newest_committed_step
-from slurm_train.checkpoint.load import choose_checkpoint
-from slurm_train.checkpoint.local import NodePlace, Reachable, copy_to_run, newest_reachable, open_private
-from slurm_train.checkpoint.save import save_to
+from slurm_train.checkpoint.load import Choice
+from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable, open_private
+from slurm_train.checkpoint.manifest import Manifest
+from slurm_train.checkpoint.save import Saved
 from slurm_train.distributed.group import open_side_group
 from slurm_train.errors import CheckpointError, ConfigError
-from slurm_train.rundir.attempts import check_fence, read_ledger
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Rank
-
-if TYPE_CHECKING:
-    from slurm_train.checkpoint.load import Choice
-    from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
-    from slurm_train.checkpoint.save import BackgroundSaver, Saved
-    from slurm_train.rundir.paths import RunDirectory
-
-
-@dataclass(slots=True, kw_only=True)
-class Copier:
-    """The thread that copies, one checkpoint at a time, on a group of its own."""
-
-    saver: BackgroundSaver
-    group: dist.ProcessGroup
-    name: str = ""
-    """The checkpoint that is being copied."""
-    lines: list[str] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def is_idle(self) -> bool:
-        """Returns whether the copy before has ended; notes how."""
-        with self.lock:
-            self._note(wait=False)
-            return not self.name
-
-    def start(self, work: Callable[[], Saved], *, step: int, name: str) -> None:
-        """Begins a copy. Rank 0 was idle, so here too the one before is over but for its last line."""
-        with self.lock:
-            self._note(wait=True)
-            self.name = name
-            self.saver.start(work, step=step)
-
-    def settle(self) -> None:
-        """Returns when nothing is being copied."""
-        with self.lock:
-            self._note(wait=True)
-
-    def news(self) -> list[str]:
-        """Returns notes for the user, each once."""
-        with self.lock:
-            self._note(wait=False)
-            lines, self.lines = self.lines, []
-            return lines
-
-    def _note(self, *, wait: bool) -> None:
-        outcome = self.saver.wait() if wait else self.saver.poll()
-        if outcome is None:
-            return
-        self.name = ""
-        if isinstance(outcome.result, Exception):
-            text = f"the copy of step {outcome.step} into the run directory failed: {outcome.result}"
-            self.lines.append(f"{text}; it stays on the nodes, and the next one is tried")
-        else:
-            self.lines += outcome.result.problems
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,114 +36,99 @@ class LocalSaves:
     """This rank's part in the fast tier. All ranks make the same calls in the same order."""
 
     run: RunDirectory
-    tier: NodePlace
-    keep: int
-    """Whole checkpoints that stay in the run directory."""
+    place: NodePlace
+    """This node's folder."""
+    target: Place
+    """The run directory's checkpoints, where copies go."""
     copy_every: int
-    copier: Copier
+    group: dist.ProcessGroup
+    """Of the copying thread alone."""
+    thread: ThreadPoolExecutor
+    """Copies, one checkpoint after the other."""
     saves_since_copy: int = 0
+    copying: list[str] = field(default_factory=list)
+    """Names of the checkpoints that are being copied, or are about to be."""
+    news: deque[str] = field(default_factory=deque)
+    """Notes for the user about copies."""
 
-    def work(
-        self, tensors: dict[str, Any], rank_state: dict[str, Any], header: CheckpointHeader, group: Any
-    ) -> Callable[[], Saved]:
-        """Returns the save of these tensors on the nodes, for the saving thread; it hands copies on."""
+    def copy_if_due(self, saved: Saved, *, group: dist.ProcessGroup) -> None:
+        """Hands a save on to the copying thread, where it is due and rank 0 is copying nothing. Collective."""
+        manifest, name = saved.manifest, saved.path.name
+        assert manifest is not None
+        self.saves_since_copy += 1
+        if on_rank_zero(group, lambda: self.saves_since_copy >= self.copy_every and not self.copying):
+            self.saves_since_copy = 0
+            self.copying.append(name)
+            self.thread.submit(self._copy, manifest, name)
 
-        def save() -> Saved:
-            saved = save_to(
-                self.tier,
-                tensors=tensors,
-                rank_state=rank_state,
-                header=header,
-                group=group,
-                protect={self.copier.name},
-            )
-            manifest = saved.manifest
-            assert manifest is not None
-            self.saves_since_copy += 1
-            if on_rank_zero(group, lambda: self.saves_since_copy >= self.copy_every and self.copier.is_idle()):
-                self.saves_since_copy = 0
-                self.copier.start(lambda: self._copy(manifest), step=header.step, name=saved.path.name)
-            return saved
+    def take_news(self) -> list[str]:
+        """Returns notes for the user, each once."""
+        return [self.news.popleft() for _ in range(len(self.news))]
 
-        return save
+    def choose(self, choose_in_run: Callable[[], Choice | None]) -> tuple[Choice | None, list[str]]:
+        """Returns the checkpoint that all ranks load, from the nodes if they have a newer one. Collective.
+
+        Args:
+            choose_in_run: chooses among those in the run directory.
+
+        Returns:
+            The choice, None where nothing was ever saved; and notes for the user.
+
+        Raises:
+            CheckpointError: as `choose_checkpoint`.
+        """
+        group = dist.group.WORLD
+        on_every_rank(group, self.place.claim_all)
+        notes = self.bring_in(above=on_rank_zero(group, lambda: newest_committed_step(self.target.root)))
+        try:
+            choice = choose_in_run()
+        except CheckpointError:
+            # All in the run directory are damaged.
+            notes += self.bring_in(above=-1)
+            return choose_in_run(), notes
+        if choice is not None and choice.passed_over and (more := self.bring_in(above=choice.manifest.step)):
+            return choose_in_run(), notes + more
+        return choice, notes
 
     def bring_in(self, *, above: int) -> list[str]:
         """Copies what the nodes have beyond a step into the run directory; returns notes for the user."""
-        attempts = on_rank_zero(dist.group.WORLD, lambda: sorted(recent_attempts(self.run, self.tier.attempt)))
+        attempts = on_rank_zero(dist.group.WORLD, lambda: sorted(recent_attempts(self.run, self.place.attempt)))
         found = newest_reachable(
-            self.tier, lambda manifest: manifest.attempt in attempts and manifest.step > above, group=dist.group.WORLD
+            self.place, lambda manifest: manifest.attempt in attempts and manifest.step > above, group=dist.group.WORLD
         )
         if found is None:
             return []
         step = found.manifest.step
         try:
-            self._copy_to_run(found, group=dist.group.WORLD)
+            copy_to_run(self.place, self.target, found, group=dist.group.WORLD)
         except CheckpointError as err:
             return [f"step {step} lies on the nodes, but could not be copied into the run directory: {err.message}"]
         return [f"step {step} was on the nodes only; copied into the run directory"]
 
-    def discard_from(self, step: int) -> None:
-        """Removes this node's checkpoints of a step and later ones: the run goes back to before it."""
-        if self.tier.is_leader:
-            self.tier.discard_from(step)
-
     def close(self) -> None:
         """Leaves nothing on the node: the run is finished, and all that counts is in the run directory."""
-        self.copier.settle()
-        if self.tier.is_leader:
+        self.thread.shutdown()
+        if self.place.is_leader:
             with contextlib.suppress(OSError):
-                self.tier.discard_from(0)
-                self.tier.root.rmdir()
-                self.tier.root.parent.rmdir()
+                self.place.discard_from(0)
+                self.place.root.rmdir()
+                self.place.root.parent.rmdir()
 
-    def _copy(self, manifest: Manifest) -> Saved:
-        found = newest_reachable(self.tier, lambda held: held == manifest, group=self.copier.group)
-        if found is None:
-            raise CheckpointError(
-                f"step {manifest.step} is not whole on the nodes any more",
-                hint="the newest checkpoint in the run directory counts; checkpoint.copy_every=1 copies all of them",
-            )
-        return self._copy_to_run(found, group=self.copier.group)
-
-    def _copy_to_run(self, found: Reachable, *, group: dist.ProcessGroup | None) -> Saved:
-        tier = self.tier
-        run = Place(
-            root=self.run.checkpoints,
-            attempt=tier.attempt,
-            keep=self.keep,
-            fence=tier.fence,
-            is_leader=dist.get_rank() == 0,
-        )
-        return copy_to_run(tier, run, found, group=group)
-
-
-def choose(run: RunDirectory, attempt: int, local: LocalSaves | None) -> tuple[Choice | None, list[str]]:
-    """Returns the checkpoint that all ranks load, from the nodes if they have a newer one. Collective.
-
-    Returns:
-        The choice, None where nothing was ever saved; and notes for the user.
-
-    Raises:
-        CheckpointError: as `choose_checkpoint`.
-    """
-    group = dist.group.WORLD
-    choose_in_run = partial(
-        choose_checkpoint, run.checkpoints, group=group, attempt=attempt, fence=lambda: check_fence(run, attempt)
-    )
-    if local is None:
-        return choose_in_run(), []
-    tier = local.tier
-    on_every_rank(group, tier.claim_all)
-    notes = local.bring_in(above=on_rank_zero(group, lambda: newest_committed_step(run.checkpoints)))
-    try:
-        choice = choose_in_run()
-    except CheckpointError:
-        # All in the run directory are damaged.
-        notes += local.bring_in(above=-1)
-        return choose_in_run(), notes
-    if choice is not None and choice.passed_over and (more := local.bring_in(above=choice.manifest.step)):
-        return choose_in_run(), notes + more
-    return choice, notes
+    def _copy(self, manifest: Manifest, name: str) -> None:
+        """Copies a checkpoint; a failure costs the copy alone. Runs in the copying thread."""
+        try:
+            found = newest_reachable(self.place, lambda held: held == manifest, group=self.group)
+            if found is None:
+                raise CheckpointError(
+                    "it is not whole on the nodes any more",
+                    hint="the newest checkpoint in the run directory counts; checkpoint.copy_every=1 copies all",
+                )
+            self.news.extend(copy_to_run(self.place, self.target, found, group=self.group).problems)
+        except Exception as err:  # whatever it is, training goes on
+            text = f"the copy of step {manifest.step} into the run directory failed: {err}"
+            self.news.append(f"{text}; it stays on the nodes, and the next one is tried")
+        finally:
+            self.copying.remove(name)
 
 
 def recent_attempts(run: RunDirectory, attempt: int) -> set[int]:
@@ -215,8 +147,12 @@ def recent_attempts(run: RunDirectory, attempt: int) -> set[int]:
     return found
 
 
-def build_local_saves(rank: Rank) -> LocalSaves | None:
+def build_local_saves(rank: Rank, target: Place) -> LocalSaves | None:
     """Returns this rank's part in the fast tier, None where none is configured. Collective over all ranks.
+
+    Args:
+        rank: this rank.
+        target: the run directory's checkpoints.
 
     Raises:
         ConfigError: `checkpoint.local_dir` names a variable that is not set.
@@ -225,8 +161,6 @@ def build_local_saves(rank: Rank) -> LocalSaves | None:
     settings, place, run = rank.config.checkpoint, rank.place, rank.run
     if settings.local_dir is None:
         return None
-    from slurm_train.checkpoint.save import BackgroundSaver
-
     base = Path(expand(settings.local_dir, rank.env))
     key = hashlib.sha256(str(run.path).encode()).hexdigest()[:12]
     # Nodes that share the folder after all, a network mount say, do not share their files.
@@ -236,16 +170,22 @@ def build_local_saves(rank: Rank) -> LocalSaves | None:
     opened = on_every_rank(
         dist.group.WORLD, lambda: (place.node_rank, str(open_private(base, *parts)) if is_leader else "")
     )
-    tier = NodePlace(
+    node = NodePlace(
         root=Path(next(path for node, path in opened if path and node == place.node_rank)),
         node=place.node_rank,
         is_leader=is_leader,
         keep=settings.local_keep,
         attempt=rank.attempt,
-        fence=partial(check_fence, run, rank.attempt),
+        fence=target.fence,
     )
-    copier = Copier(saver=BackgroundSaver(), group=open_side_group(settings.save_timeout_s))
-    return LocalSaves(run=run, tier=tier, keep=settings.keep, copy_every=settings.copy_every, copier=copier)
+    return LocalSaves(
+        run=run,
+        place=node,
+        target=target,
+        copy_every=settings.copy_every,
+        group=open_side_group(settings.save_timeout_s),
+        thread=ThreadPoolExecutor(1, thread_name_prefix="copy"),
+    )
 
 
 def expand(path: str, env: Mapping[str, str]) -> str:

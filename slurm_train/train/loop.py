@@ -199,7 +199,8 @@ class Loop:
             start = self._clock()
             self._before_save()
             trainer.checkpointer.save_soon(self.position)
-            self._say(trainer.save_pace.saved(step, trainer.checkpointer))
+            costs = trainer.checkpointer
+            self._say(trainer.save_pace.saved(step, blocked_s=costs.blocked_s, save_s=costs.last_save_s))
             self._charge(start, "checkpoint_stall_s")
 
     def _read_pending(self) -> bool:

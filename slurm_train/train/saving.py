@@ -14,35 +14,50 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from slurm_train.config.frozen import config_hash
+from slurm_train.checkpoint.agreement import on_every_rank
+from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.load import Choice, choose_checkpoint, load_rank_state, load_tensors, require_fit
+from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
+from slurm_train.checkpoint.save import BackgroundSaver, Outcome, Saved, save_to
+from slurm_train.checkpoint.state import (
+    StagingBuffers,
+    names_of_groups,
+    own_part,
+    own_tensors,
+    restore_training_state,
+    set_group_names,
+    training_state,
+)
+from slurm_train.config.frozen import config_hash, trained_settings, training_changes
 from slurm_train.config.layout import AXES, ParallelLayout
-from slurm_train.config.schema import CheckpointSection
+from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.data.source import SampleSource
 from slurm_train.distributed.group import open_side_group
 from slurm_train.distributed.seeds import rng_state, set_rng_state
-from slurm_train.errors import CheckpointError, SlurmTrainError
+from slurm_train.errors import CheckpointError, DataError, RunError, SlurmTrainError
+from slurm_train.launch.snapshot import digest_code, names_own_code, read_index
 from slurm_train.rundir.attempts import check_fence, read_ledger
-from slurm_train.rundir.events import SaveLog
+from slurm_train.rundir.events import (
+    AcceptedChange,
+    SaveLog,
+    covers_code,
+    covers_config,
+    covers_data,
+    read_changes,
+)
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Rank
-from slurm_train.train.continuity import Continuity, build_continuity
 from slurm_train.train.evaluate import broadcast_buffers
-from slurm_train.train.local_tier import LocalSaves, build_local_saves, choose
+from slurm_train.train.local_tier import LocalSaves, build_local_saves
 from slurm_train.train.passes import Exchange
-
-if TYPE_CHECKING:
-    from slurm_train.checkpoint.load import Choice
-    from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
-    from slurm_train.checkpoint.save import BackgroundSaver, Outcome, Saved
-    from slurm_train.checkpoint.state import StagingBuffers
 
 # What may have been changed on purpose is the configuration's, not the checkpoint's.
 _CONFIGURED = ("betas", "eps", "weight_decay")
@@ -69,8 +84,18 @@ class Position:
     """The evaluation of this step was broken off by a stop."""
     recent_losses: list[float] = field(default_factory=list)
     """Newest losses, oldest first; only kept where spikes are looked for."""
-    batch_since: tuple[int, int] = (0, 0)
+    batch_since: list[int] = field(default_factory=lambda: [0, 0])
     """Steps and samples done when the global batch got its present size."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Position:
+        """Returns the position that a checkpoint was saved at."""
+        known = {key: value for key, value in manifest.extra.items() if key in cls.__slots__}
+        return cls(step=manifest.step, samples=manifest.samples, **known)
+
+    def as_extra(self) -> dict[str, Any]:
+        """Returns what a manifest keeps of it besides step and samples."""
+        return {key: value for key, value in asdict(self).items() if key not in ("step", "samples")}
 
     def samples_at(self, step: int, *, global_size: int) -> int:
         """Returns the samples that the run will have seen at a step, as planned."""
@@ -78,16 +103,102 @@ class Position:
         return since_samples + (step - since_step) * global_size
 
 
-@dataclass(slots=True, kw_only=True)
-class Background:
-    """What saves while training goes on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuity:
+    """What this attempt trains; every checkpoint holds all of it.
 
-    saver: BackgroundSaver
-    """The thread."""
-    buffers: StagingBuffers
-    """Where states are copied to."""
-    group: dist.ProcessGroup
-    """A gloo group of all ranks, used by the thread alone."""
+    The login half compares too, before anything is submitted. This is the last gate: it also sees files that were
+    edited by hand, and data that only the ranks can open.
+    """
+
+    run: RunDirectory
+    settings: dict[str, Any]
+    """What decides the training, by dotted key."""
+    code: str
+    """Digest of the code snapshot, "" where there is none."""
+    data: str
+    """Fingerprint of the data set."""
+    num_samples: int
+    """Samples of one epoch."""
+    changes: list[AcceptedChange]
+    """What was accepted in the middle of the run so far."""
+
+    def as_extra(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of it."""
+        facts = {"settings": self.settings, "code": self.code, "num_samples": self.num_samples}
+        accepted = [{"number": item.number, "step": item.step, "names": item.names} for item in self.changes]
+        return {**facts, "changes": accepted} if accepted else facts
+
+    def check(self, manifest: Manifest) -> list[str]:
+        """Returns notes for the user about accepted changes that this checkpoint does not have yet.
+
+        Raises:
+            RunError: settings or code are not those of the checkpoint, and nobody accepted that.
+            DataError: the data set is not.
+        """
+        return [*self._check_settings(manifest), *self._check_code(manifest), *self._check_data(manifest)]
+
+    def _check_settings(self, manifest: Manifest) -> list[str]:
+        trained = manifest.extra.get("settings")
+        if not isinstance(trained, dict):
+            return []
+        found = [change for change in training_changes(trained, self.settings) if change.kind != "harmless"]
+        left = [change for change in found if not covers_config(self.changes, change.key, change.new)]
+        if left:
+            raise RunError(
+                f"{self.run.config} is not what step {manifest.step} was trained with: {', '.join(map(str, left))}",
+                hint=f"put it back, or accept it: `resume {self.run.run_id} --accept config`",
+            )
+        return [f"from step {manifest.step} on, as accepted: {change}" for change in found]
+
+    def _check_code(self, manifest: Manifest) -> list[str]:
+        trained = manifest.extra.get("code")
+        if not trained or not self.code or trained == self.code:
+            return []
+        if not covers_code(self.changes, self.code):
+            raise RunError(
+                f"the code in {self.run.code} is not what step {manifest.step} was trained with",
+                hint=f"accept it: `resume {self.run.run_id} --accept code` takes your files as they are now",
+            )
+        return [f"from step {manifest.step} on, as accepted: other code"]
+
+    def _check_data(self, manifest: Manifest) -> list[str]:
+        old = manifest.data_fingerprint
+        if old == self.data:
+            return []
+        before = manifest.extra.get("num_samples")
+        sizes = f"{before} -> {self.num_samples} samples, " if before not in (None, self.num_samples) else ""
+        what = f"{sizes}fingerprint {old} -> {self.data}"
+        if not covers_data(self.changes, old=old, new=self.data):
+            raise DataError(
+                f"the data set has changed since step {manifest.step}: {what}",
+                hint=f"bring the old data back, or accept it: `resume {self.run.run_id} --accept data`; "
+                "run.name=NAME starts another run",
+            )
+        return [f"from step {manifest.step} on, as accepted: another data set, {what}"]
+
+
+def build_continuity(
+    run: RunDirectory, config: RunConfig, *, global_size: int, data: str, num_samples: int
+) -> Continuity:
+    """Returns what this attempt trains.
+
+    Args:
+        run: where configuration, snapshot and accepted changes lie.
+        config: the frozen configuration.
+        global_size: samples per optimizer step.
+        data: fingerprint of the training samples.
+        num_samples: how many there are.
+    """
+    index = read_index(run)
+    return Continuity(
+        run=run,
+        settings=trained_settings(config, global_size=global_size),
+        code="" if index is None else digest_code(index, is_own_code=names_own_code(config)),
+        data=data,
+        num_samples=num_samples,
+        changes=read_changes(run),
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,17 +212,22 @@ class Checkpointer:
     """Settings, code and data: what makes this the same training as the checkpoints'."""
     config_hash: str
     """Of the frozen configuration, as in `plan.json`; a change that is accepted changes it, not the run id."""
-    group_names: list[list[str]] | None = None
-    """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
-    lr: dict[str, Any] = field(default_factory=dict)
+    lr: dict[str, Any]
     """Peak learning rate, and how it follows the global batch; for the manifest."""
-    exchange: Exchange = field(default_factory=Exchange)
+    group_names: list[list[str]] | None
+    """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
+    exchange: Exchange
     """How gradients are exchanged; it may have a state of each rank."""
-    background: Background | None = None
-    """None: every save is waited for."""
-    local: LocalSaves | None = None
-    """Periodic checkpoints go to the nodes' own disks first."""
-    log: SaveLog | None = None
+    place: Place
+    """The run directory's checkpoints."""
+    local: LocalSaves | None
+    """Where periodic checkpoints go to the nodes' own disks first."""
+    group: dist.ProcessGroup
+    """A gloo group of all ranks, used by saves alone."""
+    saver: BackgroundSaver
+    buffers: StagingBuffers
+    """Where states are copied to, so that training can go on."""
+    log: SaveLog | None
     """Rank 0's record of the saves."""
     blocked_s: float = 0.0
     """Seconds that saves have kept the training waiting."""
@@ -120,8 +236,8 @@ class Checkpointer:
     last_save_s: float | None = None
     """That of the newest good save; None before it has ended."""
     fatal: Exception | None = None
-    """Set when a background save fails in a way that ends the run: the loop then requests a stop, and the save at that
-    stop raises this error on every rank."""
+    """Set when a save fails in a way that ends the run: the loop then requests a stop, and the save at that stop raises
+    this error on every rank."""
     _news: list[str] = field(default_factory=list)
 
     def resume(self) -> tuple[Position, list[str]]:
@@ -133,98 +249,84 @@ class Checkpointer:
             DataError: the data set is not the one that the checkpoint was trained on.
         """
         self.finish()
-        choice, brought = choose(self.rank.run, self.rank.attempt, self.local)
+        place = self.place
+        choose = partial(
+            choose_checkpoint, place.root, group=dist.group.WORLD, attempt=place.attempt, fence=place.fence
+        )
+        choice, notes = (choose(), []) if self.local is None else self.local.choose(choose)
         if choice is None:
             return Position(), []
-        manifest, extra = choice.manifest, choice.manifest.extra
+        manifest = choice.manifest
         accepted = self.continuity.check(manifest)
         accepted += self._restore(choice)
-        since = extra.get("batch_since", (0, 0))
+        position = Position.of(manifest)
         if manifest.batch_plan.get("global_size") != self.rank.plan.global_size:
-            since = manifest.step, manifest.samples
-        position = Position(
-            step=manifest.step,
-            samples=manifest.samples,
-            items=int(extra.get("items", 0)),
-            loss=extra.get("loss"),
-            evaluation_due=bool(extra.get("evaluation_due", False)),
-            recent_losses=[float(loss) for loss in extra.get("recent_losses", [])],
-            batch_since=(int(since[0]), int(since[1])),
-        )
-        notes = [f"passed over {passed.path.name}: {passed.reason}" for passed in choice.passed_over]
-        return position, [*brought, *notes, *accepted, f"resuming from {choice.path.name} (step {position.step})"]
+            position.batch_since = [manifest.step, manifest.samples]
+        notes += [f"passed over {passed.path.name}: {passed.reason}" for passed in choice.passed_over]
+        return position, [*notes, *accepted, f"resuming from {choice.path.name} (step {position.step})"]
 
     def save(self, position: Position) -> None:
-        """Writes a checkpoint of this moment; returns when it is durable. A save under way is waited for.
+        """Writes a checkpoint of this moment into the run directory; returns when it is durable.
 
         Raises:
             CheckpointError: it could not be written; the previous one is untouched.
             RunError: a newer attempt has taken over.
         """
-        if self.background is None:
-            self._save_now(position, local=None)
-            return
-        start, saver = self.rank.clock(), self.background.saver
-        self.finish()
-        state = self._own_state()
-        # The thread cannot read tensors on a GPU, not even while training waits.
-        if self.background.buffers.is_remote:
-            state = self.background.buffers.stage(state)
-        saver.start(self._work(state, position), step=position.step)
-        outcome = saver.wait()
+        outcome = self._save(position, local=None, waits=True)
         assert outcome is not None
-        self._note_stall(position.step, self.rank.clock() - start)
         if isinstance(outcome.result, Exception):
-            self._write_log(outcome)
-            raise _error_of(outcome) from outcome.result
-        self._take(outcome)
+            raise _error_of(outcome)
 
     def save_soon(self, position: Position) -> None:
-        """Saves this moment while training goes on; returns when it is copied. `news` tells if it failed.
+        """Begins a periodic save; returns when this moment is copied. `news` tells if it failed.
 
         Raises:
             SlurmTrainError: the save before it failed in a way that ends the run.
         """
-        if self.background is None:
-            self._save_now(position, local=self.local)
-            return
-        start, buffers = self.rank.clock(), self.background.buffers
+        self._save(position, local=self.local, waits=False)
+
+    def _save(self, position: Position, *, local: LocalSaves | None, waits: bool) -> Outcome | None:
+        """Saves once the save before it has ended; returns how, None if it goes on in the background."""
+        start, in_background = self.rank.clock(), self.rank.config.checkpoint.background
         self.finish()
-        state = buffers.stage(self._own_state())
-        # The next forward pass changes running statistics already.
-        if any(True for _ in self.model.buffers()):
-            buffers.hold_changes()
-        self.background.saver.start(self._work(state, position, local=self.local), step=position.step)
-        self._note_stall(position.step, self.rank.clock() - start)
+        state = self._own_state()
+        # The thread cannot read tensors on a GPU, not even while training waits.
+        if in_background and (not waits or self.buffers.is_remote):
+            state = self.buffers.stage(state)
+            # The next forward pass changes running statistics already.
+            if any(True for _ in self.model.buffers()):
+                self.buffers.hold_changes()
+        work, outcome = self._work(state, position, local=local), None
+        if in_background:
+            self.saver.start(work, step=position.step)
+            outcome = self.saver.wait() if waits else None
+        else:
+            outcome = self.saver.run(work, step=position.step)
+        stall_s = self.rank.clock() - start
+        self.blocked_s += stall_s
+        if self.log is not None:
+            self.log.stalled(position.step, stall_s)
+        if outcome is not None:
+            self._take(outcome)
+        return outcome
 
     def prepare(self) -> None:
         """Makes the first save as cheap as the later ones, memory and imports, while training goes on; not collective.
 
         Call it when the optimizer's state is there.
         """
-        from slurm_train.checkpoint.state import own_tensors
-
-        if self.background is None:
+        if not self.rank.config.checkpoint.background:
             return
         rank, num_ranks = self._share
-        tensors, buffers = (
-            own_tensors(self.model, self.optimizer, rank=rank, num_ranks=num_ranks),
-            self.background.buffers,
-        )
+        tensors = own_tensors(self.model, self.optimizer, rank=rank, num_ranks=num_ranks)
 
         def work() -> None:
             # Imports what a save needs: 0.1 s or more, so better before the first save than in it.
-
             import slurm_train.checkpoint.tensors  # noqa: F401
 
-            buffers.prepare(tensors)
+            self.buffers.prepare(tensors)
 
-        self.background.saver.prepare(work)
-
-    def hold_changes(self) -> None:
-        """Makes the next change of the tensors wait until they are copied; costs the host nothing."""
-        if self.background is not None:
-            self.background.buffers.hold_changes()
+        self.saver.prepare(work)
 
     def finish(self) -> None:
         """Waits for a save under way; what became of it is among the `news`.
@@ -232,7 +334,7 @@ class Checkpointer:
         Raises:
             SlurmTrainError: it, or one before it, failed in a way that ends the run.
         """
-        if self.background is not None and (outcome := self.background.saver.wait()) is not None:
+        if (outcome := self.saver.wait()) is not None:
             self._take(outcome)
         if self.fatal is not None:
             raise self.fatal
@@ -243,45 +345,33 @@ class Checkpointer:
         Raises:
             SlurmTrainError: it, or one before it, failed in a way that ends the run.
         """
-        if self.background is not None and self.background.saver.is_done_within(limit_s):
+        if self.saver.is_done_within(limit_s):
             self.finish()
 
     def news(self) -> list[str]:
-        """Returns notes for the user about background saves, each once; costs next to nothing."""
-        if self.background is not None and (outcome := self.background.saver.poll()) is not None:
+        """Returns notes for the user about saves, each once; costs next to nothing."""
+        if (outcome := self.saver.poll()) is not None:
             self._take(outcome)
         news, self._news = self._news, []
-        return news if self.local is None else [*news, *self.local.copier.news()]
+        return news if self.local is None else [*news, *self.local.take_news()]
 
-    def discard_local_from(self, step: int) -> None:
-        """Removes what this node's own disk has of a step and later ones."""
-        if self.local is not None:
-            self.local.discard_from(step)
+    def discard_from(self, step: int) -> None:
+        """Removes all checkpoints of a step and later ones: the run goes back to before it. Collective."""
+        # On the nodes first: what is left there after a kill could be brought in again.
+        for place in [self.place] if self.local is None else [self.local.place, self.place]:
+            on_every_rank(dist.group.WORLD, partial(_discard_from, place, step))
 
     def close(self) -> None:
         """Takes away what a finished run has on this node's own disk."""
         if self.local is not None:
             self.local.close()
 
-    def _save_now(self, position: Position, *, local: LocalSaves | None) -> None:
-        """Saves while the training waits, without a thread."""
-        from slurm_train.checkpoint.save import Outcome
-
-        start = self.rank.clock()
-        saved = self._work(self._own_state(), position, local=local)()
-        took_s = self.rank.clock() - start
-        self._note_stall(position.step, took_s)
-        self._take(Outcome(position.step, saved, took_s))
-
-    def _note_stall(self, step: int, seconds: float) -> None:
-        self.blocked_s += seconds
-        if self.log is not None:
-            self.log.stalled(step, seconds)
-
     def _take(self, outcome: Outcome) -> None:
         """Records how a save ended."""
         result = outcome.result
-        self._write_log(outcome)
+        num_bytes, error = (0, str(result)) if isinstance(result, Exception) else (result.num_bytes, "")
+        if self.log is not None:
+            self.log.ended(outcome.step, num_bytes=num_bytes, save_s=outcome.duration_s, error=error)
         if not isinstance(result, Exception):
             self.last_save_s = outcome.duration_s
             self.longest_save_s = max(self.longest_save_s, outcome.duration_s)
@@ -293,15 +383,7 @@ class Checkpointer:
                 f"the checkpoint of step {outcome.step} failed, training goes on; the one before is untouched: {result}"
             )
 
-    def _write_log(self, outcome: Outcome) -> None:
-        result = outcome.result
-        num_bytes, error = (0, str(result)) if isinstance(result, Exception) else (result.num_bytes, "")
-        if self.log is not None:
-            self.log.ended(outcome.step, num_bytes=num_bytes, save_s=outcome.duration_s, error=error)
-
     def _own_state(self) -> dict[str, Any]:
-        from slurm_train.checkpoint.state import own_part, set_group_names, training_state
-
         broadcast_buffers(self.model)
         state = training_state(self.model, self.optimizer)
         if self.group_names is not None:
@@ -315,50 +397,27 @@ class Checkpointer:
         peers = self.rank.layout.members([axis for axis in AXES if axis != "pp"], self.rank.place.rank)
         return peers.index(self.rank.place.rank), len(peers)
 
-    def _work(
-        self, tensors: dict[str, Any], position: Position, *, local: LocalSaves | None = None
-    ) -> Callable[[], Saved]:
+    def _work(self, tensors: dict[str, Any], position: Position, *, local: LocalSaves | None) -> Callable[[], Saved]:
         """Returns the save of these tensors with everything else as it is now, into the run directory or a node's."""
-        from slurm_train.checkpoint.save import save_checkpoint
-
-        run, attempt, header = self.rank.run, self.rank.attempt, self._header(position)
+        header = self._header(position)
         rank_state: dict[str, Any] = {"rng": rng_state()}
         if state := self.exchange.state():
             rank_state["exchange"] = {self.exchange.name: state}
-        background = self.background
-        group = dist.group.WORLD if background is None else background.group
-        write: Callable[[], Saved] = (
-            partial(
-                save_checkpoint,
-                run.checkpoints,
-                tensors=tensors,
-                rank_state=rank_state,
-                header=header,
-                group=group,
-                keep=self.rank.config.checkpoint.keep,
-                fence=partial(check_fence, run, attempt),
-            )
-            if local is None
-            else local.work(tensors, rank_state, header, group)
-        )
 
         def work() -> Saved:
-            if background is not None:
-                background.buffers.wait_for_copy()
-            return write()
+            self.buffers.wait_for_copy()
+            place, protect = (self.place, ()) if local is None else (local.place, tuple(local.copying))
+            saved = save_to(
+                place, tensors=tensors, rank_state=rank_state, header=header, group=self.group, protect=protect
+            )
+            if local is not None:
+                local.copy_if_due(saved, group=self.group)
+            return saved
 
         return work
 
     def _restore(self, choice: Choice) -> list[str]:
         """Restores what a checkpoint holds; returns notes for the user."""
-        from slurm_train.checkpoint.load import load_rank_state, load_tensors, require_fit
-        from slurm_train.checkpoint.state import (
-            names_of_groups,
-            restore_training_state,
-            set_group_names,
-            training_state,
-        )
-
         layout, groups = self.rank.layout, self.optimizer.param_groups
         state = training_state(self.model, self.optimizer)
         settings = [{name: group[name] for name in _CONFIGURED if name in group} for group in groups]
@@ -388,8 +447,6 @@ class Checkpointer:
         return [f"{name}: {kept}, so it begins anew"]
 
     def _header(self, position: Position) -> CheckpointHeader:
-        from slurm_train.checkpoint.manifest import CheckpointHeader
-
         rank, place = self.rank, self.rank.place
         return CheckpointHeader(
             step=position.step,
@@ -406,11 +463,7 @@ class Checkpointer:
             job=rank.env.get("SLURM_JOB_ID", "local"),
             written_by=f"{place.host} pid {os.getpid()}" if place.is_first else "",
             extra={
-                "items": position.items,
-                "loss": position.loss,
-                "evaluation_due": position.evaluation_due,
-                "recent_losses": position.recent_losses,
-                "batch_since": list(position.batch_since),
+                **position.as_extra(),
                 "lr": self.lr,
                 **self.continuity.as_extra(),
                 **(tracker_ids(rank.run) if place.is_first else {}),
@@ -429,33 +482,35 @@ def build_checkpointer(
     peak_lr: float,
 ) -> Checkpointer:
     """Returns what saves and restores this run. Collective over all ranks."""
-    settings, optim, global_size = rank.config.checkpoint, rank.config.optim, rank.plan.global_size
+    config, run, settings, global_size = rank.config, rank.run, rank.config.checkpoint, rank.plan.global_size
+    place = Place(
+        root=run.checkpoints,
+        attempt=rank.attempt,
+        keep=settings.keep,
+        fence=partial(check_fence, run, rank.attempt),
+        is_leader=rank.place.is_first,
+    )
     return Checkpointer(
         rank=rank,
         model=model,
         optimizer=optimizer,
         continuity=build_continuity(
-            rank.run, rank.config, global_size=global_size, data=data.fingerprint(), num_samples=len(data)
+            run, config, global_size=global_size, data=data.fingerprint(), num_samples=len(data)
         ),
-        config_hash=config_hash(rank.config, global_size=global_size),
+        config_hash=config_hash(config, global_size=global_size),
+        lr={
+            "peak": peak_lr,
+            "retune": config.optim.lr_retune,
+            "tuned_for_global_size": config.optim.lr_global_size,
+        },
         group_names=group_names,
-        lr={"peak": peak_lr, "retune": optim.lr_retune, "tuned_for_global_size": optim.lr_global_size},
         exchange=exchange,
-        background=build_background(rank) if settings.background else None,
-        local=build_local_saves(rank),
-        log=SaveLog(rank.run, rank.attempt) if rank.place.is_first else None,
-    )
-
-
-def build_background(rank: Rank) -> Background:
-    """Returns what saves in the background. Collective over all ranks."""
-    from slurm_train.checkpoint.save import BackgroundSaver
-    from slurm_train.checkpoint.state import StagingBuffers
-
-    return Background(
+        place=place,
+        local=build_local_saves(rank, place),
+        group=open_side_group(settings.save_timeout_s),
         saver=BackgroundSaver(clock=rank.clock),
         buffers=StagingBuffers(rank.device),
-        group=open_side_group(rank.config.checkpoint.save_timeout_s),
+        log=SaveLog(run, rank.attempt) if rank.place.is_first else None,
     )
 
 
@@ -466,24 +521,22 @@ def tracker_ids(run: RunDirectory) -> dict[str, dict[str, str]]:
     return {"trackers": ids} if ids else {}
 
 
+def _discard_from(place: Place, step: int) -> None:
+    if place.is_leader:
+        place.discard_from(step)
+
+
 def _error_of(outcome: Outcome) -> Exception:
     """Returns the error to raise in the training thread for a save that failed."""
     assert isinstance(outcome.result, Exception)
     if isinstance(outcome.result, SlurmTrainError):
         return outcome.result
-    return CheckpointError(
+    lost = CheckpointError(
         f"the ranks lost each other while saving step {outcome.step}: {outcome.result}",
         hint="another rank died or hangs; if its disk is that slow, raise checkpoint.save_timeout_s",
     )
-
-
-class SaveCosts(Protocol):
-    """What saves have cost so far."""
-
-    blocked_s: float
-    """Seconds that they kept the training waiting, all together."""
-    last_save_s: float | None
-    """Seconds until the newest was on disk; None where that is not known."""
+    lost.__cause__ = outcome.result
+    return lost
 
 
 class SavePace:
@@ -520,16 +573,22 @@ class SavePace:
             return step >= self._next
         return self._every is not None and step % self._every == 0
 
-    def saved(self, step: int, costs: SaveCosts) -> str | None:
-        """Records a save that was just begun; returns a note for the user, if any. Collective for auto."""
+    def saved(self, step: int, *, blocked_s: float, save_s: float | None) -> str | None:
+        """Records a save that was just begun; returns a note for the user, if any. Collective for auto.
+
+        Args:
+            step: the save's.
+            blocked_s: seconds that saves have kept the training waiting, all together.
+            save_s: seconds until the newest was on disk; None where that is not known.
+        """
         if self._every != "auto":
             return None
         now = self._clock()
         since_step, since = self._since or (step, now)
-        cost_s, self._blocked_s = costs.blocked_s - self._blocked_s, costs.blocked_s
+        cost_s, self._blocked_s = blocked_s - self._blocked_s, blocked_s
         steps = interval_steps(
             cost_s=cost_s,
-            save_s=costs.last_save_s or 0.0,
+            save_s=save_s or 0.0,
             step_s=max(now - since - cost_s, 0.0) / max(step - since_step, 1),
             failure_every_s=self._failure_every_s,
         )

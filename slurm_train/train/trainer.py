@@ -322,7 +322,7 @@ def build_exchange(rank: Rank) -> Exchange:
 def build_stepper(trainer: Trainer, objective: Objective) -> Stepper:
     """Returns what takes steps in this run's layout. Collective: DDP compares the ranks' parameters."""
     rank, model, optimizer = trainer.rank, trainer.model, trainer.optimizer
-    hold, exchange = trainer.checkpointer.hold_changes, trainer.exchange
+    hold, exchange = trainer.checkpointer.buffers.hold_changes, trainer.exchange
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     passes: Passes
     if rank.layout.is_replicated:

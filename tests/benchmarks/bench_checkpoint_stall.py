@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.continuity import Continuity
-from slurm_train.train.saving import Checkpointer, Position, build_background
+from slurm_train.train.passes import Exchange
+from slurm_train.train.saving import Checkpointer, Position, build_checkpointer
 from tests.support.ranks import make_rank
 
 NUM_MATRICES, NUM_VECTORS = 50, 50
@@ -114,15 +114,26 @@ class Bench:
     def _build_checkpointer(self) -> Checkpointer:
         run = RunDirectory(self.folder / "run")
         run.path.mkdir()
-        rank = make_rank(run.path, RunConfig(checkpoint=CheckpointSection(keep=1)))
-        return Checkpointer(
-            rank=rank,
+        return build_checkpointer(
+            make_rank(run.path, RunConfig(checkpoint=CheckpointSection(keep=1))),
             model=self.model,
             optimizer=self.optimizer,
-            config_hash="none",
-            continuity=Continuity(run=run, settings={}, code="", data="none", num_samples=1000, changes=[]),
-            background=build_background(rank),
+            data=Data(),
+            group_names=None,
+            exchange=Exchange(),
+            peak_lr=0.1,
         )
+
+
+class Data:
+    """What a checkpoint says of its data."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def fingerprint(self) -> str:
+        """Returns no digest: nothing is read."""
+        return "none"
 
 
 def build_model(num_parameters: int) -> nn.Module:

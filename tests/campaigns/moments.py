@@ -34,7 +34,7 @@ PHASES = {
     "resume": Phase("slurm_train.train.saving", "Checkpointer.resume", 0.05),
     "step": Phase("slurm_train.train.step", "Stepper.step", 0.005),
     "copy": Phase("slurm_train.checkpoint.state", "StagingBuffers.stage", 0.001),
-    "save": Phase("slurm_train.checkpoint.save", "save_checkpoint", 0.05),
+    "save": Phase("slurm_train.train.saving", "save_to", 0.05),
     "tensors": Phase("slurm_train.checkpoint.tensors", "write_tensors", 0.02),
     "commit": Phase("slurm_train.checkpoint.commit", "Place.commit", 0.005, only_first=True),
     "prune": Phase("slurm_train.checkpoint.commit", "Place.prune", 0.005, only_first=True),
@@ -138,7 +138,7 @@ def _wrap(phase: str, memory: Any, on_enter: Callable[[str], None]) -> None:
     real = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        is_saver = threading.current_thread().name == "checkpoint"
+        is_saver = threading.current_thread().name == "checkpoint_0"
         around = _around[is_saver]
         around.append(phase)
         Note.write(memory, phase=phase, is_saver=is_saver)

@@ -52,7 +52,7 @@ def test_the_caller_goes_on_while_a_save_runs_and_gets_its_outcome_once(saver):
     outcome = saver.poll()
     assert (outcome.step, outcome.result, outcome.is_fatal) == (1, DONE, False)
     assert saver.poll() is None and saver.wait() is None
-    assert seen == ["checkpoint", "save"], "in the order they were handed over, in one thread"
+    assert seen == ["checkpoint_0", "save"], "in the order they were handed over, in one thread"
 
 
 @pytest.mark.parametrize(

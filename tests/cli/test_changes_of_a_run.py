@@ -14,7 +14,7 @@ from slurm_train.config.frozen import load_config, trained_settings
 from slurm_train.errors import DataError, RunError
 from slurm_train.rundir.events import read_changes
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.continuity import Continuity, build_continuity
+from slurm_train.train.saving import Continuity, build_continuity
 
 OWN = (
     "model._target_=mine.Model",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli.joining import Joined, leave_round
+from slurm_train.cli.rank import _leave_restart
 from slurm_train.cli.torchrun import children_of, granted_ranks, outcome
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.meeting import MeetingPoint
@@ -61,9 +61,8 @@ def test_a_script_that_the_warning_has_ended_has_not_failed(tmp_path: Path) -> N
 def test_ranks_that_have_saved_want_to_be_run_again(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=1))
-    joined = Joined(env={"SLURM_TRAIN_ATTEMPT": "0"}, closes=False)
-    assert (leave_round(run, joined, 0), outcome(run, RunConfig(), 0, 0, asked=())) == (0, 0)
-    assert (leave_round(run, joined, 75), outcome(run, RunConfig(), 0, 0, asked=())) == (0, 75)
+    for code in (0, 75):
+        assert (_leave_restart(run, 0, code, closes=False), outcome(run, RunConfig(), 0, 0, asked=())) == (0, code)
 
 
 def test_children_are_found_by_their_parent() -> None:

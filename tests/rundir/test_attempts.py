@@ -245,7 +245,7 @@ def test_nothing_is_published_after_it() -> None:
 
 _WORKER = """
 import os, threading
-from slurm_train.cli.worker import _leave
+from slurm_train.cli.rank import leave
 from slurm_train.rundir.attempts import publishing
 
 began = threading.Event()
@@ -258,7 +258,7 @@ def publish():
 
 threading.Thread(target=publish, daemon=True).start()
 began.wait()
-_leave(3)
+leave(3)
 """
 
 

@@ -33,7 +33,7 @@ _WARM = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
-    "slurm_train.cli.worker",
+    "slurm_train.cli.rank",
     "slurm_train.checkpoint.export",
     "slurm_train.checkpoint.load",
     "slurm_train.checkpoint.tensors",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.checkpoint import save
+from slurm_train.checkpoint.commit import Place
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train import saving
 from slurm_train.train.context import Rank
@@ -51,8 +52,8 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
 def _give_own_disk(rank: int) -> None:
     build = saving.build_local_saves
 
-    def build_for_node(start: Rank) -> LocalSaves | None:
-        return build(replace(start, place=replace(start.place, node_rank=rank, local_rank=0)))
+    def build_for_node(start: Rank, target: Place) -> LocalSaves | None:
+        return build(replace(start, place=replace(start.place, node_rank=rank, local_rank=0)), target)
 
     saving.build_local_saves = build_for_node
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def test_background_saves_change_no_bit_and_every_one_verifies(plain: Path, tmp_
 def test_every_save_and_the_steps_of_every_rank_are_on_record(plain: Path) -> None:
     saves = read_saves(RunDirectory(plain))
     assert [save["step"] for save in saves] == list(range(3, STEPS + 1, 3))
-    assert all(save["stall_s"] == save["save_s"] > 0 for save in saves)
+    assert all(save["stall_s"] >= save["save_s"] > 0 for save in saves)
     ranks = read_step_times(RunDirectory(plain), 0)
     # An attempt's first step is start-up.
     assert [(times.rank, times.step.num, times.data_wait.num) for times in ranks] == [
@@ -115,19 +114,13 @@ def test_auto_saves_at_the_same_steps_on_all_ranks_and_changes_no_bit(plain: Pat
     assert digest_of(tmp_path / "run") == digest_of(plain)
 
 
-@dataclass
-class Costs:
-    blocked_s: float = 0.0
-    last_save_s: float | None = None
-
-
 DAY_S = 86400.0
 
 
 def test_a_number_saves_at_its_multiples_and_none_never() -> None:
     due = {every: [step for step in range(1, 14) if SavePace(every).is_due(step)] for every in (4, None)}
     assert due == {4: [4, 8, 12], None: []}
-    assert SavePace(4).saved(4, Costs()) is None
+    assert SavePace(4).saved(4, blocked_s=0.0, save_s=None) is None
 
 
 @pytest.mark.parametrize(
@@ -156,16 +149,15 @@ def test_the_ledger_corrects_what_was_expected() -> None:
 
 def test_auto_measures_from_its_first_save_on(group_of_one: None) -> None:
     now = [0.0]
-    pace, costs = SavePace("auto", start_step=100, failure_every_s=DAY_S, clock=lambda: now[0]), Costs()
+    pace, blocked_s = SavePace("auto", start_step=100, failure_every_s=DAY_S, clock=lambda: now[0]), 0.0
     due, news = [], []
     for step in range(101, 700):
         now[0] += 30.0 if step == 101 else 0.5  # the first step compiles
         if pace.is_due(step):
             due.append(step)
-            costs.blocked_s += 0.1
-            costs.last_save_s = 2.0
+            blocked_s += 0.1
             now[0] += 0.1
-            news.append(pace.saved(step, costs))
+            news.append(pace.saved(step, blocked_s=blocked_s, save_s=2.0))
     interval = math.ceil(math.sqrt(2 * 0.1 * DAY_S) / 0.5)
     assert due == [110, 110 + interval, 110 + 2 * interval]
     assert news[0] == f"the next checkpoint is due in {interval} steps: a save takes 0.10 s of training"

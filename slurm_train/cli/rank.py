@@ -1,0 +1,342 @@
+"""One rank from its environment to its exit code: which attempt it is of, where it writes, what it runs, how it ends.
+
+Nothing here imports torch before the preflight is over. Under `cluster.launcher=torchrun` a supervisor has opened the
+attempt of the first restart and closes that of the last; under a plain torchrun there is none, and rank 0 does both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from slurm_train.checkpoint.directory import newest_committed_step
+from slurm_train.cli.terminal import outlive_terminal
+from slurm_train.config.batch import BatchPlan, recut_batch, solve_batch
+from slurm_train.config.frozen import load_config
+from slurm_train.config.layout import solve_layout
+from slurm_train.config.schema import BatchSection, RunConfig
+from slurm_train.config.secrets import redact
+from slurm_train.distributed.meeting import MeetingPoint
+from slurm_train.distributed.place import RankPlace
+from slurm_train.distributed.ports import candidate_ports, is_under_torchrun, master_of, meeting_ports
+from slurm_train.distributed.rendezvous import agree_on_attempt
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, RunError, SlurmTrainError
+from slurm_train.launch.imports import import_from_snapshot
+from slurm_train.launch.snapshot import require_sealed
+from slurm_train.rundir.attempts import (
+    AttemptStart,
+    attempt_secret,
+    begin_round,
+    check_fence,
+    close_attempt,
+    end_publishing,
+    note_saved,
+    read_round,
+    rendezvous_secret,
+)
+from slurm_train.rundir.events import FailureMark, leave_mark
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.heartbeat import AwakeClock, BeatSource, Heartbeat, limits_of
+from slurm_train.rundir.paths import RunDirectory, require_private
+from slurm_train.rundir.timing import last_step
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.environment import node_name
+from slurm_train.status.activity import live_holder
+from slurm_train.supervise.hang import recording_environment
+from slurm_train.train.preflight import preflight
+from slurm_train.train.signals import StopFlag, release_continue, start_orphan_watchdog, was_continued
+
+_ATTEMPT = "SLURM_TRAIN_ATTEMPT"
+_COMMIT_S = 5.0
+"""Longest that a process stays for a checkpoint that is getting its name; a zombie must be gone within 10 s."""
+_NOTHING_TO_DO = -1
+
+
+def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: int) -> NoReturn:
+    """Runs one rank and ends the process; a failure leaves a mark that names its cause, for the supervisor.
+
+    Args:
+        run: the run directory, as this node names it.
+        env: the process's environment.
+        stop: set by the signal handlers, which are installed already.
+        parent: id of the process that has started this one.
+    """
+    closes = False
+    try:
+        _let_torch_record()
+        if is_under_torchrun(env):
+            _require_visible(run, node_name(env))
+            closes = _ATTEMPT not in env and RankPlace.from_env(env).is_first
+            env = _join_restart(run, env)
+        elif "SLURM_HET_SIZE" in env and _ATTEMPT in env:
+            # srun has given the log another number than the rank's (see `script.task_log`).
+            _require_visible(run, node_name(env))
+            _write_to_own_log(run, int(env[_ATTEMPT]), RankPlace.from_env(env).rank)
+        if _ATTEMPT in env:
+            _watch_orphan(run, env, parent)
+        try:
+            code = _work(run, env, stop)
+        except SystemExit as err:
+            code = err.code if isinstance(err.code, int) else EXIT_DONE if err.code is None else EXIT_FAILURE
+        leave(_leave_restart(run, int(env[_ATTEMPT]), code, closes=closes) if is_under_torchrun(env) else code)
+    except SlurmTrainError as err:
+        print(f"error: {err}", file=sys.stderr, flush=True)
+        _fail(run, env, err.exit_code, err.message)
+    except BaseException as err:
+        print(redact(traceback.format_exc()), file=sys.stderr, end="", flush=True)
+        _fail(run, env, EXIT_FAILURE, f"{type(err).__name__}: {err}")
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process; waits only for a checkpoint that is getting its name at this moment."""
+    # Tearing a process group down waits for peers that may never come, and its threads outlive a good end at times;
+    # that has held allocations for hours. Everything that matters is on disk by now, or about to be.
+    end_publishing(within_s=_COMMIT_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _fail(run: RunDirectory, env: Mapping[str, str], code: int, message: str) -> NoReturn:
+    if is_under_torchrun(env) and _ATTEMPT not in env:
+        # No attempt knows this rank yet.
+        leave(code)
+    rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
+    mark = FailureMark(rank=rank, host=node_name(env), exit_code=code, message=message.partition("\n")[0])
+    # Where nothing can be written, the log has said what is wrong.
+    with contextlib.suppress(OSError):
+        leave_mark(run, int(env.get(_ATTEMPT, "0")), mark)
+    leave(code)
+
+
+def _watch_orphan(run: RunDirectory, env: Mapping[str, str], parent: int) -> None:
+    """Makes this rank end by itself when the process that started it has ended, or a newer attempt has begun."""
+    attempt = int(env[_ATTEMPT])
+
+    def is_overtaken() -> bool:
+        try:
+            check_fence(run, attempt)
+        except RunError:
+            return True
+        except OSError:
+            pass  # A file system that does not answer says nothing about attempts.
+        return False
+
+    def on_overtaken() -> None:
+        print(f"error: attempt {attempt} was overtaken by a newer one", file=sys.stderr, flush=True)
+        leave(EXIT_FAILURE)
+
+    def on_orphaned() -> None:
+        starter = "slurmstepd" if "SLURM_STEP_ID" in env else "the launcher"
+        _fail(run, env, EXIT_ORPHANED, f"the process that started it is gone ({starter} was killed?)")
+
+    start_orphan_watchdog(parent=parent, is_overtaken=is_overtaken, on_orphaned=on_orphaned, on_overtaken=on_overtaken)
+
+
+def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag) -> int:
+    """Returns the exit code of what the configuration names: the trainer, a task, or a script."""
+    place = RankPlace.from_env(env)
+    _require_visible(run, place.host)
+    config, plan, attempt = load_config(run.config), read_json(run.plan) or {}, int(env.get(_ATTEMPT, "0"))
+    outlive_terminal(run.rank_log(attempt, place.rank))
+    heartbeat = _start_heartbeat(run, attempt, config, place, env)
+    code_dir = Path.cwd()
+    env = _import_from_copy(run, place, env)
+    # Relative paths in a user's code mean the directory that the run was submitted from, where the node has it.
+    directory = str(plan.get("directory", ""))
+    if directory and Path(directory).is_dir():
+        os.chdir(directory)
+    point = MeetingPoint(
+        master_addr=master_of(env),
+        ports=meeting_ports(run.run_id, attempt=attempt, env=env),
+        # torchrun's machines may have the run directory at different places.
+        run_id=f"{run.name}/{run.run_id}" if is_under_torchrun(env) else str(run.path),
+        attempt=attempt,
+        timeout_s=config.train.start_timeout_s,
+        secret=attempt_secret(run, attempt, wait_s=60.0 if _ATTEMPT in env else 0.0),
+    )
+    variables = preflight(run, config, place, point, plan=plan, env=env)
+    # gloo and NCCL read them from the process.
+    os.environ.update(variables)
+    env = {**env, **variables}
+    heartbeat.mark("start")
+    if config.preflight.only:
+        return EXIT_DONE
+    if config.script is not None:
+        from slurm_train.train.script import run_script
+
+        run_script(config.script, place=place, env=env, code_dir=code_dir, run=run)
+    from slurm_train.train.context import Rank, run_task
+
+    rank = Rank(
+        config=config,
+        plan=_batch_plan(config, plan, place),
+        run=run,
+        place=place,
+        point=point,
+        attempt=attempt,
+        stop=stop,
+        env=env,
+        heartbeat=heartbeat,
+    )
+    if config.task is not None:
+        return run_task(rank)
+    from slurm_train.train.trainer import train
+
+    return train(rank)
+
+
+def _let_torch_record() -> None:
+    # Before torch is imported: what collectives a rank has begun is asked in an autopsy.
+    with contextlib.suppress(PackageNotFoundError):
+        for name, value in recording_environment(version("torch")).items():
+            os.environ.setdefault(name, value)
+
+
+def _start_heartbeat(
+    run: RunDirectory, attempt: int, config: RunConfig, place: RankPlace, env: Mapping[str, str]
+) -> Heartbeat:
+    heartbeat = Heartbeat(clock=AwakeClock(was_continued=was_continued))
+    if not config.trains:
+        release_continue()
+        return heartbeat
+    # All that the trainer writes is private; a user's own code keeps the umask of its user.
+    os.umask(0o077)
+    job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
+    step_id = f"{job}.{step}" if job and step else ""
+    source = BeatSource(rank=place.rank, host=place.host, pid=os.getpid(), step_id=step_id)
+    heartbeat.start(run, attempt, source, limits=limits_of(config))
+    return heartbeat
+
+
+def _require_visible(run: RunDirectory, host: str) -> None:
+    if not run.config.is_file():
+        raise RunError(
+            f"node {host} does not see {run.config}",
+            hint="put the run on a path that every node shares: run.root=/shared/path",
+        )
+    if not os.access(run.path, os.W_OK):
+        raise RunError(f"node {host} cannot write to {run.path}", hint="name another place with run.root=DIR")
+
+
+def _import_from_copy(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns the environment with which this process and its children import from the run's copy of the code."""
+    child_path, lines = import_from_snapshot(str(run.path), python_path=env.get("PYTHONPATH", ""))
+    for line in lines if place.is_first else ():
+        print(line, file=sys.stderr, flush=True)
+    if not child_path:
+        return env
+    os.environ["PYTHONPATH"] = child_path
+    return {**env, "PYTHONPATH": child_path}
+
+
+def _batch_plan(config: RunConfig, plan: Mapping[str, Any], place: RankPlace) -> BatchPlan:
+    """Returns the cut of the global batch for the ranks that there are, which may be fewer than were planned for."""
+    batch = plan["batch"]
+    if place.world_size == plan["world"]["size"]:
+        return BatchPlan(local_size=batch["local_size"], ranks=batch["ranks"], accumulation=batch["accumulation"])
+    if not config.trains:
+        return solve_batch(BatchSection(), ranks=place.world_size)
+    layout = solve_layout(config.parallel, world_size=place.world_size)
+    ranks, local_size = layout.data_parallel_size, int(batch["local_size"])
+    return recut_batch(int(batch["global_size"]), ranks=ranks, local_size=local_size, stages=layout.pp)
+
+
+def _join_restart(run: RunDirectory, env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment with the attempt that torchrun's ranks agree on. Collective; output goes to its log then.
+
+    Ends the process where the run is finished already.
+
+    Raises:
+        RendezvousError: ranks are missing.
+        RunError: somebody else runs the run, or a newer attempt has taken it over.
+    """
+    place = RankPlace.from_env(env)
+    first = int(env[_ATTEMPT]) if _ATTEMPT in env else None
+    name = f"{run.name}/{run.run_id} lobby {env['TORCHELASTIC_RUN_ID']}"
+    timeout_s = load_config(run.config).train.start_timeout_s
+    point = MeetingPoint(
+        master_addr=master_of(env),
+        ports=candidate_ports(name),
+        run_id=name,
+        attempt=0,
+        timeout_s=timeout_s,
+        secret=rendezvous_secret(run, is_first=place.is_first, wait_s=timeout_s),
+    )
+    attempt = agree_on_attempt(
+        place, point, open_attempt=lambda nodes: _begin(run, place, env, first=first, nodes=nodes)
+    )
+    if attempt == _NOTHING_TO_DO:
+        if place.is_first:
+            print(f"slurm_train: {run.path} is finished already; see {run.result}", file=sys.stderr, flush=True)
+        leave(EXIT_DONE)
+    os.environ[_ATTEMPT] = str(attempt)
+    if first is not None or not place.is_first:
+        _write_to_own_log(run, attempt, place.rank)
+    return {**env, _ATTEMPT: str(attempt)}
+
+
+def _begin(
+    run: RunDirectory, place: RankPlace, env: Mapping[str, str], *, first: int | None, nodes: tuple[str, ...]
+) -> int:
+    if first is None:
+        if (holder := live_holder(run, SlurmCommands(env))) is not None:
+            raise RunError(f"{run.path} is being run by {holder}", hint="wait for it, or `cancel` it first")
+        require_private(run)
+        require_sealed(run)
+        if run.result.exists():
+            return _NOTHING_TO_DO
+        if run.stop_file.exists():
+            # Ranks that were started again while the others stopped have nothing to do either.
+            raise RunError(f"{run.stop_file} is there, so nothing is started", hint=f"remove it: rm {run.stop_file}")
+    start = AttemptStart(
+        job_id=None,
+        restart_count=0,
+        nodes=nodes,
+        world_size=place.world_size,
+        committed_step=newest_committed_step(run.checkpoints),
+    )
+    return begin_round(run, start, first=first)
+
+
+def _leave_restart(run: RunDirectory, attempt: int, code: int, *, closes: bool) -> int:
+    """Returns the code that torchrun is to see: ranks that have saved and stopped are not to be started again.
+
+    Args:
+        run: the run.
+        attempt: of this restart.
+        code: of this rank.
+        closes: this rank writes the end of the attempt, as no supervisor does.
+    """
+    if closes and code in (EXIT_DONE, EXIT_REQUEUE):
+        begun, is_done = read_round(run, attempt), code == EXIT_DONE
+        facts = {
+            "exit_code": code,
+            "reason": "done" if is_done else "stopped",
+            "action": "finish" if is_done else "stop",
+            "note": "the run is finished" if is_done else "saved and stopped; the same command continues the run",
+            "first_step": 0 if begun is None else begun.first_step,
+            "last_step": last_step(run),
+        }
+        close_attempt(run, attempt, facts)
+    if code == EXIT_REQUEUE:
+        note_saved(run, attempt)
+        return EXIT_DONE
+    return code
+
+
+def _write_to_own_log(run: RunDirectory, attempt: int, rank: int) -> None:
+    """Has stdout and stderr of this process go to its rank's log."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    log = os.open(run.rank_log(attempt, rank), flags, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
