@@ -187,7 +187,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag) -> int:
     )
     if config.task is not None:
         return run_task(rank)
-    from slurm_train.train.trainer import train
+    from slurm_train.train.build import train
 
     return train(rank)
 

@@ -21,11 +21,11 @@ from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
 from slurm_train.rundir.sweep import sweep_of
 from slurm_train.rundir.timing import Spent, account_path
 from slurm_train.train.context import Rank
-from slurm_train.train.loop import Loop, format_measures
 from slurm_train.train.step import StepResult
 
 if TYPE_CHECKING:
     from slurm_train.data.text import TokenSource
+    from slurm_train.train.trainer import Trainer
 
 # A killed attempt loses what it did since its last account.
 _ACCOUNT_EVERY_S = 2.0
@@ -285,44 +285,49 @@ class PaceProbe:
         return max(min(math.ceil(_AIM_S / max(step_s, 1e-6)), _MOST_STEPS), least)
 
 
-def write_result(rank: Rank, loop: Loop, *, weights_digest: str) -> None:
+def format_measures(measures: dict[str, float]) -> str:
+    """Returns measures for people, e.g. "eval_loss 1.2345, eval_accuracy 0.9832"."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in measures.items())
+
+
+def write_result(trainer: Trainer, *, weights_digest: str) -> None:
     """Writes result.json, which says that the run is finished.
 
     Raises:
         RunError: a newer attempt has taken over; the result is its business.
     """
     values: dict[str, Any] = {
-        "step": loop.position.step,
-        "samples": loop.position.samples,
-        "loss": loop.position.loss,
-        **loop.measures,
+        "step": trainer.position.step,
+        "samples": trainer.position.samples,
+        "loss": trainer.position.loss,
+        **trainer.measures,
         "weights_digest": weights_digest,
-        "attempt": rank.attempt,
-        "world_size": rank.place.world_size,
+        "attempt": trainer.rank.attempt,
+        "world_size": trainer.rank.place.world_size,
         "time_unix_s": time.time(),
     }
-    publish_result(rank.run, rank.attempt, values)
+    publish_result(trainer.rank.run, trainer.rank.attempt, values)
 
 
-def say_finished(say: Callable[[str], None], rank: Rank, loop: Loop) -> None:
+def say_finished(say: Callable[[str], None], trainer: Trainer) -> None:
     """Says the held-out numbers, where everything is, and what to do next."""
     nothing = "nothing was evaluated, the data have no held-out samples (set data.heldout, or take a `split`)"
-    say(f"finished step {loop.position.step}: {format_measures(loop.measures) or nothing}")
-    say(f"run directory: {rank.run.path}")
-    if sweep_of(rank.run) is not None:
+    say(f"finished step {trainer.position.step}: {format_measures(trainer.measures) or nothing}")
+    say(f"run directory: {trainer.rank.run.path}")
+    if sweep_of(trainer.rank.run) is not None:
         return  # The sweep says what is next, once.
-    say(f"next: python -m slurm_train status {rank.run.run_id}")
+    say(f"next: python -m slurm_train status {trainer.rank.run.run_id}")
     say("      another run of the same: the same words with seed=N or run.name=NAME")
 
 
-def say_stopped(say: Callable[[str], None], rank: Rank, loop: Loop) -> None:
+def say_stopped(say: Callable[[str], None], trainer: Trainer) -> None:
     """Says where the run stopped and how it goes on."""
-    config, resume = rank.config, f"python -m slurm_train resume {rank.run.run_id}"
-    if loop.not_saved:
-        why = f"{loop.not_saved}; the run will continue from its newest checkpoint"
-        say(f"stopped at step {loop.position.step} without a save: {why}")
+    config, resume = trainer.rank.config, f"python -m slurm_train resume {trainer.rank.run.run_id}"
+    if trainer.not_saved:
+        why = f"{trainer.not_saved}; the run will continue from its newest checkpoint"
+        say(f"stopped at step {trainer.position.step} without a save: {why}")
     else:
-        say(f"stopped at step {loop.position.step}; everything is saved in {rank.run.path}")
+        say(f"stopped at step {trainer.position.step}; everything is saved in {trainer.rank.run.path}")
     # The job is requeued after a preemption or a time limit; a rank does not know which it was.
     if config.cluster is not None and config.requeue.enabled and config.launch != "interactive":
         say("next: nothing to do after a preemption or at the time limit: the job comes back by itself")

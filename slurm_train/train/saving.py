@@ -37,7 +37,7 @@ from slurm_train.checkpoint.state import (
 )
 from slurm_train.config.frozen import config_hash, trained_settings, training_changes
 from slurm_train.config.layout import AXES, ParallelLayout
-from slurm_train.config.schema import CheckpointSection, RunConfig
+from slurm_train.config.schema import RunConfig
 from slurm_train.data.source import SampleSource
 from slurm_train.distributed.group import open_side_group
 from slurm_train.distributed.seeds import rng_state, set_rng_state
@@ -629,17 +629,14 @@ def failure_every_s(attempts: Iterable[Mapping[str, Any]], *, expected_s: float)
     return (expected_s + sum(spans)) / (1 + len(spans))
 
 
-def build_save_pace(
-    settings: CheckpointSection, *, run: RunDirectory, start_step: int, clock: Callable[[], float]
-) -> SavePace:
+def build_save_pace(rank: Rank, *, start_step: int) -> SavePace:
     """Returns when a run saves.
 
     Args:
-        settings: the section of the configuration.
-        run: its ledger says how often it was interrupted; only read for auto.
+        rank: this rank; the run's ledger says how often it was interrupted, and is only read for auto.
         start_step: step at which this attempt begins.
-        clock: seconds that never run backwards.
     """
-    attempts = read_ledger(run) if settings.every_steps == "auto" else []
+    settings = rank.config.checkpoint
+    attempts = read_ledger(rank.run) if settings.every_steps == "auto" else []
     every_s = failure_every_s(attempts, expected_s=3600 * settings.failure_every_h)
-    return SavePace(settings.every_steps, start_step=start_step, failure_every_s=every_s, clock=clock)
+    return SavePace(settings.every_steps, start_step=start_step, failure_every_s=every_s, clock=rank.clock)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_train.config.batch import MOST, BatchPlan, Choice, sizes_by_speed, sizes_by_weight, sizes_in_words
-from slurm_train.data.batches import BatchStream
+from slurm_train.data.batches import BatchStream, GlobalBatches
 from slurm_train.data.source import Draw
 from slurm_train.metrics.progress import Display
 from slurm_train.models.objective import Objective
@@ -30,7 +30,7 @@ from slurm_train.train.passes import TrainingModule, to_device, without_traces
 from slurm_train.train.saving import Position
 
 if TYPE_CHECKING:
-    from slurm_train.train.trainer import Trainer
+    from slurm_train.train.build import Parts
 
 _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S = 3, 30, 0.5
 
@@ -47,7 +47,7 @@ class Measured(NamedTuple):
 
 
 def build_shares(
-    trainer: Trainer, *, objective: Objective, position: Position, display: Display | None
+    parts: Parts, batches: GlobalBatches, *, objective: Objective, position: Position, display: Display | None
 ) -> tuple[int, ...] | None:
     """Returns the samples of a micro-batch, rank by rank, None where all get the same. Collective.
 
@@ -56,18 +56,18 @@ def build_shares(
     Raises:
         BatchError: there are other ranks than weights; on every rank alike.
     """
-    rank, config, plan = trainer.rank, trainer.rank.config, trainer.rank.plan
+    rank, config, plan = parts.rank, parts.rank.config, parts.rank.plan
     shares = config.batch.shares
     if plan.ranks == 1 or position.step >= config.train.max_steps:
         return None
-    times = 0.0, 0.0
+    times: tuple[float, ...] = 0.0, 0.0
     if shares == "measured":
         module = TrainingModule(objective, stop=rank.stop, device=rank.device, autocast=rank.autocast)
         # What is compiled outside of DDP's forward is not cut at its buckets, and would be used in it all the same.
         is_compiled = config.train.compile
         with torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext():
-            once_s, double_s = time_passes(module, _read_samples(trainer, position), clock=rank.clock, meet=_meet)
-            times = once_s, double_s
+            samples = _read_samples(parts, batches, position.samples)
+            times = time_passes(module, samples, clock=rank.clock, meet=_meet)
     found: list[Measured] = gather(Measured(rank.place.host, rank.place.node_rank, *times))
     ranks_per_node = [len(list(ranks)) for _, ranks in itertools.groupby(found, key=lambda one: one.node_rank)]
     if isinstance(shares, str):
@@ -115,13 +115,13 @@ def time_passes(
     return tuple(median(times) for times in found)
 
 
-def _read_samples(trainer: Trainer, position: Position) -> list[tuple[Tensor, ...]]:
+def _read_samples(parts: Parts, batches: GlobalBatches, first: int) -> list[tuple[Tensor, ...]]:
     """Returns micro-batches of an equal share and of `MOST` times as many samples, the same on every rank."""
-    draws, first = [], position.samples
-    for size in (trainer.rank.plan.local_size, MOST * trainer.rank.plan.local_size):
-        indices = trainer.global_batches.sample_ids(first, size)
+    draws, local_size = [], parts.rank.plan.local_size
+    for size in (local_size, MOST * local_size):
+        indices = batches.sample_ids(first, size)
         draws.append(Draw(indices, torch.arange(first, first + size).numpy()))
-    return [batch.tensors for batch in BatchStream(trainer.train_data, iter(draws))]
+    return [batch.tensors for batch in BatchStream(parts.train_data, iter(draws))]
 
 
 def _pass_s(module: TrainingModule, tensors: tuple[Tensor, ...], *, clock: Callable[[], float]) -> float:

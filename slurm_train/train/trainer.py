@@ -1,426 +1,398 @@
-"""The built-in trainer: one rank's way from a frozen configuration to an exit code.
+"""The built-in trainer: the loop over optimizer steps, what happens after each, and when it ends. `build` makes it.
 
-`train` is what the worker calls on every rank: parts, group, parallelism, resume, loop, last lines. What a rank holds
-is one `Trainer`; every part is made by a `build_*` function and can be used without the rest.
+A stop is acted upon only where every rank has read the same reduced value, so all ranks leave at the same boundary.
+Near the time limit rank 0 requests a stop; the request goes out with the next gradient exchange, as after a signal.
+Rank 0 also decides whether there is time to save, once all ranks have stopped.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import sys
+import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
-from slurm_train.checkpoint.export import saved_weights, weights_digest
-from slurm_train.checkpoint.state import names_of_groups
-from slurm_train.config.batch import planned_lr
-from slurm_train.config.layout import stages_of
-from slurm_train.config.schema import RunConfig
-from slurm_train.config.target import TARGET, instantiate
-from slurm_train.data.batches import BatchStream, GlobalBatches, LengthBatches, MicroBatch, Prefetch, Split
-from slurm_train.data.build import build_source, prefetch_depth
-from slurm_train.data.order import SampleOrder
-from slurm_train.data.source import SampleSource, lengths_of
-from slurm_train.distributed.group import shutdown
-from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
-from slurm_train.distributed.seeds import seed_everything
-from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
-from slurm_train.metrics.progress import Display, open_display
-from slurm_train.models.objective import Objective
+from slurm_train.checkpoint.agreement import on_rank_zero
+from slurm_train.data.batches import GlobalBatches, MicroBatch
+from slurm_train.data.order import DIGEST_MODULUS, samples_digest
+from slurm_train.distributed.group import use_steady_timeout
+from slurm_train.distributed.seeds import mix
 from slurm_train.rundir.events import append_event
-from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.heartbeat import AwakeClock
 from slurm_train.rundir.step_times import StepTimes
-from slurm_train.rundir.timing import Spent, account_path
+from slurm_train.rundir.timing import (
+    Measured,
+    Notice,
+    Spent,
+    is_worth_saving,
+    lead_s,
+    read_measured,
+    read_notice,
+    time_left_s,
+)
 from slurm_train.train.context import Rank
 from slurm_train.train.evaluate import Evaluator
-from slurm_train.train.health import Health, position_after_rollbacks
-from slurm_train.train.loop import Loop, Stopping
-from slurm_train.train.metrics import (
-    PaceProbe,
-    Recorder,
-    flops_per_token,
-    say_finished,
-    say_stopped,
-    say_text,
-    write_result,
-)
-from slurm_train.train.optimizer import Schedule, begin_state, build_optimizer, build_schedule, can_call_kernel
-from slurm_train.train.passes import (
-    Exchange,
-    Passes,
-    PipelinePasses,
-    ReplicaPasses,
-    ShardPasses,
-    TrainingModule,
-    build_ddp,
-)
-from slurm_train.train.saving import Checkpointer, Position, SavePace, build_checkpointer, build_save_pace
-from slurm_train.train.step import Stepper
+from slurm_train.train.health import Health, check_replicas
+from slurm_train.train.metrics import PaceProbe, Recorder, format_measures
+from slurm_train.train.optimizer import Schedule
+from slurm_train.train.passes import Exchange
+from slurm_train.train.saving import Checkpointer, Position, SavePace
+from slurm_train.train.step import StepFacts, Stepper, StepResult
+
+_COLLECT_EVERY_STEPS = 100
+# Time to end in order, so that the supervisor can bring the job back.
+_END_S = 3.0
+_READ_NOTICE_EVERY_S = 5.0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Trainer:
-    """What one rank of a training holds."""
+    """All that one rank of a training holds; runs it from a position to its end or to an agreed stop."""
 
     rank: Rank
+    position: Position
+    """Kept up to date."""
     model: nn.Module
-    """Whole, or since `apply_parallelism` this rank's part of it."""
-    optimizer: Optimizer
-    train_data: SampleSource
-    heldout: SampleSource | None
-    flops_per_token: float
-    """Of forward and backward pass of the whole model."""
-    group_names: list[list[str]] | None = None
-    """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
-    pipeline: Pipeline | None = None
-    """This rank's stages; None where every rank computes all layers."""
-
-    # The rest is made by `build_loop`, when the ranks have met.
-    exchange: Exchange = field(init=False)
-    checkpointer: Checkpointer = field(init=False)
-    global_batches: GlobalBatches = field(init=False)
+    """Whole, or this rank's part of it."""
+    exchange: Exchange
+    checkpointer: Checkpointer
+    save_pace: SavePace
+    global_batches: GlobalBatches
     """The samples of every step."""
-    batches: Iterator[MicroBatch] = field(init=False)
+    batches: Iterator[MicroBatch]
     """This rank's micro-batches."""
-    health: Health = field(init=False)
-    stepper: Stepper = field(init=False)
-    schedule: Schedule = field(init=False)
-    save_pace: SavePace = field(init=False)
-    evaluator: Evaluator | None = field(init=False)
+    health: Health
+    stepper: Stepper
+    schedule: Schedule
+    evaluator: Evaluator | None
     """None where there are no held-out samples, or none shall be evaluated."""
-    recorder: Recorder | None = field(init=False)
+    recorder: Recorder | None
     """Rank 0's; None on the others."""
-    stopping: Stopping = field(init=False)
-    step_times: StepTimes = field(init=False)
-    probe: PaceProbe = field(init=False)
+    stopping: Stopping
+    step_times: StepTimes
+    probe: PaceProbe
+    measures: dict[str, float] = field(default_factory=dict)
+    """The newest evaluation."""
+    not_saved: str = ""
+    """Why the last position is in no checkpoint."""
+    _clock: AwakeClock = field(init=False)
+    _max_steps: int = field(init=False)
+    _random_stream: int = field(init=False)
+    _digests: dict[int, int] = field(default_factory=dict)
+    """Of steps whose result has not been read."""
+    _digest: int = 0
+    """Of this rank's samples of the present step."""
+    _stops: bool = False
+    _settled: bool = False
+    _waited_s: float = 0.0
+    _checked_step: int = 0
+
+    def __post_init__(self) -> None:
+        """Looks up what every step needs."""
+        rank, config = self.rank, self.rank.config
+        self._clock, self._max_steps = rank.clock, config.train.max_steps
+        by_positions = config.parallel.sequence_parallel
+        self._random_stream = rank.layout.random_stream(rank.place.rank, splits_positions=by_positions)
+
+    def run(self) -> bool:
+        """Trains; returns True when the last step is done and evaluated, False when the ranks agreed to stop.
+
+        Either way the last position is in a durable checkpoint, unless `not_saved` says why not.
+        """
+        if self.recorder is not None:
+            self.recorder.restart_window()
+        # A run that was killed between its last checkpoint and its result has only the evaluation left.
+        if self.position.evaluation_due or self.position.step >= self._max_steps:
+            self._evaluate()
+        if self.position.step < self._max_steps:
+            self._arrange()
+        try:
+            self.advance(self._max_steps)
+            self._read_pending()
+        finally:
+            gc.unfreeze()
+            gc.enable()
+            if self.recorder is not None:
+                self.recorder.book(data_wait_s=self._waited())
+            self.step_times.keep()
+        finished = self.position.step >= self._max_steps and not self.position.evaluation_due
+        if finished or self._may_save():
+            start = self._clock()
+            self._before_save()
+            self.checkpointer.save(self.position)
+            self._pass_on_news()
+            self._charge(start, "checkpoint_stall_s")
+        if finished:
+            self.checkpointer.close()
+        return finished
+
+    def advance(self, to_step: int) -> None:
+        """Trains up to a step, or to an agreed stop."""
+        while self.position.step < to_step and not self._stops:
+            self._step()
+            if not self._rolled_back():
+                self._after_step()
+            self._pass_on_news()
+
+    def _may_save(self) -> bool:
+        """Returns whether there is time for the save of a stop; if not, waits for one under way while there is."""
+        left_s, self.not_saved = self.stopping.decide(step=self.position.step)
+        if self.not_saved:
+            start = self._clock()
+            self.checkpointer.finish_within(max(0.0, (left_s or 0.0) - _END_S))
+            self._pass_on_news()
+            self._charge(start, "checkpoint_stall_s")
+        return not self.not_saved
+
+    def _arrange(self) -> None:
+        # The first micro-batch is looked at, not consumed: it is the first step's as well.
+        start = self._clock()
+        first = next(self.batches)
+        self.stepper.passes.arrange(first.tensors)
+        self._charge(start, "compile_s")
+        batches = chain((first,), self.batches)
+        self.batches = self._add_digests(batches) if self.rank.config.train.samples_digest else batches
+
+    def _step(self) -> None:
+        position = self.position
+        step, samples = position.step + 1, position.samples + self.global_batches.size_at(position.samples)
+        # Dropout is keyed by the step, so a resumed run draws what an uninterrupted one would have drawn.
+        _reseed(mix(self.rank.config.seed, step, self._random_stream))
+        facts = StepFacts(step, samples, self.schedule.lr_at(samples), self.health.loss_limit(position))
+        self.rank.heartbeat.step = step
+        self._digest = 0
+        self.probe.begin()
+        self.exchange.begin(step)
+        passes = self.stepper.passes
+        start, waited_s = self._clock(), passes.data_wait_s
+        result = self.stepper.step(facts, self.batches)
+        if self._settled:  # an attempt's first step is not counted, its time is start-up
+            self.step_times.add(self._clock() - start, passes.data_wait_s - waited_s)
+        digests = self.rank.config.train.samples_digest
+        if self.exchange.is_active or digests:
+            start = self._clock()
+            self.exchange.after_update(step)
+            if digests:
+                owns_samples = self.rank.layout.owns_samples(self.rank.place.rank)
+                self._digests[step] = _sum_over_ranks(self._digest if owns_samples else 0)
+            self.probe.exchange_s += self._clock() - start
+        position.step, position.samples = step, samples
+        if result is not None:
+            self._take(result)
+        self.probe.end()
+
+    def _take(self, result: StepResult) -> None:
+        """Reads a step's reduced values; on a GPU they are the previous step's, on every rank alike."""
+        step = result.facts.step
+        self.health.take(result, self.position)
+        if result.applied:
+            self.position.items += result.num_items
+            self.position.loss = result.loss
+        else:
+            self.exchange.forget()
+        self._stops = self._stops or result.stop
+        digest = self._digests.pop(step, None)
+        if self.recorder is None:
+            return
+        self.recorder.count(result)
+        if step % self.rank.config.train.log_every_steps == 0 or step == self._max_steps:
+            self.recorder.write(result, items=self.position.items, data_wait_s=self._waited(), digest=digest)
+        self.stopping.look()
+
+    def _after_step(self) -> None:
+        step, eval_every = self.position.step, self.rank.config.train.eval_every_steps
+        if not self._settled:
+            self._settle()
+        elif step % _COLLECT_EVERY_STEPS == 0:
+            gc.collect(1)
+        evaluates = step == self._max_steps or bool(eval_every and step % eval_every == 0)
+        saves = self.save_pace.is_due(step) and step < self._max_steps
+        # What is evaluated or saved has been read before, so nothing that went wrong gets into it.
+        if (evaluates or saves) and self._read_pending():
+            return
+        check_every = self.rank.config.health.check_replicas_every_steps
+        if check_every and step % check_every == 0:
+            self._check_replicas()
+        if evaluates:
+            self._evaluate()
+        if saves and not self._stops:
+            start = self._clock()
+            self._before_save()
+            self.checkpointer.save_soon(self.position)
+            costs = self.checkpointer
+            self._say(self.save_pace.saved(step, blocked_s=costs.blocked_s, save_s=costs.last_save_s))
+            self._charge(start, "checkpoint_stall_s")
+
+    def _read_pending(self) -> bool:
+        """Reads the values still under way; returns whether one of them took the run back."""
+        result = self.stepper.drain()
+        if result is not None:
+            self._take(result)
+        return self._rolled_back()
+
+    def _rolled_back(self) -> bool:
+        """Goes back to a checkpoint if a step asks for it; the samples consumed so far are not seen again."""
+        if self.health.bad_step is None:
+            return False
+        start = self._clock()
+        self.stepper.forget()
+        self._digests.clear()
+        self.rank.heartbeat.mark("start")
+        step_before = self.position.step
+        self.position = self.health.roll_back(samples=self.position.samples)
+        self._charge(start, "load_s")
+        if self.recorder is not None:
+            self.recorder.spent.rolled_back_steps += step_before - self.position.step
+        return True
+
+    def _settle(self) -> None:
+        """After the first step everything that stays is there: take it out of the collector's sight.
+
+        From now on garbage is collected at the same step on all ranks; one rank's pause would be everyone's.
+        """
+        config = self.rank.config
+        self._settled = self.rank.heartbeat.settled = True
+        use_steady_timeout(self.rank.collective_timeout_s(config.train.steady_timeout_s))
+        if config.checkpoint.every_steps is not None:
+            self.checkpointer.prepare()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+
+    def _evaluate(self) -> None:
+        evaluator, recorder = self.evaluator, self.recorder
+        if evaluator is None:
+            return
+        start = self._clock()
+        self.exchange.settle()
+        measures = evaluator.evaluate()
+        self._charge(start, "evaluate_s")
+        if measures is None:
+            self._stops = self.position.evaluation_due = True
+            return
+        self.position.evaluation_due = False
+        self.measures = measures
+        if recorder is not None:
+            recorder.write_evaluation(self.position.step, self.position.samples, measures)
+            self._say(f"step {self.position.step}: {format_measures(measures)}")
+            spent = recorder.spent
+            spent.longest_evaluation_s = max(spent.longest_evaluation_s, self._clock() - start)
+
+    def _check_replicas(self) -> None:
+        if self._checked_step != self.position.step:
+            self._checked_step = self.position.step
+            check_replicas(self.rank, self.model.parameters(), step=self.position.step)
+
+    def _before_save(self) -> None:
+        self.exchange.settle()
+        if self.rank.config.health.check_replicas_every_steps:
+            self._check_replicas()
+        self.rank.heartbeat.mark("save")
+
+    def _pass_on_news(self) -> None:
+        """Passes on what became of background saves; one that ends the run asks for a stop, which all agree on."""
+        checkpointer, recorder = self.checkpointer, self.recorder
+        for line in checkpointer.news():
+            self._say(line)
+        if recorder is not None:
+            recorder.spent.longest_save_s = max(recorder.spent.longest_save_s, checkpointer.longest_save_s)
+        if checkpointer.fatal is not None:
+            self.rank.stop.request()
+
+    def _say(self, text: str | None) -> None:
+        """Prints a line, if there is one, on rank 0."""
+        if text is not None and self.recorder is not None:
+            self.recorder.display.say(text)
+
+    def _charge(self, start: float, cause: str) -> None:
+        """Books the time since `start`, which was no step's."""
+        if self.recorder is not None:
+            self.recorder.skip(self._clock() - start, cause)
+
+    def _waited(self) -> float:
+        """Returns the seconds that steps waited for data since this was last asked."""
+        before, self._waited_s = self._waited_s, self.stepper.passes.data_wait_s
+        return self._waited_s - before
+
+    def _add_digests(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch in batches:
+            self._digest = (self._digest + samples_digest(batch.indices)) % DIGEST_MODULUS
+            yield batch
 
 
-def train(rank: Rank) -> int:
-    """Trains one rank to the end or to an agreed stop; returns the exit code. All ranks call it.
-
-    Returns:
-        EXIT_DONE when the run is finished, EXIT_REQUEUE when it saved itself and wants to continue.
-
-    Raises:
-        SlurmTrainError: the user can mend it; the caller must end the process without tearing the group down.
-    """
-    rank.enter_device()
-    trainer = build_trainer(rank)
-    clock, is_first = rank.clock, rank.place.is_first
-    joining_s = clock()
-    spent = Spent(begin_unix_s=time.time() - clock.away_s)
-    if is_first:
-        spent.write(account_path(rank.run, rank.attempt))
-    rank.join()
-    spent.add("rendezvous_s", clock() - joining_s)
-    apply_parallelism(trainer)
-    display = open_display(sys.stderr, max_steps=rank.config.train.max_steps, env=rank.env) if is_first else None
-    loading_s = clock()
-    loop = build_loop(trainer, display=display, spent=spent)
-    spent.add("load_s", clock() - loading_s)
-    try:
-        finished = loop.run()
-        rank.heartbeat.mark("end")
-    finally:
-        if trainer.recorder is not None:
-            trainer.recorder.close()
-    _end(trainer, loop, display, finished=finished)
-    shutdown()
-    return EXIT_DONE if finished else EXIT_REQUEUE
-
-
-def build_trainer(rank: Rank) -> Trainer:
-    """Returns model, optimizer and data; nothing here needs the other ranks.
-
-    Raises:
-        ConfigError: no model or no data set is configured, or they cannot be made.
-    """
-    config = rank.config
-    if not config.data:
-        raise ConfigError(
-            "no data set is configured", hint="choose one: data=stdlib, or data._target_=my_package.MyData"
-        )
-    # What is cut first need not fit on the device as a whole.
-    model = build_model(config, device=rank.device if rank.layout.is_replicated else torch.device("cpu"))
-    load_start_weights(model, config, run=rank.run)
-    train_data = build_source(config.data, split="train", seed=config.seed)
-    assert train_data is not None
-    return Trainer(
-        rank=rank,
-        model=model,
-        optimizer=build_optimizer(model, optim=config.optim),
-        train_data=train_data,
-        heldout=build_source(config.data, split="heldout", seed=config.seed),
-        flops_per_token=flops_per_token(model),
-    )
-
-
-def build_model(config: RunConfig, *, device: torch.device) -> nn.Module:
-    """Returns the model with its first weights, the same on every rank.
-
-    Raises:
-        ConfigError: no model is configured, or its target does not give an nn.Module.
-    """
-    if not config.model:
-        raise ConfigError("no model is configured", hint="choose one: model=gpt, or model._target_=my_package.MyModel")
-    torch.manual_seed(config.seed)
-    model = instantiate(config.model)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model.{TARGET}={config.model[TARGET]} gave a {type(model).__name__}, not a torch.nn.Module",
-            hint="name a class that derives from torch.nn.Module",
-        )
-    return model.to(device)
-
-
-def load_start_weights(model: nn.Module, config: RunConfig, *, run: RunDirectory) -> None:
-    """Gives a model the weights of `train.init_from`, if it is set and no checkpoint has later ones.
-
-    Raises:
-        ConfigError: there are none, or they are another model's.
-    """
-    path = config.train.init_from
-    if path is not None and not list_checkpoints(run.checkpoints):
-        from slurm_train.models.pretrained import load_pretrained
-
-        load_pretrained(model, Path(path).expanduser(), settings=config.model or {})
-
-
-def apply_parallelism(trainer: Trainer) -> None:
-    """Leaves this rank's part of the model, and an optimizer of it. Collective over all ranks.
-
-    Of whole replicas only the blocks change, where activation checkpointing is asked for.
-
-    Raises:
-        ConfigError: the model does not say how it can be cut.
-    """
-    from slurm_train.distributed.parallelize import build_mesh, parallelize, prepare_blocks
-
-    rank, model, config = trainer.rank, trainer.model, trainer.rank.config
-    layout, settings = rank.layout, config.parallel
-    if layout.is_replicated:
-        if settings.activation_checkpointing != "none":
-            prepare_blocks(model, settings=settings, compiles=False)
-        return
-    mesh = build_mesh(layout, device=rank.device)
-    roots = [model]
-    if layout.pp > 1:
-        trainer.group_names = names_of_groups(model, trainer.optimizer)
-        place, per_rank = layout.coordinates(rank.place.rank).pp, settings.stages_per_rank
-        stages, num_stages = stages_of(place, num_ranks=layout.pp, per_rank=per_rank), layout.pp * per_rank
-        keep_stages(model, stages=stages, num_stages=num_stages)
-        roots = split_stages(model, stages=stages, num_stages=num_stages)
-        group = mesh["pp"].get_group()
-        trainer.pipeline = Pipeline(parts=roots, place=place, num_ranks=layout.pp, device=rank.device, group=group)
-    parallelize(model, layout=layout, mesh=mesh, roots=roots, settings=settings, compiles=config.train.compile)
-    # The parameters are other objects now.
-    trainer.optimizer = build_optimizer(model, optim=config.optim)
-    if can_call_kernel(trainer.optimizer):
-        begin_state(trainer.optimizer)
-    elif layout.tp > 1:
-        raise ConfigError(
-            f"the parameters of {type(model).__name__} are of several types, which tensor parallelism "
-            "cannot update together",
-            hint="give all parameters one type, or leave parallel.tp at 1",
-        )
-
-
-def build_loop(trainer: Trainer, *, display: Display | None, spent: Spent) -> Loop:
-    """Builds the rest of a trainer; returns the loop at the newest checkpoint's position. Collective over all ranks.
-
-    Args:
-        trainer: model, optimizer and data.
-        display: rank 0's; None on the others.
-        spent: what the start of this rank was spent on.
-    """
-    rank, config, layout = trainer.rank, trainer.rank.config, trainer.rank.layout
-    objective = Objective(trainer.model)
-    if layout.is_replicated and config.train.compile:
-        # In place, so parameter names stay. Blocks of a model that is cut are compiled one by one, when it is.
-        trainer.model.compile()
-    trainer.exchange = build_exchange(rank)
-    peak_lr = planned_lr(config.optim, global_size=rank.plan.global_size)
-    trainer.checkpointer = checkpointer = build_checkpointer(
-        rank,
-        model=trainer.model,
-        optimizer=trainer.optimizer,
-        data=trainer.train_data,
-        group_names=trainer.group_names,
-        exchange=trainer.exchange,
-        peak_lr=peak_lr,
-    )
-    position, notes = checkpointer.resume()
-    position.samples, num_rollbacks = position_after_rollbacks(rank.run, position)
-    trainer.global_batches = batches = build_global_batches(rank, trainer.train_data, position)
-    trainer.health = Health(
-        rank,
-        batches=batches,
-        checkpointer=checkpointer,
-        num_rollbacks=num_rollbacks,
-        say=print if display is None else display.say,
-    )
-    if position.step == 0:
-        seed_everything(config.seed, data_parallel_rank=layout.data_parallel_index(rank.place.rank))
-    trainer.recorder = None
-    if display is not None:
-        for note in notes:
-            display.say(note)
-        spent.first_step = position.step
-        flops = trainer.flops_per_token
-        trainer.recorder = Recorder(
-            rank, display=display, source=trainer.train_data, spent=spent, flops_per_token=flops
-        )
-        if layout.is_replicated:
-            _write_exchange(trainer)
-    sizes = None
-    if config.batch.shares != "even":
-        from slurm_train.train.shares import build_shares
-
-        sizes = build_shares(trainer, objective=objective, position=position, display=display)
-    trainer.stepper = build_stepper(trainer, objective)
-    trainer.batches = build_stream(trainer, start_samples=position.samples, sizes=sizes)
-    total_samples = position.samples_at(config.train.max_steps, global_size=rank.plan.global_size)
-    trainer.schedule = build_schedule(config.optim, peak_lr=peak_lr, total_samples=total_samples)
-    trainer.save_pace = build_save_pace(config.checkpoint, run=rank.run, start_step=position.step, clock=rank.clock)
-    heldout = trainer.heldout if config.train.evaluate else None
-    trainer.evaluator = None
-    if heldout is not None:
-        trainer.evaluator = Evaluator(rank=rank, objective=objective, source=heldout, pipeline=trainer.pipeline)
-    trainer.stopping = Stopping(rank, spent=None if display is None else spent)
-    trainer.step_times = StepTimes(rank.run, rank.attempt, rank=rank.place.rank, host=rank.place.host, clock=rank.clock)
-    # The heartbeat writes them down now and then.
-    rank.heartbeat.also = trainer.step_times.keep_when_due
-    passes = trainer.stepper.passes
-    trainer.probe = PaceProbe(
-        passes.ddp,
-        rank.heartbeat,
-        every=config.health.pace_every_steps,
-        data_wait_s=lambda: passes.data_wait_s,
-        on_device=rank.device.type != "cpu",
-    )
-    return Loop(trainer, position)
-
-
-def build_exchange(rank: Rank) -> Exchange:
-    """Returns how gradients are exchanged. Collective over all ranks."""
-    if rank.config.ddp.comm == "none":
-        return Exchange()
-    # A tool: loaded by name, and only when asked for.
-    build: Any = importlib.import_module("slurm_train.tools.exchanges").build_exchange
-    exchange: Exchange = build(rank.config, place=rank.place, device=rank.device)
-    return exchange
-
-
-def build_stepper(trainer: Trainer, objective: Objective) -> Stepper:
-    """Returns what takes steps in this run's layout. Collective: DDP compares the ranks' parameters."""
-    rank, model, optimizer = trainer.rank, trainer.model, trainer.optimizer
-    hold, exchange = trainer.checkpointer.buffers.hold_changes, trainer.exchange
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    passes: Passes
-    if rank.layout.is_replicated:
-        module = TrainingModule(objective, stop=rank.stop, device=rank.device, autocast=rank.autocast)
-        settings = exchange.fit_buckets(rank.config.ddp, parameters, device=rank.device)
-        ddp = build_ddp(module, ddp=settings, device=rank.device)
-        exchange.attach(ddp, module.stats_param, optimizer=optimizer, before_change=hold)
-        passes = ReplicaPasses(rank, module, ddp, must_arrange=exchange.is_active)
-    elif trainer.pipeline is None:
-        passes = ShardPasses(rank, model=model, objective=objective, parameters=parameters)
-    else:
-        passes = PipelinePasses(rank, trainer.pipeline, model=model, objective=objective, parameters=parameters)
-    return Stepper(rank, passes, optimizer, before_update=hold)
-
-
-def build_global_batches(rank: Rank, source: SampleSource, position: Position) -> GlobalBatches:
-    """Returns the samples of every step; moves the position to where a global batch begins.
-
-    It is there already unless the lengths of the samples or the settings of the batch were changed on purpose.
-
-    Raises:
-        DataError: batches by length are asked of samples without lengths.
-    """
-    config, global_size = rank.config, rank.plan.global_size
-    order = SampleOrder(len(source), seed=config.seed)
-    batches = GlobalBatches(order, global_size=global_size)
-    if config.batch.by_length:
-        first, pool = position.batch_since[1], config.batch.pool
-        batches = LengthBatches(order, lengths_of(source), global_size=global_size, pool_batches=pool, first=first)
-    position.samples = batches.align(position.samples)
-    return batches
-
-
-def build_stream(trainer: Trainer, *, start_samples: int, sizes: tuple[int, ...] | None = None) -> Iterator[MicroBatch]:
-    """Returns this rank's micro-batches from a position on.
+class Stopping:
+    """One rank's part in stopping by the clock, and in the decision whether there is time to save.
 
     Args:
-        trainer: data and its order.
-        start_samples: the position.
-        sizes: samples of a micro-batch, rank by rank; None: equal numbers of them.
-
-    Raises:
-        ConfigError: they cannot be read ahead as asked.
+        rank: this rank.
+        spent: what rank 0 has measured so far; None on the others, which do not look at the clock.
+        now: seconds since 1970.
     """
-    rank, layout, source = trainer.rank, trainer.rank.layout, trainer.train_data
-    split = Split(
-        rank=layout.data_parallel_index(rank.place.rank),
-        ranks=layout.data_parallel_size,
-        accumulation=rank.plan.accumulation,
-        sizes=sizes,
-    )
-    stream = BatchStream(source, trainer.global_batches.draws(split, start_samples=start_samples))
-    depth = prefetch_depth(rank.config.data or {}, source)
-    return Prefetch(stream, depth=depth) if depth else stream
+
+    def __init__(self, rank: Rank, *, spent: Spent | None, now: Callable[[], float] = time.time) -> None:
+        self._rank, self._spent, self._now = rank, spent, now
+        # Before the first save of this attempt the last one's is the best guess.
+        self._before = read_measured(rank.run) if spent is not None else None
+        self._notice, self._next_read_s = Notice(), 0.0
+
+    def look(self) -> None:
+        """Asks for a stop where the STOP file exists, or the end of the time limit comes near. Rank 0 only."""
+        stop = self._rank.stop
+        stop.look_at(self._rank.run.stop_file)
+        notice = self._read()
+        if notice.end_unix_s is None or stop.requested:
+            return
+        if notice.end_unix_s - self._now() <= lead_s(self._measured, limit_s=notice.limit_s):
+            stop.request("clock")
+
+    def decide(self, *, step: int) -> tuple[float | None, str]:
+        """Decides whether to save where the ranks have stopped, and leaves an event that tells why. Collective.
+
+        Returns:
+            Seconds until the ranks are killed, None where that is not known; and why not to save, "" to save.
+        """
+        return on_rank_zero(dist.group.WORLD, lambda: self._decide(step))
+
+    @property
+    def _measured(self) -> Measured | None:
+        """What a stop takes, as slow as this attempt, or before its first save the one before it, has seen it."""
+        spent = self._spent
+        if spent is None or not spent.longest_save_s:
+            return self._before
+        return Measured(
+            save_s=spent.longest_save_s, step_s=spent.longest_step_s, evaluation_s=spent.longest_evaluation_s
+        )
+
+    def _decide(self, step: int) -> tuple[float | None, str]:
+        ask, measured = self._rank.stop.ask(), self._measured
+        self._next_read_s = 0.0
+        left_s = time_left_s(ask, self._read(), now_unix_s=self._now())
+        save_s = measured.save_s if measured is not None else None
+        is_made = is_worth_saving(left_s, save_s=save_s)
+        facts = {"step": step, "asked_by": ask.by, "left_s": left_s, "save_s": save_s, "saved": is_made}
+        append_event(self._rank.run, "stop", attempt=self._rank.attempt, **facts)
+        return left_s, "" if is_made else f"{left_s:.0f} s are left and a save takes {save_s:.0f} s"
+
+    def _read(self) -> Notice:
+        now = time.monotonic()
+        if now >= self._next_read_s:
+            self._next_read_s = now + _READ_NOTICE_EVERY_S
+            self._notice = read_notice(self._rank.run, self._rank.attempt)
+        return self._notice
 
 
-def _write_exchange(trainer: Trainer) -> None:
-    """Writes down how many bytes a step sends where ranks hold whole replicas. Rank 0 only."""
-    rank = trainer.rank
-    parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    sent = trainer.exchange.sent_bytes(parameters)
-    whole = Exchange().sent_bytes(parameters)
-    facts = {"comm": rank.config.ddp.comm, "gradient_bytes": whole, "sent_bytes": sent}
-    # A file system that refuses costs a figure, never the run.
-    with contextlib.suppress(OSError):
-        append_event(rank.run, "exchange", attempt=rank.attempt, **facts)
+def _reseed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch says no types here
+        torch.cuda.manual_seed(seed)
 
 
-def _end(trainer: Trainer, loop: Loop, display: Display | None, *, finished: bool) -> None:
-    """Writes the result and says how the run ended; on rank 0. Collective where ranks hold parts of the weights."""
-    rank, is_whole = trainer.rank, trainer.rank.layout.is_replicated
-    # Of what is sharded every rank gives its part; a digest of a replica is rank 0's own business.
-    takes_part = finished and (display is not None or not is_whole)
-    digest = _digest_weights(trainer, step=loop.position.step) if takes_part else ""
-    if display is None:
-        return
-    if not finished:
-        say_stopped(display.say, rank, loop)
-        return
-    write_result(rank, loop, weights_digest=digest)
-    say_finished(display.say, rank, loop)
-    say_text(
-        display.say,
-        trainer.model,
-        train=trainer.train_data,
-        heldout=trainer.heldout,
-        # One rank alone cannot run a model that is spread over several.
-        num_tokens=rank.config.train.sample_tokens if is_whole else 0,
-    )
-
-
-def _digest_weights(trainer: Trainer, *, step: int) -> str:
-    """Returns the identity of all weights at the end, on rank 0. Collective where ranks hold parts of them."""
-    if trainer.group_names is None:
-        return weights_digest(trainer.model.named_parameters())
-    if not trainer.rank.place.is_first:
-        return ""
-    # No rank has a way to the parameters of all stages but the checkpoint that was just saved.
-    names = [name for group in trainer.group_names for name in group]
-    checkpoints = list_checkpoints(trainer.rank.run.checkpoints)
-    return weights_digest(saved_weights(next(path for path in checkpoints if name_of(path).step == step), names))
+def _sum_over_ranks(digest: int) -> int:
+    total = torch.tensor(digest, dtype=torch.int64)
+    dist.all_reduce(total)
+    return int(total.item()) % DIGEST_MODULUS

@@ -146,8 +146,8 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     from slurm_train.metrics.progress import LineDisplay
     from slurm_train.rundir.heartbeat import BeatSource, Limits
     from slurm_train.rundir.timing import Spent
+    from slurm_train.train.build import Parts, build_trainer
     from slurm_train.train.optimizer import build_optimizer
-    from slurm_train.train.trainer import Trainer, build_loop
     from tests.support.ranks import make_rank
 
     config = RunConfig(train=TrainSection(max_steps=10**6), checkpoint=CheckpointSection(every_steps=None), **sections)
@@ -156,6 +156,6 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     beats = BeatSource(rank=number, host="here", pid=os.getpid())
     rank.heartbeat.start(rank.run, 0, beats, limits=Limits(600, 300))
     optimizer = build_optimizer(model, optim=config.optim)
-    trainer = Trainer(rank=rank, model=model, optimizer=optimizer, train_data=source, heldout=None, flops_per_token=0.0)
+    parts = Parts(rank=rank, model=model, optimizer=optimizer, train_data=source, heldout=None, flops_per_token=0.0)
     display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if number == 0 else None
-    return build_loop(trainer, display=display, spent=Spent(begin_unix_s=time.time())), rank.heartbeat
+    return build_trainer(parts, display=display, spent=Spent(begin_unix_s=time.time())), rank.heartbeat

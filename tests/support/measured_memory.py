@@ -14,7 +14,6 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.support.warm_ranks import start_rank
@@ -148,18 +147,17 @@ def _build(rank: Any) -> tuple[Any, Any]:
     import torch
 
     from slurm_train.models.objective import Objective
+    from slurm_train.train.build import Parts, apply_parallelism, build_model, build_stepper
     from slurm_train.train.optimizer import build_optimizer
     from slurm_train.train.passes import Exchange
-    from slurm_train.train.trainer import Trainer, apply_parallelism, build_model, build_stepper
 
     config, plan = rank.config, rank.plan
-    model, unused = build_model(config, device=rank.device), cast("Any", SimpleNamespace(hold_changes=lambda: None))
+    model, unused = build_model(config, device=rank.device), cast("Any", None)
     optimizer = build_optimizer(model, optim=config.optim)
-    trainer = Trainer(rank=rank, model=model, optimizer=optimizer, train_data=unused, heldout=None, flops_per_token=0.0)
+    parts = Parts(rank=rank, model=model, optimizer=optimizer, train_data=unused, heldout=None, flops_per_token=0.0)
     del model, optimizer
-    trainer.checkpointer, trainer.exchange = unused, Exchange()
-    apply_parallelism(trainer)
-    stepper = build_stepper(trainer, Objective(trainer.model))
+    apply_parallelism(parts)
+    stepper = build_stepper(parts, Objective(parts.model), exchange=Exchange(), before_change=lambda: None)
     tokens = torch.randint(0, config.model["vocab_size"], (plan.local_size, config.model["context"]))
     return stepper, itertools.repeat(_Batch((tokens, tokens.clone())))
 

@@ -37,7 +37,7 @@ _WARM = (
     "slurm_train.checkpoint.export",
     "slurm_train.checkpoint.load",
     "slurm_train.checkpoint.tensors",
-    "slurm_train.train.trainer",
+    "slurm_train.train.build",
 )
 
 

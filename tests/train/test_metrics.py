@@ -27,6 +27,7 @@ from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.heartbeat import Heartbeat, Pace
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent
+from slurm_train.train.context import Rank
 from slurm_train.train.evaluate import measures
 from slurm_train.train.metrics import (
     PaceProbe,
@@ -37,6 +38,7 @@ from slurm_train.train.metrics import (
     say_stopped,
     write_result,
 )
+from slurm_train.train.saving import Position
 from slurm_train.train.step import StepFacts, StepResult
 from tests.support.rank_pair import run_pair
 from tests.support.ranks import make_rank
@@ -57,9 +59,9 @@ def test_what_a_model_writes_cannot_steer_a_terminal() -> None:
     assert printable("a\x1b[2J\n\tb\x00\u00e9") == "a\ufffd[2J\n\tb\ufffd\u00e9"
 
 
-LOOP: Any = SimpleNamespace(
-    position=SimpleNamespace(step=3, samples=48, loss=0.5), measures={"eval_loss": 0.25}, not_saved=""
-)
+def trainer_of(rank: Rank, **facts: Any) -> Any:
+    known = {"position": Position(3, 48, loss=0.5), "measures": {"eval_loss": 0.25}, "not_saved": ""}
+    return SimpleNamespace(rank=rank, **known | facts)
 
 
 def test_only_the_newest_attempt_writes_the_result(tmp_path: Path) -> None:
@@ -67,24 +69,23 @@ def test_only_the_newest_attempt_writes_the_result(tmp_path: Path) -> None:
     start = AttemptStart(job_id="7", restart_count=0, nodes=("node1",), world_size=1)
     older, newer = open_attempt(run, start), open_attempt(run, start)
     with pytest.raises(RunError, match="overtaken by attempt 1"):
-        write_result(make_rank(tmp_path, attempt=older), LOOP, weights_digest="0a")
+        write_result(trainer_of(make_rank(tmp_path, attempt=older)), weights_digest="0a")
     assert not run.result.exists()
-    write_result(make_rank(tmp_path, attempt=newer), LOOP, weights_digest="0a")
+    write_result(trainer_of(make_rank(tmp_path, attempt=newer)), weights_digest="0a")
     result = json.loads(run.result.read_text())
     assert (result["step"], result["eval_loss"], result["attempt"]) == (3, 0.25, 1)
 
 
 def test_a_run_without_held_out_samples_says_so(tmp_path: Path) -> None:
     said: list[str] = []
-    loop: Any = SimpleNamespace(position=LOOP.position, measures={})
-    say_finished(said.append, make_rank(tmp_path / "runs" / "a" / "b"), loop)
+    say_finished(said.append, trainer_of(make_rank(tmp_path / "runs" / "a" / "b"), measures={}))
     assert "nothing was evaluated" in said[0] and "data.heldout" in said[0]
 
 
 @pytest.mark.parametrize("cluster", [ClusterSection(), None])
 def test_a_stopped_rank_says_what_comes_by_itself(cluster: ClusterSection | None, tmp_path: Path) -> None:
     said: list[str] = []
-    say_stopped(said.append, make_rank(tmp_path / "a" / "b", RunConfig(cluster=cluster)), LOOP)
+    say_stopped(said.append, trainer_of(make_rank(tmp_path / "a" / "b", RunConfig(cluster=cluster))))
     assert ("the job comes back by itself" in said[1]) is (cluster is not None)
     assert said[-1].endswith("slurm_train resume b")
 

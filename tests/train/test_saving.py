@@ -15,9 +15,9 @@ from slurm_train.rundir.events import read_events, read_saves
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.rundir.step_times import read_step_times
 from slurm_train.rundir.timing import Notice, Spent, read_measured, write_notice
-from slurm_train.train.loop import Stopping
 from slurm_train.train.saving import SavePace, failure_every_s, interval_steps
 from slurm_train.train.signals import StopFlag
+from slurm_train.train.trainer import Stopping
 from tests.support.ranks import make_rank
 from tests.support.small_checkpoints import steps_in
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start
@@ -240,7 +240,7 @@ def test_a_stop_file_asks_as_well(tmp_path: Path) -> None:
     stopping = Stopping(make_rank(run.path, stop=flag), spent=Spent(begin_unix_s=0), now=lambda: 1000.0)
     stopping.look()
     assert flag.ask().by == "file"
-    assert stopping.decide(step=7).is_made and stop_of(run)["step"] == 7
+    assert stopping.decide(step=7) == (None, "") and stop_of(run)["step"] == 7
 
 
 def test_a_warning_that_is_followed_by_term_counts_from_the_term() -> None:

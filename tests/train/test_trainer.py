@@ -17,7 +17,7 @@ from slurm_train.checkpoint.directory import read_manifest
 from slurm_train.config.schema import RunConfig, TrainSection
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.paths import CheckpointName, RunDirectory, list_checkpoints
-from slurm_train.train.trainer import load_start_weights
+from slurm_train.train.build import load_start_weights
 from tests.support.waiting import wait_for
 from tests.train.small_runs import (
     PADDED,

@@ -23,7 +23,7 @@ def main() -> int:
     orders = json.loads(sys.argv[1])
 
     from slurm_train.config.schema import RunConfig, build_config
-    from slurm_train.train.trainer import train
+    from slurm_train.train.build import train
     from tests.support.ranks import make_rank
 
     rank = make_rank(

@@ -1,0 +1,438 @@
+"""One rank's way from a frozen configuration to an exit code, with the built-in trainer.
+
+`train` is what the worker calls on every rank: parts, group, parallelism, resume, loop, last lines. Every part is made
+by a `build_*` function and can be used without the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from slurm_train.checkpoint.export import saved_weights, weights_digest
+from slurm_train.checkpoint.state import names_of_groups
+from slurm_train.config.batch import planned_lr
+from slurm_train.config.layout import stages_of
+from slurm_train.config.schema import RunConfig
+from slurm_train.config.target import TARGET, instantiate
+from slurm_train.data.batches import BatchStream, GlobalBatches, LengthBatches, MicroBatch, Prefetch, Split
+from slurm_train.data.build import build_source, prefetch_depth
+from slurm_train.data.order import SampleOrder
+from slurm_train.data.source import SampleSource, lengths_of
+from slurm_train.distributed.group import shutdown
+from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
+from slurm_train.distributed.seeds import seed_everything
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from slurm_train.metrics.progress import Display, open_display
+from slurm_train.models.objective import Objective
+from slurm_train.rundir.events import append_event
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.step_times import StepTimes
+from slurm_train.rundir.timing import Spent, account_path
+from slurm_train.train.context import Rank
+from slurm_train.train.evaluate import Evaluator
+from slurm_train.train.health import Health, position_after_rollbacks
+from slurm_train.train.metrics import (
+    PaceProbe,
+    Recorder,
+    flops_per_token,
+    say_finished,
+    say_stopped,
+    say_text,
+    write_result,
+)
+from slurm_train.train.optimizer import begin_state, build_optimizer, build_schedule, can_call_kernel
+from slurm_train.train.passes import (
+    Exchange,
+    Passes,
+    PipelinePasses,
+    ReplicaPasses,
+    ShardPasses,
+    TrainingModule,
+    build_ddp,
+)
+from slurm_train.train.saving import Position, build_checkpointer, build_save_pace
+from slurm_train.train.step import Stepper
+from slurm_train.train.trainer import Stopping, Trainer
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What one rank computes with."""
+
+    rank: Rank
+    model: nn.Module
+    """Whole, or since `apply_parallelism` this rank's part of it."""
+    optimizer: Optimizer
+    train_data: SampleSource
+    heldout: SampleSource | None
+    flops_per_token: float
+    """Of forward and backward pass of the whole model."""
+    group_names: list[list[str]] | None = None
+    """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
+    pipeline: Pipeline | None = None
+    """This rank's stages; None where every rank computes all layers."""
+
+
+def train(rank: Rank) -> int:
+    """Trains one rank to the end or to an agreed stop; returns the exit code. All ranks call it.
+
+    Returns:
+        EXIT_DONE when the run is finished, EXIT_REQUEUE when it saved itself and wants to continue.
+
+    Raises:
+        SlurmTrainError: the user can mend it; the caller must end the process without tearing the group down.
+    """
+    rank.enter_device()
+    parts = build_parts(rank)
+    clock, is_first = rank.clock, rank.place.is_first
+    joining_s = clock()
+    spent = Spent(begin_unix_s=time.time() - clock.away_s)
+    if is_first:
+        spent.write(account_path(rank.run, rank.attempt))
+    rank.join()
+    spent.add("rendezvous_s", clock() - joining_s)
+    apply_parallelism(parts)
+    display = open_display(sys.stderr, max_steps=rank.config.train.max_steps, env=rank.env) if is_first else None
+    loading_s = clock()
+    trainer = build_trainer(parts, display=display, spent=spent)
+    spent.add("load_s", clock() - loading_s)
+    try:
+        finished = trainer.run()
+        rank.heartbeat.mark("end")
+    finally:
+        if trainer.recorder is not None:
+            trainer.recorder.close()
+    _end(trainer, parts, display, finished=finished)
+    shutdown()
+    return EXIT_DONE if finished else EXIT_REQUEUE
+
+
+def build_parts(rank: Rank) -> Parts:
+    """Returns model, optimizer and data; nothing here needs the other ranks.
+
+    Raises:
+        ConfigError: no model or no data set is configured, or they cannot be made.
+    """
+    config = rank.config
+    if not config.data:
+        raise ConfigError(
+            "no data set is configured", hint="choose one: data=stdlib, or data._target_=my_package.MyData"
+        )
+    # What is cut first need not fit on the device as a whole.
+    model = build_model(config, device=rank.device if rank.layout.is_replicated else torch.device("cpu"))
+    load_start_weights(model, config, run=rank.run)
+    train_data = build_source(config.data, split="train", seed=config.seed)
+    assert train_data is not None
+    return Parts(
+        rank=rank,
+        model=model,
+        optimizer=build_optimizer(model, optim=config.optim),
+        train_data=train_data,
+        heldout=build_source(config.data, split="heldout", seed=config.seed),
+        flops_per_token=flops_per_token(model),
+    )
+
+
+def build_model(config: RunConfig, *, device: torch.device) -> nn.Module:
+    """Returns the model with its first weights, the same on every rank.
+
+    Raises:
+        ConfigError: no model is configured, or its target does not give an nn.Module.
+    """
+    if not config.model:
+        raise ConfigError("no model is configured", hint="choose one: model=gpt, or model._target_=my_package.MyModel")
+    torch.manual_seed(config.seed)
+    model = instantiate(config.model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.{TARGET}={config.model[TARGET]} gave a {type(model).__name__}, not a torch.nn.Module",
+            hint="name a class that derives from torch.nn.Module",
+        )
+    return model.to(device)
+
+
+def load_start_weights(model: nn.Module, config: RunConfig, *, run: RunDirectory) -> None:
+    """Gives a model the weights of `train.init_from`, if it is set and no checkpoint has later ones.
+
+    Raises:
+        ConfigError: there are none, or they are another model's.
+    """
+    path = config.train.init_from
+    if path is not None and not list_checkpoints(run.checkpoints):
+        from slurm_train.models.pretrained import load_pretrained
+
+        load_pretrained(model, Path(path).expanduser(), settings=config.model or {})
+
+
+def apply_parallelism(parts: Parts) -> None:
+    """Leaves this rank's part of the model, and an optimizer of it. Collective over all ranks.
+
+    Of whole replicas only the blocks change, where activation checkpointing is asked for.
+
+    Raises:
+        ConfigError: the model does not say how it can be cut.
+    """
+    from slurm_train.distributed.parallelize import build_mesh, parallelize, prepare_blocks
+
+    rank, model, config = parts.rank, parts.model, parts.rank.config
+    layout, settings = rank.layout, config.parallel
+    if layout.is_replicated:
+        if settings.activation_checkpointing != "none":
+            prepare_blocks(model, settings=settings, compiles=False)
+        return
+    mesh = build_mesh(layout, device=rank.device)
+    roots = [model]
+    if layout.pp > 1:
+        parts.group_names = names_of_groups(model, parts.optimizer)
+        place, per_rank = layout.coordinates(rank.place.rank).pp, settings.stages_per_rank
+        stages, num_stages = stages_of(place, num_ranks=layout.pp, per_rank=per_rank), layout.pp * per_rank
+        keep_stages(model, stages=stages, num_stages=num_stages)
+        roots = split_stages(model, stages=stages, num_stages=num_stages)
+        group = mesh["pp"].get_group()
+        parts.pipeline = Pipeline(parts=roots, place=place, num_ranks=layout.pp, device=rank.device, group=group)
+    parallelize(model, layout=layout, mesh=mesh, roots=roots, settings=settings, compiles=config.train.compile)
+    # The parameters are other objects now.
+    parts.optimizer = build_optimizer(model, optim=config.optim)
+    if can_call_kernel(parts.optimizer):
+        begin_state(parts.optimizer)
+    elif layout.tp > 1:
+        raise ConfigError(
+            f"the parameters of {type(model).__name__} are of several types, which tensor parallelism "
+            "cannot update together",
+            hint="give all parameters one type, or leave parallel.tp at 1",
+        )
+
+
+def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Trainer:
+    """Returns the trainer at the newest checkpoint's position. Collective over all ranks.
+
+    Args:
+        parts: model, optimizer and data.
+        display: rank 0's; None on the others.
+        spent: what the start of this rank was spent on.
+    """
+    rank, config, layout = parts.rank, parts.rank.config, parts.rank.layout
+    objective = Objective(parts.model)
+    if layout.is_replicated and config.train.compile:
+        # In place, so parameter names stay. Blocks of a model that is cut are compiled one by one, when it is.
+        parts.model.compile()
+    exchange = build_exchange(rank)
+    peak_lr = planned_lr(config.optim, global_size=rank.plan.global_size)
+    checkpointer = build_checkpointer(
+        rank,
+        model=parts.model,
+        optimizer=parts.optimizer,
+        data=parts.train_data,
+        group_names=parts.group_names,
+        exchange=exchange,
+        peak_lr=peak_lr,
+    )
+    position, notes = checkpointer.resume()
+    position.samples, num_rollbacks = position_after_rollbacks(rank.run, position)
+    batches = build_global_batches(rank, parts.train_data, position)
+    if position.step == 0:
+        seed_everything(config.seed, data_parallel_rank=layout.data_parallel_index(rank.place.rank))
+    recorder = None
+    if display is not None:
+        for note in notes:
+            display.say(note)
+        spent.first_step = position.step
+        recorder = Recorder(
+            rank,
+            display=display,
+            source=parts.train_data,
+            spent=spent,
+            flops_per_token=parts.flops_per_token,
+        )
+        if layout.is_replicated:
+            _write_exchange(rank, exchange, parts.model)
+    sizes = None
+    if config.batch.shares != "even":
+        from slurm_train.train.shares import build_shares
+
+        sizes = build_shares(parts, batches, objective=objective, position=position, display=display)
+    stepper = build_stepper(parts, objective, exchange=exchange, before_change=checkpointer.buffers.hold_changes)
+    passes = stepper.passes
+    evaluator = None
+    if parts.heldout is not None and config.train.evaluate:
+        evaluator = Evaluator(rank=rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline)
+    total_samples = position.samples_at(config.train.max_steps, global_size=rank.plan.global_size)
+    step_times = StepTimes(rank.run, rank.attempt, rank=rank.place.rank, host=rank.place.host, clock=rank.clock)
+    # The heartbeat writes them down now and then.
+    rank.heartbeat.also = step_times.keep_when_due
+    return Trainer(
+        rank=rank,
+        position=position,
+        model=parts.model,
+        exchange=exchange,
+        checkpointer=checkpointer,
+        save_pace=build_save_pace(rank, start_step=position.step),
+        global_batches=batches,
+        batches=build_stream(rank, parts.train_data, batches, start_samples=position.samples, sizes=sizes),
+        health=Health(
+            rank,
+            batches=batches,
+            checkpointer=checkpointer,
+            num_rollbacks=num_rollbacks,
+            say=print if display is None else display.say,
+        ),
+        stepper=stepper,
+        schedule=build_schedule(config.optim, peak_lr=peak_lr, total_samples=total_samples),
+        evaluator=evaluator,
+        recorder=recorder,
+        stopping=Stopping(rank, spent=None if display is None else spent),
+        step_times=step_times,
+        probe=PaceProbe(
+            passes.ddp,
+            rank.heartbeat,
+            every=config.health.pace_every_steps,
+            data_wait_s=lambda: passes.data_wait_s,
+            on_device=rank.device.type != "cpu",
+        ),
+    )
+
+
+def build_exchange(rank: Rank) -> Exchange:
+    """Returns how gradients are exchanged. Collective over all ranks."""
+    if rank.config.ddp.comm == "none":
+        return Exchange()
+    # A tool: loaded by name, and only when asked for.
+    build: Any = importlib.import_module("slurm_train.tools.exchanges").build_exchange
+    exchange: Exchange = build(rank.config, place=rank.place, device=rank.device)
+    return exchange
+
+
+def build_stepper(
+    parts: Parts, objective: Objective, *, exchange: Exchange, before_change: Callable[[], None]
+) -> Stepper:
+    """Returns what takes steps in this run's layout. Collective: DDP compares the ranks' parameters.
+
+    Args:
+        parts: what this rank computes with.
+        objective: the loss around the model.
+        exchange: how gradients are exchanged.
+        before_change: called before parameters change: a copy of them may be under way.
+    """
+    rank, model, optimizer = parts.rank, parts.model, parts.optimizer
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    passes: Passes
+    if rank.layout.is_replicated:
+        module = TrainingModule(objective, stop=rank.stop, device=rank.device, autocast=rank.autocast)
+        settings = exchange.fit_buckets(rank.config.ddp, parameters, device=rank.device)
+        ddp = build_ddp(module, ddp=settings, device=rank.device)
+        exchange.attach(ddp, module.stats_param, optimizer=optimizer, before_change=before_change)
+        passes = ReplicaPasses(rank, module, ddp, must_arrange=exchange.is_active)
+    elif parts.pipeline is None:
+        passes = ShardPasses(rank, model=model, objective=objective, parameters=parameters)
+    else:
+        passes = PipelinePasses(rank, parts.pipeline, model=model, objective=objective, parameters=parameters)
+    return Stepper(rank, passes, optimizer, before_update=before_change)
+
+
+def build_global_batches(rank: Rank, source: SampleSource, position: Position) -> GlobalBatches:
+    """Returns the samples of every step; moves the position to where a global batch begins.
+
+    It is there already unless the lengths of the samples or the settings of the batch were changed on purpose.
+
+    Raises:
+        DataError: batches by length are asked of samples without lengths.
+    """
+    config, global_size = rank.config, rank.plan.global_size
+    order = SampleOrder(len(source), seed=config.seed)
+    batches = GlobalBatches(order, global_size=global_size)
+    if config.batch.by_length:
+        first, pool = position.batch_since[1], config.batch.pool
+        batches = LengthBatches(order, lengths_of(source), global_size=global_size, pool_batches=pool, first=first)
+    position.samples = batches.align(position.samples)
+    return batches
+
+
+def build_stream(
+    rank: Rank,
+    source: SampleSource,
+    batches: GlobalBatches,
+    *,
+    start_samples: int,
+    sizes: tuple[int, ...] | None = None,
+) -> Iterator[MicroBatch]:
+    """Returns this rank's micro-batches from a position on.
+
+    Args:
+        rank: this rank.
+        source: the samples.
+        batches: which of them every step takes.
+        start_samples: the position.
+        sizes: samples of a micro-batch, rank by rank; None: equal numbers of them.
+
+    Raises:
+        ConfigError: they cannot be read ahead as asked.
+    """
+    layout = rank.layout
+    split = Split(
+        rank=layout.data_parallel_index(rank.place.rank),
+        ranks=layout.data_parallel_size,
+        accumulation=rank.plan.accumulation,
+        sizes=sizes,
+    )
+    stream = BatchStream(source, batches.draws(split, start_samples=start_samples))
+    depth = prefetch_depth(rank.config.data or {}, source)
+    return Prefetch(stream, depth=depth) if depth else stream
+
+
+def _write_exchange(rank: Rank, exchange: Exchange, model: nn.Module) -> None:
+    """Writes down how many bytes a step sends where ranks hold whole replicas. Rank 0 only."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    facts = {
+        "comm": rank.config.ddp.comm,
+        "gradient_bytes": Exchange().sent_bytes(parameters),
+        "sent_bytes": exchange.sent_bytes(parameters),
+    }
+    # A file system that refuses costs a figure, never the run.
+    with contextlib.suppress(OSError):
+        append_event(rank.run, "exchange", attempt=rank.attempt, **facts)
+
+
+def _end(trainer: Trainer, parts: Parts, display: Display | None, *, finished: bool) -> None:
+    """Writes the result and says how the run ended; on rank 0. Collective where ranks hold parts of the weights."""
+    rank, is_whole = parts.rank, parts.rank.layout.is_replicated
+    # Of what is sharded every rank gives its part; a digest of a replica is rank 0's own business.
+    takes_part = finished and (display is not None or not is_whole)
+    digest = _digest_weights(parts, step=trainer.position.step) if takes_part else ""
+    if display is None:
+        return
+    if not finished:
+        say_stopped(display.say, trainer)
+        return
+    write_result(trainer, weights_digest=digest)
+    say_finished(display.say, trainer)
+    say_text(
+        display.say,
+        parts.model,
+        train=parts.train_data,
+        heldout=parts.heldout,
+        # One rank alone cannot run a model that is spread over several.
+        num_tokens=rank.config.train.sample_tokens if is_whole else 0,
+    )
+
+
+def _digest_weights(parts: Parts, *, step: int) -> str:
+    """Returns the identity of all weights at the end, on rank 0. Collective where ranks hold parts of them."""
+    if parts.group_names is None:
+        return weights_digest(parts.model.named_parameters())
+    if not parts.rank.place.is_first:
+        return ""
+    # No rank has a way to the parameters of all stages but the checkpoint that was just saved.
+    names = [name for group in parts.group_names for name in group]
+    checkpoints = list_checkpoints(parts.rank.run.checkpoints)
+    return weights_digest(saved_weights(next(path for path in checkpoints if name_of(path).step == step), names))
