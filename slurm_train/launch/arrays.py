@@ -4,8 +4,8 @@ The elements of an array have the same resources, so runs of another shape go in
 elements than the site's MaxArraySize. Each is numbered from 0; a file next to the script says which run an element is.
 The run's own `submit.sh` does the rest, so an element is carried out like a run submitted alone.
 
-An array's files are there before sbatch is called, and its name says which sweep and which of its arrays it is. So a
-submitter that is killed before it has written the id down leaves enough to find the array again.
+An array's files are there before sbatch is called. So a submitter that is killed before it has written the id down
+leaves enough to find the array again, by the path of its script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.launch.acceptance import exclude_flags, require_acceptable
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import write_atomic
-from slurm_train.rundir.jobs import record_job
+from slurm_train.rundir.jobs import number_of, record_job
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import (
     ArrayDirectory,
@@ -122,7 +122,7 @@ def _split(total: int, weights: Sequence[int]) -> list[int]:
 
 def render_array(plan: ArrayPlan, sweep: SweepDirectory, number: int) -> str:
     """Returns the text of the script of a sweep's array of this number."""
-    array, name = sweep.array(number), job_name(sweep, number)
+    array, name = sweep.array(number), f"sweep-{sweep.sweep_id}-{number}"
     spec = f"0-{len(plan.runs) - 1}" + (f"%{plan.throttle}" if plan.throttle is not None else "")
     own = {"job-name": name, "array": spec, "output": str(array.logs / "%a.log")}
     return read_template("array.sh").format(
@@ -130,11 +130,6 @@ def render_array(plan: ArrayPlan, sweep: SweepDirectory, number: int) -> str:
         sbatch="\n".join([*(sbatch_line(*flag) for flag in own.items()), *plan.directives]),
         runs=shlex.quote(str(array.runs)),
     )
-
-
-def job_name(sweep: SweepDirectory, number: int) -> str:
-    """Returns the name in Slurm by which an array can be found whose id was lost, e.g. "sweep-9b1c44e0-0"."""
-    return f"sweep-{sweep.sweep_id}-{number}"
 
 
 def next_number(sweep: SweepDirectory) -> int:
@@ -222,19 +217,15 @@ def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str
     Raises:
         ClusterError: Slurm does not answer.
     """
-    lost = {job_name(sweep, one.number): one for one in existing_arrays(sweep) if array_job_id(one) is None}
-    known = commands.named_jobs(lost) if lost else {}
+    lost = [array for array in existing_arrays(sweep) if array_job_id(array) is None]
+    scripts = commands.own_scripts() if lost else {}
     found = []
-    for name, array in lost.items():
-        # A sweep of the same runs may lie below another root: the script's path tells the two apart.
-        ids = [
-            job_id
-            for (its_name, script), job_id in known.items()
-            if its_name == name and script.startswith(f"{array.path}/")
-        ]
+    for array in lost:
+        # Its script lies in its folder, where nobody else's does.
+        ids = {number_of(job_id) for job_id, script in scripts.items() if script.startswith(f"{array.path}/")}
         if ids:
-            _record(sweep, array, ids[-1])
-            found.append(ids[-1])
+            _record(sweep, array, str(max(ids)))
+            found.append(str(max(ids)))
         else:
             shutil.rmtree(array.path)
     return found

@@ -24,12 +24,11 @@ _UNDER_SRUN = "start the process with srun inside the job; a batch script or a l
 class Allocation:
     """The nodes and task counts of this step, or of the job where there is no step."""
 
-    job_id: int
-    """Slurm's id of this job; an array element has one of its own."""
-    array_job_id: int | None
-    """Id of the array; None outside an array."""
-    array_task_id: int | None
-    """Index in the array; None outside an array."""
+    requeue_id: str
+    """The id to requeue or cancel exactly this job by: "A_T" in an array, else the job id.
+
+    One element of an array carries the array's own id: requeueing by SLURM_JOB_ID would re-run the whole array.
+    """
     restart_count: int
     """How often Slurm has restarted this job, for any cause; Slurm leaves it unset on the first run."""
     nodes: tuple[str, ...]
@@ -44,12 +43,12 @@ class Allocation:
         Raises:
             ClusterError: not in a job, or a variable is missing, malformed or disagrees with another.
         """
-        array_job_id = _int(env, "SLURM_ARRAY_JOB_ID") if env.get("SLURM_ARRAY_JOB_ID") else None
         nodes, tasks_per_node = _layout(env)
+        job_id = str(_int(env, "SLURM_JOB_ID"))
+        if env.get("SLURM_ARRAY_JOB_ID"):
+            job_id = f"{_int(env, 'SLURM_ARRAY_JOB_ID')}_{_int(env, 'SLURM_ARRAY_TASK_ID')}"
         return cls(
-            job_id=_int(env, "SLURM_JOB_ID"),
-            array_job_id=array_job_id,
-            array_task_id=None if array_job_id is None else _int(env, "SLURM_ARRAY_TASK_ID"),
+            requeue_id=job_id,
             restart_count=_int(env, "SLURM_RESTART_COUNT") if env.get("SLURM_RESTART_COUNT") else 0,
             nodes=nodes,
             tasks_per_node=tasks_per_node,
@@ -72,16 +71,6 @@ class Allocation:
     def num_tasks(self) -> int:
         """Number of tasks over all nodes."""
         return sum(self.tasks_per_node)
-
-    @property
-    def requeue_id(self) -> str:
-        """The id to requeue or cancel exactly this job by: "A_T" in an array, else the job id.
-
-        One element of an array carries the array's own id: requeueing by SLURM_JOB_ID would re-run the whole array.
-        """
-        if self.array_job_id is None:
-            return str(self.job_id)
-        return f"{self.array_job_id}_{self.array_task_id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +125,9 @@ def het_node_counts(env: Mapping[str, str]) -> tuple[int, ...]:
     Raises:
         ClusterError: a variable is missing or malformed.
     """
-    return tuple(len(_nodes(env, f"SLURM_JOB_NODELIST_HET_GROUP_{index}")) for index in _components(env))
+    return tuple(
+        len(_listed(env, parse_nodelist, f"SLURM_JOB_NODELIST_HET_GROUP_{index}")) for index in _components(env)
+    )
 
 
 def het_job_ids(env: Mapping[str, str]) -> tuple[str, ...]:
@@ -151,17 +142,17 @@ def _components(env: Mapping[str, str]) -> range:
 def _layout(env: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Returns the nodes in rank order and the number of tasks on each."""
     if not _components(env):
-        nodes = _nodes(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-        return nodes, _tasks(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    step = _nodes(env, "SLURM_STEP_NODELIST") if env.get("SLURM_STEP_NODELIST") else None
+        nodes = _listed(env, parse_nodelist, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        return nodes, _listed(env, parse_tasks_per_node, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    step = _listed(env, parse_nodelist, "SLURM_STEP_NODELIST") if env.get("SLURM_STEP_NODELIST") else None
     nodes = ()
     tasks: tuple[int, ...] = ()
     for index in _components(env):
-        component = _nodes(env, f"SLURM_JOB_NODELIST_HET_GROUP_{index}")
+        component = _listed(env, parse_nodelist, f"SLURM_JOB_NODELIST_HET_GROUP_{index}")
         # srun --het-group may leave components out; no two of them share a node.
         if step is None or set(component) <= set(step):
             nodes += component
-            tasks += _tasks(env, f"SLURM_TASKS_PER_NODE_HET_GROUP_{index}")
+            tasks += _listed(env, parse_tasks_per_node, f"SLURM_TASKS_PER_NODE_HET_GROUP_{index}")
     if step is not None and set(nodes) != set(step):
         raise _disagrees("SLURM_STEP_NODELIST", ",".join(step), f"job components on {','.join(nodes) or 'other nodes'}")
     return nodes, tasks
@@ -182,15 +173,7 @@ def _int(env: Mapping[str, str], *names: str, hint: str = _IN_A_JOB) -> int:
     return int(value)
 
 
-def _nodes(env: Mapping[str, str], *names: str) -> tuple[str, ...]:
-    return _parsed(env, names, parse_nodelist)
-
-
-def _tasks(env: Mapping[str, str], *names: str) -> tuple[int, ...]:
-    return _parsed(env, names, parse_tasks_per_node)
-
-
-def _parsed(env: Mapping[str, str], names: Sequence[str], parse: Callable[[str], list[_Item]]) -> tuple[_Item, ...]:
+def _listed(env: Mapping[str, str], parse: Callable[[str], list[_Item]], *names: str) -> tuple[_Item, ...]:
     name, value = _first_set(env, names, _IN_A_JOB)
     try:
         return tuple(parse(value))

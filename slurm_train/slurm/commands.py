@@ -14,10 +14,9 @@ import shutil
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm import policy, records
@@ -59,13 +58,6 @@ class Finished:
         """The last line of stderr with something on it, else of stdout."""
         lines = [line.strip() for text in (self.stdout, self.stderr) for line in text.splitlines() if line.strip()]
         return lines[-1] if lines else "no output"
-
-
-class Runner(Protocol):
-    """Runs a command to its end; tests pass their own."""
-
-    def __call__(self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> Finished:
-        """Returns the ended process; raises ClusterError if it cannot start or takes too long."""
 
 
 def run_program(
@@ -148,11 +140,15 @@ class SlurmCommands:
     Args:
         env: environment to take PATH and SLURM_CONF from; job and rank variables in it are left out.
         timeout_s: seconds after which a command counts as failed.
-        runner: what runs a command.
+        runner: what runs a command, called as `run_process` is.
     """
 
     def __init__(
-        self, env: Mapping[str, str], *, timeout_s: float = DEFAULT_TIMEOUT_S, runner: Runner = run_process
+        self,
+        env: Mapping[str, str],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        runner: Callable[..., Finished] = run_process,
     ) -> None:
         self._env = command_environment(env)
         self._timeout_s = timeout_s
@@ -220,11 +216,6 @@ class SlurmCommands:
         text = self._run(["sacct", "-n", "-P", "-X", "-o", records.SACCT_FORMAT, "-j", _by_array(asked)])
         return records.only_asked(asked, records.parse_sacct(text))
 
-    def named_jobs(self, names: Iterable[str]) -> dict[tuple[str, str], str]:
-        """Returns this user's jobs with these names that the controller still knows: (name, script's path) -> id."""
-        argv = ["squeue", "-h", "--me", "-t", "all", "-o", records.NAMED_FORMAT, "-n", ",".join(names)]
-        return records.parse_named(self._run(argv))
-
     def own_scripts(self) -> dict[str, str]:
         """Returns the batch scripts of all jobs of this user that the controller knows, by id: {"12": "/a/submit.sh"}.
 
@@ -273,19 +264,18 @@ class SlurmCommands:
         found = records.parse_records(self._run(["scontrol", "show", "partition"]))
         return [fields for fields in found if fields.get("PartitionName")]
 
-    def show_qos(self, name: str) -> dict[str, str]:
-        """Returns {"GraceTime": "00:00:15", "PreemptMode": "requeue"} of a QOS; empty where there is no accounting."""
-        columns = ("GraceTime", "PreemptMode")
-        asked = ["where", f"name={name}", f"format={','.join(columns)}"]
+    def show_qos(self, name: str) -> Qos | None:
+        """Returns a QOS; None where accounting does not know it, or there is none."""
         try:
-            lines = self._run(["sacctmgr", "-n", "-P", "show", "qos", *asked]).splitlines()
+            return next(iter(self.all_qos("where", f"name={name}")), None)
         except ClusterError:
-            return {}
-        return dict(zip(columns, lines[0].split("|"), strict=False)) if lines else {}
+            return None
 
-    def all_qos(self) -> list[Qos]:
-        """Returns every QOS; it fails where there is no accounting."""
-        return policy.parse_qos(self._run(["sacctmgr", "-n", "-P", "show", "qos", f"format={policy.QOS_FORMAT}"]))
+    def all_qos(self, *where: str) -> list[Qos]:
+        """Returns every QOS, or those that fit the words of a condition; it fails where there is no accounting."""
+        return policy.parse_qos(
+            self._run(["sacctmgr", "-n", "-P", "show", "qos", *where, f"format={policy.QOS_FORMAT}"])
+        )
 
     def associations(self, user: str) -> list[Association]:
         """Returns the accounts that a user may charge; it fails where there is no accounting."""

@@ -19,7 +19,6 @@ ASSOCIATION_FORMAT = "DefaultAccount,Cluster,Account,Partition,QOS,DefaultQOS"
 QOS_FORMAT = "Name,Priority,GraceTime,Preempt,PreemptMode,MaxWall"
 
 _USABLE = frozenset({"idle", "mix", "alloc", "comp", "resv", "plnd"})
-_TIME_LIMIT = re.compile(r"(?:(?P<days>[0-9]+)-)?(?P<fields>[0-9]+(?::[0-9]+){0,2})")
 _DURATION = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)(?: sec)?")
 
 
@@ -100,8 +99,8 @@ def parse_sinfo(text: str) -> list[Partition]:
                 is_default=starred == f"{name}*",
                 state=state,
                 max_nodes=int(most) if most.isdigit() else None,
-                max_time_min=parse_time_limit_min(max_time),
-                default_time_min=parse_time_limit_min(default_time),
+                max_time_min=time_limit_min(max_time),
+                default_time_min=time_limit_min(default_time),
                 groups=tuple(_node_group(line) for line in lines if line[3] != "0"),
             )
         )
@@ -122,23 +121,10 @@ def _node_group(row: list[str]) -> NodeGroup:
     )
 
 
-def parse_time_limit_min(text: str) -> int | None:
-    """Returns a limit in whole minutes: "1-00:00:00" -> 1440, "30:00" -> 30; None for "infinite" and "n/a".
-
-    Raises:
-        ClusterError: the text is none of Slurm's forms.
-    """
-    if text.lower() in ("infinite", "unlimited", "n/a", "none", "partition_limit"):
-        return None
-    match = _TIME_LIMIT.fullmatch(text)
-    if match is None:
-        raise ClusterError(f"{text!r} is not a time limit", hint='Slurm writes e.g. "1-12:00:00", "30:00", "infinite"')
-    numbers = [int(number) for number in match["fields"].split(":")]
-    if match["days"] is not None:
-        hours, minutes = (numbers + [0, 0])[:2]
-        return int(match["days"]) * 1440 + hours * 60 + minutes
-    # Without days one number is minutes, two are minutes:seconds, three are hours:minutes:seconds.
-    return numbers[0] * 60 + numbers[1] if len(numbers) == 3 else numbers[0]
+def time_limit_min(text: str) -> int | None:
+    """Returns a limit in whole minutes: "1-00:00:00" -> 1440, "30:00" -> 30; None for "infinite" and other words."""
+    limit_s = duration_s(text)
+    return None if limit_s is None else int(limit_s // 60)
 
 
 def duration_s(text: str) -> float | None:
@@ -235,7 +221,7 @@ def parse_qos(text: str) -> list[Qos]:
             grace_s=duration_s(grace) or 0.0,
             preempts=_names(preempts),
             preempt_mode=mode.lower(),
-            max_time_min=parse_time_limit_min(max_wall) if max_wall else None,
+            max_time_min=time_limit_min(max_wall),
         )
         for name, priority, grace, preempts, mode, max_wall in split_rows(text, 6)
         if name
@@ -293,27 +279,27 @@ def return_in_words(preemption: Preemption | None) -> str:
     return f"requeue, same job id; {known}"
 
 
-def read_preemption(settings: Mapping[str, str], *, qos: Mapping[str, str], partition: Mapping[str, str]) -> Preemption:
+def read_preemption(settings: Mapping[str, str], *, qos: Qos | None, partition: Mapping[str, str]) -> Preemption:
     """Returns how jobs of a QOS and a partition are preempted.
 
     Args:
         settings: `scontrol show config`.
-        qos: the job's QOS by sacctmgr's names, e.g. {"GraceTime": "00:00:15", "PreemptMode": "requeue"}; may be empty.
+        qos: the job's QOS; None if not known.
         partition: the job's partition by scontrol's names, e.g. {"GraceTime": "0", "PreemptMode": "REQUEUE"}.
     """
-    kind = settings.get("PreemptType", "")
     by: Literal["nobody", "qos", "partition"] = "nobody"
-    fields: Mapping[str, str] = {}
-    if kind == "preempt/qos":
-        by, fields = "qos", qos
-    elif kind == "preempt/partition_prio":
-        by, fields = "partition", partition
-    own = fields.get("PreemptMode", "").upper()
+    own, grace_s = "", 0.0
+    if settings.get("PreemptType") == "preempt/qos":
+        by = "qos"
+        own, grace_s = ("", 0.0) if qos is None else (qos.preempt_mode.upper(), qos.grace_s)
+    elif settings.get("PreemptType") == "preempt/partition_prio":
+        by = "partition"
+        own, grace_s = partition.get("PreemptMode", "").upper(), duration_s(partition.get("GraceTime", "")) or 0.0
     mode = own if own not in ("", "CLUSTER") else settings.get("PreemptMode", "").upper()
     return Preemption(
         by=by,
         mode=mode if by != "nobody" and mode else "OFF",
-        grace_s=0.0 if own in ("OFF", "SUSPEND") else duration_s(fields.get("GraceTime", "")) or 0.0,
+        grace_s=0.0 if own in ("OFF", "SUSPEND") else grace_s,
         kill_wait_s=duration_s(settings.get("KillWait", "")),
     )
 

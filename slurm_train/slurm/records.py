@@ -23,7 +23,6 @@ T = TypeVar("T")
 SQUEUE_FORMAT = "%i|%T|%r|%N|%S|%e|%P"
 QUEUE_FORMAT = f"%Q|{SQUEUE_FORMAT}"
 SACCT_FORMAT = "JobID,State,Reason,NodeList,Start,End,Partition,ExitCode"
-NAMED_FORMAT = "%F|%j|%o"
 
 _ARRAY = re.compile(r"([0-9]+)_\[([0-9,:-]+)(?:%[0-9]+)?\]")
 _INDEX_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+)(?::([1-9][0-9]*))?)?")
@@ -166,30 +165,28 @@ def parse_queue(text: str, asked: Sequence[str]) -> tuple[dict[str, JobState], d
         text: output of `squeue -h -t all -o QUEUE_FORMAT`: the whole queue, arrays in brackets.
         asked: ids of the jobs; an array's id means all of its elements.
     """
-    rows = [line.partition("|")[::2] for line in text.splitlines()]
-    numbers = {job_id.partition("_")[0] for job_id in asked}
-    jobs = only_asked(asked, parse_squeue("\n".join(row for _, row in rows if _array_number(row) in numbers)))
-    waiting: dict[str, tuple[tuple[int, int], set[str], int]] = {}  # row's id -> place, partitions, number of jobs
-    for priority, row in rows:
-        fields = row.split("|")
-        if len(fields) != SQUEUE_FORMAT.count("|") + 1 or not priority.isdigit():
-            continue
-        if phase_of(fields[1]) is Phase.QUEUED and waits_for_nodes(fields[2]):
-            number = _array_number(row)
-            place = (-int(priority), int(number) if number.isdigit() else 0)
-            waiting[fields[0]] = (place, set(fields[6].split(",")), _num_elements(fields[0]))
-    ahead = {}
-    for job_ids, (place, partitions, _) in waiting.items():
-        if (number := _array_number(job_ids)) in numbers:
-            before = (one for one in waiting.values() if one[0] < place and one[1] & partitions)
-            ahead[number] = sum(count for _, _, count in before)
+    rows = split_rows(text, QUEUE_FORMAT.count("|") + 1)
+    numbers = {_array_number(job_id) for job_id in asked}
+    own = ("|".join(row) for _, *row in rows if _array_number(row[0]) in numbers)
+    jobs = only_asked(asked, parse_squeue("\n".join(own)))
+    line: list[tuple[tuple[int, int], set[str], str, int]] = []  # place, partitions, job or array, number of jobs
+    for priority, job_ids, word, reason, *_, partitions in rows:
+        number = _array_number(job_ids)
+        if f"{priority}{number}".isdigit() and phase_of(word) is Phase.QUEUED and waits_for_nodes(reason):
+            place = (-int(priority), int(number))
+            line.append((place, set(partitions.split(",")), number, _num_elements(job_ids)))
+    ahead = {
+        number: sum(count for before, others, _, count in line if before < place and others & partitions)
+        for place, partitions, number, _ in line
+        if number in numbers
+    }
     queued = [job_id for job_id, job in jobs.items() if job.phase is Phase.QUEUED and waits_for_nodes(job.reason)]
-    return jobs, {job_id: ahead[_array_number(job_id)] for job_id in queued if _array_number(job_id) in ahead}
+    return jobs, {job_id: ahead[number] for job_id in queued if (number := _array_number(job_id)) in ahead}
 
 
-def _array_number(row: str) -> str:
-    """Returns the job or array number at the beginning of a row or id: "12_[0-3]|..." -> "12", "12+1" -> "12"."""
-    return re.split(r"[|_+]", row, maxsplit=1)[0]
+def _array_number(job_id: str) -> str:
+    """Returns the job or array number of an id: "12_[0-3]" -> "12", "12+1" -> "12"."""
+    return re.split(r"[_+]", job_id, maxsplit=1)[0]
 
 
 def _num_elements(job_ids: str) -> int:
@@ -223,16 +220,6 @@ def expand_array_id(text: str) -> list[str]:
         )
     indices = (range(int(one[1]), int(one[2] or one[1]) + 1, int(one[3] or 1)) for one in found)
     return [f"{match[1]}_{index}" for part in indices for index in part]
-
-
-def parse_named(text: str) -> dict[tuple[str, str], str]:
-    """Returns the jobs in the output of `squeue -h --me -n NAMES -o NAMED_FORMAT`: (name, script) -> job or array id.
-
-    Only jobs of this user with exactly these names are asked for, so nobody else's text is in it. The script comes
-    last, since "|" may be part of its path.
-    """
-    rows = (line.split("|", 2) for line in text.splitlines())
-    return {(row[1], row[2]): row[0] for row in rows if len(row) == 3 and row[0].isdigit()}
 
 
 def parse_record(text: str) -> dict[str, str]:

@@ -90,8 +90,7 @@ def _of_cluster(associations: Sequence[Association], cluster: str) -> list[Assoc
 def preemption_in(facts: SiteFacts, qos: str, partition: str) -> Preemption:
     """Returns what a preemption does to a job of a QOS and a partition; nothing where nobody could preempt it."""
     record, found = facts.record(partition), facts.qos_named(qos)
-    columns = {} if found is None else {"GraceTime": f"{found.grace_s:.0f}", "PreemptMode": found.preempt_mode}
-    preemption = read_preemption(facts.settings, qos=columns, partition=record)
+    preemption = read_preemption(facts.settings, qos=found, partition=record)
     nobody = Preemption(by="nobody", mode="OFF", grace_s=0.0, kill_wait_s=preemption.kill_wait_s)
     if preemption.by == "qos" and found is not None and not preempting_qos(facts, qos):
         return nobody

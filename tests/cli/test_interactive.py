@@ -128,9 +128,7 @@ def test_an_allocation_that_is_too_small_writes_nothing(shell: Any) -> None:
 
 def allocation(nodes: tuple[str, ...], tasks: tuple[int, ...]) -> Allocation:
     return Allocation(
-        job_id=1,
-        array_job_id=None,
-        array_task_id=None,
+        requeue_id="1",
         restart_count=0,
         nodes=nodes,
         tasks_per_node=tasks,

@@ -49,7 +49,7 @@ class FakeSlurmCommands:
         self.listed_partitions = [four_by_eight()]
         self.config = {"MaxArraySize": "1001", "JobRequeue": "1"}
         self.verdict = TestVerdict(is_accepted=True)
-        self.qos: dict[str, dict[str, str]] = {}
+        self.qos: dict[str, Qos] = {}
         self.accounts: dict[str, list[str]] = {}
         self.error: ClusterError | None = None
         self.cancelled: list[str] = []
@@ -57,7 +57,6 @@ class FakeSlurmCommands:
         self.tested: list[Path] = []
         self.running_steps: dict[str, str] = {}
         self.stuck_steps: set[str] = set()
-        self.named: dict[tuple[str, str], str] = {}
         self.past: dict[str, list[str]] = {}
         self.ahead: dict[str, int] = {}
         self.scripts: dict[str, str] = {}
@@ -80,11 +79,6 @@ class FakeSlurmCommands:
     def accounted(self, job_ids: Iterable[str]) -> dict[str, JobState]:
         return self.job_states(job_ids)
 
-    def named_jobs(self, names: Iterable[str]) -> dict[tuple[str, str], str]:
-        self._fail_if_told()
-        wanted = set(names)
-        return {key: job_id for key, job_id in self.named.items() if key[0] in wanted}
-
     def own_scripts(self) -> dict[str, str]:
         self._fail_if_told()
         return dict(self.scripts)
@@ -99,8 +93,8 @@ class FakeSlurmCommands:
         self._fail_if_told()
         return {"PartitionName": name, "GraceTime": "0", "PreemptMode": "REQUEUE"}
 
-    def show_qos(self, name: str) -> dict[str, str]:
-        return dict(self.qos.get(name, {}))
+    def show_qos(self, name: str) -> Qos | None:
+        return self.qos.get(name)
 
     def show_partitions(self) -> list[dict[str, str]]:
         return [self.show_partition(partition.name) for partition in self.listed_partitions]
@@ -111,9 +105,9 @@ class FakeSlurmCommands:
             Association(cluster="fake", account=account, is_default=True) for account in self.accounts.get(user, [])
         ]
 
-    def all_qos(self) -> list[Qos]:
+    def all_qos(self, *where: str) -> list[Qos]:
         self._fail_if_told()
-        return [Qos(name=name) for name in self.qos]
+        return list(self.qos.values())
 
     def show_config(self) -> dict[str, str]:
         self._fail_if_told()

@@ -48,19 +48,13 @@ def test_the_script_is_the_golden_file(name: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_without_a_container_nothing_is_different() -> None:
-    plan = make_plan(cluster={})
-    ranks = RankCommand(plan.config, plan.run, plan.directory)
-    assert ranks.words(python="/p") == ["/p", "-m", "slurm_train", "worker", str(plan.run.path)]
-    assert ranks.step_flags({}) == {}
-
-
 def binds(plan: RunPlan) -> list[str]:
     words = command(plan)
     return [words[index + 1] for index, word in enumerate(words) if word == "--bind"]
 
 
 def test_the_run_its_code_and_its_data_are_there_without_being_named() -> None:
+    assert "--nv" in command(planned(IMAGE)) and "--nv" not in command(planned(IMAGE, cluster={"gpu_flag": "none"}))
     assert binds(planned(IMAGE)) == [
         f"{HOST_PACKAGE}:/opt/slurm_train/slurm_train:ro",
         "/scratch/me/runs",
@@ -99,11 +93,6 @@ def test_an_image_is_a_path_or_a_name(image: str, kind: str, word: str) -> None:
     assert word in (flags["container-image"] if kind == "pyxis" else command(plan))
 
 
-def test_ranks_without_gpus_ask_for_no_driver() -> None:
-    assert "--nv" in command(planned(IMAGE))
-    assert "--nv" not in command(planned(IMAGE, cluster={"gpu_flag": "none"}))
-
-
 def test_no_value_of_a_variable_is_on_a_command_line() -> None:
     plan = planned(PYXIS, cluster={"env": {"NCCL_DEBUG": "verbose-value"}, "export": ["WANDB_API_KEY", "MY_*"]})
     words = render(plan).partition("srun ")[2]
@@ -119,6 +108,7 @@ def test_no_value_of_a_variable_is_on_a_command_line() -> None:
         ({"mounts": ["data"]}, "container.mounts has 'data'"),
         ({"mounts": ["/a:/b:ro:x"]}, "container.mounts has '/a:/b:ro:x'"),
         ({"mounts": ["/a,/b"]}, "which a container cannot be given"),
+        ({"mounts": ["/a\\b"]}, "which a container cannot be given"),
         ({"image": ""}, "container.image='' names no image"),
         ({"image": "a\nb"}, "container.image='a\\nb' names no image"),
     ],
@@ -127,10 +117,7 @@ def test_what_a_container_cannot_be_told_is_refused(change: dict[str, Any], mess
     with pytest.raises(ConfigError) as caught:
         render(planned({**IMAGE, **change}))
     assert message in caught.value.message and caught.value.hint
-
-
-def test_a_run_in_a_path_with_a_colon_is_refused() -> None:
-    with pytest.raises(ConfigError, match="which a container cannot be given"):
+    with pytest.raises(ConfigError, match="the run uses the path '/home/me/a:b', which a container cannot be given"):
         render(make_plan("/home/me/a:b", container=IMAGE, cluster={}, run={"root": "/scratch"}))
 
 

@@ -105,31 +105,28 @@ def test_what_the_nodes_or_the_model_cannot_do_is_refused(
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task": {"_target_": "x.main"}, "model": None}, "has to make its own groups"),
+        (
+            {"ddp": DdpSection(comm="bf16")},
+            "sends less of whole gradients, which dp_replicate 2 x cp 2 does",
+        ),
+        ({"batch": BatchSection(by_length=True)}, "parallel.cp=2 was asked with batch.by_length=true"),
+    ],
+)
+def test_a_cut_run_cannot_do_everything(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_layout(replace(config_of(GPT, cp=2), **change), World((4,)))
+
+
 def test_interleaved_stages_need_equal_rounds() -> None:
     config, layout = config_of(GPT, pp=2, stages_per_rank=2), ParallelLayout(pp=2)
     for accumulation in (2, 3, 4):
         check_pipeline(config, layout, BatchPlan(local_size=1, ranks=1, accumulation=accumulation))
     with pytest.raises(BatchError, match=r"interleaved stages on 2 ranks need rounds of equally many micro-batches"):
         check_pipeline(config, layout, BatchPlan(local_size=1, ranks=1, accumulation=5))
-
-
-def test_a_task_makes_its_own_groups() -> None:
-    config = RunConfig(task={"_target_": "x.main"}, parallel=ParallelSection(tp=2))
-    with pytest.raises(ConfigError, match="has to make its own groups"):
-        plan_layout(config, World((2,)))
-
-
-def test_a_cut_model_does_not_send_less_of_whole_gradients() -> None:
-    config = replace(config_of(GPT, dp_shard=4), ddp=DdpSection(comm="bf16"))
-    with pytest.raises(ConfigError, match=r"sends less of whole gradients, which .* does not exchange"):
-        plan_layout(config, World((4,)))
-    assert plan_layout(replace(config, parallel=ParallelSection()), World((4,))).is_replicated
-
-
-def test_sequences_of_many_lengths_are_not_cut() -> None:
-    config = replace(config_of(GPT, cp=2), batch=BatchSection(by_length=True))
-    with pytest.raises(ConfigError, match=r"parallel\.cp=2 was asked with batch\.by_length=true"):
-        plan_layout(config, World((4,)))
 
 
 def test_the_rows_name_groups_links_and_idle_time() -> None:
@@ -219,14 +216,6 @@ def test_a_world_that_cannot_be_is_refused(values: dict[str, Any], message: str,
         plan_world(build_config(RunConfig, values), {})
     assert caught.value.message.startswith(message)
     assert caught.value.hint.startswith(hint)
-
-
-VISIBLE = [("0", 1), ("0,1,2,3", 4), ("", 0), ("-1", 0), (" ", 0), ("GPU-aaaa,GPU-bbbb", 2)]
-
-
-@pytest.mark.parametrize(("visible", "count"), VISIBLE)
-def test_visible_devices_are_counted(visible: str, count: int) -> None:
-    assert count_local_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
 
 
 @pytest.mark.parametrize(

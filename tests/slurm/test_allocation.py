@@ -30,17 +30,6 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in names}
 
 
-def test_a_plain_job_gives_every_field() -> None:
-    assert Allocation.from_env(BATCH) == Allocation(
-        job_id=8,
-        array_job_id=None,
-        array_task_id=None,
-        restart_count=0,
-        nodes=("node1", "node2"),
-        tasks_per_node=(2, 2),
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "field", "value"),
     [

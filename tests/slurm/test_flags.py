@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import random
 import shlex
-import subprocess
-import sys
 
 import pytest
 
@@ -56,11 +54,6 @@ def test_flag_values_that_would_not_arrive_are_refused(value: str, message: str)
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["nodes", "mem-per-cpu", "gpus-per-node", "open-mode", "c2"])
-def test_flag_names(name: str) -> None:
-    assert check_flag_name(name) == name
-
-
 @pytest.mark.parametrize(
     "name", ["", "-n", "--nodes", "Nodes", "a b", "a=b", "a\n", "a\n#SBATCH --wrap", "a_b", "a--b", "a-", "\u00e9"]
 )
@@ -69,14 +62,15 @@ def test_flag_names_that_are_none_are_refused(name: str) -> None:
         check_flag_name(name)
 
 
-def test_directives() -> None:
+def test_directives_and_names_that_are_fine() -> None:
+    assert [check_env_name(name) for name in ("_x", "SLURM_CONF", "PMIX_MCA_gds")] == [
+        "_x",
+        "SLURM_CONF",
+        "PMIX_MCA_gds",
+    ]
+    assert check_env_value("C:\\x") == "'C:\\x'"
     assert sbatch_line("job-name", "my run") == "#SBATCH --job-name='my run'"
     assert sbatch_line("exclusive", None) == "#SBATCH --exclusive"
-
-
-@pytest.mark.parametrize("name", ["NCCL_DEBUG", "_x", "a1", "PYTHONPATH", "SLURM_CONF", "PMIX_MCA_gds"])
-def test_environment_names(name: str) -> None:
-    assert check_env_name(name) == name
 
 
 @pytest.mark.parametrize(
@@ -97,10 +91,6 @@ def test_environment_names_that_cannot_be_set_are_refused(name: str, message: st
     with pytest.raises(ConfigError) as caught:
         check_env_name(name)
     assert caught.value.message == message
-
-
-def test_environment_values_keep_backslashes_and_have_no_length_limit() -> None:
-    assert shlex.split(check_env_value("C:\\x " + "y" * 5000)) == ["C:\\x " + "y" * 5000]
 
 
 def _hostile(rng: random.Random) -> str:
@@ -126,14 +116,3 @@ def test_ten_thousand_hostile_strings_are_refused_or_arrive_unchanged() -> None:
     flags = sum(_round_trip(check_flag_value, value) for value in values)
     variables = sum(_round_trip(check_env_value, value) for value in values)
     assert 3000 < flags <= variables < 9000
-
-
-def test_bash_exports_hostile_values_byte_for_byte() -> None:
-    rng = random.Random(9)
-    values = [value for value in (_hostile(rng) for _ in range(600)) if _round_trip(check_env_value, value)]
-    lines = [f"export V{index}={check_env_value(value)}" for index, value in enumerate(values)]
-    show = f"{sys.executable} -c 'import os; print([os.environ[f\"V{{i}}\"] for i in range({len(values)})])'"
-    script = "\n".join(["set -eu", *lines, show])
-    env = {"PATH": "/usr/bin:/bin", "PYTHONUTF8": "1"}
-    done = subprocess.run(["bash"], input=script, env=env, capture_output=True, encoding="utf-8", check=True)
-    assert done.stdout.strip() == repr(values)

@@ -21,9 +21,9 @@ from slurm_train.slurm.policy import (
     parse_gpus,
     parse_qos,
     parse_sinfo,
-    parse_time_limit_min,
     read_preemption,
     read_verdict,
+    time_limit_min,
     tres_gpus,
 )
 
@@ -37,20 +37,6 @@ def group(num_nodes: int, gpus: int, gpu_type: str, cpus: int, memory_mb: int, s
         memory_per_node_mb=memory_mb,
         state=state,
     )
-
-
-def test_recorded_devcluster(recorded: Callable[[str], str]) -> None:
-    assert parse_sinfo(recorded("sinfo_devcluster")) == [
-        Partition(
-            name="main",
-            is_default=True,
-            state="up",
-            max_nodes=None,
-            max_time_min=1440,
-            default_time_min=60,
-            groups=(group(2, 8, "", 64, 512000, "mix"), group(2, 8, "", 64, 512000, "idle")),
-        )
-    ]
 
 
 def test_recorded_cluster_of_mixed_nodes(recorded: Callable[[str], str]) -> None:
@@ -67,11 +53,6 @@ def test_recorded_cluster_of_mixed_nodes(recorded: Callable[[str], str]) -> None
     )
     assert [mixed.num_nodes_with(gpus=gpus) for gpus in (0, 4, 5, 8, 9)] == [6, 6, 4, 4, 0]
     assert (closed.state, closed.max_time_min) == ("down", 60)
-
-
-def test_a_partition_without_nodes() -> None:
-    (empty,) = parse_sinfo("new|new|up|0|1-infinite|infinite|n/a||0|0|n/a\n")
-    assert (empty.num_nodes, empty.gpus_per_node, empty.cpus_per_node, empty.groups) == (0, 0, 0, ())
 
 
 def test_nodes_that_differ_within_a_line_count_as_the_smallest() -> None:
@@ -121,31 +102,6 @@ def test_gpus_of_a_job(tres: str, gpus: int | None) -> None:
     assert tres_gpus(tres) == gpus
 
 
-@pytest.mark.parametrize(
-    ("text", "minutes"),
-    [
-        ("infinite", None),
-        ("UNLIMITED", None),
-        ("n/a", None),
-        ("1-00:00:00", 1440),
-        ("7-12:30:00", 10830),
-        ("2-12", 3600),
-        ("1:00:00", 60),
-        ("30:00", 30),
-        ("45", 45),
-        ("0:30", 0),
-    ],
-)
-def test_time_limits(text: str, minutes: int | None) -> None:
-    assert parse_time_limit_min(text) == minutes
-
-
-@pytest.mark.parametrize("text", ["", "x", "1:2:3:4", "-5", "1-", "1 h"])
-def test_other_time_limits_are_refused(text: str) -> None:
-    with pytest.raises(ClusterError, match="is not a time limit"):
-        parse_time_limit_min(text)
-
-
 def test_nodes_that_are_down_or_drained_are_not_usable() -> None:
     two = group(2, 0, "", 1, 1, "idle")
     states = ("idle", "mix", "alloc", "down*", "drain", "drng", "idle*", "alloc-")
@@ -179,6 +135,34 @@ def test_qos_with_limits_and_victims() -> None:
     ]
 
 
+PARTITION = {"GraceTime": "40", "PreemptMode": "CANCEL"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "cluster_mode", "mode", "outcome", "found_mode", "grace_s"),
+    [
+        ("preempt/qos", "CANCEL", "requeue", "requeued", "REQUEUE", 15.0),
+        ("preempt/qos", "CANCEL", "cluster", "cancelled", "CANCEL", 15.0),
+        ("preempt/qos", "REQUEUE", "", "requeued", "REQUEUE", 15.0),
+        ("preempt/partition_prio", "REQUEUE", "CANCEL", "cancelled", "CANCEL", 40.0),
+        ("preempt/partition_prio", "REQUEUE", "OFF", "never", "OFF", 0.0),
+        ("preempt/partition_prio", "REQUEUE", "SUSPEND", "suspended", "SUSPEND", 0.0),
+        ("preempt/partition_prio", "REQUEUE", "GANG,SUSPEND", "suspended", "GANG,SUSPEND", 40.0),
+        ("preempt/none", "OFF", "requeue", "never", "OFF", 0.0),
+        ("", "", "requeue", "never", "OFF", 0.0),
+    ],
+)
+def test_the_side_that_preempts_decides_what_becomes_of_a_job(
+    kind: str, cluster_mode: str, mode: str, outcome: str, found_mode: str, grace_s: float
+) -> None:
+    settings = {"PreemptType": kind, "PreemptMode": cluster_mode, "KillWait": "30 sec"}
+    qos = Qos(name="normal", grace_s=15.0, preempt_mode=mode)
+    found = read_preemption(settings, qos=qos, partition=PARTITION | {"PreemptMode": mode})
+    assert (found.outcome, found.mode, found.grace_s, found.kill_wait_s) == (outcome, found_mode, grace_s, 30.0)
+    unknown = read_preemption(settings, qos=None, partition={})
+    assert (unknown.grace_s, unknown.mode) == (0.0, cluster_mode if outcome != "never" or "prio" in kind else "OFF")
+
+
 def test_lines_of_another_form_are_passed_over() -> None:
     assert parse_associations("You are not running a supported accounting_storage plugin\n\n||||| \n") == []
     assert parse_qos("a|b\n|0|00:00:00|||\n") == []
@@ -198,47 +182,9 @@ def test_lines_of_another_form_are_passed_over() -> None:
         ("N/A", None),
     ],
 )
-def test_durations_as_slurm_writes_them(text: str, seconds: float | None) -> None:
+def test_times_as_slurm_writes_them(text: str, seconds: float | None) -> None:
     assert duration_s(text) == seconds
-
-
-QOS = {"GraceTime": "00:00:15", "PreemptMode": "requeue"}
-PARTITION = {"GraceTime": "40", "PreemptMode": "CANCEL"}
-
-
-@pytest.mark.parametrize(
-    ("preempt_type", "change", "expected"),
-    [
-        ("preempt/qos", {}, 15.0),
-        ("preempt/partition_prio", {}, 40.0),
-        ("preempt/none", {}, 0.0),
-        ("preempt/qos", {"PreemptMode": "OFF"}, 0.0),
-        ("preempt/partition_prio", {"PreemptMode": "SUSPEND"}, 0.0),
-        ("preempt/qos", {"GraceTime": ""}, 0.0),
-    ],
-)
-def test_grace_is_that_of_the_side_that_preempts(preempt_type: str, change: dict[str, str], expected: float) -> None:
-    settings = {"PreemptType": preempt_type}
-    assert read_preemption(settings, qos=QOS | change, partition=PARTITION | change).grace_s == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "cluster_mode", "change", "outcome", "mode"),
-    [
-        ("preempt/qos", "CANCEL", {}, "requeued", "REQUEUE"),
-        ("preempt/qos", "CANCEL", {"PreemptMode": "cluster"}, "cancelled", "CANCEL"),
-        ("preempt/qos", "REQUEUE", {"PreemptMode": ""}, "requeued", "REQUEUE"),
-        ("preempt/partition_prio", "REQUEUE", {}, "cancelled", "CANCEL"),
-        ("preempt/partition_prio", "REQUEUE", {"PreemptMode": "OFF"}, "never", "OFF"),
-        ("preempt/partition_prio", "REQUEUE", {"PreemptMode": "GANG,SUSPEND"}, "suspended", "GANG,SUSPEND"),
-        ("preempt/none", "OFF", {}, "never", "OFF"),
-        ("", "", {}, "never", "OFF"),
-    ],
-)
-def test_what_a_preemption_does(kind: str, cluster_mode: str, change: dict[str, str], outcome: str, mode: str) -> None:
-    settings = {"PreemptType": kind, "PreemptMode": cluster_mode, "KillWait": "30 sec"}
-    found = read_preemption(settings, qos=QOS | change, partition=PARTITION | change)
-    assert (found.outcome, found.mode, found.kill_wait_s) == (outcome, mode, 30.0)
+    assert time_limit_min(text) == (None if seconds is None else seconds // 60)
 
 
 @pytest.mark.parametrize(
@@ -263,17 +209,10 @@ def test_preemption_in_words(mode: str, kill_wait_s: float | None, words: str) -
 
 def test_an_accepted_script_has_an_estimated_start() -> None:
     text = "sbatch: Job 5 to start at 2026-11-20T09:38:00 using 4 processors on nodes node[1-4] in partition main\n"
-    assert read_verdict(0, text) == TestVerdict(
-        is_accepted=True, start="2026-11-20T09:38:00", nodelist="node[1-4]", partition="main"
-    )
-
-
-def test_a_heterogeneous_job_is_estimated_in_other_words() -> None:
-    text = "sbatch: Job 34 to start at 2026-11-20T09:52:18 using 6 processors on node2\n"
-    assert read_verdict(0, text) == TestVerdict(is_accepted=True, start="2026-11-20T09:52:18", nodelist="node2")
-
-
-def test_an_accepted_script_without_an_estimate() -> None:
+    start = "2026-11-20T09:38:00"
+    assert read_verdict(0, text) == TestVerdict(is_accepted=True, start=start, nodelist="node[1-4]", partition="main")
+    heterogeneous = f"sbatch: Job 34 to start at {start} using 6 processors on node2\n"
+    assert read_verdict(0, heterogeneous) == TestVerdict(is_accepted=True, start=start, nodelist="node2")
     assert read_verdict(0, "") == TestVerdict(is_accepted=True)
 
 

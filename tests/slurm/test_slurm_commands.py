@@ -57,7 +57,7 @@ def test_one_squeue_call_answers_for_all_jobs() -> None:
 
 
 def test_what_squeue_does_not_know_is_asked_of_sacct() -> None:
-    script = Script(squeue=ok(RUNNING_7), sacct=ok(ENDED_8))
+    script = Script(squeue=ok(RUNNING_7), sacct=ok(ENDED_8 + ENDED_8.replace("8|", "7|", 1)))
     found = slurm(script).job_states(["7", "8", "99"])
     assert {job_id: (job.phase, job.source) for job_id, job in found.items()} == {
         "7": (Phase.RUNNING, "squeue"),
@@ -86,58 +86,21 @@ def test_the_queue_is_one_squeue_about_these_jobs_or_about_all() -> None:
         ["squeue", "-h", "-t", "all", "-r", "-o", "%i|%T|%r|%N|%S|%e|%P", "-j", "7,9"],
         ["squeue", "-h", "-t", "all", "-a", "-o", "%Q|%i|%T|%r|%N|%S|%e|%P"],
     ]
-    assert slurm(script).queue([]) == ({}, {}) and len(script.calls) == 2
-
-
-def test_the_queue_is_squeue_alone_and_the_accounts_are_sacct_alone() -> None:
-    script = Script(squeue=bad(AWAY), sacct=ok(ENDED_8))
-    with pytest.raises(ClusterError, match="Unable to contact"):
-        slurm(script).queue(["8"])
-    assert list(slurm(script).accounted(["8"])) == ["8"] and slurm(script).accounted([]) == {}
-    with pytest.raises(ClusterError, match="accounting is disabled"):
-        slurm(Script(sacct=bad("accounting is disabled"))).accounted(["8"])
-
-
-def test_jobs_are_found_by_name_with_the_script_that_they_came_from() -> None:
-    out = "12|sweep-a-0|/r/a b/x.sh\n12|sweep-a-0|/r/a b/x.sh\n14|sweep-a-1|/r/y|z.sh\nbroken line\n"
-    script = Script(squeue=ok(out))
-    found = slurm(script).named_jobs(["sweep-a-0", "sweep-a-1"])
-    assert found == {("sweep-a-0", "/r/a b/x.sh"): "12", ("sweep-a-1", "/r/y|z.sh"): "14"}
-    assert script.calls == [
-        ["squeue", "-h", "--me", "-t", "all", "-o", "%F|%j|%o", "-n", "sweep-a-0,sweep-a-1"],
-    ]
-
-
-def test_squeue_wins_over_sacct() -> None:
-    script = Script(squeue=ok(RUNNING_7.replace("7|", "7_0|", 1)), sacct=ok(ENDED_8.replace("8|", "7_0|", 1)))
-    assert slurm(script).job_states(["7"])["7_0"].phase is Phase.RUNNING
-
-
-def test_a_single_job_that_is_gone_is_no_error() -> None:
-    script = Script(squeue=bad(GONE), sacct=bad("Slurm accounting storage is disabled\n"))
-    assert slurm(script).job_states(["7"]) == {}
-
-
-def test_without_a_controller_sacct_answers() -> None:
-    script = Script(squeue=bad(AWAY), sacct=ok(ENDED_8))
-    assert list(slurm(script).job_states(["8"])) == ["8"]
+    assert slurm(script).queue([]) == ({}, {}) and slurm(script).accounted([]) == slurm(script).job_states([]) == {}
+    assert len(script.calls) == 2
 
 
 def test_without_any_answer_the_error_is_that_of_squeue() -> None:
     script = Script(squeue=bad(AWAY), sacct=bad("sacct: error: no database\n"))
     with pytest.raises(ClusterError) as caught:
         slurm(script).job_states(["8"])
+    assert list(slurm(Script(squeue=bad(AWAY), sacct=ok(ENDED_8))).job_states(["8"])) == ["8"]
+    gone = Script(squeue=bad(GONE), sacct=bad("Slurm accounting storage is disabled\n"))
+    assert slurm(gone).job_states(["8"]) == {}
     assert caught.value.message == (
         "`squeue -h -t all -r -o '%i|%T|%r|%N|%S|%e|%P' -j 8` ended with exit code 1: "
         "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     )
-
-
-def test_no_jobs_asked_is_no_command() -> None:
-    script = Script()
-    assert slurm(script).job_states([]) == {}
-    slurm(script).cancel([])
-    assert script.calls == []
 
 
 @pytest.mark.parametrize("job_id", ["", "7;reboot", "--me", "7\n", "7,8", "7_[1-2]"])
@@ -164,7 +127,9 @@ def test_only_job_ids_reach_a_command(job_id: str) -> None:
 def test_cancelling_a_job_that_has_ended_is_no_error(stderr: str) -> None:
     script = Script(scancel=bad(stderr) if stderr else ok())
     slurm(script).cancel(["7", "9_1"])
-    assert script.calls == [["scancel", "7", "9_1"]]
+    slurm(script).cancel([])
+    slurm(script).cancel_step("7.0", kill=True)
+    assert script.calls == [["scancel", "7", "9_1"], ["scancel", "--signal=KILL", "7.0"]]
 
 
 def test_cancelling_somebody_elses_job_is_an_error() -> None:
@@ -194,21 +159,8 @@ def test_a_refused_requeue_is_an_error_and_an_absent_controller_is_another() -> 
     for words in ("Unable to contact slurm controller (connect failure)", "Unexpected message received"):
         with pytest.raises(ControllerAway, match=r"connect failure|Unexpected message"):
             slurm(Script(scontrol=bad(f"slurm_load_jobs error: {words}\n"))).requeue("7")
-
-
-def test_a_command_that_was_killed_has_given_no_answer() -> None:
     with pytest.raises(ControllerAway, match=r"ended with exit code -15"):
-        slurm(Script(scontrol=bad("", -15))).show_job("7")
-
-
-def test_requeue_is_allowed_and_nodes_are_excluded_by_update() -> None:
-    script = Script(scontrol=ok())
-    slurm(script).allow_requeue("7_1")
-    slurm(script).exclude_nodes("7", "node2")
-    assert script.calls == [
-        ["scontrol", "update", "JobId=7_1", "Requeue=1"],
-        ["scontrol", "update", "JobId=7", "ExcNodeList=node2"],
-    ]
+        slurm(Script(scontrol=bad("", -15))).requeue("7")
 
 
 def test_steps_are_listed_and_ended_one_by_one() -> None:
@@ -225,12 +177,6 @@ def test_the_ends_of_earlier_starts_come_from_accounting() -> None:
     script = Script(sacct=ok("NODE_FAIL\nCANCELLED by 0\nRUNNING\n"))
     assert slurm(script).ended_states("7") == ["NODE_FAIL", "CANCELLED"]
     assert slurm(Script(sacct=bad("no accounting\n"))).ended_states("7") == []
-
-
-def test_partitions_come_from_one_call() -> None:
-    script = Script(sinfo=ok("main|main*|up|4|1-infinite|infinite|n/a|gpu:8|64|512000|idle\n"))
-    assert [partition.name for partition in slurm(script).partitions()] == ["main"]
-    assert script.calls == [["sinfo", "-h", "-e", "-o", "%R|%P|%a|%D|%s|%l|%L|%G|%c|%m|%t"]]
 
 
 def test_a_refusal_is_a_verdict_and_an_absent_controller_is_not() -> None:
@@ -258,13 +204,6 @@ def test_a_missing_command_says_where_to_go(tmp_path: Path) -> None:
         "there is no sinfo on this machine\n"
         "hint: run this where Slurm's commands are (a login node), or without +cluster to train on this machine"
     )
-
-
-@pytest.mark.parametrize("stderr", ["", "scancel: error: Kill job error on job id 7.0: Invalid job id specified\n"])
-def test_a_step_is_killed_and_one_that_ended_is_no_error(stderr: str) -> None:
-    script = Script(scancel=bad(stderr) if stderr else ok())
-    slurm(script).cancel_step("7.0", kill=True)
-    assert script.calls == [["scancel", "--signal=KILL", "7.0"]]
 
 
 def test_a_command_that_hangs_is_ended() -> None:
