@@ -32,9 +32,6 @@ LAYERS = [
     {"__main__"},
 ]
 
-# The core calls a tool here and nowhere else.
-HOOKS = {("train.preflight", "tools.doctor.preflight")}
-
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
 TORCH_FREE_ROOMS = (
     *("config", "slurm", "rundir", "launch", "supervise", "cli", "status", "estimate", "tools"),
@@ -57,7 +54,6 @@ TORCH_FREE_MODULES = (
     "tools.trackers.sidecars",
     "tools.trackers.catalogue",
     "tools.trackers.follow",
-    "train.preflight",
     "train.script",
     "train.signals",
 )
@@ -157,7 +153,7 @@ def wrong_layers(tree: Tree) -> list[str]:
     for module in tree.paths:
         for other in tree.imports(module):
             mine, theirs = level_of(room_of(module)), level_of(room_of(other))
-            if room_of(module) == room_of(other) or (module, other) in HOOKS or mine is None or theirs is None:
+            if room_of(module) == room_of(other) or mine is None or theirs is None:
                 continue
             if theirs >= mine:
                 found.append(f"{module} imports {other}")

@@ -26,7 +26,7 @@ from slurm_train.rundir.events import fatal_line, read_preflight
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.site import default_account, default_qos, gather_facts, login_name
-from slurm_train.tools.doctor.site_rules import SiteView, in_words, rules, site_table
+from slurm_train.tools.doctor.site_rules import SiteView, find_site_facts, in_words, site_table
 from slurm_train.verbs import parse
 
 _RUNTIMES = ("apptainer", "singularity", "enroot", "podman", "docker", "shifter", "sarus")
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
     if arguments.settings:
         return _check_nodes(arguments.settings, dict(os.environ), as_json=arguments.json)
     view = _ask_site(os.environ)
-    findings = rules.find(view)
+    findings = find_site_facts(view)
     table, sentences = (site_table(view), in_words(view)) if view.settings else ({}, [])
     if arguments.json:
         facts = {"site": table, "in_words": sentences} if table else {}

@@ -49,7 +49,6 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.environment import node_name
 from slurm_train.status.activity import live_holder
 from slurm_train.supervise.hang import recording_environment
-from slurm_train.train.preflight import preflight
 from slurm_train.train.signals import StopFlag, release_continue, start_orphan_watchdog, was_continued
 
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
@@ -161,10 +160,14 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag) -> int:
         timeout_s=config.train.start_timeout_s,
         secret=attempt_secret(run, attempt, wait_s=60.0 if _ATTEMPT in env else 0.0),
     )
-    variables = preflight(run, config, place, point, plan=plan, env=env)
-    # gloo and NCCL read them from the process.
-    os.environ.update(variables)
-    env = {**env, **variables}
+    # On this machine alone there is no network between the ranks, and no other user's node to warn of.
+    if config.cluster is not None and config.preflight.enabled and "SLURM_STEP_ID" in env:
+        from slurm_train.tools.doctor.preflight import run_preflight
+
+        variables = run_preflight(run, config, place, point, plan=plan, env=env)
+        # gloo and NCCL read them from the process.
+        os.environ.update(variables)
+        env = {**env, **variables}
     heartbeat.mark("start")
     if config.preflight.only:
         return EXIT_DONE

@@ -16,7 +16,7 @@ from slurm_train.rundir.events import read_preflight
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import unix_s
-from slurm_train.tools.doctor.node_rules import OTHER_CODES, rules
+from slurm_train.tools.doctor.node_rules import HINTS, OTHER_CODES
 from tests.campaigns.preflight_faults import FAULTS, Fault, Scene, missing_for
 from tests.campaigns.record import Result, Tally, Trial
 from tests.campaigns.victims import at_work
@@ -132,7 +132,7 @@ def _codes_said(run: RunDirectory) -> list[str]:
     log = run.logs / "batch.log"
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     said = (line.removeprefix("slurm_train: ") for line in lines if line.startswith("slurm_train: "))
-    found = [line for line in said if line.partition(" ")[0].rstrip(":") in (*rules.codes, *OTHER_CODES)]
+    found = [line for line in said if line.partition(" ")[0].rstrip(":") in (*HINTS, *OTHER_CODES)]
     # A rank that fails after the preflight says so in the attempt's note alone.
     return found or [line for line in lines if "COLLECTIVE" in line]
 

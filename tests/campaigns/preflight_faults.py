@@ -193,7 +193,7 @@ FAULTS: tuple[Fault, ...] = (
         code="LOOPBACK",
         what="node2's own name is 127.0.1.1, as Debian has it; gloo is led along the route",
         is_error=False,
-        expects="node2: resolves its own name node2 to itself (127.0.1.1)",
+        expects="node2: resolves its own name node2 to 127.0.1.1",
         trains=True,
         cause=lambda scene: broken.other_hosts("node2", scene.scratch, name="node2", address="127.0.1.1"),
     ),
@@ -281,14 +281,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         code="GPU_SICK",
         what="a stand-in for NVML on node2 says that there were uncorrected errors",
-        expects="node2: GPU 0, 1: 3 uncorrected memory errors",
+        expects="node2: GPU 0: 3 uncorrected memory errors",
         prepared=_nvml(ecc=3),
     ),
     Fault(
         code="GPU_SICK",
         what="a stand-in for NVML on node2 says that the GPUs are slowed down",
         is_error=False,
-        expects="node2: GPU 0, 1: slowed down by heat",
+        expects="node2: GPU 0: slowed down by heat",
         prepared=_nvml(throttle=0x40),
     ),
     Fault(
@@ -345,7 +345,7 @@ FAULTS: tuple[Fault, ...] = (
         what="the local disk of node2 is a full tmpfs",
         prepared=_local_disk,
         cause=lambda scene: broken.full_disk("node2", scene.scratch / "local"),
-        expects="(checkpoint.local_dir) is full: No space left on device",
+        expects="(checkpoint.local_dir): No space left on device",
     ),
     Fault(
         code="CLOCK_SKEW",
@@ -359,14 +359,14 @@ FAULTS: tuple[Fault, ...] = (
         what="slurmd on node2 is bound to one CPU",
         is_error=False,
         cause=lambda _: broken.bound_to_cpu("node2"),
-        expects="node2: 2 ranks may use nothing but CPU 0 of",
+        expects="node2: 2 ranks may use CPUs 0 of",
     ),
     Fault(
         code="LIMITS",
         # Slurm passes on soft limits alone, and a rank raises its own as far as the hard one allows.
         what="slurmd of node2 has a hard limit of 120 open files",
         cause=lambda _: broken.few_files("node2", 120),
-        expects="LIMITS node2: a rank may open 120 files, it needs 1024",
+        expects="LIMITS node2: a rank may open 120 files, it should have 1024",
     ),
     Fault(
         code="SLOW_NODE",

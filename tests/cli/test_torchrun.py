@@ -20,7 +20,7 @@ from slurm_train.distributed.ports import probe_port
 from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.preflight import preflight
+from slurm_train.tools.doctor.preflight import run_preflight
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.waiting import wait_for
 
@@ -46,7 +46,7 @@ def test_the_preflight_is_left_out_under_torchrun_and_says_so(
     for rank in range(2):
         place = RankPlace(rank=rank, local_rank=rank, node_rank=0, world_size=2, local_world_size=2, host="node1")
         point = MeetingPoint(master_addr="node1", ports=[1], run_id="run", attempt=0, timeout_s=1.0, secret="s")
-        assert preflight(RunDirectory(tmp_path), config, place, point, plan={}, env=env) == {}
+        assert run_preflight(RunDirectory(tmp_path), config, place, point, plan={}, env=env) == {}
     assert capsys.readouterr().err.count("preflight: left out, as torchrun's ranks have met") == 1
 
 

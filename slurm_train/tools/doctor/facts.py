@@ -1,12 +1,21 @@
-"""What ranks and nodes report of themselves and of each other: plain values that travel as JSON, without a judgement.
+"""What ranks and nodes report of themselves and of each other, and the findings that rules make of it: plain values.
 
-A rank reports little, since there are many; the first rank of each node reports for the node. "" and None mean not
-known, and what is not known is no finding.
+A rank reports little, since there are many; the first rank of each node reports for the node. Reports travel as JSON:
+`asdict` of a value here, `decode` on the other side. "" and None mean not known, and what is not known is no finding.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from slurm_train.config.schema import build_config
+from slurm_train.errors import ConfigError
+from slurm_train.rundir.events import Finding
+
+T = TypeVar("T")
+_ORDER = ("error", "warning", "note")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +24,6 @@ class RankFacts:
 
     rank: int
     local_rank: int
-    node_rank: int
     world_size: int
     local_world_size: int
     node: str
@@ -68,8 +76,16 @@ class DiskFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkFacts:
-    """How a node is reached and whom it can resolve."""
+class NodeFacts:
+    """One node, as its first rank sees it."""
+
+    node: str
+    node_rank: int
+    num_cpus: int = 0
+    """Of the machine."""
+    load: float = 0.0
+    """Load average of the last minute."""
+    versions: dict[str, str] = field(default_factory=dict)
 
     addresses: dict[str, str] = field(default_factory=dict)
     """Interface -> address, without the loopback."""
@@ -90,52 +106,29 @@ class NetworkFacts:
     probe_port: int = 0
     """Where this node answers the others' probes."""
 
-    @property
-    def gloo_address(self) -> str:
-        """The address that gloo would announce, "" where none is known."""
-        if self.gloo_interface:
-            return self.addresses.get(self.gloo_interface, "")
-        return self.own_addresses[0] if self.own_addresses else ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilesFacts:
-    """What a node sees of the run."""
-
-    code_index: str = ""
-    """Hash of the list of the code's files, as this node reads it."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Of what all nodes must see alike: "code", "config", "data"."""
     code_changes: list[str] = field(default_factory=list)
-    """Files that differ from that list, e.g. "train.py", "model.py (gone)"."""
-    config: str = ""
-    """Hash of the frozen configuration and plan."""
-    data: str = ""
-    """Fingerprint of the data set."""
+    """Files that differ from the list of the code's files, e.g. "train.py", "model.py (gone)"."""
     data_missing: list[str] = field(default_factory=list)
-    """Paths of the configured data that are not there, or cut short."""
+    """What of the configured data is not there or cut short, e.g. "/data/train is not there"."""
     data_empty: list[str] = field(default_factory=list)
     """Folders of the configured data with nothing in them, as a mount point without its mount."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFacts:
-    """One node, as its first rank sees it."""
-
-    node: str
-    node_rank: int
-    num_cpus: int = 0
-    """Of the machine."""
-    load: float = 0.0
-    """Load average of the last minute."""
-    network: NetworkFacts = field(default_factory=NetworkFacts)
-    files: FilesFacts = field(default_factory=FilesFacts)
     disks: list[DiskFacts] = field(default_factory=list)
+
     gpus: list[GpuFacts] | None = None
     """None where there is no NVML."""
     num_gpus: int | None = None
     """GPUs that NVML counts on the node."""
     gpu_errors: list[str] = field(default_factory=list)
     """What the driver has logged, e.g. "Xid 79 on 0000:3b:00"."""
-    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def gloo_address(self) -> str:
+        """The address that gloo would announce, "" where none is known."""
+        if self.gloo_interface:
+            return self.addresses.get(self.gloo_interface, "")
+        return self.own_addresses[0] if self.own_addresses else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +156,10 @@ class SpeedFacts:
     node: str
     work_ms: float
     """Time for a fixed piece of computing."""
-    mb_per_s: dict[str, float] = field(default_factory=dict)
-    """Peer -> speed of one connection, the slower direction."""
-    latency_us: dict[str, float] = field(default_factory=dict)
-    """Peer -> half a round trip."""
+    mb_per_s: float | None = None
+    """Speed of its fastest connection; None where it has none."""
+    latency_us: float | None = None
+    """Half a round trip to the nearest node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,43 +180,27 @@ class Trouble:
     """Other nodes that do not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PortFacts:
-    """Where rank 0 listens."""
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """What a job should be like, and everything that rank 0 knows of it."""
 
-    asked: int
-    """The first candidate: MASTER_PORT."""
-    bound: int
-    """The one that was free; 0 if none."""
-    holder: str = ""
-    """Which process holds the first one, as far as /proc shows it, e.g. "pid 7 (python)"."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the job should be like."""
-
-    nodes: tuple[str, ...]
-    """In rank order; the first is rank 0's."""
+    names: tuple[str, ...]
+    """Its nodes in rank order; the first is rank 0's."""
     world_size: int
     gpus_per_node: int = 0
     """GPUs asked of Slurm, on the node that has most; 0: none."""
     cpus_per_gpu: int | None = None
     needs_port: bool = False
     """Whether MASTER_PORT itself has to be free, as a script of one's own expects."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Evidence:
-    """What the job should be like, and everything that rank 0 knows of it."""
-
-    asked: Asked
+    port: int = 0
+    """MASTER_PORT, the first candidate."""
+    bound_port: int | None = None
+    """Where rank 0 listens; 0: every candidate is taken; None: it has not tried yet."""
     ranks: list[RankFacts] = field(default_factory=list)
     nodes: list[NodeFacts] = field(default_factory=list)
     probes: list[ProbeFacts] = field(default_factory=list)
     speeds: list[SpeedFacts] = field(default_factory=list)
     troubles: list[Trouble] = field(default_factory=list)
-    port: PortFacts | None = None
     silent: list[str] = field(default_factory=list)
     """Nodes of which some ranks never connected."""
     mute: list[str] = field(default_factory=list)
@@ -244,3 +221,45 @@ class Evidence:
     def node(self, name: str) -> NodeFacts:
         """Returns a node by name, with nothing known of one that has not reported."""
         return next((node for node in self.nodes if node.node == name), NodeFacts(node=name, node_rank=0))
+
+
+def decode(cls: type[T], value: Any) -> list[T]:
+    """Returns the facts that a rank or node has sent or written, [] where they are missing or damaged."""
+    try:
+        return [build_config(cls, value)]
+    except (ConfigError, TypeError, AttributeError):
+        return []
+
+
+def error(code: str, node: str, seen: str, *, blames: bool = False, hint: str = "") -> Finding:
+    """Returns a finding that keeps the ranks from starting; without a hint it gets that of its code."""
+    return Finding(code=code, level="error", seen=seen, todo=hint, node=node, blames_node=blames)
+
+
+def warning(code: str, node: str, seen: str, *, hint: str = "") -> Finding:
+    """Returns a finding that is printed, and the ranks start."""
+    return Finding(code=code, level="warning", seen=seen, todo=hint, node=node)
+
+
+def merge(findings: Iterable[Finding], *, nodes: Sequence[str]) -> tuple[Finding, ...]:
+    """Returns the worst first, and what several nodes have in common as one finding.
+
+    Args:
+        findings: as found, one per node.
+        nodes: all nodes; what all of several have is the fault of none.
+    """
+    alike: dict[Finding, list[Finding]] = {}
+    for finding in findings:
+        alike.setdefault(replace(finding, node="", blames_node=False), []).append(finding)
+    merged = []
+    for common, group in alike.items():
+        names = list(dict.fromkeys(finding.node for finding in group))
+        if len(names) == 1:
+            merged.append(group[0])
+        elif set(nodes) <= set(names):
+            merged.append(common)
+        else:
+            # What most nodes have is no fault of theirs.
+            blames = 2 * len(names) < len(nodes) and all(finding.blames_node for finding in group)
+            merged.append(replace(common, node=", ".join(names), blames_node=blames))
+    return tuple(sorted(merged, key=lambda finding: _ORDER.index(finding.level)))

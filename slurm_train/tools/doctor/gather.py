@@ -1,6 +1,8 @@
 """Gathers what a rank reports of itself, and the first rank of a node of its node.
 
-Reads /proc, sockets and files, within a second or two, and imports neither torch nor what it asks versions of.
+Reads /proc, sockets, files and, where nvidia-ml-py is installed (extra: gpu) and there is a driver, NVML, within a
+second or two; imports neither torch nor what it asks versions of. NVML is asked before any rank of ours uses a GPU, so
+all memory that is taken is another program's.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import string
 import struct
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,12 @@ import xxhash
 
 from slurm_train import __version__
 from slurm_train.config.schema import RunConfig
-from slurm_train.data.shards import known_fingerprint
+from slurm_train.data.shards import known_fingerprint, read_index
 from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import DataError
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.tools.doctor.facts import DiskFacts, FilesFacts, NetworkFacts, NodeFacts, RankFacts
-from slurm_train.tools.doctor.gpus import logged_errors, read_gpus, visible_gpus
+from slurm_train.tools.doctor.facts import DiskFacts, GpuFacts, NodeFacts, RankFacts
 
 _MIB = 1 << 20
 _SIOCGIFADDR = 0x8915
@@ -44,6 +46,18 @@ _TEXT_TARGET = "slurm_train.data.text.build"
 _CUDA = re.compile(r"^cuda(?:: Optional\[str\])? = '([^']+)'", re.MULTILINE)
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DRIVER_NUMBER = re.compile(r"Kernel Module(?: for \S+)?\s+(\S+)")
+# The Xid errors that are about hardware; the others are mostly a program's own.
+_HARDWARE_XIDS = {"48", "62", "64", "74", "79", "92", "95", "110", "119", "120", "140"}
+# A record is "priority,sequence,microseconds since boot,flags;text".
+_XID = re.compile(r"\d+,\d+,(?P<at_us>\d+),.*?;.*NVRM: Xid \((?:PCI:)?(?P<where>[^)]+)\): (?P<number>\d+)")
+_RECENT_S = 86400.0
+_LEFTOVER_WAIT_S = 3.0
+_LEFTOVER_MB = 2048
+_SLOWDOWNS = {
+    0x08: "slowed down by its hardware (power or heat)",
+    0x40: "slowed down by heat",
+    0x80: "slowed down by the power supply (external brake)",
+}
 
 
 def read_rank(place: RankPlace, env: Mapping[str, str]) -> RankFacts:
@@ -56,7 +70,6 @@ def read_rank(place: RankPlace, env: Mapping[str, str]) -> RankFacts:
     return RankFacts(
         rank=place.rank,
         local_rank=place.local_rank,
-        node_rank=place.node_rank,
         world_size=place.world_size,
         local_world_size=place.local_world_size,
         node=place.host,
@@ -74,7 +87,7 @@ def _soft_limit(kind: int) -> int | None:
 
 
 def read_node(
-    run: RunDirectory, config: RunConfig, place: RankPlace, env: Mapping[str, str], *, network: NetworkFacts
+    run: RunDirectory, config: RunConfig, place: RankPlace, env: Mapping[str, str], *, peer: str, probe_port: int
 ) -> NodeFacts:
     """Returns what the first rank of a node knows of the node.
 
@@ -83,7 +96,8 @@ def read_node(
         config: its configuration, as read here.
         place: this rank.
         env: its environment.
-        network: what `read_network` gave.
+        peer: host name of another node, which decides the route: rank 0's, or any as seen from there.
+        probe_port: where this node answers probes.
     """
     gpus, num_gpus, driver = read_gpus(visible_gpus(env.get("CUDA_VISIBLE_DEVICES")))
     return NodeFacts(
@@ -91,67 +105,59 @@ def read_node(
         node_rank=place.node_rank,
         num_cpus=os.cpu_count() or 0,
         load=os.getloadavg()[0],
-        network=network,
-        files=read_files(run, config, directory=Path.cwd()),
+        versions=read_versions(driver=driver),
+        probe_port=probe_port,
+        **read_network(place, env, peer=peer),
+        **read_files(run, config, directory=Path.cwd()),
         disks=read_disks(run, config, env),
         gpus=gpus,
         num_gpus=num_gpus,
         gpu_errors=logged_errors(),
-        versions=read_versions(driver=driver),
     )
 
 
 def read_versions(*, driver: str = "") -> dict[str, str]:
-    """Returns name -> version for python, torch, cuda, nccl, driver and this package; what is not here is left out.
+    """Returns name -> version for python, torch, nccl, cuda, driver and this package; what is not here is left out.
 
     Args:
         driver: the GPU driver's version if NVML gave it.
     """
+    if not driver and _DRIVER.exists():
+        driver = "".join(_DRIVER_NUMBER.findall(_DRIVER.read_text(errors="replace"))[:1])
     versions = {"slurm_train": __version__, "python": platform.python_version(), "driver": driver}
-    packages = (("torch", "torch"), *(("nccl", f"nvidia-nccl-cu{number}") for number in (13, 11, 12)))
-    for name, package in packages:
+    for package in ("torch", "nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
         with contextlib.suppress(metadata.PackageNotFoundError, KeyError, ValueError):
-            versions[name] = metadata.version(package)
+            versions["torch" if package == "torch" else "nccl"] = metadata.version(package)
     with contextlib.suppress(metadata.PackageNotFoundError, OSError, ValueError):
         path = metadata.distribution("torch").locate_file("torch/version.py")
         versions["cuda"] = "".join(_CUDA.findall(Path(str(path)).read_text(encoding="utf-8"))[:1])
-    with contextlib.suppress(OSError):
-        versions["driver"] = driver or "".join(_DRIVER_NUMBER.findall(_DRIVER.read_text(errors="replace"))[:1])
     return {name: version for name, version in versions.items() if version}
 
 
 # The network.
 
 
-def read_network(place: RankPlace, env: Mapping[str, str], *, peer: str, probe_port: int) -> NetworkFacts:
-    """Returns how this node is reached.
-
-    Args:
-        place: this rank.
-        env: its environment.
-        peer: host name of another node, which decides the route: rank 0's, or any as seen from there.
-        probe_port: where this node answers probes.
-    """
+def read_network(place: RankPlace, env: Mapping[str, str], *, peer: str) -> dict[str, Any]:
+    """Returns how this node is reached, by the names of `NodeFacts`; `peer` as in `read_node`."""
     if not place.spans_nodes:
-        return NetworkFacts(address="127.0.0.1", probe_port=probe_port)
+        return {"address": "127.0.0.1"}
     addresses, own_name = interface_addresses(), socket.gethostname()
     towards, _ = resolve(peer)
     interface, address = route_to(towards[0], addresses) if towards else ("", "")
     if interface == "" and len(addresses) == 1:
         # Whatever this node takes for its peer's address, there is but one way out of it.
         ((interface, address),) = addresses.items()
-    return NetworkFacts(
-        addresses=addresses,
-        interface=interface,
-        address=address,
-        own_name=own_name,
-        own_addresses=resolve(own_name)[0],
-        gloo_interface=env.get("GLOO_SOCKET_IFNAME", ""),
-        nccl_interface=env.get("NCCL_SOCKET_IFNAME", ""),
-        has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
-        link_mbit_per_s=link_speed_mbit(interface),
-        probe_port=probe_port,
-    )
+    return {
+        "addresses": addresses,
+        "interface": interface,
+        "address": address,
+        "own_name": own_name,
+        "own_addresses": resolve(own_name)[0],
+        "gloo_interface": env.get("GLOO_SOCKET_IFNAME", ""),
+        "nccl_interface": env.get("NCCL_SOCKET_IFNAME", ""),
+        "has_infiniband": any(Path("/sys/class/infiniband").glob("*")),
+        "link_mbit_per_s": link_speed_mbit(interface),
+    }
 
 
 def resolve(name: str) -> tuple[list[str], str]:
@@ -217,18 +223,6 @@ def link_speed_mbit(interface: str) -> int | None:
     return speed if speed > 0 else None
 
 
-def holder_of(port: int) -> str:
-    """Returns who listens at a port of this machine, e.g. "pid 7 (python)"; "" where /proc hides it from this user."""
-    rows = (*_rows("/proc/net/tcp")[1:], *_rows("/proc/net/tcp6")[1:])
-    listening = (row for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port)
-    sockets = {f"socket:[{row[9]}]" for row in listening}
-    for process in Path("/proc").glob("[0-9]*") if sockets else ():
-        with contextlib.suppress(OSError):
-            if any(os.readlink(link) in sockets for link in (process / "fd").iterdir()):  # noqa: PTH115  # str out
-                return f"pid {process.name} ({(process / 'comm').read_text().strip()})"
-    return ""
-
-
 def _rows(path: str) -> list[list[str]]:
     try:
         return [line.split() for line in Path(path).read_text(encoding="ascii").splitlines()]
@@ -239,8 +233,10 @@ def _rows(path: str) -> list[list[str]]:
 # Files and disks.
 
 
-def read_files(run: RunDirectory, config: RunConfig, *, directory: Path, hashing_s: float = _HASHING_S) -> FilesFacts:
-    """Returns what this node sees of the run.
+def read_files(
+    run: RunDirectory, config: RunConfig, *, directory: Path, hashing_s: float = _HASHING_S
+) -> dict[str, Any]:
+    """Returns what this node sees of the run, by the names of `NodeFacts`.
 
     Args:
         run: the run.
@@ -248,21 +244,28 @@ def read_files(run: RunDirectory, config: RunConfig, *, directory: Path, hashing
         directory: what relative paths of the data start from.
         hashing_s: seconds that the code's files may take.
     """
-    index = read_json(run.code_index)
-    files = index.get("files") if index else None
+    files = (read_json(run.code_index) or {}).get("files")
+    changes = _code_changes(run.code, files, hashing_s) if isinstance(files, dict) else []
     data = (config.data or {}) if config.trains else {}
     paths = _data_paths(data)
-    missing = [str(path) for path in paths if not path.exists()]
+    missing = [f"{path} is not there" for path in paths if not path.exists()]
     if data.get("_target_") == _TEXT_TARGET:
-        missing = _missing_shards(directory / Path(str(data.get("path"))).expanduser())
-    return FilesFacts(
-        code_index=_digest(json.dumps(files, sort_keys=True).encode()) if isinstance(files, dict) else "",
-        code_changes=_code_changes(run.code, files, hashing_s) if isinstance(files, dict) else [],
-        config=_digest(*(_content(path) or b"" for path in (run.config, run.plan))),
-        data=(known_fingerprint(data, cwd=directory) or "") if config.trains else "",
-        data_missing=missing,
-        data_empty=[str(path) for path in paths if _is_empty(path)],
-    )
+        try:
+            read_index(directory / Path(str(data.get("path"))).expanduser())
+        except DataError as err:
+            missing = [err.message]
+    hashes = {
+        # Changed files are named one by one, whatever the list says.
+        "code": _digest(json.dumps(files, sort_keys=True).encode()) if files and not changes else None,
+        "config": _digest(*(_content(path) or b"" for path in (run.config, run.plan))),
+        "data": known_fingerprint(data, cwd=directory),
+    }
+    return {
+        "hashes": {name: value for name, value in hashes.items() if value},
+        "code_changes": changes,
+        "data_missing": missing,
+        "data_empty": [str(path) for path in paths if _is_empty(path)],
+    }
 
 
 def _code_changes(code: Path, files: Mapping[str, Any], hashing_s: float) -> list[str]:
@@ -299,33 +302,9 @@ def _data_paths(data: Mapping[str, Any]) -> list[Path]:
 
 def _is_empty(path: Path) -> bool:
     try:
-        with os.scandir(path) as entries:
-            return next(entries, None) is None
+        return not any(path.iterdir())
     except OSError:
         return False
-
-
-def _missing_shards(directory: Path) -> list[str]:
-    """Returns the shards of prepared text that are not here or have another size."""
-    index = directory / "index.json"
-    value = read_json(index)
-    if value is None:
-        return [str(index)]
-    try:
-        width = int(str(value["dtype"])[-1])
-        shards = [shard for split in value["splits"].values() for shard in split["shards"]]
-        expected = {directory / shard["file"]: shard["tokens"] * width for shard in shards}
-    except (KeyError, TypeError, AttributeError, ValueError):
-        return [f"{index} (not an index)"]
-    wrong = [path for path, size in expected.items() if _size(path) != size][:_LONGEST_LIST]
-    return [f"{path} ({'gone' if _size(path) is None else 'another size'})" for path in wrong]
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 def read_disks(run: RunDirectory, config: RunConfig, env: Mapping[str, str]) -> list[DiskFacts]:
@@ -369,3 +348,105 @@ def _try_to_write(folder: Path) -> OSError | None:
         with contextlib.suppress(OSError):
             path.unlink()
     return None
+
+
+# GPUs. A question that a GPU does not support is no finding.
+
+
+def visible_gpus(setting: str | None) -> list[str] | None:
+    """Returns the devices of CUDA_VISIBLE_DEVICES, None where it is not set; CUDA stops at the first that is none."""
+    if setting is None:
+        return None
+    names = [part.strip() for part in setting.split(",")]
+    end = next((index for index, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
+    return names[:end]
+
+
+def read_gpus(names: Sequence[str] | None) -> tuple[list[GpuFacts] | None, int | None, str]:
+    """Returns the GPUs of this job on this node, how many NVML counts, and the driver's version.
+
+    Args:
+        names: what `visible_gpus` gave; None: all.
+
+    Returns:
+        (None, None, "") where there is no NVML.
+    """
+    try:
+        import pynvml as nvml
+
+        nvml.nvmlInit()
+    except Exception:  # no package, no driver, or one that does not answer: each with an error class of its own
+        return None, None, ""
+    try:
+        count, deadline = int(nvml.nvmlDeviceGetCount()), time.monotonic() + _LEFTOVER_WAIT_S
+        wanted = list(map(str, range(count))) if names is None else names
+        found = [_read(nvml, name) for name in wanted]
+        # What the attempt before this one held is freed a moment after its processes have ended.
+        while any(gpu.used_mb > _LEFTOVER_MB for gpu in found) and time.monotonic() < deadline:
+            time.sleep(0.2)
+            found = [_read(nvml, name) for name in wanted]
+        driver = nvml.nvmlSystemGetDriverVersion()
+        return found, count, driver.decode() if isinstance(driver, bytes) else driver
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read(nvml: Any, name: str) -> GpuFacts:
+    try:
+        by_uuid = name.startswith(("GPU-", "MIG-"))
+        handle = nvml.nvmlDeviceGetHandleByUUID(name) if by_uuid else nvml.nvmlDeviceGetHandleByIndex(int(name))
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except Exception as err:  # NVMLError of a lost GPU; its class is made at run time
+        return GpuFacts(name=name, errors=[f"NVML cannot read it: {err}"])
+
+    def ask(question: Callable[[], Any], otherwise: Any) -> Any:
+        try:
+            return question()
+        except Exception:  # NVMLError_NotSupported and its kin, made at run time
+            return otherwise
+
+    kinds = getattr(nvml, "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", 1), getattr(nvml, "NVML_VOLATILE_ECC", 0)
+    holders = ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), [])
+    num_errors = ask(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)), 0)
+    _, _, is_pending, has_no_spare = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle), (0, 0, 0, 0))
+    pages = ask(lambda: int(nvml.nvmlDeviceGetRetiredPagesPendingStatus(handle)), 0)
+    reasons = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)), 0)
+    errors = {
+        f"{num_errors} uncorrected memory errors since it was started": num_errors,
+        "its memory has no spare rows left": has_no_spare,
+    }
+    warnings = {text: reasons & bit for bit, text in _SLOWDOWNS.items()}
+    warnings["faulty memory waits for a reset to be taken out of use"] = is_pending or pages
+    return GpuFacts(
+        name=name,
+        total_mb=int(memory.total) // _MIB,
+        used_mb=int(memory.used) // _MIB,
+        holders=[f"pid {one.pid} ({(one.usedGpuMemory or 0) // _MIB} MiB)" for one in holders],
+        errors=[text for text, is_so in errors.items() if is_so],
+        warnings=[text for text, is_so in warnings.items() if is_so],
+    )
+
+
+def logged_errors(kernel_log: Path = Path("/dev/kmsg")) -> list[str]:
+    """Returns hardware errors that the driver logged in the last day, where this user may read the kernel's log."""
+    if kernel_log == Path("/dev/kmsg") and not Path("/proc/driver/nvidia").exists():
+        return []
+    found: dict[str, None] = {}
+    for match in filter(None, map(_XID.match, _records(kernel_log))):
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(match["at_us"]) / 1e6
+        if match["number"] in _HARDWARE_XIDS and age_s < _RECENT_S:
+            found[f"Xid {match['number']} on {match['where']}"] = None
+    return list(found)
+
+
+def _records(path: Path) -> list[str]:
+    records: list[str] = []
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            # One record for each read; the end is EAGAIN, or nothing in an ordinary file.
+            while data := os.read(descriptor, 8192):
+                records += data.decode(errors="replace").splitlines()
+        finally:
+            os.close(descriptor)
+    return records

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from io import BufferedRWPair
 from pathlib import Path
-from typing import BinaryIO
 
 from slurm_train.distributed.meeting import AuthenticatedListener, CallerHandshake, Channel, MeetingPoint
 from slurm_train.tools.doctor.facts import ProbeFacts, SpeedFacts
@@ -102,52 +102,58 @@ class ProbeServer:
         threading.Thread(target=self._answer, args=(channel.connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError, IndexError), connection.makefile("rb") as file:
-            connection.settimeout(_SERVER_TIMEOUT_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while words := file.readline(200).split():
-                if words[0] == b"time":
-                    connection.sendall(f"{time.time()!r}\n".encode())
-                elif words[0] == b"take":
-                    _receive(file, min(int(words[1]), _MOST_BYTES))
-                    connection.sendall(b"taken\n")
-                elif words[0] == b"give":
-                    _send(connection, min(int(words[1]), _MOST_BYTES))
+        with contextlib.suppress(OSError, ValueError), _line(connection, timeout_s=_SERVER_TIMEOUT_S) as line:
+            while command := line.readline(200).strip():
+                if command == b"time":
+                    line.write(f"{time.time()!r}\n".encode())
+                else:
+                    size = min(int(command), _MOST_BYTES)
+                    _receive(line, size)
+                    _send(line, size)
+                line.flush()
 
 
-def _send(connection: socket.socket, size: int) -> None:
+def _line(connection: socket.socket, *, timeout_s: float) -> BufferedRWPair:
+    """Returns a connection as a file, whose `close` hangs up."""
+    with connection:
+        connection.settimeout(timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection.makefile("rwb")
+
+
+def _send(line: BufferedRWPair, size: int) -> None:
     for begin in range(0, size, len(_BLOCK)):
-        connection.sendall(_BLOCK[: size - begin])
+        line.write(_BLOCK[: size - begin])
+    line.flush()
 
 
-def _receive(file: BinaryIO, size: int) -> None:
+def _receive(line: BufferedRWPair, size: int) -> None:
     while size > 0:
-        block = file.read(min(size, len(_BLOCK)))
+        block = line.read(min(size, len(_BLOCK)))
         if not block:
             raise OSError("the peer hung up")
         size -= len(block)
 
 
-class Line:
-    """A connection to a peer's probe server, after both sides have proved who they are."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.file: BinaryIO = connection.makefile("rb")
-
-    def ask(self, words: str) -> bytes:
-        """Sends a line and returns the line that comes back."""
-        self.connection.sendall(f"{words}\n".encode())
-        return self.file.readline(200)
-
-    def close(self) -> None:
-        """Hangs up."""
-        self.file.close()
-        self.connection.close()
+def _ask_time(line: BufferedRWPair) -> float:
+    line.write(b"time\n")
+    line.flush()
+    return float(line.readline(200))
 
 
-def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[Line | None, str]:
-    """Returns a line to a peer, or None and why packets do not get there, as the kernel says it."""
+def _swap(line: BufferedRWPair, size: int) -> None:
+    """Sends so many bytes to the peer and gets as many from it, one after the other."""
+    line.write(f"{size}\n".encode())
+    _send(line, size)
+    _receive(line, size)
+
+
+def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[BufferedRWPair | None, str]:
+    """Returns a line to a peer's server after both sides have proved who they are, or None.
+
+    Returns:
+        With None, why packets do not get there, as the kernel says it; "" where they do and nobody answers.
+    """
     why = "no address"
     for timeout_s in _CONNECT_S if address else ():
         try:
@@ -157,21 +163,18 @@ def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[Line
             continue
         except OSError as err:
             return None, describe_error(str(err))
-        channel = Channel(connection)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            handshake = CallerHandshake(channel, _point_of(point, node), rank=0, host="")
+            handshake = CallerHandshake(Channel(connection), _point_of(point, node), rank=0, host="")
             handshake.prove(deadline=time.monotonic() + _ANSWER_S)
-            connection.settimeout(_ANSWER_S)
-            return Line(connection), ""
+            return _line(connection, timeout_s=_ANSWER_S), ""
         except ValueError:
-            channel.close()
+            connection.close()
             return None, "somebody else answers there"
         except ConnectionError:
+            connection.close()
             why = "hung up"  # once may be for want of room among many callers
-            channel.close()
         except OSError:
-            channel.close()
+            connection.close()
             return None, ""  # The packets arrive; a node that is busy answers late.
     return None, why
 
@@ -202,10 +205,9 @@ def probe(point: MeetingPoint, node: str, peers: Sequence[Peer], *, folder: Path
         if why:
             unreached[peer.node] = why
         if line is not None:
-            if peer.node == master:
-                with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError), line:
+                if peer.node == master:
                     clock.append(_clock_offset(line))
-            line.close()
             if peer.gloo_address not in ("", peer.address):
                 line, why = reach(point, peer.node, peer.gloo_address, peer.port)
                 if line is not None:
@@ -233,12 +235,12 @@ def probe(point: MeetingPoint, node: str, peers: Sequence[Peer], *, folder: Path
     )
 
 
-def _clock_offset(line: Line) -> tuple[float, float]:
+def _clock_offset(line: BufferedRWPair) -> tuple[float, float]:
     """Returns how far this clock is ahead of the peer's in seconds, and the error, by the quickest of a few answers."""
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
         began_s, began_unix_s = time.monotonic(), time.time()
-        theirs = float(line.ask("time"))
+        theirs = _ask_time(line)
         trip_s = time.monotonic() - began_s
         rounds.append((trip_s, began_unix_s + trip_s / 2 - theirs))
     trip_s, offset_s = min(rounds)
@@ -255,18 +257,22 @@ def _is_seen(folder: Path, file: str) -> bool:
 
 def measure(point: MeetingPoint, node: str, peers: Sequence[Peer]) -> SpeedFacts:
     """Returns how fast this node computes, and how fast its connections are; takes about half a second a peer."""
-    rates: dict[str, float] = {}
-    latencies: dict[str, float] = {}
+    rates, latencies = [], []
     for peer in peers:
         line, _ = reach(point, peer.node, peer.address, peer.port)
         if line is not None:
-            with contextlib.suppress(OSError, ValueError), contextlib.closing(line):
-                trip_s = statistics.median(_seconds(line.ask, "time") for _ in range(_PING_ROUNDS))
-                latencies[peer.node] = round(1e6 * trip_s / 2, 1)
-                rates[peer.node] = round(min(_rate(line, _take), _rate(line, _give)) / 1e6, 3)
+            with contextlib.suppress(OSError, ValueError), line:
+                trip_s = statistics.median(_seconds(_ask_time, line) for _ in range(_PING_ROUNDS))
+                latencies.append(round(1e6 * trip_s / 2, 1))
+                rates.append(round(_rate(line) / 1e6, 3))
     # The quickest round: what else runs for a moment is not the node's speed.
     work_ms = 1e3 * min(_seconds(_work, _WORK) for _ in range(_WORK_ROUNDS))
-    return SpeedFacts(node=node, work_ms=round(work_ms, 2), mb_per_s=rates, latency_us=latencies)
+    return SpeedFacts(
+        node=node,
+        work_ms=round(work_ms, 2),
+        mb_per_s=max(rates, default=None),
+        latency_us=min(latencies, default=None),
+    )
 
 
 def _seconds(action: Callable[..., object], *arguments: object) -> float:
@@ -275,23 +281,12 @@ def _seconds(action: Callable[..., object], *arguments: object) -> float:
     return time.monotonic() - began_s
 
 
-def _rate(line: Line, transfer: Callable[[Line, int], None]) -> float:
-    """Returns bytes a second; the amount grows until it takes long enough to be measured."""
+def _rate(line: BufferedRWPair) -> float:
+    """Returns bytes a second of one direction; the amount grows until it takes long enough to be measured."""
     size = _FIRST_TRANSFER
-    while (took_s := _seconds(transfer, line, size)) <= _LONG_ENOUGH_S and size < _LONGEST_TRANSFER:
+    while (took_s := _seconds(_swap, line, size)) <= _LONG_ENOUGH_S and size < _LONGEST_TRANSFER:
         size *= 4
-    return size / took_s
-
-
-def _take(line: Line, size: int) -> None:
-    line.connection.sendall(f"take {size}\n".encode())
-    _send(line.connection, size)
-    line.file.readline(200)
-
-
-def _give(line: Line, size: int) -> None:
-    line.connection.sendall(f"give {size}\n".encode())
-    _receive(line.file, size)
+    return 2 * size / took_s
 
 
 def _work(rounds: int) -> int:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slurm_train.formatting import duration, shorten
-from slurm_train.rundir.events import Finding
+from slurm_train.rundir.events import Finding, Level
 from slurm_train.slurm.policy import Partition, Preemption
 from slurm_train.slurm.site import SiteFacts, preempting_qos, preemption_in
-from slurm_train.tools.doctor.findings import Rules, error, note, warning
+from slurm_train.tools.doctor.facts import merge
 
 _OLDEST = (21, 8)
 _SHORT_S = 60.0
@@ -52,82 +52,73 @@ class SiteView:
         return preemption_in(self.facts, self.qos, partition.name) if known and partition else None
 
 
-rules = Rules[SiteView]()
+def find_site_facts(view: SiteView) -> tuple[Finding, ...]:
+    """Returns what is to be known of a site, the worst first."""
+    return merge((finding for rule in _RULES for finding in rule(view)), nodes=())
 
 
-@rules.add(
-    "NO_SLURM", hint="type this on a login node; to try Slurm on one machine: `python -m slurm_train devcluster up`"
-)
-def no_commands(view: SiteView) -> Iterator[Finding]:
-    """There are no Slurm commands here."""
+def _warn(code: str, seen: str, hint: str, *, level: Level = "warning") -> Finding:
+    return Finding(code=code, level=level, seen=seen, todo=hint)
+
+
+def _note(code: str, seen: str, hint: str) -> Finding:
+    return _warn(code, seen, hint, level="note")
+
+
+def _no_answers(view: SiteView) -> Iterator[Finding]:
     if not view.has_slurm:
-        yield error("", "there is no sbatch or squeue on the PATH")
+        hint = "type this on a login node; to try Slurm on one machine: `python -m slurm_train devcluster up`"
+        yield _warn("NO_SLURM", "there is no sbatch or squeue on the PATH", hint, level="error")
+    elif view.away:
+        yield _warn(
+            "CONTROLLER_AWAY", view.away, "`scontrol ping` tells whether it is up; try again later", level="error"
+        )
 
 
-@rules.add("CONTROLLER_AWAY", hint="`scontrol ping` tells whether it is up; try again later")
-def no_answer(view: SiteView) -> Iterator[Finding]:
-    """Slurm's controller does not answer."""
-    if view.away:
-        yield error("", view.away)
-
-
-@rules.add("OLD_SLURM", hint="try a small run first: flags and output may differ")
-def old_release(view: SiteView) -> Iterator[Finding]:
-    """This Slurm is older than what this toolkit was written for."""
-    text = view.settings.get("SLURM_VERSION", "")
-    match = re.match(r"(\d+)\.(\d+)", text)
-    if match is not None and (int(match[1]), int(match[2])) < _OLDEST:
-        yield warning("", f"Slurm {text}; this toolkit was written for 21.08 and later")
-
-
-@rules.add("NO_GRACE", "SHORT_GRACE", "SUSPENDS")
-def time_to_save(view: SiteView) -> Iterator[Finding]:
+def _time_to_save(view: SiteView) -> Iterator[Finding]:
     """A preempted job has no or little time to save, or is stopped and stays in memory."""
     often = "save often: checkpoint.every_steps=auto, and checkpoint.local_dir=/tmp where the nodes have disks"
     for part in view.facts.partitions:
-        preemption = view.preemption(part)
+        preemption, where = view.preemption(part), f"partition {part.name}"
         if preemption is None or preemption.outcome == "never":
             continue
         grace_s, wait_s = preemption.grace_s, preemption.kill_wait_s or 0.0
         if preemption.outcome == "suspended":
-            seen = f"partition {part.name} suspends preempted jobs: they keep their memory and go on later"
+            seen = f"{where} suspends preempted jobs: they keep their memory and go on later"
             hint = "nothing: suspended time is on no clock of a run; raise checkpoint.save_timeout_s for long ones"
-            yield note(seen, hint=hint, code="SUSPENDS")
+            yield _note("SUSPENDS", seen, hint)
         elif not grace_s:
-            seen = f"partition {part.name}: a preempted job has no grace, and {wait_s:g} s from TERM to KILL"
-            yield warning("", seen, hint=often, code="NO_GRACE")
+            seen = f"{where}: a preempted job has no grace, and {wait_s:g} s from TERM to KILL"
+            yield _warn("NO_GRACE", seen, often)
         elif grace_s + wait_s < _SHORT_S:
-            seen = (
-                f"partition {part.name}: a preempted job has {grace_s:g} s of grace and {wait_s:g} s of KillWait for "
-                "the step under way and a save"
-            )
-            yield note(seen, hint=often, code="SHORT_GRACE")
+            seen = f"{where}: a preempted job has {grace_s:g} s of grace and {wait_s:g} s of KillWait to save in"
+            yield _note("SHORT_GRACE", seen, often)
 
 
-@rules.add("GPU_FLAG")
-def gpu_flag(view: SiteView) -> Iterator[Finding]:
-    """How GPUs are asked for here."""
-    select = view.settings.get("SelectType", "")
-    has_gpus = any(part.gpus_per_node for part in view.facts.partitions)
-    if has_gpus and select and not select.endswith(("cons_tres", "cray_aries")):
-        hint = "set cluster.gpu_flag=gres; `init` writes that into a site file"
-        yield warning("", f"SelectType={select} does not know --gpus-per-node", hint=hint)
-    elif view.facts.partitions and not has_gpus:
-        yield note(
-            "sinfo shows no GPUs on any node that you can see", hint="for runs on CPUs set cluster.gpu_flag=none"
-        )
-
-
-@rules.add("PARTITION_DOWN")
-def partitions_down(view: SiteView) -> Iterator[Finding]:
-    """A partition starts no jobs."""
+def _partitions(view: SiteView) -> Iterator[Finding]:
+    """Partitions that start no jobs, how GPUs are asked for, and time limits."""
+    limits = []
     for part in view.facts.partitions:
         if part.state != "up":
             seen = f"partition {part.name} is {part.state}: it starts no jobs"
-            yield warning("", seen, hint="name another one with cluster.partition")
+            yield _warn("PARTITION_DOWN", seen, "name another one with cluster.partition")
         if part.groups and not part.num_usable_nodes:
             seen = f"no node of partition {part.name} works: {shorten([group.state for group in part.groups])}"
-            yield warning("", seen, hint="`sinfo -R` says why; name another one")
+            yield _warn("PARTITION_DOWN", seen, "`sinfo -R` says why; name another one")
+        limit = "unlimited" if part.max_time_min is None else f"{duration(60 * part.max_time_min)} at most"
+        usual = "" if part.default_time_min is None else f", {duration(60 * part.default_time_min)} if a job names none"
+        limits.append(f"{part.name} {limit}{usual}")
+    if limits:
+        hint = "nothing: a run that reaches its limit saves before and is requeued; cluster.time_limit_min sets one"
+        yield _note("TIME_LIMITS", f"time limits: {shorten(limits, most=8)}", hint)
+    has_gpus = any(part.gpus_per_node for part in view.facts.partitions)
+    select = view.settings.get("SelectType", "")
+    if has_gpus and select and not select.endswith(("cons_tres", "cray_aries")):
+        hint = "set cluster.gpu_flag=gres; `init` writes that into a site file"
+        yield _warn("GPU_FLAG", f"SelectType={select} does not know --gpus-per-node", hint)
+    elif limits and not has_gpus:
+        hint = "for runs on CPUs set cluster.gpu_flag=none"
+        yield _note("GPU_FLAG", "sinfo shows no GPUs on any node that you can see", hint)
 
 
 # One setting each: name, part of the value that is worth a note, code, text and hint.
@@ -153,76 +144,52 @@ _SETTINGS = (
 )
 
 
-@rules.add(*(code for _, _, code, _, _ in _SETTINGS))
-def settings_to_know(view: SiteView) -> Iterator[Finding]:
-    """Settings of Slurm that change what happens to a job."""
+def _settings(view: SiteView) -> Iterator[Finding]:
+    """Slurm's release and settings that change what happens to a job."""
+    release = view.settings.get("SLURM_VERSION", "")
+    match = re.match(r"(\d+)\.(\d+)", release)
+    if match is not None and (int(match[1]), int(match[2])) < _OLDEST:
+        seen = f"Slurm {release}; this toolkit was written for 21.08 and later"
+        yield _warn("OLD_SLURM", seen, "try a small run first: flags and output may differ")
     for name, value, code, seen, hint in _SETTINGS:
         if value in view.settings.get(name, ""):
-            yield note(seen, hint=hint, code=code)
+            yield _note(code, seen, hint)
+    if view.settings:
+        delay = f"{requeue_delay_s(view.settings):g} s at the earliest (cred_expire of AuthInfo)"
+        hint = "nothing; failed ranks are started again without leaving the job"
+        yield _note("REQUEUE_DELAY", f"a requeued job may start again after {delay}", hint)
+    if view.settings.get("AccountingStorageType", "").endswith("/none"):
+        seen = f"no accounting: {view.settings.get('MinJobAge', '5 min')} after its end Slurm has forgotten a job"
+        hint = "nothing: `status` reads the run's own files then; how a job was preempted may stay unknown"
+        yield _warn("NO_ACCOUNTING", seen, hint)
+    elif any(problem.startswith(("accounts", "QOS")) for problem in view.facts.problems):
+        seen = f"accounting does not answer: {view.facts.problems[0]}"
+        yield _warn("NO_ACCOUNTING", seen, "what becomes of a preempted job is not known for certain")
+    size = view.settings.get("MaxArraySize", "")
+    if size.isdigit() and int(size) < 2:
+        seen = f"MaxArraySize={size}: there are no job arrays"
+        yield _warn("ARRAY_SIZE", seen, "sweeps need arrays: submit the runs one by one")
+    elif size.isdigit():
+        seen = f"MaxArraySize={size}: a sweep has {size} runs in an array"
+        yield _note("ARRAY_SIZE", seen, "nothing: larger sweeps are several arrays")
+    if view.runtimes:
+        hint = "the batch script has to run outside the container, where scontrol is: wrap the ranks, not submit.sh"
+        yield _note("CONTAINERS", f"container runtimes here: {shorten(view.runtimes)}", hint)
+
+
+_RULES = (_no_answers, _time_to_save, _partitions, _settings)
+CODES = (
+    *("NO_SLURM", "CONTROLLER_AWAY", "OLD_SLURM", "NO_GRACE", "SHORT_GRACE", "SUSPENDS", "GPU_FLAG", "PARTITION_DOWN"),
+    *(code for _, _, code, _, _ in _SETTINGS),
+    *("REQUEUE_DELAY", "NO_ACCOUNTING", "ARRAY_SIZE", "CONTAINERS", "TIME_LIMITS"),
+)
+"""Codes that `find_site_facts` may find; docs/troubleshooting.md has a section for each."""
 
 
 def requeue_delay_s(settings: Mapping[str, str]) -> float:
     """Returns how long a requeued job waits at least: until its old credential has expired."""
     match = _CRED_EXPIRE.search(settings.get("AuthInfo", ""))
     return float(match[1]) if match else _DEFAULT_DELAY_S
-
-
-@rules.add("REQUEUE_DELAY", hint="nothing; failed ranks are started again without leaving the job")
-def requeue_delay(view: SiteView) -> Iterator[Finding]:
-    """How long a requeued job waits before it may start."""
-    if view.settings:
-        delay_s = requeue_delay_s(view.settings)
-        yield note(f"a requeued job may start again after {delay_s:g} s at the earliest (cred_expire of AuthInfo)")
-
-
-@rules.add("NO_ACCOUNTING")
-def no_accounting(view: SiteView) -> Iterator[Finding]:
-    """Slurm keeps no accounts, or they do not answer."""
-    if view.settings.get("AccountingStorageType", "").endswith("/none"):
-        seen = f"no accounting: {view.settings.get('MinJobAge', '5 min')} after its end Slurm has forgotten a job"
-        hint = "nothing: `status` reads the run's own files then; how a job was preempted may stay unknown"
-        yield warning("", seen, hint=hint)
-    elif any(problem.startswith(("accounts", "QOS")) for problem in view.facts.problems):
-        seen = f"accounting does not answer: {view.facts.problems[0]}"
-        yield warning("", seen, hint="what becomes of a preempted job is not known for certain")
-
-
-@rules.add("ARRAY_SIZE")
-def array_size(view: SiteView) -> Iterator[Finding]:
-    """How many runs fit into one job array."""
-    size = view.settings.get("MaxArraySize", "")
-    if size.isdigit() and int(size) < 2:
-        hint = "sweeps need arrays: submit the runs one by one"
-        yield warning("", f"MaxArraySize={size}: there are no job arrays", hint=hint)
-    elif size.isdigit():
-        hint = "nothing: larger sweeps are several arrays"
-        yield note(f"MaxArraySize={size}: a sweep has {size} runs in an array", hint=hint)
-
-
-@rules.add(
-    "CONTAINERS",
-    hint="the batch script has to run outside the container, where scontrol is: wrap the ranks, not submit.sh",
-)
-def containers(view: SiteView) -> Iterator[Finding]:
-    """Container runtimes."""
-    if view.runtimes:
-        yield note(f"container runtimes here: {shorten(view.runtimes)}")
-
-
-@rules.add(
-    "TIME_LIMITS",
-    hint="nothing: a run that reaches its limit saves before and is requeued; cluster.time_limit_min sets one",
-)
-def time_limits(view: SiteView) -> Iterator[Finding]:
-    """Time limits of the partitions."""
-    limits = []
-    for part in view.facts.partitions:
-        limit = "unlimited" if part.max_time_min is None else f"{duration(60 * part.max_time_min)} at most"
-        if part.default_time_min not in (None, part.max_time_min):
-            limit += f", {duration(60 * part.default_time_min)} if a job names none"
-        limits.append(f"{part.name} {limit}")
-    if limits:
-        yield note(f"time limits: {shorten(limits, most=8)}")
 
 
 def site_table(view: SiteView) -> dict[str, str]:

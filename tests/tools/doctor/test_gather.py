@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
 import sys
 import time
 import types
@@ -18,9 +17,8 @@ from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.distributed.place import RankPlace
 from slurm_train.launch.snapshot import index_code
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.tools.doctor import gather, gpus
-from slurm_train.tools.doctor.facts import FilesFacts
-from slurm_train.tools.doctor.gpus import logged_errors, read_gpus, visible_gpus
+from slurm_train.tools.doctor import gather
+from slurm_train.tools.doctor.gather import logged_errors, read_gpus, visible_gpus
 
 PLACE = RankPlace(rank=1, local_rank=1, node_rank=0, world_size=2, local_world_size=2, host="here")
 
@@ -54,21 +52,13 @@ def test_a_rank_knows_its_cpus_limits_and_slurms_number() -> None:
 
 
 def test_the_network_of_this_machine() -> None:
-    facts = gather.read_network(PLACE, {}, peer="nowhere.invalid", probe_port=5)
-    assert (facts.address, facts.probe_port, facts.interface) == ("127.0.0.1", 5, ""), "it is one node"
+    assert gather.read_network(PLACE, {}, peer="nowhere.invalid") == {"address": "127.0.0.1"}, "it is one node"
     assert "lo" not in gather.interface_addresses()
     assert gather.route_to("127.0.0.1", {"lo": "127.0.0.1"}) == ("lo", "127.0.0.1")
     assert gather.link_speed_mbit("no-such-interface") is None
     addresses, error = gather.resolve("no-such-name.invalid")
     assert addresses == [] and error
     assert gather.resolve("localhost")[0][0] == "127.0.0.1"
-
-
-def test_the_holder_of_a_port_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert gather.holder_of(port).startswith(f"pid {os.getpid()} (")
-    assert gather.holder_of(port) == ""
 
 
 def test_versions_are_read_without_an_import() -> None:
@@ -89,20 +79,21 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def read(run: RunDirectory, **data: Any) -> FilesFacts:
+def read(run: RunDirectory, **data: Any) -> dict[str, Any]:
     return gather.read_files(run, RunConfig(data=data) if data else RunConfig(), directory=run.path.parent)
 
 
 def test_changed_and_missing_code_is_named_within_its_time(run: RunDirectory) -> None:
-    facts = read(run)
-    assert facts.code_changes == [] and facts.code_index and facts.config
+    before = read(run)
+    assert before["code_changes"] == [] and {"code", "config"} <= before["hashes"].keys()
     run.config.write_text("seed: 1\n")
-    assert read(run).config != facts.config
+    assert read(run)["hashes"]["config"] != before["hashes"]["config"]
     (run.code / "train.py").chmod(0o644)
     (run.code / "train.py").write_text("other")
     (run.code / "readme.md").unlink()
-    assert read(run).code_changes == ["train.py", "readme.md (gone)"]
-    assert gather.read_files(run, RunConfig(), directory=run.path, hashing_s=-1.0).code_changes == []
+    after = read(run)
+    assert after["code_changes"] == ["train.py", "readme.md (gone)"] and "code" not in after["hashes"]
+    assert gather.read_files(run, RunConfig(), directory=run.path, hashing_s=-1.0)["code_changes"] == []
 
 
 def test_data_that_are_not_there_or_empty_are_named(run: RunDirectory, tmp_path: Path) -> None:
@@ -110,25 +101,18 @@ def test_data_that_are_not_there_or_empty_are_named(run: RunDirectory, tmp_path:
     for make in (lambda: None, folder.mkdir, (folder / "a").touch):
         make()
         facts = read(run, _target_="mine.Data", root=str(folder))
-        found.append((facts.data_missing, facts.data_empty))
-    assert found == [([str(folder)], []), ([], [str(folder)]), ([], [])]
+        found.append((facts["data_missing"], facts["data_empty"]))
+    assert found == [([f"{folder} is not there"], []), ([], [str(folder)]), ([], [])]
 
 
 @pytest.mark.parametrize("values", [{"split": "/train"}, {"root": "relative"}, {"path": "openwebtext"}, {"root": 7}])
 def test_what_is_no_path_for_certain_is_not_looked_for(run: RunDirectory, values: dict[str, Any]) -> None:
-    assert read(run, _target_="mine.Data", **values).data_missing == []
+    assert read(run, _target_="mine.Data", **values)["data_missing"] == []
 
 
-def test_shards_that_are_cut_short_are_named(run: RunDirectory, tmp_path: Path) -> None:
-    data, wanted = tmp_path / "tokens", {"_target_": "slurm_train.data.text.build", "path": "tokens"}
-    assert read(run, **wanted).data_missing == [str(data / "index.json")]
-    data.mkdir()
-    shards = [{"file": name, "tokens": 4, "xxh3_128": "0" * 32} for name in ("a.bin", "b.bin", "c.bin")]
-    (data / "index.json").write_text(json.dumps({"dtype": "<u2", "splits": {"train": {"shards": shards}}}))
-    (data / "a.bin").write_bytes(bytes(8))
-    (data / "b.bin").write_bytes(bytes(7))
-    missing = [f"{data / 'b.bin'} (another size)", f"{data / 'c.bin'} (gone)"]
-    assert read(run, **wanted).data_missing == missing
+def test_prepared_text_that_is_not_whole_is_named(run: RunDirectory, tmp_path: Path) -> None:
+    (missing,) = read(run, _target_="slurm_train.data.text.build", path="tokens")["data_missing"]
+    assert missing.startswith(f"{tmp_path / 'tokens'} holds no token shards")
 
 
 def test_places_are_written_to_and_left_clean(run: RunDirectory, tmp_path: Path) -> None:
@@ -233,7 +217,7 @@ def test_errors_and_slowdowns_are_read_and_a_lost_gpu_is_an_error(nvml: Nvml) ->
 def test_memory_that_is_being_freed_is_waited_for(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.facts["used"] = [lambda asked: 60 << 30 if asked < 3 else 0, 0]
     assert [gpu.used_mb for gpu in read_gpus(["0"])[0] or []] == [0]
-    monkeypatch.setattr(gpus, "_LEFTOVER_WAIT_S", 0.1)
+    monkeypatch.setattr(gather, "_LEFTOVER_WAIT_S", 0.1)
     nvml.facts["used"] = [60 << 30, 0]
     assert [gpu.used_mb for gpu in read_gpus(["0", "1"])[0] or []] == [61440, 0]
 

@@ -20,8 +20,8 @@ from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, PreflightError
 from slurm_train.rundir.events import fatal_line, read_preflight
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor import gather, probes
-from slurm_train.tools.doctor.facts import NodeFacts, Trouble
-from slurm_train.tools.doctor.preflight import AbsentNodes, Preflight, run_preflight
+from slurm_train.tools.doctor.facts import Job, NodeFacts, SpeedFacts, Trouble
+from slurm_train.tools.doctor.preflight import AbsentNodes, Preflight, better
 
 WORLD = 3
 
@@ -49,19 +49,11 @@ def point(**other: Any) -> MeetingPoint:
 def preflight(
     run: RunDirectory, rank: int, point: MeetingPoint, *, gpus: int = WORLD, bandwidth: bool = False, **env: str
 ) -> Preflight:
-    of_slurm = {"SLURM_PROCID": str(rank), "SLURM_STEP_ID": "0", "SLURMD_NODENAME": "node1"}
     cluster = ClusterSection(nodes=1, gpus_per_node=WORLD)
+    config = RunConfig(cluster=cluster, preflight=PreflightSection(budget_s=5.0, bandwidth=bandwidth))
     place = RankPlace(rank=rank, local_rank=rank, node_rank=0, world_size=WORLD, local_world_size=WORLD, host="node1")
-    return Preflight(
-        run=run,
-        config=RunConfig(cluster=cluster, preflight=PreflightSection(budget_s=5.0, bandwidth=bandwidth)),
-        place=place,
-        point=point,
-        nodes=("node1",),
-        ranks_per_node=(WORLD,),
-        world_size=WORLD,
-        env={**of_slurm, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))), **env},
-    )
+    of_slurm = {"SLURM_PROCID": str(rank), "SLURM_STEP_ID": "0", "CUDA_VISIBLE_DEVICES": ",".join("012"[:gpus])}
+    return Preflight(run, config, place, point, of_slurm | env, ("node1",), (WORLD,), world_size=WORLD)
 
 
 def all_ranks(
@@ -69,7 +61,7 @@ def all_ranks(
 ) -> list[Mapping[str, str] | PreflightError]:
     def one(rank: int) -> Mapping[str, str] | PreflightError:
         try:
-            return run_preflight(preflight(run, rank, where, **more))
+            return preflight(run, rank, where, **more).apply()
         except PreflightError as err:
             return err
 
@@ -102,7 +94,7 @@ def test_every_rank_gets_an_error_and_its_kind(run: RunDirectory, capsys: pytest
 def test_a_rank_with_another_number_fails_by_itself(run: RunDirectory) -> None:
     began_s = time.monotonic()
     with pytest.raises(PreflightError, match="the task that Slurm calls rank 2 has RANK=0") as caught:
-        run_preflight(preflight(run, 0, point(), SLURM_PROCID="2"))
+        preflight(run, 0, point(), SLURM_PROCID="2").apply()
     assert caught.value.exit_code == EXIT_WRONG_USE and time.monotonic() - began_s < 5
     assert fatal_line(read_preflight(run, 0)) == str(caught.value).replace("\nhint: ", "; ")
 
@@ -118,7 +110,7 @@ def test_a_fault_of_the_preflight_itself_stops_nothing(
     assert "preflight: what node1 is like is not known: RuntimeError: a mistake" in capsys.readouterr().err
     assert read_preflight(run, 0)["nodes"] == [], "no node is recorded as well"
     monkeypatch.setattr("slurm_train.tools.doctor.preflight.ProbeServer", fail)
-    assert run_preflight(preflight(run, 0, point())) == {}
+    assert preflight(run, 0, point()).apply() == {}
     assert "preflight: not finished, the ranks start without it: RuntimeError: a mistake" in capsys.readouterr().err
 
 
@@ -136,7 +128,7 @@ def test_a_taken_port_is_a_warning_while_another_is_free(run: RunDirectory) -> N
         (finding,) = read_preflight(run, 0)["findings"]
         assert (finding["code"], finding["level"]) == ("PORT_IN_USE", "warning")
         with pytest.raises(PreflightError, match="PORT_IN_USE node1"):
-            run_preflight(preflight(run, 0, point(ports=ports[:1])))
+            preflight(run, 0, point(ports=ports[:1])).apply()
 
 
 def test_the_verdict_of_a_rank_zero_that_dies_is_not_waited_for(run: RunDirectory) -> None:
@@ -149,8 +141,14 @@ def test_the_verdict_of_a_rank_zero_that_dies_is_not_waited_for(run: RunDirector
         done.set()
 
     threading.Thread(target=die, daemon=True).start()
-    assert run_preflight(preflight(run, 1, where)) == {}
+    assert preflight(run, 1, where).apply() == {}
     assert done.wait(5)
+
+
+def test_of_several_measurements_the_best_counts() -> None:
+    first = SpeedFacts(node="node1", work_ms=90.0, mb_per_s=10.0, latency_us=50.0)
+    second = SpeedFacts(node="node1", work_ms=30.0, mb_per_s=900.0, latency_us=None)
+    assert better(second, first) == SpeedFacts(node="node1", work_ms=30.0, mb_per_s=900.0, latency_us=50.0)
 
 
 class TwoNodes:
@@ -158,19 +156,16 @@ class TwoNodes:
 
     missing = (1,)
 
-    def __init__(self, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, run: RunDirectory) -> None:
         self.first, self.second = (self._preflight(run, rank) for rank in range(2))
-        self.mentioned: list[str] = []
-        monkeypatch.setattr(self.first, "mention", lambda found: self.mentioned.append(found.short))
-        self.absent = AbsentNodes(self.first, self, bound=20_001)  # type: ignore[arg-type]  # for its `missing`
+        job = Job(names=("node1", "node2"), world_size=2, bound_port=20_001)
+        self.absent = AbsentNodes(self.first, self, job)  # type: ignore[arg-type]  # for its `missing`
 
     def _preflight(self, run: RunDirectory, rank: int) -> Preflight:
-        found = preflight(run, 0, point())
+        host, found = f"node{rank + 1}", preflight(run, 0, point())
         found.nodes, found.ranks_per_node = ("node1", "node2"), (1, 1)
-        found.place = RankPlace(
-            rank=rank, local_rank=0, node_rank=rank, world_size=2, local_world_size=1, host=f"node{rank + 1}"
-        )
-        found.facts = NodeFacts(node=f"node{rank + 1}", node_rank=rank)
+        found.place = RankPlace(rank=rank, local_rank=0, node_rank=rank, world_size=2, local_world_size=1, host=host)
+        found.report = {"node": asdict(NodeFacts(node=host, node_rank=rank))}
         return found
 
     def writes(self, **trouble: Any) -> None:
@@ -183,8 +178,8 @@ class TwoNodes:
 
 
 @pytest.fixture
-def two_nodes(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> TwoNodes:
-    return TwoNodes(run, monkeypatch)
+def two_nodes(run: RunDirectory) -> TwoNodes:
+    return TwoNodes(run)
 
 
 @pytest.mark.parametrize(
@@ -212,16 +207,19 @@ def test_trouble_may_be_from_before_rank_zero_listened(two_nodes: TwoNodes) -> N
     assert two_nodes.is_enough()
 
 
-def test_a_node_that_wrote_nothing_is_waited_for_and_mentioned_once(two_nodes: TwoNodes) -> None:
-    assert not two_nodes.is_enough() and not two_nodes.mentioned
+def test_a_node_that_wrote_nothing_is_waited_for_and_mentioned_once(
+    two_nodes: TwoNodes, run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not two_nodes.is_enough() and read_preflight(run, 0) == {}
     two_nodes.absent._began_s -= 21.0
     assert not two_nodes.is_enough() and not two_nodes.is_enough()
     seen = "NODE_MISSING node2: not all of its ranks have come within 20 s; they are waited for"
-    assert two_nodes.mentioned == [seen]
+    assert capsys.readouterr().err.count(seen) == 1
+    assert read_preflight(run, 0)["nodes"] == [], "no node is recorded as well"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"node": 7}', '{"trouble": {"node": "node2"}}'])
-def test_a_damaged_file_is_passed_over(two_nodes: TwoNodes, content: str) -> None:
-    two_nodes.first.folder.mkdir()
-    (two_nodes.first.folder / "node_1.json").write_text(content)
+def test_a_damaged_file_is_passed_over(two_nodes: TwoNodes, run: RunDirectory, content: str) -> None:
+    run.preflight_folder(0).mkdir()
+    (run.preflight_folder(0) / "node_1.json").write_text(content)
     assert not two_nodes.is_enough()

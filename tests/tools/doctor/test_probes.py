@@ -88,22 +88,21 @@ def test_speed_and_latency_are_measured(server: ProbeServer, closed: Peer, monke
     monkeypatch.setattr(probes, "_WORK", 1000)
     found = measure(POINT, "node1", [peer(server), closed])
     assert found.work_ms > 0
-    assert set(found.mb_per_s) == set(found.latency_us) == {"node2"}
-    assert found.mb_per_s["node2"] > 1 and found.latency_us["node2"] > 0
+    assert found.mb_per_s is not None and found.mb_per_s > 1 and found.latency_us
 
 
 def test_a_caller_without_a_proof_gets_nothing(server: ProbeServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger, stranger.makefile("rb") as file:
         file.readline()
-        stranger.sendall(b"0" * 64 + b"\ngive 1000000\n")
+        stranger.sendall(b"0" * 64 + b"\n1000000\n")
         assert file.read() == b""
 
 
-@pytest.mark.parametrize("nonsense", [b"take x\n", b"give\n", b"time " + b"y" * 500 + b"\n", b"\xff\xfe\n", b"\n"])
+@pytest.mark.parametrize("nonsense", [b"x\n", b"-5\n", b"time " + b"y" * 500 + b"\n", b"\n"])
 def test_nonsense_ends_a_connection_and_not_the_server(server: ProbeServer, nonsense: bytes) -> None:
     line, _ = reach(POINT, "node2", "127.0.0.1", server.port)
     assert line is not None
-    line.connection.sendall(nonsense)
+    line.write(nonsense)
     line.close()
     again, why = reach(POINT, "node2", "127.0.0.1", server.port)
     assert again is not None, why
