@@ -49,12 +49,10 @@ def main(words: Sequence[str]) -> int:
 
 def read_run(run: RunDirectory) -> Document:
     """Returns everything that is known of a run."""
-    from slurm_train.tools.report.attempts import Verdict
     from slurm_train.tools.report.run import run_document
 
-    (status,) = look_once([Subject(run)], os.environ)
-    verdict = Verdict(status.state.label, status.note, status.nodelist or "")
-    return run_document(run, verdict, now_unix_s=time.time())
+    (one,) = look_once([Subject(run)], os.environ)
+    return run_document(run, state=one.state.label, note=one.note, nodelist=one.nodelist or "", now_unix_s=time.time())
 
 
 def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> Document:
@@ -65,24 +63,15 @@ def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> Document:
     """
     from slurm_train.cli.collate import collate
     from slurm_train.rundir.sweep import read_table
-    from slurm_train.tools.report.attempts import Verdict
     from slurm_train.tools.report.sweep import read_trial, sweep_document
 
-    elements = read_table(sweep)
+    elements, now = read_table(sweep), time.time()
     rows = look_once(subjects_of(elements), os.environ)
-    now = time.time()
     trials = [
-        read_trial(
-            element,
-            Verdict(one.state.label, one.note),
-            cells,
-            is_active=one.is_active,
-            num_runs=len(rows),
-            now_unix_s=now,
-        )
+        read_trial(element, cells, state=one.state.label, note=one.note, is_active=one.is_active, now_unix_s=now)
         for element, one, cells in zip(elements, rows, collate(rows), strict=True)
     ]
-    return sweep_document(sweep, trials, metric=metric, now_unix_s=now)
+    return sweep_document(sweep, elements, trials, metric=metric, now_unix_s=now)
 
 
 def _put_out(document: Document, path: Path, *, is_shared: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.documents import blocks, document_in, text_of
+from tests.support.documents import document_in
 from tests.support.html_pages import Page
 from tests.support.run_facts import attempt
 
@@ -21,7 +21,7 @@ def test_a_runs_page_lies_in_its_directory_and_its_path_is_the_output(shell: Any
     done = shell.types("report", "3f9a1c07")
     assert (done.code, done.out) == (0, f"{run.report}\n")
     page = Page(run.report.read_text())
-    assert page.problems == [] and "rank 1: boom" in text_of(document_in(page))
+    assert page.problems == [] and document_in(page)["note"].endswith("rank 1: boom")
     assert page.of("title")[0].text == "gpt-stdlib/3f9a1c07: failed"
     assert run.report.stat().st_mode & 0o777 == 0o600
 
@@ -39,7 +39,7 @@ def test_a_sweeps_page_shows_its_runs(shell: Any) -> None:
     assert (done.code, done.out) == (0, f"{path / 'report.html'}\n")
     page = Page((path / "report.html").read_text())
     assert page.problems == []
-    assert len(blocks(document_in(page), kind="parallel")[0]["runs"]) == 4
+    assert len(document_in(page)["parallel"]["runs"]) == 4
     assert page.of("title")[0].text == f"sweep {path.name}: 4 runs"
 
 

@@ -37,18 +37,6 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(item)
 
 
-def text_of(document: Any) -> str:
-    """Returns all texts of a document in one."""
-    return "\n".join(strings(document))
-
-
-def blocks(document: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
-    """Returns the blocks with these values, e.g. kind="plot", in the order of the page."""
-    every = [block for section in document["sections"] for block in section["blocks"]]
-    return [block for block in every if all(block.get(key) == value for key, value in wanted.items())]
-
-
-def column(table: dict[str, Any], name: str) -> list[str]:
-    """Returns the texts of a table's column."""
-    place = [head["name"] for head in table["columns"]].index(name)
-    return [row[place][0] if isinstance(row[place], (list, tuple)) else row[place] for row in table["rows"]]
+def plots(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the plots of a document by key, in the order of the page."""
+    return {block["key"]: block for blocks in document["plots"].values() for block in blocks}

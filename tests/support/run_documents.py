@@ -7,7 +7,6 @@ from typing import Any
 
 from slurm_train.config.schema import CheckpointSection, OptimSection, RunConfig, RunSection
 from slurm_train.rundir.step_times import Finding, PaceWindow, RankPace
-from slurm_train.tools.report.attempts import Verdict
 from slurm_train.tools.report.page import Document
 from slurm_train.tools.report.run import run_document
 from tests.support.run_files import BEGAN_UNIX_S, RunFiles, ended, evaluated, run_in, steps
@@ -28,7 +27,7 @@ SLOW = Finding(
 def document_of(folder: Path, state: str = "finished", note: str = "", *, nodelist: str = "", **files: Any) -> Document:
     """Writes the files of a run and returns its document."""
     run = RunFiles(**files).write(run_in(folder))
-    return run_document(run, Verdict(state, note, nodelist), now_unix_s=BEGAN_UNIX_S + 5000)
+    return run_document(run, state=state, note=note, nodelist=nodelist, now_unix_s=BEGAN_UNIX_S + 5000)
 
 
 def window(number: int, *own_s: float, attempt: int = 0, findings: tuple[Finding, ...] = ()) -> PaceWindow:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.rundir.sweep import Element, SweepDirectory, write_table
-from slurm_train.tools.report.attempts import Verdict
 from slurm_train.tools.report.page import Document
-from slurm_train.tools.report.sweep import Trial, read_trial, sweep_document
+from slurm_train.tools.report.run import Fact
+from slurm_train.tools.report.sweep import read_trial, sweep_document
 from tests.support.run_files import BEGAN_UNIX_S, RunFiles, ended, evaluated, run_in, steps
 
 
@@ -36,7 +36,7 @@ RUNS = (
 )
 
 
-def write_sweep(folder: Path, runs: Sequence[SweptRun] = RUNS) -> tuple[SweepDirectory, list[Trial]]:
+def write_sweep(folder: Path, runs: Sequence[SweptRun] = RUNS) -> tuple[SweepDirectory, list[Element], list[Fact]]:
     """Writes the runs of a sweep below a folder and reads them as the verb does."""
     sweep = SweepDirectory(folder / "runs" / "sweeps" / "9b1c44e0")
     sweep.path.mkdir(parents=True)
@@ -46,21 +46,21 @@ def write_sweep(folder: Path, runs: Sequence[SweptRun] = RUNS) -> tuple[SweepDir
     trials = [
         read_trial(
             element,
-            Verdict(run.state, run.note),
             _cells(element, run),
+            state=run.state,
+            note=run.note,
             is_active=run.state == "running",
-            num_runs=len(runs),
             now_unix_s=BEGAN_UNIX_S + 5000,
         )
         for element, run in zip(elements, runs, strict=True)
     ]
-    return sweep, trials
+    return sweep, elements, trials
 
 
 def sweep_document_of(folder: Path, runs: Sequence[SweptRun] = RUNS, *, metric: str | None = None) -> Document:
     """Returns the document of a sweep that it writes below a folder."""
-    sweep, trials = write_sweep(folder, runs)
-    return sweep_document(sweep, trials, metric=metric, now_unix_s=BEGAN_UNIX_S + 5000)
+    sweep, elements, trials = write_sweep(folder, runs)
+    return sweep_document(sweep, elements, trials, metric=metric, now_unix_s=BEGAN_UNIX_S + 5000)
 
 
 def _write(folder: Path, index: int, run: SweptRun) -> Element:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.tools.report.page import Block, Document, read_colours
@@ -16,7 +15,11 @@ if TYPE_CHECKING:
 _DOTS_PER_INCH = 160
 _MOST_NAMED = 8
 _NOWHERE = -0.08
-_colours = cache(read_colours)
+_MOST_BARS = 60
+
+Colours: TypeAlias = Mapping[str, str]
+Draw: TypeAlias = Callable[[Any, Block, Colours], tuple[str, str]]
+"""Draws a figure and returns the labels of its axes."""
 
 
 def require_matplotlib() -> None:
@@ -42,24 +45,21 @@ def write_pictures(document: Document, folder: Path) -> list[Path]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    written = []
+    colours, written = read_colours(), []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for block in (block for section in document["sections"] for block in section["blocks"]):
-            if block["kind"] not in _DRAWERS or not block.get("curves", True):
-                continue
-            rows = len(block.get("bars") or block.get("hosts") or ())
-            width = 1.6 * len(block["axes"]) + 2.0 if "axes" in block else 6.0 if block["kind"] == "plot" else 8.0
+        for draw, block in _figures(document):
+            rows = len(block.get("attempts") or block.get("ranks") or ())
+            width = 1.6 * len(block["axes"]) + 2.0 if "axes" in block else 6.0 if "curves" in block else 8.0
             figure = Figure(figsize=(width, max(3.4, 1.4 + 0.28 * min(rows, 60))), layout="constrained")
             FigureCanvasAgg(figure)
             axes = figure.add_subplot()
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(labelsize=8)
-            x_label, y_label = _DRAWERS[block["kind"]](axes, block)
+            x_label, y_label = draw(axes, block, colours)
             axes.set_xlabel(_plain(x_label), fontsize=9)
             axes.set_ylabel(_plain(y_label), fontsize=9)
-            title = _plain(block.get("title", "What the hours went to"))
-            axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+            axes.set_title(_plain(block["title"]), loc="left", fontsize=11, fontweight="bold")
             path = folder / f"{block['key']}.png".replace("/", "_")
             figure.savefig(path, dpi=_DOTS_PER_INCH)
             written.append(path)
@@ -69,15 +69,28 @@ def write_pictures(document: Document, folder: Path) -> list[Path]:
     return written
 
 
-def _plot(axes: Axes, block: Block) -> tuple[str, str]:
+def _figures(document: Document) -> Iterator[tuple[Draw, Block]]:
+    """Yields what draws each figure, and the figure."""
+    plots = [block for blocks in document["plots"].values() for block in blocks]
+    yield from ((_plot, block) for block in plots if block["curves"])
+    if document.get("parallel"):
+        yield _parallel, document["parallel"]
+    if document.get("stragglers"):
+        yield _heat_map, {"key": "stragglers", "title": "Own part of a step, by rank", **document["stragglers"]}
+    if document.get("attempts") and document["time"]["seconds"]:
+        title = {"key": "timeline", "title": "What the hours went to"}
+        yield _timeline, {**title, "names": document["time"]["names"], "attempts": document["attempts"][-_MOST_BARS:]}
+
+
+def _plot(axes: Axes, block: Block, colours: Colours) -> tuple[str, str]:
     for at, _, kind in block["marks"]:
-        colour = _colours()["failed" if kind == "event" else "mark"]
+        colour = colours["failed" if kind == "event" else "mark"]
         axes.axvline(at, color=colour, linewidth=0.8, linestyle=":")
     for curve in block["curves"]:
         columns = [curve[name] for name in ("y", "low", "high") if name in curve]
         points = [point for point in zip(block["x"], *columns, strict=True) if point[1] is not None]
         x, y, *band = map(list, zip(*points, strict=True))
-        colour, label, kind = _colours()[curve["colour"]], _plain(curve["name"]), curve["kind"]
+        colour, label, kind = colours[curve["colour"]], _plain(curve["name"]), curve["kind"]
         if kind in ("dots", "ranges"):
             axes.plot(x, y, ".", color=colour, markersize=6, label=label)
         else:
@@ -91,7 +104,7 @@ def _plot(axes: Axes, block: Block) -> tuple[str, str]:
     axes.set_yscale(block["scales"][0])
     if block["from_zero"] and block["scales"][0] == "linear":
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    axes.grid(axis="y", color=_colours()["grid"], linewidth=0.8)
+    axes.grid(axis="y", color=colours["grid"], linewidth=0.8)
     axes.set_axisbelow(True)
     axes.locator_params(axis="x", integer=True)
     if 1 < len(block["curves"]) <= _MOST_NAMED:
@@ -103,16 +116,17 @@ def _unit(seconds: float) -> tuple[float, str]:
     return next((one for one in ((3600.0, "h"), (60.0, "min")) if seconds >= 2 * one[0]), (1.0, "s"))
 
 
-def _timeline(axes: Axes, block: Block) -> tuple[str, str]:
-    size, unit = _unit(block["end_unix_s"] - block["begin_unix_s"])
+def _timeline(axes: Axes, block: Block, colours: Colours) -> tuple[str, str]:
+    begins = [one["time_unix_s"] - one["seconds"].get("queue_s", 0.0) for one in block["attempts"]]
+    first = min(begins)
+    size, unit = _unit(max(one["end_time_unix_s"] for one in block["attempts"]) - first)
     named = set()
-    for bar in block["bars"]:
-        left = (bar["begin_unix_s"] - block["begin_unix_s"]) / size
-        for cause, words in block["words"].items():
-            width = bar["seconds"].get(cause, 0.0) / size
-            if width > 0:
-                label, hatch = None if cause in named else words, "////" if cause == "lost_work_s" else None
-                axes.barh(str(bar["attempt"]), width, left=left, color=_colours()[cause], label=label, hatch=hatch)
+    for one, begin in zip(block["attempts"], begins, strict=True):
+        left = (begin - first) / size
+        for cause, name in block["names"].items():
+            if width := one["seconds"].get(cause, 0.0) / size:
+                label, hatch = None if cause in named else name, "////" if cause == "lost_work_s" else None
+                axes.barh(str(one["attempt"]), width, left=left, color=colours[cause], label=label, hatch=hatch)
                 named.add(cause)
                 left += width
     axes.invert_yaxis()
@@ -120,24 +134,24 @@ def _timeline(axes: Axes, block: Block) -> tuple[str, str]:
     return unit, "attempt"
 
 
-def _heat_map(axes: Axes, block: Block) -> tuple[str, str]:
-    size, unit = _unit(block["edges_s"][-1])
-    ranks = len(block["hosts"])
-    edges, borders = [edge / size for edge in block["edges_s"]], [rank - 0.5 for rank in range(ranks + 1)]
-    mesh = axes.pcolormesh(edges, borders, block["percent"], cmap="Reds", vmin=0, vmax=100)
+def _heat_map(axes: Axes, block: Block, _colours: Colours) -> tuple[str, str]:
+    edges, ranks = block["map"]["edges_unix_s"], len(block["ranks"])
+    size, unit = _unit(edges[-1] - edges[0])
+    across, borders = [(edge - edges[0]) / size for edge in edges], [rank - 0.5 for rank in range(ranks + 1)]
+    mesh = axes.pcolormesh(across, borders, block["map"]["percent"], cmap="Reds", vmin=0, vmax=100)
     axes.figure.colorbar(mesh, ax=axes, label="% longer than the middle rank")
     axes.invert_yaxis()
     axes.set_yticks(range(0, ranks, -(-ranks // 16)))
     return unit, "rank"
 
 
-def _parallel(axes: Axes, block: Block) -> tuple[str, str]:
+def _parallel(axes: Axes, block: Block, colours: Colours) -> tuple[str, str]:
     places = range(len(block["axes"]))
     for run in block["runs"]:
         heights = [_NOWHERE if at is None else at for at in run["at"]]
-        axes.plot(places, heights, "-" if run["has_value"] else "--", color=_colours()[run["colour"]], linewidth=1.2)
+        axes.plot(places, heights, "-" if run["has_value"] else "--", color=colours[run["colour"]], linewidth=1.2)
     for place, axis in enumerate(block["axes"]):
-        axes.axvline(place, color=_colours()["mark"], linewidth=0.8, zorder=0)
+        axes.axvline(place, color=colours["mark"], linewidth=0.8, zorder=0)
         missing = [(_NOWHERE, "none")] if any(run["at"][place] is None for run in block["runs"]) else []
         for height, label in [*axis["ticks"], *missing]:
             axes.text(place + 0.03, height, _plain(label), fontsize=7, va="center")
@@ -150,11 +164,3 @@ def _parallel(axes: Axes, block: Block) -> tuple[str, str]:
 def _plain(text: str) -> str:
     """Returns a text that matplotlib does not take for a formula."""
     return text.replace("$", r"\$")
-
-
-_DRAWERS: dict[str, Callable[[Any, Block], tuple[str, str]]] = {
-    "plot": _plot,
-    "timeline": _timeline,
-    "heatmap": _heat_map,
-    "parallel": _parallel,
-}

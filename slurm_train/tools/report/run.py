@@ -1,301 +1,445 @@
-"""The document of a run, from the files in its directory.
+"""The facts of a run, from the files in its directory, as the document of a report.
 
 Damaged, missing and half-written files give less, never an error: a report is wanted most when something went wrong.
+
+The ledger has sums per attempt, not an order, so the causes of an attempt are drawn one after the other in the order
+in which an attempt usually spends them. Ranks wait for each other in every step, so their step times are alike. A
+rank's own part of a step is its own; it is compared with the middle rank in the same seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby, pairwise
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import yaml
+
 from slurm_train.checkpoint.directory import check_sizes, survey
+from slurm_train.config.frozen import list_settings
 from slurm_train.errors import SlurmTrainError
-from slurm_train.formatting import byte_size, duration, number, share
+from slurm_train.formatting import byte_size
 from slurm_train.launch.environment import environment_of
 from slurm_train.metrics.series import Series, read_series
-from slurm_train.rundir.events import read_changes, read_events, read_saves
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import CALM_EVENTS, read_changes, read_events, read_saves
+from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.paths import RunDirectory, name_of
-from slurm_train.rundir.step_times import read_step_times, read_windows
-from slurm_train.tools.report.attempts import (
-    Bar,
-    Verdict,
-    attempts_table,
-    bar_of,
-    by_rank,
-    is_calm,
-    read_attempts,
-    stragglers,
-    time_sums,
-    time_tiles,
-    timeline,
-)
-from slurm_train.tools.report.origin import provenance, read_config, settings
-from slurm_train.tools.report.page import (
-    Block,
-    Cell,
-    Curve,
-    Document,
-    as_float,
-    chip,
-    duration_cell,
-    in_unit,
-    moment,
-    moment_cell,
-    plot,
-    section,
-    setting,
-    table,
-    text,
-    thinned,
-)
+from slurm_train.rundir.step_times import Histogram, PaceWindow, all_findings, read_step_times, read_windows
+from slurm_train.rundir.timing import account_path, goodput, held_s, read_account
+from slurm_train.slurm.nodelist import compact_nodelist
+from slurm_train.tools.report.page import Block, Curve, Document, as_float, line, plot
 
+Fact = dict[str, Any]
+"""Of one attempt, run, rank, ...: JSON."""
+
+CAUSES = {
+    "queue_s": "queue",
+    "start_s": "starting processes",
+    "rendezvous_s": "ranks finding each other",
+    "load_s": "loading checkpoints",
+    "compile_s": "first pass (compile)",
+    "productive_s": "steps that count",
+    "lost_work_s": "steps done again",
+    "data_wait_s": "waiting for data",
+    "evaluate_s": "evaluation",
+    "checkpoint_stall_s": "training paused for a save",
+    "suspended_s": "suspended",
+    "end_s": "ending",
+    "unknown_s": "not accounted for",
+}
+"""What time is spent on, in the order of drawing, with its name; page.css has a colour for each."""
+_LEAST_UNKNOWN = 0.01
 _MOST_ROWS = 500
-_MOST_SAVES = 1000
 _MOST_ATTEMPT_MARKS = 40
 _MOST_EVENT_MARKS = 200
-_NOT_FACTS = ("event", "attempt", "time_unix_s", "step", "sample_ids", "sentence")
+_MOST_NODE_MARKS = 64
+_MOST_COLUMNS = 160
+_MOST_LINES = 3000
+_QUANTILES = (0.05, 0.5, 0.95, 0.99)
+# Damage of a file shows in one of these.
+_DAMAGE = (SlurmTrainError, OSError, AttributeError, KeyError, TypeError, ValueError)
 
-Marks = list[tuple[float, str, str]]
 
-
-def run_document(run: RunDirectory, verdict: Verdict, *, now_unix_s: float) -> Document:
+def run_document(run: RunDirectory, *, state: str, note: str = "", nodelist: str = "", now_unix_s: float) -> Document:
     """Returns what a run's directory holds as a document.
 
     Args:
         run: the run.
-        verdict: its status.
+        state: its status as `status` prints it, e.g. "not started".
+        note: why, in a sentence.
+        nodelist: where it runs.
         now_unix_s: the time of day.
     """
-    attempts = read_attempts(run, verdict, now_unix_s=now_unix_s)
-    bars = list(map(bar_of, attempts))
-    series, config, saves, events = read_series(run.metrics), read_config(run.config), read_saves(run), read_events(run)
-    step_times = {bar.attempt: times for bar in bars if (times := read_step_times(run, bar.attempt))}
-    state, mood = chip(verdict.state)
-    sentence = verdict.note or (f"on {verdict.nodelist}" if verdict.nodelist else "")
+    attempts = read_attempts(run, until_unix_s=now_unix_s if state == "running" else None)
+    series, events, saves, settings = read_series(run.metrics), read_events(run), read_saves(run), read_settings(run)
+    ranks, stragglers = _ranks(run, attempts), _stragglers(read_windows(run))
+    stored = []
+    with contextlib.suppress(*_DAMAGE):
+        stored = _stored(run)
     return {
-        "title": f"{run.name}/{run.run_id}: {verdict.state}",
+        "kind": "run",
+        "title": f"{run.name}/{run.run_id}: {state}",
         "name": run.name,
         "id": run.run_id,
-        "chips": [[state, mood]],
-        "sentence": [sentence, "bad" if mood == "bad" else ""],
         "path": str(run.path),
-        "tiles": _tiles(run, series, bars),
-        "sections": [
-            section("training", "Training", *_training(series, events)),
-            section("speed", "Speed", *_speed(series), *by_rank(step_times)),
-            section("stragglers", "Who holds the others up", *stragglers(read_windows(run))),
-            section("time", "What the hours went to", *time_sums(bars), *timeline(bars, events)),
-            section("checkpoints", "Checkpoints", *_checkpoints(run, saves, is_expected=bool(config))),
-            section("events", "Events", *_events(events)),
-            section("attempts", "Attempts", *_attempts(run, attempts, series.num_superseded)),
-            section("settings", "Settings", *settings(config)),
-            section("provenance", "Provenance", *provenance(read_json(run.provenance) or {}, _environment(run))),
+        "written_unix_s": now_unix_s,
+        "state": state,
+        "note": note or (f"on {nodelist}" if nodelist else ""),
+        "progress": _progress(run, series),
+        "plots": {
+            "training": _training_plots(series, events),
+            "speed": _speed_plots(series),
+            "ranks": _rank_plots(ranks["ranks"]) if ranks else [],
+            "checkpoints": [_save_plot(saves[-2 * _MOST_ROWS :])] if saves else [],
+        },
+        "ranks": ranks,
+        "stragglers": stragglers,
+        "time": time_by_cause(attempts),
+        "attempts": attempts,
+        "num_superseded": series.num_superseded,
+        "changes": _changes(run),
+        "saves": saves[-_MOST_ROWS:],
+        "stored": stored,
+        "num_events": len(events),
+        "events": [
+            {key: value for key, value in event.items() if key != "sample_ids"} | {"is_calm": _is_calm(event)}
+            for event in events[-_MOST_ROWS:]
         ],
-        "written": f"written {moment(now_unix_s)} by slurm_train report",
+        "settings": settings,
+        "provenance": provenance(read_json(run.provenance) or {}),
+        "environment": environment_of(run),
     }
 
 
-def _environment(run: RunDirectory) -> Mapping[str, Any]:
-    found = environment_of(run)
-    return found if isinstance(found, dict) else {}
-
-
-def _tiles(run: RunDirectory, series: Series, bars: Sequence[Bar]) -> list[tuple[str, str, str]]:
+def _progress(run: RunDirectory, series: Series) -> Fact:
+    """Returns how far a run is and what it has reached; evaluations as key, value, and step or None for the final."""
     result = read_json(run.result) or {}
-    total = as_float((read_json(run.plan) or {}).get("max_steps"))
-    step = int(max(series.last("step") or 0.0, as_float(result.get("step")) or 0.0))
-    found = [("step", f"{step:,}", f"of {total:,.0f}, {share(step / total)}" if total else "")]
-    found.append(("loss", number(series.last("loss"), 4), "training, newest"))
-    for key in series.evaluations[:3]:
-        steps, values = series.points(key)
-        final = as_float(result.get(key))
-        newest = (number(values[-1], 4), f"at step {steps[-1]:,.0f}") if len(values) else ("-", "")
-        found.append((key.replace("_", " "), *(newest if final is None else (number(final, 4), "at the end"))))
-    for unit in ("tokens", "samples"):
-        if (rate := series.last(f"{unit}_per_s")) is not None:
-            found.append(("speed", number(rate, digits=3), f"{unit}/s, newest"))
-    if (mfu := series.last("mfu")) is not None:
-        found.append(("MFU", share(mfu), "newest"))
-    if bars:
-        found.append(("attempts", str(len(bars)), f"since {moment(bars[0].start_unix_s)}"))
-        held = duration(sum(bar.held_s for bar in bars))
-        found += time_tiles(bars, f"{held} on {bars[-1].world_size} ranks")
-    return found
-
-
-def _training(series: Series, events: Sequence[Mapping[str, Any]]) -> list[Block]:
-    train, held_out = thinned("training", *series.points("loss")), _evaluation("held out", series, "eval_loss")
-    note = "Line: mean of neighbouring steps. Band: smallest and largest, so spikes stay visible." if train.low else ""
-    marks = [*_attempt_marks(series), *_event_marks(events)]
-    note = note if len(train.x) else "no step is on record yet"
-    plots = [plot("loss", "Loss", [train, held_out], marks=marks, is_wide=True, note=note)]
+    evaluations: list[tuple[str, float, float | None]] = []
     for key in series.evaluations:
-        if key != "eval_loss":
-            name = key.removeprefix("eval_").replace("_", " ")
-            plots.append(plot(key, f"Held-out {name}", [_evaluation(name, series, key)]))
-    plots.append(_column(series, "lr", "Learning rate", colour="three", from_zero=True, linear=True))
-    plots.append(_column(series, "grad_norm", "Gradient norm before clipping"))
-    return [block for block in plots if block["key"] == "loss" or block["curves"]]
+        steps, values = series.points(key)
+        if (final := as_float(result.get(key))) is not None:
+            evaluations.append((key, final, None))
+        elif len(values):
+            evaluations.append((key, values[-1], steps[-1]))
+    return {
+        "step": max(series.last("step") or 0.0, as_float(result.get("step")) or 0.0),
+        "max_steps": as_float((read_json(run.plan) or {}).get("max_steps")),
+        "evaluations": evaluations,
+        **{key: series.last(key) for key in ("loss", "tokens_per_s", "samples_per_s", "mfu")},
+    }
 
 
-def _column(series: Series, key: str, title: str, *, colour: str = "one", factor: float = 1.0, **more: Any) -> Block:
-    """Returns a plot of one column of the metrics."""
+# Settings and provenance.
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Returns a frozen configuration as it is written: one of another version is shown all the same."""
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def read_settings(run: RunDirectory, *, leave_out: Collection[str] = ()) -> list[Fact]:
+    """Returns the settings of a run but for some keys: key, value, default, and whether it was chosen."""
+    config = read_config(run.config)
+    return [asdict(one) for one in list_settings(config) if one.key not in leave_out] if config else []
+
+
+def provenance(value: Any) -> Any:
+    """Returns what provenance.json holds without what the document has elsewhere; long texts are cut."""
+    if isinstance(value, str):
+        lines = value.splitlines()
+        left = len(lines) - _MOST_LINES
+        return "\n".join([*lines[:_MOST_LINES], f"... {left} more lines in provenance.json"]) if left > 0 else value
+    if isinstance(value, list):
+        return list(map(provenance, value))
+    if isinstance(value, Mapping):
+        return {key: provenance(item) for key, item in value.items() if key not in ("versions", "environment")}
+    return value
+
+
+# Curves.
+
+
+def _column(series: Series, key: str, name: str, *, factor: float = 1.0, **more: Any) -> Curve:
     steps, values = series.points(key)
-    return plot(key, title, [thinned(title, steps, [factor * value for value in values], colour=colour)], **more)
+    return line(name, steps, [factor * value for value in values] if factor != 1 else values, **more)
 
 
-def _evaluation(name: str, series: Series, key: str) -> Curve:
-    curve = thinned(name, *series.points(key), colour="two")
-    return replace(curve, kind="dots") if len(curve.x) == 1 else curve
+def _drawn(plots: Sequence[Block]) -> list[Block]:
+    return [block for block in plots if block["curves"]]
 
 
-def _attempt_marks(series: Series) -> Marks:
-    """Returns where another attempt took over."""
+def _training_plots(series: Series, events: Sequence[Fact]) -> list[Block]:
+    curves = [_column(series, "loss", "training"), _column(series, "eval_loss", "held out", colour="two")]
     columns = series.columns
-    pairs = list(zip(columns["attempt"], columns["step"], strict=True)) if "attempt" in columns else []
-    found: Marks = [
-        (step, f"attempt {attempt:.0f}", "attempt")
-        for (before, _), (attempt, step) in pairwise(pairs)
-        if attempt != before
+    attempts = list(zip(columns["attempt"], columns["step"], strict=True)) if "attempt" in columns else []
+    changes = [(step, f"attempt {new:.0f}", "attempt") for (old, _), (new, step) in pairwise(attempts) if new != old]
+    marks = changes if len(changes) <= _MOST_ATTEMPT_MARKS else []
+    for event in events[-_MOST_EVENT_MARKS:]:
+        if (step := as_float(event.get("step"))) is not None:
+            name = str(event.get("event")).replace("_", " ")
+            marks.append((step, f"{name} at step {step:.0f}", "calm" if _is_calm(event) else "event"))
+    names = {key: key.removeprefix("eval_").replace("_", " ") for key in series.evaluations if key != "eval_loss"}
+    evaluations = [plot(key, f"Held-out {of}", [_column(series, key, of, colour="two")]) for key, of in names.items()]
+    rate, norm = "Learning rate", "Gradient norm before clipping"
+    rates = [_column(series, "lr", rate, colour="three")]
+    others = [
+        *evaluations,
+        plot("lr", rate, rates, from_zero=True, linear=True),
+        plot("grad_norm", norm, [_column(series, "grad_norm", norm)]),
     ]
-    return found if len(found) <= _MOST_ATTEMPT_MARKS else []
+    return [plot("loss", "Loss", curves, marks=marks, is_wide=True), *_drawn(others)]
 
 
-def _event_marks(events: Sequence[Mapping[str, Any]]) -> Marks:
-    return [
-        (step, f"{_event_chip(event)[0]} at step {step:.0f}", "calm" if is_calm(event) else "event")
-        for event in events[-_MOST_EVENT_MARKS:]
-        if (step := as_float(event.get("step"))) is not None
-    ]
+_SPEEDS = {
+    "tokens_per_s": ("Throughput of all ranks", "tokens/s", 1.0),
+    "samples_per_s": ("Throughput of all ranks", "samples/s", 1.0),
+    "mfu": ("Model FLOP utilisation", "% of peak", 100.0),
+}
 
 
-def _speed(series: Series) -> list[Block]:
-    style: Any = {"colour": "four", "from_zero": True, "linear": True}
-    mfu = _column(series, "mfu", "Model FLOP utilisation", unit="% of peak", factor=100.0, **style)
-    times = {"step": series.points("step_time_s"), "waiting for data": series.points("data_time_s")}
-    unit, factor = in_unit([value for _, values in times.values() for value in values])
-    curves = [
-        thinned(name, steps, [factor * value for value in values], colour=colour)
-        for (name, (steps, values)), colour in zip(times.items(), ("one", "two"), strict=True)
-    ]
+def _speed_plots(series: Series) -> list[Block]:
     plots = [
-        _column(series, "tokens_per_s", "Throughput of all ranks", unit="tokens/s", **style),
-        _column(series, "samples_per_s", "Throughput of all ranks", unit="samples/s", **style),
-        mfu,
-        plot("step_time", "Step time on rank 0", curves, unit=unit, from_zero=True),
-    ]
-    shown = [block for block in plots if block["curves"]]
-    if shown and not mfu["curves"]:
-        unknown = "MFU is not known: no peak is on record for this device, or no count of operations for this model."
-        shown.append(text(unknown, "note"))
-    return shown
-
-
-def _checkpoints(run: RunDirectory, saves: Sequence[Mapping[str, Any]], *, is_expected: bool) -> list[Block]:
-    good = [save for save in saves if not save.get("error")]
-    stored = _stored(run)
-    if not (is_expected or saves or stored):
-        return []
-    whole = [f"step {step} ({byte_size(size)})" for step, size in stored if size is not None]
-    sentences = []
-    if good:
-        stalls = [as_float(save.get("stall_s")) or 0.0 for save in good]
-        sentences.append(
-            f"{len(good):,} saves, the newest of {_size_cell(good[-1])[0]}. They paused training for "
-            f"{duration(sum(stalls))} in total: median {duration(statistics.median(stalls))}, longest "
-            f"{duration(max(stalls))}."
+        plot(
+            key,
+            title,
+            [_column(series, key, title, factor=factor, colour="four")],
+            unit=unit,
+            from_zero=True,
+            linear=True,
         )
-    if len(good) < len(saves):
-        sentences.append(f"{len(saves) - len(good)} failed.")
-    if stored:
-        sentences.append(f"On disk now: {', '.join(whole[-8:]) or 'none that is whole'}.")
-    if len(whole) < len(stored):
-        sentences.append(f"{len(stored) - len(whole)} on disk are not whole.")
-    summary = text(" ".join(sentences) or "No checkpoint was written.")
-    return [summary, _save_plot(good[-_MOST_SAVES:]), _saves_table(saves)] if saves else [summary]
+        for key, (title, unit, factor) in _SPEEDS.items()
+    ]
+    times = {"step_time_s": ("step", "one"), "data_time_s": ("waiting for data", "two")}
+    curves = [_column(series, key, name, colour=colour) for key, (name, colour) in times.items()]
+    return _drawn([*plots, plot("step_time", "Step time on rank 0", curves, unit="s", from_zero=True)])
+
+
+def _save_plot(saves: Sequence[Fact]) -> Block:
+    curves = []
+    for name, key, colour in (("until durable", "save_s", "one"), ("training paused", "stall_s", "two")):
+        points = sorted(
+            (step, seconds, byte_size(as_float(save.get("bytes")) or 0.0))
+            for save in saves
+            if not save.get("error")
+            and (seconds := as_float(save.get(key))) is not None
+            and (step := as_float(save.get("step"))) is not None
+        )
+        x, y, labels = ([one[place] for one in points] for place in range(3))
+        curves.append(Curve(name=name, x=x, y=y, kind="dots", colour=colour, labels=labels))  # type: ignore[arg-type]
+    return plot("saves", "Time of a save", curves, unit="s", from_zero=True)
+
+
+# Events, checkpoints, changes.
+
+
+def _is_calm(event: Mapping[str, Any]) -> bool:
+    """Returns whether an event was asked for rather than wrong."""
+    return event.get("event") in CALM_EVENTS
 
 
 def _stored(run: RunDirectory) -> list[tuple[int, int | None]]:
     """Returns step and bytes of each checkpoint on disk, oldest first; None for one that is not whole."""
-    try:
-        found = list(survey(run.checkpoints, check_sizes))
-    except OSError:
-        return []
-    return [
+    found = [
         (name_of(path).step, None if isinstance(outcome, SlurmTrainError) else outcome.num_bytes)
-        for path, outcome in reversed(found)
+        for path, outcome in survey(run.checkpoints, check_sizes)
     ]
+    return found[::-1]
 
 
-def _size_cell(save: Mapping[str, Any]) -> Cell:
-    size = as_float(save.get("bytes"))
-    return byte_size(size or 0.0), size
+def _changes(run: RunDirectory) -> list[Fact]:
+    with contextlib.suppress(*_DAMAGE):
+        return [asdict(change) for change in read_changes(run)]
+    return []
 
 
-def _save_plot(saves: Sequence[Mapping[str, Any]]) -> Block:
-    unit, factor = in_unit([as_float(save.get("save_s")) or 0.0 for save in saves])
-    curves = []
-    for name, key, colour in (("until durable", "save_s", "one"), ("training paused", "stall_s", "two")):
-        points = sorted(
-            (step, factor * seconds, _size_cell(save)[0])
-            for save in saves
-            if (seconds := as_float(save.get(key))) is not None and (step := as_float(save.get("step"))) is not None
-        )
-        x, y, labels = [one[0] for one in points], [one[1] for one in points], [one[2] for one in points]
-        curves.append(Curve(name=name, x=x, y=y, kind="dots", colour=colour, labels=labels))
-    return plot("saves", "Time of a save", curves, unit=unit, from_zero=True, note="" if saves else "no save succeeded")
+# Attempts and their time.
 
 
-def _saves_table(saves: Sequence[Mapping[str, Any]]) -> Block:
-    names = ["step", "attempt", "size", "training paused", "until durable"]
-    columns = [*(f"{name}|num" for name in names), "ended|time", "error|words"]
-    rows = []
-    for save in reversed(saves[-_MOST_ROWS:]):
-        seconds = [duration_cell(as_float(save.get(key))) for key in ("stall_s", "save_s")]
-        error = str(save.get("error", ""))
-        rows.append([save.get("step"), save.get("attempt"), _size_cell(save), *seconds, moment_cell(save), error])
-    return table("saves", columns, rows, summary="Every save", sortable=True)
+def read_attempts(run: RunDirectory, *, until_unix_s: float | None) -> list[Fact]:
+    """Returns the ledger: what should be a number is one or absent; "seconds" has the attempt's time by cause.
+
+    An attempt without an end line gets an end as far as files tell, and its "reason" says so.
+
+    Args:
+        run: the run.
+        until_unix_s: the end of the newest attempt if it still runs, None if it does not.
+    """
+    found: list[Fact] = []
+    with contextlib.suppress(*_DAMAGE):
+        for entry in read_ledger(run):
+            numbers = [key for key in entry if key.endswith("_s") or key in ("world_size", "first_step", "last_step")]
+            found.append(
+                {key: value for key, value in entry.items() if key not in numbers or as_float(value) is not None}
+            )
+    attempts = [entry for entry in found if "time_unix_s" in entry]
+    step_before = 0.0
+    for entry in attempts:
+        if "end_time_unix_s" not in entry:
+            _close(run, entry, step_before, until_unix_s if entry is attempts[-1] else None)
+        entry["end_time_unix_s"] = max(entry["time_unix_s"], entry["end_time_unix_s"])
+        entry["seconds"] = _seconds_of(entry)
+        if isinstance(nodes := entry.get("nodes"), list):
+            entry["nodes"] = compact_nodelist(list(map(str, nodes)))
+        step_before = max(step_before, entry.get("last_step", 0))
+    return attempts
 
 
-def _events(events: Sequence[Mapping[str, Any]]) -> list[Block]:
-    if not events:
-        return [text("Nothing went wrong and nothing was asked of the run: no event is on record.", "none")]
-    rows = []
-    for event in events[-_MOST_ROWS:]:
-        facts = (f"{key} {_fact(value)}" for key, value in event.items() if key not in _NOT_FACTS and value is not None)
-        known = ". ".join(filter(None, [str(event.get("sentence", "")), ", ".join(facts)]))
-        rows.append([moment_cell(event), event.get("attempt"), event.get("step"), _event_chip(event), known])
-    columns = ["time|time", "attempt|num", "step|num", "event|chip", "what is known|words"]
-    cut = [text(f"The newest {_MOST_ROWS} of {len(events)} events.", "note")] if len(rows) < len(events) else []
-    return [*cut, table("events", columns, rows)]
+def _close(run: RunDirectory, entry: Fact, step_before: float, until_unix_s: float | None) -> None:
+    """Gives an attempt an end: `until_unix_s` where it runs, else the newest time on record."""
+    attempt, start, end = entry["attempt"], entry["time_unix_s"], until_unix_s
+    entry["reason"] = "running"
+    if end is None:
+        times = [(read_json(account_path(run, attempt)) or {}).get("end_unix_s")]
+        times += [one.get("time_unix_s") for one in last_lines(run.metrics) if one.get("attempt") == attempt]
+        end = max((known for one in times if (known := as_float(one)) is not None), default=start)
+        entry["reason"] = "no end on record"
+    entry["end_time_unix_s"] = end
+    with contextlib.suppress(*_DAMAGE):
+        entry |= read_account(run, attempt, start_unix_s=start, end_unix_s=end, step_before=int(step_before))
+        # What came after the last account is not known to be the end.
+        del entry["end_s"]
 
 
-def _event_chip(event: Mapping[str, Any]) -> tuple[str, str]:
-    return str(event.get("event", "event")).replace("_", " "), "calm" if is_calm(event) else "bad"
+def _seconds_of(entry: Fact) -> dict[str, float]:
+    """Returns the time of an attempt by cause, those above 0; all add up to it, the queue before its start included."""
+    seconds = {cause: max(0.0, entry.get(cause, 0.0)) for cause in CAUSES}
+    if "step_s" in entry:
+        seconds["productive_s"] = max(0.0, entry["step_s"] - seconds["lost_work_s"])
+    held = held_s(entry)
+    unknown_s = held + seconds["queue_s"] - sum(seconds.values())
+    if unknown_s > _LEAST_UNKNOWN * held:
+        seconds["unknown_s"] = unknown_s
+    return {cause: spent for cause, spent in seconds.items() if spent > 0}
 
 
-def _fact(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.5g}"
-    return json.dumps(value) if isinstance(value, (dict, list)) else setting(value)
+def time_by_cause(attempts: Sequence[Fact]) -> Fact:
+    """Returns the time of all attempts: seconds, and seconds of all devices, by cause; goodput; names of the causes.
+
+    Goodput is None where it is not known. No device is held while a job waits.
+    """
+    seconds, device_s = Counter[str](), Counter[str]()
+    for entry in attempts:
+        seconds.update(entry["seconds"])
+        device_s.update({cause: spent * entry.get("world_size", 1) for cause, spent in entry["seconds"].items()})
+    return {
+        "names": CAUSES,
+        "seconds": {cause: seconds[cause] for cause in CAUSES if cause in seconds},
+        "device_s": {cause: spent for cause, spent in device_s.items() if cause != "queue_s"},
+        "held_s": sum(map(held_s, attempts)),
+        "held_device_s": sum(held_s(entry) * entry.get("world_size", 1) for entry in attempts),
+        "goodput": goodput(attempts).share if any("step_s" in entry for entry in attempts) else None,
+        "num_attempts": len(attempts),
+    }
 
 
-def _attempts(run: RunDirectory, attempts: Sequence[Mapping[str, Any]], num_superseded: int) -> list[Block]:
-    found = [attempts_table(attempts) if attempts else text("No attempt has begun yet.", "none")]
-    if num_superseded:
-        sentence = f"{num_superseded:,} lines of metrics.jsonl are superseded by newer attempts and not drawn."
-        found.append(text(sentence, "note"))
-    rows = []
-    with contextlib.suppress(SlurmTrainError, AttributeError, KeyError, ValueError, TypeError):
-        for change in read_changes(run):
-            values = {key: f"{key}: {setting(was)} -> {setting(now)}" for key, (was, now) in change.config.items()}
-            what = "; ".join(values.get(name, str(name)) for name in change.names)
-            rows.append([moment_cell({"time_unix_s": change.time_unix_s}), change.step, what])
-    columns = ["accepted|time", "after step|num", "what|words"]
-    return [*found, text("Accepted changes", "heading"), table("changes", columns, rows)] if rows else found
+# Ranks.
+
+
+def _ranks(run: RunDirectory, attempts: Sequence[Fact]) -> Fact | None:
+    """Returns the ranks of the attempt with the most steps, the newest of several; None without a record.
+
+    Times are a list: 5 %, median, 95 %, 99 %, longest.
+    """
+    records = {entry["attempt"]: read_step_times(run, entry["attempt"]) for entry in attempts}
+    counts = {attempt: max(one.step.num for one in times) for attempt, times in records.items() if times}
+    if not counts:
+        return None
+    attempt = max(counts, key=lambda one: (counts[one], one))
+
+    def times_of(histogram: Histogram) -> list[float]:
+        return [*map(histogram.quantile_s, _QUANTILES), histogram.longest_s]
+
+    ranks = [
+        {
+            "rank": one.rank,
+            "host": one.host,
+            "steps": one.step.num,
+            "step_s": times_of(one.step),
+            "data_s": times_of(one.data_wait),
+        }
+        for one in records[attempt]
+    ]
+    return {"attempt": attempt, "num_attempts": len(counts), "ranks": ranks}
+
+
+def _rank_plots(ranks: Sequence[Fact]) -> list[Block]:
+    x, hosts = [float(one["rank"]) for one in ranks], [one["host"] for one in ranks]
+    nodes = [(host, next(of_host)) for host, of_host in groupby(range(len(hosts)), key=hosts.__getitem__)]
+    marks = [(x[first] - 0.5, host, "node") for host, first in nodes] if 1 < len(nodes) <= _MOST_NODE_MARKS else []
+    plots = []
+    for key, title, name in (
+        ("rank_step_time", "Step time by rank", "step_s"),
+        ("rank_data_wait", "Wait for data by rank", "data_s"),
+    ):
+        low, middle, high, late, longest = map(list, zip(*(one[name] for one in ranks), strict=True))
+        curves = [
+            Curve(name="longest", x=x, y=longest, kind="dots", colour="quiet"),
+            Curve(name="99 %", x=x, y=late, kind="dots", colour="two"),
+            Curve(name="median, 5 to 95 %", x=x, y=middle, low=low, high=high, kind="ranges", labels=hosts),
+        ]
+        plots.append(plot(key, title, curves, x_label="rank", unit="s", marks=marks, from_zero=True))
+    return plots
+
+
+def _stragglers(windows: Sequence[PaceWindow]) -> Fact | None:
+    """Returns who held the others up, and the map of the attempt with the longest record; None without a record."""
+    seconds = Counter[int]()
+    for window in windows:
+        if len(window.ranks) > 1:
+            seconds[window.attempt] += window.end_unix_s - window.begin_unix_s  # type: ignore[assignment]  # of floats
+    if not seconds:
+        return None
+    attempt = max(seconds, key=lambda one: (seconds[one], one))
+    own = [window for window in windows if window.attempt == attempt and len(window.ranks) > 1]
+    # Ranks do not change within an attempt; a line that says otherwise is damaged.
+    own = [window for window in own if len(window.ranks) == len(own[0].ranks)]
+    findings = []
+    for first, finding in all_findings(windows):
+        key = (first.attempt, finding.kind, finding.ranks)
+        last = [one for one in windows for other in one.findings if (one.attempt, other.kind, other.ranks) == key][-1]
+        span = {"attempt": first.attempt, "begin_unix_s": first.begin_unix_s, "end_unix_s": last.end_unix_s}
+        findings.append(asdict(finding) | span)
+    ranks = []
+    for rank, pace in enumerate(own[0].ranks):
+        paces = [window.ranks[rank] for window in own]
+        means = {name: fmean(getattr(one, name) for one in paces) for name in ("own_s", "wait_s", "data_s")}
+        named = sum(rank in finding.ranks for window in own for finding in window.findings)
+        ranks.append({"rank": rank, "host": pace.host, **means, "named": named})
+    return {
+        "attempt": attempt,
+        "num_windows": len(windows),
+        "findings": findings,
+        "ranks": ranks,
+        "map": _heat_map(own),
+    }
+
+
+def _heat_map(windows: Sequence[PaceWindow]) -> Fact:
+    """Returns how much longer each rank's own part took than the middle rank's; many windows share a column.
+
+    "percent" is (rank, column); "edges_unix_s" are the borders of the columns.
+    """
+    width = -(-len(windows) // _MOST_COLUMNS)
+    columns = [windows[first : first + width] for first in range(0, len(windows), width)]
+    excess = []
+    for column in columns:
+        own_s = [
+            fmean(of_rank) for of_rank in zip(*([rank.own_s for rank in one.ranks] for one in column), strict=True)
+        ]
+        # Of an even number the lower of the two in the middle: of two ranks the quick one is what the other should be.
+        middle = sorted(own_s)[(len(own_s) - 1) // 2]
+        excess.append([round(100 * (own / middle - 1)) if middle > 0 else 0 for own in own_s])
+    return {
+        "edges_unix_s": [*(column[0].begin_unix_s for column in columns), windows[-1].end_unix_s],
+        "percent": list(zip(*excess, strict=True)),
+    }

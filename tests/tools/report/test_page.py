@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_train.status.run_status import RunState
 from slurm_train.tools.report import page
-from slurm_train.tools.report.page import MOST_POINTS, Curve, plot, skeleton, thinned
+from slurm_train.tools.report.page import MOST_POINTS, Curve, line, plot
 from tests.support.documents import HOSTILE, document_in
 from tests.support.html_pages import Page
 
-EMPTY = {"title": "a & <b>", "sections": []}
+EMPTY = {"title": "a & <b>"}
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -50,40 +49,31 @@ def test_the_page_asks_nobody_and_runs_its_own_script_only() -> None:
     assert len(found.source) < 120_000
 
 
-@pytest.mark.parametrize("state", RunState)
-def test_an_unknown_state_is_bad(state: RunState) -> None:
-    calm = {"finished", "running", "queued", "requeued", "finishing", "not_started", "stopped", "completed"}
-    assert (page.chip(state.value)[1] == page.chip(state.label)[1] == "bad") == (state.value not in calm)
-
-
-def test_settings_and_moments_are_written_as_they_are_typed() -> None:
-    assert page.setting([0.9, True, None]) == "[0.9, true, null]"
-    assert page.moment(1e40) == page.moment(None) == "-"
+def test_what_javascript_cannot_hold_is_a_text() -> None:
+    values = [float("nan"), float("inf"), 2**60, 10**400, True, None, 0.1, 3]
+    assert json.loads(page.as_json(values)) == ["nan", "inf", str(2**60), str(10**400), True, None, 0.1, 3]
 
 
 @pytest.mark.parametrize("spike_at", [1, 617, 50_000, 99_999])
 def test_every_spike_is_inside_the_band(spike_at: int) -> None:
     values = array("d", [2.0] * 100_000)
     values[spike_at] = 42.0
-    curve = thinned("loss", range(100_000), values)
-    assert len(curve.x) == len(curve.y) == len(curve.low) == len(curve.high) == MOST_POINTS
-    assert (max(curve.high), min(curve.low), curve.x[-1]) == (42.0, 2.0, 99_999)
-    assert abs(curve.x[list(curve.high).index(42.0)] - spike_at) <= 100_000 / MOST_POINTS
+    curve = line("loss", range(100_000), values)
+    assert len(curve.x) == len(curve.y) == len(curve.low) == len(curve.high) <= MOST_POINTS
+    assert (max(curve.high), min(curve.low)) == (42.0, 2.0)
+    assert abs(curve.x[list(curve.high).index(42.0)] - spike_at) <= 2 * 100_000 / MOST_POINTS
 
 
-@pytest.mark.parametrize("num", [0, 1, 5, 99, 100, 101, 4321])
-def test_a_skeleton_keeps_every_spike(num: int) -> None:
-    values = [1.0] * num
-    if num > 50:
-        values[37], values[num - 3] = 9.0, -9.0
-    xs, ys = skeleton(range(num), values, most=100)
-    assert len(xs) == len(ys) <= min(num, 102) and xs == sorted(set(xs))
-    assert (min(ys, default=0), max(ys, default=0)) == (min(values, default=0), max(values, default=0))
+@pytest.mark.parametrize("num", [0, 1, 99, 100, 101, 4321])
+def test_a_curve_has_all_points_or_as_many_as_it_may_have(num: int) -> None:
+    curve = line("loss", range(7, 7 + num), [1.0] * num, most=100, band=False)
+    assert len(curve.x) == len(curve.y) and list(curve.x) == sorted(set(curve.x)) and not curve.low
+    assert len(curve.x) == num if num <= 100 else 50 <= len(curve.x) <= 100
 
 
-def test_skeletons_of_runs_of_any_length_share_their_places() -> None:
+def test_curves_of_runs_of_any_length_share_their_places() -> None:
     lengths = range(2000, 4000, 10)
-    shared = {x for num in lengths for x in skeleton(range(num), list(map(float, range(num))), most=100)[0]}
+    shared = {x for num in lengths for x in line("a", range(num), list(map(float, range(num))), most=100).x}
     assert len(shared) < 400
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import RunError
-from slurm_train.tools.report.page import Curve, plot, section
+from slurm_train.tools.report.page import Curve, plot
 from slurm_train.tools.report.pictures import write_pictures
 from tests.support.run_documents import document_of, full_document
 from tests.support.sweep_files import sweep_document_of
@@ -27,7 +27,7 @@ def test_the_figures_of_a_run_and_of_a_sweep_are_written(tmp_path: Path) -> None
         *("rank_step_time", "rank_data_wait", "stragglers", "timeline", "saves"),
     }
     paths += write_pictures(sweep_document_of(tmp_path / "sweep"), tmp_path / "png")
-    assert [path.name for path in paths[-4:]] == ["parallel.png", "best.png", "runs_loss.png", "runs_eval_loss.png"]
+    assert [path.name for path in paths[-4:]] == ["best.png", "runs_loss.png", "runs_eval_loss.png", "parallel.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") and has_drawing(path) for path in paths)
 
 
@@ -47,6 +47,6 @@ def test_no_window_system_is_looked_for_and_a_name_is_no_formula(tmp_path: Path)
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     before = set(sys.modules)
     block = plot("../a", r"$\frac{1}{0$", [Curve(name=r"$\frac{1}{0$", x=[1], y=[1]), Curve(name="b", x=[1], y=[3])])
-    (path,) = write_pictures({"sections": [section("a", "A", block)]}, tmp_path)
+    (path,) = write_pictures({"plots": {"a": [block]}}, tmp_path)
     assert path == tmp_path / ".._a.png" and has_drawing(path)
     assert "matplotlib.pyplot" not in set(sys.modules) - before
