@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.jobs import Holder, read_job, take_lock
+from slurm_train.rundir.jobs import Holder, read_job, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.status.activity import find_active, submitting, writing
+from tests.cli.conftest import Shell
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
-from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.command_line import Person
 
 # Takes half a second, and Slurm knows the job before it answers.
-SBATCH = """
+SBATCH = """#!/bin/sh
 [ "$1" = --test-only ] && exit 0
 echo x >> {here}/calls; job=$((4710 + $(wc -l < {here}/calls)))
 echo "$job|PENDING|None||N/A|N/A|main" >> {here}/squeue.out
@@ -26,13 +26,9 @@ sleep 0.5; echo $job
 """
 
 
-def slow_sbatch(slurm: SlurmPrograms) -> None:
-    (slurm.folder / "sbatch").write_text(f"#!/bin/sh\n{SBATCH.format(here=slurm.folder)}")
-
-
 @pytest.mark.parametrize("words", [("+cluster=1x1",), ("resume", "3f9a1c07")], ids=["first command", "resume"])
-def test_of_two_who_type_the_same_at_once_one_submits(words: tuple[str, ...], shell: Any) -> None:
-    slow_sbatch(shell.slurm)
+def test_of_two_who_type_the_same_at_once_one_submits(words: tuple[str, ...], shell: Shell) -> None:
+    (shell.slurm.folder / "sbatch").write_text(SBATCH.format(here=shell.slurm.folder))
     if words[0] == "resume":
         shell.has_run(job_ids=("12",))
     argv = [sys.executable, "-m", "slurm_train", *words]
@@ -49,17 +45,11 @@ def test_of_two_who_type_the_same_at_once_one_submits(words: tuple[str, ...], sh
     assert not run.submission_lock.exists() and not run.lock.exists()
 
 
-def test_a_submitter_that_was_killed_is_overtaken_here(shell: Any) -> None:
+def test_a_submitter_that_was_killed_is_overtaken_here(shell: Shell) -> None:
     run = shell.has_run(job_ids=("12",))
-    dead = Holder(job_id=None, host=this_host(), pid=4_194_300, started="1")
+    dead = replace(this_process(), pid=4_194_300, started="1")
     take_lock(run, dead, is_alive=lambda _holder: True, submits=True)
-    assert shell.types("resume", "3f9a1c07").code == 0
-
-
-def this_host() -> str:
-    import socket
-
-    return socket.gethostname()
+    assert shell.types("resume 3f9a1c07").code == 0
 
 
 def test_all_jobs_of_all_runs_are_asked_about_at_once(tmp_path: Path) -> None:
@@ -74,15 +64,15 @@ def test_all_jobs_of_all_runs_are_asked_about_at_once(tmp_path: Path) -> None:
     assert {run: active.jobs for run, active in found.items()} == {runs[0]: ("11",), runs[2]: ("13",)}
 
 
-def test_what_a_refused_submission_has_made_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_used", [False, True])
+def test_the_directory_of_a_refused_submission_goes_if_it_is_empty(is_used: bool, tmp_path: Path) -> None:
     run, commands = RunDirectory(tmp_path / "runs" / "gpt" / "one"), FakeSlurmCommands()
     with pytest.raises(RunError, match="no"), submitting(run, commands):  # type: ignore[arg-type]  # the fake
+        if is_used:
+            (run.path / "kept").touch()
         raise RunError("no", hint="no")
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(RunError, match="no"), submitting(run, commands):  # type: ignore[arg-type]  # the fake
-        (run.path / "kept").touch()
-        raise RunError("no", hint="no")
-    assert [path.name for path in run.path.iterdir()] == ["kept"]
+    assert [path.name for path in tmp_path.iterdir()] == (["runs"] if is_used else [])
+    assert not run.submission_lock.exists()
 
 
 def test_nothing_is_written_under_live_ranks(tmp_path: Path) -> None:

@@ -3,67 +3,49 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
 
 import pytest
 
 from slurm_train.cli.selection import filter_where, read_since
 from slurm_train.errors import ConfigError
 from slurm_train.status.run_status import Subject
+from tests.cli.conftest import Shell
+
+CHOICES: dict[tuple[str, ...], str] = {
+    (): "abc",
+    ("optim.lr=1e-3",): "ac",
+    ("seed=1.0",): "ab",
+    ("+seed=1", "optim.lr=3e-4"): "b",
+    ("cluster=null",): "c",
+    ("requeue.enabled=True",): "abc",
+    ("seed=77",): "",
+    ("data=text",): "a",
+}
+REFUSED = {
+    "optim.lr": "--where 'optim.lr' is not KEY=VALUE",
+    "=1": "--where '=1' is not KEY=VALUE",
+    "optim.lrr=1": "no run has the key 'optim.lrr'",
+}
 
 
-@pytest.fixture
-def subjects(shell: Any) -> list[Subject]:
-    return [
+def test_runs_are_chosen_by_their_values(shell: Shell) -> None:
+    subjects = [
         Subject(shell.has_run(run_id="aaaa0000"), 0, {"optim.lr": "0.001", "seed": "1", "data": "text"}),
         Subject(shell.has_run(run_id="bbbb0000"), 1, {"optim.lr": "0.0003", "seed": "1"}),
         Subject(shell.has_run(run_id="cccc0000", cluster=False)),
     ]
-
-
-CHOICES = [
-    ([], "abc"),
-    (["optim.lr=1e-3"], "ac"),
-    (["seed=1.0"], "ab"),
-    (["+seed=1", "optim.lr=3e-4"], "b"),
-    (["cluster=null"], "c"),
-    (["requeue.enabled=True"], "abc"),
-    (["seed=77"], ""),
-    (["data=text"], "a"),
-]
-
-
-@pytest.mark.parametrize(("conditions", "chosen"), CHOICES, ids=lambda value: " ".join(value))
-def test_runs_are_chosen_by_their_values(conditions: list[str], chosen: str, subjects: list[Subject]) -> None:
-    assert "".join(one.run.run_id[0] for one in filter_where(subjects, conditions)) == chosen
-
-
-def test_a_run_without_a_configuration_has_only_what_its_sweep_gave(subjects: list[Subject]) -> None:
+    found = {asked: "".join(one.run.run_id[0] for one in filter_where(subjects, asked)) for asked in CHOICES}
+    assert found == CHOICES
+    for condition, message in REFUSED.items():
+        with pytest.raises(ConfigError) as caught:
+            filter_where(subjects, [condition])
+        assert caught.value.message == message
     subjects[0].run.config.unlink()
-    assert filter_where(subjects[:1], ["seed=1"]) == subjects[:1]
+    assert filter_where(subjects[:1], ["seed=1"]) == subjects[:1], "its sweep gave it that"
     assert filter_where(subjects[:2], ["requeue.enabled=true"]) == subjects[1:2]
 
 
-@pytest.mark.parametrize(
-    ("condition", "message"),
-    [
-        ("optim.lr", "--where 'optim.lr' is not KEY=VALUE"),
-        ("=1", "--where '=1' is not KEY=VALUE"),
-        ("optim.lrr=1", "no run has the key 'optim.lrr'"),
-    ],
-)
-def test_a_condition_that_cannot_hold_is_refused(condition: str, message: str, subjects: list[Subject]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        filter_where(subjects, [condition])
-    assert caught.value.message == message
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90m", 5400), ("12h", 43200), ("1.5 d", 129600), ("1w", 604800)])
-def test_since_a_span_ago(text: str, seconds: float) -> None:
-    assert read_since(text, now_unix_s=1e9) == 1e9 - seconds
-
-
-def test_since_a_date() -> None:
+def test_since_is_a_span_ago_or_a_date() -> None:
+    spans = {"90m": 5400, "12h": 43200, "1.5 d": 129600, "1w": 604800}
+    assert {text: 1e9 - read_since(text, now_unix_s=1e9) for text in spans} == spans
     assert read_since("2026-01-31T09:00", now_unix_s=0.0) == datetime(2026, 1, 31, 9).timestamp()
-    with pytest.raises(ConfigError, match="--since yesterday is neither a span of time nor a date"):
-        read_since("yesterday", now_unix_s=0.0)

@@ -6,24 +6,23 @@ import csv
 import io
 import json
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slurm_train.cli.collate import as_columns, as_csv, as_markdown, best_line
-from slurm_train.rundir.sweep import Element, SweepDirectory, read_runs, read_table
+from slurm_train.rundir.sweep import SweepDirectory, read_runs, read_table
+from tests.cli.conftest import Shell
 from tests.support.run_facts import attempt
 
-SWEEP = ("-m", "+cluster=1x8", "optim.lr=1e-3,3e-4", "seed=range(3)")
+SWEEP = "-m +cluster=1x8 optim.lr=1e-3,3e-4 seed=range(3)"
 
 
 @pytest.fixture
-def sweep(shell: Any) -> SweepDirectory:
+def sweep(shell: Shell) -> SweepDirectory:
     """Six runs: finished, running, failed, never begun, out of time, cancelled."""
-    path = shell.types(*SWEEP).out.split()[1]
-    found = SweepDirectory(Path(path))
+    found = shell.submits_sweep(SWEEP)
     runs = [element.run for element in read_table(found)]
     ends: list[dict[str, Any]] = [
         {"reason": "done", "action": "finish", "world_size": 8},
@@ -42,157 +41,116 @@ def sweep(shell: Any) -> SweepDirectory:
     metrics += [{"step": 20, "attempt": 0, "eval_accuracy": 0.5}, {"step": 30, "attempt": 0, "eval_accuracy": 0.4}]
     runs[0].metrics.write_text("".join(json.dumps(line) + "\n" for line in metrics))
     shell.slurm.queue_many(["4711_1"], "RUNNING")
-    (shell.slurm.folder / "sbatch_words").unlink()
-    (shell.slurm.folder / "job_id").write_text("4720\n")
+    shell.slurm.forget("sbatch_words")
+    shell.slurm.next_job(4720)
     return found
 
 
-def elements(sweep: SweepDirectory) -> list[Element]:
-    return read_table(sweep)
-
-
-def test_status_shows_what_each_run_was_given_and_how_it_stands(sweep: SweepDirectory, shell: Any) -> None:
+def test_status_shows_what_each_run_was_given_and_how_it_stands(sweep: SweepDirectory, shell: Shell) -> None:
+    before = shell.slurm.times_asked("squeue")
     done = shell.types("status", sweep.sweep_id)
+    assert shell.slurm.times_asked("squeue") == before + 1
     lines = done.out.splitlines()
     assert done.code == 0 and lines[0].split()[:6] == ["#", "optim.lr", "seed", "RUN", "JOB", "STATE"]
-    assert lines[3].split()[:6] == ["2", "0.001", "2", elements(sweep)[2].run.run_id, "4711_2", "failed"]
+    run = read_table(sweep)[2].run
+    assert lines[3].split()[:6] == ["2", "0.001", "2", run.run_id, "4711_2", "failed"]
     assert lines[3].endswith("rank 3 on node2: ZeroDivisionError: 1 / 0"), "the crash is named in the table"
     summary = "6 runs: 1 finished, 1 running, 1 failed, 1 not started, 1 timeout, 1 cancelled"
     assert lines[7:] == [summary, str(sweep.path)]
+    hint = f"6 of them are a sweep: `status {sweep.sweep_id}` shows the values of each\n"
+    assert hint in shell.types("status").err
 
 
-def test_status_asks_slurm_once(sweep: SweepDirectory, shell: Any) -> None:
-    before = shell.slurm.times_asked("squeue")
-    shell.types("status", sweep.sweep_id)
-    assert shell.slurm.times_asked("squeue") == before + 1
+def test_json_has_the_same_keys_for_a_sweep_and_a_run_and_the_same_filters(sweep: SweepDirectory, shell: Shell) -> None:
+    rows = json.loads(shell.types("status 4711 --json").out)
+    assert [(row["index"], row["overrides"]["seed"]) for row in rows] == list(enumerate("012012"))
+    run_id = read_table(sweep)[0].run.run_id
+    (of_run,) = json.loads(shell.types("status", run_id, "--json").out)
+    assert list(rows[0]) == list(of_run) and (of_run["index"], of_run["overrides"]) == (None, {})
+    for words, indices in {run_id: [0, 1, 2, 3, 4, 5], "--where optim.lr=1e-3 --state failed,running": [1, 2]}.items():
+        found = json.loads(shell.types(f"status {sweep.sweep_id} {words} --json").out)
+        assert [row["index"] for row in found] == indices
 
 
-def test_runs_of_a_sweep_are_chosen_like_others(sweep: SweepDirectory, shell: Any) -> None:
-    found = {}
-    for words in (["--where", "optim.lr=1e-3"], ["--state", "failed,timeout"], ["--where", "seed=2", "--last", "1"]):
-        done = shell.types("status", sweep.sweep_id, "--json", *words)
-        found[words[1]] = [row["index"] for row in json.loads(done.out)]
-    assert (found["optim.lr=1e-3"], found["failed,timeout"]) == ([0, 1, 2], [2, 4]) and len(found["seed=2"]) == 1
-    done = shell.types("status", sweep.sweep_id, "--state", "failed")
-    assert "1 run: 1 failed" in done.out and "ZeroDivisionError" in done.out
+RESUMED = {
+    "--only failed,missing,timeout": [2, 3, 4],
+    "": [2, 3, 4, 5],
+    "--only cancelled,timeout --where seed=1": [4],
+    "--where train.max_steps=300 --where seed=2.0": [2, 5],
+}
 
 
-def test_a_sweep_and_a_run_have_the_same_keys_in_json(sweep: SweepDirectory, shell: Any) -> None:
-    (of_sweep, *_) = json.loads(shell.types("status", sweep.sweep_id, "--json").out)
-    (of_run,) = json.loads(shell.types("status", elements(sweep)[0].run.run_id, "--json").out)
-    assert list(of_sweep) == list(of_run) and (of_run["index"], of_run["overrides"]) == (None, {})
-    assert len(json.loads(shell.types("status", sweep.sweep_id, elements(sweep)[0].run.run_id, "--json").out)) == 6
-
-
-def test_status_as_json(sweep: SweepDirectory, shell: Any) -> None:
-    facts = json.loads(shell.types("status", "4711", "--json").out)
-    assert [one["index"] for one in facts] == list(range(6))
-    assert facts[1]["overrides"] == {"optim.lr": "0.001", "seed": "1"} and facts[1]["state"] == "running"
-
-
-RESUMED = [
-    (["--only", "failed,missing,timeout"], [2, 3, 4]),
-    (["--only", "failed"], [2]),
-    ([], [2, 3, 4, 5]),
-    (["--where", "optim.lr=3e-4"], [3, 4, 5]),
-    (["--only", "cancelled,timeout", "--where", "seed=1"], [4]),
-    (["--where", "train.max_steps=300", "--where", "seed=2.0"], [2, 5]),
-]
-
-
-@pytest.mark.parametrize(("words", "indices"), RESUMED, ids=lambda value: " ".join(map(str, value)))
-def test_resume_submits_the_chosen_runs_as_one_array(
-    words: list[str], indices: list[int], sweep: SweepDirectory, shell: Any
-) -> None:
-    before = {element.run: element.run.config.read_text() for element in elements(sweep)}
-    done = shell.types("resume", sweep.sweep_id, *words)
-    assert (done.code, done.out) == (0, f"4720 {sweep.path}\n")
-    assert len(shell.slurm.said("sbatch_words").splitlines()) == 1
-    assert read_runs(sweep.array(1)) == [elements(sweep)[index].run for index in indices]
-    jobs = [element.job for element in elements(sweep)]
+@pytest.mark.parametrize("words", RESUMED)
+def test_resume_submits_the_chosen_runs_as_one_array(words: str, sweep: SweepDirectory, shell: Shell) -> None:
+    indices, before = RESUMED[words], {one.run: one.run.config.read_text() for one in read_table(sweep)}
+    assert shell.types(f"resume {sweep.sweep_id} {words}").out == f"4720 {sweep.path}\n"
+    assert shell.slurm.times_asked("sbatch") == 1
+    assert read_runs(sweep.array(1)) == [read_table(sweep)[index].run for index in indices]
+    jobs = [element.job for element in read_table(sweep)]
     assert [jobs[index] for index in indices] == [f"4720_{task}" for task in range(len(indices))]
     assert {run: run.config.read_text() for run in before} == before
     assert [path.name for path in sweep.code.iterdir() if path.is_dir()] == ["000"], "the code is the old one"
 
 
-def test_resume_with_accepted_code_gives_it_to_the_chosen_runs_only(sweep: SweepDirectory, shell: Any) -> None:
+def test_resume_with_accepted_code_gives_it_to_the_chosen_runs_only(sweep: SweepDirectory, shell: Shell) -> None:
     subprocess.run(["git", "init", "-q", str(shell.folder)], check=True)
     (shell.folder / "train.py").write_text("mended = True\n")
-    assert shell.types("resume", sweep.sweep_id, "--only", "failed", "--accept", "code").code == 0
-    codes = [element.run.code.resolve().name for element in elements(sweep)]
-    assert codes == ["000", "000", "001", "000", "000", "000"]
-    assert (elements(sweep)[2].run.code / "train.py").exists()
-    assert json.loads(elements(sweep)[2].run.provenance.read_text())["words"][0] == "resume"
+    assert shell.types(f"resume {sweep.sweep_id} --only failed --accept code").code == 0
+    runs = [element.run for element in read_table(sweep)]
+    assert [run.code.resolve().name for run in runs] == ["000", "000", "001", "000", "000", "000"]
+    assert (runs[2].code / "train.py").exists()
+    assert json.loads(runs[2].provenance.read_text())["words"][0] == "resume"
 
 
-NOT_RESUMED = [
-    (["--only", "interrupted"], "no run of sweep {id} is to be continued: 6 runs: 1 finished"),
-    (["--only", "broken"], "--only broken: there is no state 'broken'"),
-    (["--where", "optim.lrr=1"], "no run has the key 'optim.lrr'"),
-    (["--where", "optim.lr"], "--where 'optim.lr' is not KEY=VALUE"),
-]
+NOT_RESUMED = {
+    "--only interrupted": "no run of sweep {id} is to be continued: 6 runs: 1 finished",
+    "--only broken": "--only broken: there is no state 'broken'",
+    "--where optim.lrr=1": "no run has the key 'optim.lrr'",
+}
 
 
-@pytest.mark.parametrize(("words", "message"), NOT_RESUMED, ids=lambda value: str(value))
-def test_a_choice_that_means_no_run_is_refused(
-    words: list[str], message: str, sweep: SweepDirectory, shell: Any
-) -> None:
-    done = shell.types("resume", sweep.sweep_id, *words)
-    assert done.code == 2 and message.format(id=sweep.sweep_id) in done.err
-    assert shell.slurm.said("sbatch_words") is None
-
-
-def test_nothing_is_submitted_while_slurm_does_not_say_what_runs(sweep: SweepDirectory, shell: Any) -> None:
+def test_what_cannot_be_resumed_is_refused(sweep: SweepDirectory, shell: Shell) -> None:
+    for words, message in NOT_RESUMED.items():
+        shell.refuses(message.format(id=sweep.sweep_id), f"resume {sweep.sweep_id} {words}")
+    run_id = read_table(sweep)[2].run.run_id
+    shell.refuses("is not a sweep", f"resume {run_id} --only failed")
+    shell.refuses("is not a sweep", f"cancel {run_id} --where seed=1")
     shell.slurm.break_down("squeue", "sacct")
-    assert shell.types("resume", sweep.sweep_id).code == 2
-    assert shell.types(*SWEEP).code == 2
+    for words in (f"resume {sweep.sweep_id}", SWEEP):
+        assert shell.types(words).code == 2, "Slurm does not say what runs"
     assert shell.slurm.said("sbatch_words") is None
 
 
-CANCELLED = [
-    ([], ["4711"]),
-    (["--where", "optim.lr=1e-3"], ["4711_1", "4711_2"]),
-    (["--where", "seed=1"], ["4711_1"]),
-]
+CANCELLED = {"": ["4711"], "--where optim.lr=1e-3": ["4711_1", "4711_2"], "--where seed=1": ["4711_1"]}
 
 
-@pytest.mark.parametrize(("words", "ids"), CANCELLED, ids=lambda value: " ".join(value))
-def test_cancel_ends_the_meant_runs_with_one_command(
-    words: list[str], ids: list[str], sweep: SweepDirectory, shell: Any
-) -> None:
+@pytest.mark.parametrize("words", CANCELLED)
+def test_cancel_ends_the_meant_runs_with_one_command(words: str, sweep: SweepDirectory, shell: Shell) -> None:
     shell.slurm.queue_many(["4711_1", "4711_2", "4711_3"], "PENDING")
-    assert shell.types("cancel", sweep.sweep_id, *words).code == 0
-    assert shell.slurm.said("cancelled").split() == ids
-    stopped = {one.run.path for one in elements(sweep) if one.run.stop_file.exists()}
+    assert shell.types(f"cancel {sweep.sweep_id} {words}").code == 0
+    ids = CANCELLED[words]
+    assert (shell.slurm.said("cancelled") or "").split() == ids
+    stopped = [one.run for one in read_table(sweep) if one.run.stop_file.exists()]
     assert len(stopped) == (3 if ids == ["4711"] else len(ids)), "what is on its way for these must not begin"
 
 
-def test_cancel_spares_the_runs_of_another_sweep(sweep: SweepDirectory, shell: Any) -> None:
+def test_cancel_spares_the_runs_of_another_sweep(sweep: SweepDirectory, shell: Shell) -> None:
     """A sweep that shares a run with a wider one must not end the array of the wider one."""
-    narrow = shell.types("-m", "+cluster=1x8", "optim.lr=1e-3", "seed=1,2")
+    narrow = shell.types("-m +cluster=1x8 optim.lr=1e-3 seed=1,2")
     shell.slurm.queue_many(["4711_1", "4711_2", "4711_3"], "RUNNING")
     assert narrow.out.startswith("4720 ")
-    other = shell.types("-m", "+cluster=1x8", "optim.lr=1e-3", "seed=0,1,7")
-    assert other.code == 0
-    assert shell.types("cancel", other.out.split()[1]).code == 0
-    assert "4711" not in shell.slurm.said("cancelled").split()
-
-
-def test_cancel_of_a_sweep_that_does_nothing(sweep: SweepDirectory, shell: Any) -> None:
+    other = shell.submits_sweep("-m +cluster=1x8 optim.lr=1e-3 seed=0,1,7")
+    assert shell.types("cancel", str(other.path)).code == 0
+    assert "4711" not in (shell.slurm.said("cancelled") or "").split()
     shell.slurm.queue_many([], "RUNNING")
-    done = shell.types("cancel", sweep.sweep_id)
-    assert done.code == 2 and f"no such run of sweep {sweep.sweep_id} is active" in done.err
+    shell.refuses(f"no such run of sweep {sweep.sweep_id} is active", f"cancel {sweep.sweep_id}")
 
 
-def test_choices_of_a_sweep_mean_nothing_for_a_run(sweep: SweepDirectory, shell: Any) -> None:
-    run = elements(sweep)[2].run
-    for words in (("resume", run.run_id, "--only", "failed"), ("cancel", run.run_id, "--where", "seed=1")):
-        done = shell.types(*words)
-        assert done.code == 2 and f"{run.run_id} is not a sweep" in done.err
+# collate
 
 
-def test_collate_has_a_row_per_run(sweep: SweepDirectory, shell: Any) -> None:
-    done = shell.types("collate", sweep.sweep_id, "--format", "csv")
+def test_collate_has_a_row_per_run(sweep: SweepDirectory, shell: Shell) -> None:
+    done = shell.types(f"collate {sweep.sweep_id} --format csv")
     rows = list(csv.DictReader(io.StringIO(done.out)))
     assert done.code == 0 and len(rows) == 6
     first = rows[0]
@@ -205,9 +163,7 @@ def test_collate_has_a_row_per_run(sweep: SweepDirectory, shell: Any) -> None:
     assert rows[2]["note"].startswith("rank 3 on node2")
 
 
-def test_a_name_leads_from_a_run_to_its_sweep(sweep: SweepDirectory, shell: Any) -> None:
-    told = f"6 of them are a sweep: `status {sweep.sweep_id}` shows the values of each\n"
-    assert told in shell.types("status").err
+def test_a_run_name_leads_to_its_sweep(sweep: SweepDirectory, shell: Shell) -> None:
     table = shell.types("collate", sweep.sweep_id).out
     assert shell.types("collate", "gpt-stdlib").out == table and shell.types("report", "gpt-stdlib").code == 0
     assert sweep.report.exists(), "the name means all its runs"
@@ -216,19 +172,18 @@ def test_a_name_leads_from_a_run_to_its_sweep(sweep: SweepDirectory, shell: Any)
     assert f"sweeps there: {sweep.sweep_id} (gpt-stdlib)" in shell.types("collate", "gpt").err
 
 
-def test_collate_writes_a_file_after_its_ending(sweep: SweepDirectory, shell: Any) -> None:
+def test_collate_writes_a_file_after_its_ending(sweep: SweepDirectory, shell: Shell) -> None:
     for name in ("a.csv", "a.md"):
-        assert shell.types("collate", sweep.sweep_id, "--out", name).code == 0
+        assert shell.types(f"collate {sweep.sweep_id} --out {name}").code == 0
     assert (shell.folder / "a.csv").read_text().startswith("index,run,optim.lr,seed,state,")
     assert (shell.folder / "a.md").read_text().splitlines()[1].startswith("| --- | ---")
-    assert shell.types("collate", "nothing").code == 2
-    assert shell.types("collate", sweep.sweep_id, "--format", "parquet").code == 2
-    assert shell.types("collate", sweep.sweep_id, "--out", "no/such/x.csv").code == 2
+    for words in ("nothing", f"{sweep.sweep_id} --format parquet", f"{sweep.sweep_id} --out no/such/x.csv"):
+        assert shell.types(f"collate {words}").code == 2
 
 
-def test_collate_writes_parquet_where_pyarrow_is(sweep: SweepDirectory, shell: Any) -> None:
+def test_collate_writes_parquet_where_pyarrow_is(sweep: SweepDirectory, shell: Shell) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    assert shell.types("collate", sweep.sweep_id, "--out", "a.parquet").code == 0
+    assert shell.types(f"collate {sweep.sweep_id} --out a.parquet").code == 0
     assert parquet.read_table("a.parquet").num_rows == 6
 
 

@@ -100,12 +100,20 @@ class SlurmPrograms:
         (self.folder / "others.out").write_text("".join(lines))
 
     def times_asked(self, program: str) -> int:
-        """Returns how often squeue or sacct was called."""
+        """Returns how often squeue or sacct was called, or sbatch to submit."""
         return len((self.said(f"{program}_words") or "").splitlines())
 
     def account(self, job_id: str, word: str, *, nodes: str = "") -> None:
         """Puts a job into what sacct prints."""
         (self.folder / "sacct.out").write_text(f"{_SACCT.format(job_id=job_id, word=word, nodes=nodes)}\n")
+
+    def next_job(self, job_id: int) -> None:
+        """Gives this id to the next job that is submitted."""
+        (self.folder / "job_id").write_text(f"{job_id}\n")
+
+    def forget(self, name: str) -> None:
+        """Forgets what a program noted, see `said`."""
+        (self.folder / name).unlink()
 
     def be_site(self, recorded: Path) -> None:
         """Answers questions about the cluster from a folder of recorded answers; what is not there is refused."""
