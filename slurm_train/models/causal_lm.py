@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,8 @@ class CausalLM(nn.Module):
             ConfigError: there is no plan, or one that asks for more than whole matrices cut by outputs and inputs.
         """
         kind = self.network.config.model_type
+        if hasattr(self.network, "peft_config"):
+            raise _no_plan(kind, "model.lora puts adapters around its matrices")
         plan = dict(getattr(self.network.config, "base_model_tp_plan", None) or {})
         if not plan:
             raise _no_plan(kind, "transformers has no tensor parallel plan for it")
@@ -96,7 +99,11 @@ class CausalLM(nn.Module):
 
 
 def causal_lm(
-    *, model_type: str | None = None, path: str | None = None, config: Mapping[str, Any] | None = None
+    *,
+    model_type: str | None = None,
+    path: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    lora: Mapping[str, Any] | None = None,
 ) -> CausalLM:
     """Returns a model in float32.
 
@@ -105,14 +112,16 @@ def causal_lm(
         path: instead of it, a directory with config.json and safetensors, or the path of a config.json alone, whose
             weights are drawn at random.
         config: values of the architecture's configuration, in place of its defaults or of the file's.
+        lora: arguments of peft's LoraConfig, e.g. `{r: 16}`: only these adapters are trained, the weights are frozen.
 
     Raises:
-        ConfigError: transformers is missing or does not know the architecture or a key, or the directory lacks files.
+        ConfigError: transformers or peft is missing or does not know the architecture or a key, or the directory lacks
+            files.
     """
     library = require_transformers()
     settings = pretrained_config(model_type=model_type, path=path, config=config)
     if path is None or Path(path).is_file():
-        return CausalLM(build_network(settings).train())
+        return CausalLM(with_adapters(build_network(settings), lora).train())
     if not any(Path(path).glob("model*.safetensors")):
         raise ConfigError(
             f"model.path={path} holds no model.safetensors",
@@ -121,7 +130,37 @@ def causal_lm(
     network = library.AutoModelForCausalLM.from_pretrained(
         path, config=settings, dtype=torch.float32, local_files_only=True, use_safetensors=True
     )
-    return CausalLM(network.train())
+    return CausalLM(with_adapters(network, lora).train())
+
+
+def with_adapters(network: nn.Module, lora: Mapping[str, Any] | None) -> Any:
+    """Returns a network with LoRA adapters of peft in it and all else frozen; itself where none are asked.
+
+    Args:
+        network: of transformers.
+        lora: arguments of peft's LoraConfig.
+
+    Raises:
+        ConfigError: peft is missing, or does not take the arguments for this architecture.
+    """
+    if lora is None:
+        return network
+    try:
+        import peft
+    except ImportError as err:
+        raise ConfigError(
+            f"model.lora was given, but peft cannot be imported: {err}", hint="pip install 'slurm-train[lora]'"
+        ) from err
+    try:
+        with warnings.catch_warnings():
+            # The two libraries are a release apart now and then, and say so on every rank.
+            warnings.simplefilter("ignore", FutureWarning)
+            return peft.get_peft_model(network, peft.LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+    except (TypeError, ValueError) as err:
+        raise ConfigError(
+            f"peft does not take model.lora={dict(lora)}: {_first_line(err)}",
+            hint="its keys are those of peft's LoraConfig, e.g. {r: 16, lora_alpha: 32, target_modules: all-linear}",
+        ) from err
 
 
 def build_network(config: Any) -> nn.Module:

@@ -24,6 +24,7 @@ from slurm_train.models.causal_lm import (
     causal_lm,
     pretrained_config,
     require_transformers,
+    with_adapters,
 )
 from slurm_train.models.gpt import GPT
 from slurm_train.models.pretrained_names import Architecture, Place, gpt_form
@@ -39,6 +40,8 @@ _NUM_NAMED = 5
 def write_pretrained(folder: Path, tensors: Mapping[str, Tensor], *, model: Mapping[str, Any], shard_size: str) -> None:
     """Writes config.json and model.safetensors, in several files with an index where they are larger than a shard.
 
+    Of a model with `lora` the adapters alone are written, as peft reads them.
+
     Args:
         folder: where to; made if it is missing.
         tensors: the model's, by our names.
@@ -51,8 +54,9 @@ def write_pretrained(folder: Path, tensors: Mapping[str, Tensor], *, model: Mapp
     """
     config, named = _in_their_layout(model, tensors)
     require_transformers()
+    lora = model.get("lora") if model.get("_target_") == _CAUSAL_LM else None
     with torch.device("meta"):
-        network: Any = build_network(config)
+        network: Any = with_adapters(build_network(config), lora)
     try:
         # A tied head has no tensor of its own here.
         unknown = network.load_state_dict(named, assign=True, strict=False).unexpected_keys
@@ -65,6 +69,9 @@ def write_pretrained(folder: Path, tensors: Mapping[str, Tensor], *, model: Mapp
             f"the checkpoint's weights are not those of a {config.model_type} of this shape: {str(err)[:300]}",
             hint="export it without --format; that writes the weights under the model's own names",
         ) from err
+    if lora is not None:
+        # Where `PeftModel.from_pretrained` finds the weights that the adapters belong to.
+        network.peft_config["default"].base_model_name_or_path = model.get("path")
     network.save_pretrained(folder, max_shard_size=shard_size)
 
 

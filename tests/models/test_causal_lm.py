@@ -9,7 +9,7 @@ import torch
 
 from slurm_train.errors import ConfigError
 from slurm_train.models.causal_lm import causal_lm
-from tests.support.extras import NEEDS_TRANSFORMERS
+from tests.support.extras import NEEDS_PEFT, NEEDS_TRANSFORMERS
 
 SHAPE = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = {"model_type": "llama", "config": {**SHAPE, "intermediate_size": 24, "num_key_value_heads": 2}}
@@ -79,6 +79,18 @@ def test_a_directory_gives_its_weights_and_its_configuration_alone_gives_others(
     (tmp_path / "out" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"holds no model\.safetensors\nhint: for weights drawn at random name the f"):
         causal_lm(path=str(tmp_path / "out"))
+
+
+@NEEDS_PEFT
+def test_with_lora_the_adapters_alone_are_trained() -> None:
+    model = causal_lm(**LLAMA, lora={"r": 2})
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 8 and all(".lora_" in name for name in trained)  # two layers, two matrices, A and B
+    assert model.sharding_plan() == tuple(f"network.base_model.model.model.layers.{number}" for number in range(2))
+    with pytest.raises(ConfigError, match=r"parallel\.tp was asked, but llama cannot be cut: model\.lora puts"):
+        model.tensor_parallel_plan()
+    with pytest.raises(ConfigError, match=r"peft does not take model\.lora=\{'rank': 2\}"):
+        causal_lm(**LLAMA, lora={"rank": 2})
 
 
 @NEEDS_TRANSFORMERS

@@ -12,7 +12,7 @@ import torch
 from slurm_train.config.target import instantiate
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.models.pretrained import load_pretrained, write_pretrained
-from tests.support.extras import NEEDS_TRANSFORMERS
+from tests.support.extras import NEEDS_PEFT, NEEDS_TRANSFORMERS
 
 pytestmark = NEEDS_TRANSFORMERS
 
@@ -120,3 +120,27 @@ def test_a_form_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has the form of this GPT: norm=layernorm, activation=gelu, positions=rope"):
         write_pretrained(tmp_path / "x", model_of(TINY).state_dict(), model=TINY, shard_size="5GB")
     assert not (tmp_path / "x").exists()
+
+
+@NEEDS_PEFT
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's own call of transformers
+def test_adapters_are_written_alone_and_peft_computes_the_same_logits_with_them(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    written(tmp_path / "base", LLAMA)
+    settings = {
+        "_target_": "slurm_train.models.causal_lm.causal_lm",
+        "path": str(tmp_path / "base"),
+        "lora": {"r": 2, "target_modules": "all-linear"},
+    }
+    model = instantiate(settings).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter) * parameter.requires_grad)
+    write_pretrained(tmp_path / "out", model.state_dict(), model=settings, shard_size="5GB")
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", local_files_only=True)
+    theirs = PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    with torch.no_grad():
+        assert theirs(input_ids=TOKENS).logits.equal(model(TOKENS))

@@ -9,3 +9,6 @@ import pytest
 NEEDS_TRANSFORMERS = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed: pip install '.[hf]'"
 )
+NEEDS_PEFT = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="peft is not installed: pip install '.[lora]'"
+)
