@@ -22,8 +22,8 @@ from docs.peers.faults import FAULTS, Fault, show_job
 from docs.peers.job import PEERS, Job, Wish, end_jobs
 from docs.peers.outcome import Outcome, judge, keep, table
 from docs.peers.page import write_page
+from tests.support.cluster_faults import qos_pair
 from tests.support.command_line import Person
-from tests.support.qos_pair import qos_pair
 from tests.support.waiting import wait_for
 
 _START_S = 240.0

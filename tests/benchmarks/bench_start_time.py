@@ -110,14 +110,7 @@ def srun_line(person: Person, size: str, *words: str) -> tuple[RunDirectory, lis
         size: of the cluster, e.g. "4x8".
         words: of the run.
     """
-    plain = {name: value for name, value in person.environment().items() if not name.startswith("SLURM_")}
-    submitted = subprocess.run(
-        [sys.executable, "-m", "slurm_train", f"+cluster={size}", *words, "cluster.sbatch.hold=true"],
-        cwd=person.folder, env=plain, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    job, path = submitted.stdout.split()
-    subprocess.run(["scancel", job], check=True)
-    run = RunDirectory(Path(path))
+    run = person.prepares(f"+cluster={size}", *words)
     run.attempt_logs(0).mkdir(parents=True)
     script = run.submit_script.read_text().replace("\\\n", " ")
     line = next(line for line in script.splitlines() if "supervise" in line)

@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.campaigns.catalogue import CAMPAIGNS
-from tests.campaigns.record import PAGE, Record, keep_record, read_records, render
+from tests.campaigns.catalogue import CAMPAIGNS, PAGE, render
+from tests.campaigns.record import keep_record, read_records
 
 
 def main() -> int:
@@ -40,27 +40,18 @@ def try_one(name: str, asked: argparse.Namespace) -> bool:
     folder = Path(tempfile.mkdtemp(prefix=f"slurm_train-{name}-"))
     print(f"== {name}: {campaign.promise} ({folder})", flush=True)
     began_s = time.monotonic()
-    result = campaign.load()(seed=asked.seed, trials=asked.trials or campaign.trials, folder=folder)
+    found = campaign.run(seed=asked.seed, trials=asked.trials or campaign.trials, folder=folder)
     wall_s = time.monotonic() - began_s
-    print(f"{name}: {result.held} of {result.trials} held in {wall_s:.0f} s", flush=True)
-    for line in (*(f"  {what}: {value}" for what, value in result.figures.items()), *result.problems):
+    print(f"{name}: {found.held} of {found.trials} held in {wall_s:.0f} s", flush=True)
+    for line in (*(f"  {what}: {value}" for what, value in found.figures.items()), *found.problems):
         print(line, flush=True)
     if asked.keep:
-        keep(Record(name=name, date=today(), seed=asked.seed, wall_s=wall_s, revision=revision(), result=result))
-    if result.is_kept:
+        today = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+        keep_record(name, found, date=today, seed=asked.seed, wall_s=wall_s, revision=revision())
+        PAGE.write_text(render(read_records()), encoding="utf-8")
+    if found.is_kept:
         shutil.rmtree(folder, ignore_errors=True)
-    return result.is_kept
-
-
-def keep(record: Record) -> None:
-    """Keeps a record and rewrites the page."""
-    keep_record(record)
-    PAGE.write_text(render(read_records()), encoding="utf-8")
-
-
-def today() -> str:
-    """Returns today's date."""
-    return datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+    return found.is_kept
 
 
 def revision() -> str:

@@ -8,7 +8,6 @@ and hurry when all disturbances are over. `trials` is the number of elements; 16
 from __future__ import annotations
 
 import random
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from pathlib import Path
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
 from slurm_train.slurm.records import parse_record
-from tests.campaigns.record import Result
+from tests.campaigns.record import Tally
 from tests.support.command_line import TINY, Person, new_project
-from tests.support.slurm_runs import losses
+from tests.support.slurm_runs import command, losses
 from tests.support.waiting import wait_for
 
 _STEPS = 400
@@ -68,7 +67,7 @@ class Seen:
     expected_steps: int
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Submits an array, disturbs half of it and returns what came of each element."""
     chance = random.Random(seed)
     person, hold = Person(new_project(folder / "project")), folder / "hold"
@@ -89,21 +88,18 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
         print(f"  {err}", flush=True)
         requeued = []
     seen = _look(job, elements, requeued)
-    subprocess.run(["scancel", job], check=False)
+    command("scancel", job, must=False)
     problems = check(seen)
     for one in seen:
-        print(f"  element {one.index}: {one.restarts} restarts, {one.steps} steps", flush=True)
-    return Result(
-        trials=trials,
-        held=trials - len({index for index, _ in problems}),
-        figures={
-            "preempted by an urgent job": str(sum(one.preempted for one in seen)),
-            "requeued by hand": str(sum(one.requeued for one in seen)),
-            "elements that nobody disturbed": str(sum(not one.restarts for one in seen)),
-            "submission to the last result": f"{time.monotonic() - began_s:.0f} s",
-        },
-        problems=tuple(f"element {index}: {text}" for index, text in problems),
-    )
+        what = f"element {one.index}: {one.restarts} restarts, {one.steps} steps"
+        tally.add(what, [text for index, text in problems if index == one.index])
+    tally.spoil([text for index, text in problems if index < 0], trials=1)
+    return {
+        "preempted by an urgent job": str(sum(one.preempted for one in seen)),
+        "requeued by hand": str(sum(one.requeued for one in seen)),
+        "elements that nobody disturbed": str(sum(not one.restarts for one in seen)),
+        "submission to the last result": f"{time.monotonic() - began_s:.0f} s",
+    }
 
 
 def check(seen: Sequence[Seen]) -> list[tuple[int, str]]:
@@ -129,7 +125,7 @@ def _disturb(job: str, count: int, chance: random.Random) -> list[int]:
     num_preempted = max(1, count // 2 - num_requeued)
     nodes = chance.sample([f"node{node}" for node in range(1, _NODES + 1)] * 2, num_preempted)
     urgent = ["sbatch", "--parsable", "--qos=urgent", "--gres=gpu:2", "--output=/dev/null", "--wrap=sleep 1"]
-    jobs = [_output([*urgent, f"--nodelist={node}"]) for node in nodes]
+    jobs = [command(*urgent, f"--nodelist={node}") for node in nodes]
     for urgent_job in jobs:
         _wait_until_over(urgent_job)
     before = restarts(job)
@@ -139,7 +135,7 @@ def _disturb(job: str, count: int, chance: random.Random) -> list[int]:
     )
     for index in requeued:
         print(f"  scontrol requeue {job}_{index}", flush=True)
-        subprocess.run(["scontrol", "requeue", f"{job}_{index}"], check=True)
+        command("scontrol", "requeue", f"{job}_{index}")
     wait_for(
         lambda: sum(restarts(job).values()) >= num_preempted + num_requeued,
         within_s=60.0,
@@ -148,22 +144,16 @@ def _disturb(job: str, count: int, chance: random.Random) -> list[int]:
     return requeued
 
 
-def _output(argv: Sequence[str]) -> str:
-    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def _wait_until_over(job: str) -> None:
-    def is_over() -> bool:
-        asked = ["squeue", "-h", "-t", "pending,running,completing", "-j", job]
-        return not subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-
-    wait_for(is_over, within_s=60.0, what=f"the end of the urgent job {job}", poll_s=0.5)
+    asked = ("squeue", "-h", "-t", "pending,running,completing", "-j", job)
+    wait_for(
+        lambda: not command(*asked, must=False), within_s=60.0, what=f"the end of the urgent job {job}", poll_s=0.5
+    )
 
 
 def restarts(job: str) -> dict[int, int]:
     """Returns how often Slurm has restarted each element of an array."""
-    text = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
-    records = [parse_record(part) for part in text.strip().split("\n\n")]
+    records = [parse_record(part) for part in command("scontrol", "show", "job", job).split("\n\n")]
     return {int(one["ArrayTaskId"]): int(one["Restarts"]) for one in records if one["ArrayTaskId"].isdigit()}
 
 

@@ -14,22 +14,11 @@ from typing import Any
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
-from tests.campaigns.record import Result, Tally
-from tests.campaigns.victims import (
-    PATIENCE_S,
-    Fleet,
-    Victim,
-    at_work,
-    figures_of,
-    golden_run,
-    newest_attempt,
-    node_down,
-    submit_tiny,
-    take_nodes,
-)
-from tests.support.command_line import Person
-from tests.support.controller_faults import extra_qos
-from tests.support.slurm_runs import job_state
+from tests.campaigns.record import Tally
+from tests.campaigns.victims import PATIENCE_S, Fleet, Victim, figures_of, golden_run, newest_attempt
+from tests.support.cluster_faults import node_down, preempted_by_urgent, take_nodes
+from tests.support.command_line import TINY, Person
+from tests.support.slurm_runs import at_work, job_state
 from tests.support.waiting import wait_for
 
 _STORM = ("+cluster=1x1", "train.max_steps=40", "checkpoint.every_steps=5")
@@ -55,11 +44,11 @@ class Slow(Tiny):
 """
 
 
-def storm(*, seed: int, trials: int, folder: Path) -> Result:
+def storm(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Preempts four runs at a time, two without a grace, `trials` - 1 times; then lets one fail without progress."""
-    dice, tally = random.Random(seed), Tally()
+    dice = random.Random(seed)
     places = [(f"cluster.nodelist={node}", *((f"cluster.qos={_NO_GRACE}",) * (node > "node2"))) for node in _NODES]
-    with extra_qos({_NO_GRACE: "gracetime=0 preemptmode=requeue"}), at_work(folder) as person:
+    with preempted_by_urgent({_NO_GRACE: "gracetime=0 preemptmode=requeue"}), at_work(folder) as person:
         golden = golden_run(person, "golden", *_STORM)
         fleet = Fleet(person=person, dice=dice, words=(*_STORM, "model.step_s=0.1"), places=places)
         struck: dict[int, int] = {}
@@ -81,7 +70,7 @@ def storm(*, seed: int, trials: int, folder: Path) -> Result:
             entry["last_step"] <= entry.get("first_step", 0) for one in fleet.all for entry in preemptions(one)
         )
         figures = figures_of([victim.history() for victim in fleet.all])
-    return tally.result({**figures, "preempted before a new step": str(fruitless)})
+    return {**figures, "preempted before a new step": str(fruitless)}
 
 
 def preemptions(victim: Victim) -> list[dict[str, Any]]:
@@ -101,30 +90,29 @@ def storm_problems(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
 def _broken_problems(person: Person) -> list[str]:
     (person.folder / "bad.py").write_text(_MODULES)
     words = ("+cluster=1x1", "model._target_=bad.Broken", "cluster.nodelist=node1")
-    job, run = submit_tiny(person, "broken", *words)
+    job, run = _submit(person, "broken", *words)
     _wait_until_stopped(job, run, within_s=PATIENCE_S)
     return stop_problems(
         read_ledger(run), _BUDGET, reason="failed", note=f"{_BUDGET} failures in a row without a new checkpoint: "
     )
 
 
-def no_progress(*, seed: int, trials: int, folder: Path) -> Result:
+def no_progress(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Tries two runs that never come to their first step, `trials` time limits being the budget of one of them.
 
     One has a limit shorter than its start, the other loses its node in each attempt, and Slurm requeues it by itself.
     """
-    del seed
-    tally, slow = Tally(), ("+cluster=1x1", "model._target_=bad.Slow", "train.start_timeout_s=3600")
+    slow = ("+cluster=1x1", "model._target_=bad.Slow", "train.start_timeout_s=3600")
     with at_work(folder) as person:
         (person.folder / "bad.py").write_text(_MODULES)
         with tally.trial("a limit shorter than the start") as problems:
             words = ("cluster.time_limit_min=1", f"requeue.max_fruitless_returns={trials}")
-            job, run = submit_tiny(person, "too-short", *slow, *words)
+            job, run = _submit(person, "too-short", *slow, *words)
             _wait_until_stopped(job, run, within_s=PATIENCE_S + 100.0 * trials)
             note = f"{trials} time limits in a row without a new checkpoint ("
             problems += stop_problems(read_ledger(run), trials, reason="time_limit", note=note)
         with tally.trial("a job that loses its node each time") as problems:
-            job, run = submit_tiny(person, "downs-its-node", *slow, "requeue.max_fruitless_returns=1")
+            job, run = _submit(person, "downs-its-node", *slow, "requeue.max_fruitless_returns=1")
             for attempt in range(2):
                 wait_for(lambda a=attempt: newest_attempt(run) == a, within_s=PATIENCE_S, what=f"attempt {attempt}")
                 with node_down(read_ledger(run)[-1]["nodes"][0]):
@@ -132,7 +120,11 @@ def no_progress(*, seed: int, trials: int, folder: Path) -> Result:
             _wait_until_stopped(job, run, within_s=PATIENCE_S)
             note = "2 lost nodes in a row without a new checkpoint ("
             problems += stop_problems(read_ledger(run), 2, reason="node_failure", note=note)
-    return tally.result({"time limits until the stop": str(trials), "lost nodes until the stop": "2"})
+    return {"time limits until the stop": str(trials), "lost nodes until the stop": "2"}
+
+
+def _submit(person: Person, name: str, *words: str) -> tuple[str, RunDirectory]:
+    return person.types(*TINY, "train.threads=1", f"run.name={name}", *words).job_and_run
 
 
 def _wait_until_stopped(job: str, run: RunDirectory, *, within_s: float) -> None:

@@ -11,10 +11,9 @@ import random
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_train.errors import ClusterError
@@ -24,13 +23,12 @@ from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.timing import newest_training_line
 from slurm_train.slurm.commands import SlurmCommands
-from tests.campaigns.record import Result, Tally
-from tests.campaigns.victims import at_work
-from tests.support.command_line import TINY, Person
+from tests.campaigns.record import Tally
+from tests.support.cluster_faults import qos_pair
+from tests.support.command_line import TINY, WIDE_MODULE, Person
 from tests.support.process_faults import kill, rank_pid
-from tests.support.qos_pair import qos_pair
+from tests.support.slurm_runs import at_work, cancel_all, command
 from tests.support.waiting import wait_for
-from tests.support.wide_model import WIDE_MODULE
 
 _AT_ONCE = 10
 _BATCH = 44
@@ -76,14 +74,6 @@ class Phase:
     is_light: bool = False
 
 
-def _has_begun(run: RunDirectory) -> bool:
-    return bool(existing_attempts(run))
-
-
-def _all_beat(run: RunDirectory) -> bool:
-    return len(read_beats(run, 0)) == 2
-
-
 def trains(run: RunDirectory) -> bool:
     """Returns whether the run has done steps (or a script without torch says so)."""
     if (newest_training_line(run.metrics) or {}).get("step", 0) >= 2:
@@ -93,17 +83,20 @@ def trains(run: RunDirectory) -> bool:
     return log is not None and log.exists() and b"trains" in log.read_bytes()
 
 
-def _is_saving(run: RunDirectory) -> bool:
-    return any(run.checkpoints.glob("*.tmp"))
-
-
 PHASES: dict[str, Phase] = {
     "pending": Phase(share=2, span_s=1.0, words=("cluster.sbatch.begin=now+3600",)),
     "just submitted": Phase(share=4, span_s=1.5),
-    "importing": Phase(share=3, span_s=2.0, is_there=_has_begun),
-    "rendezvous": Phase(share=3, span_s=5.0, is_there=_all_beat, words=("cluster.gpus_per_node=2",)),
+    "importing": Phase(share=3, span_s=2.0, is_there=lambda run: bool(existing_attempts(run))),
+    "rendezvous": Phase(
+        share=3, span_s=5.0, is_there=lambda run: len(read_beats(run, 0)) == 2, words=("cluster.gpus_per_node=2",)
+    ),
     "training": Phase(share=3, span_s=1.0, is_there=trains),
-    "saving": Phase(share=3, span_s=0.2, is_there=_is_saving, words=("checkpoint.every_steps=1", "model.width=1024")),
+    "saving": Phase(
+        share=3,
+        span_s=0.2,
+        is_there=lambda run: any(run.checkpoints.glob("*.tmp")),
+        words=("checkpoint.every_steps=1", "model.width=1024"),
+    ),
     "relaunch": Phase(share=4, span_s=4.0, is_there=trains, fault="kill"),
     "in the requeue": Phase(share=4, span_s=1.5, is_there=trains, fault="warn", is_light=True),
     "saving for the requeue": Phase(share=2, span_s=2.0, is_there=trains, fault="warn"),
@@ -156,48 +149,50 @@ def plan_trials(*, seed: int, trials: int) -> list[Trial]:
     return planned
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Aftermath:
-    """What there is to see of a cancelled run, later than a requeue would take."""
-
-    form: str
-    state: str
-    """Slurm's word for the job."""
-    restarts_then: int
-    """Right after the cancel."""
-    restarts: int
-    jobs: tuple[str, ...]
-    """All jobs that the run has ever had, or that have its name."""
-    attempts_late_s: tuple[float, ...] = field(default=())
-    """Begins of attempts, in seconds after the cancel."""
-    step_late_s: float = 0.0
-    """Newest step, in seconds after the cancel."""
-    status: str
-    """What `status` calls the run."""
-    is_finished: bool = False
-
-
 LATE_S = 10.0
 """A cancelled job has KillWait (5 s here) to end in; nothing may happen to the run after that."""
 
 
-def what_is_wrong(seen: Aftermath) -> list[str]:
-    """Returns how the cancel was not obeyed."""
-    wanted = ("FAILED", "CANCELLED") if seen.form == "scancel --batch" else ("CANCELLED",)
+def what_is_wrong(
+    *,
+    form: str,
+    state: str,
+    restarts_then: int,
+    restarts: int,
+    jobs: Sequence[str],
+    attempts_late_s: Sequence[float],
+    step_late_s: float,
+    status: str,
+    is_finished: bool,
+) -> list[str]:
+    """Returns how a cancel was not obeyed, from what there is to see later than a requeue would take.
+
+    Args:
+        form: how it was cancelled.
+        state: Slurm's word for the job.
+        restarts_then: right after the cancel.
+        restarts: now.
+        jobs: all that the run has ever had, or that have its name.
+        attempts_late_s: begins of attempts, in seconds after the cancel.
+        step_late_s: newest step, in seconds after the cancel.
+        status: what `status` calls the run.
+        is_finished: whether it has a result.
+    """
+    wanted = ("FAILED", "CANCELLED") if form == "scancel --batch" else ("CANCELLED",)
     found = []
-    if seen.state not in wanted:
-        found.append(f"the job is {seen.state}")
-    if seen.restarts > seen.restarts_then:
-        found.append(f"Restarts rose from {seen.restarts_then} to {seen.restarts}")
-    if len(seen.jobs) > 1:
-        found.append(f"the run has other jobs: {', '.join(seen.jobs)}")
-    if any(late > LATE_S for late in seen.attempts_late_s):
-        found.append(f"an attempt began {max(seen.attempts_late_s):.1f} s later")
-    if seen.step_late_s > LATE_S:
-        found.append(f"it still trained {seen.step_late_s:.1f} s later")
-    if seen.status not in (word.lower() for word in wanted):
-        found.append(f"status calls it {seen.status!r}")
-    if seen.is_finished:
+    if state not in wanted:
+        found.append(f"the job is {state}")
+    if restarts > restarts_then:
+        found.append(f"Restarts rose from {restarts_then} to {restarts}")
+    if len(jobs) > 1:
+        found.append(f"the run has other jobs: {', '.join(jobs)}")
+    if any(late > LATE_S for late in attempts_late_s):
+        found.append(f"an attempt began {max(attempts_late_s):.1f} s later")
+    if step_late_s > LATE_S:
+        found.append(f"it still trained {step_late_s:.1f} s later")
+    if status not in (word.lower() for word in wanted):
+        found.append(f"status calls it {status!r}")
+    if is_finished:
         found.append("it was finished before it was cancelled")
     return found
 
@@ -213,9 +208,9 @@ class Cancelled:
     restarts: int
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Runs the trials in batches and returns how many cancels were obeyed."""
-    tally, by_phase, rounds = Tally(), Counter[str](), 0
+    by_phase, rounds = Counter[str](), 0
     todo = planned = plan_trials(seed=seed, trials=trials)
     with qos_pair("campaigncancel", grace_s=_GRACE_S) as (weak, strong), at_work(folder) as person:
         (person.folder / "light.py").write_text(_LIGHT)
@@ -231,28 +226,27 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
                     continue
                 by_phase[trial.phase] += 1
                 tally.add(str(trial), problems)
-    return tally.result(
-        {
-            "by phase": ", ".join(f"{name} {count}" for name, count in sorted(by_phase.items())),
-            "ranks without torch": str(sum(PHASES[trial.phase].is_light for trial in planned)),
-            "tried again, as the moment did not come": str(rounds),
-        }
-    )
+    return {
+        "by phase": ", ".join(f"{name} {count}" for name, count in sorted(by_phase.items())),
+        "ranks without torch": str(sum(PHASES[trial.phase].is_light for trial in planned)),
+        "tried again, as the moment did not come": str(rounds),
+    }
 
 
 def _try_batch(person: Person, batch: list[Trial], *, weak: str, strong: str) -> list[tuple[Trial, list[str]]]:
     commands = SlurmCommands(person.environment())
     try:
-        found: list[tuple[Trial, Cancelled | str]] = []
         ordinary = [trial for trial in batch if PHASES[trial.phase].fault != "preempt"]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            found += zip(ordinary, pool.map(lambda trial: _attempt(person, trial, commands), ordinary), strict=True)
+            found = list(
+                zip(ordinary, pool.map(lambda trial: _attempt(person, trial, commands), ordinary), strict=True)
+            )
         victims = [trial for trial in batch if PHASES[trial.phase].fault == "preempt"]
         if victims:
             found += _preempt_and_cancel(person, victims, commands, weak=weak, strong=strong)
         return _watch(person, found, commands)
     finally:
-        _cancel_all(person)
+        cancel_all(person)
 
 
 def _attempt(person: Person, trial: Trial, commands: SlurmCommands) -> Cancelled | str:
@@ -282,7 +276,7 @@ def _bring_there(trial: Trial, job: str, run: RunDirectory, commands: SlurmComma
     if phase.fault == "kill":
         kill(rank_pid(run, 0))
     if phase.fault == "warn":
-        subprocess.run(["scancel", "--signal=USR2", job], check=True)
+        command("scancel", "--signal=USR2", job)
     if phase.after_restart:
         wait_for(lambda: commands.restarts(job) == 1, within_s=60, what="the requeue", poll_s=0.1)
     time.sleep(trial.delay_s)  # not a wait for anything: the moment is the trial
@@ -333,24 +327,23 @@ def _watch(
     person: Person, found: list[tuple[Trial, Cancelled | str]], commands: SlurmCommands
 ) -> list[tuple[Trial, list[str]]]:
     """Returns what is wrong with each, once the last one was cancelled long enough ago."""
-    cancelled = [one for _, one in found if isinstance(one, Cancelled)]
-    last = max((one.time_unix_s for one in cancelled), default=0.0)
+    last = max((one.time_unix_s for _, one in found if isinstance(one, Cancelled)), default=0.0)
     time.sleep(max(0.0, last + _WATCH_S - time.time()))  # nothing may happen, so there is nothing to wait for
     status = {row["path"]: row["state"] for row in json.loads(person.types("status", "--json").out or "[]")}
     named = person.runs("squeue", "-h", "-t", "all", "-o", "%i|%j").out.split()
-    judged: list[tuple[Trial, list[str]]] = []
-    for trial, one in found:
+
+    def judge(one: Cancelled | str) -> list[str]:
         if isinstance(one, str):
-            judged.append((trial, [one]))
-            continue
+            return [one]
         try:
-            judged.append((trial, what_is_wrong(_aftermath(one, status=status, named=named, commands=commands))))
+            return _judge(one, status=status, named=named, commands=commands)
         except (AssertionError, ClusterError) as err:
-            judged.append((trial, [f"{_NO_TRIAL}: {err}"]))
-    return judged
+            return [f"{_NO_TRIAL}: {err}"]
+
+    return [(trial, judge(one)) for trial, one in found]
 
 
-def _aftermath(one: Cancelled, *, status: dict[str, str], named: list[str], commands: SlurmCommands) -> Aftermath:
+def _judge(one: Cancelled, *, status: dict[str, str], named: list[str], commands: SlurmCommands) -> list[str]:
     job, line = commands.show_job(one.job), newest_training_line(one.run.metrics) or {}
     pairs = (word.partition("|") for word in named)
     of_name = {job_id for job_id, _, name in pairs if name == f"{one.run.name}-{one.run.run_id}"}
@@ -358,20 +351,14 @@ def _aftermath(one: Cancelled, *, status: dict[str, str], named: list[str], comm
     known = {str(job_id) for job_id in (read_json(one.run.job) or {}).get("job_ids", [])}
     starts = [entry["time_unix_s"] for entry in read_ledger(one.run)]
     assert len(starts) == len(existing_attempts(one.run)), f"{one.run.path}: an attempt is not in the ledger"
-    return Aftermath(
+    return what_is_wrong(
         form=one.trial.form,
         state=job.get("JobState", ""),
         restarts_then=one.restarts,
         restarts=int(job.get("Restarts", "0")),
-        jobs=tuple(sorted({*of_name, *known})),
-        attempts_late_s=tuple(start - one.time_unix_s for start in starts),
+        jobs=sorted({*of_name, *known}),
+        attempts_late_s=[start - one.time_unix_s for start in starts],
         step_late_s=float(line.get("time_unix_s", 0.0)) - one.time_unix_s,
         status=status.get(str(one.run.path), ""),
         is_finished=one.run.result.exists(),
     )
-
-
-def _cancel_all(person: Person) -> None:
-    jobs = [(read_json(path) or {}).get("job_ids", []) for path in person.folder.glob("runs/*/*/job.json")]
-    with suppress(subprocess.TimeoutExpired):
-        person.runs("scancel", "--quiet", *(str(job_id) for ids in jobs for job_id in ids))

@@ -7,7 +7,6 @@ the same values whenever a step is done, every sample exactly once per epoch, an
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json, read_lines
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
+from tests.support.waiting import repeating
 
 COMPARED = ("samples", "loss", "lr", "grad_norm", "samples_digest")
 """Keys of a step's line that must have the same bits whenever and wherever the step is done."""
@@ -129,21 +129,14 @@ def look(run: RunDirectory) -> Look:
 @contextmanager
 def watching(run: RunDirectory, seen: list[Look], *, every_s: float = 0.1) -> Iterator[None]:
     """Looks at a run all the time while the body runs, and appends to `seen` without repetitions."""
-    done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(every_s):
-            now = look(run)
-            if not seen or now.checkpoints != seen[-1].checkpoints:
-                seen.append(now)
+        now = look(run)
+        if not seen or now.checkpoints != seen[-1].checkpoints:
+            seen.append(now)
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
+    with repeating(watch, every_s=every_s):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _writer(path: Path) -> int:

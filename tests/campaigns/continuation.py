@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.cancel import LATE_S
-from tests.campaigns.record import Result, Tally
-from tests.campaigns.victims import at_work
+from tests.campaigns.record import Tally
 from tests.support.command_line import Person
 from tests.support.light_runs import WORDS, active_jobs, add_program, lives, problems_of
+from tests.support.slurm_runs import at_work, command
 from tests.support.waiting import wait_for
 
 _AT_ONCE = 5
@@ -59,8 +57,7 @@ echo "$said"
 _MOMENTS = {"warned": 1.5, "asked": _PAUSE_S, "submitted": _PAUSE_S, "recorded": 1.0, "begun": 1.0}
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
+class _Trial(NamedTuple):
     number: int
     moment: str
     delay_s: float
@@ -69,18 +66,17 @@ class _Trial:
         return f"trial {self.number}, cancel {self.delay_s:.2f} s after the other job was {self.moment}"
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Makes the trials, a few at a time."""
-    dice, tally, moments = random.Random(seed), Tally(), list(_MOMENTS)
+    dice, moments = random.Random(seed), list(_MOMENTS)
     names = [moments[number % len(moments)] for number in range(trials)]
     planned = [_Trial(number, name, dice.uniform(0.0, _MOMENTS[name])) for number, name in enumerate(names)]
     counted: Counter[str] = Counter()
-    with at_work(folder) as person, ThreadPoolExecutor(_AT_ONCE) as pool:
+    with at_work(folder) as person:
         add_program(person)
         path = _write_programs(folder / "bin")
-        for trial, problems in pool.map(lambda trial: (trial, _problems(person, trial, path, counted)), planned):
-            tally.add(str(trial), problems)
-    return tally.result({"another job was submitted": str(counted["submitted"]), "it had begun": str(counted["begun"])})
+        tally.try_all(planned, lambda trial: _problems(person, trial, path, counted), at_once=_AT_ONCE)
+    return {"another job was submitted": str(counted["submitted"]), "it had begun": str(counted["begun"])}
 
 
 def _write_programs(folder: Path) -> str:
@@ -93,18 +89,12 @@ def _write_programs(folder: Path) -> str:
     return str(folder)
 
 
-def _problems(person: Person, trial: _Trial, programs: str, counted: Counter[str]) -> list[str]:
+def _problems(person: Person, trial: _Trial, programs: str, counted: Counter[str]) -> Iterator[str]:
     try:
-        return list(_make(person, trial, programs, counted))
-    except (AssertionError, subprocess.SubprocessError, OSError) as err:
-        return [f"{type(err).__name__}: {str(err).strip()[:500]}"]
+        yield from _make(person, trial, programs, counted)
     finally:
-        person.runs("scancel", "--quiet", *_jobs_of(person, trial))
-
-
-def _jobs_of(person: Person, trial: _Trial) -> list[str]:
-    paths = person.folder.glob(f"runs/continued-{trial.number}/*")
-    return [job for path in paths for job in active_jobs(RunDirectory(path))]
+        paths = person.folder.glob(f"runs/continued-{trial.number}/*")
+        person.runs("scancel", "--quiet", *(job for path in paths for job in active_jobs(RunDirectory(path))))
 
 
 def _make(person: Person, trial: _Trial, programs: str, counted: Counter[str]) -> Iterator[str]:
@@ -113,7 +103,7 @@ def _make(person: Person, trial: _Trial, programs: str, counted: Counter[str]) -
     job, run = person.types(*words, env=env).job_and_run
     wait_for(lambda: lives(run), within_s=_PATIENCE_S, what=f"ranks of {run.path}", poll_s=0.05)
     # What the warning before the time limit does.
-    subprocess.run(["scancel", "--signal=USR2", job], check=True)
+    command("scancel", "--signal=USR2", job)
     wait_for(lambda: _is_there(run, trial.moment, job), within_s=_PATIENCE_S, what=trial.moment, poll_s=0.02)
     time.sleep(trial.delay_s)  # not a wait for anything: the moment is the trial
     done = person.types("cancel", run.name)

@@ -17,10 +17,9 @@ from pathlib import Path
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
-from tests.campaigns.record import Result, Tally
-from tests.campaigns.victims import at_work
+from tests.campaigns.record import Tally
 from tests.support.command_line import TINY, Person
-from tests.support.slurm_runs import wait_until_step
+from tests.support.slurm_runs import at_work, command, wait_until_step
 from tests.support.waiting import wait_for
 
 _SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
@@ -30,9 +29,9 @@ _LONGEST_S = 1.5
 _WORDS = ("-m", "+cluster=1x1,2x1", "seed=1,2,3", *TINY, "train.threads=1")
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Cuts `trials` - 1 submissions off, and one driver that waits."""
-    dice, tally, found = random.Random(seed), Tally(), Counter[str]()
+    dice, found = random.Random(seed), Counter[str]()
     with at_work(folder) as person:
         for number in range(trials - 1):
             how, after_s = dice.choice(_SIGNALS), dice.uniform(0.0, _LONGEST_S)
@@ -41,7 +40,7 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
             found[left] += 1
             tally.add(f"{how.name} after {after_s:.2f} s, {left}", list(held_once(person, words, number)))
         tally.add("a driver that waits is killed", list(waiting_again(person)))
-    return tally.result({"when it was cut off": ", ".join(f"{left} {count}" for left, count in found.most_common())})
+    return {"when it was cut off": ", ".join(f"{left} {count}" for left, count in found.most_common())}
 
 
 def start(person: Person, words: tuple[str, ...]) -> subprocess.Popen[bytes]:
@@ -72,8 +71,7 @@ def cut(person: Person, words: tuple[str, ...], how: signal.Signals, after_s: fl
 
 def queue() -> set[str]:
     """Returns the elements of all arrays in Slurm's queue."""
-    argv = ["squeue", "--noheader", "--array", "--format=%i"]
-    return set(subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split())
+    return set(command("squeue", "--noheader", "--array", "--format=%i").split())
 
 
 def held_once(person: Person, words: tuple[str, ...], number: int) -> Iterator[str]:
@@ -84,12 +82,11 @@ def held_once(person: Person, words: tuple[str, ...], number: int) -> Iterator[s
         yield f"typed again: code {done.code}, then {again.code} and {again.out!r}: {done.err.strip()[-200:]}"
     table = table_of(person, f"cut{number}_1")
     jobs = [element.job for element in table]
-    argv = ["squeue", "--noheader", "--array", "--format=%i %o", "--user=root"]
-    lines = subprocess.run(argv, check=True, capture_output=True, text=True).stdout.splitlines()
+    lines = command("squeue", "--noheader", "--array", "--format=%i %o", "--user=root").splitlines()
     ours = sorted(line.split()[0] for line in lines if str(person.folder) in line)
     if len(jobs) != _RUNS or sorted(str(job) for job in jobs) != ours:
         yield f"the table has {jobs}, the queue {ours}"
-    subprocess.run(["scancel", *{job.partition("_")[0] for job in ours}], check=True)
+    command("scancel", *{job.partition("_")[0] for job in ours})
     wait_for(lambda: not queue() & set(ours), within_s=60, what="an empty queue")
 
 

@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,11 +30,12 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.records import parse_record
 from tests.campaigns.checker import History
-from tests.campaigns.record import Result, Tally
-from tests.campaigns.victims import PATIENCE_S, Victim, at_work, golden_run, take_nodes
+from tests.campaigns.record import Tally
+from tests.campaigns.victims import PATIENCE_S, Victim, golden_run
+from tests.support.cluster_faults import mounted_over, take_nodes
 from tests.support.command_line import Person
 from tests.support.failing_writes import FailingWrites
-from tests.support.node_faults import mounted_on
+from tests.support.slurm_runs import at_work, command
 from tests.support.waiting import wait_for
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
@@ -67,13 +67,11 @@ _LIMIT_S = 60.0
 _WORDS = ("+cluster=1x1", "train.max_steps=150", "checkpoint.every_steps=5")
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Causes about so many faults without Slurm, spread over all of them, then two on the real Slurm."""
-    tally = Tally()
     number, of_calls = without_slurm(tally, folder / "alone", trials=trials, seed=seed)
     on_slurm(tally, folder)
-    figures = {"calls of the supervisor that change a file": str(of_calls), "faults without Slurm": str(number)}
-    return tally.result(figures)
+    return {"calls of the supervisor that change a file": str(of_calls), "faults without Slurm": str(number)}
 
 
 def without_slurm(tally: Tally, folder: Path, *, trials: int, seed: int) -> tuple[int, int]:
@@ -172,13 +170,17 @@ def _preempted_on(person: Person, disk: Path, golden: History, *, full_before: b
     victim = Victim.submit(person, random.Random(), f"full-{full_before}", *words)
     run = victim.run
     wait_for(lambda: list(run.checkpoints.glob("checkpoint_*/COMPLETE")), within_s=PATIENCE_S, what="a checkpoint")
-    job = str(victim.ledger[-1]["job_id"])
+    job = victim.job
     try:
         if full_before:
             fill(disk)
         take_nodes(["node1"])
         fill(disk)
-        wait_for(lambda: _restarts(job) >= 2, within_s=PATIENCE_S, what="a start that could not write, and came back")
+        wait_for(
+            lambda: int(_record(job).get("Restarts", "0")) >= 2,
+            within_s=PATIENCE_S,
+            what="a start that could not write, and came back",
+        )
         asked_s = _delay_s(job)
     finally:
         (disk / "filler").unlink(missing_ok=True)
@@ -188,10 +190,6 @@ def _preempted_on(person: Person, disk: Path, golden: History, *, full_before: b
     return problems + victim.problems(golden)
 
 
-def _restarts(job: str) -> int:
-    return int(_record(job).get("Restarts", "0"))
-
-
 def _delay_s(job: str) -> float:
     """Returns how far off the start of a waiting job is; what Slurm is told right after the requeue takes a moment."""
     time.sleep(2.0)
@@ -199,9 +197,7 @@ def _delay_s(job: str) -> float:
 
 
 def _record(job: str) -> dict[str, str]:
-    return parse_record(
-        subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=False).stdout
-    )
+    return parse_record(command("scontrol", "show", "job", job, must=False))
 
 
 def fill(disk: Path) -> None:
@@ -220,19 +216,15 @@ def small_disk(place: Path) -> Iterator[Path]:
     image = place.with_suffix(".img")
     with image.open("wb") as file:
         file.truncate(400 << 20)
-    device = _done("losetup", "--find", "--show", str(image))
+    device = command("losetup", "--find", "--show", str(image))
     try:
-        _done("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", device)
-        with mounted_on("node1", device, place):
-            _done("mount", device, str(place))
+        command("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", device)
+        with mounted_over("node1", place, device):
+            command("mount", device, str(place))
             place.chmod(0o700)
             try:
                 yield place
             finally:
-                _done("umount", "--lazy", str(place))
+                command("umount", "--lazy", str(place))
     finally:
-        _done("losetup", "--detach", device)
-
-
-def _done(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+        command("losetup", "--detach", device)

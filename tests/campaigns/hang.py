@@ -10,23 +10,19 @@ import random
 import signal
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import Beat, Limits, read_beats
 from slurm_train.rundir.paths import RunDirectory
-from tests.campaigns.record import Result, Tally
-from tests.campaigns.victims import at_work
-from tests.support.command_line import TINY, Person
+from tests.campaigns.record import Tally
+from tests.support.command_line import TINY, WIDE_MODULE, Person
 from tests.support.process_faults import rank_pid
-from tests.support.slurm_runs import wait_until_finished, wait_until_step
+from tests.support.slurm_runs import at_work, step_lines, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
-from tests.support.wide_model import WIDE_MODULE
 
 _AT_ONCE = 5
 _PATIENCE_S = 300.0
@@ -85,72 +81,65 @@ def plan_trials(*, seed: int, trials: int) -> list[Trial]:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What there is to see of a run when it is over."""
+def what_is_wrong(
+    *,
+    rank: int,
+    host: str,
+    limit_s: float,
+    ended_s: float,
+    events: Sequence[dict[str, Any]],
+    stacks: Sequence[int],
+    ledger: Sequence[dict[str, Any]],
+    steps: Sequence[int],
+) -> list[str]:
+    """Returns how the promise was broken, from what there is to see of a run when it is over.
 
-    rank: int
-    """Who was stopped."""
-    host: str
-    limit_s: float
-    """The time-out that held for where the ranks were."""
-    ended_s: float
-    """From the stop to the end of the attempt."""
-    events: Sequence[dict[str, Any]]
-    stacks: Sequence[int]
-    """Ranks that wrote their stacks down, with a frame of theirs in it."""
-    ledger: Sequence[dict[str, Any]] = field(default=())
-    steps: Sequence[int]
-    """Of the lines of metrics that count, in order."""
-
-
-def what_is_wrong(seen: Seen) -> list[str]:
-    """Returns how the promise was broken."""
+    Args:
+        rank: who was stopped.
+        host: where.
+        limit_s: the time-out that held for where the ranks were.
+        ended_s: from the stop to the end of the attempt.
+        events: the hangs on record.
+        stacks: ranks that wrote their stacks down, with a frame of theirs in it.
+        ledger: the run's attempts.
+        steps: of the lines of metrics that count, in order.
+    """
     found = []
-    if seen.ended_s > seen.limit_s + SLACK_S:
-        found.append(f"ended after {seen.ended_s:.1f} s, the time-out is {seen.limit_s:.0f} s")
-    if len(seen.events) != 1:
-        found.append(f"{len(seen.events)} hangs on record")
-    for event in seen.events[:1]:
-        beginning = f"rank {seen.rank} on {seen.host} does not run (stopped or lost), in "
+    if ended_s > limit_s + SLACK_S:
+        found.append(f"ended after {ended_s:.1f} s, the time-out is {limit_s:.0f} s")
+    if len(events) != 1:
+        found.append(f"{len(events)} hangs on record")
+    for event in events[:1]:
+        beginning = f"rank {rank} on {host} does not run (stopped or lost), in "
         sentence = event["sentence"]
-        if event["ranks"] != [seen.rank] or not sentence.startswith(beginning) or "\n" in sentence:
+        if event["ranks"] != [rank] or not sentence.startswith(beginning) or "\n" in sentence:
             found.append(f"said {sentence!r}")
-    if 1 - seen.rank not in seen.stacks:
-        found.append(f"no stacks of rank {1 - seen.rank}")
-    story = [(entry.get("reason"), entry.get("action")) for entry in seen.ledger]
+    if 1 - rank not in stacks:
+        found.append(f"no stacks of rank {1 - rank}")
+    story = [(entry.get("reason"), entry.get("action")) for entry in ledger]
     if story != [("failed", "relaunch"), ("done", "finish")]:
         found.append(f"the ledger says {story}")
-    if list(seen.steps) != list(range(1, STEPS + 1)):
-        found.append(f"its steps are {list(seen.steps)}")
+    if list(steps) != list(range(1, STEPS + 1)):
+        found.append(f"its steps are {list(steps)}")
     return found
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Runs the trials and returns how often the promise was kept."""
-    tally, over = Tally(), list[float]()
-    with at_work(folder) as person, ThreadPoolExecutor(_AT_ONCE) as pool:
+    over: list[float] = []
+    with at_work(folder) as person:
         (person.folder / "tiny.py").write_text(WIDE_MODULE)
-
-        def judge(trial: Trial) -> None:
-            with tally.trial(str(trial)) as problems:
-                seen = _try(person, trial)
-                over.append(seen.ended_s - seen.limit_s)
-                problems += what_is_wrong(seen)
-                print(f"   {trial}: {'; '.join(event['sentence'] for event in seen.events)}", flush=True)
-
-        list(pool.map(judge, plan_trials(seed=seed, trials=trials)))
-    return tally.result({"end of the step after the time-out": f"{max(over):.1f} s at most"} if over else {})
+        planned = plan_trials(seed=seed, trials=trials)
+        tally.try_all(planned, lambda trial: _try(person, trial, over), at_once=_AT_ONCE)
+    return {"end of the step after the time-out": f"{max(over):.1f} s at most"} if over else {}
 
 
-def _try(person: Person, trial: Trial) -> Seen:
+def _try(person: Person, trial: Trial, over: list[float]) -> list[str]:
     name = f"{person.folder.parent.name}-{trial.number}"
     job, run = person.types(*trial.words, f"run.name={name}").job_and_run
-    pid = 0
     try:
         _wait_for_the_moment(run, trial)
-        pid = rank_pid(run, trial.rank)
-        os.kill(pid, signal.SIGSTOP)
+        os.kill(rank_pid(run, trial.rank), signal.SIGSTOP)
         stopped_s = time.monotonic()
         beats = wait_for(lambda: _two(run), within_s=START_S, what="the beats of both ranks")
         limit_s = max(_LIMITS.of(settled=beat.settled) for beat in beats.values())
@@ -159,15 +148,18 @@ def _try(person: Person, trial: Trial) -> Seen:
         wait_until_finished(run, within_s=_PATIENCE_S)
     finally:
         person.runs("scancel", "--quiet", job)
-    return Seen(
+    over.append(ended_s - limit_s)
+    events = read_events(run, "hang")
+    print(f"   {trial}: {'; '.join(event['sentence'] for event in events)}", flush=True)
+    return what_is_wrong(
         rank=trial.rank,
         host=beats[trial.rank].source.host,
         limit_s=limit_s,
         ended_s=ended_s,
-        events=read_events(run, "hang"),
+        events=events,
         stacks=[rank for rank in range(2) if _has_frames(run, rank)],
         ledger=read_ledger(run),
-        steps=[line["step"] for line in read_metrics(run.metrics) if "loss" in line],
+        steps=[line["step"] for line in step_lines(run)],
     )
 
 

@@ -21,11 +21,10 @@ from typing import Any
 
 from slurm_train.distributed.ports import meeting_ports
 from slurm_train.rundir.attempts import read_ledger
-from tests.campaigns.record import Result, Tally, Trial
-from tests.campaigns.victims import at_work
+from tests.campaigns.record import Tally
 from tests.support import meeting_ranks, stranger
 from tests.support.command_line import REPOSITORY, TINY, Person
-from tests.support.slurm_runs import wait_until_finished
+from tests.support.slurm_runs import at_work, wait_until_finished
 
 NOBODY = "undisturbed"
 ATTACKS = (
@@ -39,28 +38,31 @@ _MOST_MORE_S = 10.0
 _ON_SLURM = ("dripping-watcher", "silent-watcher", "garbage-watcher")
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Makes so many trials, the attacks in turn, after three undisturbed ones of each kind that give the measure."""
-    made, tally = list[Trial](), Tally()
+    took: dict[str, list[float]] = defaultdict(list)
     on_slurm = trials // 10
-    usual_s = max(meet_beside(NOBODY, seed=number).seconds[NOBODY] for number in range(3))
+    usual_s = max(meet_beside(NOBODY, seed=number)[0] for number in range(3))
     for number in range(trials - on_slurm):
         attack = (*ATTACKS, TAKEN)[number % (len(ATTACKS) + 1)]
-        made.append(meet_beside(attack, seed=seed * 1000 + number, within_s=usual_s + _MOST_MORE_S))
-        tally.add(made[-1].what, made[-1].problems)
+        took_s, problems = meet_beside(attack, seed=seed * 1000 + number, within_s=usual_s + _MOST_MORE_S)
+        took[attack].append(took_s)
+        tally.add(f"{attack}, {took_s:.1f} s", problems)
     if on_slurm:
         with at_work(folder) as person:
-            usual_s = max(train_beside(person, NOBODY, number).seconds[f"Slurm, {NOBODY}"] for number in range(3))
+            usual_s = max(train_beside(person, NOBODY, number)[0] for number in range(3))
             for number in range(on_slurm):
                 attack = _ON_SLURM[number % len(_ON_SLURM)]
-                made.append(train_beside(person, attack, number, within_s=usual_s + _MOST_MORE_S))
-                tally.add(made[-1].what, made[-1].problems)
-    return tally.result(figures_of(made))
+                took_s, problems = train_beside(person, attack, number, within_s=usual_s + _MOST_MORE_S)
+                took[f"Slurm, {attack}"].append(took_s)
+                tally.add(f"Slurm, {attack}, {took_s:.1f} s to the first step", problems)
+    shown = (f"{what} {len(times)} times, {max(times):.1f} s" for what, times in sorted(took.items()))
+    return {"trials and longest time of the ranks": "; ".join(shown)}
 
 
-def pairs(*, seed: int, trials: int, folder: Path) -> Result:
+def pairs(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Runs pairs of jobs on the same two nodes at the same time; each must finish at once, with its own ranks."""
-    tally, overlapped = Tally(), 0
+    overlapped = 0
     words = ("+cluster=2x1", *TINY, "cluster.nodelist=node[1-2]", "model.step_s=0.05")
     with at_work(folder) as person:
         for number in range(trials):
@@ -73,21 +75,11 @@ def pairs(*, seed: int, trials: int, folder: Path) -> Result:
                     problems.append(f"{sizes} ranks, {[len(ledger) for ledger in ledgers]} attempts")
                 spans = [(ledger[0]["time_unix_s"], ledger[0]["end_time_unix_s"]) for ledger in ledgers]
                 overlapped += max(start for start, _ in spans) < min(end for _, end in spans)
-    return tally.result({"pairs that ran at the same time": str(overlapped)})
+    return {"pairs that ran at the same time": str(overlapped)}
 
 
-def figures_of(trials: Sequence[Trial]) -> dict[str, str]:
-    """Returns by attack how often it was tried, and the longest that the ranks took."""
-    seconds = defaultdict(list)
-    for trial in trials:
-        for what, took_s in trial.seconds.items():
-            seconds[what].append(took_s)
-    shown = (f"{what} {len(took)} times, {max(took):.1f} s" for what, took in sorted(seconds.items()))
-    return {"trials and longest time of the ranks": "; ".join(shown)}
-
-
-def meet_beside(attack: str, *, seed: int, within_s: float = 60.0) -> Trial:
-    """Lets ranks meet on this machine while a stranger does what the attack says."""
+def meet_beside(attack: str, *, seed: int, within_s: float = 60.0) -> tuple[float, list[str]]:
+    """Lets ranks meet on this machine while a stranger does what the attack says; returns how long, and problems."""
     draw, ports = random.Random(seed), free_ports(_NUM_PORTS)
     point = {"master_addr": "localhost", "ports": ports, "run_id": "run", "attempt": 0, "timeout_s": 60.0}
     asked = {"world": _WORLD, "point": point | {"secret": f"{draw.getrandbits(128):032x}"}, "word": f"word {seed}"}
@@ -114,25 +106,19 @@ def meet_beside(attack: str, *, seed: int, within_s: float = 60.0) -> Trial:
     )
     problems = [] if found == expected else [f"the ranks found {found}"]
     if attack == TAKEN:
-        told = isinstance(found[0], str) and f"could bind none of the ports {', '.join(map(str, ports))}" in found[0]
-        problems = [] if told else [f"no word of the ports: {found[0]}"]
+        is_named = isinstance(found[0], str) and f"bind none of the ports {', '.join(map(str, ports))}" in found[0]
+        problems = [] if is_named else [f"the ports are not named: {found[0]}"]
     if took_s > within_s:
         problems.append(f"took {took_s:.1f} s of {within_s:.1f} s")
-    return Trial(what=f"{attack}, {took_s:.1f} s", problems=tuple(problems), seconds={attack: took_s})
+    return took_s, problems
 
 
-def train_beside(person: Person, attack: str, number: int, *, within_s: float = 150.0) -> Trial:
-    """Runs a job of 2 x 2 ranks while a stranger on a third node looks for its rank 0."""
-    words = (
-        "+cluster=2x2",
-        *TINY,
-        "train.threads=1",
-        "cluster.nodelist=node[1-2]",
-        f"run.name=beside-{attack}-{number}",
-    )
+def train_beside(person: Person, attack: str, number: int, *, within_s: float = 150.0) -> tuple[float, list[str]]:
+    """Runs a job of 2 x 2 ranks while a stranger on a third node looks for its rank 0; returns the same."""
+    own = ("train.threads=1", "cluster.nodelist=node[1-2]", f"run.name=beside-{attack}-{number}")
     problems = []
     with ExitStack() as opened:
-        job, run = person.types(*words).job_and_run
+        job, run = person.types("+cluster=2x2", *TINY, *own).job_and_run
         log = person.folder / f"stranger-{attack}-{number}.txt"
         if attack != NOBODY:
             env = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0"}
@@ -149,8 +135,7 @@ def train_beside(person: Person, attack: str, number: int, *, within_s: float = 
     problems += [f"took {took_s:.1f} s of {within_s:.1f} s"] if took_s > within_s else []
     if attack != NOBODY and "attacks port" not in log.read_text():
         problems.append("the stranger found nobody to attack")
-    what = f"Slurm, {attack}"
-    return Trial(what=f"{what}, {took_s:.1f} s to the first step", problems=tuple(problems), seconds={what: took_s})
+    return took_s, problems
 
 
 def free_ports(count: int) -> list[int]:

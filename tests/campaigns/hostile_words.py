@@ -28,7 +28,8 @@ from slurm_train.errors import SlurmTrainError
 from slurm_train.launch.plan import RunPlan, plan_run
 from slurm_train.launch.script import render_script
 from slurm_train.slurm.commands import SlurmCommands
-from tests.campaigns.record import Result
+from tests.campaigns.record import Tally
+from tests.support.plans import make_plan
 
 _PIECES = (
     *("\n", "\r", "\0", "\t", "\x1b", "\x7f", "\x85", "\u2028", "\u00a0", "\u200b", "\ufeff", "\udc80", " ", "  "),
@@ -82,7 +83,7 @@ def hostile(rng: random.Random, trap: Path) -> str:
     return "".join(pieces).replace("{trap}", str(trap))
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Tries so many strings and returns what became of them."""
     rng, bench, found = random.Random(seed), _bench(folder), Found()
     accepted: list[tuple[Case, RunPlan]] = []
@@ -105,8 +106,9 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
         "shown by scontrol for held jobs": f"{held} values",
         "argv of a process": f"{argvs} lists",
     }
-    bad = len(found.problems)
-    return Result(trials=trials, held=max(trials - bad, 0), figures=figures, problems=tuple(found.problems[:50]))
+    tally.add("strings", trials=trials)
+    tally.spoil(found.problems[:50], trials=len(found.problems))
+    return figures
 
 
 def _bench(folder: Path) -> Bench:
@@ -143,13 +145,19 @@ def _try(case: Case, bench: Bench, found: Found, rng: random.Random) -> RunPlan 
 
 # What must arrive: keyed by reader, e.g. {"env X": "value", "flag comment": "value", "script": [...]}.
 Expected = dict[str, Any]
+Maker = Callable[[str, Bench], tuple[RunPlan, Expected]]
 
 
 def _planned(bench: Bench, *words: str, cwd: Path | None = None) -> RunPlan:
     return plan_run(compose(read_words(["+cluster=1x1", *words])), cwd=cwd or bench.project, env={})
 
 
-def _of_key(key: str) -> Callable[[str, Bench], tuple[RunPlan, Expected]]:
+def _typed(word: str, reader: str) -> Maker:
+    """Puts the string behind a word of the command line; it must arrive at the reader."""
+    return lambda text, bench: (_planned(bench, word + text), {reader: text})
+
+
+def _of_key(key: str) -> Maker:
     def make(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
         plan = _planned(bench, f"cluster.{key}={text}")
         assert plan.config.cluster is not None
@@ -158,32 +166,8 @@ def _of_key(key: str) -> Callable[[str, Bench], tuple[RunPlan, Expected]]:
     return make
 
 
-def _flag_value(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
-    return _planned(bench, f"cluster.sbatch.comment={text}"), {"flag comment": text}
-
-
-def _flag_name(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
-    return _configured(bench, cluster={"sbatch": {text: "1"}}), {f"flag {text}": "1"}
-
-
-def _srun_value(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
-    return _planned(bench, f"cluster.srun.comment={text}"), {"srun comment": text}
-
-
-def _srun_name(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
-    return _configured(bench, cluster={"srun": {text: "1"}}), {f"srun {text}": "1"}
-
-
-def _env_value(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
-    return _planned(bench, f"cluster.env.CANARY={text}"), {"env CANARY": text}
-
-
-def _env_name(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
-    return _configured(bench, cluster={"env": {text: "1"}}), {f"env {text}": "1"}
-
-
-def _run_name(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
-    return _planned(bench, f"run.name={text}"), {"name": text}
+def _of_name(section: str, reader: str) -> Maker:
+    return lambda text, bench: (_configured(bench, cluster={section: {text: "1"}}), {f"{reader} {text}": "1"})
 
 
 def _run_root(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
@@ -215,20 +199,18 @@ def _project_folder(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
 
 def _configured(bench: Bench, **sections: Any) -> RunPlan:
     """Plans from a mapping, as a YAML file of the user's would give it."""
-    from tests.support.plans import make_plan
-
     return make_plan(bench.project, **{"cluster": {}, **sections})
 
 
-FIELDS: dict[str, Callable[[str, Bench], tuple[RunPlan, Expected]]] = {
+FIELDS: dict[str, Maker] = {
     **{f"cluster.{key}": _of_key(key) for key in _TEXT_KEYS},
-    "cluster.sbatch value": _flag_value,
-    "cluster.sbatch name": _flag_name,
-    "cluster.srun value": _srun_value,
-    "cluster.srun name": _srun_name,
-    "cluster.env value": _env_value,
-    "cluster.env name": _env_name,
-    "run.name": _run_name,
+    "cluster.sbatch value": _typed("cluster.sbatch.comment=", "flag comment"),
+    "cluster.sbatch name": _of_name("sbatch", "flag"),
+    "cluster.srun value": _typed("cluster.srun.comment=", "srun comment"),
+    "cluster.srun name": _of_name("srun", "srun"),
+    "cluster.env value": _typed("cluster.env.CANARY=", "env CANARY"),
+    "cluster.env name": _of_name("env", "env"),
+    "run.name": _typed("run.name=", "name"),
     "run.root": _run_root,
     "script word": _script_word,
     "script typed": _script_typed,

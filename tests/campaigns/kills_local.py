@@ -38,34 +38,20 @@ from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor
 from tests.campaigns.checker import Fault, History, Look, check, look, read_history
 from tests.campaigns.moments import AT_THE_END, PHASES, Moment, Note, newest_complete
-from tests.campaigns.record import Result
+from tests.campaigns.record import Tally
+from tests.campaigns.victims import COUNTED, COUNTED_MODULE, NUM_SAMPLES
 from tests.support.command_line import REPOSITORY, Person
 from tests.support.warm_ranks import WarmRank, start_rank
 
 STEPS = 120
-NUM_SAMPLES = 97
 KILLS_PER_RUN = 15
 LANES = 2
 LONGEST_LIFE_S = 1.2
 """Kills that are aimed at a time come so long after the start at most."""
 PATIENCE_S = 2.0
 """How long a rank that has lost a peer may take to end by itself; one that waits in the rendezvous takes longer."""
-COUNTED = Path(__file__).with_name("counted.py")
 _NOTED = Path(__file__).with_name("moments.py")
-_WORDS = (
-    "model._target_=counted.Net",
-    "data._target_=counted.Samples",
-    f"data.size={NUM_SAMPLES}",
-    "train.log_every_steps=1",
-    "train.samples_digest=true",
-    "train.threads=1",
-    "train.start_timeout_s=20",
-    "train.sample_tokens=0",
-    "batch.global_size=8",
-    "checkpoint.every_steps=2",
-)
-
-
+_WORDS = (*COUNTED, "train.start_timeout_s=20", "checkpoint.every_steps=2")
 _ON_THE_WAY = [name for name in PHASES if name not in AT_THE_END]
 
 
@@ -92,51 +78,25 @@ class Aim:
         return f"{who} after {self.after_s:.2f} s{' of a fresh interpreter' if self.cold else ''}"
 
 
-def choose_aim(random_: random.Random, *, world_size: int, at_the_end: bool) -> Aim:
+def choose_aim(dice: random.Random, *, world_size: int, at_the_end: bool) -> Aim:
     """Returns the next kill."""
-    rank = random_.randrange(world_size)
-    kind = random_.random()
+    rank = dice.randrange(world_size)
+    kind = dice.random()
     if at_the_end:
-        return _aim_at(random_.choice(AT_THE_END), rank, nth=1, random_=random_)
+        return _aim_at(dice.choice(AT_THE_END), rank, nth=1, dice=dice)
     if kind < 0.03:
-        return Aim(rank=rank, after_s=random_.uniform(0.0, 4.0), cold=True)
+        return Aim(rank=rank, after_s=dice.uniform(0.0, 4.0), cold=True)
     if kind < 0.4:
-        return Aim(rank=None if kind < 0.13 else rank, after_s=random_.uniform(0.0, LONGEST_LIFE_S))
-    phase = random_.choice(_ON_THE_WAY)
-    nth = 1 if phase in ("meet", "group", "resume") else 1 + min(int(random_.expovariate(0.3)), 12)
-    return _aim_at(phase, rank, nth=nth, random_=random_)
+        return Aim(rank=None if kind < 0.13 else rank, after_s=dice.uniform(0.0, LONGEST_LIFE_S))
+    phase = dice.choice(_ON_THE_WAY)
+    nth = 1 if phase in ("meet", "group", "resume") else 1 + min(int(dice.expovariate(0.3)), 12)
+    return _aim_at(phase, rank, nth=nth, dice=dice)
 
 
-def _aim_at(phase: str, rank: int, *, nth: int, random_: random.Random) -> Aim:
+def _aim_at(phase: str, rank: int, *, nth: int, dice: random.Random) -> Aim:
     of_phase = PHASES[phase]
-    delay_s = random_.uniform(0.0, of_phase.lasts_s)
+    delay_s = dice.uniform(0.0, of_phase.lasts_s)
     return Aim(rank=0 if of_phase.only_first else rank, moment=Moment(phase=phase, nth=nth, delay_s=delay_s))
-
-
-@dataclass(slots=True)
-class Tally:
-    """What the lanes found together."""
-
-    trials: int = 0
-    bad: int = 0
-    problems: list[str] = field(default_factory=list)
-    phases: Counter[str] = field(default_factory=Counter)
-    attempts: int = 0
-    runs: int = 0
-    killed_peers: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add_problem(self, words: str, *, of_trial: bool) -> None:
-        """Notes a problem, of one kill or of a whole run."""
-        with self.lock:
-            self.bad += of_trial or not self.problems
-            self.problems.append(words)
-        say(f"PROBLEM: {words}")
-
-
-def say(text: str) -> None:
-    """Prints a line for the person; stderr belongs to the supervisors."""
-    print(text, flush=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,13 +112,16 @@ class Life:
     seen: list[Look] = field(default_factory=list)
     newest: int = 0
     """Step of the newest checkpoint that was ever complete."""
+    phases: Counter[str] = field(default_factory=Counter)
+    """What the killed ranks were at."""
+    killed_peers: int = 0
 
-    def live(self, random_: random.Random, *, kills: int) -> None:
+    def live(self, dice: random.Random, *, kills: int) -> None:
         """Lives through so many kills, or fewer where the run ends before, and then to the end."""
         done = 0
         while done < kills and not self.run.result.exists():
             at_the_end = kills > 4 and done >= kills - 2
-            done += self.attempt(choose_aim(random_, world_size=self.world_size, at_the_end=at_the_end))
+            done += self.attempt(choose_aim(dice, world_size=self.world_size, at_the_end=at_the_end))
         for _ in range(2):
             if not self.run.result.exists():
                 self.attempt(None)
@@ -175,12 +138,11 @@ class Life:
         settings = load_config(self.run.config).requeue
         code = Supervisor(self.run, Scheduler(start, os.environ), settings).supervise(launch)
         ended = attempts[0]
-        self.tally.attempts += 1
         if not ended.was_killed:
             if code != 0:
                 mark = first_mark(self.run, ended.number)
                 words = f"{self.run.path}: attempt {ended.number}, not killed, ended with {code}: {mark}"
-                self.tally.add_problem(words, of_trial=False)
+                self.tally.spoil([words], trials=1)
             return False
         self._look_after(ended)
         return True
@@ -198,14 +160,9 @@ class Life:
         if found < self.newest:
             problems.append(f"checkpoint {self.newest} was complete, what verifies is {found}")
         self.newest = max(self.newest, found)
-        with self.tally.lock:
-            self.tally.trials += 1
-            number = self.tally.trials
-            self.tally.phases.update(phases)
-        words = f"{self.run.path.parent.name} attempt {ended.number}: {ended.aim}, in {phase}"
-        say(f"kill {number}: {words}; checkpoint {found}{''.join(f'; {one}' for one in problems)}")
-        if problems:
-            self.tally.add_problem(f"{words}: {'; '.join(problems)}", of_trial=True)
+        self.phases.update(phases)
+        words = f"{self.run.path.parent.name} attempt {ended.number}: {ended.aim}, in {phase}; checkpoint {found}"
+        self.tally.add(words, problems)
 
 
 class _Attempt:
@@ -251,8 +208,7 @@ class _Attempt:
             killer.join()
         dead = self.dead
         self.visible = max([self.visible, *(note.visible for note in dead.values())])
-        with self.life.tally.lock:
-            self.life.tally.killed_peers += sum(one.returncode == -signal.SIGKILL for one in self.ranks) - len(dead)
+        self.life.killed_peers += sum(one.returncode == -signal.SIGKILL for one in self.ranks) - len(dead)
         return code
 
     def _start(self, rank: int, env: dict[str, str]) -> WarmRank | subprocess.Popen[bytes]:
@@ -285,9 +241,16 @@ class _Attempt:
                 rank.send_signal(signal.SIGKILL)
 
 
-def run(*, seed: int, trials: int, folder: Path, steps: int = STEPS, modules: Sequence[Path] = (COUNTED,)) -> Result:
+def run(
+    tally: Tally,
+    *,
+    seed: int,
+    trials: int,
+    folder: Path,
+    steps: int = STEPS,
+    modules: Sequence[Path] = (COUNTED_MODULE,),
+) -> dict[str, str]:
     """Kills so many times, in runs of so many steps; the ranks import the modules before anything else."""
-    tally = Tally()
     # A short trial is not worth a second golden run, nor two lanes.
     is_short = trials <= KILLS_PER_RUN
     lanes = 1 if is_short else LANES
@@ -298,64 +261,61 @@ def run(*, seed: int, trials: int, folder: Path, steps: int = STEPS, modules: Se
     with (folder / "supervisors.log").open("a") as log, redirect_stderr(log):
         golden = {size: train_golden(folder, size, steps=steps) for size in ((2,) if is_short else (2, 1))}
         began_s = time.monotonic()
-        share = [trials // lanes + (lane < trials % lanes) for lane in range(lanes)]
+
+        def kill_on(lane: int) -> list[Life]:
+            share = trials // lanes + (lane < trials % lanes)
+            return _kill_on(
+                tally, folder, own, golden, random.Random(f"{seed} {lane}"), name=f"lane_{lane}", kills=share
+            )
+
         with ThreadPoolExecutor(lanes) as pool:
-            work = [
-                pool.submit(_kill_on, folder, own, golden, tally, (seed, lane, kills))
-                for lane, kills in enumerate(share)
-            ]
-            for one in work:
-                one.result()
+            lives = [life for of_lane in pool.map(kill_on, range(lanes)) for life in of_lane]
         wall_s = time.monotonic() - began_s
-    figures = {
-        "unloadable or lost": f"{tally.bad}",
-        "runs ended and compared": f"{tally.runs}",
-        "ranks killed in": ", ".join(f"{phase} {count}" for phase, count in tally.phases.most_common()),
-        "peers that had to be killed by the launcher": f"{tally.killed_peers}",
+    phases = sum((life.phases for life in lives), Counter[str]())
+    return {
+        "unloadable or lost": f"{tally.trials - tally.held}",
+        "runs ended and compared": f"{len(lives)}",
+        "ranks killed in": ", ".join(f"{phase} {count}" for phase, count in phases.most_common()),
+        "peers that had to be killed by the launcher": f"{sum(life.killed_peers for life in lives)}",
         "wall time per kill": f"{wall_s / max(tally.trials, 1):.2f} s",
     }
-    held = max(0, tally.trials - tally.bad)
-    return Result(trials=tally.trials, held=held, figures=figures, problems=tuple(tally.problems))
 
 
 def _kill_on(
+    tally: Tally,
     folder: Path,
     modules: Path,
     golden: dict[int, tuple[RunDirectory, History]],
-    tally: Tally,
-    lane: tuple[int, int, int],
-) -> None:
-    """Lives one run after the other until its share of kills is done."""
-    seed, number, kills = lane
-    random_ = random.Random(f"{seed} {number}")
-    runs = 0
+    dice: random.Random,
+    *,
+    name: str,
+    kills: int,
+) -> list[Life]:
+    """Lives one run after the other until a lane's share of kills is done."""
+    lives: list[Life] = []
     done = 0
     while done < kills:
-        size = 1 if random_.random() < 0.1 and 1 in golden else 2
-        life = Life(
-            run=copy_of(golden[size][0], folder / f"lane_{number}_run_{runs}"),
-            world_size=size,
-            modules=modules,
-            tally=tally,
-        )
-        life.live(random_, kills=min(KILLS_PER_RUN, kills - done))
+        size = 1 if dice.random() < 0.1 and 1 in golden else 2
+        run = copy_of(golden[size][0], folder / f"{name}_run_{len(lives)}")
+        life = Life(run=run, world_size=size, modules=modules, tally=tally)
+        life.live(dice, kills=min(KILLS_PER_RUN, kills - done))
         history = read_history(life.run, seen=life.seen, faults=life.faults)
-        problems = check(history, golden=golden[size][1], num_samples=NUM_SAMPLES)
-        for problem in problems[:5]:
-            tally.add_problem(f"{life.run.path}: {problem}", of_trial=False)
+        problems = [
+            f"{life.run.path}: {one}" for one in check(history, golden=golden[size][1], num_samples=NUM_SAMPLES)
+        ]
+        tally.spoil(problems[:5], trials=max(1, len(life.faults)))
         done += len(life.faults)
-        runs += 1
-        with tally.lock:
-            tally.runs += 1
+        lives.append(life)
         if not problems:
             shutil.rmtree(life.run.path.parent)
+    return lives
 
 
 def train_golden(folder: Path, world_size: int, *, steps: int) -> tuple[RunDirectory, History]:
     """Trains the run that nobody disturbs, as a person would."""
     project = folder / f"golden_{world_size}"
     project.mkdir()
-    shutil.copy(COUNTED, project)
+    shutil.copy(COUNTED_MODULE, project)
     person = Person(project)
     done = person.types(
         *_WORDS, f"train.max_steps={steps}", f"run.processes={world_size}", env={"CUDA_VISIBLE_DEVICES": ""}

@@ -21,9 +21,10 @@ from pathlib import Path
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
-from tests.campaigns.record import Result, Tally
-from tests.campaigns.victims import at_work, lines_of, newest_attempt
+from tests.campaigns.record import Tally
+from tests.campaigns.victims import lines_of, newest_attempt
 from tests.support.command_line import TINY, Person
+from tests.support.slurm_runs import at_work, command
 from tests.support.small_checkpoints import checkpoint_of
 from tests.support.waiting import wait_for
 
@@ -42,7 +43,6 @@ _WORDS = (
     "checkpoint.every_steps=1000000",
     "requeue.enabled=false",
     "run.name=latency",
-    "cluster.sbatch.hold=true",
 )
 # A third of a step is forward, two thirds are backward, as in a real network.
 _PACED = """
@@ -111,9 +111,8 @@ class Stop:
         return found
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Starts and warns a run `trials` times."""
-    tally = Tally()
     with at_work(folder) as person:
         (person.folder / "paced.py").write_text(_PACED)
         (person.folder / "bare.py").write_text(BARE)
@@ -129,7 +128,7 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
         tally.add(
             f"stopped after {stop.stopped_s:.2f} s, durable after {stop.durable_s:.2f} s", stop.problems() or late
         )
-    return tally.result(figures(stops, ratios, kept))
+    return figures(stops, ratios, kept)
 
 
 def figures(stops: Sequence[Stop], ratios: Sequence[float], kept: Mapping[str, list[float]]) -> dict[str, str]:
@@ -149,18 +148,7 @@ def figures(stops: Sequence[Stop], ratios: Sequence[float], kept: Mapping[str, l
 def measure(folder: Path, *, seed: int, trials: int) -> None:
     """Inside the allocation: alternates between both, and writes what was measured."""
     person, dice = Person(folder), random.Random(seed)
-    plain = {name: value for name, value in person.environment().items() if not name.startswith("SLURM_")}
-    submitted = subprocess.run(
-        [sys.executable, "-m", "slurm_train", *_WORDS],
-        cwd=folder,
-        env=plain,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    job, path = submitted.stdout.split()
-    subprocess.run(["scancel", job], check=True)
-    one = RunDirectory(Path(path))
+    one = person.prepares(*_WORDS)
     bare(person, 0)
     start_and_stop(person, one, dice)
     ours, others, stops = [], [], []
@@ -194,7 +182,7 @@ def start_and_stop(person: Person, one: RunDirectory, dice: random.Random) -> tu
             time.sleep(dice.uniform(1.0, 2.0) * STEP_S)
             was_at, warned = newest_line(one, attempt)["step"], time.time()
             # As Slurm does it for --signal: to the ranks of all steps.
-            subprocess.run(["scancel", "--signal=USR2", os.environ["SLURM_JOB_ID"]], check=True)
+            command("scancel", "--signal=USR2", os.environ["SLURM_JOB_ID"])
             batch.wait(timeout=120)
         finally:
             if batch.poll() is None:

@@ -21,7 +21,8 @@ from slurm_train.rundir.timing import goodput
 from slurm_train.tools.devcluster.cluster import crash_node, start_node
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR
 from tests.campaigns.checker import History, read_history, unlike_golden
-from tests.campaigns.victims import Victim, start_urgent_job
+from tests.campaigns.victims import Victim
+from tests.support.cluster_faults import start_urgent_job
 from tests.support.command_line import Person
 from tests.support.process_faults import kill
 from tests.support.slurm_runs import wait_until_finished, wait_until_step

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import time
-from collections.abc import Sequence
+from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +17,9 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import unix_s
 from slurm_train.tools.doctor.node_rules import HINTS, OTHER_CODES
 from tests.campaigns.preflight_faults import FAULTS, Fault, Scene, missing_for
-from tests.campaigns.record import Result, Tally, Trial
-from tests.campaigns.victims import at_work
+from tests.campaigns.record import Tally
 from tests.support.command_line import TINY, Person
-from tests.support.slurm_runs import job_state, wait_until_finished
+from tests.support.slurm_runs import at_work, command, job_state, wait_until_ended, wait_until_finished
 from tests.support.waiting import wait_for
 
 _END_S = 90.0
@@ -35,38 +33,26 @@ class Named(NamedTuple):
     problems: list[str]
 
 
-def faulty(*, seed: int, trials: int, folder: Path) -> Result:
+def faulty(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Causes each fault, or the first so many of them; the seed changes nothing."""
-    del seed
-    made, tally = list[Trial](), Tally()
+    named: list[tuple[float, str]] = []
     with at_work(folder) as person:
         for number, fault in enumerate(FAULTS[:trials]):
-            made.append(_with_fault(person, fault, number))
-            tally.add(made[-1].what, made[-1].problems)
-    return tally.result(_figures_of_faults(made))
-
-
-def _with_fault(person: Person, fault: Fault, number: int) -> Trial:
-    what = f"{fault.code}: {fault.what}"
-    if lacks := missing_for(fault):
-        return Trial(what, (f"not tried: this machine lacks {lacks}",))
-    named = try_fault(person, fault, number)
-    seconds = {} if named.after_s is None or named.problems else {fault.code: named.after_s}
-    said = what if named.after_s is None else f"{what}, after {named.after_s:.0f} s"
-    return Trial(said, tuple(named.problems), seconds)
-
-
-def _figures_of_faults(trials: Sequence[Trial]) -> dict[str, str]:
-    """Returns how many codes were seen and how soon; the first all_reduce fails after a time-out of its own."""
-    times = sorted((after_s, code) for trial in trials for code, after_s in trial.seconds.items())
-    looked = [time for time in times if time[1] != "COLLECTIVE"]
-    figures = {"codes": str(len({code for _, code in times}))}
+            what = f"{fault.code}: {fault.what}"
+            if lacks := missing_for(fault):
+                tally.add(what, [f"not tried: this machine lacks {lacks}"])
+                continue
+            after_s, problems = try_fault(person, fault, number)
+            tally.add(what if after_s is None else f"{what}, after {after_s:.0f} s", problems)
+            if after_s is not None and not problems:
+                named.append((after_s, fault.code))
+    # The first all_reduce fails after a time-out of its own.
+    looked = sorted(one for one in named if one[1] != "COLLECTIVE")
+    figures = {"codes": str(len({code for _, code in named}))}
     if looked:
-        after_s, code = looked[-1]
-        half_s = statistics.median(seconds for seconds, _ in looked)
-        figures["job start to the line, median"] = f"{half_s:.0f} s"
-        figures["at most"] = f"{after_s:.0f} s ({code})"
-    for after_s in (seconds for seconds, code in times if code == "COLLECTIVE"):
+        figures["job start to the line, median"] = f"{statistics.median(after_s for after_s, _ in looked):.0f} s"
+        figures["at most"] = f"{looked[-1][0]:.0f} s ({looked[-1][1]})"
+    for after_s in (after_s for after_s, code in named if code == "COLLECTIVE"):
         figures["to COLLECTIVE, with a time-out of 8 s"] = f"{after_s:.0f} s"
     return figures
 
@@ -86,7 +72,7 @@ def try_fault(person: Person, fault: Fault, number: int) -> Named:
     job, run = person.types(*size, *words, *only, *fault.words, *fault.prepared(scratch)).job_and_run
     try:
         with fault.cause(Scene(run, scratch)):
-            subprocess.run(["scontrol", "release", job], check=True)
+            command("scontrol", "release", job)
             return _watch(person, fault, job, run)
     except AssertionError as err:
         return Named(None, [f"{str(err).partition(chr(10))[0]}; {_said(run)}"])
@@ -106,7 +92,7 @@ def _watch(person: Person, fault: Fault, job: str, run: RunDirectory) -> Named:
     if after_s > fault.within_s + 1.0:
         problems.append(f"named after {after_s:.1f} s")
     if fault.code != "NODE_MISSING":
-        wait_for(lambda: "reason" in (read_ledger(run) or [{}])[-1], within_s=_END_S, what="the end of the attempt")
+        wait_until_ended(run, within_s=_END_S)
     lines = _codes_said(run)
     if len(lines) != 1 or fault.code not in lines[0] or fault.expects not in lines[0]:
         problems.append(f"said {lines}")
@@ -146,44 +132,32 @@ _SIZES = ("2x2", "4x2", "1x4", "3x1", "4x8")
 _PATIENCE_S = 300.0
 
 
-def healthy(*, seed: int, trials: int, folder: Path) -> Result:
-    """Runs so many trials; every fourth run measures speeds, too."""
-    made, tally = list[Trial](), Tally()
+def healthy(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
+    """Runs so many trials; every fourth run measures speeds, too. Returns how long rank 0 looked at most, by size."""
+    looked: dict[str, list[tuple[float, float]]] = defaultdict(list)
     with at_work(folder) as person:
         for number in range(trials):
-            made.append(_healthy(person, number, size=_SIZES[(number + seed) % len(_SIZES)]))
-            tally.add(made[-1].what, made[-1].problems)
-    return tally.result(_figures_of_healthy(made))
+            size, measures = _SIZES[(number + seed) % len(_SIZES)], number % 4 == 3
+            what = f"{size}{' with measuring' if measures else ''}"
+            with tally.trial(what) as problems:
+                run = _train(person, number, size, measures=measures)
+                record = read_preflight(run, 0)
+                problems += problems_of(run, record)
+                took_s, waited_s = (float(record.get(name, 0.0)) for name in ("seconds", "waited_s"))
+                looked[what].append((took_s, took_s - waited_s))
+    columns = ((what, *zip(*times, strict=True)) for what, times in sorted(looked.items()))
+    shown = (f"{what} {max(took):.2f} s ({max(alone):.2f} s)" for what, took, alone in columns)
+    return {"longest look (after the last rank came)": ", ".join(shown)}
 
 
-def _healthy(person: Person, number: int, *, size: str) -> Trial:
-    measures = number % 4 == 3
+def _train(person: Person, number: int, size: str, *, measures: bool) -> RunDirectory:
     words = (*TINY, "train.threads=1", "batch.global_size=96", f"run.name=healthy-{number}")
     # The training behind it shows that a healthy job is not kept from it; 32 ranks would import torch for a minute.
     short = ("preflight.only=true",) if size == "4x8" else ("train.max_steps=2",)
     speeds = f"preflight.bandwidth={str(measures).lower()}"
-    what = f"{size}{' with measuring' if measures else ''}"
     _, run = person.types(f"+cluster={size}", *words, *short, speeds).job_and_run
-    try:
-        wait_until_finished(run, within_s=_PATIENCE_S)
-    except AssertionError as err:
-        return Trial(what, (str(err).partition("\n")[0],))
-    record = read_preflight(run, 0)
-    took_s, waited_s = (float(record.get(name, 0.0)) for name in ("seconds", "waited_s"))
-    problems = tuple(problems_of(run, record))
-    said = f"{what}, looked for {took_s:.2f} s, {waited_s:.2f} s of them until the last rank had come"
-    return Trial(said, problems, {what: took_s, f"{what} alone": took_s - waited_s})
-
-
-def _figures_of_healthy(trials: Sequence[Trial]) -> dict[str, str]:
-    """Returns how long rank 0 looked at most, by size, with and without its wait for the last rank."""
-    longest: dict[str, float] = {}
-    for trial in trials:
-        for what, took_s in trial.seconds.items():
-            longest[what] = max(took_s, longest.get(what, 0.0))
-    sizes = sorted(what for what in longest if not what.endswith(" alone"))
-    shown = (f"{what} {longest[what]:.2f} s ({longest[f'{what} alone']:.2f} s)" for what in sizes)
-    return {"longest look (after the last rank came)": ", ".join(shown)}
+    wait_until_finished(run, within_s=_PATIENCE_S)
+    return run
 
 
 def problems_of(run: RunDirectory, record: dict[str, object]) -> list[str]:

@@ -15,8 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from slurm_train.rundir.paths import RunDirectory
-from tests.support import broken_nodes as broken
-from tests.support.node_faults import hidden_from
+from tests.support import cluster_faults as broken
 
 FAKETIME = Path(f"/usr/lib/{platform.machine()}-linux-gnu/faketime/libfaketime.so.1")
 _NVML = """
@@ -319,7 +318,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         code="FS_MISSING",
         what="node2 does not have the run directory mounted",
-        cause=lambda scene: hidden_from("node2", scene.run.path.parent),
+        cause=lambda scene: broken.mounted_over("node2", scene.run.path.parent, "-t", "tmpfs", "none"),
         expects="node2: node node2 does not see the run directory",
     ),
     Fault(

@@ -7,18 +7,17 @@ the jobs, is searched. Then secrets are typed where they do not belong: each wor
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR
-from tests.campaigns.record import Result
+from tests.campaigns.record import Tally
 from tests.support.command_line import TINY, Person, new_project
-from tests.support.slurm_runs import PATIENCE_S, job_state
-from tests.support.waiting import wait_for
+from tests.support.slurm_runs import PATIENCE_S, command, wait_for_state, wait_until_ended
 
 CANARY = "canary7f3a91c2"
 """In every secret that is planted; found anywhere else, it has leaked."""
@@ -64,19 +63,13 @@ _TYPED: tuple[tuple[str, ...], ...] = (
 )
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Runs everything once; the trials are the searches and the refusals. The seed changes nothing."""
-    del seed, trials
-    person, env = Person(_project(folder)), dict(_IN_SHELL)
-    problems, searched = [], 0
-    checks = [*_failing_run(person, env), *_run_with_a_secret(person, env), *_refused(person, env)]
-    for name, found in checks:
-        print(f"{name}: {found or 'nothing'}", flush=True)
-        problems += [f"{name}: {found}"] if found else []
-        searched += 1
+    person = Person(_project(folder))
+    for name, found in (*_failing_run(person), *_run_with_a_secret(person), *_refused(person)):
+        tally.add(name, [found] if found else [])
     kept = _kept_by_slurm()
-    figures = {"searches and refusals": str(searched), "where Slurm itself keeps what cluster.export names": kept}
-    return Result(trials=searched, held=searched - len(problems), figures=figures, problems=tuple(problems))
+    return {"searches and refusals": str(tally.trials), "where Slurm itself keeps what cluster.export names": kept}
 
 
 def hits(root: Path, *, canary: str = CANARY, skip: Iterable[Path] = ()) -> list[str]:
@@ -112,30 +105,22 @@ def _project(folder: Path) -> Path:
     return project
 
 
-def _failing_run(person: Person, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    words = (
-        "+cluster=1x2",
-        *TINY,
-        "model._target_=failing.Failing",
-        "requeue.max_fruitless_failures=1",
-        "run.name=fails",
-    )
-    job, run = person.types(*words, env=dict(env)).job_and_run
-    wait_for(lambda: "reason" in (read_ledger(run) or [{}])[-1], within_s=PATIENCE_S, what="the failed run's end")
-    wait_for(lambda: job_state(job) == "FAILED", within_s=60, what="FAILED")
+def _failing_run(person: Person) -> Iterator[tuple[str, str]]:
+    words = ("model._target_=failing.Failing", "requeue.max_fruitless_failures=1", "run.name=fails")
+    job, run = person.types("+cluster=1x2", *TINY, *words, env=_IN_SHELL).job_and_run
+    wait_until_ended(run, within_s=PATIENCE_S)
+    wait_for_state(job, "FAILED")
     log = "".join(path.read_text(errors="replace") for path in run.logs.rglob("rank_1.log"))
     yield "the failing rank left its traceback", "" if "RuntimeError: 401 for" in log else "no traceback in its log"
     yield from _searched("failed run", job, run)
 
 
-def _run_with_a_secret(person: Person, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    import hashlib
-
+def _run_with_a_secret(person: Person) -> Iterator[tuple[str, str]]:
     words = ("+cluster=1x2", "task._target_=failing.main", "cluster.export=[WANDB_API_KEY]", "run.name=by-name")
-    job, run = person.types(*words, env=dict(env)).job_and_run
+    job, run = person.types(*words, env=_IN_SHELL).job_and_run
     yield "Slurm keeps the named secret", "" if _kept_by_slurm(job) else "not found: the search itself may be blind"
-    wait_for(lambda: job_state(job) in ("COMPLETED", "FAILED"), within_s=PATIENCE_S, what="the end of the second run")
-    heard = f"heard {hashlib.sha256(env['WANDB_API_KEY'].encode()).hexdigest()[:8]} []"
+    wait_for_state(job, "COMPLETED", "FAILED", within_s=PATIENCE_S)
+    heard = f"heard {hashlib.sha256(_IN_SHELL['WANDB_API_KEY'].encode()).hexdigest()[:8]} []"
     log = "".join(path.read_text(errors="replace") for path in run.logs.rglob("rank_*.log"))
     yield "the named secret arrives, and no other", "" if log.count(heard) == 2 else f"the ranks say {log[-300:]!r}"
     yield from _searched("run with a secret by name", job, run)
@@ -157,13 +142,14 @@ def _searched(name: str, job: str, run: RunDirectory) -> Iterator[tuple[str, str
 
 def _told_by_slurm(job: str) -> dict[str, str]:
     """Returns all that other users are shown of a job, and what its owner is."""
-    fields = ",".join(_output("sacct", "--helpformat").split())
-    return {
-        "scontrol show job": _output("scontrol", "show", "job", "-dd", job),
-        "scontrol write batch_script": _output("scontrol", "write", "batch_script", job, "-"),
-        "squeue": _output("squeue", "-t", "all", "-o", "%all", "-j", job),
-        "sacct": _output("sacct", "-P", "-o", fields, "-j", job),
+    fields = ",".join(command("sacct", "--helpformat").split())
+    questions = {
+        "scontrol show job": ("scontrol", "show", "job", "-dd", job),
+        "scontrol write batch_script": ("scontrol", "write", "batch_script", job, "-"),
+        "squeue": ("squeue", "-t", "all", "-o", "%all", "-j", job),
+        "sacct": ("sacct", "-P", "-o", fields, "-j", job),
     }
+    return {what: command(*argv, must=False) for what, argv in questions.items()}
 
 
 def _kept_by_slurm(job: str = "") -> str:
@@ -172,16 +158,11 @@ def _kept_by_slurm(job: str = "") -> str:
     return ", ".join(name for name in hits(state) if f"job.{job}" in name) if state.is_dir() else ""
 
 
-def _refused(person: Person, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _refused(person: Person) -> Iterator[tuple[str, str]]:
     before = hits(person.folder)
     for words in _TYPED:
-        done = person.types("+cluster=1x1", *words, "run.name=refused", env=dict(env))
+        done = person.types("+cluster=1x1", *words, "run.name=refused", env=_IN_SHELL)
         said = CANARY in done.out + done.err
         wrong = [f"exit code {done.code}"] * (done.code != 2) + ["it is repeated"] * said
         wrong += ["it is written"] * (hits(person.folder) != before)
         yield f"typed {words[-1].replace(CANARY, '...')}", ", ".join(wrong)
-
-
-def _output(*argv: str) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout + done.stderr

@@ -9,11 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.campaigns.record import Result
-from tests.campaigns.victims import at_work
-from tests.support.command_line import TINY
-from tests.support.node_faults import limited_links
-from tests.support.wide_model import WIDE_MODULE
+from tests.campaigns.record import Tally
+from tests.support.cluster_faults import limited_links
+from tests.support.command_line import TINY, WIDE_MODULE
+from tests.support.slurm_runs import at_work
 
 MBIT_PER_S = 100
 NODES, PER_NODE, STEPS = 4, 1, 32
@@ -23,9 +22,8 @@ WAYS = ("none", "bf16", "powersgd", "post_local_sgd")
 _PATIENCE_S = 1500.0
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Makes the study so many times and returns how often it said what is true."""
-    problems: list[str] = []
     figures: dict[str, str] = {}
     for number in range(trials):
         # Whatever ends this early, its jobs and the limit go with it.
@@ -45,10 +43,9 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
             )
         print(done.out, flush=True)
         runs = read_study(person.folder)
-        problems += [f"study {number}: {problem}" for problem in what_is_wrong(done.code, done.out, runs)]
+        tally.add(f"study {number}", what_is_wrong(done.code, done.out, runs))
         figures = figures_of(runs)
-    failed = {problem.partition(":")[0] for problem in problems}
-    return Result(trials=trials, held=trials - len(failed), figures=figures, problems=tuple(problems))
+    return figures
 
 
 def read_study(folder: Path) -> dict[str, dict[str, Any]]:
@@ -65,7 +62,7 @@ def what_is_wrong(code: int, text: str, runs: dict[str, dict[str, Any]]) -> list
         return [f"exit code {code}, results of {sorted(runs)}"]
     found = [] if "the network limits" in text else ["it does not say that the network limits"]
     plain = runs["none"]
-    least_s = 2 * (NODES - 1) / NODES * plain["sent_bytes"] * 8 / (MBIT_PER_S * 1e6)
+    least_s = least_exchange_s(plain)
     if not 0.8 * least_s < plain["comm_s"] < 2 * least_s:
         found.append(f"the exchange took {plain['comm_s']:.3f} s, its bytes take {least_s:.3f} s")
     for way in WAYS[1:]:
@@ -75,13 +72,15 @@ def what_is_wrong(code: int, text: str, runs: dict[str, dict[str, Any]]) -> list
     return found
 
 
+def least_exchange_s(run: dict[str, Any]) -> float:
+    """Returns the seconds that what a rank sends in a step takes at the limit."""
+    return 2 * (NODES - 1) / NODES * float(run["sent_bytes"]) * 8 / (MBIT_PER_S * 1e6)
+
+
 def figures_of(runs: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Returns the step of each way beside what its bytes take at the limit."""
     figures = {}
     for way, one in runs.items():
-        least_s = 2 * (NODES - 1) / NODES * one["sent_bytes"] * 8 / (MBIT_PER_S * 1e6)
-        gain = runs["none"]["step_s"] / one["step_s"]
-        figures[f"step with {way}"] = (
-            f"{1e3 * one['step_s']:.0f} ms ({gain:.1f}x; its bytes take {1e3 * least_s:.0f} ms)"
-        )
+        gain, least_ms = runs["none"]["step_s"] / one["step_s"], 1e3 * least_exchange_s(one)
+        figures[f"step with {way}"] = f"{1e3 * one['step_s']:.0f} ms ({gain:.1f}x; its bytes take {least_ms:.0f} ms)"
     return figures

@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,16 +21,15 @@ from pathlib import Path
 
 from slurm_train.checkpoint.directory import read_manifest
 from slurm_train.errors import CheckpointError, ClusterError
-from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
-from tests.campaigns.record import Result, Tally
-from tests.campaigns.victims import at_work, command, daemons_stopped
+from tests.campaigns.record import Tally
+from tests.support.cluster_faults import daemons_stopped
 from tests.support.command_line import TINY, TINY_MODULE, Person
 from tests.support.process_faults import rank_pid, supervisor_pid, wait_until_gone
-from tests.support.slurm_runs import wait_until_finished, wait_until_step
-from tests.support.waiting import wait_for
+from tests.support.slurm_runs import at_work, command, step_lines, wait_until_finished, wait_until_step
+from tests.support.waiting import repeating, wait_for
 
 _AT_ONCE = 9
 _PATIENCE_S = 240.0
@@ -135,46 +133,48 @@ class Commit:
     seen_for_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """What there is to see of a run when it is over; the old attempt is 0, the new one 1."""
+def what_is_wrong(
+    *,
+    commits: Sequence[Commit],
+    metrics: Sequence[tuple[int, int, float]],
+    ledger: Sequence[tuple[str, int]],
+    result_attempt: int,
+    gone_s: float,
+    digest: str,
+    golden: str,
+) -> list[str]:
+    """Returns what of the old attempt, 0, became visible beside the new one, 1, when the run is over.
 
-    begin_unix_s: float
-    """When attempt 1 took its number."""
-    commits: Sequence[Commit]
-    metrics: Sequence[tuple[int, int, float]]
-    """(attempt, step, time) of the lines that count."""
-    ledger: Sequence[tuple[str, int]]
-    """(event, attempt) of its lines, in the order of the file."""
-    result_attempt: int
-    gone_s: float
-    """From the begin of attempt 1, or from when they went on, to the end of the last old rank."""
-    digest: str
-    golden: str
-
-
-def what_is_wrong(seen: History) -> list[str]:
-    """Returns what of the old attempt became visible, "" if nothing did."""
+    Args:
+        commits: every checkpoint that was seen.
+        metrics: (attempt, step, time) of the lines that count.
+        ledger: (event, attempt) of its lines, in the order of the file.
+        result_attempt: whose result it is.
+        gone_s: from the begin of attempt 1, or from when they went on, to the end of the last old rank.
+        digest: of the weights.
+        golden: of those of an undisturbed run.
+    """
     found = []
-    first = min((time_s for attempt, _, time_s in seen.metrics if attempt == 1), default=float("inf"))
-    for one in seen.commits:
+    first = min((time_s for attempt, _, time_s in metrics if attempt == 1), default=float("inf"))
+    for one in commits:
         # One that got its name before attempt 1 had claimed what it goes on from was claimed with the others.
         if one.attempt == 0 and one.time_unix_s > first and one.seen_for_s > VISIBLE_FOR_S:
             found.append(f"{one.name} got its name {one.time_unix_s - first:.2f} s after attempt 1's first step")
-    late = [step for attempt, step, time_s in seen.metrics if attempt == 0 and time_s > first]
+    late = [step for attempt, step, time_s in metrics if attempt == 0 and time_s > first]
     if late:
         found.append(f"attempt 0's lines of steps {late} count, written after attempt 1's first")
-    begin = seen.ledger.index(("start", 1)) if ("start", 1) in seen.ledger else len(seen.ledger)
-    if ("end", 0) in seen.ledger[begin:]:
+    begin = ledger.index(("start", 1)) if ("start", 1) in ledger else len(ledger)
+    if ("end", 0) in ledger[begin:]:
         found.append("attempt 0 wrote to the ledger after attempt 1 had begun")
-    if seen.result_attempt != 1:
-        found.append(f"the result is attempt {seen.result_attempt}'s")
-    if seen.gone_s > GONE_WITHIN_S:
-        found.append(f"the old ranks were there for {seen.gone_s:.1f} s")
-    if [step for _, step, _ in seen.metrics] != list(range(1, STEPS + 1)):
-        found.append(f"its steps are {[step for _, step, _ in seen.metrics]}")
-    if seen.digest != seen.golden:
-        found.append(f"weights {seen.digest}, undisturbed {seen.golden}")
+    if result_attempt != 1:
+        found.append(f"the result is attempt {result_attempt}'s")
+    if gone_s > GONE_WITHIN_S:
+        found.append(f"the old ranks were there for {gone_s:.1f} s")
+    steps = [step for _, step, _ in metrics]
+    if steps != list(range(1, STEPS + 1)):
+        found.append(f"its steps are {steps}")
+    if digest != golden:
+        found.append(f"weights {digest}, undisturbed {golden}")
     return found
 
 
@@ -211,24 +211,6 @@ class CommitWatch:
                     self._seen[key] = (replace(commit, seen_for_s=now - first), first)
 
 
-@contextmanager
-def watching_commits() -> Iterator[CommitWatch]:
-    """Gives a watch that looks all the time while the body runs."""
-    watch, done = CommitWatch(), threading.Event()
-
-    def look() -> None:
-        while not done.wait(0.05):
-            watch.look()
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield watch
-    finally:
-        done.set()
-        thread.join()
-
-
 @dataclass(slots=True)
 class Going:
     """A run under way."""
@@ -241,32 +223,25 @@ class Going:
     supervisor: int
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Runs the trials in rounds, one loss of nodes for each, and returns how often nothing was seen."""
-    planned, tally, claimed, gone = plan_trials(seed=seed, trials=trials), Tally(), 0, list[float]()
+    planned, claimed, gone = plan_trials(seed=seed, trials=trials), list[Commit](), list[float]()
     with at_work(folder) as person:
         (person.folder / "tiny.py").write_text(TINY_MODULE + ZOMBIE_MODULE)
         golden = _golden_digests(person)
         for start in range(0, len(planned), _AT_ONCE):
-            for trial, found in _try_round(person, planned[start : start + _AT_ONCE], golden):
-                if isinstance(found, History):
-                    gone.append(found.gone_s)
-                    claimed += sum(one.attempt == 0 and one.time_unix_s > found.begin_unix_s for one in found.commits)
-                tally.add(str(trial), [found] if isinstance(found, str) else what_is_wrong(found))
-    return tally.result(
-        {
-            "old ranks gone after": f"{max(gone, default=0.0):.1f} s at most",
-            "commits of theirs that the new attempt claimed": str(claimed),
-        }
-    )
+            for trial, problems in _try_round(person, planned[start : start + _AT_ONCE], golden, claimed, gone):
+                tally.add(str(trial), problems)
+    return {
+        "old ranks gone after": f"{max(gone, default=0.0):.1f} s at most",
+        "commits of theirs that the new attempt claimed": str(len(claimed)),
+    }
 
 
 def _golden_digests(person: Person) -> dict[int, str]:
     """Returns the weights of undisturbed runs, by number of ranks."""
-    digests = {}
-    for ranks, (_, run) in [(ranks, _submit(person, f"golden-{ranks}", ranks, "model.place=none")) for ranks in (1, 2)]:
-        digests[ranks] = str(wait_until_finished(run, within_s=_PATIENCE_S)["weights_digest"])
-    return digests
+    runs = {ranks: _submit(person, f"golden-{ranks}", ranks, "model.place=none")[1] for ranks in (1, 2)}
+    return {ranks: str(wait_until_finished(run, within_s=_PATIENCE_S)["weights_digest"]) for ranks, run in runs.items()}
 
 
 def _submit(person: Person, name: str, ranks: int, *words: str) -> tuple[str, RunDirectory]:
@@ -277,19 +252,23 @@ def _submit(person: Person, name: str, ranks: int, *words: str) -> tuple[str, Ru
     return person.types(*size, *kept, *own, *words).job_and_run
 
 
-def _try_round(person: Person, trials: list[Trial], golden: dict[int, str]) -> list[tuple[Trial, History | str]]:
-    with ThreadPoolExecutor(_AT_ONCE) as pool, watching_commits() as watch:
+def _try_round(
+    person: Person, trials: list[Trial], golden: dict[int, str], claimed: list[Commit], gone: list[float]
+) -> list[tuple[Trial, list[str]]]:
+    """Returns what is wrong with each of some trials that lose their nodes together."""
+    watch = CommitWatch()
+    with ThreadPoolExecutor(_AT_ONCE) as pool, repeating(watch.look, every_s=0.05):
         started = list(pool.map(lambda trial: _start(person, trial, watch), trials))
         going = [one for one in started if isinstance(one, Going)]
         try:
             with _lost({node for one in going for node in read_ledger(one.run)[0]["nodes"]}):
-                found = list(pool.map(lambda one: _follow(one, golden, watch), going))
+                found = list(pool.map(lambda one: _follow(one, golden, watch, claimed, gone), going))
         finally:
             for one in going:
                 _release(one)
                 person.runs("scancel", "--quiet", one.job)
-    stories = {one.trial.number: story for one, story in zip(going, found, strict=True)}
-    return [(trial, stories.get(trial.number, str(one))) for trial, one in zip(trials, started, strict=True)]
+    problems = {one.trial.number: its for one, its in zip(going, found, strict=True)}
+    return [(trial, problems.get(trial.number, [str(one)])) for trial, one in zip(trials, started, strict=True)]
 
 
 def _start(person: Person, trial: Trial, watch: CommitWatch) -> Going | str:
@@ -336,8 +315,10 @@ def _lost(nodes: set[str]) -> Iterator[None]:
             command("scontrol", "update", names, "State=RESUME")
 
 
-def _follow(one: Going, golden: dict[int, str], watch: CommitWatch) -> History | str:
-    """Lets the old ranks go on beside the new attempt and returns what was seen when the run is over."""
+def _follow(
+    one: Going, golden: dict[int, str], watch: CommitWatch, claimed: list[Commit], gone: list[float]
+) -> list[str]:
+    """Lets the old ranks go on beside the new attempt and returns what is wrong when the run is over."""
     run, trial = one.run, one.trial
     try:
         wait_for(
@@ -356,12 +337,13 @@ def _follow(one: Going, golden: dict[int, str], watch: CommitWatch) -> History |
         result = wait_until_finished(run, within_s=_PATIENCE_S)
         wait_until_gone(one.supervisor, within_s=90)
     except (AssertionError, ClusterError, OSError) as err:
-        return f"no trial: {str(err).partition(chr(10))[0]}"
-    lines = [line for line in read_metrics(run.metrics) if "loss" in line]
-    return History(
-        begin_unix_s=begin_unix_s,
-        commits=watch.commits(run),
-        metrics=[(line["attempt"], line["step"], line["time_unix_s"]) for line in lines],
+        return [f"no trial: {str(err).partition(chr(10))[0]}"]
+    commits = watch.commits(run)
+    gone.append(gone_s)
+    claimed += [commit for commit in commits if commit.attempt == 0 and commit.time_unix_s > begin_unix_s]
+    return what_is_wrong(
+        commits=commits,
+        metrics=[(line["attempt"], line["step"], line["time_unix_s"]) for line in step_lines(run)],
         ledger=[(line["event"], line["attempt"]) for line in read_lines(run.attempts)],
         result_attempt=json.loads(run.result.read_text())["attempt"],
         gone_s=gone_s,

@@ -17,10 +17,11 @@ from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.step_times import read_windows
-from tests.campaigns.record import Result, Tally
-from tests.campaigns.victims import PATIENCE_S, at_work
+from tests.campaigns.record import Tally
+from tests.campaigns.victims import PATIENCE_S
 from tests.support.command_line import TINY, TINY_MODULE
 from tests.support.process_faults import rank_pid
+from tests.support.slurm_runs import at_work
 from tests.support.waiting import wait_for
 
 # Whoever reads on the second node reads slowly.
@@ -45,9 +46,9 @@ _WORDS = (
 _HEALTHY_WINDOWS = 6
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Runs the trials and returns how often the right one was named."""
-    tally, took = Tally(), list[float]()
+    took: list[float] = []
     with at_work(folder) as person:
         (person.folder / "tiny.py").write_text(TINY_MODULE + SLOW_READER)
         for number in range(trials):
@@ -58,8 +59,7 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
                 job, own = person.types(*TINY, *_WORDS, *words, *named).job_and_run
                 problems += _try(kind, own, took)
             person.runs("scancel", "--quiet", job)
-    figures = {"from the first slow step to the finding": f"{max(took):.0f} s at most"} if took else {}
-    return tally.result(figures)
+    return {"from the first slow step to the finding": f"{max(took):.0f} s at most"} if took else {}
 
 
 def _try(kind: str, run: RunDirectory, took: list[float]) -> list[str]:

@@ -16,26 +16,29 @@ from pathlib import Path
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.timing import goodput as goodput_of
 from tests.campaigns.checker import History, read_history, watching
-from tests.campaigns.record import Result, Tally
+from tests.campaigns.record import Tally
 from tests.campaigns.victims import (
     FAULTS,
     MOMENTS,
     PATIENCE_S,
     Fleet,
     Victim,
-    at_work,
-    cluster,
-    daemons_stopped,
     figures_of,
     golden_run,
     lost_steps,
-    start_urgent_job,
-    take_nodes,
     wait_for_moment,
 )
+from tests.support.cluster_faults import (
+    controller_away,
+    daemons_stopped,
+    kill_wait,
+    preempted_by_urgent,
+    start_urgent_job,
+    take_nodes,
+)
 from tests.support.command_line import Person
-from tests.support.controller_faults import controller_away, extra_qos, kill_wait
 from tests.support.process_faults import kill, rank_pid, wait_until_gone
+from tests.support.slurm_runs import at_work
 from tests.support.waiting import wait_for
 
 # kills: any rank at any moment
@@ -50,9 +53,9 @@ _KILLS = (
 _SIZES = {2: ("+cluster=1x2", "cluster.nodelist=node1"), 4: ("+cluster=2x2", "cluster.nodelist=node[1-2]")}
 
 
-def kills(*, seed: int, trials: int, folder: Path) -> Result:
+def kills(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Kills ranks of one run after the other until `trials` were killed, each at a moment drawn anew."""
-    dice, tally, histories = random.Random(seed), Tally(), list[History]()
+    dice, histories = random.Random(seed), list[History]()
     with at_work(folder) as person:
         golden = {ranks: golden_run(person, f"golden-{ranks}", *_KILLS, *words) for ranks, words in _SIZES.items()}
         while tally.trials < trials and len(histories) <= trials:
@@ -63,7 +66,7 @@ def kills(*, seed: int, trials: int, folder: Path) -> Result:
             _kill_ranks(victim, tally, ranks=ranks, at_most=min(_KILLS_PER_RUN, trials - tally.trials))
             tally.spoil(victim.problems(golden[ranks]), trials=tally.trials - before)
             histories.append(victim.history())
-    return tally.result(figures_of(histories))
+    return figures_of(histories)
 
 
 def _kill_ranks(victim: Victim, tally: Tally, *, ranks: int, at_most: int) -> None:
@@ -103,9 +106,9 @@ def _wait_for_rank(victim: Victim, rank: int, attempt: int) -> int:
 # exactness: every kind of interruption, one after the other
 
 
-def exactness(*, seed: int, trials: int, folder: Path) -> Result:
+def exactness(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Interrupts one run on 2 x 2 ranks so many times, in every way there is, between some steps."""
-    dice, tally, steps = random.Random(seed), Tally(), 40 + 30 * trials
+    dice, steps = random.Random(seed), 40 + 30 * trials
     words = ("+cluster=2x2", f"train.max_steps={steps}", "checkpoint.every_steps=5", "train.eval_every_steps=50")
     chosen: list[str] = []
     while len(chosen) < trials:
@@ -126,8 +129,7 @@ def exactness(*, seed: int, trials: int, folder: Path) -> Result:
             history = victim.history()
         # What is wrong in the end cannot be laid on one of the interruptions.
         tally.spoil(victim.problems(golden), trials=trials)
-    compared = {"lines of steps compared": f"{len(history.lines)} of {steps} steps"}
-    return tally.result({**figures_of([history]), **compared})
+    return {**figures_of([history]), "lines of steps compared": f"{len(history.lines)} of {steps} steps"}
 
 
 # lost-work: steps that have to be done again
@@ -144,27 +146,25 @@ _ROUNDS = (("preempted", 4), ("rank killed", 4), ("preempted", 4), ("slurmd kill
 """What is done to how many runs at a time, round after round."""
 
 
-def lost_work(*, seed: int, trials: int, folder: Path) -> Result:
+def lost_work(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Strikes some runs at a time until there were `trials` trials, and counts the steps done again.
 
     Every other preemption is with a grace, and must lose nothing. Without a grace Slurm still sends TERM, KillWait
     before KILL.
     """
-    dice, tally = random.Random(seed), Tally()
+    dice = random.Random(seed)
     lost: dict[str, list[int]] = defaultdict(list)
-    with extra_qos({_NO_GRACE: "gracetime=0 preemptmode=requeue"}):
+    with preempted_by_urgent({_NO_GRACE: "gracetime=0 preemptmode=requeue"}):
         number = 0
         while tally.trials < trials:
             kind, num_runs = _ROUNDS[number % len(_ROUNDS)]
             with at_work(folder / f"round-{number}") as person:
                 _lose_work(person, dice, tally, kind, min(num_runs, trials - tally.trials), lost)
             number += 1
-    return tally.result(
-        {
-            f"steps lost, {what}": f"{sum(steps) / len(steps):.1f}, at most {max(steps)} ({len(steps)} trials)"
-            for what, steps in sorted(lost.items())
-        }
-    )
+    return {
+        f"steps lost, {what}": f"{sum(steps) / len(steps):.1f}, at most {max(steps)} ({len(steps)} trials)"
+        for what, steps in sorted(lost.items())
+    }
 
 
 def _lose_work(
@@ -233,27 +233,26 @@ _KNOWN_AFTER_S = 6.0
 _KILL_WAIT_S = 30
 
 
-def controller(*, seed: int, trials: int, folder: Path) -> Result:
+def controller(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Kills slurmctld `trials` times while three runs train and one of them is about to save or come back."""
-    dice, tally, places = random.Random(seed), Tally(), [(f"cluster.nodelist=node{node}",) for node in (1, 2, 3)]
-    with kill_wait(cluster(), _KILL_WAIT_S), at_work(folder) as person:
+    dice, places = random.Random(seed), [(f"cluster.nodelist=node{node}",) for node in (1, 2, 3)]
+    with kill_wait(_KILL_WAIT_S), at_work(folder) as person:
         golden = golden_run(person, "golden", *_CONTROLLER)
         fleet = Fleet(person=person, dice=dice, words=(*_CONTROLLER, "model.step_s=0.1"), places=places)
         while tally.trials < trials:
             what = dice.choice(_BEGUN)
             with tally.trial(f"slurmctld killed during {what}") as problems:
-                victims = fleet.fill()
-                problems += _without_controller(victims, what, dice)
+                _kill_controller(fleet.fill(), what, dice)
             if problems:
                 # What became of them is looked at again at the end; the next trials have runs of their own.
                 fleet.current.clear()
         for victim in fleet.all:
             tally.spoil(victim.problems(golden), trials=1)
         histories = [victim.history() for victim in fleet.all]
-    return tally.result(figures_of(histories))
+    return figures_of(histories)
 
 
-def _without_controller(victims: list[Victim], what: str, dice: random.Random) -> list[str]:
+def _kill_controller(victims: list[Victim], what: str, dice: random.Random) -> None:
     for victim in victims:
         _wait_until_it_goes_on(victim)
     young = any(time.time() - victim.ledger[0]["time_unix_s"] < _KNOWN_AFTER_S for victim in victims)
@@ -274,11 +273,10 @@ def _without_controller(victims: list[Victim], what: str, dice: random.Random) -
             # A warning makes the supervisor requeue the job, a failure makes it ask how the job stands.
             os.kill(begun.pid(0), signal.SIGUSR2 if what == "requeue" else signal.SIGKILL)
     time.sleep(0.0 if what == "save" else dice.uniform(0.0, 3.0))
-    with controller_away(cluster()):
+    with controller_away():
         time.sleep(dice.uniform(1.0, 5.0))
     for victim in victims:
         _wait_until_it_goes_on(victim)
-    return []
 
 
 def _wait_until_it_goes_on(victim: Victim) -> None:
@@ -303,9 +301,9 @@ _PROMISED_SHARE = 0.90
 _BACK_WITHIN_S = 45.0
 
 
-def goodput(*, seed: int, trials: int, folder: Path) -> Result:
+def goodput(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Kills one of two ranks a minute for `trials` minutes; the figure is the ledger's own, as `status` shows it."""
-    dice, tally = random.Random(seed), Tally()
+    dice = random.Random(seed)
     with at_work(folder) as person:
         victim = Victim.submit(person, dice, "goodput", *_GOODPUT)
         victim.wait_for_steps(1)
@@ -333,9 +331,7 @@ def goodput(*, seed: int, trials: int, folder: Path) -> Result:
     steps_s = sum(float(entry.get("step_s", 0.0)) for entry in ledger)
     each["end_and_detection_s"] = measured.allocated_s - steps_s - sum(each.values()) + each.get("lost_work_s", 0.0)
     words = [f"{name.removesuffix('_s').replace('_', ' ')} {total / trials:.2f}" for name, total in each.items()]
-    return tally.result(
-        {
-            "goodput": f"{measured.share:.3f} of {measured.allocated_s:.0f} s",
-            "seconds per failure": ", ".join(words),
-        }
-    )
+    return {
+        "goodput": f"{measured.share:.3f} of {measured.allocated_s:.0f} s",
+        "seconds per failure": ", ".join(words),
+    }

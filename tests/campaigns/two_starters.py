@@ -6,19 +6,18 @@ One trains at a time, `cancel` finds whatever lives, nothing is written under li
 from __future__ import annotations
 
 import random
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from slurm_train.rundir.paths import RunDirectory
-from tests.campaigns.record import Result, Tally
-from tests.campaigns.victims import at_work
+from tests.campaigns.record import Tally
 from tests.support.command_line import Person
 from tests.support.light_runs import WORDS, active_jobs, add_program, lives, problems_of
+from tests.support.slurm_runs import at_work
 from tests.support.waiting import wait_for
 
 _AT_ONCE = 3
@@ -26,8 +25,7 @@ _LONGEST_OFFSET_S, _LONGEST_LIFE_S = 1.5, 4.0
 _END_S, _PATIENCE_S = 20.0, 90.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
+class _Trial(NamedTuple):
     number: int
     kind: str
     offset_s: float
@@ -50,9 +48,9 @@ def _kinds(number: int) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
     }
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Makes the trials, a few at a time."""
-    dice, tally, kinds = random.Random(seed), Tally(), list(_kinds(0))
+    dice, kinds = random.Random(seed), list(_kinds(0))
     planned = [
         _Trial(
             number,
@@ -63,21 +61,17 @@ def run(*, seed: int, trials: int, folder: Path) -> Result:
         for number in range(trials)
     ]
     counted: Counter[str] = Counter()
-    with at_work(folder) as person, ThreadPoolExecutor(_AT_ONCE) as pool:
-        add_program(person)
-        for trial, problems in pool.map(lambda trial: (trial, _problems(person, trial, counted)), planned):
-            tally.add(str(trial), problems)
-    return tally.result({"starts": str(counted["starts"]), "jobs cancelled": str(counted["cancelled"])})
+    with at_work(folder) as person:
+        tally.try_all(planned, lambda trial: _problems(person, trial, counted), at_once=_AT_ONCE)
+    return {"starts": str(counted["starts"]), "jobs cancelled": str(counted["cancelled"])}
 
 
-def _problems(person: Person, trial: _Trial, counted: Counter[str]) -> list[str]:
+def _problems(person: Person, trial: _Trial, counted: Counter[str]) -> Iterator[str]:
     here = Person(person.folder / str(trial.number))
     here.folder.mkdir()
     add_program(here)
     try:
-        return list(_make(here, trial, counted))
-    except (AssertionError, subprocess.SubprocessError, OSError) as err:
-        return [f"{type(err).__name__}: {str(err).strip()[:500]}"]
+        yield from _make(here, trial, counted)
     finally:
         # What is left over must not take the nodes of the next trials.
         names = {f"{path.parent.parent.name}-{path.parent.name}" for path in here.folder.glob("runs/*/*/config.yaml")}
@@ -105,14 +99,13 @@ def _make(here: Person, trial: _Trial, counted: Counter[str]) -> Iterator[str]:
             what=f"a job of {run.path} that trains",
             poll_s=0.5,
         )
-    if alive := _not_ending(run):
+    if alive := active_jobs(run, "--states=PD,R"):
         done = here.types("cancel", run.name)
         counted.update(cancelled=1)
         # It may have ended by itself between the two looks.
-        if done.code and _not_ending(run):
+        if done.code and active_jobs(run, "--states=PD,R"):
             yield f"cancel does not find {alive}: {done.err.strip()}"
-    if not _is_over(run):
-        yield f"{active_jobs(run)} still live {_END_S:.0f} s after the cancel"
+    wait_for(lambda: not active_jobs(run), within_s=_END_S, what=f"the end of the jobs of {run.path} after the cancel")
     yield from problems_of(run)
     yield from _finishes(here, run)
 
@@ -130,21 +123,9 @@ def _cancel_after(here: Person, trial: _Trial) -> int:
     return here.types("cancel", f"starters-{trial.number}").code
 
 
-def _not_ending(run: RunDirectory) -> list[str]:
-    argv = ["squeue", "--noheader", "--format=%i", "--states=PD,R", f"--name={run.name}-{run.run_id}"]
-    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()
-
-
 def _has_trained_or_ended(run: RunDirectory) -> bool:
     active = active_jobs(run)
     return not active or any(life.job in active for life in lives(run))
-
-
-def _is_over(run: RunDirectory) -> bool:
-    try:
-        return wait_for(lambda: not active_jobs(run), within_s=_END_S, what="no job")
-    except AssertionError:
-        return False
 
 
 def _finishes(here: Person, run: RunDirectory) -> Iterator[str]:
@@ -153,7 +134,4 @@ def _finishes(here: Person, run: RunDirectory) -> Iterator[str]:
     if done.code:
         yield f"resume: {done.err.strip()[-300:]}"
         return
-    try:
-        wait_for(run.result.exists, within_s=_PATIENCE_S, what=f"{run.result}")
-    except AssertionError as err:
-        yield str(err)
+    wait_for(run.result.exists, within_s=_PATIENCE_S, what=f"{run.result}")

@@ -18,33 +18,17 @@ from typing import Any
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable, open_private
-from tests.campaigns.memory import in_memory
-from tests.campaigns.record import Result
+from tests.campaigns.checkpoint_faults import in_memory
+from tests.campaigns.record import Tally
 from tests.support.small_checkpoints import make_header, stage
 
 USERS = (65531, 65532)
 STRANGER = 65533
 
 
-def _folder(path: Path, _: Path) -> None:
-    path.mkdir(mode=0o700)
-
-
 def _open_folder(path: Path, _: Path) -> None:
     path.mkdir()
     path.chmod(0o777)
-
-
-def _file(path: Path, _: Path) -> None:
-    path.touch(mode=0o666)
-
-
-def _pipe(path: Path, _: Path) -> None:
-    os.mkfifo(path, 0o666)
-
-
-def _link(path: Path, trap: Path) -> None:
-    path.symlink_to(trap)
 
 
 def _link_to_the_other(path: Path, _: Path) -> None:
@@ -54,31 +38,29 @@ def _link_to_the_other(path: Path, _: Path) -> None:
 
 OBSTACLES: dict[str, Callable[[Path, Path], None]] = {
     "nothing": lambda *_: None,
-    "a private folder": _folder,
+    "a private folder": lambda path, _: path.mkdir(mode=0o700),
     "an open folder": _open_folder,
-    "a file": _file,
-    "a named pipe": _pipe,
-    "a link to a folder of the stranger": _link,
+    "a file": lambda path, _: path.touch(mode=0o666),
+    "a named pipe": lambda path, _: os.mkfifo(path, 0o666),
+    "a link to a folder of the stranger": lambda path, trap: path.symlink_to(trap),
     "a link to the other user's folder": _link_to_the_other,
 }
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Runs the trials: the obstacles in turn, in the way of one user or of both."""
     assert os.geteuid() == 0, "it takes root to be several users"
-    chance, problems = random.Random(seed), []
+    chance = random.Random(seed)
     for number in range(trials):
         words = list(OBSTACLES)[number % len(OBSTACLES)]
         victims = chance.choice([USERS[:1], USERS[1:], USERS])
         with in_memory(folder) as memory:
             memory.chmod(0o755)
-            found = try_once(memory, OBSTACLES[words], victims)
-        if found:
-            problems.append(f"trial {number} ({words}, in the way of {victims}): {found}")
-    return Result(trials=trials, held=trials - len(problems), problems=tuple(problems))
+            tally.add(f"{words}, in the way of {victims}", try_once(memory, OBSTACLES[words], victims))
+    return {}
 
 
-def try_once(memory: Path, obstacle: Callable[[Path, Path], None], victims: tuple[int, ...]) -> str:
+def try_once(memory: Path, obstacle: Callable[[Path, Path], None], victims: tuple[int, ...]) -> list[str]:
     """Returns what is wrong when two users save and resume with an obstacle in the way of some of them."""
     base, trap = memory / "tmp", memory / "trap"
     base.mkdir()
@@ -100,7 +82,7 @@ def try_once(memory: Path, obstacle: Callable[[Path, Path], None], victims: tupl
         problems += _at_once({uid: partial(_reach, base, others)})
     if left := [str(path) for path in trap.rglob("*")]:
         problems.append(f"the stranger's folder holds {left}")
-    return "; ".join(problems)
+    return problems
 
 
 def _save_and_resume(base: Path, memory: Path, uid: int, attempt: int) -> None:

@@ -10,73 +10,38 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.files import read_json, read_lines
+from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.tools.devcluster.cluster import start_node, stop_node
-from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan, load_plan
 from tests.campaigns.checker import Fault, History, Look, check, look, read_history
-from tests.support.command_line import TINY, Person, new_project
-from tests.support.controller_faults import controller_away
-from tests.support.process_faults import kill, rank_pid, srun_pid, stepd_pid, supervisor_pid
-from tests.support.slurm_runs import all_logs, job_state, wait_until_finished
+from tests.support.cluster_faults import controller_away, daemons_stopped, node_down, start_urgent_job
+from tests.support.command_line import Person
+from tests.support.process_faults import is_alive, kill, rank_pid, srun_pid, stepd_pid, supervisor_pid
+from tests.support.slurm_runs import all_logs, command, wait_for_state, wait_until_finished
 from tests.support.waiting import wait_for
 
 PATIENCE_S = 240.0
 NUM_SAMPLES = 97
+COUNTED_MODULE = Path(__file__).with_name("counted.py")
 COUNTED = (
     "model._target_=counted.Net",
     "data._target_=counted.Samples",
     f"data.size={NUM_SAMPLES}",
     "train.log_every_steps=1",
-    "train.eval_every_steps=null",
     "train.samples_digest=true",
     "train.sample_tokens=0",
     "train.threads=1",
     "batch.global_size=8",
 )
-
-
-@contextmanager
-def at_work(folder: Path) -> Iterator[Person]:
-    """Gives somebody in a folder with the small models; their jobs are cancelled at the end, whatever happened."""
-    person = Person(new_project(folder / "project"))
-    shutil.copy(Path(__file__).with_name("counted.py"), person.folder)
-    try:
-        yield person
-    finally:
-        for path in person.folder.glob("runs/*/*/job.json"):
-            with suppress(subprocess.TimeoutExpired):
-                person.runs("scancel", "--quiet", *map(str, (read_json(path) or {}).get("job_ids", ())))
-
-
-def submit_tiny(person: Person, name: str, *words: str) -> tuple[str, RunDirectory]:
-    """Submits a run of the tiny model that logs every step, and returns job and run."""
-    return person.types(*TINY, "train.threads=1", f"run.name={name}", *words).job_and_run
-
-
-def command(*argv: str, must: bool = True) -> str:
-    """Runs a command and returns what it printed; with `must` it is an AssertionError that it failed."""
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0 or not must, f"{' '.join(argv)}: {done.stderr}"
-    return done.stdout.strip()
-
-
-def cluster() -> ClusterPlan:
-    """Returns the cluster that is up."""
-    plan = load_plan(DEFAULT_STATE_DIR)
-    assert plan is not None, "no cluster is up"
-    return plan
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,7 +58,8 @@ class Victim:
     @classmethod
     def submit(cls, person: Person, dice: random.Random, name: str, *words: str) -> Victim:
         """Submits a run."""
-        run = person.types(*COUNTED, f"run.name={name}", *words).job_and_run[1]
+        shutil.copy(COUNTED_MODULE, person.folder)
+        run = person.types(*COUNTED, "train.eval_every_steps=null", f"run.name={name}", *words).job_and_run[1]
         return cls(run=run, person=person, dice=dice)
 
     @property
@@ -105,6 +71,11 @@ class Victim:
     def attempt(self) -> int:
         """Number of the newest attempt, -1 before the first."""
         return newest_attempt(self.run)
+
+    @property
+    def job(self) -> str:
+        """The job of the newest attempt."""
+        return str(self.ledger[-1]["job_id"])
 
     @property
     def nodes(self) -> list[str]:
@@ -272,7 +243,7 @@ def wait_for_moment(victim: Victim, moment: str, *, share: float, pid: int, last
     if moment in ("start", "rendezvous"):
         # Imports take the first second; ranks meet, load and build in the second one.
         time.sleep(share if moment == "start" else 0.8 + 1.7 * share)
-        return _is_there(pid)
+        return is_alive(pid)
     deadline, attempt, known = time.monotonic() + PATIENCE_S, victim.attempt, _names(victim.run)
     saves = {_save_id(name) for name in known}
 
@@ -289,10 +260,10 @@ def wait_for_moment(victim: Victim, moment: str, *, share: float, pid: int, last
         new = [name for name in names if name.startswith("checkpoint_") and _save_id(name) not in saves]
         return any(name.endswith(".tmp") == (moment == "save") for name in new)
 
-    while _is_there(pid) and time.monotonic() < deadline:
+    while is_alive(pid) and time.monotonic() < deadline:
         if has_come():
             time.sleep({"step": share, "exit": 0.5 * share}.get(moment, 0.0))
-            return _is_there(pid)
+            return is_alive(pid)
         time.sleep(0.01 if moment in ("step", "exit") else 0.0005)
     return False
 
@@ -311,12 +282,6 @@ def _names(run: RunDirectory) -> set[str]:
         return set()
 
 
-def _is_there(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
 # Faults: what is done to a run; each is undone where it would outlast the run.
 
 
@@ -325,29 +290,21 @@ def _kill_a_rank(victim: Victim) -> None:
 
 
 def _cancel_and_resume(victim: Victim) -> None:
-    job = str(victim.ledger[-1]["job_id"])
+    job = victim.job
     command("scancel", job)
     _resume_when(victim, job, "CANCELLED")
 
 
 def _kill_the_batch_script(victim: Victim) -> None:
-    job = str(victim.ledger[-1]["job_id"])
+    job = victim.job
     kill(supervisor_pid(victim.run))
     _resume_when(victim, job, "FAILED")
 
 
 def _resume_when(victim: Victim, job: str, state: str) -> None:
-    wait_for(lambda: job_state(job) == state, within_s=PATIENCE_S, what=f"job {job} to be {state}")
+    wait_for_state(job, state, within_s=PATIENCE_S)
     resumed = victim.person.types("resume", victim.run.name)
     assert resumed.code == 0, resumed.err
-
-
-def _preempt(victim: Victim) -> None:
-    start_urgent_job(victim.nodes)
-
-
-def _requeue(victim: Victim) -> None:
-    command("scontrol", "requeue", str(victim.ledger[-1]["job_id"]))
 
 
 def _warn_of_the_limit(victim: Victim) -> None:
@@ -357,78 +314,31 @@ def _warn_of_the_limit(victim: Victim) -> None:
             os.kill(victim.pid(rank), signal.SIGUSR2)
 
 
-def _stop_a_node_daemon(victim: Victim) -> None:
-    # The ranks live on for a while, beside their successors.
-    with daemons_stopped([victim.dice.choice(victim.nodes)]):
-        victim.wait_for_attempt(after=victim.attempt)
-
-
-def _take_a_node_down(victim: Victim) -> None:
-    with node_down(victim.dice.choice(victim.nodes)):
+def _until_another_attempt(fault: AbstractContextManager[None], victim: Victim) -> None:
+    with fault:
         victim.wait_for_attempt(after=victim.attempt)
 
 
 def _kill_slurmctld_and_a_rank(victim: Victim) -> None:
-    with controller_away(cluster()):
+    with controller_away():
         _kill_a_rank(victim)
         time.sleep(victim.dice.uniform(1.0, 3.0))
 
 
-FAULTS: dict[str, Callable[[Victim], None]] = {
+FAULTS: dict[str, Callable[[Victim], object]] = {
     "rank killed": _kill_a_rank,
     "rank 0 killed": lambda victim: kill(victim.pid(0)),
     "srun killed": lambda victim: kill(srun_pid(victim.run)),
     "slurmstepd killed": lambda victim: kill(stepd_pid(victim.run, attempt=victim.attempt)),
     "batch script killed, resumed": _kill_the_batch_script,
     "cancelled, resumed": _cancel_and_resume,
-    "preempted": _preempt,
-    "requeued": _requeue,
+    "preempted": lambda victim: start_urgent_job(victim.nodes),
+    "requeued": lambda victim: command("scontrol", "requeue", victim.job),
     "warned of the limit": _warn_of_the_limit,
-    "slurmd stopped": _stop_a_node_daemon,
-    "node down": _take_a_node_down,
+    # The ranks live on for a while, beside their successors.
+    "slurmd stopped": lambda victim: _until_another_attempt(
+        daemons_stopped([victim.dice.choice(victim.nodes)]), victim
+    ),
+    "node down": lambda victim: _until_another_attempt(node_down(victim.dice.choice(victim.nodes)), victim),
     "slurmctld and a rank killed": _kill_slurmctld_and_a_rank,
 }
-
-
-def start_urgent_job(nodes: Sequence[str]) -> str:
-    """Submits a job that takes some nodes whole, preempts what runs there, and ends at once; returns its id."""
-    size = (f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", "--exclusive")
-    return command(
-        "sbatch", "--parsable", "--qos=urgent", "--job-name=urgent", *size, "--output=/dev/null", "--wrap=true"
-    )
-
-
-def take_nodes(nodes: Sequence[str]) -> None:
-    """Preempts whatever runs on some nodes; returns when the urgent job has ended and the runs are coming back."""
-    job = start_urgent_job(nodes)
-    # `sbatch --wait` looks only every half minute.
-    wait_for(lambda: job_state(job) == "COMPLETED", within_s=PATIENCE_S, what=f"the end of the urgent job {job}")
-
-
-@contextmanager
-def daemons_stopped(nodes: Sequence[str]) -> Iterator[None]:
-    """Stops the slurmd of some nodes; what runs there lives on for a while."""
-    for node in nodes:
-        stop_node(DEFAULT_STATE_DIR, node=node)
-    try:
-        yield
-    finally:
-        for node in nodes:
-            start_node(DEFAULT_STATE_DIR, node=node)
-
-
-@contextmanager
-def node_down(node: str) -> Iterator[None]:
-    """Declares a node down: Slurm ends what runs there."""
-    command("scontrol", "update", f"nodename={node}", "state=down", "reason=campaign")
-    try:
-        yield
-    finally:
-        # With ReturnToService=2 it comes back by itself as soon as it registers, and then there is nothing to resume.
-        command("scontrol", "update", f"nodename={node}", "state=resume", must=False)
-        wait_for(lambda: _is_up(node), within_s=60, what=f"{node} to come back")
-
-
-def _is_up(node: str) -> bool:
-    states = command("sinfo", "--noheader", f"--nodes={node}", "--format=%T", must=False).split()
-    return bool(states) and set(states) <= {"idle", "mixed", "allocated", "completing"}

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
-from tests.campaigns.record import Result
+from tests.campaigns.record import Tally
 from tests.support.command_line import TINY_MODULE, Done, Person
-from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step
+from tests.support.slurm_runs import losses, step_lines, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
 # 96 samples: 3, 6, 16 and 96 for each rank.
@@ -42,31 +41,24 @@ _TOLERANCE = 1e-6
 _PATIENCE_S = 600.0
 
 
-def run(*, seed: int, trials: int, folder: Path) -> Result:
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Shrinks so many runs, each with a seed of its own."""
     person = Person(folder / "project")
     person.folder.mkdir(parents=True, exist_ok=True)
     (person.folder / "tiny.py").write_text(_in_double(TINY_MODULE))
-    problems: list[str] = []
-    held, worst, started = 0, 0.0, time.monotonic()
+    worst, started = 0.0, time.monotonic()
     for number in range(seed, seed + trials):
-        try:
+        with tally.trial(f"seed {number}") as problems:
             golden, shrunk = _train_both(person, number)
-            found, difference = compare(_steps(golden), _steps(shrunk))
+            found, difference = compare(step_lines(golden), step_lines(shrunk))
             worst = max(worst, difference)
-            found += _check_sizes(shrunk)
-        except (AssertionError, OSError, ValueError) as err:
-            found = [f"{type(err).__name__}: {err}".splitlines()[0]]
-        held += not found
-        problems += [f"seed {number}: {text}" for text in found[:3]]
-        print(f"seed {number}: {'; '.join(found[:3]) or 'the same training on every size'}", flush=True)
-    figures = {
+            problems += [*found[:3], *_check_sizes(shrunk)]
+    return {
         "sizes": ", ".join(SIZES),
         "steps compared": str(_STEPS),
         "largest relative difference of loss and gradient norm": f"{worst:.1e}",
         "time": f"{time.monotonic() - started:.0f} s",
     }
-    return Result(trials=trials, held=held, figures=figures, problems=tuple(problems))
 
 
 def compare(golden: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> tuple[list[str], float]:
@@ -115,16 +107,8 @@ def _has_ended(run: RunDirectory, attempt: int) -> bool:
 def _check_sizes(run: RunDirectory) -> list[str]:
     expected = [math.prod(map(int, size.split("x"))) for size in SIZES]
     found = [entry["world_size"] for entry in read_ledger(run)]
-    ranks = _in_order(line["world_size"] for line in _steps(run))
+    ranks = list(dict.fromkeys(line["world_size"] for line in step_lines(run)))
     return [] if found == expected == ranks else [f"trained on {found} ranks, steps on {ranks}, asked for {expected}"]
-
-
-def _in_order(values: Iterable[int]) -> list[int]:
-    return list(dict.fromkeys(values))
-
-
-def _steps(run: RunDirectory) -> list[dict[str, Any]]:
-    return [line for line in read_metrics(run.metrics) if "loss" in line]
 
 
 def _require(done: Done) -> Done:

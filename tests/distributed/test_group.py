@@ -10,7 +10,7 @@ import torch
 
 from slurm_train.distributed.group import shorten_record
 from slurm_train.supervise.hang import not_come, read_flight, waited_for_in
-from tests.support.rank_pair import run_pair
+from tests.support.warm_ranks import run_pair
 
 # Rank 1 stays away from the third all-reduce until rank 0 has told what it knows.
 PROGRAM = """

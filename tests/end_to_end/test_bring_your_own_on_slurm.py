@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,10 @@ from tests.support.slurm_runs import wait_until_finished
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-@pytest.fixture
-def person(slurm_cluster: object, tmp_path: Path) -> Person:
+@pytest.fixture(autouse=True)
+def examples(person: Person) -> None:
     for example in (REPOSITORY / "examples").glob("*.py"):
-        shutil.copy(example, tmp_path)
-    return Person(tmp_path)
+        shutil.copy(example, person.folder)
 
 
 def test_own_model_and_data(person: Person) -> None:

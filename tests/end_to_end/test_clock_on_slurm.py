@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,30 +10,20 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import CAUSES, read_notice
-from tests.support.command_line import TINY, Person, new_project
-from tests.support.slurm_runs import job_state, losses, wait_until_finished, wait_until_step
+from tests.support.command_line import TINY, Person
+from tests.support.slurm_runs import (
+    command,
+    losses,
+    wait_for_state,
+    wait_until_ended,
+    wait_until_finished,
+    wait_until_step,
+)
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.faults]
 HANG_S = 12.0
 SUSPENDED_S = 25.0
-
-
-@pytest.fixture
-def person(slurm_cluster: object, tmp_path: Path) -> Iterator[Person]:
-    person = Person(new_project(tmp_path / "project"))
-    yield person
-    for run in person.folder.glob("runs/*/*"):
-        subprocess.run(["scancel", "--quiet", "--name", f"{run.parent.name}-{run.name}"], check=False)
-
-
-def ended(run: RunDirectory) -> list[dict[str, Any]]:
-    wait_for(lambda: "reason" in read_ledger(run)[-1], within_s=60, what="the ledger's end line")
-    return read_ledger(run)
-
-
-def scontrol(*words: str) -> None:
-    subprocess.run(["scontrol", *words], check=True, timeout=60)
 
 
 @pytest.mark.campaign
@@ -48,15 +34,15 @@ def test_a_suspended_job_goes_on_as_if_nothing_had_happened(person: Person) -> N
     job, run = person.types("+cluster=2x1", *TINY, *pace, *words).job_and_run
     wait_until_step(run, 10)
     end_before = wait_for(lambda: read_notice(run, 0).end_unix_s, within_s=20, what="a notice")
-    scontrol("suspend", job)
-    wait_for(lambda: job_state(job) == "SUSPENDED", within_s=20, what="SUSPENDED")
+    command("scontrol", "suspend", job)
+    wait_for_state(job, "SUSPENDED", within_s=20)
     time.sleep(2.5)  # TSTP, and 2 s later STOP
     step = max(losses(run))
     time.sleep(SUSPENDED_S - 2.5)
     assert max(losses(run)) == step, "it was not suspended"
-    scontrol("resume", job)
+    command("scontrol", "resume", job)
     wait_until_finished(run)
-    (entry,) = ended(run)
+    (entry,) = wait_until_ended(run)
     assert entry["reason"] == "done" and read_events(run, "hang") == []
     assert entry["suspended_s"] == pytest.approx(SUSPENDED_S, abs=4.0)
     assert entry["step_s"] < 60 * 0.2 + 15
@@ -70,8 +56,8 @@ def test_a_suspended_job_goes_on_as_if_nothing_had_happened(person: Person) -> N
 
 def submit_without_warning(person: Person, held: str, run: RunDirectory) -> str:
     """Submits the script of a job that is held by hand, without the line that asks Slurm for a signal."""
-    subprocess.run(["scancel", held], check=True)
-    wait_for(lambda: job_state(held) == "CANCELLED", within_s=20, what="CANCELLED")
+    command("scancel", held)
+    wait_for_state(held, "CANCELLED", within_s=20)
     lines = run.submit_script.read_text().splitlines(keepends=True)
     kept = [line for line in lines if not line.startswith(("#SBATCH --signal", "#SBATCH --hold"))]
     assert len(kept) == len(lines) - 2
@@ -84,7 +70,7 @@ def test_a_run_stops_itself_before_a_limit_that_nobody_warns_of(person: Person) 
     held, run = person.types("+cluster=1x2", *TINY, *words, "run.name=clock", "cluster.sbatch.hold=true").job_and_run
     job = submit_without_warning(person, held, run)
     wait_for(lambda: len([e for e in read_ledger(run) if "reason" in e]) >= 1, within_s=150, what="the first end")
-    subprocess.run(["scancel", job], check=True)
+    command("scancel", job)
     first = read_ledger(run)[0]
     (stop,) = [event for event in read_events(run, "stop") if event["attempt"] == 0]
     assert (first["reason"], first["action"], first["asked_by"]) == ("time_limit", "requeue", "clock"), first

@@ -5,38 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
-from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import read_beats
-from tests.support.command_line import TINY, Person, new_project
-from tests.support.slurm_runs import wait_until_finished, wait_until_step
+from tests.support.command_line import TINY, Person
+from tests.support.process_faults import rank_pid
+from tests.support.slurm_runs import step_lines, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.faults]
 TIMEOUT_S = 8.0
-
-
-@pytest.fixture
-def person(slurm_cluster: object, tmp_path: Path) -> Person:
-    return Person(new_project(tmp_path / "project"))
-
-
-def pid_of(run: Path, rank: int) -> int:
-    """Returns the process of a rank, as this machine numbers it."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            env = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if words[2:5] == [b"slurm_train", b"worker", bytes(run)] and f"SLURM_PROCID={rank}".encode() in env:
-            return int(folder.name)
-    raise AssertionError(f"no process of rank {rank}")
 
 
 def test_a_stopped_rank_is_ended_and_the_run_goes_on_in_the_same_job(person: Person) -> None:
@@ -44,7 +25,7 @@ def test_a_stopped_rank_is_ended_and_the_run_goes_on_in_the_same_job(person: Per
     job, run = person.types("+cluster=2x2", *TINY, *words).job_and_run
     wait_until_step(run, 6)
     stopped_s = time.monotonic()
-    os.kill(pid_of(run.path, 3), signal.SIGSTOP)
+    os.kill(rank_pid(run, 3), signal.SIGSTOP)
     attempt = read_ledger(run)[-1]["attempt"]
     wait_for(lambda: read_ledger(run)[attempt].get("reason"), within_s=TIMEOUT_S + 10, what="the end of the attempt")
     print(f"ended {time.monotonic() - stopped_s:.1f} s after the stop, with a time-out of {TIMEOUT_S} s")
@@ -56,4 +37,4 @@ def test_a_stopped_rank_is_ended_and_the_run_goes_on_in_the_same_job(person: Per
     hung, following = read_ledger(run)[attempt : attempt + 2]
     assert (hung["reason"], hung["action"]) == ("failed", "relaunch") and event["sentence"] in hung["note"]
     assert following["job_id"] == hung["job_id"] == job
-    assert [line["step"] for line in read_metrics(run.metrics) if "loss" in line] == list(range(1, 61))
+    assert [line["step"] for line in step_lines(run)] == list(range(1, 61))

@@ -17,9 +17,8 @@ import pytest
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import fatal_line, read_preflight
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.tools.devcluster.plan import ClusterPlan
-from tests.support.command_line import REPOSITORY, TINY, Person, new_project
-from tests.support.slurm_runs import all_logs, job_state, losses, wait_until_finished, wait_until_step
+from tests.support.command_line import REPOSITORY, TINY, Person
+from tests.support.slurm_runs import all_logs, command, losses, wait_for_state, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -39,11 +38,6 @@ def main(context):
 """
 
 
-@pytest.fixture
-def person(slurm_cluster: ClusterPlan, tmp_path: Path) -> Person:
-    return Person(new_project(tmp_path / "project"))
-
-
 def only_run(person: Person) -> RunDirectory:
     (config,) = (person.folder / "runs").glob("*/*/config.yaml")
     return RunDirectory(config.parent)
@@ -57,7 +51,7 @@ def test_an_allocation_is_made_and_given_back(person: Person) -> None:
     assert read_preflight(run, 0)["table"], "the nodes were looked at"
     assert "step 12" in done.out and "salloc: Relinquishing job allocation" in done.err
     job = json.loads(run.job.read_text())["job_ids"][-1]
-    wait_for(lambda: job_state(job) == "COMPLETED", within_s=30, what="the end of the allocation")
+    wait_for_state(job, "COMPLETED", within_s=30)
 
 
 def test_a_run_fits_into_a_larger_allocation_and_not_into_a_smaller_one(person: Person) -> None:
@@ -149,7 +143,7 @@ def test_a_container_is_requeued_from_outside(person: Person, image: str) -> Non
     words = ["+cluster=2x2", *contained(image), f"container.python={sys.executable}", *TINY]
     job, run = person.types(*words, "model.step_s=0.3", "train.max_steps=40").job_and_run
     wait_until_step(run, 3, within_s=PATIENCE_S)
-    subprocess.run(["scancel", "--signal=TERM", job], check=True)
+    command("scancel", "--signal=TERM", job)
     wait_for(lambda: len(read_ledger(run)) == 2, within_s=PATIENCE_S, what="a second attempt")
     wait_until_finished(run, within_s=PATIENCE_S)
     assert sorted(losses(run)) == list(range(1, 41))

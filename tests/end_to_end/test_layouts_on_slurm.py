@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from slurm_train.checkpoint.directory import newest_verified
 from slurm_train.rundir.attempts import read_ledger
-from tests.support.command_line import Person, new_project
+from tests.support.cluster_faults import start_urgent_job
+from tests.support.command_line import Person
 from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
@@ -54,15 +53,14 @@ WORDS = (
 
 
 def test_a_preempted_run_of_three_kinds_of_parallelism_ends_as_an_undisturbed_one(
-    tmp_path: Path, slurm_cluster: object
+    person: Person,
 ) -> None:
-    person = Person(new_project(tmp_path / "project"))
     (person.folder / "words.py").write_text(MODULE)
     nodes = "node[3-4]"
     where = ("+cluster=2x4", f"cluster.nodelist={nodes}", "run.name=preempted")
     job, run = person.types(*WORDS, *where).job_and_run
     wait_until_step(run, 4, within_s=300)
-    person.runs("sbatch", "--qos=urgent", "--nodes=2", f"--nodelist={nodes}", "--exclusive", "--wrap=sleep 1")
+    start_urgent_job(["node3", "node4"])
     wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
     found = wait_until_finished(run, within_s=400)
     first, second = read_ledger(run)

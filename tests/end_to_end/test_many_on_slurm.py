@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import TINY, Person, new_project, somebody_else
+from tests.support.command_line import TINY, Person, somebody_else
 from tests.support.slurm_runs import wait_until_finished
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -33,8 +33,7 @@ def test_an_unprivileged_user_submits_and_trains(slurm_cluster: object, open_fol
 
 
 @pytest.mark.parametrize("pair", range(2))
-def test_two_jobs_on_the_same_nodes_do_not_meet(slurm_cluster: object, tmp_path: Path, pair: int) -> None:
-    person = Person(new_project(tmp_path / "project"))
+def test_two_jobs_on_the_same_nodes_do_not_meet(person: Person, pair: int) -> None:
     seeds = (2 * pair, 2 * pair + 1)
     runs = [
         person.types("+cluster=2x1", *TINY, "cluster.nodelist=node[1-2]", f"seed={s}").job_and_run[1] for s in seeds

@@ -5,19 +5,16 @@ The runs of one test share the cluster, so that its timers (30 s for a time limi
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import os
+import signal
+from collections.abc import Callable
 
 import pytest
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.tools.devcluster.cluster import start_node, stop_node
-from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
-from tests.support.command_line import TINY, Person, new_project
-from tests.support.controller_faults import controller_away, extra_qos
+from tests.support.cluster_faults import controller_away, daemons_stopped, preempted_by_urgent, start_urgent_job
+from tests.support.command_line import TINY, Person
 from tests.support.process_faults import (
     kill,
     rank_pid,
@@ -26,7 +23,7 @@ from tests.support.process_faults import (
     supervisor_pid,
     wait_until_gone,
 )
-from tests.support.slurm_runs import job_state, losses, wait_until_finished, wait_until_step
+from tests.support.slurm_runs import losses, wait_for_state, wait_until_ended, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign]
@@ -34,36 +31,13 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign]
 LONG_S = 300.0
 
 
-@pytest.fixture
-def person(slurm_cluster: ClusterPlan, tmp_path: Path) -> Iterator[Person]:
-    person = Person(new_project(tmp_path / "project"))
-    yield person
-    for job_file in person.folder.glob("runs/*/*/job.json"):
-        person.runs("scancel", "--quiet", *RunJobs(job_file).ids)
-
-
-class RunJobs:
-    """The jobs of a run, from its file."""
-
-    def __init__(self, job_file: Path) -> None:
-        import json
-
-        self.ids: list[str] = json.loads(job_file.read_text())["job_ids"]
-
-
 def submits(person: Person, name: str, *words: str, steps: int = 40, step_s: float = 0.3) -> tuple[str, RunDirectory]:
     pace = (f"train.max_steps={steps}", f"model.step_s={step_s}")
     return person.types("+cluster=1x2", *TINY, *pace, f"run.name={name}", *words).job_and_run
 
 
-def ended(run: RunDirectory) -> list[dict[str, Any]]:
-    """Returns the ledger once its last attempt is closed."""
-    wait_for(lambda: "reason" in read_ledger(run)[-1], within_s=60, what="the ledger's end line")
-    return read_ledger(run)
-
-
 def story(run: RunDirectory) -> list[tuple[str, str]]:
-    return [(entry["reason"], entry["action"]) for entry in ended(run)]
+    return [(entry["reason"], entry["action"]) for entry in wait_until_ended(run)]
 
 
 KILLED: dict[str, tuple[Callable[[RunDirectory], int], str, str]] = {
@@ -81,7 +55,7 @@ def test_killed_processes_of_a_job_cost_no_run(person: Person) -> None:
         kill(KILLED[name][0](run))
     for name, (job, run) in runs.items():
         wait_until_finished(run, within_s=LONG_S)
-        first, last = ended(run)
+        first, last = wait_until_ended(run)
         assert (first["reason"], first["action"], last["reason"]) == ("failed", KILLED[name][2], "done"), name
         assert KILLED[name][1] in first["note"]
         assert first["job_id"] == last["job_id"] == job
@@ -102,31 +76,31 @@ def test_a_killed_batch_script_is_told_and_resume_continues(person: Person) -> N
     job, run = submits(person, "batch")
     wait_until_step(run, 6)
     kill(supervisor_pid(run))
-    wait_for(lambda: job_state(job) == "FAILED", within_s=90, what="FAILED")
+    wait_for_state(job, "FAILED", within_s=90)
     status = person.types("status", run.name)
     assert (
         "failed" in status.out and f"the batch script was killed (Slurm: FAILED); `resume {run.run_id}`" in status.out
     )
     resumed, _ = person.types("resume", run.name).job_and_run
     wait_until_finished(run, within_s=LONG_S)
-    first, last = ended(run)
+    first, last = wait_until_ended(run)
     assert (first["reason"], first["action"]) == ("lost", "lost") and last["job_id"] == resumed
     assert sorted(losses(run)) == list(range(1, 41))
 
 
-def test_a_controller_that_is_away_costs_nothing(person: Person, slurm_cluster: ClusterPlan) -> None:
+def test_a_controller_that_is_away_costs_nothing(person: Person) -> None:
     """It is killed while one run trains, and while another has just failed and must ask it what next."""
     _, calm = submits(person, "calm")
     _, failing = submits(person, "failing")
     _, warned = submits(person, "warned", steps=60)
     for run in (calm, failing, warned):
         wait_until_step(run, 6, within_s=LONG_S)
-    with controller_away(slurm_cluster):
+    with controller_away():
         before = max(losses(calm))
         kill(rank_pid(failing, 1))
         for rank in (0, 1):
             # What the warning before the time limit does to the ranks.
-            subprocess.run(["kill", "-USR2", str(rank_pid(warned, rank))], check=True)
+            os.kill(rank_pid(warned, rank), signal.SIGUSR2)
         wait_until_step(calm, before + 5)
         wait_for(lambda: _asks_in_vain(warned), within_s=60, what="a supervisor that asks in vain")
     for run in (calm, failing, warned):
@@ -155,19 +129,17 @@ QOS = {
 
 def test_preemption_without_grace_and_by_cancelling(person: Person) -> None:
     """With `gone` Slurm gives neither time nor the job back: another job takes over."""
-    with extra_qos(QOS):
+    with preempted_by_urgent(QOS):
         runs = {}
         for node, name in enumerate(QOS, start=1):
             words = (f"cluster.qos={name}", f"cluster.nodelist=node{node}", "cluster.sbatch.exclusive=true")
             runs[name] = submits(person, name, *words)
         for _, run in runs.values():
             wait_until_step(run, 6, within_s=LONG_S)
-        words = ("--qos=urgent", "--nodes=3", "--nodelist=node[1-3]", "--exclusive", "--output=/dev/null")
-        urgent = person.runs("sbatch", *words, "--wrap=sleep 1")
-        assert urgent.code == 0, urgent.err
+        start_urgent_job(["node1", "node2", "node3"])
         for name, (job, run) in runs.items():
             wait_until_finished(run, within_s=LONG_S)
-            first, last = ended(run)
+            first, last = wait_until_ended(run)
             assert first["reason"] in ("preempted", "requeued" if name == "nograce" else ""), first
             assert last["reason"] == "done" and first["job_id"] == job
             assert (last["job_id"] == job) is (name != "gone")
@@ -189,7 +161,7 @@ def test_time_limits_with_a_warning_and_without(person: Person) -> None:
     resumed, _ = person.types("resume", "plain").job_and_run
     for job, run in ((warned_job, warned), (resumed, plain)):
         wait_until_finished(run, within_s=600)
-        entries = ended(run)
+        entries = wait_until_ended(run)
         assert {entry["reason"] for entry in entries[:-1]} == {"time_limit"} and len(entries) >= 2
         assert {entry["job_id"] for entry in entries} == {job}
     assert all(entry["lost_work_s"] == 0 for entry in read_ledger(warned))
@@ -201,15 +173,12 @@ def test_a_lost_node_costs_what_came_after_the_last_checkpoint(person: Person) -
     wait_until_step(run, 6)
     node = read_ledger(run)[0]["nodes"][0]
     zombies = [rank_pid(run, rank) for rank in (0, 1)]
-    stop_node(DEFAULT_STATE_DIR, node=node)
-    try:
+    with daemons_stopped([node]):
         wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
         for pid in zombies:
             wait_until_gone(pid, within_s=10)
         wait_until_finished(run, within_s=LONG_S)
-    finally:
-        start_node(DEFAULT_STATE_DIR, node=node)
-    first, last = ended(run)
+    first, last = wait_until_ended(run)
     assert first["reason"] == "node_failure" and last["job_id"] == job
     assert node not in last["nodes"]
     assert sorted(losses(run)) == list(range(1, 121))

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import pytest
 
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import name_of
-from tests.support.command_line import TINY, Person, new_project
-from tests.support.node_faults import hidden_from
-from tests.support.slurm_runs import job_state, losses, wait_until_finished, wait_until_step
+from tests.support.cluster_faults import mounted_over, start_urgent_job
+from tests.support.command_line import TINY, Person
+from tests.support.slurm_runs import (
+    command,
+    job_state,
+    losses,
+    wait_for_state,
+    wait_until_ended,
+    wait_until_finished,
+    wait_until_step,
+)
 from tests.support.waiting import wait_for
 
 ONE_SECOND = ("model.step_s=1.0", "checkpoint.every_steps=null")
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
-
-
-@pytest.fixture
-def person(slurm_cluster: object, tmp_path: Path) -> Person:
-    return Person(new_project(tmp_path / "project"))
 
 
 def test_one_line_trains_on_two_nodes_like_one_process(person: Person) -> None:
@@ -46,9 +46,9 @@ def test_scancel_ends_a_run_and_resume_continues_it(person: Person) -> None:
     wait_until_step(run, 6)
     again = person.types("+cluster=2x2", *TINY, "model.step_s=0.2", "train.max_steps=40")
     assert again.code == 2 and "active already" in again.err and job in again.err
-    subprocess.run(["scancel", job], check=True)
-    wait_for(lambda: job_state(job) == "CANCELLED", within_s=40, what="CANCELLED")
-    wait_for(lambda: read_ledger(run)[-1].get("reason") == "cancelled", within_s=20, what="the ledger's end line")
+    command("scancel", job)
+    wait_for_state(job, "CANCELLED")
+    assert wait_until_ended(run)[-1]["reason"] == "cancelled"
     resumed_job, same_run = person.types("resume", run.run_id).job_and_run
     assert same_run == run and resumed_job != job
     wait_until_finished(run)
@@ -62,17 +62,16 @@ def test_cancel_ends_a_run_and_sbatch_by_hand_continues_it(person: Person) -> No
     wait_until_step(run, 2)
     cancelled = person.types("cancel", run.run_id)
     assert cancelled.code == 0 and job in cancelled.err
-    wait_for(lambda: job_state(job) == "CANCELLED", within_s=40, what="CANCELLED")
-    by_hand = person.runs("sbatch", "--parsable", str(run.submit_script))
-    assert by_hand.code == 0, by_hand.err
+    wait_for_state(job, "CANCELLED")
+    by_hand = person.runs("sbatch", "--parsable", str(run.submit_script)).out.strip()
     wait_until_finished(run)
-    wait_for(lambda: job_state(by_hand.out.strip()) == "COMPLETED", within_s=20, what="COMPLETED")
+    wait_for_state(by_hand, "COMPLETED")
     assert person.types("cancel", run.run_id).code == 2
 
 
 def test_the_script_runs_inside_an_salloc(person: Person) -> None:
     job, run = person.types("+cluster=2x2", *TINY, "cluster.sbatch.hold=true").job_and_run
-    subprocess.run(["scancel", job], check=True)
+    command("scancel", job)
     done = person.runs("salloc", "--nodes=2", "--ntasks-per-node=2", "bash", str(run.submit_script), timeout_s=180)
     assert done.code == 0, done.out + done.err
     assert wait_until_finished(run)["world_size"] == 4
@@ -83,7 +82,7 @@ def test_a_polite_stop_saves_the_step_it_stops_at(person: Person) -> None:
     _, run = person.types(*words).job_and_run
     wait_until_step(run, 5)
     run.stop_file.touch()
-    wait_for(lambda: read_ledger(run)[-1].get("reason") == "stopped", within_s=60, what="the ledger's end line")
+    assert wait_until_ended(run)[-1]["reason"] == "stopped"
     stopped_at = max(losses(run))
     assert [name_of(path).step for path in run.checkpoints.iterdir()] == [stopped_at]
     status = person.types("status", run.run_id)
@@ -94,10 +93,9 @@ def test_a_polite_stop_saves_the_step_it_stops_at(person: Person) -> None:
 
 
 def test_preemption_brings_the_run_back_by_itself(person: Person) -> None:
-    nodes = "node[3-4]"
-    job, run = person.types("+cluster=2x2", *TINY, *ONE_SECOND, f"cluster.nodelist={nodes}").job_and_run
+    job, run = person.types("+cluster=2x2", *TINY, *ONE_SECOND, "cluster.nodelist=node[3-4]").job_and_run
     wait_until_step(run, 3)
-    person.runs("sbatch", "--qos=urgent", "--nodes=2", f"--nodelist={nodes}", "--exclusive", "--wrap=sleep 1")
+    start_urgent_job(["node3", "node4"])
     wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
     wait_until_finished(run, within_s=300)
     first, second = read_ledger(run)
@@ -106,12 +104,12 @@ def test_preemption_brings_the_run_back_by_itself(person: Person) -> None:
     assert sorted(losses(run)) == list(range(1, 13))
 
 
-def test_a_node_that_does_not_see_the_run_is_named(person: Person, slurm_cluster: object) -> None:
+def test_a_node_that_does_not_see_the_run_is_named(person: Person) -> None:
     job, run = person.types("+cluster=2x1", *TINY, "cluster.sbatch.hold=true").job_and_run
-    with hidden_from("node2", person.folder):
-        subprocess.run(["scontrol", "release", job], check=True)
+    with mounted_over("node2", person.folder, "-t", "tmpfs", "none"):
+        command("scontrol", "release", job)
         log = run.logs / "batch.log"
         wait_for(lambda: log.exists() and "FS_MISSING" in log.read_text(), within_s=45, what="a line in batch.log")
     line = f"FS_MISSING node2: node node2 does not see the run directory {run.path}"
     assert line in log.read_text()
-    wait_for(lambda: job_state(job) == "FAILED", within_s=20, what="FAILED")
+    wait_for_state(job, "FAILED")

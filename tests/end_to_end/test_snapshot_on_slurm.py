@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from tests.support.command_line import TINY, TINY_MODULE, Person
 from tests.support.installed_projects import LAYOUTS, install_editable, make_venv
-from tests.support.slurm_runs import job_state, wait_until_finished, wait_until_step
-from tests.support.waiting import wait_for
+from tests.support.slurm_runs import command, wait_for_state, wait_until_finished, wait_until_step
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -64,18 +62,18 @@ def test_code_edited_while_a_job_waits_or_is_requeued_changes_nothing(
     submitted = person.types(*words)
     job, run = submitted.job_and_run
     edit(person, [flat, src], "edited while it waits")
-    subprocess.run(["scontrol", "release", job], check=True)
+    command("scontrol", "release", job)
     wait_until_step(run, 4)
     edit(person, [flat, src], "edited while it runs")
-    subprocess.run(["scontrol", "requeue", job], check=True)
-    wait_for(lambda: job_state(job) == "PENDING", within_s=60, what="the requeued job to wait")
-    subprocess.run(["scontrol", "release", job], check=False)
+    command("scontrol", "requeue", job)
+    wait_for_state(job, "PENDING")
+    command("scontrol", "release", job, must=False)
     wait_until_finished(run, within_s=240)
     assert len(read_ledger(run)) == 2
     assert [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()] == [["old"] * 3] * 2
     assert "imported from the run's copy of the code: " in run.rank_log(1, 0).read_text()
     attempt, submission = environment_of(run), json.loads(run.provenance.read_text())["environment"]
-    assert attempt is not None and attempt.slurm == submission["slurm"] != ""
+    assert attempt is not None and attempt["slurm"] == submission["slurm"] != ""
     assert read_events(run, "environment") == []
     now = person.types("diff", "--root", f"{tmp_path}/runs", run.run_id, "--stat")
     assert "tiny.py: +1 -1" in now.out and ".folders/hatch_src/src/hatch_src/__init__.py: +1 -1" in now.out, now.out

@@ -12,7 +12,7 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_preflight
 from slurm_train.rundir.sweep import SweepDirectory, read_table
 from tests.campaigns.arrays import restarts
-from tests.support.command_line import TINY, Person, new_project
+from tests.support.command_line import TINY, Person
 from tests.support.process_faults import kill, rank_pid
 from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step
 
@@ -20,10 +20,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 WORDS = (*TINY, "train.threads=1", "model.step_s=0.2", "seed=1,2", "run.name=nodes${cluster.nodes}")
 
 
-def test_an_element_that_loses_a_rank_continues_and_the_others_never_notice(
-    slurm_cluster: object, tmp_path: Path
-) -> None:
-    person = Person(new_project(tmp_path / "project"))
+def test_an_element_that_loses_a_rank_continues_and_the_others_never_notice(person: Person) -> None:
     done = person.types("-m", "+cluster=1x1,2x1", *WORDS)
     assert done.code == 0, done.err
     lines = [line.split() for line in done.out.splitlines()]

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from slurm_train.rundir.attempts import read_ledger
-from tests.support.command_line import TINY, Person, new_project
-from tests.support.slurm_runs import job_state, wait_until_finished, wait_until_step
+from tests.support.command_line import TINY, Person
+from tests.support.slurm_runs import command, wait_for_state, wait_until_ended, wait_until_finished, wait_until_step
 from tests.support.tracked_runs import wandb_points
 from tests.support.waiting import wait_for
 
+pytest.importorskip("wandb")
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 WORDS = ("+cluster=2x1", *TINY, "model.step_s=0.5", "checkpoint.every_steps=2")
 
 
 @pytest.mark.campaign
-def test_a_requeued_job_is_one_run_of_its_tracker(slurm_cluster: object, tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    person = Person(new_project(tmp_path / "project"))
+def test_a_requeued_job_is_one_run_of_its_tracker(person: Person) -> None:
     job, run = person.types(*WORDS, "track.wandb.project=p", "track.wandb.mode=offline").job_and_run
     wait_until_step(run, 5)
     first_id = json.loads((run.trackers / "wandb.json").read_text())["tracker_id"]
-    subprocess.run(["scontrol", "requeue", job], check=True)
+    command("scontrol", "requeue", job)
     wait_until_finished(run, within_s=240)
-    wait_for(lambda: job_state(job) == "COMPLETED", within_s=60, what="COMPLETED")
+    wait_for_state(job, "COMPLETED")
     assert len(read_ledger(run)) == 2
     state = json.loads((run.trackers / "wandb.json").read_text())
     assert state["tracker_id"] == first_id and state["sure_bytes"] == run.metrics.stat().st_size
@@ -39,17 +36,14 @@ def test_a_requeued_job_is_one_run_of_its_tracker(slurm_cluster: object, tmp_pat
     assert f"wandb: offline; to upload: wandb sync {run.trackers}" in (run.logs / "batch.log").read_text()
 
 
-def test_after_a_cancel_the_tracker_gets_every_line(slurm_cluster: object, tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    person = Person(new_project(tmp_path / "project"))
+def test_after_a_cancel_the_tracker_gets_every_line(person: Person) -> None:
     words = ("track.wandb.project=p", "track.wandb.mode=offline", "train.max_steps=60")
     job, run = person.types(*WORDS, *words).job_and_run
     wait_until_step(run, 4)
     wait_for(lambda: (run.trackers / "wandb.json").exists(), within_s=60, what="the tracker")
     assert person.types("cancel", run.run_id).code == 0
-    wait_for(lambda: read_ledger(run)[-1].get("reason") == "cancelled", within_s=60, what="the ledger's end line")
-
-    wait_for(lambda: job_state(job) == "CANCELLED", within_s=60, what="the end of the job")
+    assert wait_until_ended(run)[-1]["reason"] == "cancelled"
+    wait_for_state(job, "CANCELLED")
     state = json.loads((run.trackers / "wandb.json").read_text())
     if state["sure_bytes"] != run.metrics.stat().st_size:
         # On a busy machine Slurm's KillWait (5 s here) is over before wandb is imported once more.

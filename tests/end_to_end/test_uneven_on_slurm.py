@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +12,8 @@ from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory
-from tests.support.command_line import TINY, Person, new_project
-from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step
+from tests.support.command_line import TINY, Person
+from tests.support.slurm_runs import command, losses, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -29,14 +27,13 @@ def settled(run: RunDirectory, attempt: int) -> bool:
     return len(beats) == 3 and all(beat.settled for beat in beats.values())
 
 
-def test_uneven_nodes_train_what_even_ranks_train_whoever_starts_them(slurm_cluster: object, tmp_path: Path) -> None:
-    person = Person(new_project(tmp_path / "project"))
+def test_uneven_nodes_train_what_even_ranks_train_whoever_starts_them(person: Person) -> None:
     pace = ("model.step_s=0.2", "train.samples_digest=true")
     job, by_srun = person.types(*UNEVEN, *WORDS, *pace, "run.name=srun").job_and_run
     torchrun = ("run.name=torchrun", "cluster.launcher=torchrun")
     other_job, by_torchrun = person.types(*UNEVEN, *WORDS, *pace, *torchrun).job_and_run
     wait_until_step(by_srun, 4)
-    subprocess.run(["scontrol", "requeue", job], check=True)
+    command("scontrol", "requeue", job)
     wait_for(lambda: settled(by_torchrun, 0), within_s=150, what="all ranks under torchrun")
     os.kill(read_beats(by_torchrun, 0)[2].source.pid, signal.SIGKILL)
     assert person.types(*WORDS, "run.processes=3", "run.name=alone").code == 0

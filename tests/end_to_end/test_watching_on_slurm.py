@@ -9,13 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurm_train.rundir.paths import RunDirectory
-from tests.support.command_line import TINY, Person, new_project
+from tests.support.command_line import TINY, Person
 from tests.support.slurm_runs import PATIENCE_S, all_logs
 from tests.support.waiting import wait_for
 
@@ -37,11 +36,9 @@ class Fragile(Tiny):
 WORDS = (*TINY, "model._target_=fragile.Fragile", "requeue.max_fruitless_failures=1", "cluster.time_limit_min=5")
 
 
-@pytest.fixture
-def person(slurm_cluster: object, tmp_path: Path) -> Person:
-    project = new_project(tmp_path / "project")
-    (project / "fragile.py").write_text(FRAGILE)
-    return Person(project)
+@pytest.fixture(autouse=True)
+def fragile(person: Person) -> None:
+    (person.folder / "fragile.py").write_text(FRAGILE)
 
 
 @pytest.fixture

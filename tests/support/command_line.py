@@ -52,6 +52,18 @@ class Tiny(nn.Module):
         return self.layers(x)
 """
 
+# Its width is a word of the command line, so that a save takes time.
+WIDE_MODULE = f"""{TINY_MODULE}
+class Tiny(nn.Module):
+    def __init__(self, step_s: float = 0.0, width: int = 16):
+        super().__init__()
+        self.step_s = step_s
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, width), nn.Linear(width, 1))
+    def forward(self, x):
+        time.sleep(self.step_s)
+        return self.layers(x)
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Done:
@@ -102,6 +114,15 @@ class Person:
             check=False,
         )
         return Done(done.returncode, done.stdout, done.stderr)
+
+    def prepares(self, *words: str) -> RunDirectory:
+        """Makes the directory of a run from inside any allocation; its job is held and cancelled."""
+        plain = {name: value for name, value in self.environment().items() if not name.startswith("SLURM_")}
+        command = [self.python, "-m", "slurm_train", *words, "cluster.sbatch.hold=true"]
+        done = subprocess.run(command, cwd=self.folder, env=plain, capture_output=True, text=True, check=True)
+        job, path = done.stdout.split()
+        subprocess.run(["scancel", job], check=True)
+        return RunDirectory(Path(path))
 
     def environment(self) -> dict[str, str]:
         """The caller's environment, with the package under test importable from anywhere."""

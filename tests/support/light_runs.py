@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import Person
+from tests.support.slurm_runs import command
 
 WORDS = ("+cluster=1x1", "script=[light.py]", "batch.global_size=16", "preflight.enabled=false")
 _PROGRAM = """
@@ -85,7 +85,6 @@ def problems_of(run: RunDirectory) -> Iterator[str]:
     yield from (f"{', '.join(life.changed)} changed while job {life.job} trained" for life in told if life.changed)
 
 
-def active_jobs(run: RunDirectory) -> list[str]:
-    """Returns the jobs of a run that Slurm has queued, running or ending, by their name."""
-    argv = ["squeue", "--noheader", "--format=%i", f"--name={run.name}-{run.run_id}"]
-    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()
+def active_jobs(run: RunDirectory, *states: str) -> list[str]:
+    """Returns the jobs of a run that Slurm has queued, running or ending, by their name; or in these states alone."""
+    return command("squeue", "--noheader", "--format=%i", f"--name={run.name}-{run.run_id}", *states).split()

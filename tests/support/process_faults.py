@@ -45,10 +45,11 @@ def kill(pid: int) -> None:
 
 def wait_until_gone(pid: int, *, within_s: float) -> None:
     """Returns when the process has ended."""
-    wait_for(lambda: not _is_alive(pid), within_s=within_s, what=f"the end of process {pid}", poll_s=0.1)
+    wait_for(lambda: not is_alive(pid), within_s=within_s, what=f"the end of process {pid}", poll_s=0.1)
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Returns whether a process is there and no zombie."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

@@ -1,9 +1,11 @@
-"""What a rank knows, for parts of a training that are built by themselves."""
+"""What a rank knows, for parts of a training that are built by themselves; and the end of its process group."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from slurm_train.config.batch import BatchPlan, solve_batch
 from slurm_train.config.layout import solve_layout
@@ -50,3 +52,14 @@ def make_rank(
         attempt=attempt,
         **{"stop": StopFlag(), "env": {}, **facts},
     )
+
+
+# gloo's threads end with their group. The garbage collector may be what ends it: it waits for them and holds the
+# interpreter's lock, for which they wait in turn (torch 2.13). So a group that was used stays until the process ends.
+_LEFT: list[Any] = []
+
+
+def leave_group() -> None:
+    """Makes room for another default group."""
+    _LEFT.append(dist.group.WORLD)
+    dist.destroy_process_group()

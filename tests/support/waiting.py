@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,3 +25,21 @@ def wait_for(condition: Callable[[], T], *, within_s: float, what: str, poll_s: 
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {within_s:.0f} s for {what}; last value: {value!r}")
         time.sleep(poll_s)
+
+
+@contextmanager
+def repeating(action: Callable[[], object], *, every_s: float) -> Iterator[None]:
+    """Does something again and again in a thread while the body runs."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        while not done.wait(every_s):
+            action()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -15,6 +15,7 @@ import os
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -107,6 +108,29 @@ def start_rank(program: Path, *words: str, env: Mapping[str, str], log: Path | N
     said = log or Path(server.folder.name) / f"{next(server.count)}.log"
     order = {"argv": [str(program), *words], "env": dict(env), "log": str(said)}
     return WarmRank(server, int(server.ask(fork=order)["pid"]), said)
+
+
+def run_pair(folder: Path, program: str, *words: str) -> list[Any]:
+    """Runs the program as rank 0 and as rank 1 and returns what each has left as JSON in the file OUT names.
+
+    Args:
+        folder: where the program and the two files are put.
+        program: Python source; it opens the process group itself and ends with `os._exit(0)`.
+        words: its command line.
+    """
+    path = folder / "program.py"
+    path.write_text(program)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    outs = [folder / f"rank_{rank}.json" for rank in range(2)]
+    ranks = [
+        start_rank(path, *words, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "OUT": str(outs[rank])})
+        for rank in range(2)
+    ]
+    texts = [rank.communicate(timeout=240.0)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "".join(texts)
+    return [json.loads(out.read_text()) for out in outs]
 
 
 class _Server:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from tests.support.process_groups import leave_group
+from tests.support.ranks import leave_group
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from slurm_train.config.schema import RunConfig, TrainSection
 from slurm_train.errors import ConfigError
 from slurm_train.train.context import TaskContext, run_task
-from tests.support.process_groups import leave_group
-from tests.support.ranks import make_rank
+from tests.support.ranks import leave_group, make_rank
 
 SEEN: list[tuple[TaskContext, float]] = []
 

@@ -14,7 +14,7 @@ from torch import nn
 from slurm_train.config.schema import DdpSection
 from slurm_train.errors import RunError
 from slurm_train.tools.exchanges import HalfPrecision, PowerSgd
-from tests.support.rank_pair import run_pair
+from tests.support.warm_ranks import run_pair
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, run_to_end, steps_of
 
 CASES = [

@@ -40,8 +40,8 @@ from slurm_train.train.metrics import (
 )
 from slurm_train.train.saving import Position
 from slurm_train.train.step import StepFacts, StepResult
-from tests.support.rank_pair import run_pair
 from tests.support.ranks import make_rank
+from tests.support.warm_ranks import run_pair
 
 
 def test_the_display_ends_at_the_newest_step(tmp_path: Path) -> None:

@@ -17,10 +17,9 @@ from slurm_train.rundir.events import list_file, read_preflight
 from slurm_train.rundir.files import read_shared
 from tests.campaigns.preflight import problems_of, try_fault
 from tests.campaigns.preflight_faults import FAULTS, Fault, missing_for
-from tests.campaigns.victims import at_work
-from tests.support import broken_nodes as broken
+from tests.support import cluster_faults as broken
 from tests.support.command_line import TINY, Person
-from tests.support.slurm_runs import wait_until_finished
+from tests.support.slurm_runs import at_work, wait_until_finished
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.faults]
 

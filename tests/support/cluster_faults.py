@@ -1,23 +1,27 @@
-"""Breaks one node of the test cluster for real, and mends it afterwards: names, routes, ports, mounts, CPUs, network.
+"""Faults of the one-machine cluster, caused for real and undone afterwards: daemons, nodes, network, mounts, QOS.
 
-Mounts are made in the mount namespace of the node's slurmd, rules and routes in its network namespace; the other nodes
+Mounts are made in the mount namespace of a node's slurmd, rules and routes in its network namespace; the other nodes
 and this process see nothing of it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
+import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from slurm_train.tools.devcluster.cluster import start_node, stop_node
-from slurm_train.tools.devcluster.daemons import daemon_process
+from slurm_train.tools.devcluster.daemons import daemon_process, start_daemon
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan, load_plan
 from slurm_train.tools.devcluster.system import NODE_INTERFACE, host_link
+from tests.support.slurm_runs import command, wait_for_state
+from tests.support.waiting import wait_for
 
 _TABLE = "preflight_faults"
 _HOSTS = Path("/etc/hosts")
@@ -28,6 +32,124 @@ def cluster() -> ClusterPlan:
     plan = load_plan(DEFAULT_STATE_DIR)
     assert plan is not None, "no cluster is up"
     return plan
+
+
+# The controller and accounting
+
+
+@contextmanager
+def controller_away() -> Iterator[None]:
+    """Kills slurmctld and starts it again at the end."""
+    record = daemon_process(cluster(), "slurmctld")
+    assert record is not None and record.is_alive(), "no slurmctld"
+    os.kill(record.pid, signal.SIGKILL)
+    wait_for(lambda: not record.is_alive(), within_s=10, what="the end of slurmctld")
+    try:
+        yield
+    finally:
+        start_daemon(cluster(), "slurmctld")
+
+
+@contextmanager
+def kill_wait(seconds: int) -> Iterator[None]:
+    """Gives what Slurm ends more time before it is killed; most sites have Slurm's default of 30 s."""
+    conf = cluster().slurm_conf
+    before = conf.read_text()
+    try:
+        conf.write_text(re.sub(r"(?m)^KillWait=.*$", f"KillWait={seconds}", before))
+        command("scontrol", "reconfigure")
+        yield
+    finally:
+        conf.write_text(before)
+        command("scontrol", "reconfigure")
+
+
+@contextmanager
+def extra_qos(settings: Mapping[str, str]) -> Iterator[None]:
+    """Adds QOS that everybody may use: by name what sacctmgr sets, e.g. {"weak": "gracetime=0 preemptmode=requeue"}."""
+    names = ",".join(settings)
+    try:
+        for name, words in settings.items():
+            # What an earlier run left behind is there already.
+            _sacctmgr("add", "qos", name, must=False)
+            _sacctmgr("modify", "qos", name, "set", *words.split())
+        _sacctmgr("modify", "account", "dev", "set", f"qos+={names}")
+        yield
+    finally:
+        _sacctmgr("modify", "account", "dev", "set", f"qos-={names}")
+        _sacctmgr("delete", "qos", names)
+
+
+@contextmanager
+def preempted_by_urgent(settings: Mapping[str, str]) -> Iterator[None]:
+    """Adds QOS that `urgent` preempts, beside `normal`."""
+    with extra_qos(settings):
+        try:
+            _sacctmgr("modify", "qos", "urgent", "set", f"preempt=normal,{','.join(settings)}")
+            yield
+        finally:
+            _sacctmgr("modify", "qos", "urgent", "set", "preempt=normal")
+
+
+@contextmanager
+def qos_pair(name: str, *, grace_s: int) -> Iterator[tuple[str, str]]:
+    """Adds two QOS, the first of which the second alone preempts: nobody else's jobs are touched; yields both names."""
+    weak, strong = f"{name}weak", f"{name}strong"
+    with extra_qos({weak: f"gracetime={grace_s} preemptmode=requeue", strong: f"preempt={weak}"}):
+        yield weak, strong
+
+
+def _sacctmgr(*words: str, must: bool = True) -> None:
+    command("sacctmgr", "--immediate", "--quiet", *words, must=must)
+
+
+# Nodes as Slurm sees them
+
+
+def start_urgent_job(nodes: Sequence[str]) -> str:
+    """Submits a job that takes some nodes whole, preempts what runs there, and ends at once; returns its id."""
+    size = (f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", "--exclusive")
+    return command(
+        "sbatch", "--parsable", "--qos=urgent", "--job-name=urgent", *size, "--output=/dev/null", "--wrap=true"
+    )
+
+
+def take_nodes(nodes: Sequence[str]) -> None:
+    """Preempts whatever runs on some nodes; returns when the urgent job has ended and the runs are coming back."""
+    # `sbatch --wait` looks only every half minute.
+    wait_for_state(start_urgent_job(nodes), "COMPLETED", within_s=240)
+
+
+@contextmanager
+def daemons_stopped(nodes: Sequence[str]) -> Iterator[None]:
+    """Stops the slurmd of some nodes; what runs there lives on for a while."""
+    for node in nodes:
+        stop_node(DEFAULT_STATE_DIR, node=node)
+    try:
+        yield
+    finally:
+        for node in nodes:
+            start_node(DEFAULT_STATE_DIR, node=node)
+
+
+@contextmanager
+def node_down(node: str) -> Iterator[None]:
+    """Declares a node down: Slurm ends what runs there."""
+    command("scontrol", "update", f"nodename={node}", "state=down", "reason=campaign")
+    try:
+        yield
+    finally:
+        # With ReturnToService=2 it comes back by itself as soon as it registers, and then there is nothing to resume.
+        command("scontrol", "update", f"nodename={node}", "state=resume", must=False)
+        wait_for(lambda: _is_up(node), within_s=60, what=f"{node} to come back")
+
+
+def _is_up(node: str) -> bool:
+    states = command("sinfo", "--noheader", f"--nodes={node}", "--format=%T", must=False).split()
+    return bool(states) and set(states) <= {"idle", "mixed", "allocated", "completing"}
+
+
+# A node's own view of files and network
 
 
 def slurmd_pid(node: str) -> int:
@@ -157,16 +279,26 @@ def second_interface(nodes: Sequence[str], name: str = "eth9") -> Iterator[None]
 @contextmanager
 def slow_link(node: str, rate: str = "20mbit") -> Iterator[None]:
     """Limits a node's network in both directions."""
-    shape = ("root", "tbf", "rate", rate, "burst", "64k", "latency", "50ms")
-    outside = ["tc", "qdisc", "{}", "dev", host_link(node)]
-    inside = ("tc", "qdisc", "{}", "dev", NODE_INTERFACE)
-    subprocess.run([*(word.format("add") for word in outside), *shape], check=True)
-    try:
-        on_node(node, *(word.format("add") for word in inside), *shape)
+    with ExitStack() as undo:
+        command("tc", "qdisc", "add", "dev", host_link(node), *_bucket(rate, "64k", "50ms"))
+        undo.callback(command, "tc", "qdisc", "del", "dev", host_link(node), "root")
+        undo.callback(on_node, node, "tc", "qdisc", "del", "dev", NODE_INTERFACE, "root", check=False)
+        on_node(node, "tc", "qdisc", "add", "dev", NODE_INTERFACE, *_bucket(rate, "64k", "50ms"))
         yield
-    finally:
-        subprocess.run([*(word.format("del") for word in outside), "root"], check=True)
-        on_node(node, *(word.format("del") for word in inside), "root", check=False)
+
+
+@contextmanager
+def limited_links(rate: str) -> Iterator[None]:
+    """Limits what every node of the cluster may send, e.g. to "100mbit"; taken away in all cases."""
+    with ExitStack() as undo:
+        for node in cluster().node_names:
+            undo.callback(on_node, node, "tc", "qdisc", "del", "dev", NODE_INTERFACE, "root", check=False)
+            on_node(node, "tc", "qdisc", "add", "dev", NODE_INTERFACE, *_bucket(rate, "64kb", "400ms"))
+        yield
+
+
+def _bucket(rate: str, burst: str, latency: str) -> tuple[str, ...]:
+    return ("root", "tbf", "rate", rate, "burst", burst, "latency", latency)
 
 
 @contextmanager
