@@ -6,15 +6,14 @@ import csv
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slurm_train.cli.selection import look_once
 from slurm_train.cli.terminal import note
 from slurm_train.errors import ConfigError, RunError
-from slurm_train.metrics.series import largest_is_best
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics.series import largest_is_best, read_series
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.paths import RunDirectory
@@ -35,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     statuses = look_once(subjects_of(read_table(sweep)), os.environ)
     rows = collate(statuses)
     _put_out(rows, arguments.format, arguments.out)
-    if line := best_line(rows, statuses):
+    if line := best_line(rows, [one.subject.overrides for one in statuses]):
         note(line)
     return 0
 
@@ -45,8 +44,7 @@ def _find(root: Path, word: str) -> SweepDirectory:
         return sweep
     if found := sweeps_named(root, word):
         if len(found) > 1:
-            older = ", ".join(one.sweep_id for one in found[1:])
-            note(f"{word} is the name of {len(found)} sweeps; this is the newest, {found[0].sweep_id}, not {older}")
+            note(f"{len(found)} sweeps are named {word}; this is the newest, {found[0].sweep_id}")
         return found[0]
     names = {one.sweep_id: dict.fromkeys(run.run.name for run in read_table(one)) for one in list_sweeps(root)[:8]}
     known = ", ".join(f"{sweep_id} ({', '.join(its)})" for sweep_id, its in names.items()) or "none"
@@ -54,18 +52,22 @@ def _find(root: Path, word: str) -> SweepDirectory:
     raise RunError(f"no sweep matches {word!r} below {root}", hint=hint)
 
 
-def best_line(rows: Sequence[Cells], statuses: Sequence[RunStatus]) -> str:
-    """Returns which run is the best so far, by held-out loss, or by training loss where nothing is evaluated."""
-    known = {name for row in rows for name, value in row.items() if value is not None}
-    metric = next((name for name in ("eval_loss", "loss") if f"best_{name}" in known), None)
-    if metric is None:
-        return ""
-    key = f"best_{metric}"
-    row, one = min(
-        (pair for pair in zip(rows, statuses, strict=True) if pair[0][key] is not None), key=lambda pair: pair[0][key]
-    )
-    given = " ".join(f"{name}={value}" for name, value in one.subject.overrides.items())
-    return f"best {metric}: {row[key]:.5g} at step {row[f'{key}_step']} of run {row['index']}, {row['run']}: {given}"
+def best_line(rows: Sequence[Cells], given: Sequence[Mapping[str, str]]) -> str:
+    """Returns which run is the best so far, by held-out loss, or by training loss where nothing is evaluated.
+
+    Args:
+        rows: the table.
+        given: what the sweep gave to each run.
+    """
+    for metric in ("eval_loss", "loss"):
+        key = f"best_{metric}"
+        valued = [(row[key], number) for number, row in enumerate(rows) if row.get(key) is not None]
+        if valued:
+            value, number = min(valued)
+            row, words = rows[number], " ".join(f"{name}={one}" for name, one in given[number].items())
+            step, run = row[f"{key}_step"], f"run {row['index']}, {row['run']}"
+            return f"best {metric}: {value:.5g} at step {step} of {run}: {words}"
+    return ""
 
 
 def collate(statuses: Sequence[RunStatus]) -> list[Cells]:
@@ -92,18 +94,13 @@ def _cells(one: RunStatus) -> Cells:
 
 def _metrics(run: RunDirectory) -> Cells:
     """Returns the last value of each metric, and the best of loss and evaluations with its step."""
-    values: dict[str, list[tuple[int, float]]] = {}
-    step = 0
-    for line in read_metrics(run.metrics):
-        step = int(line["step"])
-        for key, value in line.items():
-            if (key == "loss" or key.startswith("eval_")) and isinstance(value, (int, float)):
-                values.setdefault(key, []).append((step, float(value)))
-    cells: Cells = {"step": step}
-    for key, series in values.items():
-        pick = max if largest_is_best(key) else min
-        best_step, best = pick(series, key=lambda point: point[1])
-        cells |= {f"last_{key}": series[-1][1], f"best_{key}": best, f"best_{key}_step": best_step}
+    series = read_series(run.metrics)
+    cells: Cells = {"step": int(series.last("step") or 0)}
+    for key in ("loss", *series.evaluations):
+        steps, values = series.points(key)
+        if values:
+            best = (max if largest_is_best(key) else min)(range(len(values)), key=values.__getitem__)
+            cells |= {f"last_{key}": values[-1], f"best_{key}": values[best], f"best_{key}_step": int(steps[best])}
     return cells
 
 

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import note
-from slurm_train.config.words import Words, cluster_sizes, read_words, split_word
+from slurm_train.config.words import Words, read_words, split_word
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError
 from slurm_train.rundir.jobs import read_job
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.tools.scaling.study import Point, plan_points
+from slurm_train.tools.scaling.study import Point, Size, plan_points
 from slurm_train.verbs import parse
 
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan
-    from slurm_train.tools.scaling.study import Measured
 
 
 def main(words: Sequence[str]) -> int:
@@ -86,20 +85,22 @@ def _report(series: Series, plans: Mapping[Point, RunPlan]) -> int:
     from slurm_train.tools.scaling.page import render_page, render_text
     from slurm_train.tools.scaling.study import measure, sort_study
 
-    found = {point: measure(plan.run, point) for point, plan in plans.items() if plan.run.result.exists()}
-    measured: list[Measured] = [one for one in found.values() if one is not None]
-    for point in plans:
-        if found.get(point) is None:
-            note(f"nothing is known of {point}; `status {plans[point].run.run_id}` may say why")
+    measured = []
+    for point, plan in plans.items():
+        if plan.run.result.exists() and (one := measure(plan.run, point)) is not None:
+            measured.append(one)
+        else:
+            note(f"nothing is known of {point}; `status {plan.run.run_id}` may say why")
     study = sort_study(measured, comm=series.comms[0])
     if not study.local:
         note("no run at a fixed local batch has a result, so there is nothing to compare")
         return EXIT_FAILURE
     print(render_text(study))
-    make_private(series.folder)
-    stem = series.folder / f"scaling_{series.nodes}x{series.per_node}"
+    folder = series.plan.run.path.parents[1] / series.name
+    make_private(folder)
+    stem = folder / f"scaling_{series.size}"
     write_atomic(stem.with_suffix(".json"), json.dumps([asdict(one) for one in measured], indent=1) + "\n")
-    title = f"{series.name}: from 1 rank to {series.nodes} nodes x {series.per_node}"
+    title = f"{series.plan.run.name}: from 1 rank to {series.size.nodes} nodes x {series.size.per_node}"
     write_atomic(stem.with_suffix(".html"), render_page(study, title=title))
     note(f"the same as a page: {stem.with_suffix('.html')}")
     return EXIT_DONE
@@ -107,8 +108,11 @@ def _report(series: Series, plans: Mapping[Point, RunPlan]) -> int:
 
 LOG_EVERY = 8
 """Steps of a line of metrics: the averages of post-local SGD come every so many, so each line has one."""
-_OWN_KEYS = ("batch.local_size", "batch.accumulation", "batch.global_size", "run.name", "train.max_steps", "ddp.comm")
-_OWN_SIZES = ("run.processes", "cluster.nodes", "cluster.gpus_per_node")
+_OWN_KEYS = (
+    *("batch.local_size", "batch.accumulation", "batch.global_size", "run.name", "train.max_steps", "ddp.comm"),
+    *("run.processes", "cluster.nodes", "cluster.gpus_per_node"),
+)
+"""Keys that each run sets itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,30 +121,38 @@ class Series:
 
     flags: Words
     """What was typed, without what each run sets itself."""
-    name: str
-    nodes: int
-    per_node: int
-    local_size: int
+    plan: RunPlan
+    """The run at full size."""
     comms: tuple[str, ...]
     steps: int
-    uses_cluster: bool
-    is_named: bool
-    """Whether the cluster comes from a file (`+cluster=NAME`, or a primary one), whose other settings count."""
-    folder: Path
+
+    @property
+    def name(self) -> str:
+        """Of the study, which its runs share."""
+        return f"{self.plan.run.name}-scaling"
+
+    @property
+    def size(self) -> Size:
+        """The largest size."""
+        return Size(self.plan.world.num_nodes, self.plan.world.ranks_per_node[0])
+
+    @property
+    def uses_cluster(self) -> bool:
+        """Whether its runs are jobs. Not by the words: a file may name the cluster, or have one in it."""
+        return self.plan.config.cluster is not None
 
     @property
     def points(self) -> list[Point]:
         """Its runs."""
-        return plan_points(self.nodes, self.per_node, local_size=self.local_size, comms=self.comms)
+        return plan_points(self.size, local_size=self.plan.batch.local_size, comms=self.comms)
 
     def words(self, point: Point, *, after: str = "") -> Words:
         """Returns what a person would type for one run; it begins when another job has ended."""
         size = point.size
-        sized = f"+cluster={size}" if self.uses_cluster else f"run.processes={size.per_node}"
-        first = [] if self.is_named else [sized]
-        own = [f"cluster.nodes={size.nodes}", f"cluster.gpus_per_node={size.per_node}"] if self.is_named else []
-        own += [
-            f"run.name={self.name}-scaling-{size}",
+        on_cluster = [f"cluster.nodes={size.nodes}", f"cluster.gpus_per_node={size.per_node}"]
+        own = [
+            *(on_cluster if self.uses_cluster else [f"run.processes={size.per_node}"]),
+            f"run.name={self.name}-{size}",
             f"batch.local_size={point.local_size}",
             f"batch.accumulation={point.accumulation}",
             f"ddp.comm={point.comm}",
@@ -154,7 +166,7 @@ class Series:
         ]
         own += ["ddp.comm_start_step=1"] if point.comm != "none" else []
         own += [f"cluster.sbatch.dependency=afterany:{after}"] if after else []
-        return replace(self.flags, overrides=[*first, *self.flags.overrides, *own])
+        return replace(self.flags, overrides=[*self.flags.overrides, *own])
 
 
 def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) -> Series:
@@ -171,27 +183,18 @@ def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) 
     """
     if steps < 4 * LOG_EVERY:
         raise ConfigError(f"--steps={steps} is too short to measure", hint=f"give {4 * LOG_EVERY} or more")
-    parsed = [(word, *split_word(word)) for word in flags.overrides]
+    keys = {word: split_word(word)[1:] for word in flags.overrides}
+    comms = [value for key, value in keys.values() if key == "ddp.comm" and value]
     # Of several ways of exchanging any will do to see whether the rest fits together.
-    asked = [word for word, _, key, _ in parsed if key != "ddp.comm"]
-    plan = plan_of(replace(flags, overrides=asked), env=env, cwd=cwd)
+    plan = plan_of(
+        replace(flags, overrides=[word for word, (key, _) in keys.items() if key != "ddp.comm"]), env=env, cwd=cwd
+    )
     _require_something_to_time(plan)
-    is_named = plan.config.cluster is not None and not cluster_sizes(flags.overrides)
-    own_keys = (*_OWN_KEYS, *_OWN_SIZES, *(() if is_named else ("cluster",)))
-    rest = [word for word, _, key, _ in parsed if key not in own_keys]
-    name, comms = plan.run.name, ["none", *(value or "none" for _, _, key, value in parsed if key == "ddp.comm")]
     return Series(
-        flags=replace(flags, overrides=rest),
-        name=name,
-        nodes=plan.world.num_nodes,
-        per_node=plan.world.ranks_per_node[0],
-        local_size=plan.batch.local_size,
-        comms=tuple(comms[-1].strip("[]").split(",")),
+        flags=replace(flags, overrides=[word for word, (key, _) in keys.items() if key not in _OWN_KEYS]),
+        plan=plan,
+        comms=tuple(["none", *comms][-1].strip("[]").split(",")),
         steps=-(-steps // LOG_EVERY) * LOG_EVERY,
-        # Not by the words: a file may name the cluster, or have one in it.
-        uses_cluster=plan.config.cluster is not None,
-        is_named=is_named,
-        folder=plan.run.path.parent.parent / f"{name}-scaling",
     )
 
 

@@ -21,8 +21,8 @@ def series_of(tmp_path: Path, *words: str, steps: int = 64) -> Series:
 def test_each_run_gets_its_size_batch_and_way_of_exchanging(tmp_path: Path) -> None:
     words = ("+cluster=4x2", "optim.lr=0.01", "batch.global_size=64", "ddp.comm=none,bf16", "cluster.partition=a")
     series = series_of(tmp_path, *words)
-    assert (series.nodes, series.per_node, series.local_size, series.comms) == (4, 2, 8, ("none", "bf16"))
-    assert series.uses_cluster and series.folder == tmp_path / "runs" / "gpt-stdlib-scaling"
+    assert (str(series.size), series.plan.batch.local_size, series.comms) == ("4x2", 8, ("none", "bf16"))
+    assert series.uses_cluster and series.name == "gpt-stdlib-scaling"
     whole = next(point for point in series.points if point.size == Size(4, 2) and point.comm == "bf16")
     typed = series.words(whole, after="17").overrides
     assert typed[:3] == ["+cluster=4x2", "optim.lr=0.01", "cluster.partition=a"]
@@ -39,7 +39,7 @@ def test_a_cluster_from_a_file_is_one_and_its_settings_count(tmp_path: Path) -> 
         "defaults: [base, _self_]\nnodes: 4\ngpus_per_node: 2\npartition: big\n"
     )
     series = series_of(tmp_path, "--config-dir", str(tmp_path / "conf"), "+cluster=mine", "cluster.nodes=2")
-    assert (series.nodes, series.per_node, series.uses_cluster) == (2, 2, True)
+    assert (str(series.size), series.uses_cluster) == ("2x2", True)
     for point in series.points:
         plan = plan_of(series.words(point), env={}, cwd=tmp_path)
         assert plan.config.cluster is not None and plan.config.cluster.partition == "big"
@@ -78,7 +78,7 @@ def test_a_study_on_this_machine_ends_with_a_report_and_is_not_made_twice(tmp_pa
     assert ["1x2", "2", "16"] in rows and ["1x1", "1", "8"] in rows, done.out
     assert "a step takes" in done.out
     (page,) = person.folder.glob("runs/*-scaling/scaling_1x2.html")
-    assert "<svg" in page.read_text()
+    assert "a step takes" in page.read_text()
     facts = json.loads(page.with_suffix(".json").read_text())
     assert {one["point"]["comm"] for one in facts} == {"bf16"}
     # Weights and biases of the tiny model: 8 x 16 + 16 + 16 + 1 numbers, halved by bfloat16.

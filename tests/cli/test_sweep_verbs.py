@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import subprocess
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,5 +197,4 @@ def test_a_table_keeps_its_values() -> None:
 def test_a_loss_of_zero_is_the_best() -> None:
     names = ("best_eval_loss", "best_eval_loss_step", "best_loss", "best_loss_step")
     rows = [{"index": i, "run": f"a/{i}", **dict.fromkeys(names, value)} for i, value in enumerate((None, 0))]
-    standings: Any = [SimpleNamespace(subject=SimpleNamespace(overrides={"seed": str(i)})) for i in range(2)]
-    assert best_line(rows, standings) == "best eval_loss: 0 at step 0 of run 1, a/1: seed=1"
+    assert best_line(rows, [{"seed": "0"}, {"seed": "1"}]) == "best eval_loss: 0 at step 0 of run 1, a/1: seed=1"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import html
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from slurm_train.formatting import byte_size, columns, duration, table
 from slurm_train.tools.scaling.study import Measured, Study, verdict
@@ -14,18 +13,18 @@ _BAR = 40
 
 def render_text(study: Study) -> str:
     """Returns the whole report."""
-    parts = [_sizes("fixed local batch", study.local, study.local[0])]
+    parts = [_sizes("fixed local batch", study.local)]
     if len(study.whole) > 1:
-        parts.append(_sizes("fixed global batch", study.whole, study.whole[0]))
+        parts.append(_sizes("fixed global batch", study.whole))
     parts.append(_bars(study.local))
     if study.others:
-        parts.append(_ways(study))
+        parts.append(_exchanges(study))
     parts.append("\n".join(f"- {sentence}" for sentence in verdict(study)))
     return "\n\n".join(parts)
 
 
-def _sizes(title: str, points: Sequence[Measured], base: Measured) -> str:
-    unit = points[0].unit
+def _sizes(title: str, points: Sequence[Measured]) -> str:
+    base, unit = points[0], points[0].unit
     head = (title, "ranks", "samples/step", "step", f"{unit}/s", "speed-up", "efficiency", "network", "uneven", "data")
     rows = [
         (
@@ -45,17 +44,17 @@ def _sizes(title: str, points: Sequence[Measured], base: Measured) -> str:
 
 def _bars(points: Sequence[Measured]) -> str:
     """A bar per size: what there is of what perfect scaling would give."""
-    base, most = points[0], points[-1].size.ranks * points[0].per_s / points[0].size.ranks
+    base = points[0]
+    perfect = [one.size.ranks * base.per_s / base.size.ranks for one in points]
     lines = [f"throughput at a fixed local batch ('.' would be perfect scaling from {base.size.ranks} rank)"]
-    for one in points:
-        perfect = one.size.ranks * base.per_s / base.size.ranks
-        filled = round(_BAR * one.per_s / max(most, one.per_s))
-        dots = max(round(_BAR * perfect / most) - filled, 0)
-        lines.append(f"  {one.size!s:<6} {'#' * filled}{'.' * dots} {one.per_s:,.0f} {one.unit}/s")
+    for one, ideal in zip(points, perfect, strict=True):
+        filled = round(_BAR * one.per_s / max(perfect[-1], one.per_s))
+        bar = "#" * filled + "." * (round(_BAR * ideal / perfect[-1]) - filled)
+        lines.append(f"  {one.size!s:<6} {bar} {one.per_s:,.0f} {one.unit}/s")
     return "\n".join(lines)
 
 
-def _ways(study: Study) -> str:
+def _exchanges(study: Study) -> str:
     rows = [("exchange", "ranks", "step", "against plain", "sent per step", "bytes / bandwidth", "network")]
     for plain in study.local:
         same_size = [other for other in study.others if other.size == plain.size]
@@ -67,8 +66,6 @@ def _ways(study: Study) -> str:
     return columns(rows, right=True)
 
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 320, 70, 40
-_ROW = 26
 _PARTS = {
     "compute_s": ("computing", "#4878a8"),
     "data_s": ("waiting for data", "#6aa84f"),
@@ -78,81 +75,36 @@ _PARTS = {
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222; }
 pre { background: #f5f5f5; padding: 1em; overflow-x: auto; font-size: 13px; }
-svg text { font: 12px system-ui, sans-serif; fill: #444; }
+.row { display: grid; grid-template-columns: 9em 1fr 6em; gap: .6em; margin: .3em 0; font-size: 13px; }
+.bar { display: flex; height: 1.4em; }
+i { height: 1em; min-width: 0; } .key i { display: inline-block; width: 1em; margin: 0 .4em 0 1em; }
 @media (prefers-color-scheme: dark) {
-  body { background: #181818; color: #ddd; } pre { background: #242424; } svg text { fill: #bbb; }
+  body { background: #181818; color: #ddd; } pre { background: #242424; }
 }
 """
 
 
 def render_page(study: Study, *, title: str) -> str:
-    """Returns the HTML of the page."""
+    """Returns the HTML of the page: the sentences, what a step of each run is spent on, and the text."""
     sentences = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in verdict(study))
+    keys = "".join(f'<i style="background:{colour}"></i>{name}' for name, colour in _PARTS.values())
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1><ul>{sentences}</ul>"
-        f"<h2>Throughput</h2>{_throughput(study)}<h2>What a step is spent on</h2>{_steps(study)}"
+        f'<h2>What a step is spent on</h2><p class="key">{keys}</p>{_steps((*study.local, *study.others))}'
         f"<h2>Numbers</h2><pre>{html.escape(render_text(study))}</pre></body></html>\n"
     )
 
 
-def _throughput(study: Study) -> str:
-    """Throughput over ranks, both axes logarithmic: perfect scaling is a straight line."""
-    base, last = study.local[0], study.largest
-    ideal = base.per_s / base.size.ranks
-    curves = [
-        ("perfect scaling", [(one.size.ranks, ideal * one.size.ranks) for one in study.local], "#999"),
-        ("fixed local batch", [(one.size.ranks, one.per_s) for one in study.local], "#4878a8"),
-    ]
-    if len(study.whole) > 1:
-        curves.append(("fixed global batch", [(one.size.ranks, one.per_s) for one in study.whole], "#cc5a4a"))
-    rates = [rate for _, points, _ in curves for _, rate in points]
-    across = _scale(base.size.ranks, last.size.ranks, _LEFT, _WIDTH - 20)
-    up = _scale(min(rates) / 1.2, max(rates) * 1.2, _HEIGHT - _BOTTOM, 15)
-    parts = [_text(_WIDTH / 2, _HEIGHT - 2, f"nodes x ranks; {last.unit} per second", "middle")]
-    for number, (_, points, colour) in enumerate(curves):
-        places = [(across(ranks), up(rate)) for ranks, rate in points]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        dashes = "" if number else ' stroke-dasharray="5 4"'
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in places if number]
-    for one in study.local:
-        parts.append(_text(across(one.size.ranks), _HEIGHT - 18, str(one.size), "middle"))
-        parts.append(_text(_LEFT - 8, up(one.per_s) + 4, f"{one.per_s:,.0f}", "end"))
-    return _svg(parts, _HEIGHT, legend={name: colour for name, _, colour in curves})
-
-
-def _steps(study: Study) -> str:
+def _steps(runs: Sequence[Measured]) -> str:
     """A bar per run: the parts of a step, in time."""
-    runs = (*study.local, *study.others)
     longest = max(sum(getattr(one, name) for name in _PARTS) for one in runs) or 1.0
-    parts = []
-    for number, one in enumerate(runs):
-        x, y = 150.0, 30.0 + number * _ROW
-        parts.append(_text(142, y + 13, f"{one.size} {one.point.comm}", "end"))
-        for name, (_, colour) in _PARTS.items():
-            width = (_WIDTH - 170) * getattr(one, name) / longest
-            parts.append(_rectangle(x, y, width, _ROW - 8, colour))
-            x += width
-    return _svg(parts, 40 + len(runs) * _ROW, legend=dict(_PARTS.values()))
-
-
-def _svg(parts: list[str], height: int, *, legend: Mapping[str, str]) -> str:
-    for number, (name, colour) in enumerate(legend.items()):
-        x = _LEFT + 10 + number * 150.0
-        parts += [_rectangle(x, 5, 10, 10, colour), _text(x + 15, 14, name, "start")]
-    return f'<svg viewBox="0 0 {_WIDTH + 60} {height}" width="100%" role="img">{"".join(parts)}</svg>'
-
-
-def _rectangle(x: float, y: float, width: float, height: float, colour: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.0f}" width="{width:.1f}" height="{height:.0f}" fill="{colour}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{html.escape(text)}</text>'
-
-
-def _scale(first: float, last: float, begin: float, end: float) -> Callable[[float], float]:
-    """Returns what places a value on a logarithmic axis."""
-    span = math.log(last / first) if last > first else 1.0
-    return lambda value: begin + (end - begin) * math.log(value / first) / span
+    rows = []
+    for one in runs:
+        parts = "".join(
+            f'<i style="width:{getattr(one, name) / longest:.2%};background:{colour}"></i>'
+            for name, (_, colour) in _PARTS.items()
+        )
+        name = html.escape(f"{one.size} {one.point.comm}")
+        rows.append(f'<div class="row">{name}<span class="bar">{parts}</span>{duration(one.step_s)}</div>')
+    return "".join(rows)

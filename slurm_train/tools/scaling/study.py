@@ -60,41 +60,37 @@ class Point:
         return f"{self.size}, {self.local_size} x {self.accumulation} samples per rank, {self.comm}"
 
 
-def plan_sizes(nodes: int, per_node: int) -> list[Size]:
+def plan_sizes(largest: Size) -> list[Size]:
     """Returns one rank, one node, two nodes, four, ... up to all."""
-    counts = [count for count in (2**power for power in range(20)) if count < nodes]
-    sizes = [Size(1, 1), Size(1, per_node), *(Size(count, per_node) for count in (*counts, nodes) if count > 1)]
-    return list(dict.fromkeys(sizes))
+    counts = [2**power for power in range(20) if 2**power < largest.nodes]
+    return list(dict.fromkeys([Size(1, 1), *(Size(count, largest.per_node) for count in (*counts, largest.nodes))]))
 
 
-def plan_points(nodes: int, per_node: int, *, local_size: int, comms: Sequence[str]) -> list[Point]:
+def plan_points(largest: Size, *, local_size: int, comms: Sequence[str]) -> list[Point]:
     """Returns the runs in the order in which they are made.
 
     Ways of exchanging after the first one are tried at the sizes that span nodes, at a fixed local batch; where all
     ranks are on one node, there.
 
     Args:
-        nodes: of the largest size.
-        per_node: ranks of a node.
+        largest: size.
         local_size: samples per rank and micro-batch at the largest size.
         comms: values of `ddp.comm`.
     """
-    sizes = plan_sizes(nodes, per_node)
-    whole = local_size * sizes[-1].ranks
-    found: dict[tuple[Size, int, int, str], tuple[Mode, ...]] = {}
+    sizes = plan_sizes(largest)
+    whole = local_size * largest.ranks
+    modes: dict[tuple[Size, int, int, str], tuple[Mode, ...]] = {}
     for size in sizes:
-        found[size, local_size, 1, comms[0]] = ("local",)
-    for size in sizes:
-        if whole % size.ranks:
-            continue  # three nodes of four do not share every batch
+        modes[size, local_size, 1, comms[0]] = ("local",)
+    # Three nodes of four do not share every batch.
+    for size in (one for one in sizes if whole % one.ranks == 0):
         cut = recut_batch(whole, ranks=size.ranks, local_size=local_size)
         key = (size, cut.local_size, cut.accumulation, comms[0])
-        found[key] = (*found.get(key, ()), "global")
-    spanning = [size for size in sizes if size.nodes > 1] or sizes[-1:]
+        modes[key] = (*modes.get(key, ()), "global")
     for comm in comms[1:]:
-        for size in spanning:
-            found[size, local_size, 1, comm] = ("local",)
-    return [Point(size, local, accumulation, comm, modes) for (size, local, accumulation, comm), modes in found.items()]
+        for size in [one for one in sizes if one.nodes > 1] or [largest]:
+            modes[size, local_size, 1, comm] = ("local",)
+    return [Point(*key, modes=of_key) for key, of_key in modes.items()]
 
 
 WARM_UP_LINES = 2
@@ -201,18 +197,16 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
     aa, ab, bb = sum(a * a for a, _ in scaled), sum(a * b for a, b in scaled), sum(b * b for _, b in scaled)
     a1, b1 = sum(a for a, _ in scaled), sum(b for _, b in scaled)
     determinant = aa * bb - ab * ab
+    found = [(0.0, b1 / bb if bb else 0.0), (a1 / aa if aa else 0.0, 0.0)]
     # Of one size, or of sizes that are alike, the two cannot be told apart: then it is the bytes.
     if len(rows) > 1 and determinant > 1e-9 * aa * bb:
-        alpha, per_byte = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
-        if alpha >= 0 and per_byte >= 0:
-            return alpha, per_byte
-    only_alpha, only_bytes = (a1 / aa if aa else 0.0, 0.0), (0.0, b1 / bb if bb else 0.0)
+        found.append(((a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant))
 
     def missed(factors: tuple[float, float]) -> float:
         # Rounded, so that of two that fit equally well it is the bytes.
         return round(sum((a * factors[0] + b * factors[1] - 1.0) ** 2 for a, b in scaled), 12)
 
-    return min((only_bytes, only_alpha), key=missed)
+    return min((factors for factors in found if min(factors) >= 0), key=missed)
 
 
 # Throughput per node of twice the nodes, over that of one node.
@@ -258,15 +252,10 @@ def shares(study: Study) -> dict[str, float]:
     "crowd" is what computing takes longer than on one rank alone: ranks that share memory, cores or a GPU.
     """
     one, base = study.largest, study.local[0]
-    step_s = max(one.step_s, one.compute_s + one.data_s + one.comm_s + one.uneven_s, 1e-12)
     crowd_s = min(max(one.compute_s - base.compute_s, 0.0), one.compute_s)
-    parts = {
-        "network": one.comm_s,
-        "uneven": one.uneven_s,
-        "data": one.data_s,
-        "crowd": crowd_s,
-        "compute": one.compute_s - crowd_s,
-    }
+    parts = {"network": one.comm_s, "uneven": one.uneven_s, "data": one.data_s, "crowd": crowd_s}
+    parts["compute"] = one.compute_s - crowd_s
+    step_s = max(one.step_s, sum(parts.values()), 1e-12)
     return {name: seconds / step_s for name, seconds in parts.items()}
 
 
@@ -290,19 +279,12 @@ def _what_limits(study: Study) -> list[str]:
     found = shares(study)
     losses = {name: share for name, share in found.items() if name != "compute"}
     worst = max(losses, key=lambda name: losses[name])
-    nodes = f"{one.size.nodes} node{'s' * (one.size.nodes > 1)}"
-    head = f"at {nodes} x {one.size.per_node} a step takes {duration(one.step_s)}"
+    head = f"at {one.size.nodes} nodes x {one.size.per_node} a step takes {duration(one.step_s)}"
     if losses[worst] < _WORTH_A_WORD:
         return [f"{head}; computing limits ({found['compute']:.0%} of it), and nothing else takes a tenth of it"]
     limit = _LIMITS["exchange" if worst == "network" and one.size.nodes == 1 else worst]
     sentences = [f"{head}; {limit.format(share=losses[worst])}"]
-    model = study.model
-    if worst == "network" and model is not None and math.isinf(model.bytes_per_s):
-        cost = (
-            f"the exchange costs {duration(model.alpha_s)} for each doubling of the ranks, whatever its size: latency"
-        )
-        sentences.append(cost)
-    elif worst == "network" and model is not None:
+    if worst == "network" and (model := study.model) is not None:
         sent = one.ring_bytes()
         sentences.append(
             f"each rank sends {byte_size(sent)} per step at an effective {in_bits(model.bytes_per_s)}, which takes "
