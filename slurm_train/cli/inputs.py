@@ -1,4 +1,4 @@
-"""What a run needs from the machine it is typed on, looked at before anything is written: its data and its own code."""
+"""What goes into a run: its words, and what it needs from the machine they are typed on, its data and its own code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import note
 from slurm_train.config.schema import RunConfig, TrackSection
@@ -14,6 +15,24 @@ from slurm_train.errors import ConfigError
 from slurm_train.launch.layout import CAUSAL_LM
 from slurm_train.launch.plan import RunPlan
 from slurm_train.models.pretrained_names import num_token_ids, require_source
+
+if TYPE_CHECKING:
+    from slurm_train.config.hydra import HydraSettings
+    from slurm_train.config.words import Words
+
+
+def read_settings_of(flags: Words) -> HydraSettings:
+    """Returns what the words and the person's own files set of Hydra itself; prints which of it is unused.
+
+    Raises:
+        ConfigError: something that cannot do here what it does under Hydra.
+    """
+    from slurm_train.config.hydra import read_settings
+
+    settings = read_settings(flags)
+    for text in settings.notes:
+        note(text)
+    return settings
 
 
 def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:

@@ -49,20 +49,14 @@ def plan_outputs(
         ConfigError: a path that cannot be told, or the same for two runs.
         RunError: something lies there.
     """
-    from slurm_train.config.hydra import AskedRun, read_outputs
-    from slurm_train.config.schema import to_mapping
+    from slurm_train.config.hydra import read_output
     from slurm_train.rundir.lookup import require_free
 
-    asked = [
-        AskedRun(
-            number=first + index if settings.words.multirun else None,
-            words=words[index],
-            mapping=to_mapping(plan.config),
-        )
-        for index, plan in enumerate(plans)
-    ]
-    outputs = zip(plans, read_outputs(settings, asked), strict=False)
-    found = [RunOutput(plan.run, _alias(output.path, cwd), output) for plan, output in outputs]
+    found = []
+    for number, (plan, own) in enumerate(zip(plans, words, strict=True), start=first):
+        output = read_output(settings, plan.config, own, number=number if settings.words.multirun else None)
+        if output is not None:
+            found.append(RunOutput(plan.run, _alias(output.path, cwd), output))
     _refuse_same(found)
     for one in found:
         if one.alias is not None:

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.cli.composition import read_settings_of
 from slurm_train.cli.display import plan_rows, print_rows
-from slurm_train.cli.inputs import refuse_missing_inputs
+from slurm_train.cli.inputs import read_settings_of, refuse_missing_inputs
 from slurm_train.cli.outputs import plan_outputs, say_outputs
 from slurm_train.cli.terminal import note
 from slurm_train.config.words import read_words
@@ -22,8 +21,8 @@ from slurm_train.launch.plan import RunPlan, plan_run
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
     from slurm_train.config.schema import RunConfig
+    from slurm_train.estimate.estimate import PlanEstimate
     from slurm_train.estimate.layouts import Suggestion
-    from slurm_train.estimate.plan import PlanEstimate
     from slurm_train.slurm.policy import TestVerdict
     from slurm_train.slurm.site import SiteFacts
 
@@ -92,7 +91,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _estimate(plan: RunPlan, *, measured: Mapping[str, Any] | None, env: Mapping[str, str]) -> PlanEstimate:
-    from slurm_train.estimate.plan import estimate_run
+    from slurm_train.estimate.estimate import estimate_run
 
     return estimate_run(plan, facts=_site_facts(plan, env), env=env, measured=measured)
 
@@ -115,7 +114,7 @@ def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any]
     """Returns what a separate process finds of the model, or the "problem"; None where there is nothing to measure."""
     from slurm_train.cli.measure import measure_apart
     from slurm_train.config.batch import largest_local_size
-    from slurm_train.estimate.plan import has_gpus, in_bfloat16
+    from slurm_train.estimate.estimate import has_gpus, in_bfloat16
 
     config = plan.config
     if not config.trains or config.model is None or not plan.layout.is_replicated:
@@ -196,7 +195,7 @@ def _as_json(verdict: TestVerdict) -> dict[str, Any]:
 def _plan_sweep(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -> int:
     """Prints the sweep's table, and the script of each array to stdout."""
     from slurm_train.cli.multirun import plan_words
-    from slurm_train.estimate.plan import sweep_rows
+    from slurm_train.estimate.estimate import sweep_rows
     from slurm_train.launch.arrays import cut_arrays, max_array_size, render_array
     from slurm_train.launch.script import render_script
     from slurm_train.slurm.commands import SlurmCommands

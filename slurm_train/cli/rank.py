@@ -19,7 +19,7 @@ from slurm_train.checkpoint.directory import newest_committed_step
 from slurm_train.cli.terminal import outlive_terminal
 from slurm_train.config.batch import BatchPlan, recut_batch, solve_batch
 from slurm_train.config.frozen import load_config
-from slurm_train.config.layout import solve_layout
+from slurm_train.config.parallel import solve_layout
 from slurm_train.config.schema import BatchSection, RunConfig
 from slurm_train.config.secrets import redact
 from slurm_train.distributed.meeting import MeetingPoint

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.composition import read_settings_of
+from slurm_train.cli.inputs import read_settings_of
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError
 from slurm_train.launch.snapshot import Source, SourceState, ask_git, read_source

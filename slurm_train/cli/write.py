@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurm_train.cli.composition import read_settings_of
+from slurm_train.cli.inputs import read_settings_of
 from slurm_train.cli.run import look_at
 from slurm_train.cli.start import Start
 from slurm_train.cli.terminal import note

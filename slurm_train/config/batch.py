@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, OptimSection, RunConfig
 from slurm_train.errors import BatchError
 

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
@@ -30,9 +27,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString, Transformer
+from hydra.core.override_parser.types import Override, Transformer
 from hydra.core.plugins import Plugins
-from hydra.errors import ConfigCompositionException, HydraException
+from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -40,19 +37,19 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from omegaconf.resolvers.oc import env as read_variable
 
 from slurm_train.assets import asset_dir
-from slurm_train.config.explain import explain, no_cluster_error, not_known_yet
-from slurm_train.config.schema import RunConfig, build_config, flat, to_mapping, unknown_key_error
+from slurm_train.config.schema import RunConfig, all_keys, build_config, flat, to_mapping, unknown_key_error
 from slurm_train.config.secrets import is_secret_name, refuse_secrets
-from slurm_train.config.site import require_site, settle_site, user_config_dir
-from slurm_train.config.words import Words, chosen_sites, cluster_sizes, is_one_value, prepare_overrides, split_word
+from slurm_train.config.site_profile import settle_site, user_config_dir
+from slurm_train.config.words import Words, cluster_sizes, is_one_value, prepare_overrides, quoted, split_word
 from slurm_train.errors import ConfigError
 
 TASK_NAME = "slurm_train"
 """What Hydra takes for the name of a job that is given none."""
-# Slurm's controllers hold 10,000 jobs by default; a slip of the pen asks for millions.
+# Slurm's controllers hold 10,000 jobs by default; a mistyped range asks for millions.
 _MOST_POINTS = 100_000
 # In this order: a site fills the cluster that was chosen.
 _GROUPS = ("model", "data", "cluster", "site", "container")
+_OWN_PLACES = ("--config-path", "--config-dir", "hydra.searchpath")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +72,6 @@ class Point:
     """What the sweep gives to it, e.g. {"optim.lr": "0.001", "seed": "3"}."""
 
 
-class _Base(NamedTuple):
-    """What the chosen groups give, before single values are set."""
-
-    whole: DictConfig
-    """With Hydra's own settings."""
-    run: DictConfig
-    """Without them."""
-    refers: bool
-    """Whether something in `run` refers to them."""
-
-
 class Composer:
     """Composes the configurations of one command line.
 
@@ -102,16 +88,20 @@ class Composer:
     def __init__(self, words: Words) -> None:
         self.words = words
         GlobalHydra.instance().clear()
-        path = search_path(words)
-        schema = path.get_path().pop()
-        for plugin in Plugins.instance().discover(SearchPathPlugin):
-            plugin().manipulate_search_path(path)  # type: ignore[attr-defined]  # `discover` does not say of which kind
-        path.get_path().append(schema)
-        self.hydra = Hydra.create_main_hydra2(task_name=TASK_NAME, config_search_path=path)
+        self.hydra = Hydra.create_main_hydra2(task_name=TASK_NAME, config_search_path=_search_path(words))
         # Whatever way a configuration spells it, the variable is asked for by name here.
         OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)
-        OmegaConf.register_new_resolver("hydra", read_hydra, replace=True)
-        self._bases: dict[tuple[RunMode, str], _Base] = {}
+        OmegaConf.register_new_resolver("hydra", _read_hydra, replace=True)
+        self._bases: dict[tuple[RunMode, str], DictConfig] = {}
+        for source in self.hydra.config_loader.get_sources():
+            if source.provider in _OWN_PLACES and not source.available():
+                hint = "name a folder with your YAML files, or pkg:// and a package that Python can import"
+                raise ConfigError(f"{source.provider} {source.path!r} is not there", hint=hint)
+
+    @property
+    def has_own_files(self) -> bool:
+        """Whether configurations of the person's own are looked at before the shipped ones."""
+        return bool(self.words.config_path or self.words.config_dir or self.words.search_path)
 
     def compose(self, overrides: Sequence[str], *, number: int | None = None) -> Composed:
         """Returns the configuration that words ask for.
@@ -124,47 +114,42 @@ class Composer:
             ConfigError: an unknown key, group or value; a missing value; a reference to a secret.
         """
         prepared = prepare_overrides(overrides)
-        with self.explaining(prepared):
+        with self.explaining():
             full, choices = self.merge(prepared, number=number)
-            plain = {str(key): _resolved(full[key]) for key in full if key != "hydra"}
+            plain = _plain(full, [str(key) for key in full if key != "hydra"], resolve=True)
             settle_site(plain, choices, prepared)
             refuse_secrets(plain)
             cluster = plain.get("cluster")
             # `cluster.env.X=1` makes the mapping spring up where no cluster was asked for.
             if isinstance(cluster, dict) and choices.get("cluster") is None and "nodes" not in cluster:
-                raise no_cluster_error(f"cluster.{next(iter(cluster), '')}")
+                raise _unasked_section_error(f"cluster.{next(iter(cluster), '')}")
             _settle_launch(plain)
             return Composed(config=build_config(RunConfig, plain), mapping=plain, choices=choices)
 
     def merge(self, prepared: Sequence[str], *, number: int | None = None) -> tuple[DictConfig, dict[str, str | None]]:
-        """Returns what Hydra composes, its own settings included where something refers to them; and the choices.
+        """Returns what Hydra composes, its own settings included, and the choices.
 
         Raises:
             HydraException: what Hydra itself would say.
         """
-        self._require_sites(prepared)
         parsed = OverridesParser.create().parse_overrides(list(prepared))
         ConfigLoaderImpl.validate_sweep_overrides_legal(overrides=parsed, run_mode=RunMode.RUN, from_shell=True)
         groups, values = self.split(parsed)
-        base = self.base(groups)
-        refers = base.refers or any("${hydra" in str(override.input_line) for override in values)
-        full = copy.deepcopy(base.whole if refers else base.run)
+        full = copy.deepcopy(self.base(groups))
         ConfigLoaderImpl._apply_overrides_to_config(values, full)
-        if refers:
-            tasks = [override for override in parsed if not override.is_hydra_override()]
-            shape = full.hydra.job.config.override_dirname
-            full.hydra.overrides.task = [override.input_line for override in tasks]
-            full.hydra.job.override_dirname = get_overrides_dirname(
-                tasks, kv_sep=shape.kv_sep, item_sep=shape.item_sep, exclude_keys=shape.exclude_keys
-            )
-            if number is not None:
-                full.hydra.job.num = number
-            # What ${hydra:runtime.cwd} and the like are read from.
-            HydraConfig.instance().set_config(full)
-        return full, dict(base.whole.hydra.runtime.choices)
+        tasks, shape = [one for one in parsed if not one.is_hydra_override()], full.hydra.job.config.override_dirname
+        full.hydra.overrides.task = [one.input_line for one in tasks]
+        full.hydra.job.override_dirname = get_overrides_dirname(
+            tasks, kv_sep=shape.kv_sep, item_sep=shape.item_sep, exclude_keys=shape.exclude_keys
+        )
+        if number is not None:
+            full.hydra.job.num = number
+        # What ${hydra:runtime.cwd} and the like are read from.
+        HydraConfig.instance().cfg = full  # type: ignore[assignment]  # Hydra itself puts a DictConfig there
+        return full, dict(full.hydra.runtime.choices)
 
     def split(self, parsed: Sequence[Override]) -> tuple[list[Override], list[Override]]:
-        """Returns the words that choose groups or speak to Hydra itself, and those that set single values."""
+        """Returns the words that choose groups or set Hydra itself, and those that set single values."""
         first: list[Override] = []
         values: list[Override] = []
         for one in parsed:
@@ -173,7 +158,7 @@ class Composer:
             (first if is_group or one.is_hydra_override() else values).append(one)
         return first, values
 
-    def base(self, groups: Sequence[Override], *, mode: RunMode = RunMode.RUN) -> _Base:
+    def base(self, groups: Sequence[Override], *, mode: RunMode = RunMode.RUN) -> DictConfig:
         """Returns what the first part of `split` gives, but for words with several values.
 
         Raises:
@@ -182,21 +167,16 @@ class Composer:
         words = [str(one.input_line) for one in groups if not one.is_sweep_override()]
         key = (mode, "\n".join(words))
         if key not in self._bases:
-            _store_sizes(self.words, words)
+            self._store_sizes(words)
             try:
-                whole = self._load(words, mode)
+                self._bases[key] = self._load(words, mode)
             except ConfigCompositionException as err:
                 # A group that the user's own primary file chooses already is replaced, not added a second time.
                 chosen = re.search(r"Multiple values for (\w+)\.", str(err))
                 if chosen is None:
                     raise
                 plus = f"+{chosen[1]}="
-                whole = self._load([word[word.startswith(plus) :] for word in words], mode)
-            run = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
-            # From here on a key that does not exist is an error.
-            OmegaConf.set_struct(run, True)
-            refers = "${hydra" in str(OmegaConf.to_container(run, resolve=False))
-            self._bases[key] = _Base(whole, run, refers)
+                self._bases[key] = self._load([word[word.startswith(plus) :] for word in words], mode)
         return self._bases[key]
 
     def _load(self, words: list[str], mode: RunMode) -> DictConfig:
@@ -212,20 +192,23 @@ class Composer:
     @functools.cached_property
     def _repository(self) -> IConfigRepository:
         loader = cast(ConfigLoaderImpl, self.hydra.config_loader)
-        if not _own_folders(self.words):
+        if not self.has_own_files:
             return loader.repository
         # With the places that `hydra.searchpath` of a primary file adds.
         return loader._parse_overrides_and_create_caching_repo(self.words.config_name, [])[1]
 
-    def _require_sites(self, prepared: Sequence[str]) -> None:
-        folders = _own_folders(self.words)
-        # What a package holds, Hydra finds.
-        if not any("pkg:" in str(folder) for folder in folders):
-            for name in chosen_sites(prepared):
-                require_site(name, [*folders, user_config_dir()])
+    def _store_sizes(self, overrides: Sequence[str]) -> None:
+        """Makes a configuration for each NxG that the words name and no file of the user's own gives."""
+        store, repository = ConfigStore.instance(), cast(ConfigLoaderImpl, self.hydra.config_loader).repository
+        for name, nodes, gpus in cluster_sizes(overrides):
+            # Hydra takes a stored node for the schema of a file of the same name, so a user's file is used alone.
+            store.repo.get("cluster", {}).pop(f"{name}.yaml", None)
+            if not repository.config_exists(f"cluster/{name}"):
+                size = {"defaults": ["base", "_self_"], "nodes": nodes, "gpus_per_node": gpus}
+                store.store(group="cluster", name=name, node=size, provider="size")
 
     @contextmanager
-    def explaining(self, prepared: Sequence[str]) -> Iterator[None]:
+    def explaining(self) -> Iterator[None]:
         """Turns what Hydra does not accept into errors in the user's terms; leaves no global state of Hydra's."""
         try:
             yield
@@ -234,86 +217,57 @@ class Composer:
             # A resolver of ours has raised it, and OmegaConf wrapped it.
             while own is not None and not isinstance(own, ConfigError):
                 own = own.__cause__ or own.__context__
-            raise own or explain(err, composed_keys=lambda: self._composed_keys(prepared)) from err
+            newest = next(reversed(self._bases.values()), OmegaConf.create())
+            raise own or _explain(err, known=newest) from err
         finally:
             GlobalHydra.instance().clear()
             HydraConfig.instance().cfg = None
 
-    def _composed_keys(self, prepared: Sequence[str]) -> list[str]:
-        """Returns the keys that there are with the chosen groups alone; none where those fail, too."""
-        try:
-            full, _ = self.merge([word for word in prepared if "." not in word.partition("=")[0]])
-        except (HydraException, OmegaConfBaseException):
-            return []
-        leaves = flat(cast(dict[str, Any], OmegaConf.to_container(full, resolve=False)))
-        keys = (key[:end] for key in leaves for end in (*(m.start() for m in re.finditer(r"\.", key)), len(key)))
-        return [key for key in dict.fromkeys(keys) if not key.startswith("hydra")]
-
     def show(self) -> None:
-        """Prints the composed configuration, or facts about the composition, in Hydra's own words.
+        """Prints the composed configuration, or facts about the composition in Hydra's own words.
 
         Raises:
-            ConfigError: as `compose`.
+            ConfigError: as `compose`; a package that is no part of the configuration.
         """
         words, prepared = self.words, prepare_overrides(self.words.overrides)
-        with self.explaining(prepared):
-            _store_sizes(words, prepared)
+        with self.explaining():
             if words.info is not None:
+                self._store_sizes(prepared)
                 self.hydra.show_info(words.info, config_name=words.config_name, overrides=prepared)
                 return
-            if chosen_sites(prepared) and words.show == "job" and words.package is None:
-                # Hydra would print the site file beside a cluster that has taken nothing from it.
-                full, choices = self.merge(prepared)
-                mapping = cast(dict[Any, Any], OmegaConf.to_container(full, resolve=words.resolve))
-                mapping.pop("hydra", None)
-                settle_site(mapping, choices, prepared)
-                print(OmegaConf.to_yaml(OmegaConf.create(mapping)), end="")
-                return
-            assert words.show is not None
+            full, choices = self.merge(prepared)
+            keys = [str(key) for key in full if words.cfg == "all" or (words.cfg == "hydra") == (key == "hydra")]
+            plain = _plain(full, keys, resolve=words.resolve)
+            settle_site(plain, choices, prepared)
+            part: Any = OmegaConf.create(plain)
             if words.package not in (None, "_global_"):
-                full, _ = self.merge(prepared)
-                if OmegaConf.select(full, str(words.package)) is None:
-                    parts = get_close_matches(str(words.package), [str(key) for key in full], n=1)
-                    hint = f"did you mean {parts[0]}?" if parts else "leave it out to print all of it"
-                    raise ConfigError(f"--package {words.package} names no part of the configuration", hint=hint)
-            self.hydra.show_cfg(
-                config_name=words.config_name,
-                overrides=prepared,
-                cfg_type=words.show,
-                package=words.package,
-                resolve=words.resolve,
-            )
+                part = OmegaConf.select(part, str(words.package))
+                if part is None:
+                    message = f"--package {words.package} is no part of the configuration"
+                    raise ConfigError(message, hint=f"the parts are {', '.join(keys)}")
+                print(f"# @package {words.package}")
+            print(OmegaConf.to_yaml(part) if OmegaConf.is_config(part) else f"{part}\n", end="")
 
 
-def compose(words: Words, *, number: int | None = None) -> Composed:
+def compose(words: Words) -> Composed:
     """Returns the configuration of one command line.
 
     Raises:
         ConfigError: as `Composer.compose`.
     """
-    return Composer(words).compose(words.overrides, number=number)
+    return Composer(words).compose(words.overrides)
 
 
-def compose_points(words: Words, points: Sequence[Sequence[str]], *, first: int = 0) -> Iterator[Composed]:
-    """Yields the configuration of each point of a sweep.
-
-    Args:
-        words: the flags of the command line.
-        points: the words of each point.
-        first: the number of the first of them in the sweep.
-
-    Raises:
-        ConfigError: as `Composer.compose`.
-    """
-    composer = Composer(words)
-    return (composer.compose(point, number=number) for number, point in enumerate(points, start=first))
+def _plain(full: DictConfig, keys: Iterable[str], *, resolve: bool) -> dict[str, Any]:
+    found = {}
+    for key in keys:
+        value = full[key]
+        is_config = OmegaConf.is_config(value)
+        found[key] = OmegaConf.to_container(value, resolve=resolve, throw_on_missing=resolve) if is_config else value
+    return found
 
 
-def _resolved(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
-
-
-def read_hydra(key: str) -> Any:
+def _read_hydra(key: str) -> Any:
     """Returns what ${hydra:key} refers to, e.g. for "runtime.cwd"; Hydra's own resolver gives null where it is missing.
 
     Raises:
@@ -322,7 +276,7 @@ def read_hydra(key: str) -> Any:
     try:
         return OmegaConf.select(cast(DictConfig, HydraConfig.get()), key, throw_on_missing=True)
     except MissingMandatoryValue as err:
-        raise not_known_yet(f"hydra:{key}") from err
+        raise ConfigError(_NOT_KNOWN_YET[0].format(f"hydra:{key}"), hint=_NOT_KNOWN_YET[1]) from err
 
 
 def _read_variable(name: str, *default: Any) -> Any:
@@ -341,64 +295,122 @@ def _settle_launch(mapping: dict[str, Any]) -> None:
     elif mapping.get("launch") == "interactive" and mapping.get("cluster") is None:
         raise ConfigError(
             "launch=interactive asks Slurm for an allocation, but the run asks for no cluster",
-            hint="add +cluster=<nodes>x<GPUs per node>, e.g. +cluster=1x2",
+            hint=f"add {_SIZE}",
         )
 
 
-# Where configurations are looked for
-
-
-def search_path(words: Words) -> ConfigSearchPathImpl:
-    """Returns where configurations are looked for: a user's own folders first, then the shipped ones.
-
-    Raises:
-        ConfigError: there is no such folder or package.
-    """
+def _search_path(words: Words) -> ConfigSearchPathImpl:
+    """Returns where configurations are looked for: a user's own folders first, then the shipped ones."""
     path = ConfigSearchPathImpl()
     path.append("hydra", "pkg://hydra.conf")
-    for flag, place in (("--config-path", words.config_path), ("--config-dir", words.config_dir)):
+    for provider, place in (("--config-path", words.config_path), ("--config-dir", words.config_dir)):
         if place is not None:
-            path.append("command-line", _source(flag, place))
+            path.append(provider, place)
     path.append("main", f"file://{asset_dir('conf')}")
     if (user := user_config_dir()).is_dir():
         # Behind the shipped files: what lies there can be chosen by its name, and shadows nothing unasked.
         path.append("user", f"file://{user}")
     for place in words.search_path:
-        path.append("hydra.searchpath in command-line", _source("hydra.searchpath", place))
+        path.append("hydra.searchpath", place)
+    for plugin in Plugins.instance().discover(SearchPathPlugin):
+        plugin().manipulate_search_path(path)  # type: ignore[attr-defined]  # `discover` does not say of which kind
     path.append("schema", "structured://")
     return path
 
 
-def _source(asked_by: str, place: str) -> str:
-    """Returns a place in Hydra's spelling, e.g. "file:///home/me/conf" or "pkg://my_package.conf"."""
-    schema, _, name = place.rpartition("://")
-    if schema == "pkg":
-        try:
-            is_there = importlib.util.find_spec(name) is not None
-        except (ImportError, ValueError):
-            is_there = False
-        if not is_there:
-            raise ConfigError(f"{asked_by} {place!r} is not a package", hint="name one that Python can import")
-        return place
-    if schema not in ("", "file") or not Path(name).is_dir():
-        raise ConfigError(f"{asked_by} {place!r} is not a directory", hint="name a folder with your YAML files")
-    return f"file://{Path(name).resolve()}"
+# What Hydra does not accept, in the user's terms
+
+_SIZE = "+cluster=<nodes>x<GPUs per node>, e.g. +cluster=4x8"
+_NOT_KNOWN_YET = (
+    "${{{0}}} is not known when the configuration is composed",
+    "refer to something else: a run's path is derived from its configuration, a job id comes later; "
+    "${hydra.job.num} is known in a sweep",
+)
+_SEVERAL = (
+    "{0} has several values, and makes a run of each only with -m (--multirun)",
+    'add -m; one list or text is quoted: "key=[a,b]", "key=\'a,b\'"',
+)
+# What Hydra and OmegaConf say about a mistake, and what to say instead; {0} is what the pattern has found.
+_SAID: Mapping[str, tuple[str, str]] = {
+    r"Missing mandatory value: (hydra\.[\w.]+)": _NOT_KNOWN_YET,
+    r"Missing mandatory value: .*?full_key: (\S+)": ("{0} has no value", "set {0}=..."),
+    r"Ambiguous value for argument '(.*?)'\n": _SEVERAL,
+    r"Sweep parameters '(.*?)' requires --multirun": _SEVERAL,
+    r"Sweeping over Hydra's configuration is not supported : '(.*?)'": (
+        "{0} sets something of Hydra itself, and has several values",
+        "give it one",
+    ),
+    r"An item is already at '(.*?)'": ("{0} is there already, and + adds a key", "write {0}=VALUE, without the +"),
+    r"(Config group override) must be a string or a list": (
+        "null is no option of a group",
+        "write ~GROUP to leave a group out, e.g. ~cluster",
+    ),
+    r"Environment variable '(\w+)' not found": (
+        "${{oc.env:{0}}}: there is no such variable",
+        "set it, or give a default: ${oc.env:NAME,default}",
+    ),
+    r"Unsupported interpolation type (\S+)": (
+        "there is no resolver '{0}' for ${{{0}:...}}",
+        "register one of your own in a module of a package hydra_plugins, beside your code or installed: "
+        "every such module is imported when a configuration is composed",
+    ),
+    r"Interpolation key '(.*?)' not found": (
+        "${{{0}}} refers to a key that there is not",
+        "`--cfg job` prints every key",
+    ),
+    r"Could not find 'hydra/launcher/(\w+)'": (
+        "hydra/launcher={0}: the runs are launched by this program, not by a plugin",
+        f"drop it: {_SIZE} goes through Slurm; without it the runs are trained here",
+    ),
+}
+_NO_OPTION = re.compile(r"Could not find '([^']+)'(?:.*?Available options in '[^']+':\s*(.*?)\s*Config search)?", re.S)
+_NO_KEY = re.compile(r"Could not (?:override|delete)(?: from config)?[. ]*'?([\w./@-]+)'?|Key '([^']+)' is not in")
+# What to type for an option of a group that is not there; {0} is the option.
+_CHOICES = {
+    "cluster": f"write {_SIZE}",
+    "site": "on the cluster's login node `python -m slurm_train init {0}` writes it",
+    "model": "a class of your own: model._target_={0}",
+    "data": "a class of your own: data._target_={0}",
+}
 
 
-def _own_folders(words: Words) -> list[Path]:
-    places = (words.config_path, words.config_dir, *words.search_path)
-    return [Path(place.removeprefix("file://")) for place in places if place is not None]
+def _explain(err: Exception, *, known: DictConfig) -> ConfigError:
+    """Returns the error to show for an exception of the composition.
+
+    Args:
+        err: the exception.
+        known: the configuration as it was before the words that failed.
+    """
+    text = str(err)
+    if isinstance(err, OverrideParseException):
+        reason = re.sub(r"Error parsing override '.*?'\n|\nSee https.*", "", text, flags=re.DOTALL)
+        hint = (
+            "quote a value with =, commas, brackets or ${a:${b}} once more inside the shell's quotes: \"key='value'\""
+        )
+        return ConfigError(f"{err.override!r} cannot be read: {' '.join(reason.split())}", hint=hint)
+    for pattern, (message, hint) in _SAID.items():
+        if (match := re.search(pattern, text, re.DOTALL)) is not None:
+            return ConfigError(message.format(match[1]), hint=hint.replace("{0}", match[1]))
+    if (match := _NO_OPTION.search(text)) is not None:
+        group, _, option = match[1].partition("/")
+        hints = [_CHOICES.get(group, "").replace("{0}", option), f"there are: {' '.join((match[2] or 'none').split())}"]
+        return ConfigError(f"there is no configuration {match[1]!r}", hint="; ".join(filter(None, hints)))
+    if (match := _NO_KEY.search(text)) is not None:
+        key = getattr(err, "full_key", None) or match[1] or match[2]
+        if key in all_keys(RunConfig) and key.startswith(("cluster.", "container.")):
+            return _unasked_section_error(key)
+        if key.startswith("hydra."):
+            return ConfigError(f"there is no configuration key {key!r}", hint="`--hydra-help` lists what can be set")
+        error = unknown_key_error(key, flat(cast(dict[str, Any], OmegaConf.to_container(known))))
+        is_open = key.startswith(("model.", "data."))
+        return ConfigError(error.message, hint=f"{error.hint} +{key}=... adds one") if is_open else error
+    return ConfigError(" ".join(text.split("\nConfig search path")[0].split()), hint="`--cfg job` prints every key")
 
 
-def _store_sizes(words: Words, overrides: Sequence[str]) -> None:
-    """Makes a configuration for each NxG that the words name and no file of the user's own gives."""
-    store = ConfigStore.instance()
-    for name, nodes, gpus in cluster_sizes(overrides):
-        # Hydra takes a stored node for the schema of a file of the same name, so a user's file is used alone.
-        store.repo.get("cluster", {}).pop(f"{name}.yaml", None)
-        if not any((folder / "cluster" / f"{name}.yaml").is_file() for folder in _own_folders(words)):
-            size = {"defaults": ["base", "_self_"], "nodes": nodes, "gpus_per_node": gpus}
-            store.store(group="cluster", name=name, node=size, provider="size")
+def _unasked_section_error(key: str) -> ConfigError:
+    section = key.partition(".")[0]
+    hint = f"add {_SIZE}" if section == "cluster" else "add container=apptainer, or container=pyxis"
+    return ConfigError(f"{key} was set, but the run asks for no {section}", hint=hint)
 
 
 # The points of a sweep
@@ -428,19 +440,17 @@ def read_points(words: Words) -> list[Point]:
                 hint="a text with commas, brackets or blanks is quoted twice there: \"key='a,b'\"",
             ) from err
         if override.is_sweep_override():
-            if override.key_or_group in keys:
-                raise ConfigError(f"{override.key_or_group} is swept by two words", hint="put all its values into one")
-            keys.add(override.key_or_group)
+            if key in keys:
+                raise ConfigError(f"{key} is swept by two words", hint="put all its values into one")
+            keys.add(key)
             choices[word] = _values(override)
     count = math.prod(map(len, choices.values()))
     if count > _MOST_POINTS:
-        counts = " x ".join(str(len(values)) for values in choices.values())
-        raise ConfigError(f"{counts} = {count:,} runs in one sweep", hint=f"at most {_MOST_POINTS:,} are taken")
+        raise ConfigError(f"{count:,} runs in one sweep", hint=f"at most {_MOST_POINTS:,} are taken")
     points = []
     for row in itertools.product(*choices.values()):
         chosen = dict(zip(choices, row, strict=True))
-        split = (split_word(word) for word in row)
-        values = {key: unquoted(value or "") for _, key, value in split}
+        values = {key: unquoted(value or "") for _, key, value in map(split_word, row)}
         points.append(Point(tuple(chosen.get(word, word) for word in words.overrides), values))
     return points
 
@@ -466,8 +476,7 @@ def _values(override: Override) -> list[str]:
 def _spelled(value: Any) -> str:
     """Returns a value in Hydra's spelling; a text that needs escapes is quoted, which means the same everywhere."""
     escaped = Transformer.str(value)
-    is_escaped = isinstance(value, str) and escaped != value
-    return QuotedString(value, Quote.single).with_quotes() if is_escaped else str(escaped)
+    return quoted(value) if isinstance(value, str) and escaped != value else str(escaped)
 
 
 # Words on top of a frozen configuration
@@ -530,19 +539,14 @@ def _set(mapping: dict[str, Any], override: Override) -> None:
     key = override.key_or_group
     *parents, last = key.split(".")
     holder: Any = mapping
-    for index, parent in enumerate(parents):
-        if holder.get(parent) is None:
-            raise ConfigError(
-                f"{key} was set, but the run has no {'.'.join(parents[: index + 1])}",
-                hint="give it a size first: cluster=<nodes>x<GPUs per node>"
-                if parents[0] == "cluster"
-                else f"choose one first: {parents[0]}=NAME, or {parents[0]}._target_=my_package.name",
-            )
-        holder = holder[parent]
+    for parent in parents:
+        holder = holder.get(parent)
+        if holder is None:
+            hint = f"choose one first, e.g. {'cluster=<nodes>x<GPUs>' if parent == 'cluster' else f'{parent}=NAME'}"
+            raise ConfigError(f"{key} was set, but the run has no {parent}", hint=hint)
     if override.is_delete():
         holder.pop(last, None)
-        return
-    if last not in holder and not override.is_add() and not override.is_force_add():
-        prefix = "".join(f"{parent}." for parent in parents)
-        raise unknown_key_error(key, [f"{prefix}{name}" for name in holder])
-    holder[last] = override.value()
+    elif last in holder or override.is_add() or override.is_force_add():
+        holder[last] = override.value()
+    else:
+        raise unknown_key_error(key, [".".join([*parents, name]) for name in holder])

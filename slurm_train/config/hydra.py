@@ -10,7 +10,6 @@ with `hydra.run.dir` and its like comes on top of it: a path that leads there, a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,18 +28,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from slurm_train.config.compose import TASK_NAME, Composed, Composer
-from slurm_train.config.explain import launcher_error, launcher_setting_error
 from slurm_train.config.frozen import is_below
-from slurm_train.config.schema import RunConfig, flat
+from slurm_train.config.schema import RunConfig, flat, to_mapping
 from slurm_train.config.words import Words, prepare_overrides, split_word
 from slurm_train.errors import ConfigError
 
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _CARRIED_OUT = ("", "")
 _LOGGERS = (
-    "hydra.{top} sets loggers of Hydra's process; the ranks are others",
+    "hydra.{key} sets loggers of Hydra's process; the ranks are others",
     "drop it: what a rank prints is in its log (`logs RUN`), and your code sets its own loggers; "
-    "hydra/{top}=disabled is what happens anyway",
+    "hydra/job_logging=disabled and hydra/hydra_logging=disabled are what happens anyway",
 )
 _FILLED_IN = ("hydra.{key} is filled in, not set", "drop it; ${{hydra.{key}}} refers to it")
 # The first that a setting is below counts: message and hint of a refusal, or that it is carried out. A setting that is
@@ -55,24 +53,24 @@ _RULES: Mapping[str, tuple[str, str]] = {
         "drop it, and write by the path that a run has: context.run.path in a task of your own",
     ),
     "job.env_set": (
-        "hydra.job.env_set.{names[0]} sets a variable of Hydra's process; the ranks are others",
-        "write cluster.env.{names[0]}=VALUE; on this machine: {names[0]}=VALUE in front of the command",
+        "hydra.{key} sets a variable of Hydra's process; the ranks are others",
+        "write cluster.env.NAME=VALUE; on this machine: NAME=VALUE in front of the command",
     ),
     "job.env_copy": (
-        "hydra.job.env_copy writes variables with their values into the configuration",
-        'write "cluster.export=[{listed}]": they travel by name; on this machine the ranks have them anyway',
+        "hydra.job.env_copy writes variables with their values into the configuration, got {value}",
+        'write "cluster.export=[NAME,...]": they travel by name; on this machine the ranks have them anyway',
     ),
     "verbose": (
-        "hydra.verbose={value} sets loggers of Hydra's process; the ranks are others",
+        "hydra.verbose sets loggers of Hydra's process; the ranks are others",
         "in your code: logging.basicConfig(level=logging.DEBUG), and `logs RUN` shows it; "
         "`--info` says how the configuration is composed",
     ),
     "job_logging": _LOGGERS,
     "hydra_logging": _LOGGERS,
     "callbacks": (
-        "hydra.{two} would be called around the job, which Slurm starts elsewhere",
-        "drop it, or leave it out with ~hydra.{two}; for the end of a sweep: --wait, then `collate`; what happened to "
-        "a run is in its attempts.jsonl and events@*.jsonl",
+        "hydra.{key} would be called around the job, which Slurm starts elsewhere",
+        "drop it, or leave it out with ~hydra.callbacks.NAME; for the end of a sweep: --wait, then `collate`; what "
+        "happened to a run is in its attempts.jsonl and events@*.jsonl",
     ),
     **dict.fromkeys(
         ("job.id", "job.num", "job.override_dirname", "job.config_name", "runtime", "overrides"), _FILLED_IN
@@ -83,6 +81,20 @@ _RULES: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("help", "hydra_help"), _CARRIED_OUT),
 }
 _UNUSED = {"help": "--help", "hydra_help": "--hydra-help"}
+# What hydra-submitit-launcher and hydra-joblib-launcher call a setting, and what it is called here; "" for what this
+# program decides itself.
+_LAUNCHER_SETTINGS = {
+    "timeout_min": "cluster.time_limit_min={}",
+    "cpus_per_task": "cluster.cpus_per_gpu={}",
+    "mem_gb": "cluster.memory_gb_per_node={}",
+    "name": "run.name={}",
+    "array_parallelism": "sweep.max_parallel={}",
+    "n_jobs": "sweep.max_parallel={}",
+    "srun_args": "cluster.srun.FLAG=VALUE",
+    **{key: f"cluster.{key}={{}}" for key in ("partition", "account", "qos", "constraint", "exclude", "setup")},
+    **dict.fromkeys(("nodes", "gpus_per_node", "tasks_per_node"), ""),
+    **dict.fromkeys(("submitit_folder", "max_num_timeout", "stderr_to_stdout", "_target_"), ""),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +183,7 @@ class HydraSettings:
         """
         loader = self.composer.hydra.config_loader
         context = HydraContext(config_loader=loader, callbacks=Callbacks(self.config))
-        with self.composer.explaining([]):
+        with self.composer.explaining():
             sweeper = Plugins.instance().instantiate_sweeper(
                 config=self.config, hydra_context=context, task_function=lambda _: None
             )
@@ -198,31 +210,28 @@ class _Batches(Launcher):
 
 
 def read_settings(words: Words) -> HydraSettings:
-    """Returns what the words and a person's own files say to Hydra itself.
+    """Returns what the words and a person's own files set of Hydra itself.
 
     Raises:
         ConfigError: something that cannot do here what it does under Hydra, with what to type instead.
     """
     composer = Composer(words)
     parts = (split_word(word) for word in words.overrides if _is_to_hydra(word))
-    typed = {key[len("hydra.") :]: value for _, key, value in parts}
+    typed = {key[len("hydra.") :]: value or "" for _, key, value in parts}
     _refuse_typed(typed)
-    prepared = prepare_overrides(words.overrides)
-    with composer.explaining(prepared):
-        config, is_multirun = _compose(composer, prepared)
+    with composer.explaining():
+        config, is_multirun = _compose(composer, prepare_overrides(words.overrides))
         given = _given(composer, config, typed)
     choices = dict(config.hydra.runtime.choices)
-    if (launcher := choices.get("hydra/launcher")) != "basic":
-        raise launcher_error(str(launcher), {})
+    if choices.get("hydra/launcher") != "basic":
+        raise _launcher_error(str(choices.get("hydra/launcher")), {})
     # Hydra has filled env_set with the variables of env_copy.
     for key in sorted(given, key=lambda key: key != "job.env_copy"):
         _refuse(key, given[key], choices)
     for key in ("run.dir",) if is_multirun else ("sweep.dir", "sweep.subdir"):
         if key in typed:
-            whose, hint = "a sweep", "add -m for a sweep, or write hydra.run.dir=DIR"
-            if is_multirun:
-                whose, hint = "one run", "write hydra.sweep.dir=DIR, and hydra.sweep.subdir=NAME for each run below it"
-            raise ConfigError(f"hydra.{key} is about {whose}", hint=hint)
+            what, other = ("one run", "hydra.sweep.dir=DIR") if is_multirun else ("a sweep", "hydra.run.dir=DIR")
+            raise ConfigError(f"hydra.{key} is about {what}", hint=f"write {other}; a sweep is asked for with -m")
     unused = [name for name in _UNUSED if any(is_below(key, name) for key in given)]
     overrides = list(words.overrides)
     if (name := given.get("job.name")) is not None and all(split_word(word)[1] != "run.name" for word in overrides):
@@ -245,17 +254,35 @@ def _task_words(words: Iterable[str]) -> list[str]:
     return [word for word in words if not _is_to_hydra(word)]
 
 
-def _refuse_typed(typed: Mapping[str, str | None]) -> None:
-    """Refuses what Hydra itself would stumble over, or refuse for reasons of its own."""
+def _refuse_typed(typed: Mapping[str, str]) -> None:
+    """Refuses what Hydra itself would not compose, such as options of a plugin that is not installed."""
+    launcher = typed.get("launcher", "basic")
+    settings = {key.removeprefix("launcher."): value for key, value in typed.items() if key.startswith("launcher.")}
+    if settings or launcher not in ("basic", ""):
+        raise _launcher_error(launcher, settings)
     for key, value in typed.items():
-        if any(is_below(key, name) for name in ("job.env_set", "job.env_copy", "callbacks")):
-            _refuse(key, yaml.safe_load(value or "null"), {})
-    # A plugin that is not installed has no options to choose from.
-    given = {key.removeprefix("launcher."): value or "" for key, value in typed.items() if key.startswith("launcher.")}
-    if (name := typed.get("launcher", "basic")) not in ("basic", None):
-        raise launcher_error(str(name), given)
-    for key, value in given.items():
-        raise launcher_setting_error(key, value)
+        if key.startswith(("job.env_set", "job.env_copy", "callbacks.")):
+            _refuse(key, yaml.safe_load(value), {})
+
+
+def _launcher_error(name: str, settings: Mapping[str, str]) -> ConfigError:
+    """Returns the error for a launcher of Hydra's, with the words that do the same here.
+
+    Args:
+        name: its option, e.g. "submitit_slurm".
+        settings: what was given to it, e.g. {"timeout_min": "60", "additional_parameters.mail-type": "END"}.
+    """
+    per_node = settings.get("gpus_per_node") or settings.get("tasks_per_node", "1")
+    words = [f"+cluster={settings.get('nodes', '1')}x{per_node}"] if name == "submitit_slurm" else []
+    for key, value in settings.items():
+        flag = f"cluster.sbatch.{key.rpartition('.')[2].replace('_', '-')}={{}}"
+        words.append(_LAUNCHER_SETTINGS.get(key, flag).format(value))
+    instead = f"write {' '.join(filter(None, words))} instead" if words else "drop it"
+    return ConfigError(
+        f"hydra/launcher={name}: the runs are launched by this program, not by a plugin",
+        hint=f"{instead}; +cluster=NODESxGPUS goes through Slurm, without it the runs are trained here, "
+        "sweep.max_parallel=N of them at a time",
+    )
 
 
 def _refuse(key: str, value: Any, choices: Mapping[str, Any]) -> None:
@@ -266,27 +293,18 @@ def _refuse(key: str, value: Any, choices: Mapping[str, Any]) -> None:
         value: what it is set to.
         choices: the chosen option of each of Hydra's groups, e.g. {"hydra/launcher": "basic"}.
     """
-    rule = next((name for name in _RULES if is_below(key, name)), None)
-    if rule is None:
+    name = next((name for name in _RULES if is_below(key, name)), None)
+    if name is None:
         hint = "drop it; `--hydra-help` lists what Hydra's settings do here"
         raise ConfigError(f"hydra.{key} has no meaning here", hint=hint)
-    is_off = not value and _RULES[rule] is not _FILLED_IN
-    is_off = is_off or (_RULES[rule] is _LOGGERS and choices.get(f"hydra/{rule}") in ("disabled", "none"))
-    is_off = is_off or (rule == "sweeper.max_batch_size" and choices.get("hydra/sweeper") != "basic")
-    message, hint = _RULES[rule]
-    if is_off or not message:
-        return
-    parts = key.split(".")
-    names = list(value) if isinstance(value, Mapping) else [parts[-1]]
-    texts = {
-        "key": key,
-        "top": parts[0],
-        "two": ".".join(parts[:2]),
-        "value": str(value).lower() if isinstance(value, bool) else value,
-        "names": names,
-        "listed": ",".join(map(str, value)) if isinstance(value, list) else value,
-    }
-    raise ConfigError(message.format(**texts), hint=hint.format(**texts))
+    message, hint = _RULES[name]
+    is_off = (
+        (not value and _RULES[name] is not _FILLED_IN)
+        or (_RULES[name] is _LOGGERS and choices.get(f"hydra/{name}") in ("disabled", "none"))
+        or (name == "sweeper.max_batch_size" and choices.get("hydra/sweeper") != "basic")
+    )
+    if message and not is_off:
+        raise ConfigError(message.format(key=key, value=value), hint=hint.format(key=key, value=value))
 
 
 def _compose(composer: Composer, prepared: list[str]) -> tuple[DictConfig, bool]:
@@ -296,10 +314,10 @@ def _compose(composer: Composer, prepared: list[str]) -> tuple[DictConfig, bool]
     is_multirun = composer.words.multirun
     mode = RunMode.MULTIRUN if is_multirun or any(one.is_sweep_override() for one in parsed) else RunMode.RUN
     try:
-        config = composer.base(groups, mode=mode).whole
+        config = composer.base(groups, mode=mode)
     except ConfigCompositionException:
         # Hydra refuses a group without an option, which the points of a sweep may choose.
-        config = composer.base(groups, mode=RunMode.MULTIRUN).whole
+        config = composer.base(groups, mode=RunMode.MULTIRUN)
         if config.hydra.mode != RunMode.MULTIRUN:
             raise
     is_multirun = is_multirun or config.hydra.mode == RunMode.MULTIRUN
@@ -308,26 +326,21 @@ def _compose(composer: Composer, prepared: list[str]) -> tuple[DictConfig, bool]
     return config, is_multirun
 
 
-def _given(composer: Composer, config: DictConfig, typed: Mapping[str, str | None]) -> dict[str, Any]:
-    """Returns what differs from Hydra's own defaults and from the shipped ones, and what was typed."""
-    words = composer.words
-    has_own_files = bool(words.config_path or words.config_dir or words.search_path)
-    if not typed and not has_own_files:
+def _given(composer: Composer, config: DictConfig, typed: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what was typed, and what a person's own files set to other values than Hydra and the shipped ones."""
+    if not typed and not composer.has_own_files:
         return {}
-    node = _plain(config)
-    given: dict[str, Any] = {}
-    if has_own_files:
+    node, given = _plain(config), dict[str, Any]()
+    if composer.has_own_files:
         stock = _plain(composer.hydra.config_loader.load_configuration(None, [], run_mode=RunMode.RUN))
-        shipped = {"run.dir": ".", "output_subdir": None}
+        stock |= {"job.name": TASK_NAME}
+        filled = [name for name, rule in _RULES.items() if rule is _FILLED_IN]
         given = {
             key: value
             for key, value in node.items()
-            if not any(is_below(key, name) for name, rule in _RULES.items() if rule is _FILLED_IN or name == "job.name")
-            and value != stock.get(key)
-            and (key, value) not in shipped.items()
+            if value not in (stock.get(key), {"run.dir": ".", "output_subdir": None}.get(key, stock.get(key)))
+            and not any(is_below(key, name) for name in filled)
         }
-        if node["job.name"] != TASK_NAME:
-            given["job.name"] = node["job.name"]
     return given | {key: value for key, value in node.items() if any(is_below(key, name) for name in typed)}
 
 
@@ -336,18 +349,6 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 # Where Hydra's words want runs to be found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedRun:
-    """One run, as far as Hydra's words may refer to it."""
-
-    number: int | None
-    """Its place in the sweep, Hydra's job number; None where there is no sweep."""
-    words: Sequence[str]
-    """The words of its command line."""
-    mapping: Mapping[str, Any]
-    """Its configuration, resolved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,8 +363,16 @@ class Output:
     """Hydra's files by name, e.g. {"overrides.yaml": "- seed=1\\n"}."""
 
 
-def read_outputs(settings: HydraSettings, runs: Sequence[AskedRun]) -> list[Output]:
-    """Returns what is asked for each run; empty where nothing is.
+def read_output(
+    settings: HydraSettings, config: RunConfig, words: Sequence[str], *, number: int | None
+) -> Output | None:
+    """Returns what is asked for a run besides its directory; None where nothing is.
+
+    Args:
+        settings: what the command line sets of Hydra itself.
+        config: the run's.
+        words: the words of its command line.
+        number: its place in the sweep, Hydra's job number; None where there is no sweep.
 
     Raises:
         ConfigError: a path that is not known before the run is there, or a folder that is the run's own.
@@ -377,29 +386,26 @@ def read_outputs(settings: HydraSettings, runs: Sequence[AskedRun]) -> list[Outp
             hint="give it a name that begins with a dot, e.g. hydra.output_subdir=.hydra",
         )
     if folder is None and not wants_path:
-        return []
-    node = cast(dict[str, Any], OmegaConf.to_container(settings.config.hydra, resolve=False))
-    before, outputs = settings.config, []
-    for run in runs:
-        own, tasks, shape = copy.deepcopy(node), _task_words(run.words), node["job"]["config"]["override_dirname"]
-        kept = sorted(word for word in tasks if split_word(word)[1] not in shape["exclude_keys"])
-        own["job"]["override_dirname"] = str(shape["item_sep"]).join(kept).replace("=", str(shape["kv_sep"]))
-        own["overrides"]["task"] = tasks
-        if run.number is not None:
-            own["job"]["num"] = run.number
-        whole = OmegaConf.create({**run.mapping, "hydra": own})
-        # One moment for all runs of a sweep: ${now:...} is not asked twice.
-        OmegaConf.copy_cache(from_config=before, to_config=whole)
-        before = whole
-        texts: dict[str, Any] = {
-            "config.yaml": dict(run.mapping),
-            "hydra.yaml": {"hydra": own},
-            "overrides.yaml": tasks,
-        }
+        return None
+    mapping, tasks = to_mapping(config), _task_words(words)
+    own = cast(dict[str, Any], OmegaConf.to_container(settings.config.hydra, resolve=False))
+    shape = own["job"]["config"]["override_dirname"]
+    kept = sorted(word for word in tasks if split_word(word)[1] not in shape["exclude_keys"])
+    own["job"]["override_dirname"] = str(shape["item_sep"]).join(kept).replace("=", str(shape["kv_sep"]))
+    own["overrides"]["task"] = tasks
+    if number is not None:
+        own["job"]["num"] = number
+    path, files = None, {}
+    if folder is not None:
+        texts: dict[str, Any] = {"config.yaml": mapping, "hydra.yaml": {"hydra": own}, "overrides.yaml": tasks}
         files = {name: OmegaConf.to_yaml(OmegaConf.create(value)) for name, value in texts.items()}
-        path = _path(whole, keys) if wants_path else None
-        outputs.append(Output(path=path, folder=folder, files={} if folder is None else files))
-    return outputs
+    if wants_path:
+        whole = OmegaConf.create({**mapping, "hydra": own})
+        # One moment for all runs of a sweep: ${now:...} is not asked twice.
+        OmegaConf.copy_cache(from_config=settings.config, to_config=whole)
+        path = _path(whole, keys)
+        OmegaConf.copy_cache(from_config=whole, to_config=settings.config)
+    return Output(path=path, folder=folder, files=files)
 
 
 def _path(whole: DictConfig, keys: Sequence[str]) -> str:
@@ -407,9 +413,8 @@ def _path(whole: DictConfig, keys: Sequence[str]) -> str:
     try:
         return "/".join(str(OmegaConf.select(whole, f"hydra.{key}", throw_on_missing=True)) for key in keys)
     except OmegaConfBaseException as err:
-        asked = ", ".join(f"hydra.{key}" for key in keys)
         raise ConfigError(
-            f"{asked} is not known before the run is there: {str(err).splitlines()[0]}",
+            f"hydra.{keys[0]} is not known before the run is there: {str(err).splitlines()[0]}",
             hint="${now:...}, ${hydra.job.override_dirname}, any key of the run and, in a sweep, ${hydra.job.num} are",
         ) from err
     finally:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import yaml
 
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.errors import ConfigError
@@ -31,32 +33,32 @@ _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[\w./@:-]+)(?:=(?P<value>.*
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """A command line taken apart: overrides for Hydra, and the flags that steer it."""
+    """A command line taken apart: overrides for Hydra, and the flags that steer it, each a field of its name."""
 
     overrides: list[str] = field(default_factory=list)
+    search_path: list[str] = field(default_factory=list)
+    """What `hydra.searchpath=[...]` adds behind the shipped configurations."""
+    accept: list[str] = field(default_factory=list)
+    """Changes of a run in progress that the person accepts: keys, "config", "code", "data"."""
     config_dir: str | None = None
     config_path: str | None = None
     """Folder or package with a primary file of the person's own; looked at before `config_dir`."""
     config_name: str = "config"
-    search_path: tuple[str, ...] = ()
-    """What `hydra.searchpath=[...]` adds behind the shipped configurations."""
-    show: str | None = None
+    cfg: str | None = None
     """Which configuration to print instead of running: job, hydra or all."""
     info: str | None = None
     """Which facts about the composition to print instead of running."""
-    resolve: bool = False
     package: str | None = None
-    single: bool = False
+    suggest: str | None = None
+    """GiB of one device, for which `plan` prints layouts that fit."""
+    resolve: bool = False
+    run: bool = False
     multirun: bool = False
     wait: bool = False
     ranks: bool = False
-    """Whether `plan` prints where each rank stands."""
-    suggest: str | None = None
-    """GiB of one device, for which `plan` prints layouts that fit."""
+    """Whether `plan` prints where each rank runs."""
     json: bool = False
     measure: bool = False
-    accept: tuple[str, ...] = ()
-    """Changes of a run in progress that the person accepts: keys, "config", "code", "data"."""
     help: bool = False
     hydra_help: bool = False
     version: bool = False
@@ -64,45 +66,87 @@ class Words:
     @property
     def only_prints(self) -> bool:
         """Whether something about the configuration is printed instead of running."""
-        return self.show is not None or self.info is not None
+        return self.cfg is not None or self.info is not None
+
+
+_NO_FLAGS = ("overrides", "search_path")
+FLAGS = {f"--{one.name.replace('_', '-')}": one for one in fields(Words) if one.name not in _NO_FLAGS}
+_SHORT = {
+    "-cd": "--config-dir",
+    "-cp": "--config-path",
+    "-cn": "--config-name",
+    "-c": "--cfg",
+    "-i": "--info",
+    "-p": "--package",
+    "-r": "--run",
+    "-m": "--multirun",
+    "-h": "--help",
+    "-sc": "--shell-completion",
+}
+FLAG_CHOICES = {
+    "--cfg": ("job", "hydra", "all"),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+}
+# Flags of Hydra's that would be misunderstood here, with what to type instead.
+_REFUSED = {
+    "--shell-completion": "type `python -m slurm_train completion bash` (or zsh, fish); it prints the script to source",
+    "--experimental-rerun": "a run's configuration is frozen: `python -m slurm_train resume RUN` continues it",
+}
 
 
 def read_words(words: Sequence[str]) -> Words:
     """Returns the flags and the overrides of a command line.
 
     Raises:
-        ConfigError: an unknown flag, a flag without its value, or a word that is not `key=value`.
+        ConfigError: an unknown flag, a flag without its value, or flags that exclude each other.
     """
-    for word in words:
-        if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
-            raise ConfigError(f"{word!r} is not UTF-8", hint="check the encoding of your terminal or of the file name")
-    values: dict[str, str | bool | tuple[str, ...]] = {}
-    accepted: list[str] = []
-    overrides: list[str] = []
+    values: dict[str, Any] = {"overrides": [], "accept": []}
     rest = list(words)
     while rest:
         word = rest.pop(0)
+        if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
+            raise ConfigError(f"{word!r} is not UTF-8", hint="check the encoding of your terminal or of the file name")
         if word.startswith("-"):
-            name, _, given = word.partition("=")
-            if name == "--accept":
-                accepted += read_names(given or (rest.pop(0) if rest else ""))
-            else:
-                values.update(_read_flag(name, given, rest))
+            _read_flag(word, rest, values)
         elif word.partition("=")[0].lstrip("+") == "hydra.searchpath":
             values["search_path"] = _read_search_path(word)
         else:
-            overrides.append(word)
-    read = Words(overrides=overrides, accept=tuple(accepted), **values)  # type: ignore[arg-type]  # the table below gives each its type
-    # Of flags that do not go together one would have been ignored.
-    actions = {"--run": read.single, "--multirun": read.multirun, "--cfg": read.show, "--info": read.info}
-    given_actions = [flag for flag, value in actions.items() if value]
-    if len(given_actions) > 1:
-        one, other = given_actions[:2]
-        raise ConfigError(f"{one} and {other} do not go together", hint=f"drop {one}, or {other}")
-    for flag, value in (("--resolve", read.resolve), ("--package", read.package)):
-        if value and not read.show:
-            raise ConfigError(f"{flag} is about what --cfg prints", hint=f"add --cfg job, or drop {flag}")
-    return read
+            values["overrides"].append(word)
+    # Of flags that exclude each other one would have been ignored.
+    actions = [f"--{name}" for name in ("run", "multirun", "cfg", "info") if name in values]
+    if len(actions) > 1:
+        raise ConfigError(f"{actions[0]} and {actions[1]} exclude each other", hint="drop one of the two")
+    for name in ("resolve", "package"):
+        if name in values and "cfg" not in values:
+            raise ConfigError(f"--{name} is about what --cfg prints", hint=f"add --cfg job, or drop --{name}")
+    return Words(**values)
+
+
+def _read_flag(word: str, rest: list[str], values: dict[str, Any]) -> None:
+    """Adds what a flag says to `values`; takes its own value from `rest` where it is the next word."""
+    typed, _, value = word.partition("=")
+    flag = _SHORT.get(typed, typed)
+    if flag in _REFUSED:
+        raise ConfigError(f"Hydra's flag {typed} is not one of this program", hint=_REFUSED[flag])
+    known, choices = FLAGS.get(flag), FLAG_CHOICES.get(flag)
+    is_switch = known is not None and known.default is False
+    if known is None or (is_switch and value):
+        hint = f"the flags are {', '.join(sorted(FLAGS))}; settings are written key=value"
+        raise ConfigError(f"there is no flag {word!r}", hint=hint)
+    if is_switch:
+        values[known.name] = True
+        return
+    if flag == "--info" and not value and (not rest or rest[0] not in FLAG_CHOICES[flag]):
+        value = "all"
+    value = value or (rest.pop(0) if rest else "")
+    if not value:
+        raise ConfigError(f"the flag {typed} needs a value", hint=f"write {typed} VALUE")
+    if choices and value not in choices:
+        raise ConfigError(f"{typed} {value!r} is not one of its values", hint=f"use {', '.join(choices)}")
+    if flag == "--accept":
+        values["accept"] += read_names(value)
+    else:
+        values[known.name] = value
 
 
 def read_names(text: str) -> list[str]:
@@ -113,80 +157,19 @@ def read_names(text: str) -> list[str]:
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ConfigError("the flag --accept needs a value", hint="write --accept optim.lr, or --accept code,data")
+        raise ConfigError(f"{text!r} has no names", hint="write them with commas, e.g. --accept optim.lr,code")
     return names
 
 
-def _read_search_path(word: str) -> tuple[str, ...]:
-    value = word.partition("=")[2]
-    listed = re.fullmatch(r"\[(.*)\]", value, re.DOTALL)
-    if listed is None:
-        raise ConfigError(
-            f"{word!r} names no list of places", hint='write "hydra.searchpath=[file:///my/conf,pkg://my_package.conf]"'
-        )
-    return tuple(item.strip(" '\"") for item in listed[1].split(",") if item.strip(" '\""))
-
-
-_FLAGS = {
-    "--config-dir": "config_dir",
-    "-cd": "config_dir",
-    "--config-path": "config_path",
-    "-cp": "config_path",
-    "--config-name": "config_name",
-    "-cn": "config_name",
-    "--cfg": "show",
-    "-c": "show",
-    "--package": "package",
-    "-p": "package",
-    "--suggest": "suggest",
-}
-_SWITCHES = {
-    "--run": "single",
-    "-r": "single",
-    "--multirun": "multirun",
-    "-m": "multirun",
-    "--wait": "wait",
-    "--ranks": "ranks",
-    "--json": "json",
-    "--measure": "measure",
-    "--resolve": "resolve",
-    "--help": "help",
-    "-h": "help",
-    "--hydra-help": "hydra_help",
-    "--version": "version",
-}
-# Flags of Hydra's that would be misunderstood here, with what to type instead.
-_REFUSED = {
-    "--shell-completion": "type `python -m slurm_train completion bash` (or zsh, fish); it prints the script to source",
-    "--experimental-rerun": "a run's configuration is frozen: `python -m slurm_train resume RUN` continues it",
-}
-_REFUSED["-sc"] = _REFUSED["--shell-completion"]
-_CHOICES = {
-    "show": ("job", "hydra", "all"),
-    "info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
-}
-
-
-def _read_flag(name: str, given: str, rest: list[str]) -> dict[str, str | bool]:
-    if name in _SWITCHES and not given:
-        return {_SWITCHES[name]: True}
-    if name in ("--info", "-i"):
-        value = given or (rest.pop(0) if rest and rest[0] in _CHOICES["info"] else "all")
-        return _checked(name, "info", value)
-    if name in _REFUSED:
-        raise ConfigError(f"Hydra's flag {name} is not one of this program", hint=_REFUSED[name])
-    if name not in _FLAGS:
-        known = ", ".join(sorted(flag for flag in (*_FLAGS, *_SWITCHES, "--info", "--accept") if flag.startswith("--")))
-        raise ConfigError(f"there is no flag {name!r}", hint=f"the flags are {known}; settings are written key=value")
-    if not given and not rest:
-        raise ConfigError(f"the flag {name} needs a value", hint=f"write {name} VALUE")
-    return _checked(name, _FLAGS[name], given or rest.pop(0))
-
-
-def _checked(flag: str, target: str, value: str) -> dict[str, str | bool]:
-    if target in _CHOICES and value not in _CHOICES[target]:
-        raise ConfigError(f"{flag} {value!r} is not one of its values", hint=f"use {', '.join(_CHOICES[target])}")
-    return {target: value}
+def _read_search_path(word: str) -> list[str]:
+    try:
+        places = yaml.safe_load(word.partition("=")[2])
+    except yaml.YAMLError:
+        places = None
+    if not isinstance(places, list):
+        hint = 'write "hydra.searchpath=[file:///my/conf,pkg://my_package.conf]"'
+        raise ConfigError(f"{word!r} is not a list of places", hint=hint)
+    return [str(place) for place in places]
 
 
 def prepare_overrides(overrides: Sequence[str]) -> list[str]:
@@ -196,11 +179,9 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
         ConfigError: a word that is not an override, or a key that does not exist.
     """
     parsed = [split_word(word) for word in overrides]
-    custom = {
-        key.split(".")[0] for _, key, _ in parsed if key.split(".")[0] in _CUSTOM_GROUPS and key.endswith("._target_")
-    }
-    custom -= {key for _, key, _ in parsed}
-    prepared = [f"{group}=custom" for group in sorted(custom)]
+    keys = {key for _, key, _ in parsed}
+    custom = [group for group in _CUSTOM_GROUPS if f"{group}._target_" in keys and group not in keys]
+    prepared = [f"{group}=custom" for group in custom]
     for word, (sign, key, value) in zip(overrides, parsed, strict=True):
         if value is None:
             prepared.append(word)
@@ -214,17 +195,24 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
     return prepared
 
 
+def _check_key(key: str) -> None:
+    head = key.split(".")[0].split("@")[0]
+    known = all_keys(RunConfig)
+    if "/" not in key and head not in (*_CUSTOM_GROUPS, "experiment", "hydra") and key not in known:
+        raise unknown_key_error(key, known)
+
+
 def _as_typed(key: str, value: str) -> str:
     """Returns a value in Hydra's spelling: quoted where the key holds a text, so that it arrives unchanged."""
     kind = _kind_of(key)
     if kind == "texts" and (plain := _PLAIN_LIST.fullmatch(value)):
         # Blanks around an item are no part of it, to Hydra; other white space is.
-        items = [item.strip(" \t") for item in plain[1].split(",")]
-        return f"[{','.join(_quoted(item) for item in items)}]"
+        items = (quoted(item.strip(" \t")) for item in plain[1].split(","))
+        return f"[{','.join(items)}]"
     keeps_meaning = value == "null" or (kind == "flag" and value.lower() in ("true", "false"))
     if kind not in ("text", "flag") or keeps_meaning or value.startswith(("'", '"')):
         return value
-    return _quoted(value)
+    return quoted(value)
 
 
 def _kind_of(key: str) -> Literal["text", "texts", "flag", "other"]:
@@ -232,9 +220,7 @@ def _kind_of(key: str) -> Literal["text", "texts", "flag", "other"]:
         return "text"
     if key.startswith(("cluster.sbatch.", "cluster.srun.")):
         return "flag"
-    if key in _OPTIONAL_GROUPS:
-        return "other"
-    hint = all_keys(RunConfig).get(key)
+    hint = None if key in _OPTIONAL_GROUPS else all_keys(RunConfig).get(key)
     if hint in (str, str | None):
         return "text"
     return "texts" if hint in (list[str], list[str] | None) else "other"
@@ -254,7 +240,8 @@ def is_one_value(key: str, value: str) -> bool:
     return "," not in value or key.startswith("cluster.") or key in _HYDRA_TEXTS
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Returns a text in quotes that Hydra's grammar reads back unchanged."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(text, Quote.single).with_quotes()
@@ -275,26 +262,10 @@ def split_word(word: str) -> tuple[str, str, str | None]:
     return match["sign"] or "", match["key"], match["value"]
 
 
-def _check_key(key: str) -> None:
-    head = key.split(".")[0].split("@")[0]
-    if "/" in key or head in (*_CUSTOM_GROUPS, "experiment", "hydra"):
-        return
-    known = all_keys(RunConfig)
-    if key not in known:
-        raise unknown_key_error(key, known)
-
-
-def chosen_sites(overrides: Sequence[str]) -> list[str]:
-    """Returns the names that `site=NAME` words choose."""
-    found = (split_word(word) for word in overrides)
-    return [value for sign, key, value in found if key == "site" and value and value != "null" and sign != "~"]
-
-
 def cluster_sizes(overrides: Sequence[str]) -> list[tuple[str, int, int]]:
     """Returns the sizes named by `cluster=NxG` words as (name, nodes, GPUs per node), e.g. ("4x8", 4, 8)."""
     sizes = []
-    for word in overrides:
-        sign, key, value = split_word(word)
+    for sign, key, value in map(split_word, overrides):
         if key == "cluster" and value and sign != "~":
             sizes += [(m.group(), int(m[1]), int(m[2])) for m in map(_SIZE.fullmatch, value.split(",")) if m]
     return sizes

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slurm_train.config.layout import AXES, ParallelLayout
+from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.pipeline import PassThrough, model_plan
 from slurm_train.distributed.sequence import POSITIONS_DIM, share_context

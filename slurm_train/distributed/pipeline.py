@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurm_train.config.layout import stage_blocks, stages_of
+from slurm_train.config.parallel import stage_blocks, stages_of
 from slurm_train.errors import ConfigError
 
 _PLAN = ("first", "spread", "last")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from slurm_train.config.batch import solve_batch
-from slurm_train.config.layout import AXES, ParallelLayout
+from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.estimate.memory import FLOAT, LayoutFacts, facts_of, fullest_rank

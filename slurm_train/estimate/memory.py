@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from slurm_train.config.batch import BatchPlan
-from slurm_train.config.layout import ParallelLayout, stage_blocks, stages_of
+from slurm_train.config.parallel import ParallelLayout, stage_blocks, stages_of
 from slurm_train.config.schema import ParallelSection, RunConfig
 from slurm_train.launch.layout import positions_of
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurm_train.config.batch import BatchPlan
-from slurm_train.config.layout import AXES, ParallelLayout, solve_layout
+from slurm_train.config.parallel import AXES, ParallelLayout, solve_layout
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.slurm.commands import run_program

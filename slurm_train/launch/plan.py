@@ -24,7 +24,7 @@ from slurm_train.config.batch import (
     solve_batch,
 )
 from slurm_train.config.frozen import config_hash
-from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig, to_mapping
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.layout import World, check_pipeline, plan_layout, plan_world, require_all

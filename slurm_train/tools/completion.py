@@ -508,10 +508,13 @@ def build_lines() -> list[str]:
     rows += [("states", name, "", "") for name in (*(state.value for state in RunState), "missing")]
     trackers = importlib.import_module("slurm_train.tools.trackers.catalogue").NAMES  # a tool of its own
     rows += [("trackers", name, "", "") for name in trackers]
-    choices = {target: "|".join(values) for target, values in words._CHOICES.items()}
-    flags = {flag: choices.get(target) or _TAKES.get(target, "") for flag, target in words._FLAGS.items()}
-    flags |= dict.fromkeys(words._SWITCHES, "-") | {"--info": choices["info"], "--accept": "changes"}
-    rows += [("flags", flag, takes, "") for flag, takes in sorted(flags.items()) if flag.startswith("--")]
+    flags = {
+        flag: "-"
+        if one.default is False
+        else "|".join(words.FLAG_CHOICES.get(flag, ())) or (_TAKES | {"accept": "changes"}).get(one.name, "")
+        for flag, one in words.FLAGS.items()
+    }
+    rows += [("flags", flag, takes, "") for flag, takes in sorted(flags.items())]
     kinds, meanings = all_keys(RunConfig), _ROOT_MEANINGS | _read_meanings()
     for name, kind in kinds.items():
         if not any(other.startswith(f"{name}.") for other in kinds):

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from slurm_train.checkpoint.export import saved_weights, weights_digest
 from slurm_train.checkpoint.state import names_of_groups
 from slurm_train.config.batch import planned_lr
-from slurm_train.config.layout import stages_of
+from slurm_train.config.parallel import stages_of
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import TARGET, instantiate
 from slurm_train.data.batches import BatchStream, GlobalBatches, LengthBatches, MicroBatch, Prefetch, Split

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slurm_train.config.batch import BatchPlan
-from slurm_train.config.layout import ParallelLayout, solve_layout
+from slurm_train.config.parallel import ParallelLayout, solve_layout
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import instantiate
 from slurm_train.distributed.group import (

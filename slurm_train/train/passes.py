@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import DdpSection
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import rng_state, set_rng_state

@@ -36,7 +36,7 @@ from slurm_train.checkpoint.state import (
     training_state,
 )
 from slurm_train.config.frozen import config_hash, trained_settings, training_changes
-from slurm_train.config.layout import AXES, ParallelLayout
+from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import RunConfig
 from slurm_train.data.source import SampleSource
 from slurm_train.distributed.group import open_side_group

@@ -154,7 +154,7 @@ def process_bytes(key: str) -> int:
 
 def estimate(kwargs: dict[str, int], batch_size: int, accumulation: int, half: bool) -> int:
     from slurm_train.config.batch import BatchPlan
-    from slurm_train.config.layout import ParallelLayout
+    from slurm_train.config.parallel import ParallelLayout
     from slurm_train.config.schema import ParallelSection
     from slurm_train.estimate.memory import GptShape, LayoutFacts, rank_memory
 

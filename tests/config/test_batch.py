@@ -21,7 +21,7 @@ from slurm_train.config.batch import (
     sizes_in_words,
     solve_batch,
 )
-from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import (
     BatchSection,
     ClusterSection,

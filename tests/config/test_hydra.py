@@ -18,8 +18,8 @@ from hydra.core.singleton import Singleton
 from omegaconf import OmegaConf
 
 from slurm_train.config.compose import Composer, read_points
-from slurm_train.config.hydra import AskedRun, HydraSettings, Output, read_outputs, read_settings
-from slurm_train.config.schema import flat, to_mapping
+from slurm_train.config.hydra import HydraSettings, Output, read_output, read_settings
+from slurm_train.config.schema import OptimSection, RunConfig, flat, to_mapping
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError
 
@@ -114,7 +114,7 @@ def test_the_configuration_and_facts_about_it_are_printed(
 
 @habit("`--cfg job`, `--cfg hydra`, `--cfg all`")
 def test_a_part_that_there_is_not_is_named() -> None:
-    with pytest.raises(ConfigError, match="--package optm names no part") as caught:
+    with pytest.raises(ConfigError, match="--package optm is no part") as caught:
         Composer(read_words(["--cfg", "job", "-p", "optm"])).show()
     assert "optim" in caught.value.hint
 
@@ -125,9 +125,9 @@ def test_a_part_that_there_is_not_is_named() -> None:
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
-        ("-m --cfg job", "--multirun and --cfg do not go together", ""),
-        ("--run --multirun", "--run and --multirun do not go together", ""),
-        ("--cfg job --info", "--cfg and --info do not go together", ""),
+        ("-m --cfg job", "--multirun and --cfg exclude each other", ""),
+        ("--run --multirun", "--run and --multirun exclude each other", ""),
+        ("--cfg job --info", "--cfg and --info exclude each other", ""),
         ("--resolve", "--resolve is about what --cfg prints", ""),
         ("--package optim", "--package is about what --cfg prints", ""),
         ("--shell-completion", "Hydra's flag --shell-completion is not one", "completion bash"),
@@ -150,8 +150,8 @@ def test_a_config_path_comes_before_a_config_dir_and_both_before_the_shipped_fil
     monkeypatch.syspath_prepend(str(tmp_path))
     for flags in (["-cd", first], ["--config-path", first, "--config-dir", second], ["-cp", "pkg://first"]):
         assert values_of(*flags, "+cluster=2x4")["cluster.qos"] == "first"
-    assert refusal("-cp", "pkg://nowhere_at_all").message == "--config-path 'pkg://nowhere_at_all' is not a package"
-    assert refusal("-cp", str(tmp_path / "third")).message.endswith("is not a directory")
+    assert refusal("-cp", "pkg://nowhere_at_all").message == "--config-path 'nowhere_at_all' is not there"
+    assert refusal("-cp", str(tmp_path / "third")).message.endswith("third' is not there")
 
 
 @habit("`-cn NAME`, `--config-name NAME`")
@@ -335,10 +335,11 @@ def outputs_of(*words: str, seeds: tuple[int, ...] = ()) -> list[Output]:
     settings = settings_of(*words)
     typed = [word for word in settings.words.overrides if not seeds or not word.startswith("seed=")]
     runs = [(number, seed, [*typed, f"seed={seed}"]) for number, seed in enumerate(seeds)] or [(None, 0, typed)]
-    asked = [
-        AskedRun(number=number, words=own, mapping={"seed": seed, "optim": {"lr": 0.1}}) for number, seed, own in runs
-    ]
-    return read_outputs(settings, asked)
+    found = (
+        read_output(settings, RunConfig(seed=seed, optim=OptimSection(lr=0.1)), own, number=number)
+        for number, seed, own in runs
+    )
+    return [output for output in found if output is not None]
 
 
 DIRNAME = "hydra.job.config.override_dirname"
@@ -401,7 +402,7 @@ def test_hydras_three_files_are_written_where_they_are_asked_for() -> None:
     assert (output.path, output.folder) == (None, ".hydra")
     files: Any = {name: OmegaConf.to_container(OmegaConf.create(text)) for name, text in output.files.items()}
     assert files["overrides.yaml"] == ["seed=3", "run.name=ann"]
-    assert files["config.yaml"] == {"seed": 0, "optim": {"lr": 0.1}}
+    assert files["config.yaml"]["optim"]["lr"] == 0.1
     assert files["hydra.yaml"]["hydra"]["output_subdir"] == ".hydra"
     assert files["hydra.yaml"]["hydra"]["job"]["name"] == "ann"
     for name in ("code", "../x", ".."):
@@ -431,8 +432,8 @@ def test_more_places_are_searched(tmp_path: Path) -> None:
     assert [point.values["experiment"] for point in points] == ["a", "b", "digits"]
     assert values_of(*own_file(tmp_path / "mine", f"searchpath: ['file://{one}']"), "+experiment=a")["seed"] == 1
     absent = refusal(f"hydra.searchpath=[{tmp_path}/three]").message
-    assert absent == f"hydra.searchpath '{tmp_path}/three' is not a directory"
-    assert refusal("hydra.searchpath=conf").message == "'hydra.searchpath=conf' names no list of places"
+    assert absent == f"hydra.searchpath '{tmp_path}/three' is not there"
+    assert refusal("hydra.searchpath=conf").message == "'hydra.searchpath=conf' is not a list of places"
 
 
 LAUNCHERS = [
@@ -445,10 +446,9 @@ LAUNCHERS = [
         "write +cluster=2x8 cluster.time_limit_min=60 cluster.partition=gpu sweep.max_parallel=4 "
         "cluster.sbatch.mail-type=END instead",
     ),
-    ("submitit_slurm", "hydra.launcher.gres=gpu:a100:4", "write +cluster=1x4 instead"),
-    ("submitit_local", "", "drop it: without +cluster the runs are trained here"),
-    ("joblib", "hydra.launcher.n_jobs=6", "sweep.max_parallel=6 trains several at a time"),
-    ("ray", "", "+cluster=<nodes>x<GPUs per node> goes through Slurm"),
+    ("submitit_local", "", "drop it; +cluster=NODESxGPUS goes through Slurm, without it the runs are trained here"),
+    ("joblib", "hydra.launcher.n_jobs=6", "write sweep.max_parallel=6 instead"),
+    ("ray", "", "+cluster=NODESxGPUS goes through Slurm"),
 ]
 
 
@@ -462,24 +462,24 @@ def test_a_launcher_is_refused_with_its_settings_translated(name: str, words: st
 
 
 REFUSED = [
-    ("hydra.verbose=true", "hydra.verbose=true sets loggers of Hydra's process", "logging.basicConfig"),
-    ("hydra.verbose=[a,b]", "hydra.verbose=['a', 'b'] sets loggers", "`logs RUN`"),
-    ("hydra.job_logging.root.level=DEBUG", "hydra.job_logging sets loggers", "`logs RUN`"),
-    ("hydra/hydra_logging=hydra_debug", "hydra.hydra_logging sets loggers", "hydra/hydra_logging=disabled is what"),
-    ("+hydra.callbacks.mine._target_=my.Callback", "hydra.callbacks.mine would be called around the job", "--wait"),
-    ("hydra.callbacks.mine._target_=my.Callback", "hydra.callbacks.mine would be called around the job", "--wait"),
+    ("hydra.verbose=true", "hydra.verbose sets loggers of Hydra's process", "logging.basicConfig"),
+    ("hydra.verbose=[a,b]", "hydra.verbose sets loggers", "`logs RUN`"),
+    ("hydra.job_logging.root.level=DEBUG", "hydra.job_logging.root.level sets loggers", "`logs RUN`"),
+    ("hydra/hydra_logging=hydra_debug", "hydra.hydra_logging.", "hydra/hydra_logging=disabled are what"),
+    ("+hydra.callbacks.mine._target_=my.Callback", "hydra.callbacks.mine._target_ would be called", "--wait"),
+    ("hydra.callbacks.mine._target_=my.Callback", "hydra.callbacks.mine._target_ would be called", "--wait"),
     ("hydra.job.chdir=true", "hydra.job.chdir=true: the ranks start in the directory", "context.run.path"),
-    ("+hydra.job.env_set.A=1", "hydra.job.env_set.A sets a variable of Hydra's process", "cluster.env.A=VALUE"),
+    ("+hydra.job.env_set.A=1", "hydra.job.env_set.A sets a variable of Hydra's process", "cluster.env.NAME=VALUE"),
     ("hydra.job.env_set={A: 1}", "hydra.job.env_set", "cluster.env."),
-    ("hydra.job.env_copy=[A,B]", "hydra.job.env_copy writes variables with their values", "cluster.export=[A,B]"),
+    ("hydra.job.env_copy=[A,B]", "hydra.job.env_copy writes variables with their values", "cluster.export=[NAME,...]"),
     ("hydra.runtime.cwd=/x", "hydra.runtime.cwd is filled in, not set", "${hydra.runtime.cwd} refers to it"),
     ("hydra.job.num=3", "hydra.job.num is filled in, not set", "refers to it"),
     ("hydra.overrides.task=[a]", "hydra.overrides.task is filled in, not set", "refers to it"),
-    ("hydra.launcher.timeout_min=60", "hydra.launcher.timeout_min: no launcher", "write cluster.time_limit_min=60"),
-    ("hydra.run.nothing=1", "there is no configuration key 'hydra.run.nothing'", "`--hydra-help` lists"),
+    ("hydra.launcher.timeout_min=60", "hydra/launcher=basic: the runs", "write cluster.time_limit_min=60"),
+    ("hydra.run.nothing=1", "there is no configuration key 'hydra.run.nothing'", "`--hydra-help`"),
     ("-m hydra.run.dir=x seed=1,2", "hydra.run.dir is about one run", "hydra.sweep.dir=DIR"),
-    ("hydra.sweep.dir=x", "hydra.sweep.dir is about a sweep", "add -m"),
-    ("hydra.sweep.subdir=x", "hydra.sweep.subdir is about a sweep", "add -m"),
+    ("hydra.sweep.dir=x", "hydra.sweep.dir is about a sweep", "with -m"),
+    ("hydra.sweep.subdir=x", "hydra.sweep.subdir is about a sweep", "with -m"),
     ("-m hydra.sweeper.max_batch_size=3 seed=1,2", "hydra.sweeper.max_batch_size=3 makes", "sweep.max_parallel=3"),
 ]
 
@@ -500,9 +500,9 @@ def test_what_cannot_do_here_what_it_does_there_is_refused(words: str, message: 
 
 
 FILES = [
-    ("verbose: true", "hydra.verbose=true"),
-    ("job_logging: {root: {level: DEBUG}}", "hydra.job_logging sets"),
-    ("callbacks: {mine: {_target_: my.Callback}}", "hydra.callbacks.mine would"),
+    ("verbose: true", "hydra.verbose sets"),
+    ("job_logging: {root: {level: DEBUG}}", "hydra.job_logging."),
+    ("callbacks: {mine: {_target_: my.Callback}}", "hydra.callbacks.mine._target_ would"),
     ("job: {chdir: true}", "hydra.job.chdir=true"),
     ("job: {env_set: {A: b}}", "hydra.job.env_set.A sets"),
     ("job: {env_copy: [HOME]}", "hydra.job.env_copy writes"),

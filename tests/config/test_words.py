@@ -12,7 +12,7 @@ FLAGS = [
     (["--config-dir", "site"], Words(config_dir="site")),
     (["--config-dir=site"], Words(config_dir="site")),
     (["-cd", "site", "-cn", "mine"], Words(config_dir="site", config_name="mine")),
-    (["--cfg", "job", "--resolve"], Words(show="job", resolve=True)),
+    (["--cfg", "job", "--resolve"], Words(cfg="job", resolve=True)),
     (["--info"], Words(info="all")),
     (["--info", "seed=1"], Words(info="all", overrides=["seed=1"])),
     (["--multirun", "--wait"], Words(multirun=True, wait=True)),
@@ -30,7 +30,7 @@ BAD_FLAGS = [
     (["--"], "there is no flag '--'"),
     (["--config-dir"], "the flag --config-dir needs a value"),
     (["--cfg", "everything"], "--cfg 'everything' is not one of its values"),
-    (["--multirun=yes"], "there is no flag '--multirun'"),
+    (["--multirun=yes"], "there is no flag '--multirun=yes'"),
 ]
 
 

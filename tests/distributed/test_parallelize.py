@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.parallel import ParallelLayout
 
 # In a process of its own: a pretended world of 64 must not meet another test's group.
 PROGRAM = """
 import json, sys
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from slurm_train.config.layout import AXES, ParallelLayout
+from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.distributed.parallelize import build_mesh, sharding_mesh
 
 degrees, ranks = json.loads(sys.argv[1]), json.loads(sys.argv[2])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slurm_train.config.frozen import dump_config
-from slurm_train.estimate.plan import Cost, Speed, WorstLoss, estimate_cost, measured_speed, worst_loss
+from slurm_train.estimate.estimate import Cost, Speed, WorstLoss, estimate_cost, measured_speed, worst_loss
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import account_path

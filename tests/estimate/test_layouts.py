@@ -11,7 +11,7 @@ import yaml
 
 from slurm_train.assets import read_asset
 from slurm_train.config.batch import solve_batch
-from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import (
     BatchSection,
     ClusterSection,

@@ -14,7 +14,7 @@ from torch import nn
 
 from slurm_train.assets import read_asset
 from slurm_train.config.batch import BatchPlan
-from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.parallelize import prepare_blocks
 from slurm_train.distributed.pipeline import keep_stages

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slurm_train.config.batch import BatchPlan
-from slurm_train.config.layout import AXES, ParallelLayout
+from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import BatchSection, ClusterSection, DdpSection, ParallelSection, RunConfig, build_config
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch import layout

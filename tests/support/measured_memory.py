@@ -129,7 +129,7 @@ def _allocations(roots: Any) -> list[tuple[int, int, int]]:
 
 def _make_rank(case: dict[str, Any], *, rank: int, ranks: int) -> Any:
     from slurm_train.config.batch import solve_batch
-    from slurm_train.config.layout import solve_layout
+    from slurm_train.config.parallel import solve_layout
     from slurm_train.config.schema import RunConfig, build_config
     from slurm_train.estimate.memory import facts_of
     from tests.support.ranks import make_rank

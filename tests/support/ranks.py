@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from slurm_train.config.batch import BatchPlan, solve_batch
-from slurm_train.config.layout import solve_layout
+from slurm_train.config.parallel import solve_layout
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from slurm_train.config.batch import BatchPlan
-from slurm_train.config.layout import ParallelLayout
+from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.estimate.memory import facts_of, rank_memory
 from slurm_train.train.measure import measure_model

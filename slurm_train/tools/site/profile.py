@@ -1,6 +1,6 @@
 """From Slurm's answers and a person's to a site file, and its text as YAML that a person reads and edits. Pure.
 
-`config.site.read_site` reads what `render_site` writes.
+`config.site_profile.read_site` reads what `render_site` writes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from slurm_train.config.site import SiteFile, SitePartition, SiteQos
+from slurm_train.config.site_profile import SiteFile, SitePartition, SiteQos
 from slurm_train.errors import ConfigError
 from slurm_train.slurm.policy import Association, Partition, Preemption, duration_s, return_in_words
 from slurm_train.slurm.site import SiteFacts, default_account, default_qos, preempting_qos, preemption_in

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from slurm_train.config.schema import ClusterSection, build_config
-from slurm_train.config.site import SiteFile, with_site
+from slurm_train.config.site_profile import SiteFile, with_site
 from slurm_train.slurm.flags import resource_flags, sbatch_line
 from slurm_train.slurm.policy import Partition, Refusal, TestVerdict
 

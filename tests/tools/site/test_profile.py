@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from slurm_train.config.site import SiteFile, read_site
+from slurm_train.config.site_profile import SiteFile, read_site
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import NodeGroup, Partition, parse_sinfo

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from slurm_train.config.site import SiteFile
+from slurm_train.config.site_profile import SiteFile
 from slurm_train.slurm.policy import Refusal, TestVerdict
 from slurm_train.tools.site.profile import build_profile
 from slurm_train.tools.site.trial import trial_script, try_site

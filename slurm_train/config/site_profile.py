@@ -1,4 +1,4 @@
-"""A site file: what a cluster is like, and the values of `cluster.*` that follow from it.
+"""A site's profile, the file that `init` writes: what a cluster is like, and its values of `cluster.*`.
 
 `site=NAME` finds `site/NAME.yaml` in --config-dir or in the user's own folder. Its values fill what the command line
 and other files leave at the default, so that what is typed wins. The result is frozen with the run: no later edit of
@@ -81,12 +81,10 @@ def read_site(mapping: Mapping[str, Any], *, name: str) -> SiteFile:
     where = f"{GROUP} {name}: "
     # A section with nothing below it is null in YAML.
     site = build_config(SiteFile, {key: value for key, value in mapping.items() if value is not None}, path=where)
-    settings = {"": site.cluster} | {f"partitions.{key}.": one.cluster for key, one in site.partitions.items()}
+    settings = {f"partitions.{key}.": one.cluster for key, one in site.partitions.items()} | {"": site.cluster}
     for label, values in settings.items():
-        for key in _NOT_A_SITES:
-            if key in values:
-                message = f"{where}{label}cluster.{key}: the size of a run is typed, not the site's"
-                raise ConfigError(message, hint="+cluster=4x8")
+        if not values.keys().isdisjoint(_NOT_A_SITES):
+            raise ConfigError(f"{where}{label}cluster gives a size, which is typed for each run", hint="+cluster=4x8")
         build_config(ClusterSection, values, path=f"{where}{label}cluster.")
     return site
 
@@ -128,37 +126,14 @@ def settle_site(mapping: dict[Any, Any], choices: Mapping[str, str | None], over
     Raises:
         ConfigError: as `read_site`.
     """
-    found = mapping.get(GROUP)
+    found, name = mapping.get(GROUP), choices.get(GROUP)
     if found is None:
         return
-    name = choices.get(GROUP)
     if name is None or not isinstance(found, Mapping):
-        raise ConfigError(
-            f"site: {found!r} is not a chosen site", hint="write site=NAME, or `- site: NAME` in defaults"
-        )
+        hint = f"on the cluster's login node `python -m slurm_train init {found}` writes it; site=NAME chooses it"
+        raise ConfigError(f"there is no site {found!r}", hint=hint)
     site = read_site(found, name=name)
     mapping[GROUP] = name
-    # Without a cluster the run trains here, and the site has nothing to say.
+    # Without a cluster the run trains here, and the site's values apply to nothing.
     if isinstance(mapping.get("cluster"), Mapping):
         mapping["cluster"] = with_site(mapping["cluster"], site, typed={split_word(word)[1] for word in overrides})
-
-
-def require_site(name: str, folders: Sequence[Path]) -> None:
-    """Does nothing where there is a file for a site.
-
-    Args:
-        name: as typed after `site=`.
-        folders: where configurations are looked for.
-
-    Raises:
-        ConfigError: there is none, with those that there are.
-    """
-    if any((folder / GROUP / f"{name}.yaml").is_file() for folder in folders):
-        return
-    known = sorted({path.stem for folder in folders for path in (folder / GROUP).glob("*.yaml")})
-    looked = ", ".join(str(folder / GROUP) for folder in folders)
-    there_are = f"there are: {', '.join(known)}" if known else "there are none yet"
-    raise ConfigError(
-        f"there is no site {name!r} in {looked}",
-        hint=f"{there_are}; on the cluster's login node `python -m slurm_train init {name}` writes it",
-    )

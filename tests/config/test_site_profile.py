@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from slurm_train.config.compose import Composed, Composer, apply_words, compose, compose_points
+from slurm_train.config.compose import Composed, Composer, apply_words, compose
 from slurm_train.config.schema import ClusterSection
-from slurm_train.config.site import read_site
+from slurm_train.config.site_profile import read_site
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError
 
@@ -84,7 +84,8 @@ def test_memory_per_node_replaces_memory_per_gpu() -> None:
 def test_each_point_of_a_sweep_gets_the_values_of_its_partition() -> None:
     words = read_words(["-m", "+cluster=1x8", "site=big"])
     points = [[*words.overrides, f"cluster.partition={name}"] for name in ("a100", "debug")]
-    limits = [one.config.cluster.time_limit_min for one in compose_points(words, points) if one.config.cluster]
+    found = map(Composer(words).compose, points)
+    limits = [one.config.cluster.time_limit_min for one in found if one.config.cluster]
     assert limits == [1440, 30]
 
 
@@ -137,7 +138,7 @@ def test_show_prints_the_values_that_a_run_would_have(capsys: pytest.CaptureFixt
 def test_an_absent_site_is_an_error_with_those_that_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
         composed("+cluster=1x1", "site=huge")
-    assert "there is no site 'huge'" in caught.value.message
+    assert "there is no configuration 'site/huge'" in caught.value.message
     assert "there are: big" in caught.value.hint and "init huge" in caught.value.hint
 
 
@@ -146,7 +147,7 @@ def test_an_absent_site_is_an_error_with_those_that_there_are() -> None:
     [
         ({"clusters": {}}, "there is no configuration key 'site x: clusters'"),
         ({"cluster": {"acount": "a"}}, "there is no configuration key 'site x: cluster.acount'"),
-        ({"cluster": {"nodes": 4}}, "site x: cluster.nodes: the size of a run is typed"),
+        ({"cluster": {"nodes": 4}}, "site x: cluster gives a size"),
         ({"cluster": {"time_limit_min": "long"}}, "site x: cluster.time_limit_min asks for a whole number"),
         ({"partitions": {"p": {"cpus": 3}}}, "there is no configuration key 'site x: partitions.p.cpus'"),
         ({"partitions": {"p": {"cluster": {"gpu_flag": "g"}}}}, "site x: partitions.p.cluster.gpu_flag='g'"),

@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 
-from slurm_train.config.layout import AXES, Coordinates, ParallelLayout, solve_layout, stage_blocks
+from slurm_train.config.parallel import AXES, Coordinates, ParallelLayout, solve_layout, stage_blocks
 from slurm_train.config.schema import ParallelSection
 from slurm_train.errors import ConfigError
 
