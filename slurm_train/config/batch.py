@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, OptimSection, RunConfig
 from slurm_train.errors import BatchError
+from slurm_train.formatting import shorten
 
 LEAST_SHARE = 4
 """A batch by length has at least a fourth of the mean number of samples, however long they are."""
@@ -101,7 +102,7 @@ def _solve(asked: BatchSection, ranks: int) -> BatchPlan:
         return plan
     unit = ranks * (local or accumulation or 1)
     if total % unit:
-        raise _indivisible(asked, ranks, unit)
+        raise _indivisible(total, ranks, unit)
     rest = total // unit
     return BatchPlan(local_size=local or rest, ranks=ranks, accumulation=rest if local else accumulation or 1)
 
@@ -119,7 +120,7 @@ def recut_batch(global_size: int, *, ranks: int, local_size: int, stages: int = 
         BatchError: the global batch cannot be shared by so many ranks, or fill the pipeline.
     """
     if global_size % ranks:
-        raise _indivisible(BatchSection(global_size=global_size), ranks, ranks)
+        raise _indivisible(global_size, ranks, ranks)
     share = global_size // ranks
     if share < stages:
         raise BatchError(
@@ -131,22 +132,12 @@ def recut_batch(global_size: int, *, ranks: int, local_size: int, stages: int = 
     return BatchPlan(local_size=local, ranks=ranks, accumulation=share // local)
 
 
-def _indivisible(asked: BatchSection, ranks: int, unit: int) -> BatchError:
-    total = asked.global_size or 0
-    factors = f"{ranks} ranks"
-    if asked.local_size:
-        factors += f" x {asked.local_size} local"
-    elif asked.accumulation:
-        factors += f" x {asked.accumulation} accumulation"
+def _indivisible(total: int, ranks: int, unit: int) -> BatchError:
     sizes = [str(size) for size in nearest_multiples(total, unit) if size]
-    hint = f"set batch.global_size={' or '.join(sizes)}"
-    share, rest = divmod(total, unit // ranks)
-    if not rest:
-        divisors = {d for k in range(1, math.isqrt(share) + 1) if share % k == 0 for d in (k, share // k)}
-        nearest = sorted(divisors, key=lambda d: (abs(d - ranks), d))[:2]
-        hint += f", or use {' or '.join(map(str, sorted(nearest)))} ranks"
+    others = f" x {unit // ranks} (batch.local_size or batch.accumulation)" if unit > ranks else ""
     return BatchError(
-        f"batch.global_size={total} cannot be split over {factors} ({unit} does not divide it)", hint=hint
+        f"batch.global_size={total} cannot be split over {ranks} ranks{others}",
+        hint=f"set batch.global_size={' or '.join(sizes)}",
     )
 
 
@@ -187,39 +178,34 @@ def check_batch(config: RunConfig, plan: BatchPlan, *, layout: ParallelLayout, r
             hint=f"set batch.global_size to {LEAST_SHARE * parts} or more, or lower batch.accumulation",
         )
     if shares != "even":
-        if conflict := _conflict(config, layout):
-            raise BatchError(f"batch.shares={_shown(shares)} was asked with {conflict[0]}", hint=conflict[1])
+        for is_so, what, hint in _conflicts(config, layout):
+            if is_so:
+                raise BatchError(f"batch.shares={_shown(shares)} was asked with {what}", hint=hint)
         planned_sizes(config, plan, ranks_per_node=ranks_per_node)
 
 
-def _conflict(config: RunConfig, layout: ParallelLayout) -> tuple[str, str] | None:
-    """Returns what unequal shares do not go with, and what to do."""
-    if not layout.is_replicated:
-        return f"a layout of {layout}, and is for whole replicas", "leave batch.shares at even, or use dp_replicate"
-    if config.batch.by_length:
-        return "batch.by_length=true, which shares out by length", "leave one of the two out"
-    if config.ddp.comm == "post_local_sgd":
-        what = "ddp.comm=post_local_sgd, whose averages give every node the same weight"
-        return what, "leave batch.shares at even, or choose another ddp.comm"
-    if config.batch.shares == "measured" and config.train.deterministic:
-        what = "train.deterministic=true, and what is measured differs from start to start"
-        return what, "give weights, e.g. batch.shares=[2,1]"
-    if config.batch.shares != "measured" and config.cluster is not None and config.cluster.launcher == "torchrun":
-        what = "cluster.launcher=torchrun, which numbers the nodes anew at each start"
-        return what, "use batch.shares=measured, or cluster.launcher=srun"
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class PassCost:
-    """What a rank takes for a forward and backward pass: a straight line."""
-
-    fixed: float
-    per_sample: float
-
-    def of(self, samples: int) -> float:
-        """Returns what so many samples take."""
-        return self.fixed + self.per_sample * samples
+def _conflicts(config: RunConfig, layout: ParallelLayout) -> list[tuple[bool, str, str]]:
+    """Returns what unequal shares exclude: whether it is asked for, what it is, and what to do."""
+    is_measured, cluster = config.batch.shares == "measured", config.cluster
+    return [
+        (not layout.is_replicated, f"a layout of {layout}", "leave batch.shares at even, or use dp_replicate alone"),
+        (config.batch.by_length, "batch.by_length=true, which shares out by length", "leave one of the two out"),
+        (
+            config.ddp.comm == "post_local_sgd",
+            "ddp.comm=post_local_sgd, whose averages give every node the same weight",
+            "leave batch.shares at even, or choose another ddp.comm",
+        ),
+        (
+            is_measured and config.train.deterministic,
+            "train.deterministic=true, and what is measured differs from start to start",
+            "give weights, e.g. batch.shares=[2,1]",
+        ),
+        (
+            not is_measured and cluster is not None and cluster.launcher == "torchrun",
+            "cluster.launcher=torchrun, which numbers the nodes anew at each start",
+            "use batch.shares=measured, or cluster.launcher=srun",
+        ),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,24 +219,27 @@ class Choice:
     """The slowest rank's pass with these shares, as expected."""
 
 
-def assign_samples(total: int, costs: Sequence[PassCost], *, most: Sequence[int] | None = None) -> tuple[int, ...]:
+def assign_samples(
+    total: int, costs: Sequence[tuple[float, float]], *, most: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Returns how many of `total` samples each rank gets, at least one each, so that the slowest finishes soonest.
 
     Args:
         total: at least one per rank, and not more than `most` allows.
-        costs: of each rank.
+        costs: of each rank, the fixed part of a pass and what a sample adds to it, in any unit of time.
         most: samples that each rank can take; None: any number.
     """
     limits = [total] * len(costs) if most is None else most
     assert len(costs) <= total <= sum(limits), f"{total} samples for {len(costs)} ranks of at most {limits}"
     sizes = [1] * len(costs)
-    waiting = [(cost.of(2), rank) for rank, cost in enumerate(costs) if limits[rank] > 1]
+    waiting = [(fixed + 2 * each, rank) for rank, (fixed, each) in enumerate(costs) if limits[rank] > 1]
     heapq.heapify(waiting)
     for _ in range(total - len(costs)):
         _, rank = heapq.heappop(waiting)
         sizes[rank] += 1
         if sizes[rank] < limits[rank]:
-            heapq.heappush(waiting, (costs[rank].of(sizes[rank] + 1), rank))
+            fixed, each = costs[rank]
+            heapq.heappush(waiting, (fixed + (sizes[rank] + 1) * each, rank))
     return tuple(sizes)
 
 
@@ -298,7 +287,7 @@ def sizes_by_weight(weights: Sequence[float], plan: BatchPlan, *, ranks_per_node
             f"batch.shares={_shown(weights)} has a weight that is not above 0",
             hint="give how fast a rank of each node is, e.g. [2,1]; leave a node that is to have no samples out",
         )
-    return assign_samples(plan.local_size * plan.ranks, [PassCost(0.0, 1 / weight) for weight in of_ranks])
+    return assign_samples(plan.local_size * plan.ranks, [(0.0, 1 / weight) for weight in of_ranks])
 
 
 def sizes_by_speed(seconds: Sequence[tuple[float, float]], plan: BatchPlan) -> Choice:
@@ -319,11 +308,11 @@ def sizes_by_speed(seconds: Sequence[tuple[float, float]], plan: BatchPlan) -> C
     for once, double in seconds:
         # Noise may make the line fall, or begin below nothing.
         per_sample = min(max((double - once) / local, 0.0), once / local)
-        costs.append(PassCost(once - per_sample * local, per_sample))
+        costs.append((once - per_sample * local, per_sample))
     most = [MOST * local if double < math.inf else local for _, double in seconds]
     sizes = assign_samples(local * plan.ranks, costs, most=most)
     equal_s = max(once for once, _ in seconds)
-    chosen_s = max(cost.of(size) for cost, size in zip(costs, sizes, strict=True))
+    chosen_s = max(fixed + each * size for (fixed, each), size in zip(costs, sizes, strict=True))
     if chosen_s > (1 - _LEAST_GAIN) * equal_s:
         return Choice(sizes=equal, equal_s=equal_s, chosen_s=equal_s)
     return Choice(sizes=sizes, equal_s=equal_s, chosen_s=chosen_s)
@@ -349,8 +338,7 @@ def sizes_in_words(
             text += f" ({' to '.join(times)} ms)"
         parts.append(text)
         first += ranks
-    more = len(parts) - _NODES_NAMED
-    return ", ".join(parts[:_NODES_NAMED]) + (f" and {more} more nodes" if more > 0 else "")
+    return shorten(parts, _NODES_NAMED)
 
 
 def _shown(shares: str | Sequence[float]) -> str:

@@ -355,7 +355,7 @@ _SAID: Mapping[str, tuple[str, str]] = {
         "every such module is imported when a configuration is composed",
     ),
     r"Interpolation key '(.*?)' not found": (
-        "${{{0}}} refers to a key that there is not",
+        "${{{0}}} refers to no key",
         "`--cfg job` prints every key",
     ),
     r"Could not find 'hydra/launcher/(\w+)'": (

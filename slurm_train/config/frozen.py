@@ -22,7 +22,7 @@ from typing import Any, Literal
 import yaml
 
 from slurm_train.assets import asset_dir
-from slurm_train.config.schema import ClusterSection, RunConfig, build_config, flat, to_mapping
+from slurm_train.config.schema import RunConfig, build_config, flat, nested, to_mapping
 from slurm_train.errors import RunError
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -208,7 +208,7 @@ def all_changes(
     """
     before = trained_settings(old, global_size=old_global_size) if trained is None else trained
     found = training_changes(before, trained_settings(new, global_size=new_global_size))
-    others = _pairs(flat(to_mapping(old)), flat(to_mapping(new)))
+    others = _pairs(to_mapping(old), to_mapping(new))
     return found + [Change(key, was, now, "harmless") for key, was, now in others if _is_left_out(key)]
 
 
@@ -223,8 +223,8 @@ def differences(
         old_global_size: its samples per optimizer step, None where they are its own code's.
         new_global_size: likewise.
     """
-    before, after = flat(to_mapping(old)), flat(to_mapping(new))
-    before["batch.global_size"], after["batch.global_size"] = old_global_size, new_global_size
+    before, after = to_mapping(old), to_mapping(new)
+    before["batch"]["global_size"], after["batch"]["global_size"] = old_global_size, new_global_size
     return [
         Change(key, was, now, "harmless" if _is_left_out(key) or key in _DATA_HARMLESS else "training")
         for key, was, now in _pairs(before, after)
@@ -238,7 +238,7 @@ def training_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Cha
     """
     found = [
         Change(key, was, now, _kind_of(key, old, new))
-        for key, was, now in _pairs(old, new)
+        for key, was, now in _pairs(nested(old), nested(new))
         if (key in old and key in new) or key.split(".")[0] in _OPEN
     ]
     # Of a model or data set that was replaced the keywords say nothing.
@@ -269,21 +269,14 @@ def _kind_of(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Kind:
     return "harmless" if moved or key in _DATA_HARMLESS else "training"
 
 
-def _pairs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _pairs(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yields key, old and new value of what differs; a section that is null on one side counts as one key."""
-    keys = [*old, *(key for key in new if key not in old)]
-    holders = {key[: match.start()] for key in keys for match in re.finditer(r"\.", key)}
-    absent = [key for key in holders & {*keys} if None in (old.get(key, ""), new.get(key, ""))]
-    kept = (key for key in keys if key not in holders and not any(is_below(key, section) for section in absent))
-    for key in [*sorted(absent), *kept]:
-        was, now = _value_of(old, key), _value_of(new, key)
-        if was != now:
-            yield key, was, now
-
-
-def _value_of(values: Mapping[str, Any], key: str) -> Any:
-    below = {name[len(key) + 1 :]: value for name, value in values.items() if name.startswith(f"{key}.")}
-    return values.get(key, below or None)
+    for key in {**old, **new}:
+        was, now = old.get(key), new.get(key)
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            yield from _pairs(was, now, f"{prefix}{key}.")
+        elif was != now:
+            yield f"{prefix}{key}", was, now
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,26 +302,24 @@ def list_settings(config: Mapping[str, Any]) -> list[Setting]:
         config: the mapping in a run's config.yaml.
     """
     conf, values = asset_dir("conf"), flat(config)
-    defaults = flat(to_mapping(RunConfig())) | flat(_read_shipped(conf / "config.yaml"))
+    defaults = _read_shipped(conf / "config.yaml")
     for group in ("model", "data"):
         target = chosen.get("_target_") if isinstance(chosen := config.get(group), Mapping) else None
-        files = (_read_shipped(path) for path in sorted((conf / group).glob("*.yaml")))
-        shipped = next((one for one in files if target is not None and one.get("_target_") == target), {})
-        defaults |= flat({group: shipped})
+        files = map(_read_shipped, sorted((conf / group).glob("*.yaml")))
+        defaults[group] = next((one for one in files if target is not None and one["_target_"] == target), {})
     if config.get("cluster"):
         # Its size has no default: every run has its own.
-        size = ("nodes", "gpus_per_node")
-        cluster = to_mapping(ClusterSection()) | _read_shipped(conf / "cluster" / "base.yaml")
-        defaults |= flat({"cluster": {key: value for key, value in cluster.items() if key not in size}})
-    references = {key: re.fullmatch(r"\$\{([\w.]+)\}", str(value)) for key, value in defaults.items()}
-    defaults |= {key: values.get(match[1], match[0]) for key, match in references.items() if match}
-    defaults = {key: value for key, value in defaults.items() if value != "???"}
+        defaults["cluster"] = _read_shipped(conf / "cluster" / "base.yaml")
+        del defaults["cluster"]["nodes"], defaults["cluster"]["gpus_per_node"]
+    known = {key: value for key, value in flat(defaults).items() if value != "???"}
+    references = {key: re.fullmatch(r"\$\{([\w.]+)\}", str(value)) for key, value in known.items()}
+    known |= {key: values.get(match[1], match[0]) for key, match in references.items() if match}
     return [
-        Setting(key, value, is_chosen=key not in defaults or defaults[key] != value, default=defaults.get(key))
+        Setting(key, value, is_chosen=key not in known or known[key] != value, default=known.get(key))
         for key, value in values.items()
     ]
 
 
 def _read_shipped(path: Path) -> dict[str, Any]:
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     return {key: value for key, value in values.items() if key not in ("defaults", "hydra")}

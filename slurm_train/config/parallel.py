@@ -16,8 +16,6 @@ from typing import NamedTuple
 from slurm_train.config.schema import ParallelSection
 from slurm_train.errors import ConfigError
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
 
 class Coordinates(NamedTuple):
     """A rank's place on each axis, from 0."""
@@ -28,8 +26,8 @@ class Coordinates(NamedTuple):
     cp: int
     tp: int
 
-    def __str__(self) -> str:
-        return " ".join(f"{axis}={place}" for axis, place in zip(AXES, self, strict=True))
+
+AXES = Coordinates._fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +48,7 @@ class ParallelLayout:
     @property
     def degrees(self) -> tuple[int, ...]:
         """The degrees in the order of `AXES`."""
-        return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+        return tuple(getattr(self, axis) for axis in AXES)
 
     @property
     def world_size(self) -> int:
@@ -150,28 +148,19 @@ def solve_layout(asked: ParallelSection, *, world_size: int) -> ParallelLayout:
     """Returns the layout that was asked for on so many ranks; one degree may be -1: what is left.
 
     Raises:
-        ConfigError: two degrees are open, or degrees that do not multiply up to the world.
+        ConfigError: two degrees are -1, or degrees that do not multiply up to the world.
     """
     degrees = {axis: getattr(asked, axis) for axis in AXES}
     left = [axis for axis, degree in degrees.items() if degree == -1]
-    if len(left) > 1:
-        names = " and ".join(f"parallel.{axis}=-1" for axis in left)
-        raise ConfigError(
-            f"{names} are both left open; only one can be solved",
-            hint=f"set parallel.{left[0]}=1" + (" (its default is -1)" if left[0] == "dp_replicate" else ""),
-        )
     given = math.prod(degree for degree in degrees.values() if degree != -1)
-    if left and world_size % given == 0:
-        degrees[left[0]] = world_size // given
-    layout = ParallelLayout(**{axis: abs(degree) for axis, degree in degrees.items()})
-    if layout.world_size != world_size:
-        need = f"a multiple of {given}" if left else str(given)
-        hint = "change the number of ranks (cluster.nodes, cluster.gpus_per_node, run.processes) or a degree"
+    if len(left) > 1 or (world_size % given if left else world_size != given):
+        shown = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree != 1) or "one rank"
         raise ConfigError(
-            f"parallel asks for {layout}, which needs {need} ranks; there are {world_size}",
-            hint=hint + ("" if left else "; parallel.dp_replicate=-1 takes what is left"),
+            f"parallel asks for {shown}, and there are {world_size} ranks",
+            hint="the degrees multiply to the number of ranks, and one may be -1 (dp_replicate is, by default): "
+            "change a degree, or the ranks (cluster.nodes, cluster.gpus_per_node, run.processes)",
         )
-    return layout
+    return ParallelLayout(**degrees | dict.fromkeys(left, world_size // given))
 
 
 def stage_blocks(num_blocks: int, *, stage: int, num_stages: int) -> range:

@@ -8,6 +8,7 @@ asked.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -510,96 +511,64 @@ def all_keys(cls: type[Any], *, prefix: str = "") -> Mapping[str, Any]:
     return keys
 
 
-class _OutOfRange(ConfigError):
-    """A value of the right type that its field does not take."""
-
-
-# How a type is called in messages, and how a value of it is typed.
+# How a type is called in messages, and an example of a value as it is typed.
 _TYPES: Mapping[Any, tuple[str, str]] = {
-    int: ("a whole number", ", written like 8"),
-    float: ("a number", ", written like 0.5 or 1e-3"),
-    str: ("a text", ""),
-    bool: ("true or false", ""),
-    list: ("a list", ", written like [a,b]"),
-    dict: ("a mapping", ", written like {name:value}"),
+    int: ("a whole number", "8"),
+    float: ("a number", "1e-3"),
+    str: ("a text", "text"),
+    bool: ("true or false", "true"),
+    list: ("a list", "[a,b]"),
+    dict: ("a mapping", "{a:1}"),
+    type(None): ("null", "null"),
 }
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
     origin, options = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return value
-    if origin is Annotated:
-        number, bound = _convert(options[0], value, path), options[1]
-        if not bound.holds(number):
-            hint = f"set {path} {bound}" if bound.is_open else f"set {path} to {bound.least:g} or more"
-            raise _OutOfRange(f"{path} must be {bound}, got {number:g}", hint=hint)
-        return number
     if origin in (Union, types.UnionType):
-        return _convert_union(options, value, path)
-    if origin is Literal:
-        if value not in options:
-            values = ", ".join(map(str, options))
-            raise ConfigError(f"{path}={value!r} is not one of its values", hint=f"use one of {values}")
-        return value
-    is_section = dataclasses.is_dataclass(hint)
-    if is_section or origin is dict:
-        if not isinstance(value, Mapping):
-            raise _type_error(path, value, dict)
-        mapping = {str(key): item for key, item in value.items()}
-        if is_section:
-            return build_config(hint, mapping, path=f"{path}.")
+        if value is None and type(None) in options:
+            return None
+        candidates = [option for option in options if option is not type(None)]
+        if len(candidates) == 1 and isinstance(value, (Mapping, list)):
+            return _convert(candidates[0], value, path)
+        for option in candidates:
+            if option is str and not isinstance(value, str):
+                continue  # a number was meant for another option, and is out of its range
+            with contextlib.suppress(ConfigError):
+                return _convert(option, value, path)
+    elif origin is Annotated:
+        with contextlib.suppress(ConfigError):
+            if options[1].holds(number := _convert(options[0], value, path)):
+                return number
+    elif dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
+        return build_config(hint, {str(key): item for key, item in value.items()}, path=f"{path}.")
+    elif origin is dict and isinstance(value, Mapping):
         # Of a mapping of sections, one with nothing below it is null in YAML.
-        inner = options[1]
-        has_sections = dataclasses.is_dataclass(inner)
-        items = ((key, {} if has_sections and item is None else item) for key, item in mapping.items())
-        return {key: _convert(inner, item, f"{path}.{key}") for key, item in items}
-    if origin is list:
-        if not isinstance(value, (list, tuple)):
-            raise _type_error(path, value, list)
+        empty: Any = {} if dataclasses.is_dataclass(options[1]) else None
+        items = ((str(key), empty if item is None else item) for key, item in value.items())
+        return {key: _convert(options[1], item, f"{path}.{key}") for key, item in items}
+    elif origin is list and isinstance(value, (list, tuple)):
         return [_convert(options[0], item, f"{path}[{index}]") for index, item in enumerate(value)]
-    if type(value) is hint:
+    elif hint is Any or type(value) is hint or (origin is Literal and value in options):
         return value
-    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        try:
+    elif hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
             return float(value)
-        except ValueError:
-            raise _type_error(path, value, float) from None
-    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
-    raise _type_error(path, value, hint)
+    asked, example = _describe(hint)
+    raise ConfigError(f"{path} must be {asked}, got {value!r}", hint=f'for example "{path}={example}"')
 
 
-def _convert_union(options: tuple[Any, ...], value: Any, path: str) -> Any:
-    if value is None and type(None) in options:
-        return None
-    candidates = [option for option in options if option is not type(None)]
-    for option in candidates:
-        try:
-            return _convert(option, value, path)
-        except _OutOfRange as err:
-            others = [f" or to {word}" for word in _other_words(options)]
-            raise _OutOfRange(err.message, hint=f"{err.hint},{''.join(others)}" if others else err.hint) from None
-        except ConfigError:
-            if len(candidates) == 1:
-                raise
-    raise _type_error(path, value, *candidates)
-
-
-def _other_words(options: tuple[Any, ...]) -> list[str]:
-    """Returns what a field takes besides numbers, e.g. ["auto", "null"]."""
-    words = [str(word) for option in options if get_origin(option) is Literal for word in get_args(option)]
-    return words + ["null"] * (type(None) in options)
-
-
-def _type_error(path: str, value: Any, *asked: Any) -> ConfigError:
-    kinds = [get_args(one)[0] if get_origin(one) is Annotated else get_origin(one) or one for one in asked]
-    names = [
-        " or ".join(map(str, get_args(one))) if kind is Literal else _TYPES.get(kind, (str(kind), ""))[0]
-        for one, kind in zip(asked, kinds, strict=True)
-    ]
-    example = f"set {path}=...{_TYPES[kinds[0]][1] if len(kinds) == 1 and kinds[0] in _TYPES else ''}"
-    if kinds == [list] and isinstance(value, str):
-        # A script is typed as a shell would take it.
-        example = f'write "{path}=[{",".join(value.split())}]", with the quotes, since the shell reads brackets'
-    return ConfigError(f"{path} asks for {' or '.join(names)}, found {value!r} ({type(value).__name__})", hint=example)
+def _describe(hint: Any) -> tuple[str, str]:
+    """Returns what a field takes and an example, e.g. ("a whole number, at least 1, or null", "8")."""
+    origin, options = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        asked, example = _describe(options[0])
+        return f"{asked}, {options[1]}", example
+    if origin is Literal:
+        return " or ".join(map(str, options)), str(options[0])
+    if origin in (Union, types.UnionType):
+        described = [_describe(option) for option in options]
+        return ", or ".join(asked for asked, _ in described), described[0][1]
+    return _TYPES.get(origin or hint, _TYPES[dict])

@@ -3,8 +3,8 @@
 `{_target_: "my_pkg.Model", width: 64}` becomes `my_pkg.Model(width=64)` in the ranks (`instantiate`). On the login
 node, where there may be no time for torch and no GPU, `require_target` finds modules as Python would, but reads their
 source instead of running it. A name that cannot be found and a keyword that is not accepted are the user's typing
-mistakes, and are answered with the nearest names. What a source does not say plainly (a star import, a compiled module,
-`**kwargs`, a decorator, a name that is bound twice) is left to the ranks.
+mistakes, and are answered with the names that there are. What a source does not say plainly (a star import, a compiled
+module, a decorator, a name that is bound twice) is left to the ranks.
 
 What acts on the machine instead of building a part of a run is refused. This catches a slip and the lazy attack, it is
 no wall: a configuration names code, a script and lines of shell anyway, so one from somebody else deserves the look
@@ -19,11 +19,9 @@ import difflib
 import functools
 import importlib
 import inspect
-import pkgutil
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -34,8 +32,8 @@ TARGET = "_target_"
 # What Hydra's instantiate takes beside the keywords. Values are plain Python here, as with `_convert_: all`.
 _DIRECTIONS = (TARGET, "_partial_", "_args_", "_recursive_", "_convert_")
 # What the toolkit takes out of the mapping before the call, or puts into it.
-_TAKEN = {"data": frozenset({"heldout", "num_workers", "collate", "keyed_randomness"})}
-_GIVEN = {"data": frozenset({"split"}), "task": frozenset({"context"})}
+_TAKEN = {"data": ("heldout", "num_workers", "collate", "keyed_randomness")}
+_GIVEN = {"data": "split", "task": "context"}
 
 # Of the standard library, what computes; the rest reads, writes, starts or imports things.
 # fmt: off
@@ -60,16 +58,6 @@ _LOADERS = (
 _OWN_ROOMS = ("slurm_train.models.", "slurm_train.data.")
 
 
-@dataclass(frozen=True, slots=True)
-class _Signature:
-    """Parameters of a callable that may be given by name."""
-
-    names: tuple[str, ...]
-    required: frozenset[str]
-    is_open: bool = False
-    """Whether it takes any keyword."""
-
-
 def resolve_target(path: str) -> Any:
     """Returns what a dotted path names, e.g. "my_pkg.models.Encoder".
 
@@ -83,14 +71,9 @@ def resolve_target(path: str) -> Any:
     for index, word in enumerate(rest):
         if not hasattr(found, word):
             owner = ".".join(words[: len(words) - len(rest) + index])
-            # Modules of a package that is not imported yet count as well.
-            inner = [one.name for one in pkgutil.iter_modules(found.__path__)] if hasattr(found, "__path__") else []
-            names = [name for name in sorted({*dir(found), *inner}) if not name.startswith("_")]
-            close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
-            raise ConfigError(
-                f"{TARGET}={path}: {owner} has no {word!r}",
-                hint=f"did you mean {', '.join(close)}?" if close else f"see python -c 'help(\"{owner}\")'",
-            )
+            close = difflib.get_close_matches(word, dir(found), n=3, cutoff=0.5)
+            hint = f"did you mean {', '.join(close)}?" if close else f"see python -c 'help(\"{owner}\")'"
+            raise ConfigError(f"{TARGET}={path}: {owner} has no {word!r}", hint=hint)
         found = getattr(found, word)
     # The path may lead around: `my_package.os.system`, or a name that was imported there.
     name = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
@@ -111,16 +94,15 @@ def instantiate(mapping: Mapping[str, Any], **extra: Any) -> Any:
         ConfigError: the target cannot be found or called, or a keyword is unknown or missing.
     """
     target = callable_target(mapping)
-    is_recursive, is_partial = mapping.get("_recursive_", True), bool(mapping.get("_partial_"))
-    words = {
-        key: _build_nested(value) if is_recursive else value for key, value in mapping.items() if key not in _DIRECTIONS
-    }
-    words |= extra
-    positional = [_build_nested(value) if is_recursive else value for value in mapping.get("_args_") or ()]
+    is_partial = bool(mapping.get("_partial_"))
+    own = {key: value for key, value in mapping.items() if key not in _DIRECTIONS}
+    positional: list[Any] = list(mapping.get("_args_") or ())
+    if mapping.get("_recursive_", True):
+        own, positional = _build_nested(own), _build_nested(positional)
+    keywords = own | extra
     if (signature := _signature_of(target)) is not None:
-        names = signature.names
-        _check_keywords(mapping[TARGET], signature, words, needed=() if is_partial else names[len(positional) :])
-    return functools.partial(target, *positional, **words) if is_partial else target(*positional, **words)
+        _check_call(mapping[TARGET], signature, positional, keywords, is_partial=is_partial)
+    return functools.partial(target, *positional, **keywords) if is_partial else target(*positional, **keywords)
 
 
 def callable_target(mapping: Mapping[str, Any]) -> Callable[..., Any]:
@@ -147,7 +129,7 @@ def callable_target(mapping: Mapping[str, Any]) -> Callable[..., Any]:
 def accepts_keyword(target: Callable[..., Any], name: str) -> bool:
     """Returns whether a callable has a parameter of this very name."""
     signature = _signature_of(target)
-    return signature is not None and name in signature.names
+    return signature is not None and name in signature.parameters
 
 
 def _build_nested(value: Any) -> Any:
@@ -192,43 +174,28 @@ def _import(path: str, name: str) -> types.ModuleType | None:
         ) from err
 
 
-def _signature_of(target: Callable[..., Any]) -> _Signature | None:
+def _signature_of(target: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        parameters = list(inspect.signature(target).parameters.values())
+        return inspect.signature(target)
     except (TypeError, ValueError):  # some built-in types have none
         return None
-    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    return _Signature(
-        names=tuple(one.name for one in named),
-        required=frozenset(one.name for one in named if one.default is one.empty),
-        is_open=any(one.kind is one.VAR_KEYWORD for one in parameters),
-    )
 
 
-def _check_keywords(
-    target: str, signature: _Signature, words: Collection[str], *, needed: Collection[str], key: str = ""
+def _check_call(
+    target: str,
+    signature: inspect.Signature,
+    positional: Sequence[Any],
+    keywords: Mapping[str, Any],
+    *,
+    is_partial: bool,
 ) -> None:
-    """Refuses keywords that the call would refuse, in the user's terms; the rest is the callable's own affair.
-
-    Args:
-        target: the path, for messages.
-        signature: what it takes.
-        words: the keywords.
-        needed: parameters that have to be given by name unless they have a default.
-        key: where the mapping is in the configuration, e.g. "model"; "" where that is not known.
-    """
-    prefix = f"{key}." if key else ""
-    names = [name for name in signature.names if name not in _GIVEN.get(key, ())]
-    unknown = [] if signature.is_open else [word for word in words if word not in signature.names]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0.5)
-        raise ConfigError(
-            f"{target} does not take {unknown[0]!r}; it takes {', '.join(names) or 'no keywords'}",
-            hint=f"did you mean {prefix}{near[0]}?" if near else f"leave {prefix}{unknown[0]} out",
-        )
-    missing = [name for name in names if name in needed and name in signature.required and name not in words]
-    if missing:
-        raise ConfigError(f"{target} needs {', '.join(missing)}", hint=f"set {prefix}{missing[0]}=<value>")
+    """Refuses a call that Python would refuse."""
+    bind = signature.bind_partial if is_partial else signature.bind
+    try:
+        bind(*positional, **keywords)
+    except TypeError as err:
+        names = ", ".join(signature.parameters) or "nothing"
+        raise ConfigError(f"{target} {err}", hint=f"it takes {names}") from err
 
 
 def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Sequence[str]) -> None:
@@ -266,9 +233,10 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
             hint=f"did you mean {module}.{near[0]}?" if near else f"it is looked for in {spec.origin}",
         )
     if len(rest) == 1 and (signature := _read_signature(tree, rest[0])) is not None:
-        given = [word for word in mapping if word not in _TAKEN.get(key, ()) and not str(word).startswith("_")]
-        needed = () if mapping.get("_args_") or mapping.get("_partial_") else signature.names
-        _check_keywords(target, signature, given, needed=needed, key=key)
+        given = {name: None for name in mapping if name not in (*_TAKEN.get(key, ()), *_DIRECTIONS)}
+        given |= {name: None for name in signature.parameters if name == _GIVEN.get(key)}
+        positional, is_partial = mapping.get("_args_") or (), bool(mapping.get("_partial_"))
+        _check_call(f"{key}.{TARGET}={target}", signature, positional, given, is_partial=is_partial)
 
 
 def _targets_in(value: Any) -> Iterator[str]:
@@ -321,7 +289,7 @@ def _names_bound(tree: ast.AST) -> set[str]:
     return names
 
 
-def _read_signature(tree: ast.Module, name: str) -> _Signature | None:
+def _read_signature(tree: ast.Module, name: str) -> inspect.Signature | None:
     """Returns what the class or function of that name takes, None where its source does not say plainly."""
     found = [node for node in tree.body if getattr(node, "name", None) == name]
     if len(found) != 1 or any(name in _names_bound(node) for node in tree.body if node is not found[0]):
@@ -333,17 +301,15 @@ def _read_signature(tree: ast.Module, name: str) -> _Signature | None:
         if node.decorator_list or node.keywords or len(made) != 1:
             return None
         node = made[0]
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.decorator_list or node.args.kwarg:
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.decorator_list:
         return None
-    given = node.args
-    positional = [one.arg for one in (*given.posonlyargs, *given.args)][is_class:]
-    by_name = [one.arg for one in given.args][is_class and not given.posonlyargs :]
-    without_default = positional[: len(positional) - len(given.defaults)]
-    without_default += [
-        one.arg for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None
-    ]
-    names = (*by_name, *(one.arg for one in given.kwonlyargs))
-    return _Signature(names, frozenset(without_default) & frozenset(names))
+    # The names and which of them have a default: no expression of the source is evaluated.
+    none, given = ast.Constant(None), node.args
+    given.defaults = [none for _ in given.defaults]
+    given.kw_defaults = [default and none for default in given.kw_defaults]
+    header = ast.fix_missing_locations(ast.Expression(ast.Lambda(given, none)))
+    signature = inspect.signature(eval(compile(header, "<header>", "eval"), {}))
+    return signature.replace(parameters=list(signature.parameters.values())[is_class:])
 
 
 def _split_path(path: str, owner: str = "") -> list[str]:

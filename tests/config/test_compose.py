@@ -128,8 +128,8 @@ SEVERAL = "has several values, and makes a run of each only with -m (--multirun)
 REFUSALS = [
     ("++optim.lrr=3", "there is no configuration key 'optim.lrr'", "did you mean optim.lr or"),
     ("model.widht=3", "there is no configuration key 'model.widht'", "did you mean model.width or"),
-    ("optim.lr=abc", "optim.lr asks for a number, found 'abc' (str)", "set optim.lr=..., written like 0.5 or 1e-3"),
-    ("train.max_steps=0", "train.max_steps must be at least 1, got 0", "set train.max_steps to 1 or more"),
+    ("optim.lr=abc", "optim.lr must be a number, got 'abc'", 'for example "optim.lr=1e-3"'),
+    ("train.max_steps=0", "train.max_steps must be a whole number, at least 1, got 0", "for example"),
     (
         "model=gptt",
         "there is no configuration 'model/gptt'",
@@ -287,7 +287,7 @@ CONFIG = composed("+cluster=4x8").config
         ("optim.lrr=1", "did you mean optim.lr"),
         ("model.widht=1", "did you mean model.width"),
         ("optim.lr=1,2", "optim.lr has several values"),
-        ("optim.lr=fast", "optim.lr asks for a number"),
+        ("optim.lr=fast", "optim.lr must be a number"),
         ("nonsense", "neither a verb nor a setting"),
     ],
 )

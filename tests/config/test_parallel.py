@@ -28,10 +28,10 @@ def test_what_is_left_open_is_solved(asked: dict[str, int], ranks: int, expected
 @pytest.mark.parametrize(
     ("asked", "ranks", "message"),
     [
-        ({"dp_shard": -1}, 4, "parallel.dp_replicate=-1 and parallel.dp_shard=-1 are both left open"),
-        ({"tp": 3}, 4, "parallel asks for tp 3, which needs a multiple of 3 ranks; there are 4"),
-        ({"dp_replicate": 2, "tp": 4}, 4, "parallel asks for dp_replicate 2 x tp 4, which needs 8 ranks; there are 4"),
-        ({"dp_replicate": 1}, 4, "parallel asks for one rank, which needs 1 ranks; there are 4"),
+        ({"dp_shard": -1}, 4, "parallel asks for dp_replicate -1 x dp_shard -1, and there are 4 ranks"),
+        ({"tp": 3}, 4, "parallel asks for dp_replicate -1 x tp 3, and there are 4 ranks"),
+        ({"dp_replicate": 2, "tp": 4}, 4, "parallel asks for dp_replicate 2 x tp 4, and there are 4 ranks"),
+        ({"dp_replicate": 1}, 4, "parallel asks for one rank, and there are 4 ranks"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused(asked: dict[str, int], ranks: int, message: str) -> None:

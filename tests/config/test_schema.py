@@ -63,38 +63,42 @@ def test_values_that_fit_are_taken(key: str, value: object, expected: object) ->
 
 
 REFUSED = [
-    ("number", 3.0, "number asks for a whole number, found 3.0 (float)", "set number=..., written like 8"),
-    ("number", "3", "number asks for a whole number, found '3' (str)", ""),
-    ("number", True, "number asks for a whole number, found True (bool)", ""),
-    ("number", None, "number asks for a whole number, found None (NoneType)", ""),
-    ("real", "fast", "real asks for a number, found 'fast' (str)", ""),
-    ("text", True, "text asks for a text, found True (bool)", ""),
-    ("flag", "yes", "flag asks for true or false, found 'yes' (str)", "set flag=..."),
-    ("choice", "c", "choice='c' is not one of its values", "use one of a, b"),
-    ("maybe", "x", "maybe asks for a whole number, found 'x' (str)", ""),
-    ("counts", "x", "counts asks for a whole number or a list, found 'x' (str)", ""),
-    ("counts", [2, 0], "counts[1] must be at least 1, got 0", "set counts[1] to 1 or more"),
-    ("every", "b", "every asks for a whole number or auto, found 'b' (str)", ""),
-    ("every", 0, "every must be at least 1, got 0", "set every to 1 or more, or to auto or to null"),
-    ("degree", -2, "degree must be at least 1 (or -1), got -2", ""),
-    ("time_s", 0, "time_s must be above 0, got 0", "set time_s above 0, or to null"),
-    ("time_s", ".nan", "time_s must be above 0, got nan", ""),
-    ("factor", -0.5, "factor must be at least 0, got -0.5", ""),
-    ("words", "a b", "words asks for a list, found 'a b' (str)", 'write "words=[a,b]", with the quotes'),
-    ("words", ["a", None], "words[1] asks for a text, found None (NoneType)", ""),
-    ("open", [1], "open asks for a mapping, found [1] (list)", ""),
-    ("inner", {"y": 1}, "there is no configuration key 'inner.y'", "did you mean"),
-    ("inner_or_none", {"x": "1"}, "inner_or_none.x asks for a whole number, found '1' (str)", ""),
-    ("nubmer", 3, "there is no configuration key 'nubmer'", "did you mean number or inner?"),
+    ("number", 3.0, "number must be a whole number, got 3.0"),
+    ("number", "3", "number must be a whole number, got '3'"),
+    ("number", True, "number must be a whole number, got True"),
+    ("number", None, "number must be a whole number, got None"),
+    ("real", "fast", "real must be a number, got 'fast'"),
+    ("text", True, "text must be a text, got True"),
+    ("flag", "yes", "flag must be true or false, got 'yes'"),
+    ("choice", "c", "choice must be a or b, got 'c'"),
+    ("maybe", "x", "maybe must be a whole number, or null, got 'x'"),
+    ("counts", [2, 0], "counts must be a whole number, at least 1, or a list, got [2, 0]"),
+    ("every", 0, "every must be a whole number, at least 1, or auto, or null, got 0"),
+    ("degree", -2, "degree must be a whole number, at least 1 (or -1), got -2"),
+    ("time_s", 0, "time_s must be a number, above 0, or null, got 0"),
+    ("time_s", float("nan"), "time_s must be a number, above 0, or null, got nan"),
+    ("factor", -0.5, "factor must be a number, at least 0, got -0.5"),
+    ("words", "a b", "words must be a list, got 'a b'"),
+    ("words", ["a", None], "words[1] must be a text, got None"),
+    ("open", [1], "open must be a mapping, got [1]"),
+    ("inner", {"y": 1}, "there is no configuration key 'inner.y'"),
+    ("inner_or_none", {"x": "1"}, "inner_or_none.x must be a whole number, got '1'"),
+    ("nubmer", 3, "there is no configuration key 'nubmer'"),
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "message", "hint"), REFUSED)
-def test_values_that_do_not_fit_are_refused_by_name(key: str, value: object, message: str, hint: str) -> None:
-    value = float("nan") if value == ".nan" else value
+@pytest.mark.parametrize(("key", "value", "message"), REFUSED)
+def test_values_that_do_not_fit_are_refused_by_name(key: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_config(Sample, {key: value})
-    assert caught.value.message == message and caught.value.hint.startswith(hint)
+    assert caught.value.message == message and caught.value.hint
+
+
+def test_a_hint_has_an_example_or_the_nearest_names() -> None:
+    for key, hint in (("words", 'for example "words=[a,b]"'), ("nubmer", "did you mean number or inner?")):
+        with pytest.raises(ConfigError) as caught:
+            build_config(Sample, {key: "x"})
+        assert caught.value.hint == hint
 
 
 def test_the_ranges_of_the_real_keys_are_checked() -> None:
@@ -108,7 +112,7 @@ def test_the_ranges_of_the_real_keys_are_checked() -> None:
         ("ddp", "comm_start_step", -1),
         ("cluster", "nodes", 0),
     ):
-        with pytest.raises(ConfigError, match=rf"{section}\.{key} must be (at least|above) \d"):
+        with pytest.raises(ConfigError, match=rf"{section}\.{key} must be .*(at least|above) \d"):
             build_config(RunConfig, {section: {key: value}})
 
 

@@ -148,10 +148,10 @@ def test_an_absent_site_is_an_error_with_those_that_there_are() -> None:
         ({"clusters": {}}, "there is no configuration key 'site x: clusters'"),
         ({"cluster": {"acount": "a"}}, "there is no configuration key 'site x: cluster.acount'"),
         ({"cluster": {"nodes": 4}}, "site x: cluster gives a size"),
-        ({"cluster": {"time_limit_min": "long"}}, "site x: cluster.time_limit_min asks for a whole number"),
+        ({"cluster": {"time_limit_min": "long"}}, "site x: cluster.time_limit_min must be a whole number"),
         ({"partitions": {"p": {"cpus": 3}}}, "there is no configuration key 'site x: partitions.p.cpus'"),
-        ({"partitions": {"p": {"cluster": {"gpu_flag": "g"}}}}, "site x: partitions.p.cluster.gpu_flag='g'"),
-        ({"partitions": ["p"]}, "site x: partitions asks for a mapping"),
+        ({"partitions": {"p": {"cluster": {"gpu_flag": "g"}}}}, "site x: partitions.p.cluster.gpu_flag must be"),
+        ({"partitions": ["p"]}, "site x: partitions must be a mapping"),
         ({"qos": {"q": {"grace": 3}}}, "there is no configuration key 'site x: qos.q.grace'"),
     ],
 )

@@ -43,7 +43,7 @@ def test_name_of_the_package_wins_over_a_module_of_that_name(package: str) -> No
         ("Point", "_target_='Point' is not a dotted path\nhint: write it as package.module.name"),
         ("{p}.", "_target_='{p}.' is not a dotted path\nhint: write it as package.module.name"),
         ("{p}.Piont", "_target_={p}.Piont: {p} has no 'Piont'\nhint: did you mean Point, point?"),
-        ("{p}.brokn.X", "_target_={p}.brokn.X: {p} has no 'brokn'\nhint: did you mean broken?"),
+        ("{p}.brokn.X", "_target_={p}.brokn.X: {p} has no 'brokn'\nhint: see python -c 'help(\"{p}\")'"),
         (
             "{p}.broken.X",
             "_target_={p}.broken.X: importing {p}.broken failed: No module named 'a_module_that_is_not_here'\n"
@@ -72,8 +72,8 @@ def test_extra_keywords_win(package: str) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ({"x": 1, "yy": 2}, "{p}.Point does not take 'yy'; it takes x, y\nhint: did you mean y?"),
-        ({"y": 2}, "{p}.Point needs x\nhint: set x=<value>"),
+        ({"x": 1, "yy": 2}, "{p}.Point got an unexpected keyword argument 'yy'\nhint: it takes x, y"),
+        ({"y": 2}, "{p}.Point missing a required argument: 'x'\nhint: it takes x, y"),
     ],
 )
 def test_message_of_wrong_keywords(package: str, words: dict[str, int], text: str) -> None:
@@ -146,7 +146,7 @@ def test_what_hydras_instantiate_takes_beside_keywords_is_taken(
 def test_a_partial_is_called_later_and_its_keywords_are_checked_now(package: str) -> None:
     mapping = {"_target_": f"{package}.Point", "_partial_": True, "y": 7}
     assert instantiate(mapping)(x=1).at == (1, 7)
-    with pytest.raises(ConfigError, match="does not take 'z'"):
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'z'"):
         instantiate({**mapping, "z": 1})
 
 
@@ -222,11 +222,11 @@ if fast:
 @pytest.mark.parametrize(
     ("key", "name", "words", "text", "hint"),
     [
-        ("model", "Net", {"width": 1, "depht": 3}, "does not take 'depht'; it takes width, depth, act", "model.depth?"),
-        ("model", "Net", {"depth": 3}, "needs width", "set model.width=<value>"),
-        ("data", "Data", {"path": "x", "zzz": 1}, "does not take 'zzz'; it takes path\n", "leave data.zzz out"),
-        ("data", "Data", {}, "needs path\n", "set data.path=<value>"),
-        ("task", "main", {"round": 1}, "does not take 'round'; it takes rounds", "task.rounds?"),
+        ("model", "Net", {"width": 1, "depht": 3}, "unexpected keyword argument 'depht'", "it takes width, depth, act"),
+        ("model", "Net", {"depth": 3}, "missing a required argument: 'width'", "it takes width, depth, act"),
+        ("data", "Data", {"path": "x", "zzz": 1}, "unexpected keyword argument 'zzz'", "it takes path, split"),
+        ("data", "Data", {}, "missing a required argument: 'path'", "it takes path"),
+        ("task", "main", {"round": 1}, "unexpected keyword argument 'round'", "it takes context, rounds"),
     ],
 )
 def test_wrong_keywords_are_read_from_the_source(

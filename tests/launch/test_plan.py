@@ -78,7 +78,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": {"width": 3}}, "model has no _target_: there is nothing to build"),
     ({"model": None}, "model has no _target_: there is nothing to build"),
     ({"data": {"_target_": ""}}, "data has no _target_: there is nothing to build"),
-    ({"parallel": {"dp_shard": -1}}, "parallel.dp_replicate=-1 and parallel.dp_shard=-1 are both left open"),
+    ({"parallel": {"dp_shard": -1}}, "parallel asks for dp_replicate -1 x dp_shard -1"),
     *(
         ({"run": {"name": name}}, f"run.name={name!r} cannot be the name of a folder and of a job")
         for name in ("", "a b", "a/b", "..", ".hidden", "-flag", "a\nb", "\u00e9", "a;b", "$x", "a%j")
