@@ -26,9 +26,8 @@ import contextlib
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from slurm_train.checkpoint.directory import Search, check_sizes, newest_verified, verify
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, check_size, digest_of, write_file
@@ -49,20 +48,24 @@ def no_fence() -> None:
     """Never raises: for callers whose attempt cannot be overtaken."""
 
 
-class Pruned(NamedTuple):
-    """What a round of retention did.
+@dataclass(slots=True)
+class Pruned:
+    """What a round of retention did."""
 
-    Args:
-        removed: directories that were removed.
-        problems: one line for each directory that could not be removed.
-        kept: whole checkpoints that stay, newest first.
-        untrusted: directories with a checkpoint's name that do not count; left for a person to look at.
-    """
+    removed: list[Path] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """One line for each directory that could not be removed."""
+    untrusted: list[Path] = field(default_factory=list)
+    """Directories with a checkpoint's name that do not count; left for a person to look at."""
 
-    removed: tuple[Path, ...]
-    problems: tuple[str, ...]
-    kept: tuple[Path, ...] = ()
-    untrusted: tuple[Path, ...] = ()
+    def remove(self, paths: Iterable[Path], remove: Callable[[Path], object]) -> None:
+        """Removes what it can: one directory that resists must not keep the others, nor fail a save that is durable."""
+        for path in paths:
+            try:
+                remove(path)
+                self.removed.append(path)
+            except OSError as err:
+                self.problems.append(f"cannot remove {path}: {err}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,19 +218,20 @@ class Place:
         # Saved again, and this time it holds.
         same_step = [path for path in untrusted if name_of(path).step == name_of(newest).step]
         outdated += [path for path in same_step if name_of(path).attempt <= self.attempt]
-        pruned, swept = self._discard_each(outdated), self.sweep()
-        return Pruned(
-            removed=pruned.removed + swept.removed,
-            problems=pruned.problems + swept.problems,
-            kept=tuple(path for path in whole if path not in outdated),
-            untrusted=tuple(path for path in untrusted if path not in outdated),
-        )
+        pruned = Pruned(untrusted=[path for path in untrusted if path not in outdated])
+        pruned.remove(outdated, self._discard)
+        return self.sweep(pruned)
 
-    def sweep(self) -> Pruned:
-        """Removes what no reader trusts: trash, and staging directories of attempts before this one."""
-        trash = _remove_each(sorted(self.root.glob(f"{TRASH_PREFIX}*")), _empty_trash)
-        stale = self._discard_each(self._stale_staging())
-        return Pruned(trash.removed + stale.removed, trash.problems + stale.problems)
+    def sweep(self, pruned: Pruned | None = None) -> Pruned:
+        """Removes what no reader trusts: trash, and staging directories of attempts before this one.
+
+        Args:
+            pruned: what was removed before in this round.
+        """
+        pruned = pruned or Pruned()
+        pruned.remove(sorted(self.root.glob(f"{TRASH_PREFIX}*")), _empty_trash)
+        pruned.remove(self._stale_staging(), self._discard)
+        return pruned
 
     def discard_from(self, step: int) -> list[Path]:
         """Removes all checkpoints of a step and later ones, trusted or not: the run goes back to before it.
@@ -238,7 +242,7 @@ class Place:
         """
         names = ((path, name_of(path)) for path in list_checkpoints(self.root))
         outdated = [path for path, name in names if name.step >= step and name.attempt <= self.attempt]
-        return [path for path in outdated if discard(path, fence=self.fence)]
+        return [path for path in outdated if self._discard(path)]
 
     def _stale_staging(self) -> list[Path]:
         stale = []
@@ -248,8 +252,8 @@ class Place:
                 stale.append(path)
         return stale
 
-    def _discard_each(self, paths: Iterable[Path]) -> Pruned:
-        return _remove_each(paths, lambda path: discard(path, fence=self.fence))
+    def _discard(self, path: Path) -> bool:
+        return discard(path, fence=self.fence)
 
 
 def committed_path(staging: Path) -> Path:
@@ -281,19 +285,6 @@ def _empty_trash(trash: Path) -> None:
     """Removes a directory from the trash; another process may be at it as well."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(trash)
-
-
-def _remove_each(paths: Iterable[Path], remove: Callable[[Path], object]) -> Pruned:
-    """Removes what it can: one directory that resists must not keep the others, nor fail a save that is durable."""
-    removed: list[Path] = []
-    problems: list[str] = []
-    for path in paths:
-        try:
-            remove(path)
-            removed.append(path)
-        except OSError as err:
-            problems.append(f"cannot remove {path}: {err}")
-    return Pruned(tuple(removed), tuple(problems))
 
 
 def _is_whole(path: Path) -> bool:

@@ -54,7 +54,9 @@ class NodePlace(Place):
         others = [path for path in list_checkpoints(self.root) if path != newest]
         own = [path for path in others if name_of(path).attempt <= self.attempt]
         kept = [path for path in own if name_of(path).step < name_of(newest).step][: self.keep - 1]
-        return self._discard_each(path for path in own if path not in kept and path.name not in protect)
+        pruned = Pruned()
+        pruned.remove((path for path in own if path not in kept and path.name not in protect), self._discard)
+        return pruned
 
 
 def open_private(base: Path, *parts: str) -> Path:

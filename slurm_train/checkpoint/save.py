@@ -25,6 +25,7 @@ from slurm_train.checkpoint.agreement import on_every_rank, rank_in
 from slurm_train.checkpoint.commit import Fence, Place, committed_path, discard, no_fence
 from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, Manifest, seal_file, write_file
 from slurm_train.checkpoint.metadata import METADATA_FILE
+from slurm_train.checkpoint.state import require_loadable
 from slurm_train.errors import CheckpointError, SlurmTrainError
 from slurm_train.rundir.paths import parse_name
 
@@ -144,7 +145,7 @@ def fill(
         of_ranks = zip(begun, records, strict=True)
         here = {name for (node, *_), of_rank in of_ranks if node == place.node for name in of_rank}
         problems = on_every_rank(
-            group, lambda: _commit_and_prune(place, staging, manifest, here, protect) if place.is_leader else ()
+            group, lambda: _commit_and_prune(place, staging, manifest, here, protect) if place.is_leader else []
         )
     except SlurmTrainError:
         # All ranks have stopped writing when they raise.
@@ -157,12 +158,12 @@ def fill(
 
 def _commit_and_prune(
     place: Place, staging: Path, manifest: Manifest, here: Collection[str], protect: Collection[str]
-) -> tuple[str, ...]:
+) -> list[str]:
     final = place.commit(staging, manifest, here=here)
     try:
         return place.prune(final, protect=protect).problems
     except OSError as err:  # what was just saved is durable, so the save has not failed
-        return (f"cannot look for old checkpoints: {err}",)
+        return [f"cannot look for old checkpoints: {err}"]
 
 
 def rank_file(rank: int) -> str:
@@ -174,14 +175,7 @@ def _to_bytes(rank_state: dict[str, Any]) -> bytes:
     """Gives the file content, and proves that a resume will be able to read it."""
     buffer = io.BytesIO()
     torch.save(rank_state, buffer)
-    try:
-        torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True)
-    except Exception as err:
-        reason = str(err).rpartition("WeightsUnpickler error:")[2].strip().splitlines()[0]
-        raise CheckpointError(
-            f"rank state could not be loaded again with weights_only=True: {reason}",
-            hint="keep tensors, numbers, strings, lists and dicts only",
-        ) from err
+    require_loadable(buffer, "rank state")
     return buffer.getvalue()
 
 

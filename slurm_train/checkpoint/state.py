@@ -7,6 +7,7 @@ state can be loaded at another world size or mesh.
 from __future__ import annotations
 
 import copy
+import io
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from slurm_train.errors import CheckpointError
 
 
 def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -132,7 +135,7 @@ class StagingBuffers:
         """Makes and touches the buffers that such tensors will need; not while a copy is in use."""
         self._enter_device()
         for tensor in tensors:
-            self._add_buffer(self._kind_of(_local(tensor))).zero_()
+            self._add_buffer(self._kind_of(local_part(tensor))).zero_()
 
     def stage(self, state: Any) -> Any:
         """Returns a copy of a nested state of dictionaries, lists and tensors; the copy before it is gone.
@@ -176,7 +179,7 @@ class StagingBuffers:
         return copy.deepcopy(value)
 
     def _copy_tensor(self, tensor: Tensor, unused: dict[_Kind, Iterator[Tensor]]) -> Tensor:
-        local = _local(tensor)
+        local = local_part(tensor)
         kind = self._kind_of(local)
         buffer = next(unused.get(kind, iter(())), None)
         if buffer is None:
@@ -211,7 +214,23 @@ def can_pin() -> bool:
     return True
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Returns the part that this rank holds: of a DTensor its shard, else the tensor itself."""
+def local_part(tensor: Tensor) -> Tensor:
+    """Gives what this rank holds: of a DTensor its shard, else the tensor itself."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def require_loadable(data: io.BytesIO, what: str) -> None:
+    """Checks at the save that `torch.load(weights_only=True)` will read what torch.save wrote.
+
+    Raises:
+        CheckpointError: it will not; the text names `what` and the reason.
+    """
+    try:
+        torch.load(io.BytesIO(data.getbuffer()), weights_only=True)
+    except Exception as err:
+        reason = str(err).rpartition("WeightsUnpickler error:")[2].strip().splitlines()[0]
+        raise CheckpointError(
+            f"{what} could not be loaded again with weights_only=True: {reason}",
+            hint="keep tensors, numbers, strings, lists and dicts only",
+        ) from err

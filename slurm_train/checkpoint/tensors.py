@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from slurm_train.checkpoint.agreement import as_agreed
 from slurm_train.checkpoint.directory import wait_until_visible
 from slurm_train.checkpoint.metadata import read_metadata
+from slurm_train.checkpoint.state import require_loadable
 from slurm_train.errors import CheckpointError
 
 
@@ -103,13 +104,7 @@ class _SavePlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: Any) -> Any:
         data = super().resolve_data(write_item)
         if isinstance(data, io.BytesIO):
-            try:
-                torch.load(io.BytesIO(data.getbuffer()), weights_only=True)
-            except Exception as err:
-                raise CheckpointError(
-                    f"{write_item.index.fqn} could not be loaded again with weights_only=True",
-                    hint="keep tensors, numbers, strings, lists and dicts only in the optimizer's options",
-                ) from err
+            require_loadable(data, write_item.index.fqn)
         return data
 
 

@@ -115,7 +115,8 @@ def _collect(arguments: argparse.Namespace) -> int:
         print(path)
     for line in (*pruned.problems, *(f"{path} cannot be trusted; look at it" for path in pruned.untrusted)):
         note(line)
-    note(f"{len(pruned.removed)} removed, {len(pruned.kept)} kept")
+    num_kept = len(list_checkpoints(run.checkpoints)) - len(pruned.untrusted)
+    note(f"{len(pruned.removed)} removed, {num_kept} kept")
     return EXIT_FAILURE if pruned.problems else EXIT_DONE
 
 

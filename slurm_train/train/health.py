@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_train.checkpoint.agreement import on_rank_zero
+from slurm_train.checkpoint.state import local_part
 from slurm_train.data.batches import GlobalBatches
 from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Rank, gather
-from slurm_train.train.optimizer import local_part
 from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.step import StepResult
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from slurm_train.checkpoint.state import local_part
 from slurm_train.config.schema import OptimSection
 from slurm_train.errors import ConfigError
 
@@ -196,9 +197,3 @@ def begin_state(optimizer: Optimizer) -> None:
                 "exp_avg": torch.zeros_like(param),
                 "exp_avg_sq": torch.zeros_like(param),
             }
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds: of a DTensor its part, else the tensor itself."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local

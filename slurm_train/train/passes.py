@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from slurm_train.checkpoint.state import local_part
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import DdpSection
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.models.objective import IGNORED, default_loss
 from slurm_train.train.context import Rank
-from slurm_train.train.optimizer import local_part
 from slurm_train.train.signals import StopFlag
 
 STOP, COUNT, LOSS, NON_FINITE, SQUARES = range(5)

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from slurm_train.checkpoint import commit as commit_module
-from slurm_train.checkpoint.commit import Place, discard
+from slurm_train.checkpoint.commit import Place, Pruned, discard
 from slurm_train.checkpoint.directory import newest_verified, verify
 from slurm_train.checkpoint.manifest import FileRecord, Manifest
 from slurm_train.errors import CheckpointError, RunError
@@ -107,8 +107,7 @@ def test_a_checkpoint_that_an_earlier_attempt_moves_during_the_claim(root, place
 def test_the_newest_whole_ones_stay(root, place):
     paths = [make_checkpoint(root, step) for step in (1, 2, 3, 4)]
     pruned = place(keep=2).prune(paths[-1])
-    assert (pruned.kept, pruned.removed) == ((paths[3], paths[2]), (paths[1], paths[0]))
-    assert (pruned.untrusted, pruned.problems) == ((), ())
+    assert pruned == Pruned(removed=[paths[1], paths[0]])
     assert sorted(root.iterdir()) == paths[2:], "nothing is in the trash"
     place(keep=1).prune(paths[-1], protect={paths[2].name})
     assert steps_in(root) == [4, 3]
@@ -125,7 +124,7 @@ def test_one_that_is_newer_than_what_was_just_saved_does_not_count(root, place, 
     """It was passed over when the run resumed; bytes are not read again, so its sizes may hold."""
     paths = {step: make_checkpoint(root, step) for step in (1, 2, 3)}
     (paths[3] / "__1_0.distcp").write_bytes(content)
-    assert place().prune(paths[2]).untrusted == (paths[3],)
+    assert place().prune(paths[2]).untrusted == [paths[3]]
     assert steps_in(root) == [3, 2]
 
 
@@ -133,7 +132,7 @@ def test_a_damaged_one_gives_way_when_its_step_is_saved_again(root, place):
     damaged = make_checkpoint(root, 3)
     (damaged / "__1_0.distcp").write_bytes(b"short")
     newest = make_checkpoint(root, 3, attempt=2)
-    assert place(2, keep=2).prune(newest).removed == (damaged,)
+    assert place(2, keep=2).prune(newest).removed == [damaged]
     assert list_checkpoints(root) == [newest]
 
 
@@ -166,7 +165,7 @@ def test_sweep_takes_leftovers_of_earlier_attempts_only(root, place):
     (root / "notes").mkdir()
     swept = place(2).sweep()
     assert {path.name for path in root.iterdir()} == {kept.name, stagings[1].name, stagings[2].name, "notes"}
-    assert (len(swept.removed), swept.problems) == (2, ())
+    assert (len(swept.removed), swept.problems) == (2, [])
 
 
 def test_one_that_cannot_be_removed_is_reported_and_does_not_keep_the_others(root, place, monkeypatch):
@@ -180,5 +179,5 @@ def test_one_that_cannot_be_removed_is_reported_and_does_not_keep_the_others(roo
 
     monkeypatch.setattr(commit_module, "_rename", refuse)
     pruned = place().prune(paths[2])
-    assert pruned.removed == (paths[0],)
-    assert pruned.problems == (f"cannot remove {paths[1]}: [Errno 5] Input/output error",)
+    assert pruned.removed == [paths[0]]
+    assert pruned.problems == [f"cannot remove {paths[1]}: [Errno 5] Input/output error"]

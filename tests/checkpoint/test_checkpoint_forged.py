@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 
 from slurm_train.checkpoint.directory import verify
+from slurm_train.checkpoint.load import load_rank_state
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, digest_of, read_record
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata, read_metadata
+from slurm_train.checkpoint.save import rank_file
 from slurm_train.checkpoint.tensors import read_tensors, tensor_shapes, write_tensors
 from slurm_train.errors import CheckpointError
 from tests.support.small_checkpoints import make_header
@@ -198,9 +199,9 @@ def test_a_link_in_place_of_the_metadata_is_not_followed(honest: Path, tmp_path:
         read_metadata(honest)
 
 
-def test_rank_state_that_is_code_is_not_run(tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    torch.save(Trap(tmp_path / "canary"), buffer)
+def test_rank_state_that_is_code_is_not_run(honest: Path, tmp_path: Path) -> None:
+    torch.save(Trap(tmp_path / "canary"), honest / rank_file(0))
+    forge(honest)
     with pytest.raises(pickle.UnpicklingError):
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        load_rank_state(honest, 0)
     assert not (tmp_path / "canary").exists()

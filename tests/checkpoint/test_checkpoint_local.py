@@ -79,7 +79,7 @@ def test_nodes_hold_a_checkpoint_together_or_not_at_all(fast_path: Any) -> None:
 
 def test_a_node_keeps_its_newest_and_what_is_being_copied(node: NodePlace) -> None:
     first, *_, newest = (make_checkpoint(node.root, step) for step in (1, 3, 4))
-    assert node.prune(newest, protect={first.name, ""}).problems == ()
+    assert node.prune(newest, protect={first.name, ""}).problems == []
     assert steps_in(node.root) == [4, 3, 1]
     node.discard_from(4)
     assert steps_in(node.root) == [3, 1]
@@ -93,7 +93,7 @@ def test_what_a_node_saves_again_takes_the_place_of_what_the_run_has_left(node: 
     for step in (1, 2, 2, 3):
         make_checkpoint(node.root, step)
     newest = make_checkpoint(node.root, 2)
-    assert node.prune(newest).problems == ()
+    assert node.prune(newest).problems == []
     assert steps_in(node.root) == [2, 1] and newest.is_dir()
 
 

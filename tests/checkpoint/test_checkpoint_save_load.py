@@ -11,11 +11,10 @@ from slurm_train.checkpoint import commit as commit_module
 from slurm_train.checkpoint.directory import newest_verified, verify
 from slurm_train.checkpoint.export import weights_digest
 from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors
-from slurm_train.checkpoint.save import Saved, save_checkpoint
+from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.checkpoint.state import restore_training_state, training_state
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.paths import list_checkpoints
-from tests.support.small_checkpoints import checkpoint_of, make_checkpoint, make_header, stage
+from tests.support.small_checkpoints import make_checkpoint, make_header, stage
 
 WEIGHTS = {"weights": torch.arange(8.0)}
 
@@ -69,12 +68,6 @@ def test_making_the_state_of_a_fresh_optimizer_moves_no_weight():
     before = weights_digest(model.named_parameters())
     training_state(model, optimizer)
     assert weights_digest(model.named_parameters()) == before
-
-
-def test_saves_keep_the_newest_and_report_size(root):
-    saved = [save(root, make_header(step)) for step in (1, 2, 3)]
-    assert list_checkpoints(root) == [saved[2].path, saved[1].path]
-    assert saved[2] == Saved(checkpoint_of(root, 3), verify(checkpoint_of(root, 3)))
 
 
 def test_files_are_private_whatever_the_umask(root):

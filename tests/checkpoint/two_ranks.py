@@ -20,28 +20,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from slurm_train.checkpoint import directory
 from slurm_train.checkpoint.directory import verify
-from slurm_train.checkpoint.export import weights_digest
-from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors
+from slurm_train.checkpoint.load import choose_checkpoint, load_tensors
 from slurm_train.checkpoint.save import save_checkpoint
-from slurm_train.checkpoint.state import StagingBuffers, own_part, restore_training_state, training_state
+from slurm_train.checkpoint.state import StagingBuffers, own_part
 from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
 from slurm_train.rundir.paths import list_checkpoints, name_of
 from tests.support.small_checkpoints import checkpoint_of, make_header, steps_in
-
-
-def build(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 4))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, first: int, last: int) -> None:
-    for step in range(first, last):
-        generator = torch.Generator().manual_seed(100 * step + distributed.get_rank())
-        optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
-        optimizer.zero_grad()
-        model(torch.randn(16, 8, generator=generator)).square().mean().backward()
-        optimizer.step()
 
 
 def save(root: Path, step: int, state: dict[str, Any], **changes: Any) -> Any:
@@ -58,32 +42,6 @@ def error_of(work: Any, kind: type[SlurmTrainError] = CheckpointError) -> str:
         assert type(err) is kind, err
         return str(err)
     raise AssertionError("no error was raised")
-
-
-def resume_scene(root: Path) -> None:
-    """Trains 6 steps; then the same from the checkpoint of step 3, into a model of another seed."""
-    group, rank = distributed.group.WORLD, distributed.get_rank()
-    model, optimizer = build(0)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    train(wrapped, optimizer, first=0, last=3)
-    saved = save(root, 3, training_state(wrapped, optimizer))
-    assert saved.num_bytes and save(root, 3, training_state(wrapped, optimizer)).num_bytes == 0, "not written again"
-    files = verify(saved.path).files
-    assert set(files) == {".metadata", "__0_0.distcp", "__1_0.distcp", "rank_00000.pt", "rank_00001.pt"}
-    assert {file.name for file in saved.path.iterdir()} == {*files, "manifest.json", "COMPLETE"}
-    assert {file.stat().st_mode & 0o777 for file in saved.path.iterdir()} == {0o600}
-    train(wrapped, optimizer, first=3, last=6)
-    other, other_optimizer = build(1)
-    choice = choose_checkpoint(root, group=group, attempt=1)
-    assert choice is not None and choice.path == saved.path and choice.manifest.world_size == 2
-    state = training_state(other, other_optimizer)
-    assert sorted(state["model"]) == ["0.bias", "0.weight", "1.bias", "1.weight", "2.bias", "2.weight"]
-    load_tensors(choice.path, state, group=group)
-    restore_training_state(other, other_optimizer, state)
-    train(torch.nn.parallel.DistributedDataParallel(other), other_optimizer, first=3, last=6)
-    assert weights_digest(model.named_parameters()) == weights_digest(other.named_parameters()), "bit for bit"
-    assert load_rank_state(choice.path, rank) == {"rank": rank}
-    assert load_rank_state(choice.path, 7) is None
 
 
 def failure_scene(root: Path) -> None:
@@ -162,7 +120,7 @@ def shard_scene(root: Path) -> None:
     assert "ize mismatch" in wrong and "x" in missing, (wrong, missing)
 
 
-SCENES = {"resume": resume_scene, "failure": failure_scene, "choose": choose_scene, "shard": shard_scene}
+SCENES = {"failure": failure_scene, "choose": choose_scene, "shard": shard_scene}
 
 
 def main() -> None:

@@ -209,7 +209,7 @@ def test_a_step_that_is_not_finite_is_treated_as_with_replicas(tmp_path: Path, p
         assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=1e-9)
 
 
-@pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"pp": 2}])
+@pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, {"dp_shard": 2}, {"pp": 2}])
 def test_a_stop_during_evaluation_is_agreed_upon(tmp_path: Path, parallel: Parallel) -> None:
     facts = {"tied": False, "in_evaluation": True, "only_in": str(tmp_path / "sent")}
     assert "stopped at step 10" in train(tmp_path / "run", parallel, code=75, **facts)

@@ -34,7 +34,6 @@ from slurm_train.train.metrics import (
     Recorder,
     flops_per_token,
     printable,
-    say_finished,
     say_stopped,
     write_result,
 )
@@ -74,12 +73,6 @@ def test_only_the_newest_attempt_writes_the_result(tmp_path: Path) -> None:
     write_result(trainer_of(make_rank(tmp_path, attempt=newer)), weights_digest="0a")
     result = json.loads(run.result.read_text())
     assert (result["step"], result["eval_loss"], result["attempt"]) == (3, 0.25, 1)
-
-
-def test_a_run_without_held_out_samples_says_so(tmp_path: Path) -> None:
-    said: list[str] = []
-    say_finished(said.append, trainer_of(make_rank(tmp_path / "runs" / "a" / "b"), measures={}))
-    assert "nothing was evaluated" in said[0] and "data.heldout" in said[0]
 
 
 @pytest.mark.parametrize("cluster", [ClusterSection(), None])

@@ -91,14 +91,6 @@ def test_targets_that_do_not_count_weigh_nothing_in_any_split(static_graph: bool
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_stop_travels_with_the_gradients() -> None:
-    stop = StopFlag()
-    stepper = make_stepper(make_model(), stop=stop)
-    assert not step_of(stepper, make_batch()).stop
-    stop.request()
-    assert step_of(stepper, make_batch()).stop
-
-
 def count_collectives(run: Any) -> int:
     for _ in range(3):
         run()

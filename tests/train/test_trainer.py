@@ -18,17 +18,13 @@ from slurm_train.config.schema import RunConfig, TrainSection
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.paths import CheckpointName, RunDirectory, list_checkpoints
 from slurm_train.train.build import load_start_weights
-from tests.support.waiting import wait_for
 from tests.train.small_runs import (
     PADDED,
     assert_same_steps,
     config_of,
     digest_of,
-    evaluations_of,
-    finish,
     result_of,
     run_to_end,
-    start,
     steps_of,
     weights_of,
 )
@@ -73,13 +69,6 @@ def test_batches_by_length_differ_in_size_and_pools_end_where_plain_batches_woul
     assert (lines[3]["samples"], lines[19]["samples"]) == (64, 320)
 
 
-@distributed
-def test_lines_say_world_attempt_and_speed(split_runs: dict[str, Path]) -> None:
-    line = steps_of(split_runs["plain, two ranks"])[-1]
-    assert (line["world_size"], line["attempt"], line["mfu"], line["tokens"]) == (2, 0, None, None)
-    assert line["samples_per_s"] > 0 and line["step_time_s"] > 0 and line["data_time_s"] >= 0
-
-
 # With three ranks or more the order of additions depends on where a value lies in DDP's buckets.
 @distributed
 @pytest.mark.parametrize(
@@ -103,16 +92,6 @@ def test_term_on_one_rank_stops_all_and_resuming_is_bitwise_exact(
 
 
 @distributed
-def test_a_stop_during_evaluation_repeats_that_evaluation_after_resuming(tmp_path: Path) -> None:
-    model = {"in_evaluation": True, "signal_rank": 1, "only_in": str(tmp_path / "sent")}
-    config = config_of(model=model, train={"eval_every_steps": 5})
-    assert "stopped at step 5" in run_to_end(tmp_path / "run", config, code=75)
-    run_to_end(tmp_path / "run", config, attempt=1)
-    assert [line["step"] for line in evaluations_of(tmp_path / "run")] == [5, 10, 15, 20]
-    assert [line["step"] for line in steps_of(tmp_path / "run")] == list(range(1, 21))
-
-
-@distributed
 def test_a_run_killed_before_its_result_is_finished_by_the_next_attempt(tmp_path: Path) -> None:
     run_to_end(tmp_path / "run", config_of())
     expected = result_of(tmp_path / "run")
@@ -120,21 +99,6 @@ def test_a_run_killed_before_its_result_is_finished_by_the_next_attempt(tmp_path
     run_to_end(tmp_path / "run", config_of(), attempt=1)
     found = result_of(tmp_path / "run")
     assert {**found, "attempt": 0, "time_unix_s": expected["time_unix_s"]} == expected
-
-
-@distributed
-def test_a_stop_file_stops_all_ranks(tmp_path: Path) -> None:
-    ranks = start(tmp_path / "run", config_of(model={"step_s": 0.05}, train={"max_steps": 2000}))
-    wait_for(lambda: steps_of(tmp_path / "run"), within_s=60, what="a step")
-    (tmp_path / "run" / "STOP").touch()
-    codes, text = finish(ranks)
-    assert codes == [75, 75], text
-
-
-@distributed
-def test_a_loss_that_is_not_finite_is_refused_on_every_rank_before_it_is_applied(tmp_path: Path) -> None:
-    text = run_to_end(tmp_path / "run", config_of(optim={"lr": 1e300, "grad_clip_norm": None}), code=1)
-    assert text.count("is not finite") == 2 and "lower optim.lr" in text
 
 
 # Ranks and micro-batches per step; all but the last attempt are stopped in their fifth forward pass.
