@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from slurm_train.checkpoint.export import weights_digest
+from slurm_train.checkpoint.load import weights_digest
 
 STEPS = 60
 SAVE_EVERY = 18

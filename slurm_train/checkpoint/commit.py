@@ -236,11 +236,13 @@ class Place:
     def discard_from(self, step: int) -> list[Path]:
         """Removes all checkpoints of a step and later ones, trusted or not: the run goes back to before it.
 
+        Nothing is done but by the leader.
+
         Raises:
             OSError: the file system refuses.
             SlurmTrainError: what the fence raised.
         """
-        names = ((path, name_of(path)) for path in list_checkpoints(self.root))
+        names = ((path, name_of(path)) for path in list_checkpoints(self.root) if self.is_leader)
         outdated = [path for path, name in names if name.step >= step and name.attempt <= self.attempt]
         return [path for path in outdated if self._discard(path)]
 

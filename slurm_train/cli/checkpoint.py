@@ -75,7 +75,7 @@ def find_checkpoint(word: str, *, root: Path) -> Path:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from slurm_train.checkpoint.export import differences, read_model
+    from slurm_train.checkpoint.load import differences, read_model
 
     paths = [find_checkpoint(word, root=Path(arguments.root)) for word in (arguments.first, arguments.second)]
     (one, tensors), (other, other_tensors) = (read_model(path) for path in paths)
@@ -121,7 +121,7 @@ def _collect(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from slurm_train.checkpoint.export import export_model, export_to, read_model
+    from slurm_train.checkpoint.load import export_model, export_to, read_model
 
     path, target = find_checkpoint(arguments.checkpoint, root=Path(arguments.root)), Path(arguments.target)
     if arguments.format == "hf":

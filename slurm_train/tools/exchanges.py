@@ -25,7 +25,7 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.seeds import mix
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.train.context import gather
-from slurm_train.train.passes import Exchange
+from slurm_train.train.step import Exchange
 
 Bucket = Any
 """torch.distributed.GradBucket."""

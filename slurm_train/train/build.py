@@ -11,15 +11,13 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from slurm_train.checkpoint.export import saved_weights, weights_digest
+from slurm_train.checkpoint.load import saved_weights, weights_digest
 from slurm_train.checkpoint.state import names_of_groups
 from slurm_train.config.batch import planned_lr
 from slurm_train.config.parallel import stages_of
@@ -39,7 +37,7 @@ from slurm_train.rundir.events import append_event
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.step_times import StepTimes
 from slurm_train.rundir.timing import Spent, account_path
-from slurm_train.train.context import Rank
+from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.health import Health, position_after_rollbacks
 from slurm_train.train.metrics import (
@@ -52,36 +50,18 @@ from slurm_train.train.metrics import (
     write_result,
 )
 from slurm_train.train.optimizer import begin_state, build_optimizer, build_schedule, can_call_kernel
-from slurm_train.train.passes import (
+from slurm_train.train.saving import Position, build_checkpointer, build_save_pace
+from slurm_train.train.step import (
     Exchange,
     Passes,
     PipelinePasses,
     ReplicaPasses,
     ShardPasses,
+    Stepper,
     TrainingModule,
     build_ddp,
 )
-from slurm_train.train.saving import Position, build_checkpointer, build_save_pace
-from slurm_train.train.step import Stepper
 from slurm_train.train.trainer import Stopping, Trainer
-
-
-@dataclass(slots=True, kw_only=True)
-class Parts:
-    """What one rank computes with."""
-
-    rank: Rank
-    model: nn.Module
-    """Whole, or since `apply_parallelism` this rank's part of it."""
-    optimizer: Optimizer
-    train_data: SampleSource
-    heldout: SampleSource | None
-    flops_per_token: float
-    """Of forward and backward pass of the whole model."""
-    group_names: list[list[str]] | None = None
-    """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
-    pipeline: Pipeline | None = None
-    """This rank's stages; None where every rank computes all layers."""
 
 
 def train(rank: Rank) -> int:
@@ -229,15 +209,7 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         parts.model.compile()
     exchange = build_exchange(rank)
     peak_lr = planned_lr(config.optim, global_size=rank.plan.global_size)
-    checkpointer = build_checkpointer(
-        rank,
-        model=parts.model,
-        optimizer=parts.optimizer,
-        data=parts.train_data,
-        group_names=parts.group_names,
-        exchange=exchange,
-        peak_lr=peak_lr,
-    )
+    checkpointer = build_checkpointer(parts, exchange=exchange, peak_lr=peak_lr)
     position, notes = checkpointer.resume()
     position.samples, num_rollbacks = position_after_rollbacks(rank.run, position)
     batches = build_global_batches(rank, parts.train_data, position)

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout, solve_layout
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import instantiate
+from slurm_train.data.source import SampleSource
 from slurm_train.distributed.group import (
     choose_device,
     exchange_once,
@@ -28,6 +31,7 @@ from slurm_train.distributed.group import (
     use_steady_timeout,
 )
 from slurm_train.distributed.meeting import MeetingPoint
+from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import check_gloo_address, open_store
 from slurm_train.distributed.seeds import seed_everything
@@ -130,6 +134,24 @@ class Rank:
         self.heartbeat.record = newest_collectives
         if "SLURM_STEP_ID" in self.env and self.config.preflight.enabled and self.place.world_size > 1:
             exchange_once(self.place, device=self.device, timeout_s=self.config.preflight.collective_timeout_s)
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What one rank computes with."""
+
+    rank: Rank
+    model: nn.Module
+    """Whole, or since `apply_parallelism` this rank's part of it."""
+    optimizer: Optimizer
+    train_data: SampleSource
+    heldout: SampleSource | None
+    flops_per_token: float
+    """Of forward and backward pass of the whole model."""
+    group_names: list[list[str]] | None = None
+    """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
+    pipeline: Pipeline | None = None
+    """This rank's stages; None where every rank computes all layers."""
 
 
 def gather(own: Any) -> list[Any]:

@@ -22,8 +22,8 @@ from slurm_train.data.source import SampleSource, lengths_of
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.models.objective import Objective, default_sums
 from slurm_train.train.context import Rank, gather
-from slurm_train.train.passes import in_precision, to_device
 from slurm_train.train.signals import StopFlag
+from slurm_train.train.step import in_precision, to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

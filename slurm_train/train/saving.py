@@ -18,8 +18,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
 from slurm_train.checkpoint.agreement import on_every_rank
 from slurm_train.checkpoint.commit import Place
@@ -38,7 +36,6 @@ from slurm_train.checkpoint.state import (
 from slurm_train.config.frozen import config_hash, trained_settings, training_changes
 from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import RunConfig
-from slurm_train.data.source import SampleSource
 from slurm_train.distributed.group import open_side_group
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import CheckpointError, DataError, RunError, SlurmTrainError
@@ -54,10 +51,10 @@ from slurm_train.rundir.events import (
 )
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.context import Rank
+from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import broadcast_buffers
 from slurm_train.train.local_tier import LocalSaves, build_local_saves
-from slurm_train.train.passes import Exchange
+from slurm_train.train.step import Exchange
 
 # What may have been changed on purpose is the configuration's, not the checkpoint's.
 _CONFIGURED = ("betas", "eps", "weight_decay")
@@ -133,49 +130,40 @@ class Continuity:
         """Returns notes for the user about accepted changes that this checkpoint does not have yet.
 
         Raises:
-            RunError: settings or code are not those of the checkpoint, and nobody accepted that.
+            RunError: settings or code are not those of the checkpoint, and the change was not accepted.
             DataError: the data set is not.
         """
-        return [*self._check_settings(manifest), *self._check_code(manifest), *self._check_data(manifest)]
-
-    def _check_settings(self, manifest: Manifest) -> list[str]:
-        trained = manifest.extra.get("settings")
-        if not isinstance(trained, dict):
-            return []
-        found = [change for change in training_changes(trained, self.settings) if change.kind != "harmless"]
+        trained, step, since = manifest.extra, manifest.step, f"from step {manifest.step} on, as accepted:"
+        accept = f"accept it: `resume {self.run.run_id} --accept"
+        found = [
+            change
+            for change in training_changes(trained.get("settings") or self.settings, self.settings)
+            if change.kind != "harmless"
+        ]
         left = [change for change in found if not covers_config(self.changes, change.key, change.new)]
         if left:
             raise RunError(
-                f"{self.run.config} is not what step {manifest.step} was trained with: {', '.join(map(str, left))}",
-                hint=f"put it back, or accept it: `resume {self.run.run_id} --accept config`",
+                f"{self.run.config} is not what step {step} was trained with: {', '.join(map(str, left))}",
+                hint=f"put it back, or {accept} config`",
             )
-        return [f"from step {manifest.step} on, as accepted: {change}" for change in found]
-
-    def _check_code(self, manifest: Manifest) -> list[str]:
-        trained = manifest.extra.get("code")
-        if not trained or not self.code or trained == self.code:
-            return []
-        if not covers_code(self.changes, self.code):
-            raise RunError(
-                f"the code in {self.run.code} is not what step {manifest.step} was trained with",
-                hint=f"accept it: `resume {self.run.run_id} --accept code` takes your files as they are now",
-            )
-        return [f"from step {manifest.step} on, as accepted: other code"]
-
-    def _check_data(self, manifest: Manifest) -> list[str]:
+        notes = [f"{since} {change}" for change in found]
+        if self.code and trained.get("code") not in ("", None, self.code):
+            if not covers_code(self.changes, self.code):
+                raise RunError(
+                    f"the code in {self.run.code} is not what step {step} was trained with",
+                    hint=f"{accept} code` takes your files as they are now",
+                )
+            notes.append(f"{since} other code")
         old = manifest.data_fingerprint
-        if old == self.data:
-            return []
-        before = manifest.extra.get("num_samples")
-        sizes = f"{before} -> {self.num_samples} samples, " if before not in (None, self.num_samples) else ""
-        what = f"{sizes}fingerprint {old} -> {self.data}"
-        if not covers_data(self.changes, old=old, new=self.data):
-            raise DataError(
-                f"the data set has changed since step {manifest.step}: {what}",
-                hint=f"bring the old data back, or accept it: `resume {self.run.run_id} --accept data`; "
-                "run.name=NAME starts another run",
-            )
-        return [f"from step {manifest.step} on, as accepted: another data set, {what}"]
+        if old != self.data:
+            what = f"{trained.get('num_samples')} -> {self.num_samples} samples, fingerprint {old} -> {self.data}"
+            if not covers_data(self.changes, old=old, new=self.data):
+                raise DataError(
+                    f"the data set has changed since step {step}: {what}",
+                    hint=f"bring the old data back, or {accept} data`; run.name=NAME starts another run",
+                )
+            notes.append(f"{since} another data set, {what}")
+        return notes
 
 
 def build_continuity(
@@ -205,17 +193,13 @@ def build_continuity(
 class Checkpointer:
     """Saves and restores one run's training state. All ranks call the same methods in the same order."""
 
-    rank: Rank
-    model: nn.Module
-    optimizer: Optimizer
+    parts: Parts
     continuity: Continuity
     """Settings, code and data: what makes this the same training as the checkpoints'."""
     config_hash: str
     """Of the frozen configuration, as in `plan.json`; a change that is accepted changes it, not the run id."""
     lr: dict[str, Any]
     """Peak learning rate, and how it follows the global batch; for the manifest."""
-    group_names: list[list[str]] | None
-    """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
     exchange: Exchange
     """How gradients are exchanged; it may have a state of each rank."""
     place: Place
@@ -260,7 +244,7 @@ class Checkpointer:
         accepted = self.continuity.check(manifest)
         accepted += self._restore(choice)
         position = Position.of(manifest)
-        if manifest.batch_plan.get("global_size") != self.rank.plan.global_size:
+        if manifest.batch_plan.get("global_size") != self.parts.rank.plan.global_size:
             position.batch_since = [manifest.step, manifest.samples]
         notes += [f"passed over {passed.path.name}: {passed.reason}" for passed in choice.passed_over]
         return position, [*notes, *accepted, f"resuming from {choice.path.name} (step {position.step})"]
@@ -287,14 +271,14 @@ class Checkpointer:
 
     def _save(self, position: Position, *, local: LocalSaves | None, waits: bool) -> Outcome | None:
         """Saves once the save before it has ended; returns how, None if it goes on in the background."""
-        start, in_background = self.rank.clock(), self.rank.config.checkpoint.background
+        start, in_background = self.parts.rank.clock(), self.parts.rank.config.checkpoint.background
         self.finish()
         state = self._own_state()
         # The thread cannot read tensors on a GPU, not even while training waits.
         if in_background and (not waits or self.buffers.is_remote):
             state = self.buffers.stage(state)
             # The next forward pass changes running statistics already.
-            if any(True for _ in self.model.buffers()):
+            if any(True for _ in self.parts.model.buffers()):
                 self.buffers.hold_changes()
         work, outcome = self._work(state, position, local=local), None
         if in_background:
@@ -302,7 +286,7 @@ class Checkpointer:
             outcome = self.saver.wait() if waits else None
         else:
             outcome = self.saver.run(work, step=position.step)
-        stall_s = self.rank.clock() - start
+        stall_s = self.parts.rank.clock() - start
         self.blocked_s += stall_s
         if self.log is not None:
             self.log.stalled(position.step, stall_s)
@@ -315,10 +299,10 @@ class Checkpointer:
 
         Call it when the optimizer's state is there.
         """
-        if not self.rank.config.checkpoint.background:
+        if not self.parts.rank.config.checkpoint.background:
             return
         rank, num_ranks = self._share
-        tensors = own_tensors(self.model, self.optimizer, rank=rank, num_ranks=num_ranks)
+        tensors = own_tensors(self.parts.model, self.parts.optimizer, rank=rank, num_ranks=num_ranks)
 
         def work() -> None:
             # Imports what a save needs: 0.1 s or more, so better before the first save than in it.
@@ -359,7 +343,7 @@ class Checkpointer:
         """Removes all checkpoints of a step and later ones: the run goes back to before it. Collective."""
         # On the nodes first: what is left there after a kill could be brought in again.
         for place in [self.place] if self.local is None else [self.local.place, self.place]:
-            on_every_rank(dist.group.WORLD, partial(_discard_from, place, step))
+            on_every_rank(dist.group.WORLD, partial(place.discard_from, step))
 
     def close(self) -> None:
         """Takes away what a finished run has on this node's own disk."""
@@ -384,18 +368,18 @@ class Checkpointer:
             )
 
     def _own_state(self) -> dict[str, Any]:
-        broadcast_buffers(self.model)
-        state = training_state(self.model, self.optimizer)
-        if self.group_names is not None:
-            set_group_names(state, self.group_names)
+        broadcast_buffers(self.parts.model)
+        state = training_state(self.parts.model, self.parts.optimizer)
+        if self.parts.group_names is not None:
+            set_group_names(state, self.parts.group_names)
         rank, num_ranks = self._share
         return own_part(state, rank=rank, num_ranks=num_ranks)
 
     @property
     def _share(self) -> tuple[int, int]:
         """This rank's number among those that hold the same layers, and how many they are."""
-        peers = self.rank.layout.members([axis for axis in AXES if axis != "pp"], self.rank.place.rank)
-        return peers.index(self.rank.place.rank), len(peers)
+        peers = self.parts.rank.layout.members([axis for axis in AXES if axis != "pp"], self.parts.rank.place.rank)
+        return peers.index(self.parts.rank.place.rank), len(peers)
 
     def _work(self, tensors: dict[str, Any], position: Position, *, local: LocalSaves | None) -> Callable[[], Saved]:
         """Returns the save of these tensors with everything else as it is now, into the run directory or a node's."""
@@ -418,18 +402,18 @@ class Checkpointer:
 
     def _restore(self, choice: Choice) -> list[str]:
         """Restores what a checkpoint holds; returns notes for the user."""
-        layout, groups = self.rank.layout, self.optimizer.param_groups
-        state = training_state(self.model, self.optimizer)
+        layout, groups = self.parts.rank.layout, self.parts.optimizer.param_groups
+        state = training_state(self.parts.model, self.parts.optimizer)
         settings = [{name: group[name] for name in _CONFIGURED if name in group} for group in groups]
-        require_fit(choice.path, state["model"], is_stage=self.group_names is not None)
+        require_fit(choice.path, state["model"], is_stage=self.parts.group_names is not None)
         load_tensors(choice.path, state, group=dist.group.WORLD)
         if layout.pp > 1:  # the checkpoint names the parameters of all stages
-            set_group_names(state, names_of_groups(self.model, self.optimizer))
-        restore_training_state(self.model, self.optimizer, state)
-        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            set_group_names(state, names_of_groups(self.parts.model, self.parts.optimizer))
+        restore_training_state(self.parts.model, self.parts.optimizer, state)
+        for group, own in zip(self.parts.optimizer.param_groups, settings, strict=True):
             group.update(own)
         # Random streams belong to samples, not to ranks.
-        index = layout.data_parallel_index(self.rank.place.rank)
+        index = layout.data_parallel_index(self.parts.rank.place.rank)
         reader = ParallelLayout(**choice.manifest.mesh).first_reader(index)
         rank_state = (None if reader is None else load_rank_state(choice.path, reader)) or {}
         if "rng" in rank_state:
@@ -437,7 +421,7 @@ class Checkpointer:
         return self._restore_exchange(choice.manifest, rank_state.get("exchange", {}))
 
     def _restore_exchange(self, manifest: Manifest, states: dict[str, Any]) -> list[str]:
-        name, num_ranks = self.exchange.name, self.rank.place.world_size
+        name, num_ranks = self.exchange.name, self.parts.rank.place.world_size
         state = states.get(name, {})
         if manifest.world_size == num_ranks or not state:
             self.exchange.load(state)
@@ -447,7 +431,7 @@ class Checkpointer:
         return [f"{name}: {kept}, so it begins anew"]
 
     def _header(self, position: Position) -> CheckpointHeader:
-        rank, place = self.rank, self.rank.place
+        rank, place = self.parts.rank, self.parts.rank.place
         return CheckpointHeader(
             step=position.step,
             samples=position.samples,
@@ -471,18 +455,10 @@ class Checkpointer:
         )
 
 
-def build_checkpointer(
-    rank: Rank,
-    *,
-    model: nn.Module,
-    optimizer: Optimizer,
-    data: SampleSource,
-    group_names: list[list[str]] | None,
-    exchange: Exchange,
-    peak_lr: float,
-) -> Checkpointer:
+def build_checkpointer(parts: Parts, *, exchange: Exchange, peak_lr: float) -> Checkpointer:
     """Returns what saves and restores this run. Collective over all ranks."""
-    config, run, settings, global_size = rank.config, rank.run, rank.config.checkpoint, rank.plan.global_size
+    rank, run, config, global_size = parts.rank, parts.rank.run, parts.rank.config, parts.rank.plan.global_size
+    settings, optim = config.checkpoint, config.optim
     place = Place(
         root=run.checkpoints,
         attempt=rank.attempt,
@@ -491,19 +467,16 @@ def build_checkpointer(
         is_leader=rank.place.is_first,
     )
     return Checkpointer(
-        rank=rank,
-        model=model,
-        optimizer=optimizer,
+        parts=parts,
         continuity=build_continuity(
-            run, config, global_size=global_size, data=data.fingerprint(), num_samples=len(data)
+            run,
+            config,
+            global_size=global_size,
+            data=parts.train_data.fingerprint(),
+            num_samples=len(parts.train_data),
         ),
         config_hash=config_hash(config, global_size=global_size),
-        lr={
-            "peak": peak_lr,
-            "retune": config.optim.lr_retune,
-            "tuned_for_global_size": config.optim.lr_global_size,
-        },
-        group_names=group_names,
+        lr={"peak": peak_lr, "retune": optim.lr_retune, "tuned_for_global_size": optim.lr_global_size},
         exchange=exchange,
         place=place,
         local=build_local_saves(rank, place),
@@ -519,11 +492,6 @@ def tracker_ids(run: RunDirectory) -> dict[str, dict[str, str]]:
     states = {path.stem: read_json(path) or {} for path in sorted(run.trackers.glob("*.json"))}
     ids = {name: str(state["tracker_id"]) for name, state in states.items() if state.get("tracker_id")}
     return {"trackers": ids} if ids else {}
-
-
-def _discard_from(place: Place, step: int) -> None:
-    if place.is_leader:
-        place.discard_from(step)
 
 
 def _error_of(outcome: Outcome) -> Exception:

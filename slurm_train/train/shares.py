@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,9 @@ from slurm_train.data.source import Draw
 from slurm_train.metrics.progress import Display
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.events import append_event
-from slurm_train.train.context import gather
-from slurm_train.train.passes import TrainingModule, to_device, without_traces
+from slurm_train.train.context import Parts, gather
 from slurm_train.train.saving import Position
-
-if TYPE_CHECKING:
-    from slurm_train.train.build import Parts
+from slurm_train.train.step import TrainingModule, to_device, without_traces
 
 _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S = 3, 30, 0.5
 

@@ -1,26 +1,458 @@
-"""One optimizer step: passes over micro-batches, one division, one update.
+"""One optimizer step: forward and backward passes over micro-batches, one exchange, one division, one update.
 
-After the exchange one divisor turns the gradients into those of the mean over all items of all ranks and clips them,
-and the update applies it, so they are touched once. Nothing waits for a GPU: its reduced values are copied during the
-next step's work and read one step late, by every rank alike. A step that is not finite is never applied: on the CPU the
-host sees it first, on a GPU the update itself is masked.
+Every step the ranks agree on a stop, on the number of items and on whether anything is not finite, and the log wants
+the sum of the losses. Each rank back-propagates sums; what `reduce` gives is averaged over the ranks that have
+different items, gradients and numbers alike, so one divisor makes gradients those of the mean over all items, and clips
+them; the update applies it, so they are touched once.
+
+`ReplicaPasses` is DDP over whole models, `ShardPasses` FSDP2, HSDP, tensor and context parallel, `PipelinePasses`
+stages. Nothing waits for a GPU: its reduced values are copied during the next step's work and read one step late, by
+every rank alike. A step that is not finite is never applied: on the CPU the host sees it first, on a GPU the update
+itself is masked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from slurm_train.checkpoint.state import local_part
+from slurm_train.config.parallel import ParallelLayout
+from slurm_train.config.schema import DdpSection
+from slurm_train.distributed.pipeline import Pipeline
+from slurm_train.distributed.seeds import rng_state, set_rng_state
+from slurm_train.models.objective import IGNORED, default_loss
 from slurm_train.train.context import Rank
 from slurm_train.train.optimizer import Update
-from slurm_train.train.passes import COUNT, LOSS, NON_FINITE, STOP, HasTensors, Passes
+from slurm_train.train.signals import StopFlag
 
+STOP, COUNT, LOSS, NON_FINITE, SQUARES = range(5)
+"""The agreed numbers: ranks asked to stop, items, sum of losses, micro-batches with a non-finite loss. With shards also
+the sum of the squared gradients."""
 _EPSILON = 1e-6
 _NORM, _SKIPPED = 4, 5
+_ORDER_COUNTS_ABOVE = 2
+"""Above this many ranks the order of additions changes the rounding."""
+
+
+class HasTensors(Protocol):
+    """A micro-batch."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the objective takes, on the CPU."""
+
+
+class TrainingModule(nn.Module):
+    """The module that DDP sees: calling it gives the summed loss of one micro-batch, `backward` its gradients.
+
+    A parameter of four zeros, `stats_param`, is a second root of the backward pass, with the four agreed numbers as its
+    gradient; DDP reduces it with the last layer's gradients, in a bucket that is sent anyway. No collective and no
+    operation is added, and no rank can act on a value that another rank did not see. It is no part of the model: the
+    optimizer does not get it and checkpoints do not have it. It is registered last, which puts it into the first bucket
+    that DDP sends.
+
+    Args:
+        objective: gives (sum of losses, number of items) of a batch; already compiled, if it is to be.
+        stop: this rank's stop flag.
+        device: where the model is.
+        autocast: lower precision of the forward pass, None for none.
+    """
+
+    def __init__(
+        self, objective: nn.Module, *, stop: StopFlag, device: torch.device, autocast: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.objective = objective
+        self.stop = stop
+        self.autocast = autocast
+        # The parameters' own type, so that it shares their bucket, but never below float32: a bfloat16 number cannot
+        # count to 300. A model in bfloat16 pays for a small bucket of its own.
+        first = next((parameter for parameter in objective.parameters() if parameter.requires_grad), None)
+        dtype = torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
+        self.stats_param = nn.Parameter(torch.zeros(4, dtype=dtype, device=device))
+        self._values = torch.zeros_like(self.stats_param, requires_grad=False)
+        self._one = torch.ones((), device=device)
+        # Writing through numpy costs a tenth of a tensor operation; only the CPU has it.
+        self._host_values: Any = self._values.numpy() if device.type == "cpu" else None
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        """Returns the sum of the loss over this rank's micro-batch (a scalar)."""
+        if self.autocast is None:
+            loss, count = self.objective(*batch)
+        else:
+            with torch.autocast(self.stats_param.device.type, dtype=self.autocast):
+                loss, count = self.objective(*batch)
+        self._note(loss, count)
+        total: Tensor = loss
+        return total
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of a loss that calling this module (through DDP) gave, and the four numbers."""
+        torch.autograd.backward((loss, self.stats_param), (self._one, self._values))
+
+    def _note(self, loss: Tensor, count: Tensor) -> None:
+        if (host := self._host_values) is not None:
+            host[STOP] = self.stop.requested
+            host[COUNT] = float(count)
+            host[LOSS] = value = loss.item()
+            host[NON_FINITE] = not math.isfinite(value)
+            return
+        # A new tensor each time: the one before may still be under way.
+        self._values = torch.zeros_like(self.stats_param, requires_grad=False)
+        if self.stop.requested:
+            self._values[STOP] = 1.0
+        self._values[COUNT] = count
+        self._values[LOSS] = loss.detach()
+        self._values[NON_FINITE] = loss.detach().isfinite().logical_not()
+
+
+class Passes:
+    """What all kinds of passes have in common.
+
+    Args:
+        rank: this rank.
+        num_averaged: ranks that have different items, over which what is reduced is averaged.
+    """
+
+    ddp: DistributedDataParallel | None = None
+    """What is wrapped around the model, if it is DDP."""
+
+    def __init__(self, rank: Rank, *, num_averaged: int) -> None:
+        self.num_averaged = num_averaged
+        self.data_wait_s = 0.0
+        """Seconds that steps have waited for data on this rank."""
+        self._rank, self._part, self._device = rank, rank.sequence_part, rank.device
+        self._mark, self._clock = rank.heartbeat.mark, rank.heartbeat.clock
+        self._accumulation, self._on_gpu = rank.plan.accumulation, rank.device.type != "cpu"
+
+    def arrange(self, tensors: tuple[Tensor, ...]) -> None:
+        """Gets ready before the first step, given a micro-batch. Collective."""
+
+    def run(self, batches: Iterator[HasTensors]) -> None:
+        """Adds up the gradients of one step's micro-batches. Collective."""
+        raise NotImplementedError
+
+    def reduce(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Returns this rank's parts of the gradients, the four agreed numbers, and the norm of all gradients.
+
+        Collective.
+        """
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drops what the step left apart from the gradients of the model."""
+
+    def take(self, batches: Iterator[HasTensors]) -> tuple[Tensor, ...]:
+        """Returns the next micro-batch on the device, and counts the time that it took to come."""
+        self._mark("data")
+        start = self._clock()
+        tensors = next(batches).tensors
+        self.data_wait_s += self._clock() - start
+        self._mark("step")
+        if self._part is not None:
+            tensors = self._part.cut(tensors)
+        return to_device(tensors, self._device) if self._on_gpu else tensors
+
+
+class ReplicaPasses(Passes):
+    """Every rank has the whole model: DDP adds up gradients and the four numbers as they come.
+
+    Args:
+        rank: this rank.
+        module: what is wrapped.
+        ddp: the wrapper.
+        must_arrange: what is kept about DDP's buckets has to fit from the first step on.
+    """
+
+    def __init__(
+        self, rank: Rank, module: TrainingModule, ddp: DistributedDataParallel, *, must_arrange: bool = False
+    ) -> None:
+        super().__init__(rank, num_averaged=rank.place.world_size)
+        self.ddp: DistributedDataParallel = ddp
+        # Looked up once: a module's attributes cost half a microsecond each time.
+        self._module, self._stats_param, self._must_arrange = module, module.stats_param, must_arrange
+        # A static graph is learnt in the first backward pass, and torch asserts that it is a synchronised one (2.13).
+        # Reducing after every micro-batch gives the same gradient, so the first step does that with a static graph.
+        self._may_accumulate = not ddp.static_graph
+
+    def arrange(self, tensors: tuple[Tensor, ...]) -> None:
+        """Lets DDP see one backward pass, whose gradients are dropped, before the first step. Collective.
+
+        DDP orders its buckets anew after its first pass, and the order in which three or more ranks add depends on
+        where in a bucket a value lies. Without this the first step after a start would round unlike the same step of
+        a run that was not interrupted. Random streams and buffers are as before afterwards. One or two ranks are
+        spared the pass, unless they accumulate over a static graph, whose first step sends what later ones add up.
+        """
+        is_spared = self.num_averaged <= _ORDER_COUNTS_ABOVE and (self._may_accumulate or self._accumulation == 1)
+        if is_spared and not self._must_arrange:
+            return
+        with without_traces(self._module):
+            self._module.backward(self.ddp(*to_device(tensors, self._device)))
+        self._may_accumulate = True
+
+    def run(self, batches: Iterator[HasTensors]) -> None:
+        """Adds up the gradients; those of all micro-batches are sent with the last one."""
+        for _ in range(self._accumulation - 1):
+            with self.ddp.no_sync() if self._may_accumulate else contextlib.nullcontext():
+                self._module.backward(self.ddp(*self.take(batches)))
+        self._module.backward(self.ddp(*self.take(batches)))
+        self._may_accumulate = True
+
+    def reduce(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Returns gradients, numbers and norm; they have been exchanged already."""
+        gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+        numbers = self._stats_param.grad
+        assert numbers is not None
+        # What torch.nn.utils.get_total_norm computes for one device, without sorting the gradients by device and type
+        # again at every step (30 us).
+        return gradients, numbers, torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+    def forget(self) -> None:
+        """Drops the numbers."""
+        self._stats_param.grad = None
+
+
+class ShardPasses(Passes):
+    """Ranks hold parts of the model; five numbers travel in one exchange of their own after the backward pass.
+
+    A rank adds to a number only where it is the one that counts for it, so nothing that several ranks hold alike counts
+    twice.
+
+    Args:
+        rank: this rank.
+        model: its part of the model.
+        objective: the loss around it.
+        parameters: what the optimizer has, in its order.
+    """
+
+    def __init__(self, rank: Rank, *, model: nn.Module, objective: nn.Module, parameters: Sequence[Tensor]) -> None:
+        layout = rank.layout
+        super().__init__(rank, num_averaged=layout.reducing_size)
+        self._sharded: Any = model if hasattr(model, "set_requires_all_reduce") else None
+        self._objective = objective
+        self._autocast = rank.autocast
+        self._counts = layout.owns_items(rank.place.rank)
+        weights = [_weight(parameter, layout) for parameter in parameters]
+        self._weights = torch.tensor(weights, dtype=torch.float64, device=self._device)
+        self._values = self._no_values()
+
+    def run(self, batches: Iterator[HasTensors]) -> None:
+        """Adds up the gradients, one micro-batch after the other."""
+        values = self._no_values()
+        for number in range(1, self._accumulation + 1):
+            tensors = self.take(batches)
+            # Shards are reduced in every backward pass, or a whole gradient would have to stay; copies of shards once.
+            if self._sharded is not None:
+                is_last = number == self._accumulation
+                self._sharded.set_is_last_backward(is_last)
+                self._sharded.set_requires_all_reduce(is_last)
+            with in_precision(self._device, self._autocast):
+                loss, count = self._objective(*tensors)
+            loss.backward()
+            if self._counts:
+                values[COUNT] += count
+                values[LOSS] += loss.detach()
+                values[NON_FINITE] += loss.detach().isfinite().logical_not()
+        self._values = values
+
+    def reduce(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Returns this rank's parts of the gradients, the numbers, and the norm of the whole gradient. Collective."""
+        values = self._values
+        if self._rank.stop.requested:
+            values[STOP] = 1.0
+        found = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
+        gradients = [local_part(_settled(parameters[number])) for number in found]
+        if gradients:
+            weights = self._weights if len(found) == len(self._weights) else self._weights[found]
+            norms = torch.stack(torch._foreach_norm(gradients)).double()
+            values[SQUARES] = (norms.square() * weights).sum()
+        dist.all_reduce(values)
+        return gradients, values[:SQUARES] / self.num_averaged, values[SQUARES].sqrt()
+
+    def _no_values(self) -> Tensor:
+        return torch.zeros(5, dtype=torch.float64, device=self._device)
+
+
+class PipelinePasses(ShardPasses):
+    """Forward and backward are torch's schedule over the micro-batches of the accumulation; the last stage has losses.
+
+    Args:
+        rank: this rank.
+        pipeline: its stages.
+        model: all of them.
+        objective: the loss around it.
+        parameters: what the optimizer has, in its order.
+    """
+
+    def __init__(
+        self, rank: Rank, pipeline: Pipeline, *, model: nn.Module, objective: nn.Module, parameters: Sequence[Tensor]
+    ) -> None:
+        super().__init__(rank, model=model, objective=objective, parameters=parameters)
+        name = rank.config.parallel.pipeline_schedule
+        self._schedule = pipeline.build_schedule(name=name, num_batches=self._accumulation, loss=_summed_loss)
+        self._pipeline = pipeline
+        # Lets a schedule give up scores before the step ends; older torch keeps them always.
+        has_option = "return_outputs" in inspect.signature(self._schedule.step).parameters
+        self._options = {"return_outputs": False} if has_option else {}
+
+    def run(self, batches: Iterator[HasTensors]) -> None:
+        """Adds up the gradients; all micro-batches of the step are under way at once."""
+        taken = [self.take(batches) for _ in range(self._accumulation)]
+        inputs, targets = (torch.cat(parts) for parts in zip(*taken, strict=True))
+        is_last = self._pipeline.is_last
+        losses: list[Tensor] = []
+        with in_precision(self._device, self._autocast):
+            self._schedule.step(
+                *((inputs,) if self._pipeline.is_first else ()),
+                target=targets if is_last else None,
+                losses=losses if is_last else None,
+                **self._options,
+            )
+        self._values = values = self._no_values()
+        if self._counts:
+            found = torch.stack([loss.detach().double() for loss in losses])
+            values[COUNT] = targets.numel() if targets.is_floating_point() else (targets != IGNORED).sum()
+            values[LOSS] = found.sum()
+            values[NON_FINITE] = found.isfinite().logical_not().sum()
+
+
+class Exchange:
+    """How replicas exchange gradients: here DDP's own way, in full. `tools.exchanges` has ways to send less."""
+
+    name = "none"
+    is_active = False
+    """Whether the methods below do something."""
+
+    def attach(
+        self,
+        ddp: DistributedDataParallel,
+        stats_param: nn.Parameter,
+        *,
+        optimizer: Optimizer,
+        before_change: Callable[[], None],
+    ) -> None:
+        """Becomes the hook of a wrapped module.
+
+        Args:
+            ddp: the module; it can have one hook.
+            stats_param: the parameter whose gradient is exchanged in full.
+            optimizer: has the parameters and moments, where this way changes them itself.
+            before_change: makes the next change of parameters or moments wait for a copy that is under way.
+        """
+
+    def fit_buckets(self, ddp: DdpSection, parameters: Sequence[Tensor], *, device: torch.device) -> DdpSection:
+        """Returns the settings of DDP with buckets that this way can deal with."""
+        del parameters, device
+        return ddp
+
+    def begin(self, step: int) -> None:
+        """Says which step follows."""
+
+    def after_update(self, step: int) -> None:
+        """Does what is to be done when the optimizer has used the gradients. Collective."""
+
+    def settle(self) -> None:
+        """Makes the ranks alike where they are to be evaluated or saved. Collective."""
+
+    def forget(self) -> None:
+        """Drops what was kept of earlier gradients: a step was not finite."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns a copy of what this rank has to find again to go on with the same bits."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes over what `state` gave."""
+
+    def sent_bytes(self, parameters: Sequence[Tensor]) -> float:
+        """Returns the bytes that a rank gives into exchanges over the network per step, on average."""
+        return float(sum(parameter.nbytes for parameter in parameters))
+
+
+def build_ddp(module: TrainingModule, *, ddp: DdpSection, device: torch.device) -> DistributedDataParallel:
+    """Returns the module wrapped for data parallelism. Collective over all ranks.
+
+    Buffers are not broadcast before each forward pass: rank 0's are taken where they matter, at evaluation and save.
+    """
+    # torch 2.13 renamed the option, and the old name warns.
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    no_broadcast: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    return DistributedDataParallel(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        **no_broadcast,
+        bucket_cap_mb=ddp.bucket_cap_mb,
+        gradient_as_bucket_view=True,
+        static_graph=ddp.static_graph,
+    )
+
+
+def to_device(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Returns copies on a GPU, made while it works; on the CPU the tensors themselves."""
+    if device.type == "cpu":
+        return tensors
+    return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
+
+
+def in_precision(device: torch.device, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context of a forward pass's precision."""
+    return torch.autocast(device.type, dtype=autocast, enabled=autocast is not None)
+
+
+@contextlib.contextmanager
+def without_traces(module: nn.Module) -> Iterator[None]:
+    """Puts random streams and buffers back bit for bit, and drops gradients, after passes of a module.
+
+    Args:
+        module: has no gradients before.
+    """
+    streams = rng_state()
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for parameter in module.parameters():
+            parameter.grad = None
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        set_rng_state(streams)
+
+
+def _summed_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return default_loss(outputs, targets)[0]
+
+
+def _settled(parameter: Tensor) -> Tensor:
+    """Returns the gradient of a parameter, laid out as the parameter is.
+
+    That of a norm which saw a part of the positions is a part of a sum; FSDP adds such up itself, else it is done here.
+    """
+    gradient: Any = parameter.grad
+    placements = getattr(parameter, "placements", None)
+    if placements is not None and gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
+    settled: Tensor = gradient
+    return settled
+
+
+def _weight(parameter: Tensor, layout: ParallelLayout) -> float:
+    """Returns what part of a gradient's squares this rank adds, where several ranks hold the same part of it."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    placements = getattr(parameter, "placements", ())
+    parts = math.prod(mesh.size(axis) for axis, place in enumerate(placements) if not place.is_replicate())
+    share: float = parts * layout.pp / layout.world_size
+    return share
 
 
 class StepFacts(NamedTuple):

@@ -40,9 +40,8 @@ from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.health import Health, check_replicas
 from slurm_train.train.metrics import PaceProbe, Recorder, format_measures
 from slurm_train.train.optimizer import Schedule
-from slurm_train.train.passes import Exchange
 from slurm_train.train.saving import Checkpointer, Position, SavePace
-from slurm_train.train.step import StepFacts, Stepper, StepResult
+from slurm_train.train.step import Exchange, StepFacts, Stepper, StepResult
 
 _COLLECT_EVERY_STEPS = 100
 # Time to end in order, so that the supervisor can bring the job back.

@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.passes import Exchange
+from slurm_train.train.context import Parts
 from slurm_train.train.saving import Checkpointer, Position, build_checkpointer
+from slurm_train.train.step import Exchange
 from tests.support.ranks import make_rank
 
 NUM_MATRICES, NUM_VECTORS = 50, 50
@@ -114,15 +115,11 @@ class Bench:
     def _build_checkpointer(self) -> Checkpointer:
         run = RunDirectory(self.folder / "run")
         run.path.mkdir()
-        return build_checkpointer(
-            make_rank(run.path, RunConfig(checkpoint=CheckpointSection(keep=1))),
-            model=self.model,
-            optimizer=self.optimizer,
-            data=Data(),
-            group_names=None,
-            exchange=Exchange(),
-            peak_lr=0.1,
+        rank, data = make_rank(run.path, RunConfig(checkpoint=CheckpointSection(keep=1))), cast("Any", Data())
+        parts = Parts(
+            rank=rank, model=self.model, optimizer=self.optimizer, train_data=data, heldout=None, flops_per_token=0.0
         )
+        return build_checkpointer(parts, exchange=Exchange(), peak_lr=0.1)
 
 
 class Data:

@@ -102,9 +102,8 @@ def build(kwargs: dict[str, int], tokens: Any, *, accumulation: int, half: bool)
     from slurm_train.models.gpt import GPT
     from slurm_train.models.objective import Objective
     from slurm_train.train.optimizer import build_optimizer
-    from slurm_train.train.passes import ReplicaPasses, TrainingModule, build_ddp
     from slurm_train.train.signals import StopFlag
-    from slurm_train.train.step import Stepper
+    from slurm_train.train.step import ReplicaPasses, Stepper, TrainingModule, build_ddp
     from tests.support.ranks import make_rank
 
     device = torch.device("cpu")

@@ -93,8 +93,8 @@ def bare(hidden: int, layers: int, batch: int) -> Step:
 
 def with_parameter(hidden: int, layers: int, batch: int) -> Step:
     """Returns a step that agrees through the parameter of the training's own module."""
-    from slurm_train.train.passes import STOP, TrainingModule
     from slurm_train.train.signals import StopFlag
+    from slurm_train.train.step import STOP, TrainingModule
 
     objective = SummedLoss(make_model(hidden, layers))
     module = TrainingModule(objective, stop=StopFlag(), device=torch.device("cpu"), autocast=None)

@@ -146,7 +146,8 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     from slurm_train.metrics.progress import LineDisplay
     from slurm_train.rundir.heartbeat import BeatSource, Limits
     from slurm_train.rundir.timing import Spent
-    from slurm_train.train.build import Parts, build_trainer
+    from slurm_train.train.build import build_trainer
+    from slurm_train.train.context import Parts
     from slurm_train.train.optimizer import build_optimizer
     from tests.support.ranks import make_rank
 

@@ -12,7 +12,7 @@ resume = Checkpointer.resume
 def forget(self: Checkpointer) -> tuple[Any, list[str]]:
     position, notes = resume(self)
     if position.step:
-        position.samples += self.rank.plan.global_size
+        position.samples += self.parts.rank.plan.global_size
     return position, notes
 
 

@@ -282,7 +282,7 @@ def test_the_ranks_know_what_was_accepted_and_checkpoints_say_it(shell: Any, run
     assert [note.removeprefix("from step 41 on, as accepted: ") for note in notes] == [
         "optim.lr: 0.003 -> 0.0001",
         "other code",
-        "another data set, fingerprint d1 -> d2",
+        "another data set, 100 -> 100 samples, fingerprint d1 -> d2",
     ]
     later = save(run, step=42)
     assert later.extra["changes"] == [{"number": 1, "step": 41, "names": ["optim.lr", "code", "data"]}]

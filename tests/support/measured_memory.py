@@ -147,9 +147,10 @@ def _build(rank: Any) -> tuple[Any, Any]:
     import torch
 
     from slurm_train.models.objective import Objective
-    from slurm_train.train.build import Parts, apply_parallelism, build_model, build_stepper
+    from slurm_train.train.build import apply_parallelism, build_model, build_stepper
+    from slurm_train.train.context import Parts
     from slurm_train.train.optimizer import build_optimizer
-    from slurm_train.train.passes import Exchange
+    from slurm_train.train.step import Exchange
 
     config, plan = rank.config, rank.plan
     model, unused = build_model(config, device=rank.device), cast("Any", None)

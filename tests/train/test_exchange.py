@@ -36,7 +36,7 @@ from slurm_train.config.schema import DdpSection, RunConfig
 from slurm_train.distributed.place import RankPlace
 from slurm_train.train.signals import StopFlag
 from slurm_train.tools.exchanges import build_exchange
-from slurm_train.train.passes import Exchange, TrainingModule, build_ddp
+from slurm_train.train.step import Exchange, TrainingModule, build_ddp
 
 cases, steps = json.loads(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slurm_train.checkpoint.directory import read_manifest
-from slurm_train.checkpoint.export import weights_digest
+from slurm_train.checkpoint.load import weights_digest
 from tests.support.extras import NEEDS_TRANSFORMERS
 from tests.support.small_checkpoints import checkpoint_of
 from tests.train.small_runs import (

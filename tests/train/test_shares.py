@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.passes import TrainingModule
 from slurm_train.train.shares import time_passes
 from slurm_train.train.signals import StopFlag
+from slurm_train.train.step import TrainingModule
 from tests.train.small_runs import PADDED, config_of, result_of, run_to_end, steps_of
 
 

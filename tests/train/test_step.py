@@ -17,9 +17,8 @@ from slurm_train.errors import SlurmTrainError
 from slurm_train.models.objective import Objective
 from slurm_train.train.health import refuse
 from slurm_train.train.optimizer import Update, build_optimizer, build_schedule, can_call_kernel
-from slurm_train.train.passes import ReplicaPasses, TrainingModule, build_ddp
 from slurm_train.train.signals import StopFlag
-from slurm_train.train.step import StepFacts, Stepper, StepResult
+from slurm_train.train.step import ReplicaPasses, StepFacts, Stepper, StepResult, TrainingModule, build_ddp
 from tests.support.ranks import make_rank
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
