@@ -7,34 +7,32 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slurm_train.rundir.lookup import list_runs
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.sweep import SweepDirectory, read_table
+from slurm_train.rundir.sweep import read_table
 from slurm_train.verbs import HYDRA_HELP
+from tests.cli.conftest import Shell
 from tests.support.command_line import REPOSITORY, Person, new_project
 
 habit = pytest.mark.habit
 
 
-def run_of(out: str) -> RunDirectory:
-    return RunDirectory(Path(out.split()[1]))
-
-
 @habit("`--version`")
-def test_the_version_names_this_program_and_hydra(shell: Any) -> None:
-    assert re.fullmatch(r"slurm_train \d+\.\d+\S*, Hydra 1\.3\.\d+\n", shell.types("--version").out)
-
-
 @habit("`-h`, `--help`")
 @habit("`--hydra-help`")
-def test_both_helps_are_printed(shell: Any) -> None:
+@habit("`HYDRA_FULL_ERROR=1`")
+def test_what_is_printed_about_the_program(shell: Shell) -> None:
+    assert re.fullmatch(r"slurm_train \d+\.\d+\S*, Hydra 1\.3\.\d+\n", shell.types("--version").out)
     assert "--hydra-help" in shell.types("--help").out and shell.types("-h").code == 0
     done = shell.types("--hydra-help")
     assert (done.code, done.out) == (0, HYDRA_HELP)
+    assert "Traceback" not in shell.types("plan optim.lrr=1").err
+    shell.patch.setenv("HYDRA_FULL_ERROR", "1")
+    err = shell.types("plan optim.lrr=1").err
+    assert "Traceback" in err and "\nerror: there is no configuration key 'optim.lrr'\nhint: " in err
 
 
 def test_the_short_help_and_the_page_speak_of_the_same_settings() -> None:
@@ -44,149 +42,87 @@ def test_the_short_help_and_the_page_speak_of_the_same_settings() -> None:
     assert [name for name in named if name not in page] == []
 
 
-@habit("`HYDRA_FULL_ERROR=1`")
-def test_a_full_error_has_a_traceback(shell: Any) -> None:
-    assert "Traceback" not in shell.types("plan", "optim.lrr=1").err
-    shell.patch.setenv("HYDRA_FULL_ERROR", "1")
-    err = shell.types("plan", "optim.lrr=1").err
-    assert "Traceback" in err and "\nerror: there is no configuration key 'optim.lrr'\nhint: " in err
-
-
 @habit("`-r`, `--run`")
-def test_one_run_may_be_asked_for_by_flag(shell: Any) -> None:
-    for seed, flag in enumerate(("-r", "--run")):
-        done = shell.types(flag, "+cluster=1x8", f"seed={seed}")
-        assert done.code == 0 and run_of(done.out).config.exists()
-
-
 @habit("`-m`, `--multirun`")
-@pytest.mark.parametrize("words", [["-m"], ["--multirun"], ["hydra.mode=MULTIRUN"]])
-def test_several_values_are_one_job_array(words: list[str], shell: Any) -> None:
-    done = shell.types(*words, "+cluster=1x8", "seed=1,2")
-    assert done.code == 0, done.err
-    assert len(read_table(SweepDirectory(Path(done.out.split()[1])))) == 2
-
-
 @habit("`hydra.mode=MULTIRUN`")
-def test_waiting_is_for_sweeps_however_they_are_asked_for(shell: Any) -> None:
-    assert "--wait waits for the runs of a sweep" in shell.types("--wait", "hydra.mode=RUN").err
+@habit("`hydra/sweeper=NAME`, `hydra.sweeper.*`")
+def test_one_run_or_several_are_asked_for(shell: Shell) -> None:
+    for flag in ("-r", "--run"):
+        assert shell.submits(f"{flag} +cluster=1x8 run.name=a{flag[-1]}").config.exists()
+    for seed, words in enumerate(("-m", "--multirun", "hydra.mode=MULTIRUN", "-m hydra/sweeper=basic"), start=1):
+        assert len(read_table(shell.submits_sweep(f"{words} +cluster=1x8 seed={seed}1,{seed}2"))) == 2
+    assert "--wait waits for the runs of a sweep" in shell.types("--wait hydra.mode=RUN").err
 
 
 @habit("`hydra.run.dir=PATH`")
-def test_a_run_is_found_at_the_path_that_was_asked_for(shell: Any) -> None:
-    words = ("+cluster=1x8", "hydra.run.dir=out/${hydra.job.override_dirname}")
-    planned = shell.types("plan", *words)
+def test_a_run_is_found_at_the_path_that_was_asked_for(shell: Shell) -> None:
+    words = "+cluster=1x8 hydra.run.dir=out/${hydra.job.override_dirname}"
     link = shell.folder / "out" / "+cluster=1x8"
-    assert f"found at      {link}: a link to the run directory" in planned.err and shell.left() == []
-    done = shell.types(*words)
-    assert done.code == 0 and f"found at      {link}" in done.err
-    assert link.is_symlink() and link.resolve() == run_of(done.out).path
+    found = f"found at      {link}: a link to the run directory"
+    assert found in shell.types(f"plan {words}").err and shell.left() == []
+    done = shell.types(words)
+    run = done.job_and_run[1]
+    assert found in done.err and link.is_symlink() and link.resolve() == run.path
     assert [run.path for run in list_runs(shell.folder / "runs")] == [link.resolve()], "the link is no second run"
     assert "gpt-stdlib" in shell.types("status", str(link)).out
     shell.slurm.account("4711", "FAILED")
-    assert shell.types(*words).code == 0, "the same words again find the link in its place"
-
-
-@habit("`hydra.run.dir=PATH`")
-def test_a_finished_run_gets_its_link_too(shell: Any) -> None:
-    run = run_of(shell.types("+cluster=1x8").out)
+    assert shell.types(words).code == 0, "the same words again find the link in its place"
+    shell.slurm.account("4711", "FAILED")
+    done = shell.types("+cluster=1x8 hydra.run.dir=.")
+    assert done.code == 0 and "found at" not in done.err, "the folder itself asks for nothing"
     run.result.write_text("{}")
-    assert shell.types("+cluster=1x8", "hydra.run.dir=out/x").code == 0
-    assert (shell.folder / "out" / "x").resolve() == run.path
+    assert shell.types("+cluster=1x8 hydra.run.dir=out/x").code == 0
+    assert (shell.folder / "out" / "x").resolve() == run.path, "a finished run gets its link too"
+
+
+IN_THE_WAY = {
+    "taken": "/taken is there already, and is left alone",
+    "file": "/file is there already, and is left alone",
+    "other": "/other leads to ",
+    "runs/mine": "/runs/mine lies among the runs",
+    "file/x": "/file/x cannot be made",
+}
 
 
 @habit("`hydra.run.dir=PATH`")
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("taken", "/taken is there already, and is left alone"),
-        ("file", "/file is there already, and is left alone"),
-        ("other", "/other leads to "),
-        ("runs/mine", "/runs/mine lies among the runs"),
-        ("file/x", "/file/x cannot be made"),
-    ],
-)
-def test_nothing_that_is_there_is_overwritten(path: str, message: str, shell: Any) -> None:
+def test_nothing_that_is_there_is_overwritten(shell: Shell) -> None:
     (shell.folder / "taken").mkdir()
     (shell.folder / "file").write_text("mine")
     (shell.folder / "other").symlink_to("/tmp")
     before = shell.left()
-    done = shell.types("+cluster=1x8", f"hydra.run.dir={path}")
-    assert done.code == 2 and message in done.err and "hint: name " in done.err
+    for path, message in IN_THE_WAY.items():
+        assert "hint: name " in shell.refuses(message, f"+cluster=1x8 hydra.run.dir={path}")
     assert shell.left() == before and shell.slurm.said("sbatch_words") is None
     assert (shell.folder / "file").read_text() == "mine"
 
 
-@habit("`hydra.run.dir=PATH`")
-def test_the_folder_itself_asks_for_nothing(shell: Any) -> None:
-    done = shell.types("+cluster=1x8", "hydra.run.dir=.")
-    assert done.code == 0 and "found at" not in done.err
-
-
 @habit("`hydra.sweep.dir=PATH`, `hydra.sweep.subdir=NAME`")
-def test_the_runs_of_a_sweep_are_found_below_the_path(shell: Any) -> None:
-    words = ("-m", "+cluster=1x8", "hydra.sweep.dir=out", "hydra.sweep.subdir=s${seed}")
-    done = shell.types(*words, "seed=5,6")
-    assert done.code == 0, done.err
-    runs = [element.run.path for element in read_table(SweepDirectory(Path(done.out.split()[1])))]
+def test_the_runs_of_a_sweep_are_found_below_the_path(shell: Shell) -> None:
+    words = "-m +cluster=1x8 hydra.sweep.dir=out hydra.sweep.subdir=s${seed} seed=5,6"
+    runs = [element.run.path for element in read_table(shell.submits_sweep(words))]
     assert [(shell.folder / "out" / name).resolve() for name in ("s5", "s6")] == runs
-    assert "(and 1 more)" in done.err
     shell.slurm.queue_many(["4711_0", "4711_1"], "RUNNING")
-    (shell.slurm.folder / "job_id").write_text("4720\n")
-    assert shell.types(*words, "seed=5,6,7").code == 0, "a sweep is widened under the same path"
+    shell.slurm.next_job(4720)
+    assert shell.types(f"{words},7").code == 0, "a sweep is widened under the same path"
     assert sorted(path.name for path in (shell.folder / "out").iterdir()) == ["s5", "s6", "s7"]
 
 
-@habit("`hydra.sweep.dir=PATH`, `hydra.sweep.subdir=NAME`")
-def test_two_runs_at_one_path_are_refused(shell: Any) -> None:
-    done = shell.types("-m", "+cluster=1x8", "hydra.sweep.dir=out", "hydra.sweep.subdir=same", "seed=5,6")
-    assert done.code == 2 and "two runs of the sweep would both be at" in done.err and "${hydra.job.num}" in done.err
-    assert shell.left() == []
-
-
 @habit("`hydra.output_subdir=.hydra`")
-def test_hydras_files_lie_in_the_run_directory(shell: Any) -> None:
-    run = run_of(shell.types("+cluster=1x8", "optim.lr=0.5", "hydra.output_subdir=.hydra").out)
-    assert (run.path / ".hydra" / "overrides.yaml").read_text() == "- +cluster=1x8\n- optim.lr=0.5\n"
-    assert "lr: 0.5" in (run.path / ".hydra" / "config.yaml").read_text()
-    assert "output_subdir: .hydra" in (run.path / ".hydra" / "hydra.yaml").read_text()
-    done = shell.types("-m", "+cluster=1x8", "seed=5,6", "hydra.output_subdir=.hydra")
-    sweep = read_table(SweepDirectory(Path(done.out.split()[1])))
+def test_hydras_files_lie_in_the_run_directory(shell: Shell) -> None:
+    folder = shell.submits("+cluster=1x8 optim.lr=0.5 hydra.output_subdir=.hydra").path / ".hydra"
+    assert (folder / "overrides.yaml").read_text() == "- +cluster=1x8\n- optim.lr=0.5\n"
+    assert "lr: 0.5" in (folder / "config.yaml").read_text()
+    assert "output_subdir: .hydra" in (folder / "hydra.yaml").read_text()
+    sweep = read_table(shell.submits_sweep("-m +cluster=1x8 seed=5,6 hydra.output_subdir=.hydra"))
     texts = [(element.run.path / ".hydra" / "overrides.yaml").read_text() for element in sweep]
     assert texts == ["- +cluster=1x8\n- seed=5\n", "- +cluster=1x8\n- seed=6\n"]
 
 
 @habit("`hydra.job.name=NAME`")
-def test_a_job_name_is_the_runs_name(shell: Any) -> None:
-    assert run_of(shell.types("+cluster=1x8", "hydra.job.name=ann").out).name == "ann"
-    done = shell.types("-m", "+cluster=1x8", "hydra.job.name=bob", "seed=1,2")
-    assert [element.run.name for element in read_table(SweepDirectory(Path(done.out.split()[1])))] == ["bob", "bob"]
-
-
-@habit("`hydra/launcher=basic`")
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["+cluster=1x8"], "hydra/launcher=basic runs here, but a cluster is asked for"),
-        (["-m", "+cluster=1x8", "seed=1,2"], "hydra/launcher=basic runs here, but a cluster is asked for"),
-        (["-m", "seed=1,2", "sweep.max_parallel=2"], "runs one after the other, but sweep.max_parallel=2"),
-    ],
-    ids=lambda value: " ".join(value) if type(value) is list else "",
-)
-def test_the_basic_launcher_beside_something_else_is_refused(words: list[str], message: str, shell: Any) -> None:
-    done = shell.types("hydra/launcher=basic", *words)
-    assert done.code == 2 and message in done.err and "hint: drop hydra/launcher=basic" in done.err
-    assert shell.left() == []
-
-
-@habit("`hydra/sweeper=NAME`, `hydra.sweeper.*`")
-def test_the_basic_sweeper_may_be_named(shell: Any) -> None:
-    assert "2 runs: seed (2)" in shell.types("plan", "-m", "hydra/sweeper=basic", "+cluster=1x8", "seed=1,2").err
-
-
-def test_a_plan_is_no_way_to_print_a_configuration(shell: Any) -> None:
-    done = shell.types("plan", "--cfg", "job")
-    assert done.code == 2 and "hint: drop `plan`" in done.err
+def test_a_job_name_is_the_runs_name(shell: Shell) -> None:
+    assert shell.submits("+cluster=1x8 hydra.job.name=ann").name == "ann"
+    sweep = shell.submits_sweep("-m +cluster=1x8 hydra.job.name=bob seed=1,2")
+    assert [element.run.name for element in read_table(sweep)] == ["bob", "bob"]
 
 
 # For real
@@ -219,17 +155,6 @@ def main(config):
     print("rank", os.environ["RANK"], "lr", config.lr, "cwd", os.getcwd())
 main()
 """
-
-
-@habit("a program with `@hydra.main`")
-def test_a_hydra_program_runs_unmodified(person: Person) -> None:
-    (person.folder / "app.py").write_text(APP)
-    done = person.types("script=[app.py,+lr=3e-4,hydra.run.dir=out/own]", "run.processes=1")
-    assert done.code == 0, done.err
-    assert f"rank 0 lr 0.0003 cwd {person.folder}" in done.out + done.err
-    assert (person.folder / "out" / "own" / ".hydra" / "config.yaml").read_text() == "lr: 0.0003\n"
-
-
 TASK = """
 import os
 from hydra.core.hydra_config import HydraConfig
@@ -238,9 +163,13 @@ def main(context):
 """
 
 
+@habit("a program with `@hydra.main`")
 @habit("`HydraConfig.get()`, `get_original_cwd()` in a task or model")
-def test_a_task_finds_its_configuration_in_its_context(person: Person) -> None:
+def test_a_hydra_program_and_a_task_run_in_the_folder(person: Person) -> None:
+    (person.folder / "app.py").write_text(APP)
+    done = person.types("script=[app.py,+lr=3e-4,hydra.run.dir=out/own]", "run.processes=1")
+    assert f"rank 0 lr 0.0003 cwd {person.folder}" in done.out + done.err
+    assert (person.folder / "out" / "own" / ".hydra" / "config.yaml").read_text() == "lr: 0.0003\n"
     (person.folder / "own_task.py").write_text(TASK)
     done = person.types("task._target_=own_task.main", "seed=7", "run.processes=1")
-    assert done.code == 0, done.err
     assert f"hydra is set: False seed 7 cwd {person.folder}" in done.out + done.err

@@ -1,55 +1,51 @@
+"""`plan`: the script, the table, JSON, and layouts to choose from. Its numbers are tested in tests/estimate."""
+
 from __future__ import annotations
 
 import json
-from typing import Any
-
-import pytest
 
 from slurm_train.cli.display import plan_rows
+from tests.cli.conftest import Shell
 from tests.support.command_line import REPOSITORY, TINY_MODULE
 from tests.support.plans import make_plan
 from tests.tools.site.sites import RECORDED
 
 
-def test_a_plan_prints_the_script_that_a_submission_would_use(shell: Any) -> None:
-    planned = shell.types("plan", "+cluster=4x8")
-    assert planned.code == 0
-    assert shell.left() == [] and shell.slurm.said("submitted.sh") is None
-    shell.types("+cluster=4x8")
+def rows_of(shell: Shell, words: str) -> dict[str, str]:
+    """Returns the table that a plan prints."""
+    done = shell.types(f"plan {words}")
+    assert done.code == 0, done.err
+    cells = (line.strip().split("  ", 1) for line in done.err.splitlines() if line.startswith("  "))
+    return {cell[0]: cell[1].strip() for cell in cells if len(cell) == 2}
+
+
+def test_a_plan_prints_the_script_that_a_submission_would_use(shell: Shell) -> None:
+    planned = shell.types("plan +cluster=4x8")
+    assert planned.code == 0 and shell.left() == [] and shell.slurm.said("submitted.sh") is None
+    shell.submits("+cluster=4x8")
     assert planned.out == shell.slurm.said("submitted.sh")
+    here = shell.types("plan run.processes=4")
+    assert (here.code, here.out) == (0, "")
+    assert "4 = this machine" in here.err and "add +cluster=NxG for Slurm" in here.err
 
 
-def test_slurms_verdict_is_told(shell: Any) -> None:
+FAILED = "sbatch: error: Batch job submission failed: "
+
+
+def test_slurms_verdict_is_told(shell: Shell) -> None:
     start = "sbatch: Job 5 to start at 2026-01-31T09:41:24 using 32 processors on nodes node[1-4] in partition main"
     (shell.slurm.folder / "verdict").write_text(f"{start}\n")
-    assert "would take it; estimated start 2026-01-31T09:41:24 on node[1-4]" in shell.types("plan", "+cluster=4x8").err
-    shell.slurm.refuse("sbatch: error: Batch job submission failed: Invalid qos specification")
-    done = shell.types("plan", "+cluster=4x8")
-    assert done.code == 0 and "would refuse it: Invalid qos specification; " in done.err
-    assert "set cluster.qos" in done.err, "and what to do"
-    shell.slurm.refuse(
-        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
-    )
-    done = shell.types("plan", "+cluster=4x8")
-    assert done.code == 0 and "does not answer, so the script is not checked" in done.err
-    assert done.out.startswith("#!/bin/bash\n")
-
-
-def test_without_slurm_the_script_is_shown_unchecked(shell: Any) -> None:
+    said = [rows_of(shell, "+cluster=4x8")["Slurm"]]
+    for why in ("Invalid qos specification", "Unable to contact slurm controller (connect failure)"):
+        shell.slurm.refuse(f"{FAILED}{why}")
+        said.append(rows_of(shell, "+cluster=4x8")["Slurm"])
     shell.leaves_slurm()
-    done = shell.types("plan", "+cluster=4x8")
-    assert done.code == 0 and "not here: no sbatch on the PATH" in done.err
-    assert done.out.startswith("#!/bin/bash\n")
-    rows = rows_of(shell.types("plan", "+cluster=2x4", "cluster.gpu_flag=none", "requeue.enabled=false").err)
-    assert "(formula, float32)" in rows["memory"] and "copy for saves 14.6 MiB" in rows["memory"]
-    assert rows["rank-hours"].startswith("not known") and rows["comes back"].startswith("not by itself")
-
-
-def test_without_a_cluster_there_is_no_script(shell: Any) -> None:
-    done = shell.types("plan", "run.processes=4")
-    assert (done.code, done.out) == (0, "")
-    assert "4 = this machine" in done.err and "add +cluster=NxG for Slurm" in done.err
-    assert shell.left() == []
+    said.append(rows_of(shell, "+cluster=4x8")["Slurm"])
+    assert said[0] == "would take it; estimated start 2026-01-31T09:41:24 on node[1-4]"
+    assert said[1].startswith("would refuse it: Invalid qos specification; ") and "set cluster.qos" in said[1]
+    assert said[2].startswith("does not answer, so the script is not checked")
+    assert said[3].startswith("not here: no sbatch on the PATH")
+    assert shell.types("plan +cluster=4x8").out.startswith("#!/bin/bash\n")
 
 
 def test_the_rows_of_the_table() -> None:
@@ -71,65 +67,40 @@ def test_the_rows_of_the_table() -> None:
     ]
 
 
-def test_unequal_shares_are_told_and_their_memory_counted(shell: Any) -> None:
-    uneven = ("plan", "+cluster=2x4", "cluster.gpus_per_node=[4,2]", "batch.global_size=24")
-    even, measured, weights = (
-        rows_of(shell.types(*uneven, f"batch.shares={shares}").err) for shares in ("even", "measured", "[2,1]")
-    )
+def test_unequal_shares_are_told_and_their_memory_counted(shell: Shell) -> None:
+    uneven = "+cluster=2x4 cluster.gpus_per_node=[4,2] batch.global_size=24 batch.shares="
+    even, measured, weights = (rows_of(shell, f"{uneven}{shares}") for shares in ("even", "measured", "[2,1]"))
     assert "shares" not in even
     assert measured["shares"] == "by speed, measured at each start; a rank has at most 8 samples of a micro-batch"
     assert weights["shares"] == "node 1: 5+5+5+5, node 2: 2+2 of the 24 samples of a micro-batch"
     assert even["run"] == measured["run"] == weights["run"], "the same run, however it is shared out"
     sizes = [float(rows["memory"].split()[0]) for rows in (even, weights, measured)]
     assert sizes == sorted(set(sizes))
-    done = shell.types(*uneven, "batch.shares=[2,1,1]")
-    assert (done.code, done.out) == (2, "") and "3 weights, for 6 ranks on nodes of 4 + 2" in done.err
+    shell.refuses("3 weights, for 6 ranks on nodes of 4 + 2", f"plan {uneven}[2,1,1]")
 
 
-def test_a_layout_has_memory_traffic_and_a_table_of_ranks(shell: Any) -> None:
-    words = ("+cluster=16x4", "parallel={dp_shard:8,tp:4,pp:2}", "model.tied=false")
-    rows = rows_of(shell.types("plan", *words).err)
+def test_a_layout_has_memory_traffic_and_a_table_of_ranks(shell: Shell) -> None:
+    words = "+cluster=16x4 parallel={dp_shard:8,tp:4,pp:2} model.tied=false"
+    rows = rows_of(shell, words)
     assert rows["layout"] == "pp 2 x dp_shard 8 x tp 4; 8 read different samples"
     assert rows["global batch"] == "64 = 1 local x 8 ranks x 8 accumulation"
     assert rows["memory"].startswith("5.0 MiB per rank of stage 0: weights 95.4 KiB, AdamW 191 KiB, gathered 1.8 MiB, ")
     assert rows["sends"].startswith("per rank of stage 0 and step: ")
     assert "along tp (inside nodes)" in rows["sends"] and "along dp_shard (between nodes)" in rows["sends"]
-    memory = json.loads(shell.types("plan", "--json", *words).out)["memory"]
-    assert memory["source"] == "formula, bfloat16", "train.precision=auto on GPUs"
-    assert memory["total_bytes"] == sum(
-        memory[f"{name}_bytes"] for name in ("weight", "optimizer", "gathered", "activation")
-    )
-    table = shell.types("plan", "--ranks", *words).out.splitlines()
+    assert json.loads(shell.types(f"plan --json {words}").out)["memory"]["source"] == "formula, bfloat16"
+    table = shell.types(f"plan --ranks {words}").out.splitlines()
     assert len(table) == 65
-    assert " ".join(table[0].split()) == "rank node local pp dp_replicate dp_shard cp tp"
+    assert table[0].split() == ["rank", "node", "local", "pp", "dp_replicate", "dp_shard", "cp", "tp"]
     assert " ".join(table[64].split()) == "63 15 3 1 0 7 0 3"
+    small = "+cluster=2x4 parallel={dp_shard:8} train.precision=float32"
+    on_host = rows_of(shell, f"{small} parallel.cpu_offload=true")["memory"]
+    assert on_host.endswith("(formula, float32); on the host 1.8 MiB offloaded; CUDA and NCCL come on top")
+    assert "not known; no formula for this model in a layout" in rows_of(shell, f"{small} model=cnn")["memory"]
 
 
-@pytest.mark.parametrize(
-    ("words", "end"),
-    [
-        (
-            ["parallel.cpu_offload=true"],
-            "(formula, float32); on the host 1.8 MiB offloaded; CUDA and NCCL come on top",
-        ),
-        (["parallel.cpu_offload=true", "cluster.gpu_flag=none"], "offloaded 1.8 MiB (formula, float32)"),
-        (["model=cnn"], "not known; no formula for this model in a layout; only the shipped GPT has one"),
-    ],
-)
-def test_the_memory_of_a_layout_on_the_host_or_of_another_model(shell: Any, words: list[str], end: str) -> None:
-    done = shell.types("plan", "+cluster=2x4", "parallel={dp_shard:8}", "train.precision=float32", *words)
-    assert rows_of(done.err)["memory"].endswith(end)
-
-
-def rows_of(text: str) -> dict[str, str]:
-    """Returns the table that a plan prints."""
-    cells = (line.strip().split("  ", 1) for line in text.splitlines() if line.startswith("  "))
-    return {cell[0]: cell[1].strip() for cell in cells if len(cell) == 2}
-
-
-def test_a_plan_says_what_a_run_needs_costs_and_may_lose(shell: Any) -> None:
+def test_a_plan_says_what_a_run_needs_costs_and_may_lose(shell: Shell) -> None:
     shell.slurm.be_site(RECORDED / "devcluster")
-    rows = rows_of(shell.types("plan", "+cluster=2x4", "cluster.time_limit_min=480").err)
+    rows = rows_of(shell, "+cluster=2x4 cluster.time_limit_min=480")
     assert rows["memory"].startswith(
         "36.4 MiB per rank: weights 4.9 MiB, gradients 4.8 MiB, AdamW 9.7 MiB, activations"
     )
@@ -137,92 +108,59 @@ def test_a_plan_says_what_a_run_needs_costs_and_may_lose(shell: Any) -> None:
     assert rows["GPU-hours"] == "at most 64 per attempt (480 min)"
     assert rows["comes back"] == "requeue, same job id; preemption requeues here: 15 s grace, then 5 s to end in"
     assert rows["lost at worst"].startswith("100 steps with a lost node; as much by preemption, or nothing if")
-
-
-def test_the_runs_own_qos_and_partition_decide(shell: Any) -> None:
-    shell.slurm.be_site(RECORDED / "devcluster")
-    rows = rows_of(shell.types("plan", "+cluster=2x4", "cluster.qos=urgent").err)
+    rows = rows_of(shell, "+cluster=2x4 cluster.qos=urgent")
     assert rows["comes back"] == "requeue, same job id; nobody preempts here; 5 s to end in"
     assert rows["GPU-hours"] == "at most 8 per attempt (60 min)", "the partition's default limit"
     shell.slurm.be_site(RECORDED / "typed")
-    rows = rows_of(shell.types("plan", "+cluster=2x4", "cluster.partition=scavenge").err)
+    rows = rows_of(shell, "+cluster=2x4 cluster.partition=scavenge")
     assert "120 s grace, then 30 s to end in" in rows["comes back"]
+    shell.leaves_slurm()
+    rows = rows_of(shell, "+cluster=2x4 cluster.gpu_flag=none requeue.enabled=false")
+    assert rows["rank-hours"].startswith("not known") and rows["comes back"].startswith("not by itself")
 
 
-def test_json_holds_all_of_it_and_nothing_else_is_printed(shell: Any) -> None:
+def test_json_holds_all_of_it_and_nothing_else_is_printed(shell: Shell) -> None:
     shell.slurm.be_site(RECORDED / "devcluster")
-    plain = shell.types("plan", "+cluster=2x4")
-    done = shell.types("plan", "--json", "+cluster=2x4")
+    done = shell.types("plan --json +cluster=2x4")
     facts = json.loads(done.out)
     assert (done.code, done.err) == (0, "")
-    assert facts["script"] == plain.out and facts["world"]["size"] == 8
+    assert facts["script"] == shell.types("plan +cluster=2x4").out and facts["world"]["size"] == 8
     memory = facts["memory"]
     parts = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
     assert memory["total_bytes"] == sum(memory[name] for name in parts) and memory["host_copy_bytes"] > 0
     assert facts["slurm"]["is_accepted"] is True and facts["worst_loss"]["notice_s"] == 20.0
-    assert facts["cost"] == {
-        "unit": "GPU-hours",
-        "per_attempt_h": 8.0,
-        "limit_min": 60,
-        "left_h": None,
-        "left_steps": 300,
-        "speed": None,
-    }
-    assert json.loads(shell.types("plan", "--json", "run.processes=1").out)["script"] is None
+    cost = {"unit": "GPU-hours", "per_attempt_h": 8.0, "limit_min": 60, "left_h": None, "left_steps": 300}
+    assert facts["cost"] == cost | {"speed": None}
+    assert json.loads(shell.types("plan --json run.processes=1").out)["script"] is None
 
 
-def test_json_and_measure_belong_to_plan(shell: Any) -> None:
-    for flag in ("--json", "--measure", "--suggest=80"):
-        done = shell.types(flag, "+cluster=1x1")
-        assert done.code == 2 and f"{flag.partition('=')[0]} goes with `plan`" in done.err and shell.left() == []
-
-
-def test_the_memory_of_a_model_of_ones_own_is_not_guessed(shell: Any) -> None:
-    (shell.folder / "tiny.py").write_text(TINY_MODULE)
-    rows = rows_of(shell.types("plan", "model._target_=tiny.Tiny", "data._target_=tiny.Numbers").err)
-    assert rows["memory"] == "not known; `plan --measure` builds your model without its memory and looks"
-    (shell.folder / "train.py").touch()
-    assert rows_of(shell.types("plan", "script=[train.py]").err)["memory"] == "not known; only your own code knows"
-
-
-def test_measure_builds_it_apart(shell: Any) -> None:
+def test_a_model_of_ones_own_is_measured_apart(shell: Shell) -> None:
     shell.patch.setenv("PYTHONPATH", str(REPOSITORY))
     broken = "class Broken:\n    def __init__(self):\n        raise ValueError('no disk')\n"
     (shell.folder / "tiny.py").write_text(f"{TINY_MODULE}\n{broken}")
-    words = ("plan", "--measure", "model._target_=tiny.Tiny", "run.processes=1")
-    rows = rows_of(shell.types(*words, "data._target_=tiny.Numbers").err)
-    assert "(measured, float32)" in rows["memory"] and "activations are missing" not in rows["memory"]
-    rows = rows_of(shell.types(*words, "data._target_=tiny.Broken").err)
-    assert rows["memory"] == "not known; the model cannot be measured here: ValueError: no disk"
+    words = "model._target_=tiny.Tiny run.processes=1 data._target_=tiny."
+    memory = rows_of(shell, f"{words}Numbers")["memory"]
+    assert memory == "not known; `plan --measure` builds your model without its memory and looks"
+    memory = rows_of(shell, f"--measure {words}Numbers")["memory"]
+    assert "(measured, float32)" in memory and "activations are missing" not in memory
+    memory = rows_of(shell, f"--measure {words}Broken")["memory"]
+    assert memory == "not known; the model cannot be measured here: ValueError: no disk"
+    (shell.folder / "train.py").touch()
+    assert rows_of(shell, "script=[train.py]")["memory"] == "not known; only your own code knows"
 
 
-def test_a_sweep_tells_each_kind_of_run_and_the_hours_of_all(shell: Any) -> None:
-    words = ("cluster.time_limit_min=60", "seed=1,2,3", "model.width=64,128")
-    lines = shell.types("plan", "-m", "+cluster=2x4", *words).err.splitlines()
-    rows = {line[2:15].strip(): line[15:].strip() for line in lines}
+def test_a_sweep_tells_each_kind_of_run_and_the_hours_of_all(shell: Shell) -> None:
+    rows = rows_of(shell, "-m +cluster=2x4 cluster.time_limit_min=60 seed=1,2,3 model.width=64,128")
     assert rows["memory"].count(" | ") == 1
     assert rows["all 6"] == "GPU-hours: at most 48 if each run has one attempt"
     assert rows["lost at worst"].startswith("100 steps with a lost node")
 
 
-def test_suggestions_are_a_table_of_words_to_type(shell: Any) -> None:
-    done = shell.types("plan", "--suggest", "80", "+cluster=2x8", "model.tied=false")
+def test_suggestions_are_a_table_of_words_to_type(shell: Shell) -> None:
+    done = shell.types("plan --suggest 80 +cluster=2x8 model.tied=false")
     lines = done.out.splitlines()
     assert done.code == 0 and lines[0].split() == ["WHAT", "NODES", "MEMORY", "SPEED", "WORDS"]
     assert lines[1].startswith("best") and '"parallel={dp_replicate:' in lines[1] and "100%" in lines[1]
     assert lines[-1].split()[:2] == ["smallest", "1x8"]
     assert "legal layouts of 16 ranks; speed by a simple model: 400 TFLOP/s a device" in done.err
     assert shell.left() == []
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--suggest", "much"], "--suggest must be a number of GiB greater than 0, got much"),
-        (["--suggest", "0.001", "+cluster=1x2"], "legal layouts of 2 ranks fits into 0.001 GiB a device"),
-        (["-m", "--suggest", "80", "seed=1,2"], "--suggest is for one run"),
-    ],
-)
-def test_suggestions_that_cannot_be_made_are_refused(shell: Any, words: list[str], message: str) -> None:
-    done = shell.types("plan", *words)
-    assert done.code == 2 and message in done.err

@@ -15,11 +15,11 @@ from tests.support.waiting import wait_for
 
 SCRIPT = """
 import pathlib, sys, time
-if sys.argv[1] == "bad" and not pathlib.Path(sys.argv[2]).exists():
+kind, mended = sys.argv[1], pathlib.Path("mended")
+if kind == "bad" and not mended.exists():
     sys.exit(5)
-while sys.argv[1] == "slow" and not pathlib.Path(sys.argv[2]).exists():
+while kind == "slow" and not mended.exists():
     time.sleep(0.05)
-print("trained", sys.argv[1])
 """
 
 
@@ -29,30 +29,23 @@ def person(tmp_path: Path) -> Person:
     return Person(tmp_path)
 
 
-def words_of(folder: Path, *kinds: str) -> list[str]:
-    scripts = ",".join(f"[train.py,{kind},{folder}/mended]" for kind in kinds)
-    return ["-m", f"script={scripts}", "run.processes=1"]
-
-
 @pytest.mark.parametrize("num_parallel", [1, 2])
 def test_a_run_that_fails_ends_no_other_and_the_same_words_continue(num_parallel: int, person: Person) -> None:
-    words = [*words_of(person.folder, "fine", "bad", "good"), f"sweep.max_parallel={num_parallel}"]
+    scripts = "script=[train.py,fine],[train.py,bad],[train.py,good]"
+    words = ["-m", scripts, "run.processes=1", f"sweep.max_parallel={num_parallel}"]
     done = person.types(*words)
-    sweep = SweepDirectory(Path(done.out.split()[1]))
     assert done.code == 1 and "2 of 3 runs are finished" in done.err
-    runs = [element.run for element in read_table(sweep)]
-    assert [run.result.exists() for run in runs] == [True, False, True]
-    assert [element.job for element in read_table(sweep)] == [None] * 3
+    elements = read_table(SweepDirectory(Path(done.out.split()[1])))
+    assert [(one.run.result.exists(), one.job) for one in elements] == [(True, None), (False, None), (True, None)]
     (person.folder / "mended").touch()
     again = person.types(*words)
     assert again.code == 0 and "2 runs are finished, 0 active; 1 to submit" in again.err
-    assert [len(read_ledger(run)) for run in runs] == [1, 2, 1]
+    assert [len(read_ledger(one.run)) for one in elements] == [1, 2, 1]
 
 
 def test_ctrl_c_stops_the_run_at_work_and_starts_no_other(person: Person) -> None:
-    words = [sys.executable, "-m", "slurm_train", *words_of(person.folder, "slow", "fine")]
     process = subprocess.Popen(
-        words,
+        [sys.executable, "-m", "slurm_train", "-m", "script=[train.py,slow],[train.py,fine]", "run.processes=1"],
         cwd=person.folder,
         env=person.environment(),
         stdout=subprocess.PIPE,

@@ -18,6 +18,7 @@ from slurm_train.cli.multirun import objective
 from slurm_train.errors import RunError
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, read_table
+from tests.cli.conftest import Shell
 
 FOUND: list[float] = []
 
@@ -42,77 +43,57 @@ class Halving(Sweeper):
             lr, best = lr / 2, values[0]
 
 
-@pytest.fixture
-def halving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Installs the sweeper as a plugin of Hydra's, which lives in a package of that name."""
-    FOUND.clear()
-    package, module = ModuleType("hydra_plugins"), ModuleType("hydra_plugins.halving")
-    package.__path__ = []
-    module.Halving = Halving  # type: ignore[attr-defined]
-    package.halving = module  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "hydra_plugins", package)
-    monkeypatch.setitem(sys.modules, "hydra_plugins.halving", module)
-    Halving.__module__ = "hydra_plugins.halving"
-    Plugins.instance().register(Halving)
-    node = {"_target_": "hydra_plugins.halving.Halving"}
-    ConfigStore.instance().store(group="hydra/sweeper", name="halving", node=node, provider="test")
-    yield
-    ConfigStore.instance().repo["hydra"]["sweeper"].pop("halving.yaml")
-
-
-def results_appear(shell: Any) -> None:
-    """Makes sbatch finish every run of the array at once, with (lr - 1.5)^2 as its value."""
-    program = shell.slurm.folder / "sbatch"
-    finish = """
+# Makes sbatch finish every run of the array at once, with (lr - 1.5)^2 as its value.
+FINISH = """
 case "$*" in *submit*|*sh) for r in $(cat {root}/runs/sweeps/*/arrays/*/runs.txt); do
   lr=$(sed -n 's/^  lr: //p' "$r/config.yaml" | head -1)
   value=$(awk "BEGIN {{ print ($lr - 1.5) ^ 2 }}")
   echo "{{\\"step\\": 1, \\"eval_loss\\": $value}}" > "$r/result.json"
 done;; esac
 """
-    program.write_text(program.read_text() + finish.format(root=shell.folder))
 
 
-def test_a_sweeper_that_needs_values_gets_them_from_the_results(shell: Any, halving: None) -> None:
-    results_appear(shell)
-    done = shell.types("-m", "hydra/sweeper=halving", "+cluster=1x8", "seed=3")
-    assert done.code == 0, done.err
-    assert FOUND == [(8 - 1.5) ** 2, (4 - 1.5) ** 2, (2 - 1.5) ** 2, (1 - 1.5) ** 2]
-    assert list((shell.folder / "multirun").iterdir()), "a place for files of the sweeper's own"
-    sweeps = [SweepDirectory(path) for path in (shell.folder / "runs" / "sweeps").iterdir()]
-    assert len(sweeps) == 4 and all(len(read_table(sweep)) == 2 for sweep in sweeps)
-    assert len(shell.slurm.said("sbatch_words").splitlines()) == 4, "what is finished is not submitted again"
-    assert {tuple(element.overrides) for sweep in sweeps for element in read_table(sweep)} == {("optim.lr",)}
-
-
-def test_a_driver_that_is_started_anew_catches_up(shell: Any, halving: None) -> None:
-    results_appear(shell)
-    words = ("-m", "hydra/sweeper=halving", "+cluster=1x8", "sweep.objective=eval_loss")
-    shell.types(*words)
-    (shell.slurm.folder / "sbatch_words").unlink()
-    first = list(FOUND)
+@pytest.fixture
+def halving(shell: Shell) -> Iterator[str]:
+    """Installs the sweeper as a plugin of Hydra's, which lives in a package of that name; gives the words for it."""
     FOUND.clear()
-    assert shell.types(*words).code == 0 and first == FOUND
-    assert shell.slurm.said("sbatch_words") is None
+    package, module = ModuleType("hydra_plugins"), ModuleType("hydra_plugins.halving")
+    package.__path__ = []
+    module.Halving = Halving  # type: ignore[attr-defined]
+    package.halving = module  # type: ignore[attr-defined]
+    shell.patch.setitem(sys.modules, "hydra_plugins", package)
+    shell.patch.setitem(sys.modules, "hydra_plugins.halving", module)
+    Halving.__module__ = "hydra_plugins.halving"
+    Plugins.instance().register(Halving)
+    node = {"_target_": "hydra_plugins.halving.Halving"}
+    ConfigStore.instance().store(group="hydra/sweeper", name="halving", node=node, provider="test")
+    program = shell.slurm.folder / "sbatch"
+    program.write_text(program.read_text() + FINISH.format(root=shell.folder))
+    yield "-m hydra/sweeper=halving +cluster=1x8 seed=3"
+    ConfigStore.instance().repo["hydra"]["sweeper"].pop("halving.yaml")
 
 
-def test_a_sweeper_that_needs_values_cannot_be_planned(shell: Any, halving: None) -> None:
-    done = shell.types("plan", "-m", "hydra/sweeper=halving", "+cluster=1x8")
-    assert done.code == 2 and "chooses its points as it goes" in done.err
+def test_a_sweeper_that_needs_values_gets_them_from_the_results(shell: Shell, halving: str) -> None:
+    shell.refuses("chooses its points as it goes", f"plan {halving}")
+    assert shell.types(halving).code == 0
+    values = [(lr - 1.5) ** 2 for lr in (8, 4, 2, 1)]
+    assert values == FOUND
+    assert list((shell.folder / "multirun").iterdir()), "a place for files of the sweeper's own"
+    sweeps = [read_table(SweepDirectory(path)) for path in (shell.folder / "runs" / "sweeps").iterdir()]
+    assert [len(sweep) for sweep in sweeps] == [2] * 4
+    assert {tuple(element.overrides) for sweep in sweeps for element in sweep} == {("optim.lr",)}
+    assert shell.slurm.times_asked("sbatch") == 4, "what is finished is not submitted again"
+    assert shell.types(f"{halving} sweep.objective=eval_loss").code == 0, "a driver that is started anew catches up"
+    assert values * 2 == FOUND and shell.slurm.times_asked("sbatch") == 4
 
 
-def test_a_sweep_may_stand_in_a_file_of_the_users_own_and_words_win(shell: Any) -> None:
+def test_a_sweep_may_stand_in_a_file_of_the_users_own_and_words_win(shell: Shell) -> None:
     (shell.folder / "site").mkdir()
     text = "defaults: [config, _self_]\nhydra:\n  sweeper:\n    params:\n      seed: range(3)\n      optim.lr: 1,2\n"
     (shell.folder / "site" / "study.yaml").write_text(text)
-    words = ("-m", "--config-dir", "site", "--config-name", "study", "+cluster=1x8")
-    assert "6 runs: seed (3) x optim.lr (2)" in shell.types(*words).err
-    assert "3 runs: seed (3)\n" in shell.types(*words, "optim.lr=5").err
-
-
-def test_a_sweeper_that_is_not_there_is_named(shell: Any) -> None:
-    done = shell.types("-m", "hydra/sweeper=nowhere", "+cluster=1x8", "seed=1,2")
-    assert done.code == 2 and "there is no configuration 'hydra/sweeper/nowhere'" in done.err
+    words = "-m --config-dir site --config-name study +cluster=1x8"
+    assert "6 runs: seed (3) x optim.lr (2)" in shell.types(words).err
+    assert "3 runs: seed (3)\n" in shell.types(f"{words} optim.lr=5").err
 
 
 RESULTS: list[tuple[dict[str, Any] | None, str | None, float | str]] = [
