@@ -95,7 +95,7 @@ def _collect(arguments: argparse.Namespace) -> int:
     run = find_run(Path(arguments.root), arguments.run)
     keep = load_config(run.config).checkpoint.keep if arguments.keep is None else arguments.keep
     commands, holder = SlurmCommands(os.environ), this_process()
-    take_lock(run, holder, is_alive=lambda current: holder_lives(current, commands))
+    take_lock(run.lock, holder, is_alive=lambda current: holder_lives(current, commands))
     try:
         # All attempts are over. What stays gets the number of the next one, so none of them can remove it any more.
         attempt = max(existing_attempts(run), default=-1) + 1
@@ -110,7 +110,7 @@ def _collect(arguments: argparse.Namespace) -> int:
         else:
             pruned = place.sweep()
     finally:
-        release_lock(run, holder)
+        release_lock(run.lock, holder)
     for path in pruned.removed:
         print(path)
     for line in (*pruned.problems, *(f"{path} cannot be trusted; look at it" for path in pruned.untrusted)):

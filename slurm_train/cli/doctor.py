@@ -22,7 +22,7 @@ from pathlib import Path
 
 from slurm_train.cli.terminal import note
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
-from slurm_train.rundir.events import fatal_line, read_preflight
+from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.site import default_account, default_qos, gather_facts, login_name
@@ -159,10 +159,10 @@ def _print_record(run: RunDirectory, *, as_json: bool) -> int:
             f"the job ended without a report on its nodes: {lines[-1] if lines else 'its log is empty'}",
             hint=f"look at {run.logs}",
         )
-    findings = record.get("findings", [])
+    findings = findings_of(record)
     if as_json:
         print(json.dumps(record, indent=2))
     else:
-        print(*record.get("table", []), *(f"{one['level']}: {one['line']}" for one in findings), sep="\n")
+        print(*record.get("table", []), *(f"{one.level}: {one.line}" for one in findings), sep="\n")
         note(f"{len(findings)} findings in {record.get('seconds', 0):g} s")
-    return EXIT_FAILURE if fatal_line(record) else EXIT_DONE
+    return EXIT_FAILURE if errors_of(findings) else EXIT_DONE

@@ -42,7 +42,7 @@ from slurm_train.rundir.attempts import (
 )
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.heartbeat import AwakeClock, BeatSource, Heartbeat, limits_of
+from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.timing import last_step
 from slurm_train.slurm.commands import SlurmCommands
@@ -213,8 +213,8 @@ def _start_heartbeat(
     os.umask(0o077)
     job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
     step_id = f"{job}.{step}" if job and step else ""
-    source = BeatSource(rank=place.rank, host=place.host, pid=os.getpid(), step_id=step_id)
-    heartbeat.start(run, attempt, source, limits=limits_of(config))
+    limits = limits_of(config)
+    heartbeat.start(run, attempt, rank=place.rank, host=place.host, limits=limits, step_id=step_id)
     return heartbeat
 
 
@@ -303,7 +303,7 @@ def _begin(
         restart_count=0,
         nodes=nodes,
         world_size=place.world_size,
-        committed_step=newest_committed_step(run.checkpoints),
+        first_committed=newest_committed_step(run.checkpoints),
     )
     return begin_round(run, start, first=first)
 

@@ -183,7 +183,7 @@ class Start:
 
     def _clear_dead(self, run: RunDirectory) -> None:
         # A dead process on this machine can be recognised from here, not from the node that the job starts on.
-        clear_dead(run, is_alive=lambda holder: holder_lives(holder, self.commands))
+        clear_dead(run.lock, is_alive=lambda holder: holder_lives(holder, self.commands))
 
     def _left_out(self, script: str, run: RunDirectory) -> list[str]:
         """Returns words for sbatch or salloc that leave out nodes which were found bad lately, and prints which."""

@@ -359,7 +359,7 @@ def worst_loss(
     return WorstLoss(
         interval_steps=min(every * reach, plan.config.train.max_steps) if isinstance(every, int) else None,
         step_s=step_s,
-        save_s=None if measured is None else measured.save_s,
+        save_s=None if measured is None else measured.longest_save_s,
         notice_s=preemption.grace_s + (preemption.kill_wait_s or 0.0) if ends and preemption is not None else None,
         preemption="" if preemption is None else preemption.outcome,
         warning_s=warning_lead_s(plan.config.requeue.warn_before_limit_s, plan.run, limit_s=limit_s),

@@ -26,7 +26,15 @@ from typing import Any
 
 from slurm_train.errors import EXIT_FAILURE, RunError
 from slurm_train.rundir.events import first_mark, read_changes
-from slurm_train.rundir.files import append_line, fsync_directory, make_private, read_json, read_lines, write_durable
+from slurm_train.rundir.files import (
+    append_line,
+    fsync_directory,
+    make_private,
+    read_json,
+    read_lines,
+    read_record,
+    write_durable,
+)
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, numbered_epochs
 from slurm_train.rundir.timing import last_step, read_account
 
@@ -43,7 +51,7 @@ class AttemptStart:
     """Hosts of the allocation."""
     world_size: int
     """Ranks."""
-    committed_step: int | None = None
+    first_committed: int | None = None
     """Step of the newest checkpoint, -1 if there is none; None where nobody knows, as with a user's own code."""
 
 
@@ -58,27 +66,19 @@ def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None 
         follows: the attempt in whose step the ranks were started again by torchrun.
     """
     run.epochs.mkdir(mode=0o700, exist_ok=True)
-    facts: dict[str, Any] = {
-        "job_id": start.job_id,
-        "restart_count": start.restart_count,
-        "nodes": list(start.nodes),
-    }
-    if follows is not None:
-        facts["follows"] = follows
+    facts = asdict(start) | ({} if follows is None else {"follows": follows})
     attempt = max(existing_attempts(run), default=-1) + 1
     while True:
         try:
-            secret = {"secret": secrets.token_hex(16)}
-            write_durable(run.epochs / f"attempt_{attempt}", json.dumps({**facts, **secret}) + "\n")
+            secret = json.dumps({**facts, "secret": secrets.token_hex(16)}) + "\n"
+            write_durable(run.epochs / f"attempt_{attempt}", secret)
             break
         except FileExistsError:
             attempt += 1
     fsync_directory(run.epochs)
     _discard_prepared_results(run, below=attempt)
     make_private(run.attempt_logs(attempt))
-    line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts, "world_size": start.world_size}
-    if start.committed_step is not None:
-        line["first_committed"] = start.committed_step
+    line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts}
     if changes := read_changes(run):
         # The accepted changes that this attempt is the first to carry.
         known = max((int(entry.get("changes", 0)) for entry in read_ledger(run)), default=0)
@@ -270,8 +270,7 @@ def first_round(run: RunDirectory, attempt: int) -> int:
 
 def read_round(run: RunDirectory, attempt: int) -> Round | None:
     """Returns what rank 0 has written down, None before it did, and where srun starts the ranks."""
-    facts = read_json(_round_path(run, attempt))
-    return None if facts is None else Round(**facts)
+    return read_record(_round_path(run, attempt), Round)
 
 
 def begin_round(run: RunDirectory, start: AttemptStart, *, first: int | None) -> int:
@@ -285,22 +284,22 @@ def begin_round(run: RunDirectory, start: AttemptStart, *, first: int | None) ->
     Raises:
         RunError: a newer attempt has taken the run over meanwhile.
     """
-    facts = Round(world_size=start.world_size, first_step=last_step(run), start_unix_s=time.time())
+    begun = Round(world_size=start.world_size, first_step=last_step(run), start_unix_s=time.time())
     if first is not None:
-        if _claim(run, first, facts):
+        if _claim(run, first, begun):
             return first
         previous = newest_round(run, first)
         if (newest := max(existing_attempts(run))) > previous:
             raise overtaken(run, previous, newest)
-        _close_round(run, previous, start.committed_step)
+        _close_round(run, previous, start.first_committed)
         known = read_json(run.epochs / f"attempt_{first}") or {}
         start = replace(start, job_id=known.get("job_id"), restart_count=int(known.get("restart_count", 0)))
     else:
         for entry in read_ledger(run):
             if entry.get("job_id") is None:
-                _close_round(run, int(entry["attempt"]), start.committed_step)
+                _close_round(run, int(entry["attempt"]), start.first_committed)
     attempt = open_attempt(run, start, follows=first)
-    _claim(run, attempt, facts)
+    _claim(run, attempt, begun)
     return attempt
 
 
@@ -311,6 +310,7 @@ def _close_round(run: RunDirectory, attempt: int, committed_step: int | None) ->
         return
     mark, begun = first_mark(run, attempt), read_round(run, attempt)
     first_step = 0 if begun is None else begun.first_step
+    wall = {"start_unix_s": float(entry["time_unix_s"]), "end_unix_s": time.time()}
     facts: dict[str, Any] = {
         "exit_code": EXIT_FAILURE if mark is None else mark.exit_code,
         "reason": "failed",
@@ -318,13 +318,11 @@ def _close_round(run: RunDirectory, attempt: int, committed_step: int | None) ->
         "note": f"{mark or 'a rank was killed'}; torchrun starts the ranks again",
         "first_step": first_step,
         "last_step": last_step(run),
+        "last_committed": committed_step,
+        **({} if mark is None else {"failed_on": mark.host}),
+        **read_account(run, attempt, **wall, step_before=first_step),
     }
-    if committed_step is not None:
-        facts["last_committed"] = committed_step
-    if mark is not None:
-        facts["failed_on"] = mark.host
-    wall = {"start_unix_s": float(entry["time_unix_s"]), "end_unix_s": time.time()}
-    close_attempt(run, attempt, facts | read_account(run, attempt, **wall, step_before=first_step))
+    close_attempt(run, attempt, facts)
 
 
 def note_saved(run: RunDirectory, attempt: int) -> None:

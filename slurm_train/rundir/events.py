@@ -17,7 +17,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from slurm_train.rundir.files import (
     read_json,
     read_lines,
     read_shared,
+    to_record,
     write_atomic,
 )
 from slurm_train.rundir.paths import RunDirectory
@@ -51,8 +52,11 @@ def append_event(run: RunDirectory, event: str, *, attempt: int, **facts: Any) -
 
 def read_events(run: RunDirectory, event: str | None = None, *, attempt: int | None = None) -> list[dict[str, Any]]:
     """Returns the lines of all nodes by time; only those of one kind, or of one attempt, where it is named."""
-    wanted = {name: value for name, value in (("event", event), ("attempt", attempt)) if value is not None}
-    return [line for line in read_shared(run.events) if wanted.items() <= line.items()]
+    return [
+        line
+        for line in read_shared(run.events)
+        if event in (None, line.get("event")) and attempt in (None, line.get("attempt"))
+    ]
 
 
 def _plain(value: Any) -> Any:
@@ -83,8 +87,8 @@ class AcceptedChange:
 
 def read_changes(run: RunDirectory) -> list[AcceptedChange]:
     """Returns the accepted changes of a run, oldest first."""
-    names = AcceptedChange.__dataclass_fields__
-    return [AcceptedChange(**{name: line[name] for name in names if name in line}) for line in read_lines(run.changes)]
+    found = (to_record(AcceptedChange, line) for line in read_lines(run.changes))
+    return [change for change in found if change is not None]
 
 
 def record_change(run: RunDirectory, change: AcceptedChange) -> None:
@@ -194,11 +198,6 @@ class Finding:
         return {**asdict(self), "line": self.line}
 
 
-def read_finding(value: Mapping[str, Any]) -> Finding:
-    """Returns what `Finding.as_json` gave."""
-    return Finding(**{field.name: value[field.name] for field in fields(Finding)})
-
-
 def write_preflight(run: RunDirectory, attempt: int, record: Mapping[str, Any]) -> None:
     """Puts the record of an attempt in the place of an earlier one of the same attempt."""
     write_atomic(run.preflight(attempt), json.dumps(record) + "\n", durable=False)
@@ -209,36 +208,29 @@ def read_preflight(run: RunDirectory, attempt: int) -> dict[str, Any]:
     return read_json(run.preflight(attempt)) or {}
 
 
-def finding_lines(record: Mapping[str, Any]) -> list[str]:
-    """Returns one line for each finding, the worst first."""
-    return [str(finding.get("line", "")) for finding in record.get("findings", [])]
+def findings_of(record: Mapping[str, Any]) -> list[Finding]:
+    """Returns the findings of a record, the worst first."""
+    found = (to_record(Finding, value) for value in record.get("findings", ()))
+    return [finding for finding in found if finding is not None]
 
 
-def codes_of(record: Mapping[str, Any]) -> str:
-    """Returns codes and nodes of all findings in short, e.g. "CLOCK_SKEW node3; LIMITS"; "" where nothing was found."""
-    return "; ".join(f"{found['code']} {found['node']}".strip() for found in record.get("findings", []))
+def codes_of(findings: Sequence[Finding]) -> str:
+    """Returns codes and nodes of findings in short, e.g. "CLOCK_SKEW node3; LIMITS"; "" for none."""
+    return "; ".join(f"{finding.code} {finding.node}".strip() for finding in findings)
 
 
-def fatal_line(record: Mapping[str, Any]) -> str:
-    """Returns what kept the ranks from starting, in one line; "" where nothing did."""
-    lines = [str(finding["line"]) for finding in record.get("findings", []) if finding.get("level") == "error"]
-    more = f" (and {len(lines) - 1} more: see preflight.json of the attempt)" if len(lines) > 1 else ""
-    return f"{lines[0]}{more}" if lines else ""
+def errors_of(findings: Sequence[Finding]) -> list[Finding]:
+    """Returns what keeps the ranks from starting."""
+    return [finding for finding in findings if finding.level == "error"]
 
 
-def named_node(record: Mapping[str, Any]) -> str:
-    """Returns the one node that the worst finding is about, "" where there is none or it is about several."""
-    node = next((str(finding["node"]) for finding in record.get("findings", []) if finding.get("level") == "error"), "")
-    return "" if ", " in node else node
-
-
-def bad_nodes_of(record: Mapping[str, Any]) -> dict[str, str]:
+def bad_nodes_of(findings: Sequence[Finding]) -> dict[str, str]:
     """Returns the nodes without which it might have gone well, each with its code and what was seen."""
     found: dict[str, str] = {}
-    for finding in record.get("findings", []):
-        if finding.get("level") == "error" and finding.get("blames_node"):
-            for node in str(finding["node"]).split(", "):
-                found.setdefault(node, f"{finding['code']}: {finding['seen']}")
+    for finding in errors_of(findings):
+        if finding.blames_node:
+            for node in finding.node.split(", "):
+                found.setdefault(node, f"{finding.code}: {finding.seen}")
     return found
 
 
@@ -250,7 +242,7 @@ class BadNode:
     """One node that is to be left out."""
 
     node: str
-    why: str
+    why: str = ""
     """Code and what was seen."""
     until_unix_s: float
 
@@ -274,7 +266,7 @@ def add_bad_nodes(run: RunDirectory, found: Mapping[str, str], *, hours: float, 
         now_unix_s: seconds since 1970.
     """
     for node, why in found.items() if hours > 0 else ():
-        _list_node(run, node, why, now_unix_s=now_unix_s, until_unix_s=now_unix_s + 3600 * hours)
+        _list_node(run, BadNode(node=node, why=why, until_unix_s=now_unix_s + 3600 * hours), now_unix_s)
 
 
 def forgive_nodes(run: RunDirectory, nodes: Iterable[str], *, now_unix_s: float) -> list[str]:
@@ -282,13 +274,12 @@ def forgive_nodes(run: RunDirectory, nodes: Iterable[str], *, now_unix_s: float)
     listed = {bad.node for bad in read_bad_nodes(run, now_unix_s=now_unix_s)}
     well = [node for node in nodes if node in listed]
     for node in well:
-        _list_node(run, node, "found well", now_unix_s=now_unix_s, until_unix_s=0.0)
+        _list_node(run, BadNode(node=node, why="found well", until_unix_s=0.0), now_unix_s)
     return well
 
 
-def _list_node(run: RunDirectory, node: str, why: str, *, now_unix_s: float, until_unix_s: float) -> None:
-    line = {"node": node, "why": why, "run": str(run.path), "time_unix_s": now_unix_s, "until_unix_s": until_unix_s}
-    append_shared(list_file(run), line)
+def _list_node(run: RunDirectory, bad: BadNode, now_unix_s: float) -> None:
+    append_shared(list_file(run), {**asdict(bad), "run": str(run.path), "time_unix_s": now_unix_s})
 
 
 def read_bad_nodes(run: RunDirectory, *, now_unix_s: float) -> list[BadNode]:
@@ -296,9 +287,8 @@ def read_bad_nodes(run: RunDirectory, *, now_unix_s: float) -> list[BadNode]:
     found: dict[str, BadNode] = {}
     with contextlib.suppress(OSError):
         for line in read_shared(list_file(run)):
-            node, until = str(line.get("node", "")), line.get("until_unix_s")
-            if node and isinstance(until, (int, float)):
-                found[node] = BadNode(node=node, why=str(line.get("why", "")), until_unix_s=float(until))
+            if (bad := to_record(BadNode, line)) is not None:
+                found[bad.node] = bad
     return [bad for bad in found.values() if bad.until_unix_s > now_unix_s]
 
 
@@ -328,7 +318,5 @@ def leave_mark(run: RunDirectory, attempt: int, mark: FailureMark) -> None:
 def first_mark(run: RunDirectory, attempt: int) -> FailureMark | None:
     """Returns the earliest mark of an attempt, None where no rank left one."""
     lines = read_shared(run.attempt_logs(attempt) / "failures.jsonl")
-    if not lines:
-        return None
-    first = min(lines, key=lambda line: float(line["time_unix_s"]))
-    return FailureMark(**{name: first[name] for name in FailureMark.__slots__})
+    marks = (to_record(FailureMark, line) for line in lines)
+    return min((mark for mark in marks if mark is not None), key=lambda mark: mark.time_unix_s, default=None)

@@ -1,20 +1,29 @@
-"""Durable writes: what is on disk is either the old content or the new, never half of one.
+"""Durable writes: what is on disk is either the old content or the new, never half of one; JSON lines and records.
 
 Temp file in the same directory, fsync, rename, fsync of the directory (POSIX makes only the rename atomic; the
 directory entry itself is durable after its own fsync). Folders are made 0700 and files 0600, whatever the umask.
+
+A record is a dataclass whose fields are the keys of a JSON object. Reading one ignores keys that this version does not
+know; a value that is missing or of another type makes the whole record None.
 Nothing here knows what a run or a checkpoint is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import json
+import math
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+R = TypeVar("R")
 
 
 def fsync_directory(path: Path) -> None:
@@ -132,13 +141,17 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     with file:
-        for line in file:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield value
+        yield from _objects(file)
+
+
+def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
 
 
 def append_shared(path: Path, value: dict[str, Any], *, durable: bool = False) -> None:
@@ -190,18 +203,50 @@ def last_lines(path: Path, *, tail_bytes: int = _TAIL_BYTES) -> list[dict[str, A
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []
-    lines = text.splitlines()
-    if size > tail_bytes:
-        lines = lines[1:]
-    found = []
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
+    return list(_objects(text.splitlines()[1 if size > tail_bytes else 0 :]))
+
+
+def write_record(path: Path, record: Any, *, durable: bool = False) -> None:
+    """Replaces a file by a dataclass as one JSON object, see `write_atomic`."""
+    write_atomic(path, json.dumps(asdict(record)) + "\n", durable=durable)
+
+
+def read_record(path: Path, kind: type[R]) -> R | None:
+    """Returns the record in a JSON file, None where there is no such file or it holds something else."""
+    return to_record(kind, read_json(path))
+
+
+def to_record(kind: type[R], value: Any) -> R | None:
+    """Returns a JSON value as a dataclass, None where it is no such record; NaN and infinity are no numbers."""
+    try:
+        found: R = _decode(kind, value)
+    except (TypeError, ValueError, KeyError, OverflowError):
+        return None
     return found
+
+
+_hints = functools.cache(get_type_hints)
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    origin, of = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _decode(of[0], value)
+    if origin is tuple:
+        return tuple(_decode(of[0], one) for one in value)
+    if origin in (dict, Mapping):
+        # The keys of a JSON object are always text.
+        return {of[0](key): _decode(of[1], one) for key, one in dict(value).items()}
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = _hints(kind)
+        return kind(**{name: _decode(hints[name], value[name]) for name in hints if name in value})
+    if hasattr(kind, "_fields"):  # a NamedTuple, which JSON has as an array
+        return kind(*(_decode(one, part) for one, part in zip(_hints(kind).values(), value, strict=True)))
+    if kind is float and not (isinstance(value, (int, float)) and math.isfinite(value)):
+        raise ValueError(value)
+    if kind in (int, str, bool) and not isinstance(value, kind):
+        raise TypeError(value)
+    return value
 
 
 def make_private(path: Path) -> None:

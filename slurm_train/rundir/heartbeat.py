@@ -13,18 +13,17 @@ import contextlib
 import faulthandler
 import json
 import math
+import operator
 import os
 import re
-import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from slurm_train.config.schema import RunConfig
-from slurm_train.rundir.files import create_private, listed, make_private
+from slurm_train.rundir.files import create_private, listed, make_private, read_record
 from slurm_train.rundir.paths import RunDirectory
 
 _LOOK_AFTER_S = 0.25
@@ -60,11 +59,7 @@ class AwakeClock:
             return now - self.away_s
 
 
-PACE_RECORD = struct.Struct("<q5d")
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(NamedTuple):
     """Sums over the sampled steps of one rank in one attempt, in seconds."""
 
     samples: int = 0
@@ -80,22 +75,12 @@ class Pace:
 
     def plus(self, *, own_s: float, wait_s: float, data_s: float) -> Pace:
         """Returns the sums with one more step in them."""
-        return Pace(
-            self.samples + 1,
-            self.own_s + own_s,
-            self.own_squared + own_s * own_s,
-            self.own_by_wait + own_s * wait_s,
-            self.wait_s + wait_s,
-            self.data_s + data_s,
-        )
+        step = (1, own_s, own_s * own_s, own_s * wait_s, wait_s, data_s)
+        return Pace(*map(operator.add, self, step))
 
     def since(self, earlier: Pace) -> Pace:
         """Returns the sums of the steps after an earlier reading."""
-        return Pace(*(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)))
-
-    def as_bytes(self) -> bytes:
-        """Returns the sums as they are in a heartbeat."""
-        return PACE_RECORD.pack(*astuple(self))
+        return Pace(*map(operator.sub, self, earlier))
 
     @property
     def uneven_s(self) -> float:
@@ -112,39 +97,28 @@ class Pace:
         return math.sqrt(min(max(-together, 0.0), max(spread, 0.0)))
 
 
-PHASES = ("start", "data", "step", "evaluate", "gather", "save", "end")
-"""What a rank can be at; "gather" is the exchange after an evaluation, "end" everything after the last save."""
-EVERY_S = 0.5
+_EVERY_S = 0.5
 _FLUSH_EVERY_S = 10.0
-# Version, step, marks, phase, settled, beats, and the time of the writer.
-_RECORD = struct.Struct("<8sqqiiqd")
-# The sums of the rank's pace follow, then zeros, then the facts about the rank as JSON.
-_FACTS_AT = 128
-_VERSION = b"beat-2\0\0"
-_FILE_SIZE = 512
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeatSource:
-    """Whose heartbeat it is."""
-
-    rank: int
-    host: str
-    pid: int
-    step_id: str = ""
-    """Slurm's id of the step, e.g. "123.0"; "" without Slurm."""
+# Overwritten in place: whatever a newer one is shorter by stays blank.
+_FILE_SIZE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
     """One reading of a rank's heartbeat file."""
 
-    source: BeatSource
+    rank: int
+    host: str
+    pid: int
+    step_id: str = ""
+    """Slurm's id of the step, e.g. "123.0"; "" without Slurm."""
     step: int
     """The optimizer step that the rank is at."""
     marks: int
     """Counts every change of phase: while it does not change, the rank makes no progress."""
     phase: str
+    """"start", "data", "step", "evaluate", "gather" (the exchange after an evaluation), "save", or "end": everything
+    after the last save."""
     settled: bool
     """Whether the rank has done its first step."""
     beats: int
@@ -203,16 +177,21 @@ class Heartbeat:
         self.phase = phase
         self.marks += 1
 
-    def start(self, run: RunDirectory, attempt: int, source: BeatSource, *, limits: Limits | None) -> None:
+    def start(
+        self, run: RunDirectory, attempt: int, *, rank: int, host: str, limits: Limits | None, step_id: str = ""
+    ) -> None:
         """Begins to write; called before anything slow.
 
         Args:
             run: the run.
             attempt: number of the attempt.
-            source: who this is.
+            rank: this rank.
+            host: its node.
             limits: after nine tenths of them the stacks are written down; None: never.
+            step_id: Slurm's id of the step, e.g. "123.0"; "" without Slurm.
         """
-        writer = _Writer(self, run, attempt, source, limits)
+        facts = {"rank": rank, "host": host, "pid": os.getpid(), "step_id": step_id}
+        writer = _Writer(self, run, attempt, limits, facts)
         self._thread = threading.Thread(target=writer.run, args=(self._done,), name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -227,23 +206,22 @@ class _Writer:
     """The thread's part."""
 
     def __init__(
-        self, heart: Heartbeat, run: RunDirectory, attempt: int, source: BeatSource, limits: Limits | None
+        self, heart: Heartbeat, run: RunDirectory, attempt: int, limits: Limits | None, facts: dict[str, Any]
     ) -> None:
-        self._heart, self._limits = heart, limits
-        self._stacks, self._flight = run.stacks(attempt, source.rank), run.flight(attempt, source.rank)
+        self._heart, self._limits, self._facts, rank = heart, limits, facts, facts["rank"]
+        self._stacks, self._flight = run.stacks(attempt, rank), run.flight(attempt, rank)
         self._main = threading.main_thread().ident or 0
-        path = run.heartbeat(attempt, source.rank)
+        path = run.heartbeat(attempt, rank)
         make_private(path.parent)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         self._beats = 0
-        now = heart.clock()
-        self._marks, self._since, self._dumped = -1, now, False
-        self._last = self._flushed = now
-        os.pwrite(self._file, self._record() + json.dumps(asdict(source)).encode().ljust(_FILE_SIZE - _FACTS_AT), 0)
+        self._last = self._flushed = self._since = heart.clock()
+        self._marks, self._dumped = -1, False
+        self._write()
 
     def run(self, done: threading.Event) -> None:
         """Writes until `done` is set; a file system that refuses costs the heartbeat, never the training."""
-        while not done.wait(EVERY_S):
+        while not done.wait(_EVERY_S):
             with contextlib.suppress(OSError):
                 self._beat()
         with contextlib.suppress(OSError):
@@ -253,7 +231,7 @@ class _Writer:
     def _beat(self) -> None:
         now = self._heart.clock()
         self._beats += 1
-        os.pwrite(self._file, self._record(), 0)
+        self._write()
         # A network file system keeps a file that stays open to itself for half a minute.
         if now - self._flushed > _FLUSH_EVERY_S:
             self._flushed = now
@@ -262,15 +240,24 @@ class _Writer:
         if self._heart.also is not None:
             self._heart.also()
 
-    def _record(self) -> bytes:
+    def _write(self) -> None:
         heart = self._heart
-        phase = PHASES.index(heart.phase)
-        beat = _RECORD.pack(_VERSION, heart.step, heart.marks, phase, heart.settled, self._beats, time.time())
-        return (beat + heart.pace.as_bytes()).ljust(_FACTS_AT, b"\0")
+        beat = {
+            **self._facts,
+            "step": heart.step,
+            "marks": heart.marks,
+            "phase": heart.phase,
+            "settled": heart.settled,
+            "beats": self._beats,
+            "written_unix_s": time.time(),
+            "pace": heart.pace,
+        }
+        # One write: a reader sees the old or the new.
+        os.pwrite(self._file, json.dumps(beat).encode().ljust(_FILE_SIZE), 0)
 
     def _look_at_own_progress(self, now: float) -> None:
         # Time in which the job was suspended is not on the clock; other long absences do not count either.
-        was_away, self._last = now - self._last > 10 * EVERY_S, now
+        was_away, self._last = now - self._last > 10 * _EVERY_S, now
         if was_away or self._heart.marks != self._marks:
             if self._dumped:  # it went on after all: what was written is not where it is
                 self._stacks.unlink(missing_ok=True)
@@ -279,7 +266,7 @@ class _Writer:
             return
         if self._limits is None or self._dumped or self._heart.phase == "end":
             return
-        if now - self._since > 0.9 * self._limits.of(settled=self._heart.settled) - EVERY_S:
+        if now - self._since > 0.9 * self._limits.of(settled=self._heart.settled) - _EVERY_S:
             self._dumped = True
             create_private(self._stacks)
             with self._stacks.open("w") as file:
@@ -300,33 +287,12 @@ class _Writer:
 
 
 def read_beats(run: RunDirectory, attempt: int) -> dict[int, Beat]:
-    """Returns the newest heartbeat of every rank that has one, by rank."""
+    """Returns the newest heartbeat of every rank that has one, by rank; one that cannot be read now is left out."""
     beats = {}
     with contextlib.suppress(OSError):
         for path in listed(run.attempt_logs(attempt)):
-            match = re.fullmatch(r"heartbeat_(\d+)", path.name)
-            if match is not None and (beat := _read_beat(path)) is not None:
-                beats[int(match[1])] = beat
+            if re.fullmatch(r"heartbeat_\d+", path.name):
+                with contextlib.suppress(OSError):
+                    if (beat := read_record(path, Beat)) is not None:
+                        beats[beat.rank] = beat
     return dict(sorted(beats.items()))
-
-
-def _read_beat(path: Path) -> Beat | None:
-    try:
-        content = path.read_bytes()
-        version, step, marks, phase, settled, beats, written_unix_s = _RECORD.unpack_from(content)
-        facts: dict[str, Any] = json.loads(content[_FACTS_AT:])
-        if version != _VERSION:
-            return None
-        return Beat(
-            source=BeatSource(**facts),
-            step=step,
-            marks=marks,
-            phase=PHASES[phase],
-            settled=bool(settled),
-            beats=beats,
-            written_unix_s=written_unix_s,
-            pace=Pace(*PACE_RECORD.unpack_from(content, _RECORD.size)),
-        )
-    except (OSError, ValueError, TypeError, IndexError, struct.error):
-        # Half written, or gone meanwhile: the next look will see it.
-        return None

@@ -26,17 +26,17 @@ from typing import Any
 
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.files import change_times, read_json, write_atomic, write_durable
+from slurm_train.rundir.files import change_times, read_json, read_record, write_atomic, write_durable, write_record
 from slurm_train.rundir.paths import RunDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """The jobs of a run."""
+    """The jobs of a run, as `job.json` has them."""
 
-    job_ids: tuple[str, ...]
+    job_ids: tuple[str, ...] = ()
     """All of them, e.g. ("12", "13_4"), in the order in which they were recorded."""
-    submit_time_unix_s: float
+    submit_time_unix_s: float = 0.0
     """When the newest was submitted."""
     continues: dict[str, str] = field(default_factory=dict)
     """By job: the one that it takes over from when that one has ended."""
@@ -49,24 +49,25 @@ class JobRecord:
 
 def read_job(run: RunDirectory) -> JobRecord | None:
     """Returns the jobs of a run, or None for one that never was submitted."""
-    listed = read_json(run.job) or {}
-    job_ids = [str(job_id) for job_id in listed.get("job_ids", ())]
-    submit_unix_s, continues = float(listed.get("submit_time_unix_s", 0.0)), dict(listed.get("continues", {}))
-    for job_id, entry in _unlisted(run, job_ids):
-        job_ids.append(job_id)
-        submit_unix_s = entry["submit_time_unix_s"]
-        continues |= {job_id: entry["continues"]} if "continues" in entry else {}
-    return JobRecord(job_ids=tuple(job_ids), submit_time_unix_s=submit_unix_s, continues=continues) if job_ids else None
+    record = read_record(run.job, JobRecord) or JobRecord()
+    for entry in _unlisted(run, record.job_ids):
+        # An entry has one job.
+        record = JobRecord(
+            job_ids=(*record.job_ids, *entry.job_ids),
+            submit_time_unix_s=entry.submit_time_unix_s,
+            continues=record.continues | entry.continues,
+        )
+    return record if record.job_ids else None
 
 
-def _unlisted(run: RunDirectory, listed: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
+def _unlisted(run: RunDirectory, listed: Iterable[str]) -> list[JobRecord]:
     """Returns the entries that are not in `job.json`, oldest first."""
     try:
         names = {name for name in os.listdir(run.jobs) if name[0].isdigit()} - set(listed)  # noqa: PTH208  # 10x
     except FileNotFoundError:
         return []
-    found = [(name, entry) for name in names if (entry := read_json(run.jobs / name)) is not None]
-    return sorted(found, key=lambda one: float(one[1]["submit_time_unix_s"]))
+    found = [entry for name in names if (entry := read_record(run.jobs / name, JobRecord)) is not None]
+    return sorted(found, key=lambda entry: entry.submit_time_unix_s)
 
 
 def record_job(run: RunDirectory, job_id: str, *, continues: str | None = None, durable: bool = True) -> None:
@@ -82,13 +83,11 @@ def record_job(run: RunDirectory, job_id: str, *, continues: str | None = None, 
     if before is not None and job_id in before.job_ids:
         return
     run.jobs.mkdir(mode=0o700, exist_ok=True)
-    entry = {"submit_time_unix_s": time.time(), **({"continues": continues} if continues else {})}
-    write_atomic(run.jobs / job_id, json.dumps(entry) + "\n", durable=durable)
-    now = read_job(run)
-    assert now is not None
-    facts: dict[str, Any] = {"job_ids": list(now.job_ids), "submit_time_unix_s": now.submit_time_unix_s}
-    facts |= {"continues": now.continues} if now.continues else {}
-    write_atomic(run.job, json.dumps(facts) + "\n", durable=durable)
+    entry = JobRecord(
+        job_ids=(job_id,), submit_time_unix_s=time.time(), continues={job_id: continues} if continues else {}
+    )
+    write_record(run.jobs / job_id, entry, durable=durable)
+    write_record(run.job, read_job(run), durable=durable)
 
 
 def ask_to_stop(run: RunDirectory, job_ids: Iterable[str], *, newest_job: int | None, durable: bool = True) -> None:
@@ -194,39 +193,31 @@ def process_lives(holder: Holder) -> bool:
     return _start_ticks(holder.pid) == holder.started != ""
 
 
-def take_lock(
-    run: RunDirectory,
-    holder: Holder,
-    *,
-    is_alive: Callable[[Holder], bool],
-    wait_s: float = 0.0,
-    submits: bool = False,
-) -> None:
-    """Takes the run for `holder`; a holder that no longer lives, or the same job's earlier attempt, is overtaken.
+def take_lock(path: Path, holder: Holder, *, is_alive: Callable[[Holder], bool], wait_s: float = 0.0) -> None:
+    """Takes a lock for `holder`; a holder that no longer lives, or the same job's earlier attempt, is overtaken.
 
     Args:
-        run: the run.
+        path: `lock` of a run, or `submission_lock`.
         holder: who takes it.
         is_alive: whether another holder still lives.
         wait_s: seconds to wait for a process, which may be writing for a moment only; a job is not waited for.
-        submits: take the lock of submitters.
 
     Raises:
         RunError: somebody else who is alive holds it.
     """
-    path, doing = (run.submission_lock, "submitted") if submits else (run.lock, "run")
     deadline_s, tries = time.monotonic() + wait_s, 0
     while tries < 10:
         if _create(path, holder):
             return
-        current = read_holder(run, submits=submits)
+        current = read_holder(path)
         same_job = current is not None and current.job_id is not None and current.job_id == holder.job_id
         if current is not None and not same_job and is_alive(current):
             if current.job_id is None and time.monotonic() < deadline_s:
                 time.sleep(_LOOK_S)
                 continue
+            doing = "submitted" if path == RunDirectory(path.parent).submission_lock else "run"
             raise RunError(
-                f"{run.path} is being {doing} by {current}",
+                f"{path.parent} is being {doing} by {current}",
                 hint="watch it with `python -m slurm_train status`, or end it with `cancel` first; "
                 f"if you know that it is gone, remove {path}",
             )
@@ -235,23 +226,23 @@ def take_lock(
     raise RunError(f"{path} could not be taken: another starter is quicker each time", hint="try again")
 
 
-def release_lock(run: RunDirectory, holder: Holder, *, submits: bool = False) -> None:
-    """Gives the run back, if `holder` still has it."""
+def release_lock(path: Path, holder: Holder) -> None:
+    """Gives a lock back, if `holder` still has it."""
     # Not by an unlink after a look: a process that was stopped between the two would remove its successor's.
-    if read_holder(run, submits=submits) == holder:
-        _take_away(run.submission_lock if submits else run.lock, holder)
+    if read_holder(path) == holder:
+        _take_away(path, holder)
 
 
-def clear_dead(run: RunDirectory, *, is_alive: Callable[[Holder], bool]) -> None:
+def clear_dead(path: Path, *, is_alive: Callable[[Holder], bool]) -> None:
     """Removes the lock of a holder that no longer lives; called before a job starts, where it can be found out."""
-    current = read_holder(run)
+    current = read_holder(path)
     if current is not None and not is_alive(current):
-        _remove_if(run.lock, current)
+        _remove_if(path, current)
 
 
-def read_holder(run: RunDirectory, *, submits: bool = False) -> Holder | None:
-    """Returns who holds the run, or its lock of submitters; or None."""
-    return _parse(run.submission_lock if submits else run.lock)
+def read_holder(path: Path) -> Holder | None:
+    """Returns who holds a lock; None for nobody, or a damaged file."""
+    return read_record(path, Holder)
 
 
 def _create(path: Path, holder: Holder) -> bool:
@@ -281,7 +272,7 @@ def _remove_if(path: Path, stale: Holder | None) -> None:
     # Only one starter at a time may remove, so what it has read is still what it removes.
     with _removing(path):
         # One that is not there is not to be removed either: a newcomer may be making his at this moment.
-        if path.exists() and _parse(path) == stale:
+        if path.exists() and read_holder(path) == stale:
             _take_away(path, stale)
 
 
@@ -290,7 +281,7 @@ def _take_away(path: Path, expected: Holder | None) -> None:
     aside = path.with_name(f".{path.stem}.stale.{socket.gethostname()}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         path.rename(aside)
-        if _parse(aside) != expected:
+        if read_holder(aside) != expected:
             _link(aside, path)
         aside.unlink()
 
@@ -312,14 +303,6 @@ def _removing(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _parse(path: Path) -> Holder | None:
-    value = read_json(path)
-    try:
-        return Holder(**value) if value else None
-    except TypeError:
-        return None
 
 
 def _start_ticks(pid: int) -> str:

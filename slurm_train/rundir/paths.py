@@ -126,6 +126,14 @@ class RunDirectory:
         """What one rank is doing right now."""
         return self.attempt_logs(attempt) / f"heartbeat_{rank}"
 
+    def account(self, attempt: int) -> Path:
+        """What rank 0 has spent the time of one attempt on so far."""
+        return self.attempt_logs(attempt) / "timing.json"
+
+    def notice(self, attempt: int) -> Path:
+        """When Slurm will end one attempt."""
+        return self.attempt_logs(attempt) / "notice.json"
+
     def step_times(self, attempt: int, rank: int) -> Path:
         """How long one rank's steps took in one attempt."""
         return self.attempt_logs(attempt) / f"step_times_{rank}.json"

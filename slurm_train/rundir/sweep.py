@@ -117,15 +117,7 @@ def write_table(sweep: SweepDirectory, elements: Iterable[Element]) -> None:
 
 def read_table(sweep: SweepDirectory) -> list[Element]:
     """Returns the runs of a sweep by index; empty where there is no table."""
-    return [
-        Element(
-            index=int(line["index"]),
-            run=RunDirectory(sweep.root / str(line["run"])),
-            overrides={str(key): str(value) for key, value in line["overrides"].items()},
-            job=None if line["job"] is None else str(line["job"]),
-        )
-        for line in read_lines(sweep.table)
-    ]
+    return [Element(**{**line, "run": RunDirectory(sweep.root / str(line["run"]))}) for line in read_lines(sweep.table)]
 
 
 def record_array(elements: Iterable[Element], array: ArrayDirectory, job_id: str) -> list[Element]:

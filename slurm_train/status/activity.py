@@ -51,7 +51,7 @@ def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[R
         ClusterError: Slurm is here and does not answer.
     """
     has_slurm = commands.is_available()
-    holders = {run: read_holder(run) for run in runs}
+    holders = {run: read_holder(run.lock) for run in runs}
     found = _jobs_by_script(runs, commands) if has_slurm else {}
     ids = {run: _job_ids(run, holders[run], found.get(run.path, ())) for run in runs}
     asked = [job_id for run in runs for job_id in ids[run]]
@@ -105,7 +105,7 @@ def holder_lives(holder: Holder, commands: SlurmCommands) -> bool:
 
 def live_holder(run: RunDirectory, commands: SlurmCommands) -> Holder | None:
     """Returns the process or job that runs a run at this moment, None where there is none; one that waits has none."""
-    holder = read_holder(run)
+    holder = read_holder(run.lock)
     return holder if holder is not None and holder_lives(holder, commands) else None
 
 
@@ -127,7 +127,7 @@ def refuse_active(run: RunDirectory, commands: SlurmCommands, *, inside: str | N
             hint=f"`status {run.run_id}` and `logs -f {run.run_id}` watch it, `cancel {run.run_id}` ends it; "
             "run.name=NAME or seed=N starts another",
         )
-    holder = read_holder(run)
+    holder = read_holder(run.lock)
     if inside is not None and holder is not None and holder.job_id == inside and process_lives(holder):
         raise RunError(
             f"{run.path} is being run in this allocation by {holder.pid} on {holder.host}", hint="wait for it"
@@ -155,7 +155,7 @@ def submitting(run: RunDirectory, commands: SlurmCommands, *, inside: str | None
         RunError: another submitter holds it, or the run is active.
         ClusterError: Slurm does not answer.
     """
-    with _locked(run, commands, submits=True):
+    with _locked(run.submission_lock, commands, wait_s=_SUBMITTER_WAIT_S):
         refuse_active(run, commands, inside=inside)
         yield
 
@@ -169,7 +169,7 @@ def writing(run: RunDirectory, commands: SlurmCommands, *, inside: str | None = 
     Raises:
         RunError: it is being run.
     """
-    with _locked(run, commands, submits=False, inside=inside):
+    with _locked(run.lock, commands, inside=inside):
         yield
 
 
@@ -179,36 +179,35 @@ def no_submitter(run: RunDirectory, commands: SlurmCommands) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         # An administrator may cancel what they may not write to.
         with contextlib.suppress(RunError, OSError):
-            held.enter_context(_locked(run, commands, submits=True))
+            held.enter_context(_locked(run.submission_lock, commands, wait_s=_SUBMITTER_WAIT_S))
         yield
 
 
 @contextlib.contextmanager
-def _locked(run: RunDirectory, commands: SlurmCommands, *, submits: bool, inside: str | None = None) -> Iterator[None]:
-    """Holds one of a run's two locks; only a submitter waits for another one of its kind."""
+def _locked(lock: Path, commands: SlurmCommands, *, wait_s: float = 0.0, inside: str | None = None) -> Iterator[None]:
+    """Holds one of a run's two locks; a process that holds it is waited for so long."""
 
     def is_alive(other: Holder) -> bool:
         return process_lives(other) if other.job_id == inside else holder_lives(other, commands)
 
-    holder, wait_s = this_process(), _SUBMITTER_WAIT_S if submits else 0.0
-    made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
+    holder, run = this_process(), lock.parent
+    made = [folder for folder in (run, *run.parents) if not folder.exists()]
     for tries_left in reversed(range(10)):
         try:
-            make_private(run.path)
-            take_lock(run, holder, is_alive=is_alive, wait_s=wait_s, submits=submits)
+            make_private(run)
+            take_lock(lock, holder, is_alive=is_alive, wait_s=wait_s)
             break
         except OSError as err:
             if isinstance(err, FileNotFoundError) and tries_left:
                 # Another one was refused and has removed the empty directory.
                 continue
             hint = "name another place with run.root=DIR"
-            raise RunError(f"{run.path} cannot be made: {err.strerror or err}", hint=hint) from err
+            raise RunError(f"{run} cannot be made: {err.strerror or err}", hint=hint) from err
     try:
         yield
-    except BaseException:
-        release_lock(run, holder, submits=submits)
+    finally:
+        release_lock(lock, holder)
+        # Where the body was refused they are empty.
         for folder in made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        raise
-    release_lock(run, holder, submits=submits)

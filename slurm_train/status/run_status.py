@@ -16,13 +16,12 @@ from typing import Any
 
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.heartbeat import Beat, read_beats
 from slurm_train.rundir.jobs import JobRecord, has_stopped, process_lives, read_holder, read_job
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
-from slurm_train.rundir.step_times import newest_window
 from slurm_train.rundir.sweep import Element
-from slurm_train.rundir.timing import newest_training_line
+from slurm_train.rundir.timing import newest_window
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.nodelist import parse_nodelist
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
@@ -179,7 +178,7 @@ class RunFiles:
 
 def read_files(run: RunDirectory) -> RunFiles:
     """Returns what the files of a run say; of files that are torn or missing nothing is known."""
-    ledger, holder = tuple(read_ledger(run)), read_holder(run)
+    ledger, holder = tuple(read_ledger(run)), read_holder(run.lock)
     is_open = bool(ledger) and "end_time_unix_s" not in ledger[-1]
     attempt = int(ledger[-1]["attempt"]) if ledger else 0
     return RunFiles(
@@ -187,7 +186,7 @@ def read_files(run: RunDirectory) -> RunFiles:
         record=read_job(run),
         holder_job=holder.job_id if holder is not None else None,
         ledger=ledger,
-        line=newest_training_line(run.metrics) or {},
+        line=next((line for line in reversed(last_lines(run.metrics)) if "loss" in line), {}),
         max_steps=(read_json(run.plan) or {}).get("max_steps") or None,
         checkpoint_step=next((name_of(path).step for path in list_checkpoints(run.checkpoints)), 0),
         is_finished=run.result.exists(),
@@ -388,8 +387,8 @@ def status_of(subject: Subject, files: RunFiles, look: Look, *, now_unix_s: floa
         step_time_s=files.number("step_time_s"),
         attempts=len(files.ledger),
         heartbeat_age_s=None if beat is None else max(0.0, now_unix_s - beat.written_unix_s),
-        heartbeat_rank=None if beat is None else beat.source.rank,
-        heartbeat_host=None if beat is None else beat.source.host,
+        heartbeat_rank=None if beat is None else beat.rank,
+        heartbeat_host=None if beat is None else beat.host,
         nodelist=nodes or None if is_running else None,
         jobs_ahead=look.jobs_ahead.get(job_id) if job_id is not None else None,
         submit_time_unix_s=files.record.submit_time_unix_s if files.record is not None else None,

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
 from slurm_train.slurm.records import WARNED
 
@@ -77,7 +78,8 @@ class Outcome:
     """Whether `result.json` exists."""
     stop_asked: bool
     """Whether a person asked by the STOP file."""
-    requeue_enabled: bool
+    settings: RequeueSection
+    """When to come back."""
     has_slurm: bool
     """Whether this is a Slurm job at all."""
     job: Mapping[str, str] | None
@@ -88,17 +90,12 @@ class Outcome:
     """Whether the ranks may be started again in this allocation: they resume by themselves."""
     fruitless_failures: int
     """Failures in a row, this one included, that ended without a new checkpoint."""
-    max_fruitless_failures: int
     fruitless_ends: Mapping[str, int] | None = None
     """Earlier attempts in a row without a new checkpoint, by what ended them, from `fruitless_ends`; None if this
     attempt saved one, or it is not known."""
-    max_fruitless_returns: int = 3
-    course: str = ""
-    """How the attempt went, in words, from `course_of`."""
     bad_node: str = ""
-    """The node that the last failures have in common, where the job could do without it; "" if none."""
-    is_bad_for_certain: bool = False
-    """Whether it was looked at and found bad; then `bad_node` may be several with commas."""
+    """The node that was found bad, or that the last failures have in common, or several with commas; "" if there is
+    none, or the job cannot do without it."""
     cause: str = ""
     """What the first failing rank printed last, as far as known."""
 
@@ -132,10 +129,9 @@ def decide(outcome: Outcome) -> Decision:
         return CANCELLED
     if reason == "stopped":
         return Decision(reason, "stop", "stopped as asked; the same command continues the run")
-    if reason == "requeued":
-        return Decision(reason, "leave", "Slurm has requeued the job itself")
-    if reason == "node_failure":
-        return Decision(reason, "leave", f"{outcome.cause}; Slurm has requeued the job on other nodes")
+    if reason in ("requeued", "node_failure"):
+        what = f"{outcome.cause}; " if reason == "node_failure" else ""
+        return Decision(reason, "leave", f"{what}Slurm has requeued the job itself")
     if reason in ("preempted", "time_limit"):
         return _decide_return(outcome, reason)
     if reason == "unknown":
@@ -199,14 +195,13 @@ def _restarts(job: Mapping[str, str]) -> int:
 
 
 def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
-    if not outcome.requeue_enabled:
+    if not outcome.settings.enabled:
         return Decision(reason, "stop", f"{reason}; requeue.enabled=false, so the run waits for `resume`")
     if outcome.job is not None and _restarts(outcome.job) > outcome.restart_count:
         return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
     if outcome.fruitless_ends is not None:
         counts = Counter(outcome.fruitless_ends) + Counter([_KINDS[reason]])
-        most = outcome.max_fruitless_returns
-        if why := used_up(counts, reason=reason, max_returns=most, course=outcome.course):
+        if why := used_up(counts, reason=reason, max_returns=outcome.settings.max_fruitless_returns):
             return Decision(reason, "stop", f"{reason}; {why}")
     is_over = outcome.job is not None and is_over_its_limit(outcome.job)
     note = f"{reason}; the job is requeued and continues from its checkpoint"
@@ -218,14 +213,11 @@ def _decide_failure(outcome: Outcome) -> Decision:
     # The same input fails the same way: wrong use is not tried again.
     if not outcome.can_relaunch or outcome.exit_code == EXIT_WRONG_USE:
         return Decision("failed", "stop", what)
-    if outcome.fruitless_failures >= outcome.max_fruitless_failures:
+    if outcome.fruitless_failures >= outcome.settings.max_fruitless_failures:
         note = f"{outcome.fruitless_failures} failures in a row without a new checkpoint: {what}"
         return Decision("failed", "stop", note)
-    if outcome.bad_node and outcome.requeue_enabled:
-        why = f"the second time in a row on {outcome.bad_node}, so the job is requeued without that node"
-        if outcome.is_bad_for_certain:
-            why = f"the job is requeued without {outcome.bad_node}"
-        note = f"{what}; {why}"
+    if outcome.bad_node and outcome.settings.enabled:
+        note = f"{what}; the job is requeued without {outcome.bad_node}"
         return Decision("failed", "requeue", note, exclude=outcome.bad_node)
     return Decision("failed", "relaunch", f"{what}; the ranks are started again in this allocation")
 
@@ -251,14 +243,13 @@ def fruitless_ends(ledger: Sequence[Mapping[str, Any]]) -> Counter[str]:
     return counts
 
 
-def used_up(counts: Mapping[str, int], *, reason: str, max_returns: int, course: str) -> str:
+def used_up(counts: Mapping[str, int], *, reason: str, max_returns: int) -> str:
     """Returns in words why a run is not to come back again after such an end, "" where it may.
 
     Args:
         counts: as `fruitless_ends` gives them, this end included.
         reason: what ended the newest attempt.
         max_returns: `requeue.max_fruitless_returns`.
-        course: how that attempt went, from `course_of`; "" if that is not known.
     """
     kind = _KINDS.get(reason, "")
     if kind not in _BUDGETS:
@@ -266,18 +257,7 @@ def used_up(counts: Mapping[str, int], *, reason: str, max_returns: int, course:
     weight, what, advice = _BUDGETS[kind]
     if counts.get(kind, 0) < max_returns * weight:
         return ""
-    details = f" ({course})" if course else ""
-    return f"{counts[kind]} {what} in a row without a new checkpoint{details}: {advice}; `resume` tries again"
-
-
-def course_of(entry: Mapping[str, Any]) -> str:
-    """Returns how long an attempt ran, and how much of it before its first step, "" where that is not known."""
-    begin, end = entry.get("time_unix_s"), entry.get("end_time_unix_s")
-    if begin is None or end is None:
-        return ""
-    before_s = sum(float(entry.get(cause) or 0.0) for cause in ("start_s", "rendezvous_s", "load_s", "compile_s"))
-    first = f", {before_s:.0f} s of it before its first step" if before_s else ""
-    return f"the last attempt ran {float(end) - float(begin):.0f} s{first}"
+    return f"{counts[kind]} {what} in a row without a new checkpoint: {advice}; `resume` tries again"
 
 
 def starts_in_vain(ledger: Sequence[Mapping[str, Any]], *, job_id: str | None, restart_count: int) -> int:

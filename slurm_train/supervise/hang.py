@@ -235,7 +235,7 @@ class Observer:
         differ = disagreement(flights)
         return Hang(
             ranks=tuple(behind),
-            host=first.beat.source.host,
+            host=first.beat.host,
             step=first.beat.step,
             phase=first.beat.phase,
             what=f"{state}{where}{_waiting(others, stacks, flights, len(behind))}{f'; {differ}' if differ else ''}",
@@ -250,7 +250,9 @@ class Observer:
 
 def _behind(working: Mapping[int, _Seen], stacks: Mapping[int, str], flights: Mapping[int, Flight]) -> list[int]:
     """Returns the ranks at the earliest point; of several, those that have not come, or that are not in an exchange."""
-    points = {rank: (seen.beat.step, _STAGES[seen.beat.phase], seen.beat.marks) for rank, seen in working.items()}
+    points = {
+        rank: (seen.beat.step, _STAGES.get(seen.beat.phase, 0), seen.beat.marks) for rank, seen in working.items()
+    }
     earliest = [rank for rank, point in points.items() if point == min(points.values())]
     absent = [rank for rank in not_come(flights) if rank in earliest]
     if absent:

@@ -28,11 +28,11 @@ from slurm_train.formatting import shorten
 from slurm_train.launch.environment import record_environment
 from slurm_train.launch.snapshot import MOST_CHANGES_SHOWN
 from slurm_train.rundir.attempts import newest_round, read_round
-from slurm_train.rundir.events import FailureMark, append_event, finding_lines, leave_mark, read_events, read_preflight
+from slurm_train.rundir.events import FailureMark, Finding, append_event, findings_of, leave_mark, read_preflight
+from slurm_train.rundir.files import write_record
 from slurm_train.rundir.heartbeat import Beat, Limits, limits_of, read_beats
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.step_times import PaceWindow, append_window
-from slurm_train.rundir.timing import Notice, write_notice
+from slurm_train.rundir.timing import Notice, append_window
 from slurm_train.supervise.hang import Flight, Observer, read_flight
 from slurm_train.supervise.stragglers import Judge, WindowCutter
 
@@ -250,13 +250,26 @@ def watch_ranks(run: RunDirectory, attempt: int, config: RunConfig, *, world_siz
     return monitor
 
 
-def hang_of(run: RunDirectory, attempt: int) -> str:
-    """Returns the sentence about an attempt that was ended as hung, "" for others."""
-    found = read_events(run, "hang", attempt=attempt)
-    return str(found[-1].get("sentence", "")) if found else ""
+class _OfRanks(Task):
+    """A task about the ranks of a step; torchrun may start them again, as another attempt of another size."""
+
+    def __init__(self, run: RunDirectory, attempt: int, world_size: int) -> None:
+        self._run, self._first, self._attempt = run, attempt, attempt
+        self.begin(world_size)
+
+    def begin(self, world_size: int) -> None:
+        """Forgets the ranks of before; called for each attempt."""
+        raise NotImplementedError
+
+    def follow_restarts(self) -> None:
+        """Begins anew where the ranks were started again."""
+        newest = newest_round(self._run, self._first)
+        if newest != self._attempt and (begun := read_round(self._run, newest)) is not None:
+            self._attempt = newest
+            self.begin(begun.world_size)
 
 
-class HangWatchdog(Task):
+class HangWatchdog(_OfRanks):
     """Ends an attempt's ranks when they hang, whether or not what was found can be written down.
 
     Args:
@@ -286,18 +299,23 @@ class HangWatchdog(Task):
         read: Callable[[RunDirectory, int], Mapping[int, Beat]] = read_beats,
     ) -> None:
         self.every_s = min(max(limits.steady_s / 30, 0.2), 3.0)
-        self._run, self._first, self._attempt, self._limits = run, attempt, attempt, limits
-        self._end_ranks, self._clock, self._read = end_ranks, clock, read
-        self._observer = Observer(limits, world_size=world_size)
-        self._beats: dict[int, Beat] = {}
-        """The newest heartbeat of each rank that could ever be read: what is killed is known from them."""
+        self._limits, self._end_ranks, self._clock, self._read = limits, end_ranks, clock, read
         self._report: threading.Thread | None = None
         self._again_s = 0.0
+        super().__init__(run, attempt, world_size)
+
+    def begin(self, world_size: int) -> None:
+        """Follows other ranks from now on."""
+        self._observer = Observer(self._limits, world_size=world_size)
+        self._beats: dict[int, Beat] = {}
+        """The newest heartbeat of each rank that could ever be read: what is killed is known from them."""
 
     def look(self) -> None:
         """Reads the heartbeats; ends the ranks once they are hung, again and again until they have ended."""
         if self._report is None:
-            self._follow_restarts()
+            # Where that is unreadable now, the ranks that are known are watched all the same.
+            with contextlib.suppress(Exception):
+                self.follow_restarts()
             began_s = self._clock()
             beats = self._read(self._run, self._attempt)
             self._beats |= beats
@@ -320,17 +338,6 @@ class HangWatchdog(Task):
         if self._report is not None:
             self._report.join(self._REPORT_WITHIN_S)
 
-    def _follow_restarts(self) -> None:
-        try:
-            newest = newest_round(self._run, self._first)
-            begun = read_round(self._run, newest) if newest != self._attempt else None
-        except Exception:  # unreadable now: the ranks that are known are watched all the same
-            return
-        if begun is not None:
-            # torchrun has started the ranks again.
-            self._attempt, self._beats = newest, {}
-            self._observer = Observer(self._limits, world_size=begun.world_size)
-
     def _write_report(self) -> None:
         run, attempt = self._run, self._attempt
         stacks: dict[int, str] = {}
@@ -343,20 +350,21 @@ class HangWatchdog(Task):
                     flights[rank] = flight
         hang = self._observer.explain(stacks, flights)
         say(f"the ranks hang: {hang}; stacks in {run.attempt_logs(attempt)}; they are ended ({socket.gethostname()})")
-        try:
-            mark = FailureMark(rank=hang.ranks[0], host=hang.host, exit_code=EXIT_FAILURE, message=hang.what)
-            leave_mark(run, attempt, mark)
-        except OSError as err:
-            say(f"the hang could not be marked: {err}")
+        mark = FailureMark(rank=hang.ranks[0], host=hang.host, exit_code=EXIT_FAILURE, message=hang.what)
         facts = {"ranks": list(hang.ranks), "host": hang.host, "step": hang.step, "phase": hang.phase}
-        try:
-            append_event(run, "hang", attempt=attempt, sentence=str(hang), **facts)
-        except OSError as err:
-            say(f"the hang could not be written to the events: {err}")
+        writes: tuple[Callable[[], None], ...] = (
+            lambda: leave_mark(run, attempt, mark),
+            lambda: append_event(run, "hang", attempt=attempt, sentence=str(hang), **facts),
+        )
+        for write in writes:
+            try:
+                write()
+            except OSError as err:
+                say(f"the hang could not be written down: {err}")
 
 
-class StragglerSearch(Task):
-    """Compares the ranks' heartbeats, window by window, and reports once who holds the others up.
+class StragglerSearch(_OfRanks):
+    """Compares the ranks' heartbeats, window by window, and reports once which ranks delay the others.
 
     The ranks pay for their own sampling only.
 
@@ -374,34 +382,25 @@ class StragglerSearch(Task):
     def __init__(
         self, run: RunDirectory, attempt: int, *, excess: float, world_size: int, first_window_s: float = 3.0
     ) -> None:
-        self._run, self._first, self._excess, self._first_window_s = run, attempt, excess, first_window_s
+        self._excess, self._first_window_s = excess, first_window_s
         self._said: set[tuple[str, tuple[int, ...]]] = set()
-        self._begin(attempt, world_size)
+        super().__init__(run, attempt, world_size)
+
+    def begin(self, world_size: int) -> None:
+        """Begins the first window of other ranks."""
+        # A line has some 50 bytes per rank: a thousand ranks get one in eight minutes.
+        longest_s = 60.0 * max(1.0, world_size / 128)
+        self._judge = Judge(excess=self._excess)
+        self._cutter = WindowCutter(
+            self._attempt, world_size=world_size, first_s=self._first_window_s, longest_s=longest_s
+        )
 
     def look(self) -> None:
-        """Reads the heartbeats."""
-        newest = newest_round(self._run, self._first)
-        if newest != self._attempt and (begun := read_round(self._run, newest)) is not None:
-            # torchrun has started the ranks again: other processes, and at times other numbers.
-            self._begin(newest, begun.world_size)
+        """Reads the heartbeats; a window that is full is judged and written."""
+        self.follow_restarts()
         window = self._cutter.look(read_beats(self._run, self._attempt), time.time())
-        if window is not None:
-            self._take(window)
-
-    def end(self) -> None:
-        """Takes what the ranks have left."""
-        self.look()
-        if (rest := self._cutter.rest()) is not None:
-            # What is left is shorter than a window, so nothing is concluded from it.
-            append_window(self._run, rest)
-
-    def _begin(self, attempt: int, world_size: int) -> None:
-        # A line has some 40 bytes per rank: a thousand ranks get one in eight minutes.
-        longest_s = 60.0 * max(1.0, world_size / 128)
-        self._attempt, self._judge = attempt, Judge(excess=self._excess)
-        self._cutter = WindowCutter(attempt, world_size=world_size, first_s=self._first_window_s, longest_s=longest_s)
-
-    def _take(self, window: PaceWindow) -> None:
+        if window is None:
+            return
         judged = self._judge.take(window)
         append_window(self._run, judged)
         for finding in judged.findings:
@@ -411,6 +410,13 @@ class StragglerSearch(Task):
             with contextlib.suppress(OSError):
                 append_event(self._run, "slow", attempt=self._attempt, **asdict(finding))
             say(f"{finding.sentence}; {finding.advice}")
+
+    def end(self) -> None:
+        """Takes what the ranks have left."""
+        self.look()
+        if (rest := self._cutter.rest()) is not None:
+            # What is left is shorter than a window, so nothing is concluded from it.
+            append_window(self._run, rest)
 
 
 class NoticeKeeper(Task):
@@ -445,13 +451,13 @@ class NoticeKeeper(Task):
             with contextlib.suppress(ClusterError):
                 found = self._ask()
                 if found != self._known:
-                    write_notice(self._run, self._written_for, found)
+                    write_record(self._run.notice(self._written_for), found)
                     self._known = found
                 self._due_s = time.monotonic() + self.pause_s(found, now_unix_s=time.time())
         self._looked_s = time.monotonic()
         if self._known is not None and (newest := newest_round(self._run, self._first)) != self._written_for:
             # torchrun has started the ranks again, as another attempt, whose folder may not be there yet.
-            write_notice(self._run, newest, self._known)
+            write_record(self._run.notice(newest), self._known)
             self._written_for = newest
 
     def pause_s(self, notice: Notice, *, now_unix_s: float) -> float:
@@ -473,14 +479,14 @@ class FindingsRelay(Task):
 
     def __init__(self, run: RunDirectory, attempt: int, *, say: Callable[[str], None] = say) -> None:
         self._run, self._attempt, self._say = run, attempt, say
-        self._said: set[str] = set()
+        self._said: set[Finding] = set()
 
     def look(self) -> None:
         """Reads the record."""
-        for line in finding_lines(read_preflight(self._run, self._attempt)):
-            if line not in self._said:
-                self._said.add(line)
-                self._say(line)
+        for finding in findings_of(read_preflight(self._run, self._attempt)):
+            if finding not in self._said:
+                self._said.add(finding)
+                self._say(finding.line)
 
     end = look
 
@@ -499,14 +505,11 @@ def note_environment(run: RunDirectory, attempt: int, *, slurm: Callable[[], str
 
     def note() -> None:
         try:
-            changes = record_environment(run, attempt, slurm=slurm())
-            if changes:
+            if changes := record_environment(run, attempt, slurm=slurm()):
+                say(f"installed packages are not what they were: {shorten(changes, MOST_CHANGES_SHOWN)}")
                 append_event(run, "environment", attempt=attempt, changes=changes)
         except OSError as err:
             say(f"the environment of the attempt could not be written down: {err}")
-            return
-        if changes:
-            say(f"installed packages are not what they were: {shorten(changes, MOST_CHANGES_SHOWN)}")
 
     thread = threading.Thread(target=note, name="environment", daemon=True)
     thread.start()

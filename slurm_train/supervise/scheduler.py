@@ -141,10 +141,8 @@ class SlurmJob(Scheduler):
     def queue_s(self) -> float | None:
         """Asks Slurm, for ten seconds at most."""
         # Only a figure for the ledger: a controller that is busy now does not hold the start up.
-        try:
-            return queue_seconds(SlurmCommands(self._env, timeout_s=10.0).show_job(self.job_id))
-        except ClusterError:
-            return None
+        commands = SlurmCommands(self._env, timeout_s=10.0)
+        return _answer(lambda: queue_seconds(commands.show_job(self.job_id)), None)
 
     def newest_job(self) -> int | None:
         """Asks Slurm."""
@@ -153,18 +151,12 @@ class SlurmJob(Scheduler):
     def show_job(self) -> dict[str, str] | None:
         """Asks Slurm, patiently."""
         ask = partial(self.commands.show_job, self.job_id)
-        try:
-            return ask_patiently(ask, limit_s=self._patience_s)
-        except ClusterError as err:
-            say(f"Slurm does not give the record of job {self.job_id}: {err.message}")
-            return None
+        problem = f"Slurm does not give the record of job {self.job_id}"
+        return _answer(lambda: ask_patiently(ask, limit_s=self._patience_s), None, problem)
 
     def past_ends(self, job_id: str) -> Sequence[str]:
         """Asks accounting."""
-        try:
-            return self.commands.ended_states(job_id)
-        except ClusterError:
-            return ()
+        return _answer(lambda: self.commands.ended_states(job_id), ())
 
     def explain(self, attempt: int) -> str:
         """Reads what srun wrote."""
@@ -186,51 +178,36 @@ class SlurmJob(Scheduler):
     def requeue(self, decision: Decision) -> bool:
         """Requeues the job, and puts it off or excludes nodes as decided."""
         self._before_requeue()
-        count = self.start.restart_count
-        try:
-            is_requeued = bring_back(
-                self.job_id,
-                self.commands,
-                restart_count=count,
-                is_over=decision.is_over,
-                limit_s=self._patience_s,
-            )
-        except ClusterError as err:
-            say(f"job {self.job_id} could not be requeued: {err.message}")
-            return False
-        if is_requeued:
-            self._change_requeued(decision)
-        return is_requeued
-
-    def _change_requeued(self, decision: Decision) -> None:
+        bring = partial(
+            bring_back,
+            self.job_id,
+            self.commands,
+            restart_count=self.start.restart_count,
+            is_over=decision.is_over,
+            limit_s=self._patience_s,
+        )
+        is_requeued = _answer(bring, False, f"job {self.job_id} could not be requeued")
         # Slurm may end this process any moment: attempts, not promises.
-        for one in self.job_ids if decision.delay_s else ():
-            try:
-                self.commands.put_off(one, decision.delay_s)
-            except ClusterError as err:
-                say(f"job {one} may start again at once: {err.message}")
-        for one in self.job_ids if decision.exclude else ():
-            try:
-                keep_off(decision.exclude, one, self.commands)
-            except ClusterError as err:
-                say(f"job {one} may get {decision.exclude} again: {err.message}")
+        for one in self.job_ids if is_requeued else ():
+            if decision.delay_s:
+                put_off = partial(self.commands.put_off, one, decision.delay_s)
+                _answer(put_off, None, f"job {one} may start again at once")
+            if decision.exclude:
+                exclude = partial(keep_off, decision.exclude, one, self.commands)
+                _answer(exclude, None, f"job {one} may get {decision.exclude} again")
+        return is_requeued
 
     def resubmit(self, decision: Decision) -> str:
         """Submits the run's script once more."""
-        try:
-            return submit_continuation(self._run, self.job_id, exclude=decision.exclude, env=self._env)
-        except ClusterError as err:
-            say(f"no other job could be submitted: {err.message}")
-            return ""
+        submit = partial(submit_continuation, self._run, self.job_id, exclude=decision.exclude, env=self._env)
+        return _answer(submit, "", "no other job could be submitted")
 
     def is_predecessor_cancelled(self) -> bool:
         """Returns whether the job that this one is to continue was cancelled, as far as Slurm knows."""
         if self.continues is None:
             return False
-        try:
-            return ask_patiently(partial(is_cancelled, self.continues, self.commands))
-        except ClusterError:
-            return False
+        ask = partial(is_cancelled, self.continues, self.commands)
+        return _answer(lambda: ask_patiently(ask), False)
 
     def end_ranks(self, beats: Mapping[int, Beat]) -> None:
         """Kills the steps that ranks belong to.
@@ -238,7 +215,7 @@ class SlurmJob(Scheduler):
         Raises:
             ClusterError: Slurm refused, or does not answer.
         """
-        for step_id in {beat.source.step_id for beat in beats.values()} - {""}:
+        for step_id in {beat.step_id for beat in beats.values()} - {""}:
             job, _, step = step_id.partition(".")
             # The step has the same number in each component.
             for one in (job, *(other for other in self.job_ids if job in self.job_ids and other != job)):
@@ -258,6 +235,16 @@ class SlurmJob(Scheduler):
             self._site = {"kill_wait_s": preemption.kill_wait_s, "grace_s": preemption.grace_s}
         end_unix_s, limit_s = end_and_limit(job)
         return Notice(end_unix_s=end_unix_s, limit_s=limit_s, **self._site)
+
+
+def _answer(ask: Callable[[], T], default: T, problem: str = "") -> T:
+    """Returns what Slurm answers, `default` where it refuses or does not; a problem with a name is printed."""
+    try:
+        return ask()
+    except ClusterError as err:
+        if problem:
+            say(f"{problem}: {err.message}")
+        return default
 
 
 def ask_patiently(

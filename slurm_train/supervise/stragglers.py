@@ -13,7 +13,7 @@ from statistics import NormalDist, fmean, median
 from typing import TypeVar
 
 from slurm_train.rundir.heartbeat import Beat
-from slurm_train.rundir.step_times import Finding, PaceWindow, RankPace
+from slurm_train.rundir.timing import PaceWindow, RankPace, Slowdown
 
 K = TypeVar("K", bound=Hashable)
 
@@ -84,14 +84,9 @@ class WindowCutter:
 def _rank_pace(late: Beat, early: Beat) -> RankPace:
     pace = late.pace.since(early.pace)
     number = max(pace.samples, 1)
-    return RankPace(
-        rank=late.source.rank,
-        host=late.source.host,
-        own_s=pace.own_s / number,
-        wait_s=pace.wait_s / number,
-        data_s=pace.data_s / number,
-        uneven_s=pace.uneven_s,
-    )
+    seconds = (pace.own_s / number, pace.wait_s / number, pace.data_s / number, pace.uneven_s)
+    # Four digits: a line of the file has one of these for each rank.
+    return RankPace(late.rank, late.host, *(float(f"{one:.4g}") for one in seconds))
 
 
 class Judge:
@@ -154,7 +149,7 @@ def _stands_out(key: K, values: Mapping[K, float], excess: float) -> bool:
     return values[key] >= (1 + excess) * usual and values[key] - usual >= _SCORE * max(spread, floor * usual)
 
 
-def explain_stragglers(ranks: Sequence[RankPace], slow: Sequence[int]) -> Finding:
+def explain_stragglers(ranks: Sequence[RankPace], slow: Sequence[int]) -> Slowdown:
     """Returns the finding about ranks that hold the others up."""
     theirs = [rank for rank in ranks if rank.rank in slow]
     others = [rank for rank in ranks if rank.rank not in slow]
@@ -162,33 +157,30 @@ def explain_stragglers(ranks: Sequence[RankPace], slow: Sequence[int]) -> Findin
     more_data_s = median([rank.data_s for rank in theirs]) - median([rank.data_s for rank in others])
     is_data = more_data_s >= 0.5 * (own_s - usual_s)
     hosts = tuple(dict.fromkeys(rank.host for rank in theirs))
-    names, is_one_node = ",".join(hosts), len({rank.host for rank in ranks}) == 1
-    lost, step_s = median([rank.wait_s for rank in others]) - min(rank.wait_s for rank in theirs), _step_s(ranks)
-    share = min(max(lost / step_s, 0.0), 1.0) if step_s > 0 else 0.0
+    names, step_s = ",".join(hosts), _step_s(ranks)
+    lost_s = median([rank.wait_s for rank in others]) - min(rank.wait_s for rank in theirs)
+    share = min(max(lost_s / step_s, 0.0), 1.0) if step_s > 0 else 0.0
     factor = own_s / max(usual_s, 1e-6)
-    verb, what, whom = ("is", "its", "it") if len(theirs) == 1 else ("are", "their", "them")
     if is_data:
-        where = f"data come late ({_ms(more_data_s)} of it)"
-        advice = "read ahead with more workers: data.num_workers=N, or data.prefetch=N"
-        advice += "" if is_one_node else f"; if others read the same quickly, look at the file system of {names}"
-    elif is_one_node:
-        where, advice = "computing takes longer", "see what else uses this machine's cores or GPU"
+        why = f"data come late ({_ms(more_data_s)} of it)"
+        advice = "read ahead with more workers: data.num_workers=N, or data.prefetch=N; if others read the same "
+        advice += f"quickly, look at the file system of {names}"
     else:
-        where, advice = "computing takes longer", f"see what else runs on {names}, or whether it is throttled; "
-        advice += f"cluster.exclude={names} keeps the run off it"
-    return Finding(
+        why, advice = "computing takes longer", f"see what else runs on {names}, or whether it is throttled; "
+        advice += f"on a cluster, cluster.exclude={names} keeps the run off it"
+    return Slowdown(
         kind="straggler",
         ranks=tuple(rank.rank for rank in theirs),
         hosts=hosts,
         factor=round(factor, 3),
         lost_share=round(share, 3),
-        sentence=f"{_names(theirs, ranks)} {verb} {factor:.2f}x as slow as the others: {_ms(own_s)} of {what} own per "
-        f"step instead of {_ms(usual_s)}, because {where}; the others wait {share:.0%} of each step for {whom}",
+        sentence=f"{_names(theirs, ranks)}: {factor:.2f}x as slow as the others: {_ms(own_s)} of own time per step "
+        f"instead of {_ms(usual_s)}, because {why}; the others wait {share:.0%} of each step",
         advice=advice,
     )
 
 
-def find_uneven(ranks: Sequence[RankPace]) -> Finding | None:
+def find_uneven(ranks: Sequence[RankPace]) -> Slowdown | None:
     """Returns the finding that each step waits for another rank, because their batches differ; None if it does not."""
     if len(ranks) < 2:
         return None
@@ -200,7 +192,7 @@ def find_uneven(ranks: Sequence[RankPace]) -> Finding | None:
     lost_s = min(slowest * uneven_s, fmean([rank.wait_s for rank in ranks]))
     if step_s <= 0 or lost_s < _UNEVEN_SHARE * step_s:
         return None
-    return Finding(
+    return Slowdown(
         kind="uneven",
         lost_share=round(lost_s / step_s, 3),
         sentence=f"each step waits about {lost_s / step_s:.0%} of its time for whichever rank has most to do in it, a "
@@ -210,12 +202,12 @@ def find_uneven(ranks: Sequence[RankPace]) -> Finding | None:
     )
 
 
-def find_data(ranks: Sequence[RankPace]) -> Finding | None:
+def find_data(ranks: Sequence[RankPace]) -> Slowdown | None:
     """Returns the finding that all ranks wait for data; None if they do not."""
     step_s, data_s = _step_s(ranks), median([rank.data_s for rank in ranks])
     if step_s <= 0 or data_s < _DATA_SHARE * step_s:
         return None
-    return Finding(
+    return Slowdown(
         kind="data",
         lost_share=round(data_s / step_s, 3),
         sentence=f"all ranks wait for data {data_s / step_s:.0%} of each step ({_ms(data_s)})",

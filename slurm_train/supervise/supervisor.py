@@ -31,12 +31,13 @@ from slurm_train.rundir.attempts import (
 )
 from slurm_train.rundir.events import (
     FailureMark,
+    Finding,
     bad_nodes_of,
     codes_of,
-    fatal_line,
+    errors_of,
+    findings_of,
     first_mark,
     leave_mark,
-    named_node,
     read_events,
     read_preflight,
 )
@@ -49,7 +50,6 @@ from slurm_train.supervise.decision import (
     CANCELLED,
     Decision,
     Outcome,
-    course_of,
     decide,
     fruitless_ends,
     is_fruitful,
@@ -59,7 +59,7 @@ from slurm_train.supervise.decision import (
     starts_in_vain,
     used_up,
 )
-from slurm_train.supervise.monitor import BestEffort, hang_of, say
+from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.scheduler import Scheduler, wait_for_the_end
 
 _WRITER_WAIT_S = 60.0
@@ -88,17 +88,15 @@ class _End:
 
     attempt: int
     outcome: Outcome
-    ledger: list[dict[str, Any]]
-    """Earlier attempts."""
     facts: dict[str, Any]
-    """For the end line: exit code, steps, commit, who asked for the stop, what the preflight found."""
-    seconds: dict[str, float]
-    """Where the time went."""
+    """For the end line: exit code, steps, commit, where the time went, who asked for the stop, what was found."""
+    fruitless_before: Mapping[str, int]
+    """Earlier attempts in a row without a new checkpoint, by what ended them."""
     failed_on: str
     """The node that the attempt failed on, "" where that is not known."""
-    has_begun: bool
-    """Whether the preflight has let the ranks start."""
-    left_out: str
+    lacks_room: bool
+    """Whether the preflight has found too little room on the disk."""
+    not_saved: str
     """Why no save was made at the stop, for the note; "" where one was."""
 
 
@@ -137,7 +135,7 @@ class Supervisor:
         run, scheduler, job_id = self._run, self._scheduler, self._job_id
         # Whoever writes configuration or code holds the lock for a moment; a job waits for that.
         wait_s = _WRITER_WAIT_S if job_id is not None else 0.0
-        take_lock(run, scheduler.holder, is_alive=scheduler.is_alive, wait_s=wait_s)
+        take_lock(run.lock, scheduler.holder, is_alive=scheduler.is_alive, wait_s=wait_s)
         try:
             start = self._start()
             # Not before: a job that does not get the run must not hide the one that has it.
@@ -162,7 +160,7 @@ class Supervisor:
             if job_id is not None:
                 known("the STOP file", lambda: complete_stop(run, job_id, newest_job=scheduler.newest_job), None)
             # One that stays is overtaken: by this job's next start, or by any other once this job has ended.
-            known("the lock", lambda: release_lock(run, scheduler.holder), None)
+            known("the lock", lambda: release_lock(run.lock, scheduler.holder), None)
         if decision.action == "requeue" and not scheduler.requeue(decision):
             return self._hand_over(decision)
         return self._act(decision, exit_code)
@@ -193,7 +191,7 @@ class Supervisor:
         return self._hand_over(decision)
 
     def _start(self) -> AttemptStart:
-        return replace(self._scheduler.start, committed_step=self._committed())
+        return replace(self._scheduler.start, first_committed=self._committed())
 
     def _committed(self) -> int | None:
         """Returns the step of the newest checkpoint; None where nobody knows or it cannot be read."""
@@ -202,11 +200,11 @@ class Supervisor:
     def _returned_in_vain(self, start: AttemptStart) -> str:
         """Returns why a job that Slurm has restarted by itself is not to go on, "" where it may; writes it down."""
         ledger = read_ledger(self._run)
-        if self._restart_count == 0 or start.committed_step is None or not ledger:
+        if self._restart_count == 0 or start.first_committed is None or not ledger:
             return ""
         newest, most = ledger[-1], self._settings.max_fruitless_returns
         reason = str(newest.get("reason"))
-        why = used_up(fruitless_ends(ledger), reason=reason, max_returns=most, course=course_of(newest))
+        why = used_up(fruitless_ends(ledger), reason=reason, max_returns=most)
         if why:
             facts = {"action": "stop", "note": f"{reason}; {why}", "time_unix_s": newest["end_time_unix_s"]}
             close_attempt(self._run, int(newest["attempt"]), facts)
@@ -235,9 +233,8 @@ class Supervisor:
             **end.facts,
             "reason": decision.reason,
             "action": decision.action,
-            "note": decision.note + end.left_out,
+            "note": decision.note + end.not_saved,
             **({"failed_on": end.failed_on} if decision.reason == "failed" else {}),
-            **end.seconds,
             **({} if queue_s is None else {"queue_s": queue_s}),
         }
         known("the ledger", lambda: close_attempt(run, end.attempt, closing), None)
@@ -251,7 +248,7 @@ class Supervisor:
             RunError: a newer attempt has taken over; after a node loss this process may live on beside its successor.
         """
         run, scheduler, failed = self._run, self._scheduler, exit_code not in (EXIT_DONE, EXIT_REQUEUE)
-        job = scheduler.show_job()
+        job, no_lines = scheduler.show_job(), list[dict[str, Any]]()
         # torchrun starts failed ranks again by itself; then the newest of its rounds is the attempt that has ended.
         attempt = known("the attempts", lambda: newest_round(run, first), first)
         if attempt != first:
@@ -267,75 +264,67 @@ class Supervisor:
         stop_asked = known("the STOP file", run.stop_file.exists, False)
 
         # How far it came, and where the time went.
-        wall = {"start_unix_s": begun.start_unix_s, "end_unix_s": time.time()}
-        no_seconds: dict[str, float] = {}
+        start_unix_s, end_unix_s, step_before = begun.start_unix_s, time.time(), begun.first_step
+        facts: dict[str, Any] = {
+            "exit_code": exit_code,
+            "first_step": step_before,
+            "last_step": known("the metrics", lambda: last_step(run), step_before),
+            "last_committed": self._committed(),
+        }
+        wall = {"start_unix_s": start_unix_s, "end_unix_s": end_unix_s}
         seconds = known(
-            "the account", lambda: read_account(run, attempt, **wall, step_before=begun.first_step), no_seconds
+            "the account", lambda: read_account(run, attempt, **wall, step_before=step_before), dict[str, float]()
         )
         if not seconds and not self._is_own_code:
             # Ranks that never met were starting all the time.
-            seconds["start_s"] = round(wall["end_unix_s"] - begun.start_unix_s, 3)
-        facts: dict[str, Any] = {"exit_code": exit_code, "first_step": begun.first_step}
-        facts["last_step"] = known("the metrics", lambda: last_step(run), begun.first_step)
-        if (committed := self._committed()) is not None:
-            facts["last_committed"] = committed
-        no_lines: list[dict[str, Any]] = []
+            seconds["start_s"] = round(end_unix_s - start_unix_s, 3)
         ledger = known("the ledger", lambda: read_ledger(run), no_lines)
         entry = next((line for line in ledger if line["attempt"] == attempt), {}) | facts
         ledger = [line for line in ledger if line["attempt"] < attempt]
         in_vain, before = not is_fruitful(entry), fruitless_ends(ledger)
 
         # Why the ranks ended, from their marks, the output of srun and the preflight.
-        def findings() -> tuple[str, str, str, str]:
-            record = read_preflight(run, attempt)
-            return codes_of(record), fatal_line(record), named_node(record), ",".join(bad_nodes_of(record))
-
-        found, fatal, named, found_bad = known("the preflight's record", findings, ("", "", "", ""))
+        found = known("the preflight's record", lambda: findings_of(read_preflight(run, attempt)), list[Finding]())
+        errors, found_bad = errors_of(found), ",".join(bad_nodes_of(found))
         mark = known("the marks of the ranks", lambda: first_mark(run, attempt), None)
-        stops = known("the events", lambda: read_events(run, "stop", attempt=attempt), no_lines)
-        stop = stops[-1] if stops else dict[str, Any]()
+        events = known("the events", lambda: read_events(run, attempt=attempt), no_lines)
+        newest_of = {event.get("event"): event for event in events}
+        stop, hang = newest_of.get("stop", {}), newest_of.get("hang", {})
         # Ranks that were ended as hung were killed, and srun would name whoever died first.
-        hang = known("the events", lambda: hang_of(run, attempt), "")
+        cause = str(hang.get("sentence", "")) or (errors[0].line if errors else "")
         # srun ends with 0 after a node failure, so its output counts whatever its code.
-        cause = hang or fatal or known("the output of srun", lambda: scheduler.explain(attempt), "")
+        cause = cause or known("the output of srun", lambda: scheduler.explain(attempt), "")
         cause = cause or (str(mark or "") if failed else "")
+        named = errors[0].node if errors and ", " not in errors[0].node else ""
         failed_on = found_bad or named or node_of(cause) or (mark.host if mark is not None else "")
-        has_begun = not (failed and fatal)
-        seen = {"asked_by": str(stop.get("asked_by", "")), "found": found}
+        suspect = found_bad or (failed_on if failed_on == last_bad_node(ledger) else "")
+        has_begun = not (failed and errors)
         outcome = Outcome(
             # srun gives one code for all ranks; the first one to fail knows better.
             exit_code=mark.exit_code if failed and mark is not None else exit_code,
             is_finished=is_done,
             stop_asked=stop_asked,
-            requeue_enabled=self._settings.enabled,
+            settings=self._settings,
             has_slurm=self._job_id is not None,
             job=job,
             restart_count=self._restart_count,
             # Nobody's own code has run where the nodes were found unfit before.
             can_relaunch=self._settings.enabled and scheduler.can_relaunch and not (self._is_own_code and has_begun),
             fruitless_failures=before["failed"] + 1 if in_vain else 0,
-            max_fruitless_failures=self._settings.max_fruitless_failures,
             fruitless_ends=before if in_vain and self._committed_step is not None else None,
-            max_fruitless_returns=self._settings.max_fruitless_returns,
-            course=course_of({**entry, **seconds, "end_time_unix_s": wall["end_unix_s"]}),
-            bad_node=self._bad_node(found_bad, failed_on, ledger) if in_vain else "",
-            is_bad_for_certain=bool(found_bad),
+            bad_node=suspect if in_vain and suspect and scheduler.can_avoid(suspect) else "",
             cause=cause,
         )
+        seen = {"asked_by": str(stop.get("asked_by", "")), "found": codes_of(found)}
         return _End(
             attempt=attempt,
             outcome=outcome,
-            ledger=ledger,
-            facts=facts | {name: text for name, text in seen.items() if text},
-            seconds=seconds,
+            facts=facts | {name: text for name, text in seen.items() if text} | seconds,
+            fruitless_before=before,
             failed_on=failed_on,
-            has_begun=has_begun,
-            left_out=known("the event of the stop", lambda: _left_out(stop), ""),
+            lacks_room=not has_begun and any(finding.code == _DISK_FULL for finding in errors),
+            not_saved=known("the event of the stop", lambda: _why_not_saved(stop), ""),
         )
-
-    def _bad_node(self, found_bad: str, failed_on: str, ledger: Sequence[Mapping[str, Any]]) -> str:
-        suspect = found_bad or (failed_on if failed_on == last_bad_node(ledger) else "")
-        return suspect if suspect and self._scheduler.can_avoid(suspect) else ""
 
     def _decide(self, end: _End) -> Decision:
         """Returns what follows; ranks that are to be started again have room for it when it returns."""
@@ -344,9 +333,9 @@ class Supervisor:
         if (decision.action == "requeue" or decision.reason == "stopped") and self._is_cancelled(end.outcome.job):
             return CANCELLED
         # A job that Slurm has restarted and that found too little room on the disk waits for room.
-        tries = fruitless_ends(end.ledger)["file_system"] + 1
-        is_full = decision.reason == "failed" and not end.has_begun and _DISK_FULL in end.facts.get("found", "")
-        if is_full and self._settings.enabled and self._restart_count > 0 and tries <= _MOST_STARTS_IN_VAIN:
+        tries = end.fruitless_before.get("file_system", 0) + 1
+        may_wait = self._settings.enabled and self._restart_count > 0 and tries <= _MOST_STARTS_IN_VAIN
+        if decision.reason == "failed" and end.lacks_room and may_wait:
             return _later(cause, tries)
         if decision.action == "relaunch":
             cleared = BestEffort()("the step", lambda: self._scheduler.clear(end.attempt), False, asks_slurm=True)
@@ -427,9 +416,8 @@ def close_lost(
             reason, note = "node_failure", "its supervisor wrote no end and Slurm restarted it: its first node was lost"
         else:
             reason, note = "lost", f"the batch script was killed{f'; Slurm calls it {word}' if word else ''}"
-        facts: dict[str, Any] = {"reason": reason, "action": "lost", "note": note, "last_step": last_step}
-        if now.committed_step is not None:
-            facts["last_committed"] = now.committed_step
+        facts: dict[str, Any] = {"reason": reason, "action": "lost", "note": note}
+        facts |= {"last_step": last_step, "last_committed": now.first_committed}
         start_unix_s = end_unix_s = float(entry.get("time_unix_s", 0.0))
         # When a file was last touched is not worth a run.
         with contextlib.suppress(OSError):
@@ -472,7 +460,7 @@ def _nth(words: Sequence[str], index: int) -> str:
     return words[index] if index < len(words) else ""
 
 
-def _left_out(stop: Mapping[str, Any]) -> str:
-    if not stop or stop["saved"]:
+def _why_not_saved(stop: Mapping[str, Any]) -> str:
+    if stop.get("saved", True):
         return ""
     return f"; no save at the stop: {stop['left_s']:.0f} s were left and a save takes {stop['save_s']:.0f} s"

@@ -35,8 +35,7 @@ from slurm_train.metrics.progress import Display, open_display
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
-from slurm_train.rundir.step_times import StepTimes
-from slurm_train.rundir.timing import Spent, account_path
+from slurm_train.rundir.timing import Spent, StepTimes
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.health import Health, position_after_rollbacks
@@ -79,7 +78,7 @@ def train(rank: Rank) -> int:
     joining_s = clock()
     spent = Spent(begin_unix_s=time.time() - clock.away_s)
     if is_first:
-        spent.write(account_path(rank.run, rank.attempt))
+        spent.write(rank.run.account(rank.attempt))
     rank.join()
     spent.add("rendezvous_s", clock() - joining_s)
     apply_parallelism(parts)

@@ -19,7 +19,7 @@ from slurm_train.metrics.writer import MetricsWriter
 from slurm_train.rundir.attempts import publish_result
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
 from slurm_train.rundir.sweep import sweep_of
-from slurm_train.rundir.timing import Spent, account_path
+from slurm_train.rundir.timing import Spent
 from slurm_train.train.context import Rank
 from slurm_train.train.step import StepResult
 
@@ -60,7 +60,7 @@ class Recorder:
     ) -> None:
         self.display, self.spent = display, spent
         self._writer = MetricsWriter(rank.run.metrics)
-        self._account = account_path(rank.run, rank.attempt)
+        self._account = rank.run.account(rank.attempt)
         self._clock = rank.clock if clock is None else clock
         self._unit = "tokens" if hasattr(source, "bytes_per_target") else "samples"
         self._num_samples = len(source)

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
-from slurm_train.rundir.timing import Ask
-
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 """USR2: the warning before the time limit (NCCL may catch USR1). TERM: preemption, scancel, `kill`."""
 
@@ -56,12 +54,15 @@ class StopFlag:
             self.asked_by = by
         self.requested = 1
 
-    def ask(self) -> Ask:
-        """Returns how this process was asked to stop; one that was not asked itself follows another rank."""
+    def ask(self) -> tuple[str, float]:
+        """Returns how this process was asked to stop, e.g. "TERM" or "file", and how many seconds ago.
+
+        One that was not asked itself follows "another rank".
+        """
         if self.signal_number:
             name = signal.Signals(self.signal_number).name.removeprefix("SIG")
-            return Ask(by=name, since_s=max(0.0, time.monotonic() - self.signal_at))
-        return Ask(by=self.asked_by or "another rank", since_s=0.0)
+            return name, max(0.0, time.monotonic() - self.signal_at)
+        return self.asked_by or "another rank", 0.0
 
     def look_at(self, stop_file: Path, *, every_s: float = 1.0) -> None:
         """Asks for a stop if the file exists; looks at most once in `every_s` seconds."""

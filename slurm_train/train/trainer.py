@@ -24,12 +24,10 @@ from slurm_train.distributed.group import use_steady_timeout
 from slurm_train.distributed.seeds import mix
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.heartbeat import AwakeClock
-from slurm_train.rundir.step_times import StepTimes
 from slurm_train.rundir.timing import (
-    Measured,
     Notice,
     Spent,
-    is_worth_saving,
+    StepTimes,
     lead_s,
     read_measured,
     read_notice,
@@ -358,22 +356,19 @@ class Stopping:
         return on_rank_zero(dist.group.WORLD, lambda: self._decide(step))
 
     @property
-    def _measured(self) -> Measured | None:
+    def _measured(self) -> Spent | None:
         """What a stop takes, as slow as this attempt, or before its first save the one before it, has seen it."""
         spent = self._spent
-        if spent is None or not spent.longest_save_s:
-            return self._before
-        return Measured(
-            save_s=spent.longest_save_s, step_s=spent.longest_step_s, evaluation_s=spent.longest_evaluation_s
-        )
+        return spent if spent is not None and spent.longest_save_s else self._before
 
     def _decide(self, step: int) -> tuple[float | None, str]:
-        ask, measured = self._rank.stop.ask(), self._measured
+        (asked_by, since_s), measured = self._rank.stop.ask(), self._measured
         self._next_read_s = 0.0
-        left_s = time_left_s(ask, self._read(), now_unix_s=self._now())
-        save_s = measured.save_s if measured is not None else None
-        is_made = is_worth_saving(left_s, save_s=save_s)
-        facts = {"step": step, "asked_by": ask.by, "left_s": left_s, "save_s": save_s, "saved": is_made}
+        left_s = time_left_s(self._read(), asked_by=asked_by, since_s=since_s, now_unix_s=self._now())
+        save_s = measured.longest_save_s if measured is not None else None
+        # What is not known does not forbid it.
+        is_made = left_s is None or not save_s or save_s <= left_s
+        facts = {"step": step, "asked_by": asked_by, "left_s": left_s, "save_s": save_s, "saved": is_made}
         append_event(self._rank.run, "stop", attempt=self._rank.attempt, **facts)
         return left_s, "" if is_made else f"{left_s:.0f} s are left and a save takes {save_s:.0f} s"
 

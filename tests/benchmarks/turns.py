@@ -144,7 +144,7 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     from slurm_train.config.batch import BatchPlan
     from slurm_train.config.schema import CheckpointSection, RunConfig, TrainSection
     from slurm_train.metrics.progress import LineDisplay
-    from slurm_train.rundir.heartbeat import BeatSource, Limits
+    from slurm_train.rundir.heartbeat import Limits
     from slurm_train.rundir.timing import Spent
     from slurm_train.train.build import build_trainer
     from slurm_train.train.context import Parts
@@ -154,8 +154,7 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     config = RunConfig(train=TrainSection(max_steps=10**6), checkpoint=CheckpointSection(every_steps=None), **sections)
     plan, number = BatchPlan(local_size=local_size, ranks=RANKS, accumulation=1), int(os.environ["RANK"])
     rank = make_rank(Path(os.environ["BENCH_SCRATCH"]), config, plan=plan, rank=number, ranks=RANKS)
-    beats = BeatSource(rank=number, host="here", pid=os.getpid())
-    rank.heartbeat.start(rank.run, 0, beats, limits=Limits(600, 300))
+    rank.heartbeat.start(rank.run, 0, rank=number, host="here", limits=Limits(600, 300))
     optimizer = build_optimizer(model, optim=config.optim)
     parts = Parts(rank=rank, model=model, optimizer=optimizer, train_data=source, heldout=None, flops_per_token=0.0)
     display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if number == 0 else None

@@ -18,10 +18,9 @@ from pathlib import Path
 
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
-from slurm_train.rundir.timing import newest_training_line
 from slurm_train.slurm.commands import SlurmCommands
 from tests.campaigns.record import Tally
 from tests.support.cluster_faults import qos_pair
@@ -76,7 +75,7 @@ class Phase:
 
 def trains(run: RunDirectory) -> bool:
     """Returns whether the run has done steps (or a script without torch says so)."""
-    if (newest_training_line(run.metrics) or {}).get("step", 0) >= 2:
+    if int(str(newest_training_line(run).get("step", 0))) >= 2:
         return True
     attempts = existing_attempts(run)
     log = run.rank_log(attempts[-1], 0) if attempts else None
@@ -343,8 +342,13 @@ def _watch(
     return [(trial, judge(one)) for trial, one in found]
 
 
+def newest_training_line(run: RunDirectory) -> dict[str, object]:
+    """Returns the newest line with a loss, {} before the first."""
+    return next((line for line in reversed(last_lines(run.metrics)) if "loss" in line), {})
+
+
 def _judge(one: Cancelled, *, status: dict[str, str], named: list[str], commands: SlurmCommands) -> list[str]:
-    job, line = commands.show_job(one.job), newest_training_line(one.run.metrics) or {}
+    job, line = commands.show_job(one.job), newest_training_line(one.run)
     pairs = (word.partition("|") for word in named)
     of_name = {job_id for job_id, _, name in pairs if name == f"{one.run.name}-{one.run.run_id}"}
     assert one.job in of_name, f"squeue does not show job {one.job}"

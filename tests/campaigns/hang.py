@@ -153,7 +153,7 @@ def _try(person: Person, trial: Trial, over: list[float]) -> list[str]:
     print(f"   {trial}: {'; '.join(event['sentence'] for event in events)}", flush=True)
     return what_is_wrong(
         rank=trial.rank,
-        host=beats[trial.rank].source.host,
+        host=beats[trial.rank].host,
         limit_s=limit_s,
         ended_s=ended_s,
         events=events,

@@ -16,7 +16,7 @@ from pathlib import Path
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.step_times import read_windows
+from slurm_train.rundir.timing import read_windows
 from tests.campaigns.record import Tally
 from tests.campaigns.victims import PATIENCE_S
 from tests.support.command_line import TINY, TINY_MODULE
@@ -73,7 +73,7 @@ def _try(kind: str, run: RunDirectory, took: list[float]) -> list[str]:
         event = wait_for(lambda: read_events(run, "slow"), within_s=PATIENCE_S, what="a finding")[0]
     took.append(time.monotonic() - began_s)
     expected = slow or [2, 3]
-    host = read_beats(run, 0)[3].source.host
+    host = read_beats(run, 0)[3].host
     cause = "data come late" if kind == "data" else "computing takes longer"
     is_right = event["ranks"] == expected and event["hosts"] == [host] and cause in event["sentence"]
     return [] if is_right else [f"said {event['sentence']!r}, slow were ranks {expected} on {host}"]

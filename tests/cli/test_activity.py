@@ -48,7 +48,7 @@ def test_of_two_who_type_the_same_at_once_one_submits(words: tuple[str, ...], sh
 def test_a_submitter_that_was_killed_is_overtaken_here(shell: Shell) -> None:
     run = shell.has_run(job_ids=("12",))
     dead = replace(this_process(), pid=4_194_300, started="1")
-    take_lock(run, dead, is_alive=lambda _holder: True, submits=True)
+    take_lock(run.submission_lock, dead, is_alive=lambda _holder: True)
     assert shell.types("resume 3f9a1c07").code == 0
 
 
@@ -78,7 +78,7 @@ def test_the_directory_of_a_refused_submission_goes_if_it_is_empty(is_used: bool
 def test_nothing_is_written_under_live_ranks(tmp_path: Path) -> None:
     run, commands = RunDirectory(tmp_path / "gpt" / "one"), FakeSlurmCommands([job_state("11")])
     run.path.mkdir(parents=True)
-    take_lock(run, Holder(job_id="11", host="node1", pid=1, started="1"), is_alive=lambda _holder: True)
+    take_lock(run.lock, Holder(job_id="11", host="node1", pid=1, started="1"), is_alive=lambda _holder: True)
     with pytest.raises(RunError, match="is being run by Slurm job 11"), writing(run, commands):  # type: ignore[arg-type]  # the fake
         raise AssertionError("must not get here")
     assert find_active([run], commands)[run].jobs == ("11",)  # type: ignore[arg-type]  # the fake

@@ -13,7 +13,7 @@ from tests.cli.conftest import Shell
 
 def is_held(run: RunDirectory, holder: Holder) -> None:
     """Makes somebody the holder of a run."""
-    take_lock(run, holder, is_alive=lambda _holder: True)
+    take_lock(run.lock, holder, is_alive=lambda _holder: True)
 
 
 JOBS = [
@@ -71,7 +71,7 @@ def test_a_run_without_a_job_is_asked_to_stop(shell: Shell) -> None:
     done = shell.types("cancel gpt-stdlib")
     assert done.code == 0 and "asked gpt-stdlib/3f9a1c07 to save and stop" in done.err
     assert killed == [(os.getpid(), signal.SIGTERM)] and not run.stop_file.exists()
-    release_lock(run, this_process())
+    release_lock(run.lock, this_process())
     is_held(run, Holder(job_id=None, host="elsewhere", pid=5, started="1"))
     assert shell.types("cancel gpt-stdlib").code == 0 and run.stop_file.exists()
 

@@ -135,7 +135,7 @@ def test_gc_keeps_the_newest_and_removes_what_dead_attempts_left(shell, run):
 
 
 def test_gc_of_a_run_that_is_going_is_refused(shell, run):
-    take_lock(run, this_process(), is_alive=process_lives)
+    take_lock(run.lock, this_process(), is_alive=process_lives)
     held = json.loads(run.lock.read_text())
     done = shell.types("checkpoint", "gc", "gpt-stdlib")
     assert done.code != 0 and "is being run by" in done.err

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from slurm_train.cli import interactive
-from slurm_train.cli.supervise import _share_of
 from slurm_train.config.schema import RunConfig
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
+from slurm_train.supervise.srun import share_of
 from tests.support.waiting import wait_for
 
 JOB = (
@@ -149,5 +149,5 @@ def test_a_run_takes_its_share_of_an_allocation(
     ranks_per_node: list[int], nodes: tuple[str, ...], tasks: tuple[int, ...], run: RunDirectory
 ) -> None:
     run.plan.write_text(f'{{"world": {{"ranks_per_node": {ranks_per_node}}}}}')
-    found, num_ranks = _share_of(allocation(("n1", "n2"), (1, 1)), run, RunConfig())
+    found, num_ranks = share_of(allocation(("n1", "n2"), (1, 1)), run, RunConfig())
     assert (found.nodes, found.tasks_per_node, num_ranks) == (nodes, tasks, sum(tasks))

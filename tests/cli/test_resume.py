@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from slurm_train.rundir.timing import Spent, account_path
+from slurm_train.rundir.timing import Spent
 from tests.cli.conftest import Shell
 from tests.support.run_facts import attempt
 
@@ -22,7 +22,7 @@ def test_the_runs_own_script_is_submitted_again(shell: Shell) -> None:
     assert json.loads(run.job.read_text())["job_ids"] == ["12", "4711"]
     assert not run.stop_file.exists(), "an old request to stop is not for the new job"
     spent = Spent(begin_unix_s=0.0, longest_save_s=100.0, longest_step_s=2.0)
-    spent.write(account_path(run, 0))
+    spent.write(run.account(0))
     shell.submits("resume 3f9a1c07")
     assert "--signal=USR2@321" in shell.slurm.said("submitted_words"), "as early as its saves need"
 

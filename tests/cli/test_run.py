@@ -73,12 +73,12 @@ def test_a_finished_run_shows_its_result(words: str, shell: Shell) -> None:
 def test_a_process_that_trains_the_run_keeps_it_until_it_is_dead(shell: Shell) -> None:
     run, mine = run_of(shell), this_process()
     run.path.mkdir(parents=True)
-    take_lock(run, mine, is_alive=lambda _holder: True)
+    take_lock(run.lock, mine, is_alive=lambda _holder: True)
     for words in ("+cluster=4x8", ""):
         shell.refuses("is being run by process", words)
     assert shell.slurm.said("submitted.sh") is None and not run.config.exists(), "nothing is overwritten"
-    clear_dead(run, is_alive=lambda _holder: False)
-    take_lock(run, replace(mine, pid=4_194_300, started="1"), is_alive=lambda _holder: True)
+    clear_dead(run.lock, is_alive=lambda _holder: False)
+    take_lock(run.lock, replace(mine, pid=4_194_300, started="1"), is_alive=lambda _holder: True)
     assert shell.types("+cluster=4x8").code == 0
     assert not run.lock.exists(), "the node could not tell that the holder is dead"
 

@@ -92,7 +92,7 @@ def test_the_step_gets_its_attempt_and_where_to_meet(batch: Batch) -> None:
 
 def test_a_job_that_does_not_get_the_run_does_not_hide_the_one_that_has_it(batch: Batch) -> None:
     (batch.here / "squeue.out").write_text("80|RUNNING|None|node9|N/A|N/A|main\n")
-    take_lock(batch.run, Holder(job_id="80", host="node9", pid=5, started="1"), is_alive=lambda _holder: True)
+    take_lock(batch.run.lock, Holder(job_id="80", host="node9", pid=5, started="1"), is_alive=lambda _holder: True)
     batch.run.stop_file.touch()
     done = batch.supervises()
     assert done.code == 2 and f"{batch.run.path} is being run by Slurm job 80" in done.err
@@ -104,8 +104,8 @@ def test_a_job_that_does_not_get_the_run_does_not_hide_the_one_that_has_it(batch
 def test_a_job_waits_for_whoever_writes_the_run(batch: Batch) -> None:
     (batch.run.path / "result.new").write_text("{}")
     writer = this_process()
-    take_lock(batch.run, writer, is_alive=lambda _holder: True)
-    release = threading.Timer(2.0, release_lock, (batch.run, writer))
+    take_lock(batch.run.lock, writer, is_alive=lambda _holder: True)
+    release = threading.Timer(2.0, release_lock, (batch.run.lock, writer))
     release.start()
     done = batch.supervises()
     assert done.code == 0, done.err

@@ -98,7 +98,7 @@ def starts_launcher(person: Person, run: RunDirectory) -> subprocess.Popen[bytes
 
 def settled_pid(run: RunDirectory, attempt: int, rank: int) -> int:
     beat = read_beats(run, attempt).get(rank)
-    return beat.source.pid if beat is not None and beat.settled and beat.step >= 5 else 0
+    return beat.pid if beat is not None and beat.settled and beat.step >= 5 else 0
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def test_a_stopped_rank_is_ended_and_the_run_goes_on_in_the_same_job(person: Per
     wait_for(lambda: read_ledger(run)[attempt].get("reason"), within_s=TIMEOUT_S + 10, what="the end of the attempt")
     print(f"ended {time.monotonic() - stopped_s:.1f} s after the stop, with a time-out of {TIMEOUT_S} s")
     (event,) = read_events(run, "hang")
-    host = read_beats(run, attempt)[3].source.host
+    host = read_beats(run, attempt)[3].host
     assert event["sentence"].startswith(f"rank 3 on {host} does not run (stopped or lost), in "), event
     assert "; 3 ranks wait for it" in event["sentence"]
     wait_until_finished(run)

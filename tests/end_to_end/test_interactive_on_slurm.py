@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.events import fatal_line, read_preflight
+from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import REPOSITORY, TINY, Person
 from tests.support.slurm_runs import all_logs, command, losses, wait_for_state, wait_until_finished, wait_until_step
@@ -149,4 +149,4 @@ def test_a_container_is_requeued_from_outside(person: Person, image: str) -> Non
     assert sorted(losses(run)) == list(range(1, 41))
     assert read_ledger(run)[0]["action"] == "requeue"
     records = [read_preflight(run, attempt) for attempt in (0, 1)]
-    assert all(record["table"] and not fatal_line(record) for record in records), "inside an image as well"
+    assert all(record["table"] and not errors_of(findings_of(record)) for record in records), "inside an image as well"

@@ -41,7 +41,7 @@ def test_a_killed_and_a_finished_attempt_are_one_run_of_each_tracker(tmp_path: P
     run = only_run(person)
     # Behind the checkpoint of step 4, so that steps come twice.
     wait_for(lambda: max(losses(run), default=0) >= 6, within_s=90, what="step 6")
-    kill(read_beats(run, 0)[0].source.pid)
+    kill(read_beats(run, 0)[0].pid)
     assert process.wait(60) != 0
     done = person.types(*words, env=env)
     assert done.code == 0, done.err

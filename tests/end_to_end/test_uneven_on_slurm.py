@@ -35,7 +35,7 @@ def test_uneven_nodes_train_what_even_ranks_train_whoever_starts_them(person: Pe
     wait_until_step(by_srun, 4)
     command("scontrol", "requeue", job)
     wait_for(lambda: settled(by_torchrun, 0), within_s=150, what="all ranks under torchrun")
-    os.kill(read_beats(by_torchrun, 0)[2].source.pid, signal.SIGKILL)
+    os.kill(read_beats(by_torchrun, 0)[2].pid, signal.SIGKILL)
     assert person.types(*WORDS, "run.processes=3", "run.name=alone").code == 0
     alone = find_run(person.folder / "runs", "alone")
     for run in (by_srun, by_torchrun):

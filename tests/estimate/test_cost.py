@@ -10,7 +10,6 @@ from slurm_train.config.frozen import dump_config
 from slurm_train.estimate.estimate import Cost, Speed, WorstLoss, estimate_cost, measured_speed, worst_loss
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.timing import account_path
 from slurm_train.slurm.policy import Preemption
 from tests.support.plans import make_plan
 
@@ -95,9 +94,9 @@ def loss(
 ) -> WorstLoss:
     plan = make_plan(tmp_path, cluster={"nodes": 2}, checkpoint={"every_steps": 100, **checkpoint})
     if save_s is not None:
-        path = account_path(plan.run, 0)
+        path = plan.run.account(0)
         path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"longest_save_s": save_s}))
+        path.write_text(json.dumps({"begin_unix_s": 0.0, "longest_save_s": save_s}))
         plan.run.epochs.mkdir()
         (plan.run.epochs / "attempt_0").touch()
     return worst_loss(plan, preemption=preemption, step_s=step_s, limit_min=limit_min)

@@ -110,6 +110,7 @@ def test_the_ledger_merges_start_and_end(run: RunDirectory) -> None:
         "restart_count": 1,
         "nodes": ["n1", "n2"],
         "world_size": 16,
+        "first_committed": None,
         "reason": "preempted",
         "exit_code": 75,
         "last_step": 40,

@@ -19,13 +19,12 @@ from slurm_train.rundir.events import (
     covers_code,
     covers_config,
     covers_data,
-    fatal_line,
-    finding_lines,
+    errors_of,
+    findings_of,
     first_mark,
     forgive_nodes,
     leave_mark,
     list_file,
-    named_node,
     read_bad_nodes,
     read_changes,
     read_preflight,
@@ -119,8 +118,8 @@ def test_a_run_directory_that_is_gone_is_no_second_failure(tmp_path: Path) -> No
 
 
 def found(code: str, level: str, node: str = "", *, blames: bool = False) -> dict[str, Any]:
-    line = f"{code} {node}: seen; todo"
-    return {"code": code, "level": level, "node": node, "seen": "seen", "line": line, "blames_node": blames}
+    facts = {"seen": "seen", "todo": "todo", "line": "for people", "blames_node": blames}
+    return {"code": code, "level": level, "node": node, **facts}
 
 
 RECORD = {
@@ -139,22 +138,13 @@ def test_a_record_is_read_back_and_absent_before(run: RunDirectory) -> None:
     assert read_preflight(run, 2) == RECORD
 
 
-def test_errors_make_one_line_and_blame_nodes() -> None:
-    assert fatal_line(RECORD) == "GPU_SICK node3, node4: seen; todo (and 1 more: see preflight.json of the attempt)"
-    assert bad_nodes_of(RECORD) == {"node3": "GPU_SICK: seen", "node4": "GPU_SICK: seen"}
-    assert codes_of(RECORD) == "GPU_SICK node3, node4; FS_STALE node2; CLOCK_SKEW node5"
-    assert len(finding_lines(RECORD)) == 3
-
-
-def test_the_node_of_an_error_is_told_where_it_is_one() -> None:
-    assert named_node(RECORD) == ""
-    assert named_node({"findings": RECORD["findings"][1:]}) == "node2"
-    assert named_node({"findings": RECORD["findings"][2:]}) == ""
-
-
-def test_warnings_alone_are_not_fatal() -> None:
-    warned = {"findings": RECORD["findings"][2:]}
-    assert (fatal_line(warned), bad_nodes_of(warned), fatal_line({})) == ("", {}, "")
+def test_errors_blame_nodes() -> None:
+    findings = findings_of({"findings": [*RECORD["findings"], {}, 3]})
+    assert [finding.code for finding in errors_of(findings)] == ["GPU_SICK", "FS_STALE"]
+    assert findings[1].line == "FS_STALE node2: seen; todo (docs/troubleshooting.md#fs_stale)"
+    assert bad_nodes_of(findings) == {"node3": "GPU_SICK: seen", "node4": "GPU_SICK: seen"}
+    assert codes_of(findings) == "GPU_SICK node3, node4; FS_STALE node2; CLOCK_SKEW node5"
+    assert findings_of({}) == []
 
 
 def names(run: RunDirectory, now_unix_s: float) -> list[str]:

@@ -10,23 +10,25 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slurm_train.rundir.heartbeat import AwakeClock, BeatSource, Heartbeat, Limits, Pace, read_beats
+from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, Limits, Pace, read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.signals import hold_continue, release_continue, was_continued
 from tests.support.waiting import wait_for
 
-SOURCE = BeatSource(rank=3, host="node2", pid=os.getpid(), step_id="12.0")
+PLACE: dict[str, Any] = {"rank": 3, "host": "node2", "step_id": "12.0"}
 
 
 def test_a_heartbeat_says_step_phase_and_that_it_runs(tmp_path: Path) -> None:
     run, heart = RunDirectory(tmp_path), Heartbeat()
-    heart.start(run, 1, SOURCE, limits=None)
+    heart.start(run, 1, **PLACE, limits=None)
     try:
         first = read_beats(run, 1)[3]
-        assert (first.source, first.phase, first.step, first.settled) == (SOURCE, "start", 0, False)
+        assert (first.rank, first.host, first.step_id, first.pid) == (3, "node2", "12.0", os.getpid())
+        assert (first.phase, first.step, first.settled) == ("start", 0, False)
         assert abs(first.written_unix_s - time.time()) < 5
         heart.step, heart.settled = 17, True
         heart.mark("data")
@@ -48,7 +50,7 @@ def test_a_heartbeat_says_step_phase_and_that_it_runs(tmp_path: Path) -> None:
 def test_a_stall_leaves_the_stacks_and_progress_takes_them_away(tmp_path: Path) -> None:
     run, heart = RunDirectory(tmp_path), Heartbeat()
     heart.settled = True
-    heart.start(run, 0, SOURCE, limits=Limits(1.0, 1.0))
+    heart.start(run, 0, **PLACE, limits=Limits(1.0, 1.0))
     try:
         wait_for(run.stacks(0, 3).exists, within_s=10, what="stacks", poll_s=0.05)
         wait_for(lambda: "test_a_stall" in run.stacks(0, 3).read_text(), within_s=5, what="this function", poll_s=0.05)

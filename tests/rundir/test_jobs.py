@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -146,54 +147,54 @@ def always(_holder: Holder) -> bool:
 
 def test_a_free_run_is_taken_and_given_back(run: RunDirectory) -> None:
     me = this_process()
-    take_lock(run, me, is_alive=always)
-    assert read_holder(run) == me
-    release_lock(run, me)
-    assert read_holder(run) is None
+    take_lock(run.lock, me, is_alive=always)
+    assert read_holder(run.lock) == me
+    release_lock(run.lock, me)
+    assert read_holder(run.lock) is None
     assert not run.lock.exists()
 
 
 def test_a_living_holder_is_named_and_keeps_the_run(run: RunDirectory) -> None:
-    take_lock(run, JOB, is_alive=always)
+    take_lock(run.lock, JOB, is_alive=always)
     with pytest.raises(RunError) as caught:
-        take_lock(run, this_process(), is_alive=always)
+        take_lock(run.lock, this_process(), is_alive=always)
     assert caught.value.message == f"{run.path} is being run by Slurm job 12"
     assert f"remove {run.lock}" in caught.value.hint
-    assert read_holder(run) == JOB
+    assert read_holder(run.lock) == JOB
 
 
 @pytest.mark.parametrize("holder", [DEAD, JOB], ids=["process", "job"])
 def test_a_dead_holder_is_overtaken(holder: Holder, run: RunDirectory) -> None:
-    take_lock(run, holder, is_alive=always)
+    take_lock(run.lock, holder, is_alive=always)
     me = this_process()
-    take_lock(run, me, is_alive=never)
-    assert read_holder(run) == me
+    take_lock(run.lock, me, is_alive=never)
+    assert read_holder(run.lock) == me
 
 
 def test_the_next_attempt_of_the_same_job_overtakes_though_the_job_lives(run: RunDirectory) -> None:
-    take_lock(run, JOB, is_alive=always)
+    take_lock(run.lock, JOB, is_alive=always)
     again = Holder(job_id="12", host="node2", pid=9, started="300")
-    take_lock(run, again, is_alive=always)
-    assert read_holder(run) == again
-    release_lock(run, JOB)
-    assert read_holder(run) == again, "the earlier attempt cannot give away what it has no more"
+    take_lock(run.lock, again, is_alive=always)
+    assert read_holder(run.lock) == again
+    release_lock(run.lock, JOB)
+    assert read_holder(run.lock) == again, "the earlier attempt cannot give away what it has no more"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 1}', '{"who": "knows"}'])
 def test_a_damaged_lock_is_nobodys(text: str, run: RunDirectory) -> None:
     run.lock.write_text(text)
     me = this_process()
-    take_lock(run, me, is_alive=always)
-    assert read_holder(run) == me
+    take_lock(run.lock, me, is_alive=always)
+    assert read_holder(run.lock) == me
 
 
 def test_clear_dead_removes_the_dead_only(run: RunDirectory) -> None:
-    clear_dead(run, is_alive=always)
-    take_lock(run, DEAD, is_alive=always)
-    clear_dead(run, is_alive=always)
-    assert read_holder(run) == DEAD
-    clear_dead(run, is_alive=process_lives)
-    assert read_holder(run) is None
+    clear_dead(run.lock, is_alive=always)
+    take_lock(run.lock, DEAD, is_alive=always)
+    clear_dead(run.lock, is_alive=always)
+    assert read_holder(run.lock) == DEAD
+    clear_dead(run.lock, is_alive=process_lives)
+    assert read_holder(run.lock) is None
 
 
 def test_a_process_is_known_by_its_start_not_by_its_number() -> None:
@@ -208,12 +209,13 @@ def test_a_process_is_known_by_its_start_not_by_its_number() -> None:
 def test_a_lock_that_was_made_since_one_looked_is_left_where_it_is(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_lock(run, this_process(), is_alive=process_lives)
+    take_lock(run.lock, this_process(), is_alive=process_lives)
     made = run.lock.stat()
     # Another starter has removed a dead one's, and this one was made, between two looks of a third.
-    monkeypatch.setattr(lock, "read_holder", lambda _run, **_words: None)
+    looks, real = itertools.count(), lock.read_holder
+    monkeypatch.setattr(lock, "read_holder", lambda path: real(path) if next(looks) % 2 else None)
     with pytest.raises(RunError, match="another starter is quicker"):
-        take_lock(run, DEAD, is_alive=always)
+        take_lock(run.lock, DEAD, is_alive=always)
     assert run.lock.stat().st_ctime_ns == made.st_ctime_ns, "it was away for a moment, in which it could be taken"
 
 
@@ -229,28 +231,28 @@ def test_a_link_that_was_made_but_reported_as_existing_is_ours(
 
     monkeypatch.setattr(os, "link", link_twice)
     me = this_process()
-    take_lock(run, me, is_alive=always)
-    assert read_holder(run) == me
+    take_lock(run.lock, me, is_alive=always)
+    assert read_holder(run.lock) == me
     with pytest.raises(RunError, match="is being run by"):
-        take_lock(run, JOB, is_alive=always)
+        take_lock(run.lock, JOB, is_alive=always)
 
 
 def test_a_release_that_comes_late_leaves_the_successors_lock(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_lock(run, DEAD, is_alive=always)
+    take_lock(run.lock, DEAD, is_alive=always)
     me = this_process()
     real = lock.read_holder
 
-    def look_then_stop(run: RunDirectory, *, submits: bool = False) -> Holder | None:
-        found = real(run, submits=submits)
+    def look_then_stop(path: Path) -> Holder | None:
+        found = real(path)
         monkeypatch.undo()
-        take_lock(run, me, is_alive=process_lives)
+        take_lock(path, me, is_alive=process_lives)
         return found
 
     monkeypatch.setattr(lock, "read_holder", look_then_stop)
-    release_lock(run, DEAD)
-    assert read_holder(run) == me
+    release_lock(run.lock, DEAD)
+    assert read_holder(run.lock) == me
 
 
 STARTER = """
@@ -266,7 +268,7 @@ sys.stdin.readline()
 for number in range(int(sys.argv[2])):
     folder = RunDirectory(run.path / str(number))
     try:
-        take_lock(folder, this_process(), is_alive=process_lives)
+        take_lock(folder.lock, this_process(), is_alive=process_lives)
         print("won", number, flush=True)
     except RunError:
         pass
@@ -283,7 +285,7 @@ def test_of_starters_that_race_exactly_one_wins(stale: bool, tmp_path: Path) -> 
         folder = tmp_path / str(number)
         folder.mkdir()
         if stale:
-            take_lock(RunDirectory(folder), DEAD, is_alive=always)
+            take_lock(RunDirectory(folder).lock, DEAD, is_alive=always)
     starters = [
         subprocess.Popen(
             [sys.executable, "-c", STARTER, str(tmp_path), str(rounds)],

@@ -47,7 +47,7 @@ def open_bits(root: Path) -> list[str]:
 def test_everything_a_run_writes_is_private_whatever_the_umask(tmp_path: Path, run: RunDirectory) -> None:
     start = AttemptStart(job_id="1", restart_count=0, nodes=("n",), world_size=1)
     attempt = open_attempt(run, start)
-    take_lock(run, this_process(), is_alive=lambda _: True)
+    take_lock(run.lock, this_process(), is_alive=lambda _: True)
     append_line(run.events, {"a": 1})
     write_durable(run.path / "d", "x")
     create_private(run.rank_log(attempt, 0))

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.step_times import (
-    Finding,
+from slurm_train.rundir.timing import (
     Histogram,
     PaceWindow,
     RankPace,
+    Slowdown,
     StepTimes,
     all_findings,
     append_window,
@@ -75,7 +75,7 @@ def test_ranks_come_in_order_and_files_that_are_none_are_passed_over(run: RunDir
 def test_nothing_is_written_before_a_step(run: RunDirectory) -> None:
     times_of(run).keep()
     assert not run.logs.exists()
-    assert Histogram({}).quantile_s(0.5) == 0.0
+    assert Histogram().quantile_s(0.5) == 0.0
 
 
 def test_it_is_written_seldomer_and_seldomer(run: RunDirectory) -> None:
@@ -100,7 +100,7 @@ def test_a_disk_that_refuses_costs_nothing(run: RunDirectory) -> None:
     assert read_step_times(run, 2) == []
 
 
-FINDING = Finding(
+FINDING = Slowdown(
     kind="straggler",
     ranks=(2,),
     hosts=("node2",),
@@ -135,9 +135,9 @@ def test_windows_come_back_as_they_were_written(run: RunDirectory) -> None:
 def test_lines_that_are_no_windows_are_passed_over(run: RunDirectory) -> None:
     append_window(run, WINDOW)
     with run.stragglers.open("a") as file:
-        file.write('{"attempt": 1, "hosts": [["node1", 2]], "own_s": [1]}\n')
+        file.write('{"attempt": 1, "ranks": [[0, "node1", 1.0]]}\n')
         file.write(run.stragglers.read_text().splitlines()[0].replace("10.0", "Infinity") + "\n")
-        file.write(run.stragglers.read_text().splitlines()[0].replace("[0.1,", '["<b>",') + '\n{"torn')
+        file.write(run.stragglers.read_text().splitlines()[0].replace("0.1,", '"<b>",') + '\n{"torn')
     assert read_windows(run) == [WINDOW]
     assert newest_window(run) == WINDOW
 

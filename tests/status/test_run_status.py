@@ -11,7 +11,7 @@ import pytest
 
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.rundir.jobs import Holder, take_lock, this_process
-from slurm_train.rundir.step_times import Finding, PaceWindow, append_window
+from slurm_train.rundir.timing import PaceWindow, Slowdown, append_window
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
 from slurm_train.slurm.records import Phase
 from slurm_train.status.run_status import (
@@ -179,7 +179,7 @@ def test_slurm_counts_more_than_a_heartbeat(has_run: Any) -> None:
 
 def test_a_living_process_here_is_running(has_run: Any) -> None:
     run = has_run(cluster=False, ledger=attempt(0, job_id=None))
-    take_lock(run, this_process(), is_alive=lambda _holder: True)
+    take_lock(run.lock, this_process(), is_alive=lambda _holder: True)
     found = seen(run, Look())
     assert found.state is RunState.RUNNING and found.is_active
 
@@ -187,14 +187,14 @@ def test_a_living_process_here_is_running(has_run: Any) -> None:
 def test_a_dead_process_is_not(has_run: Any) -> None:
     run = has_run(cluster=False, ledger=attempt(0, job_id=None))
     dead = Holder(job_id=None, host=this_process().host, pid=4_194_300, started="1")
-    take_lock(run, dead, is_alive=lambda _holder: True)
+    take_lock(run.lock, dead, is_alive=lambda _holder: True)
     found = seen(run, Look())
     assert (found.state, found.note) == (RunState.INTERRUPTED, "its process is gone; `resume 3f9a1c07` continues")
 
 
 def test_a_running_attempt_says_who_slows_it_down(has_run: Any) -> None:
     run = has_run(ledger=attempt(0) + attempt(1), job_ids=("12",))
-    finding = Finding(
+    finding = Slowdown(
         kind="straggler",
         ranks=(3,),
         hosts=("node2",),

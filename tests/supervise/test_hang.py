@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.heartbeat import Beat, BeatSource, Limits
+from slurm_train.rundir.heartbeat import Beat, Limits
 from slurm_train.supervise.hang import (
     Collective,
     Flight,
@@ -38,8 +38,8 @@ BUSY = BACKWARD.replace("_engine_run_backward", "decode")
 def beat(
     rank: int, *, step: int = 7, phase: str = "step", marks: int = 20, beats: int = 1, settled: bool = True
 ) -> Beat:
-    source = BeatSource(rank=rank, host=f"node{rank // 2 + 1}", pid=1)
-    return Beat(source=source, step=step, marks=marks, phase=phase, settled=settled, beats=beats)
+    place = {"rank": rank, "host": f"node{rank // 2 + 1}", "pid": 1}
+    return Beat(**place, step=step, marks=marks, phase=phase, settled=settled, beats=beats)
 
 
 def observed(*beats: Beat, for_s: float, frozen: tuple[int, ...] = ()) -> Observer:
@@ -48,8 +48,8 @@ def observed(*beats: Beat, for_s: float, frozen: tuple[int, ...] = ()) -> Observ
     for number in range(int(for_s // 10) + 1):
         readings = {}
         for one in beats:
-            count = 1 if one.source.rank in frozen else number
-            readings[one.source.rank] = Beat(**{f: getattr(one, f) for f in one.__slots__} | {"beats": count})
+            count = 1 if one.rank in frozen else number
+            readings[one.rank] = Beat(**{f: getattr(one, f) for f in one.__slots__} | {"beats": count})
         observer.look(readings, began_s=10.0 * number, ended_s=10.0 * number)
     return observer
 

@@ -24,11 +24,10 @@ import pytest
 
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.attempts import AttemptStart, begin_round, open_attempt, read_ledger
-from slurm_train.rundir.events import first_mark, read_events, write_preflight
-from slurm_train.rundir.heartbeat import Beat, BeatSource, Heartbeat, Limits, read_beats
+from slurm_train.rundir.events import Finding, first_mark, read_events, write_preflight
+from slurm_train.rundir.heartbeat import Beat, Heartbeat, Limits, read_beats
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.step_times import read_windows
-from slurm_train.rundir.timing import Notice, notice_path, read_notice
+from slurm_train.rundir.timing import Notice, read_notice, read_windows
 from slurm_train.supervise import monitor as module
 from slurm_train.supervise.monitor import (
     CheckedClock,
@@ -137,7 +136,7 @@ def has_beat(run: RunDirectory) -> dict[int, Beat]:
     heart = Heartbeat()
     heart.settled = True
     heart.mark("step")
-    heart.start(run, 0, BeatSource(rank=0, host="here", pid=1, step_id="7.0"), limits=None)
+    heart.start(run, 0, rank=0, host="here", step_id="7.0", limits=None)
     heart.stop()
     return read_beats(run, 0)
 
@@ -258,7 +257,7 @@ def test_a_controller_that_is_away_is_asked_again(run: RunDirectory, monkeypatch
 
 
 def test_a_run_directory_that_is_gone_is_no_second_failure(run: RunDirectory) -> None:
-    notice_path(run, 0).parent.rmdir()
+    run.notice(0).parent.rmdir()
     slurm = Slurm(5e9)
     with keeping_time(run, slurm):
         wait_for(lambda: slurm.asked, within_s=5, what="a look", poll_s=0.01)
@@ -277,13 +276,14 @@ def test_each_of_the_preflight_s_findings_is_printed_once_and_the_last_at_the_en
     said = list[str]()
     relay = FindingsRelay(run, 0, say=said.append)
     relay.look()
-    for lines in (["one"], ["one"], ["one", "two"]):
-        write_preflight(run, 0, {"findings": [{"code": "X", "line": line} for line in lines]})
+    one, two, late = (Finding(code=code, level="note", seen="seen", todo="todo") for code in ("ONE", "TWO", "LATE"))
+    for found in ([one], [one], [one, two]):
+        write_preflight(run, 0, {"findings": [finding.as_json() for finding in found]})
         relay.look()
-        assert said == lines
-    write_preflight(run, 0, {"findings": [{"code": "X", "line": "late"}]})
+        assert said == [finding.line for finding in found]
+    write_preflight(run, 0, {"findings": [late.as_json()]})
     relay.end()
-    assert said == ["one", "two", "late"]
+    assert said == [finding.line for finding in (one, two, late)]
 
 
 TIMEOUT_S = 4.0
@@ -343,7 +343,7 @@ def test_a_rank_that_hangs_is_named_and_the_ranks_are_ended(
         beats = wait_for(lambda: settled_beats(run), within_s=120, what="steps")
         began_s = time.monotonic()
         if is_stopped:
-            os.kill(beats[rank].source.pid, signal.SIGSTOP)
+            os.kill(beats[rank].pid, signal.SIGSTOP)
         else:
             (person.folder / "stick").touch()
         _, err = trainer.communicate(timeout=TIMEOUT_S + 60)
@@ -351,7 +351,7 @@ def test_a_rank_that_hangs_is_named_and_the_ranks_are_ended(
     finally:
         for beat in read_beats(run, 0).values():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(beat.source.pid, signal.SIGKILL)
+                os.kill(beat.pid, signal.SIGKILL)
         trainer.kill()
         trainer.communicate(timeout=20)
     assert trainer.returncode not in (0, 75)
@@ -396,7 +396,7 @@ def beating(run: RunDirectory, attempt: int) -> Heartbeat:
     heart = Heartbeat()
     heart.settled = True
     heart.mark("step")
-    heart.start(run, attempt, BeatSource(rank=0, host="here", pid=1), limits=None)
+    heart.start(run, attempt, rank=0, host="here", limits=None)
     return heart
 
 
@@ -432,7 +432,7 @@ def test_a_rank_whose_data_come_late_is_named_and_a_healthy_run_is_not(tmp_path:
     assert not any(window.findings for window in healthy), healthy
     assert healthy[-1].ranks[1].own_s > 0.02, "the forward pass sleeps so long"
     assert (event["kind"], event["ranks"]) == ("straggler", [1]), event
-    assert event["sentence"].startswith(f"rank 1 on {os.uname().nodename} is "), event
+    assert event["sentence"].startswith(f"rank 1 on {os.uname().nodename}: "), event
     assert "because data come late" in event["sentence"], event
     assert event["advice"].startswith("read ahead with more workers: data.num_workers=N"), event
     window = next(window for window in read_windows(run) if window.findings)

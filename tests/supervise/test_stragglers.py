@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 
-from slurm_train.rundir.heartbeat import Beat, BeatSource, Pace
-from slurm_train.rundir.step_times import Finding, PaceWindow, RankPace
+from slurm_train.rundir.heartbeat import Beat, Pace
+from slurm_train.rundir.timing import PaceWindow, RankPace, Slowdown
 from slurm_train.supervise.stragglers import (
     WINDOWS_IN_A_ROW,
     Judge,
@@ -25,9 +24,9 @@ EXCESS = 0.1
 
 
 def beat(rank: int, *, samples: int, own_s: float = 0.1, wait_s: float = 0.01, step: int = 5) -> Beat:
-    source = BeatSource(rank=rank, host=f"node{rank // 2 + 1}", pid=1)
+    place = {"rank": rank, "host": f"node{rank // 2 + 1}", "pid": 1}
     pace = Pace(samples, samples * own_s, samples * own_s**2, samples * own_s * wait_s, samples * wait_s, 0.0)
-    return Beat(source=source, step=step, marks=1, phase="step", settled=True, beats=1, pace=pace)
+    return Beat(**place, step=step, marks=1, phase="step", settled=True, beats=1, pace=pace)
 
 
 def ranks(own_s: Sequence[float], *, per_node: int = 2, comm_s: float = 0.005, **facts: float) -> list[RankPace]:
@@ -52,7 +51,7 @@ def window(paces: Sequence[RankPace]) -> PaceWindow:
     )
 
 
-def judged(make: Callable[[int], Sequence[RankPace]], windows: int) -> list[tuple[Finding, ...]]:
+def judged(make: Callable[[int], Sequence[RankPace]], windows: int) -> list[tuple[Slowdown, ...]]:
     judge = Judge(excess=EXCESS)
     return [judge.take(window(make(number))).findings for number in range(windows)]
 
@@ -112,8 +111,8 @@ def test_the_cause_is_named_not_its_victims() -> None:
     assert max(step_times) - min(step_times) < 1e-9, "the step times tell nothing"
     finding = explain_stragglers(paces, [5])
     assert finding.sentence == (
-        "rank 5 on node3 is 1.60x as slow as the others: 160 ms of its own per step instead of 100 ms, because "
-        "computing takes longer; the others wait 36% of each step for it"
+        "rank 5 on node3: 1.60x as slow as the others: 160 ms of own time per step instead of 100 ms, because "
+        "computing takes longer; the others wait 36% of each step"
     )
     assert finding.advice.endswith("cluster.exclude=node3 keeps the run off it")
 
@@ -121,12 +120,12 @@ def test_the_cause_is_named_not_its_victims() -> None:
 def test_half_of_all_ranks_are_found_where_they_are_one_of_two_nodes() -> None:
     paces = ranks([0.10, 0.11, 0.09, 0.10, 0.15, 0.16, 0.15, 0.14], per_node=4)
     assert slow_ranks(paces, excess=EXCESS) == [4, 5, 6, 7]
-    assert explain_stragglers(paces, [4, 5, 6, 7]).sentence.startswith("all 4 ranks on node2 are 1.50x as slow")
+    assert explain_stragglers(paces, [4, 5, 6, 7]).sentence.startswith("all 4 ranks on node2: 1.50x as slow")
 
 
 def test_data_that_come_late_are_told_from_slow_computing() -> None:
     paces = ranks([0.10, 0.10, 0.10, 0.30])
-    paces[3] = replace(paces[3], data_s=0.19)
+    paces[3] = paces[3]._replace(data_s=0.19)
     finding = explain_stragglers(paces, [3])
     assert "because data come late (190 ms of it)" in finding.sentence
     assert finding.advice.startswith("read ahead with more workers") and "node2" in finding.advice

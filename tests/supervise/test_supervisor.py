@@ -19,7 +19,7 @@ from slurm_train.rundir.events import FailureMark, append_event, leave_mark, wri
 from slurm_train.rundir.files import append_line
 from slurm_train.rundir.jobs import Holder, read_holder, take_lock
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.timing import Spent, account_path, last_step
+from slurm_train.rundir.timing import Spent, last_step
 from slurm_train.supervise import supervisor as module
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.scheduler import Scheduler
@@ -88,7 +88,7 @@ class World(Scheduler):
         self.delays_s.append(decision.delay_s)
         with contextlib.suppress(OSError):
             self.ledger_at_requeue = read_ledger(self.run)
-            self.holder_at_requeue = read_holder(self.run)
+            self.holder_at_requeue = read_holder(self.run.lock)
         return self.requeue_works
 
     def resubmit(self, decision: Decision) -> str:
@@ -100,7 +100,7 @@ class World(Scheduler):
 
         def launch(attempt: int) -> int:
             self.events.append(f"launch {attempt}")
-            assert read_holder(self.run) == ME
+            assert read_holder(self.run.lock) == ME
             for step in range(steps):
                 append_line(self.run.metrics, {"step": last_step(self.run) + 1, "loss": 1.0, "n": step})
             if commits:
@@ -117,7 +117,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World(RunDirectory(tmp_path))
     monkeypatch.setattr(module, "wait_for_the_end", lambda _comes_back: world.events.append("wait"))
     yield world
-    assert read_holder(world.run) in (None, OTHER), "the lock is given back, whatever happened"
+    assert read_holder(world.run.lock) in (None, OTHER), "the lock is given back, whatever happened"
 
 
 def newest(world: World) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def test_a_run_that_finishes_is_booked_as_done_and_not_run_again(world: World) -
     assert 0 <= float(str(line.pop("start_s"))) < 5
     facts = {"attempt": 0, "job_id": "7", "restart_count": 0, "nodes": ["node1"], "world_size": 8, "exit_code": 0}
     ending = {"reason": "done", "action": "finish", "note": "the run is finished", "first_step": 0, "last_step": 3}
-    assert line == facts | ending
+    assert line == facts | ending | {"first_committed": None, "last_committed": None}
     assert world.supervise(world.ranks(1)) == 0
     assert world.events == ["launch 0"] and len(read_ledger(world.run)) == 1
 
@@ -205,10 +205,10 @@ def test_requeue_can_be_switched_off(world: World) -> None:
 
 
 def test_a_run_that_somebody_else_runs_is_touched_when_that_one_is_gone(world: World) -> None:
-    take_lock(world.run, OTHER, is_alive=lambda _holder: True)
+    take_lock(world.run.lock, OTHER, is_alive=lambda _holder: True)
     with pytest.raises(RunError, match="is being run by Slurm job 8"):
         world.supervise(world.ranks(0))
-    assert world.events == [] and read_ledger(world.run) == [] and read_holder(world.run) == OTHER
+    assert world.events == [] and read_ledger(world.run) == [] and read_holder(world.run.lock) == OTHER
     world.lives = False
     assert world.supervise(world.ranks(0, result=True)) == 0
 
@@ -220,7 +220,7 @@ def test_the_lock_is_given_back_when_the_launch_breaks(error: BaseException, wor
 
     with pytest.raises(type(error)):
         world.supervise(launch)
-    assert read_holder(world.run) is None
+    assert read_holder(world.run.lock) is None
 
 
 def test_failures_are_started_again_here_until_three_bring_no_step(world: World) -> None:
@@ -324,7 +324,7 @@ def test_attempts_that_nobody_closed_are_closed_at_their_last_sign_of_life(
 def test_what_rank_0_measured_gets_into_the_ledger(world: World) -> None:
     def launch(attempt: int) -> int:
         spent = Spent(begin_unix_s=time.time() + 5, first_step=0, steps=4, step_s=8.0, data_wait_s=1.0)
-        spent.write(account_path(world.run, attempt))
+        spent.write(world.run.account(attempt))
         return world.ranks(0, result=True)(attempt)
 
     append_line(world.run.metrics, {"step": 2})
@@ -374,12 +374,19 @@ def test_the_supervisor_outlives_the_signals_that_stop_the_ranks() -> None:
     ],
 )
 def test_what_the_preflight_finds(finding: dict[str, Any], is_own_code: bool, events: list[str], world: World) -> None:
-    facts = {"code": "GPU_SICK", "level": "error", "node": "node3", "seen": "seen", "blames_node": True} | finding
-    line = f"GPU_SICK {facts['node']}: seen; todo"
+    facts = {
+        "code": "GPU_SICK",
+        "level": "error",
+        "node": "node3",
+        "seen": "seen",
+        "todo": "todo",
+        "blames_node": True,
+    } | finding
+    line = f"GPU_SICK {facts['node']}: seen; todo (docs/troubleshooting.md#gpu_sick)"
 
     def launch(attempt: int) -> int:
         world.events.append(f"launch {attempt}")
-        write_preflight(world.run, attempt, {"findings": [{**facts, "line": line}]})
+        write_preflight(world.run, attempt, {"findings": [facts]})
         return EXIT_FAILURE if facts["level"] == "error" else EXIT_DONE
 
     world.can_relaunch = True
@@ -406,7 +413,7 @@ def test_time_limits_without_a_new_checkpoint_stop_the_run_with_a_reason(world: 
     assert time_limits(world, 3) == [75, 75, 75] and world.events[-1] == "launch 2"
     assert [entry["action"] for entry in read_ledger(world.run)] == ["requeue", "requeue", "stop"]
     note = str(newest(world)["note"])
-    assert "time_limit; 3 time limits in a row without a new checkpoint (the last attempt ran " in note
+    assert "time_limit; 3 time limits in a row without a new checkpoint: " in note
     assert "raise cluster.time_limit_min" in note
     # Whoever starts it again after that has the whole budget.
     assert time_limits(world, 3) == [75, 75, 75] and len(read_ledger(world.run)) == 6
@@ -556,7 +563,7 @@ def test_a_launch_that_finds_the_disk_full_is_on_record_and_uses_no_budget_of_fa
 @pytest.mark.parametrize(("restart_count", "code"), [(0, 2), (1, 75)])
 def test_a_run_that_comes_back_to_too_little_room_is_put_off(restart_count: int, code: int, world: World) -> None:
     def launch(attempt: int) -> int:
-        facts = {"code": "DISK_FULL", "level": "error", "node": "node1", "line": "DISK_FULL node1: 3 MiB are left"}
+        facts = {"code": "DISK_FULL", "level": "error", "node": "node1", "seen": "3 MiB are left", "todo": "x"}
         write_preflight(world.run, attempt, {"findings": [facts]})
         return 2
 

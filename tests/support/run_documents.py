@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.config.schema import CheckpointSection, OptimSection, RunConfig, RunSection
-from slurm_train.rundir.step_times import Finding, PaceWindow, RankPace
+from slurm_train.rundir.timing import PaceWindow, RankPace, Slowdown
 from slurm_train.tools.report.page import Document
 from slurm_train.tools.report.run import run_document
 from tests.support.run_files import BEGAN_UNIX_S, RunFiles, ended, evaluated, run_in, steps
 
 HANG = {"event": "hang", "attempt": 0, "step": 50, "time_unix_s": BEGAN_UNIX_S + 50, "sentence": "rank 5 hangs"}
 SAVE = {"attempt": 0, "step": 50, "bytes": 2048, "stall_s": 0.01, "save_s": 0.4, "time_unix_s": BEGAN_UNIX_S + 50}
-SLOW = Finding(
+SLOW = Slowdown(
     kind="straggler",
     ranks=(2,),
     hosts=("node2",),
@@ -30,7 +30,7 @@ def document_of(folder: Path, state: str = "finished", note: str = "", *, nodeli
     return run_document(run, state=state, note=note, nodelist=nodelist, now_unix_s=BEGAN_UNIX_S + 5000)
 
 
-def window(number: int, *own_s: float, attempt: int = 0, findings: tuple[Finding, ...] = ()) -> PaceWindow:
+def window(number: int, *own_s: float, attempt: int = 0, findings: tuple[Slowdown, ...] = ()) -> PaceWindow:
     """Returns a window of ten seconds; ranks wait for the slowest."""
     begin = BEGAN_UNIX_S + 10.0 * number
     return PaceWindow(

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-import struct
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import ClusterSection, RunConfig
-from slurm_train.rundir.heartbeat import Beat, BeatSource, Heartbeat
+from slurm_train.rundir.files import write_record
+from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
 
 def beat(rank: int = 0, *, age_s: float = 0.0, host: str = "node1", phase: str = "step", step: int = 1) -> Beat:
     """Returns a heartbeat that a rank wrote so long ago."""
     return Beat(
-        source=BeatSource(rank=rank, host=host, pid=1),
+        rank=rank,
+        host=host,
+        pid=1,
         step=step,
         marks=1,
         phase=phase,
@@ -25,18 +27,6 @@ def beat(rank: int = 0, *, age_s: float = 0.0, host: str = "node1", phase: str =
         beats=1,
         written_unix_s=time.time() - age_s,
     )
-
-
-def write_beat(run: RunDirectory, attempt: int, beat: Beat) -> None:
-    """Writes a heartbeat as a rank does, and dates it back."""
-    heart = Heartbeat()
-    heart.step, heart.phase = beat.step, beat.phase
-    heart.start(run, attempt, beat.source, limits=None)
-    heart.stop()
-    path = run.heartbeat(attempt, beat.source.rank)
-    content = path.read_bytes()
-    # The time of the writer follows version, step, marks, phase, settled and beats.
-    path.write_bytes(content[:40] + struct.pack("<d", beat.written_unix_s) + content[48:])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +64,7 @@ class RunFacts:
             (run.logs / name).parent.mkdir(parents=True, exist_ok=True)
             (run.logs / name).write_text(text)
         for beat in self.beats:
-            write_beat(run, existing_attempts(run)[-1], beat)
+            write_record(run.heartbeat(existing_attempts(run)[-1], beat.rank), beat)
         if self.result is not None:
             run.result.write_text(json.dumps(self.result))
         if self.script is not None and self.cluster:

@@ -12,7 +12,7 @@ from typing import Any
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.step_times import PaceWindow, StepTimes, append_window
+from slurm_train.rundir.timing import PaceWindow, StepTimes, append_window
 
 BEGAN_UNIX_S = 1_790_000_000.0
 CAUSES = {

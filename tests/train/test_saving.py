@@ -12,9 +12,9 @@ import pytest
 
 from slurm_train.checkpoint.directory import verify
 from slurm_train.rundir.events import read_events, read_saves
+from slurm_train.rundir.files import write_record
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
-from slurm_train.rundir.step_times import read_step_times
-from slurm_train.rundir.timing import Notice, Spent, read_measured, write_notice
+from slurm_train.rundir.timing import Notice, Spent, read_measured, read_step_times
 from slurm_train.train.saving import SavePace, failure_every_s, interval_steps
 from slurm_train.train.signals import StopFlag
 from slurm_train.train.trainer import Stopping
@@ -169,7 +169,7 @@ def run_with(folder: Path, notice: Notice) -> RunDirectory:
     run.attempt_logs(0).mkdir(parents=True)
     run.epochs.mkdir()
     (run.epochs / "attempt_0").touch()
-    write_notice(run, 0, notice)
+    write_record(run.notice(0), notice)
     return run
 
 
@@ -188,7 +188,7 @@ def test_a_run_stops_itself_before_its_limit_without_any_signal(tmp_path: Path, 
     assert event["asked_by"] == "clock" and event["saved"] and 0 < event["left_s"] <= 11
     assert verified_steps(run.path)[0] == event["step"] < STEPS
     measured = read_measured(run)
-    assert measured is not None and measured.save_s > 0 and measured.step_s >= 0.05
+    assert measured is not None and measured.longest_save_s > 0 and measured.longest_step_s >= 0.05
     run_to_end(run.path, config, attempt=1)
     assert_same_steps(run.path, plain)
 
@@ -223,7 +223,7 @@ def test_the_clock_asks_when_what_a_stop_takes_is_what_is_left(tmp_path: Path) -
     assert not flag.requested
     now[0] = 1911.0
     stopping.look()
-    assert flag.requested and flag.ask().by == "clock"
+    assert flag.requested and flag.ask()[0] == "clock"
 
 
 @pytest.mark.parametrize("notice", [Notice(), Notice(kill_wait_s=5.0)])
@@ -239,14 +239,14 @@ def test_a_stop_file_asks_as_well(tmp_path: Path) -> None:
     run.stop_file.touch()
     stopping = Stopping(make_rank(run.path, stop=flag), spent=Spent(begin_unix_s=0), now=lambda: 1000.0)
     stopping.look()
-    assert flag.ask().by == "file"
+    assert flag.ask()[0] == "file"
     assert stopping.decide(step=7) == (None, "") and stop_of(run)["step"] == 7
 
 
 def test_a_warning_that_is_followed_by_term_counts_from_the_term() -> None:
     flag = StopFlag()
-    assert flag.ask().by == "another rank"
+    assert flag.ask()[0] == "another rank"
     flag.requested, flag.signal_number, flag.signal_at = 1, signal.SIGUSR2, time.monotonic() - 50
-    assert flag.ask().by == "USR2" and flag.ask().since_s >= 50
+    assert flag.ask()[0] == "USR2" and flag.ask()[1] >= 50
     flag.signal_number, flag.signal_at = signal.SIGTERM, time.monotonic() - 1
-    assert flag.ask().by == "TERM" and 1 <= flag.ask().since_s < 10
+    assert flag.ask()[0] == "TERM" and 1 <= flag.ask()[1] < 10

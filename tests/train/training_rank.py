@@ -37,10 +37,7 @@ def main() -> int:
         env=dict(os.environ),
     )
     if orders.get("beats"):
-        from slurm_train.rundir.heartbeat import BeatSource
-
-        source = BeatSource(rank=rank.place.rank, host=os.uname().nodename, pid=os.getpid(), step_id="")
-        rank.heartbeat.start(rank.run, rank.attempt, source, limits=None)
+        rank.heartbeat.start(rank.run, rank.attempt, rank=rank.place.rank, host=os.uname().nodename, limits=None)
     if orders.get("fault"):
         import rank_faults
 

@@ -42,7 +42,7 @@ from slurm_train.distributed.ports import is_under_torchrun
 from slurm_train.distributed.rendezvous import allow_files, require_files
 from slurm_train.errors import PreflightError
 from slurm_train.formatting import columns
-from slurm_train.rundir.events import Finding, read_finding, write_preflight
+from slurm_train.rundir.events import Finding, errors_of, findings_of, write_preflight
 from slurm_train.rundir.files import read_json, write_atomic
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
@@ -156,7 +156,7 @@ class Preflight:
         """
         try:
             verdict = self._check() or {"findings": [], "variables": {}}
-            errors = [one for one in map(read_finding, verdict["findings"]) if one.level == "error"]
+            errors = errors_of(findings_of(verdict))
             variables = dict(verdict["variables"].get(self.place.host, {}))
         except Exception as err:
             print(f"preflight: not finished, the ranks start without it: {type(err).__name__}: {err}", file=sys.stderr)

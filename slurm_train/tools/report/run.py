@@ -30,8 +30,16 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import CALM_EVENTS, read_changes, read_events, read_saves
 from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.paths import RunDirectory, name_of
-from slurm_train.rundir.step_times import Histogram, PaceWindow, all_findings, read_step_times, read_windows
-from slurm_train.rundir.timing import account_path, goodput, held_s, read_account
+from slurm_train.rundir.timing import (
+    Histogram,
+    PaceWindow,
+    all_findings,
+    goodput,
+    held_s,
+    read_account,
+    read_step_times,
+    read_windows,
+)
 from slurm_train.slurm.nodelist import compact_nodelist
 from slurm_train.tools.report.page import Block, Curve, Document, as_float, line, plot
 
@@ -299,7 +307,7 @@ def _close(run: RunDirectory, entry: Fact, step_before: float, until_unix_s: flo
     attempt, start, end = entry["attempt"], entry["time_unix_s"], until_unix_s
     entry["reason"] = "running"
     if end is None:
-        times = [(read_json(account_path(run, attempt)) or {}).get("end_unix_s")]
+        times = [(read_json(run.account(attempt)) or {}).get("end_unix_s")]
         times += [one.get("time_unix_s") for one in last_lines(run.metrics) if one.get("attempt") == attempt]
         end = max((known for one in times if (known := as_float(one)) is not None), default=start)
         entry["reason"] = "no end on record"

@@ -17,13 +17,17 @@ from slurm_train.config.schema import ClusterSection, PreflightSection, RunConfi
 from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, PreflightError
-from slurm_train.rundir.events import fatal_line, read_preflight
+from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor import gather, probes
 from slurm_train.tools.doctor.facts import Job, NodeFacts, SpeedFacts, Trouble
 from slurm_train.tools.doctor.preflight import AbsentNodes, Preflight, better
 
 WORLD = 3
+
+
+def first_error(run: RunDirectory) -> str:
+    return errors_of(findings_of(read_preflight(run, 0)))[0].line
 
 
 def free_port() -> int:
@@ -84,7 +88,7 @@ def test_healthy_ranks_find_nothing_and_leave_a_record(
 
 def test_every_rank_gets_an_error_and_its_kind(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     found = all_ranks(run, point(), gpus=2)
-    assert {str(err).replace("\nhint: ", "; ") for err in found} == {fatal_line(read_preflight(run, 0))}
+    assert {str(err).replace("\nhint: ", "; ") for err in found} == {first_error(run)}
     assert str(found[0]).startswith("GPU_COUNT node1: 2 GPUs are visible to the ranks, 3 were asked for\nhint: ")
     assert "preflight: error: GPU_COUNT node1" in capsys.readouterr().err
     # Where one node may be to blame the run is tried again, elsewhere if possible.
@@ -96,7 +100,7 @@ def test_a_rank_with_another_number_fails_by_itself(run: RunDirectory) -> None:
     with pytest.raises(PreflightError, match="the task that Slurm calls rank 2 has RANK=0") as caught:
         preflight(run, 0, point(), SLURM_PROCID="2").apply()
     assert caught.value.exit_code == EXIT_WRONG_USE and time.monotonic() - began_s < 5
-    assert fatal_line(read_preflight(run, 0)) == str(caught.value).replace("\nhint: ", "; ")
+    assert first_error(run) == str(caught.value).replace("\nhint: ", "; ")
 
 
 def test_a_fault_of_the_preflight_itself_stops_nothing(

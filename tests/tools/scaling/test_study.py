@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.heartbeat import BeatSource, Heartbeat, Pace
+from slurm_train.rundir.heartbeat import Heartbeat, Pace
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.scaling.page import render_page, render_text
 from slurm_train.tools.scaling.study import (
@@ -112,7 +112,7 @@ def run_with(folder: Path, *step_times_s: float) -> RunDirectory:
     for rank in range(2):
         heart = Heartbeat()
         heart.pace = Pace().plus(own_s=0.3 - 0.1 * rank, wait_s=0.1 + 0.1 * rank, data_s=0.05)
-        heart.start(run, 0, BeatSource(rank=rank, host="node1", pid=1), limits=None)
+        heart.start(run, 0, rank=rank, host="node1", limits=None)
         heart.stop()
     return run
 

@@ -188,7 +188,7 @@ def test_one_that_is_not_installed_is_refused_before_anything_happens(person: Pe
 
 def test_a_run_that_is_active_sends_its_metrics_itself(person: Person, tmp_path: Path) -> None:
     run = make_run(tmp_path, TrackSection(tensorboard=True))
-    take_lock(run, this_process(), is_alive=lambda _holder: True)
+    take_lock(run.lock, this_process(), is_alive=lambda _holder: True)
     done = person.types("track", run.run_id)
     assert done.code == 2 and "which sends its metrics itself" in done.err
 
