@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import note
 from slurm_train.config.schema import TrackSection
-from slurm_train.launch.layout import layout_rows
+from slurm_train.launch.placement import layout_rows
 
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan

@@ -12,7 +12,7 @@ from slurm_train.cli.terminal import note
 from slurm_train.config.schema import RunConfig, TrackSection
 from slurm_train.data.shards import require_readable
 from slurm_train.errors import ConfigError
-from slurm_train.launch.layout import CAUSAL_LM
+from slurm_train.launch.placement import CAUSAL_LM
 from slurm_train.launch.plan import RunPlan
 from slurm_train.models.pretrained_names import num_token_ids, require_source
 

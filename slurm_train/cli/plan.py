@@ -15,7 +15,7 @@ from slurm_train.cli.terminal import note
 from slurm_train.config.words import read_words
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.formatting import byte_size, table
-from slurm_train.launch.layout import TABLE_HEADER, table_rows
+from slurm_train.launch.placement import TABLE_HEADER, table_rows
 from slurm_train.launch.plan import RunPlan, plan_run
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
         ConfigError: the amount is no positive number, or nothing fits.
     """
     from slurm_train.estimate.layouts import Machine, suggest_layouts
-    from slurm_train.launch.layout import plan_world
+    from slurm_train.launch.placement import plan_world
 
     try:
         memory_gb = float(memory)

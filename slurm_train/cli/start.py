@@ -14,6 +14,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,7 +96,8 @@ class Start:
             if "SLURM_JOB_ID" in self.env:
                 return attend(run, ["bash", str(run.submit_script)], env=self.env)
             return attend(run, salloc_words(plan, self._left_out(script, run)), env=scrubbed(self.env))
-        importing = threading.Thread(target=_import_early)
+        # Importing submitit takes 30 ms; sbatch --test-only waits as long for the controller meanwhile.
+        importing = threading.Thread(target=import_module, args=("slurm_train.launch.submission",))
         importing.start()
         with submitting(run, self.commands):
             script = self._write(plan, source)
@@ -244,18 +246,15 @@ class Start:
                     is_trained = one.run.code.exists() and bool(list_checkpoints(one.run.checkpoints))
                     write_run(one, None if is_trained else code, script=scripts.get(one.run))
             make_outputs(self.outputs)
-            for run, _ in todo:
-                self._clear_dead(run)
-            if not plan.uses_cluster:
-                if code is not None:
-                    self._write_provenance(code.with_suffix(".json"), source, plan.plans[0].config)
-                return self._train_here(sweep, [one for one in plan.elements if one.run in missing], plan.max_parallel)
-            self._submit_arrays(sweep, todo, arrays)
-            if code is not None:
-                self._write_provenance(code.with_suffix(".json"), source, plan.plans[0].config)
+            elements = [one for one in plan.elements if one.run in missing]
+            ended = self._carry_out(sweep, elements, todo, arrays, plan.plans[0].config, code=code, source=source)
+        if not plan.uses_cluster:
+            return ended
         verbs = ("status", "cancel", "collate", "report")
         note("next:\n" + "\n".join(f"  python -m slurm_train {verb} {sweep.sweep_id}" for verb in verbs))
-        return self._wait_for(sweep) if wait else EXIT_DONE
+        if not wait or wait_for_runs([element.run for element in plan.elements], commands, see=sweep.sweep_id):
+            return EXIT_DONE
+        return EXIT_FAILURE
 
     def resume_sweep(self, sweep: SweepDirectory, *, only: Collection[RunState] | None, where: Sequence[str]) -> int:
         """Continues runs of a sweep that ended early, as they are on disk, and returns the exit code.
@@ -299,61 +298,73 @@ class Start:
                 cwd = Path.cwd()
                 source = read_source(todo[0].run, config, cwd, env=self.env)
                 say_source(source)
-            max_parallel = config.sweep.max_parallel
-            if config.cluster is None:
-                self._renew(sweep, runs, source, config)
-                sweep.stop_file.unlink(missing_ok=True)
-                return self._train_here(sweep, todo, max_parallel)
-            require_slurm(commands, self.env)
-            scripts = [(run, run.submit_script.read_text(encoding="utf-8")) for run in runs]
-            arrays = plan_arrays(sweep, scripts, commands, max_parallel=max_parallel)
-            self._renew(sweep, runs, source, config)
-            self._submit_arrays(sweep, scripts, arrays)
-        note(f"submitted {len(runs)} runs again; each continues from its newest verified checkpoint")
-        return EXIT_DONE
-
-    def _renew(
-        self, sweep: SweepDirectory, runs: Sequence[RunDirectory], source: Source | None, config: RunConfig
-    ) -> None:
-        """Makes runs of a sweep ready to go on: no wish to stop, no dead holder, the new code where there is one."""
-        changes, code = {}, None
-        if source is not None:
-            # All are compared before anything is written.
+            scripts = []
+            if config.cluster is not None:
+                require_slurm(commands, self.env)
+                scripts = [(run, run.submit_script.read_text(encoding="utf-8")) for run in runs]
+            arrays = plan_arrays(sweep, scripts, commands, max_parallel=config.sweep.max_parallel)
+            code = None if source is None else self._replace_code(sweep, runs, source)
             for run in runs:
-                plan = replan_run(load_config(run.config), read_json(run.plan) or {}, run=run, typed=(), env={})
-                changes[run] = check_drift(plan, source, accept={"code"})
-            code = write_shared_code(sweep, source)
-            self._write_provenance(code.with_suffix(".json"), source, config)
-        for run in runs:
-            run.stop_file.unlink(missing_ok=True)
-            self._clear_dead(run)
-            if code is not None:
-                with writing(run, self.commands):
-                    if (change := changes[run]) is not None:
-                        put_on_record(run, change)
-                    link_code(run, code)
+                run.stop_file.unlink(missing_ok=True)
+            ended = self._carry_out(sweep, todo, scripts, arrays, config, code=code, source=source)
+        if config.cluster is not None:
+            note(f"submitted {len(runs)} runs again; each continues from its newest verified checkpoint")
+        return ended
 
-    def _submit_arrays(
-        self, sweep: SweepDirectory, scripts: Sequence[tuple[RunDirectory, str]], arrays: Sequence[ArrayPlan]
-    ) -> None:
+    def _replace_code(self, sweep: SweepDirectory, runs: Sequence[RunDirectory], source: Source) -> Path:
+        """Gives runs of a sweep other code, which it returns the place of; all are compared before one is changed."""
+        changes = {}
+        for run in runs:
+            plan = replan_run(load_config(run.config), read_json(run.plan) or {}, run=run, typed=(), env={})
+            changes[run] = check_drift(plan, source, accept={"code"})
+        code = write_shared_code(sweep, source)
+        for run, change in changes.items():
+            with writing(run, self.commands):
+                if change is not None:
+                    put_on_record(run, change)
+                link_code(run, code)
+        return code
+
+    def _carry_out(
+        self,
+        sweep: SweepDirectory,
+        elements: Sequence[Element],
+        scripts: Sequence[tuple[RunDirectory, str]],
+        arrays: Sequence[ArrayPlan],
+        config: RunConfig,
+        *,
+        code: Path | None,
+        source: Source | None,
+    ) -> int:
+        """Submits arrays, or trains runs here, which are on disk; returns the exit code.
+
+        Args:
+            sweep: the sweep.
+            elements: its runs that are meant.
+            scripts: each with its script; empty without a cluster.
+            arrays: the arrays of these.
+            config: that of one of them.
+            code: the snapshot that was made for them, if any.
+            source: what it was made from.
+        """
         from slurm_train.launch.arrays import submit_arrays
 
+        sweep.stop_file.unlink(missing_ok=True)
+        for element in elements:
+            self._clear_dead(element.run)
         for run, script in scripts[:1]:
             # Printed once; each array leaves them out by itself.
             self._left_out(script, run)
         for job_id in submit_arrays(sweep, arrays, env=self.env):
             print(f"{job_id} {sweep.path}", flush=True)
-
-    def _train_here(self, sweep: SweepDirectory, elements: Sequence[Element], max_parallel: int | None) -> int:
+        if code is not None:
+            self._write_provenance(code.with_suffix(".json"), source, config)
+        if config.cluster is not None:
+            return EXIT_DONE
         from slurm_train.cli.here import train_each
 
         print(f"- {sweep.path}", flush=True)
-        return train_each(sweep, elements, num_parallel=max_parallel or 1, env=self.env)
-
-    def _wait_for(self, sweep: SweepDirectory) -> int:
-        if wait_for_runs([element.run for element in read_table(sweep)], self.commands, see=sweep.sweep_id):
-            return EXIT_DONE
-        return EXIT_FAILURE
+        return train_each(sweep, elements, num_parallel=config.sweep.max_parallel or 1, env=self.env)
 
 
 def _missing_runs(runs: Sequence[RunDirectory], commands: SlurmCommands) -> set[RunDirectory]:
@@ -400,8 +411,3 @@ def wait_for_runs(
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
     note(f"all {len(runs)} runs are finished")
     return True
-
-
-def _import_early() -> None:
-    # Importing submitit takes 30 ms; sbatch --test-only waits as long for the controller meanwhile.
-    import slurm_train.launch.submission  # noqa: F401  # for its effect: it is loaded

@@ -20,7 +20,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.rendezvous import NodeRanks, run_ranks
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, EXIT_WRONG_USE, RunError
-from slurm_train.launch.layout import count_visible
+from slurm_train.launch.placement import count_visible
 from slurm_train.rundir.attempts import newest_round, was_saved
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import read_json

@@ -16,7 +16,7 @@ from slurm_train.cli.start import Start
 from slurm_train.cli.terminal import note
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError
-from slurm_train.launch.layout import require_all
+from slurm_train.launch.placement import require_all
 from slurm_train.launch.plan import plan_run
 from slurm_train.launch.snapshot import ask_git
 

@@ -18,7 +18,7 @@ from slurm_train.errors import SlurmTrainError
 from slurm_train.estimate.layouts import traffic
 from slurm_train.estimate.memory import FLOAT, CnnSize, RankMemory, facts_of, fullest_rank, rank_memory, replica_memory
 from slurm_train.formatting import byte_size, duration, number
-from slurm_train.launch.layout import count_local_gpus, spans_nodes
+from slurm_train.launch.placement import count_local_gpus, spans_nodes
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.lookup import list_runs

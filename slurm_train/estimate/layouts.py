@@ -19,7 +19,7 @@ from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.estimate.memory import FLOAT, LayoutFacts, facts_of, fullest_rank
-from slurm_train.launch.layout import World, check_pipeline, pipeline_bubble, plan_layout, spans_nodes
+from slurm_train.launch.placement import World, check_pipeline, pipeline_bubble, plan_layout, spans_nodes
 
 _RECOMPUTED = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
 """Arithmetic beside that of an ordinary step: all of the forward pass again, or what is cheap of it."""

@@ -19,7 +19,7 @@ from typing import Any
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout, stage_blocks, stages_of
 from slurm_train.config.schema import ParallelSection, RunConfig
-from slurm_train.launch.layout import positions_of
+from slurm_train.launch.placement import positions_of
 
 FLOAT, HALF, INDEX = 4, 2, 8
 """Bytes of a number in float32, in bfloat16, and of a token id."""

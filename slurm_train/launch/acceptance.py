@@ -91,22 +91,16 @@ def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) 
         return general
     partitions = commands.partitions()
     cluster, part = plan.config.cluster, _partition_of(plan, partitions)
-    gpus = 0 if cluster is None or cluster.gpu_flag == "none" else max(plan.world.ranks_per_node)
     if part is None:
         return f"partitions here: {', '.join(one.name for one in partitions)}; set cluster.partition"
-    if part.gpus_per_node < gpus:
-        return (
-            f"{gpus} GPUs per node were asked; the nodes of partition {part.name} have at most {part.gpus_per_node}: "
-            "lower cluster.gpus_per_node, or name another cluster.partition"
-        )
-    # Of a range of nodes the fewest are enough, and of uneven ones not all have the most GPUs.
-    wanted, least = next(plan.world.possible()).num_nodes, min(gpus, *plan.world.ranks_per_node)
-    if (available := part.num_nodes_with(gpus=least)) < wanted:
-        return (
-            f"{wanted} nodes with {least} GPUs were asked; partition {part.name} has {available} such nodes: "
-            "lower cluster.nodes, or name another cluster.partition"
-        )
-    return general
+    # Of a range of nodes the fewest are enough.
+    nodes, gpus = next(plan.world.possible()).num_nodes, max(plan.world.ranks_per_node)
+    if cluster is None or cluster.gpu_flag == "none" or (nodes <= part.num_nodes and gpus <= part.gpus_per_node):
+        return general
+    return (
+        f"{nodes} nodes with {gpus} GPUs were asked; partition {part.name} has {part.num_nodes} nodes, with at most "
+        f"{part.gpus_per_node} GPUs: lower cluster.nodes or cluster.gpus_per_node, or name another cluster.partition"
+    )
 
 
 def too_long(plan: RunPlan, commands: SlurmCommands) -> ClusterError | None:

@@ -27,7 +27,7 @@ from slurm_train.config.frozen import config_hash
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig, to_mapping
 from slurm_train.errors import BatchError, ConfigError
-from slurm_train.launch.layout import World, check_pipeline, plan_layout, plan_world, require_all
+from slurm_train.launch.placement import Check, World, check_pipeline, plan_layout, plan_world, require_all
 from slurm_train.rundir.lookup import run_of_hash
 from slurm_train.rundir.paths import RunDirectory, require_room
 from slurm_train.rundir.sweep import Element, SweepDirectory
@@ -79,7 +79,7 @@ class RunPlan:
             },
             "max_steps": self.config.train.max_steps if self.config.trains else None,
             "samples": self.batch.global_size * self.config.train.max_steps if self.config.trains else None,
-            "requeue": {"enabled": self.config.requeue.enabled, "strategy": "scontrol requeue incomplete"},
+            "requeue": {"enabled": self.config.requeue.enabled},
         }
 
 
@@ -97,7 +97,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     """
     config = composed.config
     _check_text(config)
-    refuse_conflicts(config)
+    require_all(_conflicts(config))
     _check_script(config, cwd)
     world = plan_world(config, env)
     layout = plan_layout(config, world)
@@ -141,7 +141,7 @@ def replan_run(
     Raises:
         ConfigError: an impossible batch or world.
     """
-    refuse_conflicts(config)
+    require_all(_conflicts(config))
     world = plan_world(config, env)
     layout = plan_layout(config, world)
     batch = solve_batch(BatchSection(), ranks=layout.data_parallel_size, stages=layout.pp)
@@ -218,27 +218,48 @@ def _part_name(composed: Composed, group: str) -> str:
     return str(composed.mapping[group]["_target_"]).rpartition(".")[2].lower()
 
 
-def refuse_conflicts(config: RunConfig) -> None:
-    """Refuses what cannot be run: several ways of running at once, settings that exclude each other.
-
-    Raises:
-        ConfigError: as said.
-    """
-    if config.script is not None and config.task is not None:
-        raise ConfigError("script and task are both set", hint="a run has one of the two: drop the other")
-    if config.script == []:
-        raise ConfigError("script=[] names no file", hint="write script=[train.py,--flag]")
-    if any("\0" in word for word in config.script or ()):
-        raise ConfigError(f"script={config.script!r} has a NUL, which no command line can hold", hint="remove it")
-    if config.cluster is not None:
-        _check_exports(config.cluster.export)
-    elif config.container is not None and config.container.kind == "pyxis":
-        raise ConfigError(
-            "container.kind=pyxis is a plugin of srun, and the run would train on this machine",
-            hint="use container=apptainer, or +cluster=<nodes>x<GPUs per node>",
+def _conflicts(config: RunConfig) -> Iterator[Check]:
+    """Yields what cannot be run: several ways of running at once, settings that exclude each other."""
+    script, ddp, health = config.script, config.ddp, config.health
+    yield (
+        script is not None and config.task is not None,
+        "script and task are both set",
+        "a run has one: drop the other",
+    )
+    yield script == [], "script=[] names no file", "write script=[train.py,--flag]"
+    has_nul = any("\0" in word for word in script or ())
+    yield has_nul, f"script={script!r} has a NUL, which no command line can hold", "remove it"
+    for pattern in config.cluster.export if config.cluster is not None else ():
+        yield (
+            re.fullmatch(r"[A-Za-z_*?][A-Za-z0-9_*?]*", pattern) is None,
+            f"cluster.export has {pattern.partition('=')[0]!r}, which is no name or pattern of variables",
+            "names alone, without values: cluster.export=[WANDB_API_KEY,MY_*]",
         )
-    _check_targets(config)
-    _check_exchange(config)
+    yield (
+        config.cluster is None and config.container is not None and config.container.kind == "pyxis",
+        "container.kind=pyxis is a plugin of srun, and the run would train on this machine",
+        "use container=apptainer, or +cluster=<nodes>x<GPUs per node>",
+    )
+    for name in ("model", "data") if config.trains else ("task",) if config.task is not None else ():
+        target = (getattr(config, name) or {}).get("_target_")
+        yield (
+            not isinstance(target, str) or not target,
+            f"{name} has no _target_: there is nothing to build",
+            f"set {name}._target_=my_package.name, or choose a shipped one",
+        )
+    if ddp.comm == "post_local_sgd":
+        # The nodes' parameters differ between two averages, and a gradient may be infinite on one node only.
+        every = health.check_replicas_every_steps
+        yield (
+            every is not None and every % ddp.average_every_steps != 0,
+            f"health.check_replicas_every_steps={every} would compare ranks that ddp.comm=post_local_sgd lets differ",
+            f"set it to a multiple of ddp.average_every_steps={ddp.average_every_steps}, or to null",
+        )
+        yield (
+            health.on_non_finite == "rollback",
+            "ddp.comm=post_local_sgd cannot roll back: a gradient that is not finite is seen by one node alone",
+            "set health.on_non_finite to stop or skip",
+        )
 
 
 def _check_text(config: RunConfig) -> None:
@@ -250,49 +271,11 @@ def _check_text(config: RunConfig) -> None:
         raise ConfigError(f"a setting holds text that is not UTF-8: {near!r}", hint="write it in UTF-8") from err
 
 
-def _check_exports(patterns: Sequence[str]) -> None:
-    for pattern in patterns:
-        if re.fullmatch(r"[A-Za-z_*?][A-Za-z0-9_*?]*", pattern) is None:
-            raise ConfigError(
-                f"cluster.export has {pattern.partition('=')[0]!r}, which is no name or pattern of variables",
-                hint="names alone, without values: cluster.export=[WANDB_API_KEY,MY_*]",
-            )
-
-
 def _check_script(config: RunConfig, cwd: Path) -> None:
     # Anything but a Python file may be a program that only the nodes have.
     name = config.script[0] if config.script else ""
     if name.endswith(".py") and not (cwd / name).is_file():
         raise ConfigError(f"script={name}: there is no such file in {cwd}", hint="give its path from where you are")
-
-
-def _check_targets(config: RunConfig) -> None:
-    needed = ("model", "data") if config.trains else ("task",) if config.task is not None else ()
-    for name in needed:
-        target = (getattr(config, name) or {}).get("_target_")
-        if not isinstance(target, str) or not target:
-            raise ConfigError(
-                f"{name} has no _target_: there is nothing to build",
-                hint=f"set {name}._target_=my_package.name" + ("" if name == "task" else f", or choose {name}=NAME"),
-            )
-
-
-def _check_exchange(config: RunConfig) -> None:
-    ddp, health = config.ddp, config.health
-    if ddp.comm != "post_local_sgd":
-        return
-    # The nodes' parameters differ between two averages, and a gradient may be infinite on one node only.
-    every = health.check_replicas_every_steps
-    if every is not None and every % ddp.average_every_steps:
-        raise ConfigError(
-            f"health.check_replicas_every_steps={every} would compare ranks that ddp.comm=post_local_sgd lets differ",
-            hint=f"set it to a multiple of ddp.average_every_steps={ddp.average_every_steps}, or to null",
-        )
-    if health.on_non_finite == "rollback":
-        raise ConfigError(
-            "ddp.comm=post_local_sgd cannot roll back: a gradient that is not finite is seen by one node alone",
-            hint="set health.on_non_finite to stop or skip",
-        )
 
 
 def check_path_part(key: str, value: str) -> None:
@@ -420,17 +403,10 @@ def describe(point: Mapping[str, str]) -> str:
 def _refuse_same_runs(points: Sequence[Point], plans: Sequence[RunPlan]) -> None:
     seen: dict[Path, int] = {}
     for index, plan in enumerate(plans):
-        first = seen.setdefault(plan.run.path, index)
-        if first == index:
-            continue
-        both = f"{describe(points[first].values)}, and {describe(points[index].values)}"
-        if plans[first].config_hash != plan.config_hash:
+        if (first := seen.setdefault(plan.run.path, index)) != index:
             raise ConfigError(
-                f"runs {first} and {index} of the sweep have the same id by chance, {plan.run.run_id}: {both}",
-                hint="sweep run.name as well, or leave one of them to a sweep of its own with another run.name",
+                f"runs {first} and {index} of the sweep train the same: {describe(points[first].values)}, and "
+                f"{describe(points[index].values)}",
+                hint="a key that says where or how a run is carried out does not make another run; drop it, "
+                "or sweep run.name as well",
             )
-        raise ConfigError(
-            f"runs {first} and {index} of the sweep train the same: {both}",
-            hint="a key that says where or how a run is carried out does not make another run; drop it, "
-            "or sweep run.name as well",
-        )

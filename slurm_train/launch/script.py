@@ -19,7 +19,7 @@ from slurm_train.assets import read_template
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.launch.container import RankCommand
-from slurm_train.launch.layout import NodeGroup, World
+from slurm_train.launch.placement import NodeGroup, World
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import warning_lead_s

@@ -7,7 +7,6 @@ size is never half old and half new to a reader.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from slurm_train.rundir.attempts import withdraw_result
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.files import create_private, fsync_directory, fsync_file, make_private, write_atomic
 from slurm_train.rundir.jobs import read_job
+from slurm_train.rundir.lookup import refuse_unwritable
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.sweep import SweepDirectory, read_table, write_table
 
@@ -32,12 +32,7 @@ def require_writable(run: RunDirectory) -> None:
     Raises:
         RunError: the nearest existing folder above it is not writable, or is not a folder; see also `require_private`.
     """
-    # os.path, since Path.exists raises where a folder above may not be entered.
-    existing = next(path for path in (run.path, *run.path.parents) if os.path.exists(path))  # noqa: PTH110
-    is_folder = existing.is_dir()
-    if not is_folder or not os.access(existing, os.W_OK | os.X_OK):
-        kind = "is not writable" if is_folder else "is not a directory"
-        raise RunError(f"{run.path} cannot be made: {existing} {kind}", hint="name another place with run.root=DIR")
+    refuse_unwritable(run.path, hint="name another place with run.root=DIR")
     require_private(run)
 
 

@@ -126,11 +126,24 @@ def require_free(alias: Path, run: RunDirectory) -> None:
             f"{alias} {what}, and is left alone", hint="name a path where nothing is, or move away what is there"
         )
 
+    refuse_unwritable(alias, hint="name a path that you may write to")
+
+
+def refuse_unwritable(path: Path, *, hint: str) -> None:
+    """Checks that a path is, or could be made, in a folder that may be written to.
+
+    Args:
+        path: absolute.
+        hint: for the error.
+
+    Raises:
+        RunError: the nearest that exists, itself or a folder above, is not writable, or is not a folder.
+    """
     # os.path, since Path.exists raises where a folder above may not be entered.
-    above = next(folder for folder in alias.parents if os.path.lexists(folder))
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        kind = "is not writable" if above.is_dir() else "is not a directory"
-        raise RunError(f"{alias} cannot be made: {above} {kind}", hint="name a path that you may write to")
+    existing = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        kind = "is not writable" if existing.is_dir() else "is not a directory"
+        raise RunError(f"{path} cannot be made: {existing} {kind}", hint=hint)
 
 
 def make_alias(alias: Path, run: RunDirectory) -> None:

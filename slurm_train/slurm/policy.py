@@ -72,10 +72,6 @@ class Partition:
         """CPUs on the best-equipped nodes."""
         return max((group.cpus_per_node for group in self.groups), default=0)
 
-    def num_nodes_with(self, *, gpus: int) -> int:
-        """Returns how many nodes have at least so many GPUs, whatever their state."""
-        return sum(group.num_nodes for group in self.groups if group.gpus_per_node >= gpus)
-
 
 def parse_sinfo(text: str) -> list[Partition]:
     """Returns the partitions in the output of `sinfo -h -e -o SINFO_FORMAT`, in Slurm's order.

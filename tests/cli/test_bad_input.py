@@ -90,7 +90,7 @@ def test_what_slurm_would_refuse_is_not_submitted(shell: Shell) -> None:
         shell.refuses("Slurm would not take this job: Requested node configuration", f"{words} {more}")
         assert shell.slurm.said("tested.sh") is not None and shell.slurm.said("submitted.sh") is None
         assert shell.left() == []
-    hint = "hint: 16 GPUs per node were asked; the nodes of partition main have at most 8: "
+    hint = "16 GPUs were asked; partition main has 4 nodes, with at most 8 GPUs: "
     shell.refuses(hint, words)
     shell.has_run(job_ids=("12",))
     before = shell.left()

@@ -23,7 +23,7 @@ from slurm_train.config.schema import (
 from slurm_train.errors import ConfigError
 from slurm_train.estimate.layouts import Machine, Suggestion, suggest_layouts, tokens_per_s, traffic
 from slurm_train.estimate.memory import facts_of
-from slurm_train.launch.layout import World, plan_layout
+from slurm_train.launch.placement import World, plan_layout
 
 GPT = "slurm_train.models.gpt.GPT"
 GIB = 1 << 30

@@ -10,7 +10,6 @@ from slurm_train.config.batch import BatchPlan
 from slurm_train.config.compose import Composed, Point
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.plan import RunPlan, SweepPlan, plan_sweep
-from slurm_train.rundir import lookup
 from tests.support.plans import composed, make_plan
 
 CLUSTER = {"nodes": 4, "gpus_per_node": 8}
@@ -34,7 +33,7 @@ def test_a_plan_holds_everything_that_is_decided(tmp_path: Path) -> None:
         "lr": {"planned": 2e-3, "configured": 1e-3, "retune": "linear", "tuned_for_global_size": 32},
         "max_steps": 400,
         "samples": 25600,
-        "requeue": {"enabled": False, "strategy": "scontrol requeue incomplete"},
+        "requeue": {"enabled": False},
     }
 
 
@@ -193,9 +192,3 @@ def test_what_cannot_be_one_sweep_is_refused(sections: list[dict[str, Any]], mes
 def test_an_impossible_run_keeps_the_kind_of_its_error() -> None:
     with pytest.raises(BatchError, match=r"run 1 \(n=1\)"):
         sweep_of({}, {"cluster": {"nodes": 1, "gpus_per_node": 8}, "batch": {"global_size": 33}})
-
-
-def test_two_trainings_with_one_id_are_not_called_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "ID_DIGITS", 1)
-    with pytest.raises(ConfigError, match=r"of the sweep have the same id by chance, [0-9a-f]: n=\d+, and n=\d+\n"):
-        sweep_of(*({"seed": seed} for seed in range(17)))

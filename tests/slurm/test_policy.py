@@ -51,7 +51,6 @@ def test_recorded_cluster_of_mixed_nodes(recorded: Callable[[str], str]) -> None
         default_time_min=None,
         groups=(group(2, 4, "a100", 64, 64000, "down~"), group(4, 8, "", 16, 64000, "idle~")),
     )
-    assert [mixed.num_nodes_with(gpus=gpus) for gpus in (0, 4, 5, 8, 9)] == [6, 6, 4, 4, 0]
     assert (closed.state, closed.max_time_min) == ("down", 60)
 
 

@@ -11,8 +11,8 @@ from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import BatchSection, ClusterSection, DdpSection, ParallelSection, RunConfig, build_config
 from slurm_train.errors import BatchError, ConfigError
-from slurm_train.launch import layout
-from slurm_train.launch.layout import (
+from slurm_train.launch import placement
+from slurm_train.launch.placement import (
     TABLE_HEADER,
     NodeGroup,
     World,
@@ -232,7 +232,7 @@ def test_gpus_are_counted_without_torch(listing: str, count: int, tmp_path: Path
 def test_a_listing_that_hangs_is_ended_with_all_that_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "_LISTING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(placement, "_LISTING_TIMEOUT_S", 0.5)
     command = tmp_path / "nvidia-smi"
     # The helper holds the pipe that is read.
     command.write_text(f"#!/bin/sh\n/bin/sleep 60 & echo $! > {tmp_path}/helper; wait\n")
