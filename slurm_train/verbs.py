@@ -96,9 +96,8 @@ _WHERE = Argument("--where", metavar="KEY=VALUE", action="append", default=[], a
 _JSON = _switch("--json", about="print JSON")
 _ONE_RUN = Argument("run", nargs="?", metavar="RUN", about=f"{_RUN}; default: the newest", takes="run")
 _CHECKPOINT = "RUN (its newest that verifies), RUN@STEP, or the path of a checkpoint"
-_STATE_DIR = Argument(
-    "--state", default="/var/lib/slurm-train-devcluster", about="directory that holds all of it", takes="path"
-)
+DEVCLUSTER_STATE_DIR = "/var/lib/slurm-train-devcluster"
+_STATE_DIR = Argument("--state", default=DEVCLUSTER_STATE_DIR, about="directory that holds all of it", takes="path")
 _NODE = Argument("node", about="e.g. node2")
 VERBS = {
     "plan": Verb("cli.plan", "print batch arithmetic, ranks and the exact script; submit nothing"),

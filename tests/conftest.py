@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.tools.devcluster.cluster import bring_up, missing_here, require_free_place, tear_down
-from slurm_train.tools.devcluster.daemons import cluster_status
+from slurm_train.tools.devcluster.cluster import bring_up, cluster_status, missing_here, require_free_place, tear_down
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
 
 _WANTED = ClusterPlan(nodes=4, gpus=8)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from slurm_train.tools.devcluster.cluster import bring_up, missing_here, tear_down
-from slurm_train.tools.devcluster.daemons import cluster_status
+from slurm_train.tools.devcluster.cluster import bring_up, cluster_status, missing_here, tear_down
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
 
 _WITHOUT_SLURM = (

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from slurm_train.tools.devcluster.cluster import start_node, stop_node
-from slurm_train.tools.devcluster.daemons import daemon_process, start_daemon
+from slurm_train.tools.devcluster.cluster import daemon_process, start_daemon, start_node, stop_node
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan, load_plan
 from slurm_train.tools.devcluster.system import NODE_INTERFACE, host_link
 from tests.support.slurm_runs import command, wait_for_state

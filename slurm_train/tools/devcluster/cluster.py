@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import secrets
+import shlex
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.files import write_atomic
 from slurm_train.tools.devcluster import system
-from slurm_train.tools.devcluster.daemons import (
-    add_users,
-    cluster_status,
-    daemon_names,
-    daemon_process,
-    register_cluster,
-    start_daemon,
-    wait_for_nodes,
-)
-from slurm_train.tools.devcluster.plan import SYSTEM_SLURM_CONF, ClusterPlan, configuration, load_plan
+from slurm_train.tools.devcluster.plan import CONTROLLER, SYSTEM_SLURM_CONF, ClusterPlan, configuration, load_plan
+from slurm_train.tools.devcluster.system import RESTART_HINT, ProcessRecord, run_command
 
 APT_LINE = (
     "apt-get install --no-install-recommends slurmctld slurmd slurm-client slurmdbd munge mariadb-server iproute2"
@@ -47,6 +42,45 @@ _NETNS_KEPT = "netns-mount-kept"
 # /dev/null's numbers: a device that exists everywhere and harms nothing when a job opens its "GPU".
 _NULL_DEVICE = os.makedev(1, 3)
 _SYSTEM_NSSWITCH = Path("/etc/nsswitch.conf")
+
+_ACCOUNT = "dev"
+_FIRST_HUMAN_UID = 1000
+# A node that lost its jobs in a crash stays "completing" for a while, and takes new ones.
+_USABLE_STATES = frozenset({"idle", "mixed", "allocated", "completing"})
+# How each daemon is run, and a command that ends with 0 once it answers. slurmdbd and slurmctld have a host name of
+# their own; the machine's name does not change. A node has no route to a name server: every look-up beyond /etc/hosts
+# would only wait (torch warns about each). `ip netns exec` gives the node a mount namespace of its own, so nobody else
+# sees its nsswitch.conf.
+_DAEMONS = {
+    "munged": (
+        "munged --foreground --socket={state}/run/munge.socket --key-file={conf}/munge.key "
+        "--pid-file={state}/run/munged.pid --seed-file={state}/spool/munged.seed --log-file={state}/log/munged.log",
+        "munge --no-input --socket={state}/run/munge.socket",
+    ),
+    "mariadbd": (
+        "mariadbd --defaults-file={conf}/mariadb.cnf",
+        "mariadb-admin --no-defaults --socket={state}/run/mariadb.socket ping",
+    ),
+    "slurmdbd": ("unshare --uts sh -c 'hostname {controller}; exec slurmdbd -D'", "sacctmgr --noheader show cluster"),
+    "slurmctld": (
+        "unshare --uts sh -c 'hostname {controller}; exec slurmctld -D -f {conf}/slurm.conf'",
+        "scontrol ping",
+    ),
+    "slurmd": (
+        "ip netns exec {node} unshare --uts sh -c 'hostname {node}; "
+        "[ ! -e /etc/nsswitch.conf ] || mount --bind {conf}/nsswitch.conf /etc/nsswitch.conf; "
+        "exec slurmd -D -N {node} -f {conf}/slurm.conf'",
+        "",
+    ),
+}
+# Cluster, account and two QOS, of which urgent preempts normal; before slurmctld's first start. Associations are
+# enforced: without that, Slurm 22.05 accepts a job whose QOS does not exist.
+_ACCOUNTING = (
+    "add cluster devcluster",
+    "add qos urgent preempt=normal priority=1000",
+    "modify qos normal set gracetime=15 preemptmode=requeue",
+    f"add account {_ACCOUNT} cluster=devcluster qos=normal,urgent defaultqos=normal",
+)
 
 Say = Callable[[str], None]
 """Takes one line for the user."""
@@ -191,6 +225,145 @@ def start_node(state_dir: Path, *, node: str) -> None:
     wait_for_nodes(plan, [node])
 
 
+def daemon_names(plan: ClusterPlan) -> list[str]:
+    """Returns the names of all daemons of a plan in the order of their start: "munged", ..., "slurmd-node1"."""
+    return [*list(_DAEMONS)[:-1], *(f"slurmd-{node}" for node in plan.node_names)]
+
+
+def start_daemon(plan: ClusterPlan, name: str, *, timeout_s: float = 20.0) -> None:
+    """Starts a daemon unless it runs, and waits until it answers.
+
+    Raises:
+        ClusterError: it ended or did not answer in time; quotes the end of its log.
+    """
+    kind, _, node = name.partition("-")
+    names = {"state": plan.state_dir, "conf": plan.conf_dir, "controller": CONTROLLER, "node": node}
+    # Nothing to quote: a plan refuses other paths.
+    words, probe = (shlex.split(text.format(**names)) for text in _DAEMONS[kind])
+    if not is_running(plan, name):
+        log = plan.state_dir / "log" / f"{name}.err"
+        system.spawn_daemon(words, record=plan.state_dir / "pid" / name, log=log, extra=plan.environment)
+
+    def answers_or_ended() -> bool:
+        return not is_running(plan, name) or system.succeeds(probe, extra=plan.environment)
+
+    if probe and not system.wait_until(answers_or_ended, timeout_s=timeout_s):
+        raise daemon_error(plan, name, f"did not answer within {timeout_s:.0f} s")
+    if not is_running(plan, name):
+        raise daemon_error(plan, name, "ended right after its start")
+
+
+def daemon_process(plan: ClusterPlan, name: str) -> ProcessRecord | None:
+    """Returns the recorded process of a daemon, None where it never started."""
+    return system.read_record(plan.state_dir / "pid" / name)
+
+
+def is_running(plan: ClusterPlan, name: str) -> bool:
+    """Returns whether a daemon's recorded process is alive."""
+    process = daemon_process(plan, name)
+    return process is not None and process.is_alive()
+
+
+def daemon_error(plan: ClusterPlan, name: str, problem: str) -> ClusterError:
+    """Returns the error for a daemon that failed, with the last six lines of its log."""
+    log = plan.state_dir / "log" / f"{name}.log"
+    if not log.exists() or log.stat().st_size == 0:
+        # It failed before it opened its log, or has none but its stderr.
+        log = log.with_suffix(".err")
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    end = "\n".join(f"    {line}" for line in lines[-6:] or ["(empty)"])
+    return ClusterError(f"{name} {problem}; the end of {log}:\n{end}", hint=RESTART_HINT)
+
+
+def add_users(plan: ClusterPlan, *, names: Sequence[str]) -> None:
+    """Lets users submit; those who may already stay as they are.
+
+    Raises:
+        ClusterError: a user does not exist on this machine.
+    """
+    unknown = sorted(set(names) - {entry.pw_name for entry in pwd.getpwall()})
+    if unknown:
+        raise ClusterError(f"no such user on this machine: {', '.join(unknown)}", hint="useradd NAME makes one")
+    listed = _sacctmgr(plan, "--noheader", "--parsable2", "show", "associations", f"account={_ACCOUNT}", "format=user")
+    missing = [name for name in names if name not in listed.split()]
+    if missing:
+        _sacctmgr(plan, "add", "user", ",".join(missing), f"account={_ACCOUNT}", f"defaultaccount={_ACCOUNT}")
+
+
+def _sacctmgr(plan: ClusterPlan, *words: str) -> str:
+    return run_command(["sacctmgr", "--immediate", "--quiet", *words], extra=plan.environment)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """State of a cluster at one moment."""
+
+    plan: ClusterPlan
+    is_complete: bool
+    """Whether `up` came to its end."""
+    daemons: dict[str, bool]
+    """Daemon name -> whether its process is alive."""
+    nodes: dict[str, str]
+    """Node name -> state as sinfo writes it, e.g. "idle" or "down*"; empty where slurmctld does not answer."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether all daemons are alive and all nodes take or do work."""
+        usable = self.nodes.keys() == set(self.plan.node_names) and set(self.nodes.values()) <= _USABLE_STATES
+        return self.is_complete and usable and all(self.daemons.values())
+
+    def describe(self) -> str:
+        """Returns the status as lines for a person."""
+        verdict = "healthy" if self.is_healthy else "NOT healthy" if self.is_complete else "half built"
+        lines = [f"{self.plan.describe()}, {verdict}; state in {self.plan.state_dir}"]
+        for name, alive in self.daemons.items():
+            node = name.removeprefix("slurmd-")
+            state = f"node {self.nodes.get(node, 'unknown')}" if node in self.plan.node_names else ""
+            lines.append(f"  {name:<14} {'alive' if alive else 'DEAD':<6} {state}".rstrip())
+        return "\n".join(lines)
+
+
+def cluster_status(state_dir: Path) -> ClusterStatus | None:
+    """Returns which daemons and nodes of the cluster in a state directory are alive, or None where there is none."""
+    plan = load_plan(state_dir)
+    if plan is None:
+        return None
+    daemons = {name: is_running(plan, name) for name in daemon_names(plan)}
+    nodes = _node_states(plan) if daemons["slurmctld"] else {}
+    return ClusterStatus(plan, plan.ready_file.exists(), daemons, nodes)
+
+
+def wait_for_nodes(plan: ClusterPlan, names: Sequence[str], *, timeout_s: float = 30.0) -> None:
+    """Waits until slurmctld counts nodes as usable.
+
+    Raises:
+        ClusterError: a slurmd ended, or a node is not usable in time; quotes the end of its log.
+    """
+
+    def unusable() -> list[str]:
+        states = _node_states(plan)
+        return [name for name in names if states.get(name) not in _USABLE_STATES]
+
+    def is_settled() -> bool:
+        return not unusable() or not all(is_running(plan, f"slurmd-{name}") for name in names)
+
+    system.wait_until(is_settled, timeout_s=timeout_s)
+    for name in unusable():
+        state = _node_states(plan).get(name, "unknown")
+        raise daemon_error(plan, f"slurmd-{name}", f"did not become idle within {timeout_s:.0f} s (sinfo: {state})")
+
+
+def _node_states(plan: ClusterPlan) -> dict[str, str]:
+    """Returns node name -> state; empty where slurmctld does not answer."""
+    words = ["sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T"]
+    try:
+        text = run_command(words, extra=plan.environment, timeout_s=10)
+    except ClusterError:
+        return {}
+    pairs = [line.split() for line in text.splitlines()]
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+
+
 def missing_packages(search_path: str = system.SYSTEM_PATH) -> list[str]:
     """Returns the Debian packages of which a program is not on the search path."""
     return [package for program, package in _PROGRAMS.items() if shutil.which(program, path=search_path) is None]
@@ -224,35 +397,42 @@ def require_free_place(plan: ClusterPlan) -> None:
         ClusterError: there is a slurm.conf, namespace, bridge, host name, route or directory that somebody else made.
     """
     hosts, state_dir = system.read_hosts(), plan.state_dir
-    others = set(system.marked_hosts(hosts).values()) - {state_dir}
-    if others:
-        raise ClusterError(
-            f"a cluster with its state in {min(others)} is up; one machine holds one",
-            hint=f"python -m slurm_train devcluster down --state {min(others)}",
-        )
-    if os.path.lexists(SYSTEM_SLURM_CONF) and not _is_our_link(state_dir):
-        raise ClusterError(
-            f"{SYSTEM_SLURM_CONF} exists and is not ours: this machine seems to belong to a cluster",
-            hint="use a machine without Slurm's configuration, or move that file away",
-        )
-    taken = sorted(set(plan.node_names) & system.namespaces()) + sorted({system.BRIDGE} & system.links())
-    taken += system.names_of_others(hosts, plan.addresses)
-    if taken:
-        raise ClusterError(f"names in use on this machine: {', '.join(taken)}", hint="remove or rename them first")
+    others = ", ".join(sorted({str(path) for path in system.marked_hosts(hosts).values() if path != state_dir}))
+    names = system.namespaces() | system.links() | system.names_of_others(hosts)
+    taken = ", ".join(sorted(names & {*plan.addresses, system.BRIDGE}))
     route = system.overlapping_route(plan)
-    if route:
-        raise ClusterError(
+    closed = [str(one) for one in state_dir.parents if one.exists() and not one.stat().st_mode & 0o001]
+    obstacles = (
+        (
+            others,
+            f"a cluster with its state in {others} is up; one machine holds one",
+            f"python -m slurm_train devcluster down --state {others}",
+        ),
+        (
+            os.path.lexists(SYSTEM_SLURM_CONF) and not _is_our_link(state_dir),
+            f"{SYSTEM_SLURM_CONF} exists and is not ours: this machine seems to belong to a cluster",
+            "use a machine without Slurm's configuration, or move that file away",
+        ),
+        (taken, f"names in use on this machine: {taken}", "remove or rename them first"),
+        (
+            route,
             f"the network {plan.subnet}.0/24 is in use on this machine: {route}",
-            hint="take that network down (a VPN, another bridge), or use another machine",
-        )
-    if state_dir.exists() and (not state_dir.is_dir() or any(state_dir.iterdir())):
-        raise ClusterError(f"{state_dir} exists and is not a cluster's state", hint="give another --state")
-    closed = [parent for parent in state_dir.parents if parent.exists() and not parent.stat().st_mode & 0o001]
-    if closed:
-        raise ClusterError(
-            f"other users cannot enter {closed[-1]}, so they could not read {state_dir}/etc/slurm.conf",
-            hint="give a --state that every user can reach",
-        )
+            "take that network down (a VPN, another bridge), or use another machine",
+        ),
+        (
+            state_dir.exists() and (not state_dir.is_dir() or any(state_dir.iterdir())),
+            f"{state_dir} exists and is not a cluster's state",
+            "give another --state",
+        ),
+        (
+            closed,
+            f"other users cannot enter {''.join(closed[-1:])}, so they could not read {state_dir}/etc/slurm.conf",
+            "give a --state that every user can reach",
+        ),
+    )
+    for is_there, message, hint in obstacles:
+        if is_there:
+            raise ClusterError(message, hint=hint)
 
 
 def require_own(directory: Path) -> None:
@@ -304,11 +484,14 @@ def _build(plan: ClusterPlan, *, users: Sequence[str], say: Say) -> None:
     say("munged, mariadbd, slurmdbd: authentication and accounting")
     # Root signs in to the database by its uid, over the socket, without a password.
     install = ["mariadb-install-db", f"--defaults-file={plan.conf_dir}/mariadb.cnf", "--skip-test-db"]
-    start_daemon(plan, "munged")
-    system.run_command([*install, "--auth-root-authentication-method=socket"], extra=plan.environment, timeout_s=120)
-    start_daemon(plan, "mariadbd")
-    start_daemon(plan, "slurmdbd")
-    register_cluster(plan, users=users)
+    run_command([*install, "--auth-root-authentication-method=socket"], extra=plan.environment, timeout_s=120)
+    for name in ("munged", "mariadbd", "slurmdbd"):
+        start_daemon(plan, name)
+    for words in _ACCOUNTING:
+        _sacctmgr(plan, *words.split())
+    # `nobody`, and those whom Debian numbers as persons.
+    people = [entry.pw_name for entry in pwd.getpwall() if entry.pw_uid >= _FIRST_HUMAN_UID]
+    add_users(plan, names=list(dict.fromkeys(["root", *users, *people])))
     say(f"slurmctld and {plan.nodes} slurmd")
     for name in daemon_names(plan)[3:]:
         start_daemon(plan, name)

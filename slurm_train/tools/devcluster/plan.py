@@ -14,8 +14,9 @@ from pathlib import Path
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.files import read_json
 from slurm_train.slurm.nodelist import compact_nodelist
+from slurm_train.verbs import DEVCLUSTER_STATE_DIR
 
-DEFAULT_STATE_DIR = Path("/var/lib/slurm-train-devcluster")
+DEFAULT_STATE_DIR = Path(DEVCLUSTER_STATE_DIR)
 SYSTEM_SLURM_CONF = Path("/etc/slurm/slurm.conf")
 CONTROLLER = "devcluster-controller"
 MARK = "SLURM_TRAIN_DEVCLUSTER"

@@ -38,20 +38,23 @@ _RECORD_THEN_EXEC = (
 )
 
 
-def run_command(words: Sequence[str], *, extra: Mapping[str, str] | None = None, timeout_s: float = 30.0) -> str:
+def run_command(
+    words: Sequence[str], *, extra: Mapping[str, str] | None = None, timeout_s: float = 30.0, text: str = ""
+) -> str:
     """Returns the standard output of a command.
 
     Args:
         words: the command and its arguments.
         extra: variables added to the base environment, e.g. {"SLURM_CONF": "..."}.
         timeout_s: seconds after which the command is killed.
+        text: its input.
 
     Raises:
         ClusterError: the command is missing, fails, or takes too long; quotes its last line on stderr.
     """
     environment = {"PATH": SYSTEM_PATH, "LC_ALL": "C.UTF-8", "HOME": "/", **(extra or {})}
     try:
-        done = run_program(words, env=environment, timeout_s=timeout_s)
+        done = run_program(words, env=environment, timeout_s=timeout_s, text=text)
     except FileNotFoundError as err:
         raise ClusterError(
             f"`{words[0]}` is not installed", hint="`devcluster up` lists the packages that it needs"
@@ -217,10 +220,10 @@ def marked_hosts(text: str) -> dict[str, Path]:
     return found
 
 
-def names_of_others(text: str, names: Iterable[str]) -> list[str]:
-    """Returns those of the names that lines of a hosts file that are not ours define."""
+def names_of_others(text: str) -> set[str]:
+    """Returns the names that those lines of a hosts file define that are not ours."""
     lines = (line.partition("#")[0] for line in text.splitlines() if _HOSTS_MARK not in line)
-    return sorted({word for line in lines for word in line.split()[1:]} & set(names))
+    return {word for line in lines for word in line.split()[1:]}
 
 
 def read_hosts() -> str:
@@ -241,36 +244,41 @@ def update_hosts(names: Mapping[str, str], *, state_dir: Path) -> None:
         write_atomic(_HOSTS, text, mode=0o644)
 
 
+# c10d would try and warn about IPv6 on every connection; off before the interface comes up.
+_BRIDGE_SCRIPT = """\
+ip link add {bridge} type bridge
+ip address add {address}/24 dev {bridge}
+ip link set {bridge} up
+"""
+_NODE_SCRIPT = """\
+ip netns add {node}
+ip netns exec {node} sysctl -qw net.ipv6.conf.all.disable_ipv6=1 net.ipv6.conf.default.disable_ipv6=1
+ip link add {link} type veth peer name {interface} netns {node}
+ip link set {link} master {bridge} up
+ip -n {node} link set lo up
+ip -n {node} address add {address}/24 dev {interface}
+ip -n {node} link set {interface} up
+"""
+
+
 def build_network(plan: ClusterPlan) -> None:
-    """Makes one bridge, and for each node a network namespace with a veth on it; what is there already stays."""
+    """Makes one bridge, and for each node a network namespace with a veth on it; none of them may be there."""
     addresses = plan.addresses
-    if BRIDGE not in links():
-        run_command(["ip", "link", "add", BRIDGE, "type", "bridge"])
-        run_command(["ip", "address", "add", f"{addresses[CONTROLLER]}/24", "dev", BRIDGE])
-    run_command(["ip", "link", "set", BRIDGE, "up"])
-    no_ipv6 = ("net.ipv6.conf.all.disable_ipv6=1", "net.ipv6.conf.default.disable_ipv6=1")
-    for name in sorted(set(plan.node_names) - namespaces()):
-        run_command(["ip", "netns", "add", name])
-        # c10d would try and warn about IPv6 on every connection; off before the interface comes up.
-        run_command(["ip", "netns", "exec", name, "sysctl", "-qw", *no_ipv6])
-        peer = ["peer", "name", NODE_INTERFACE, "netns", name]
-        run_command(["ip", "link", "add", host_link(name), "type", "veth", *peer])
-        run_command(["ip", "link", "set", host_link(name), "master", BRIDGE, "up"])
-        run_command(["ip", "-n", name, "link", "set", "lo", "up"])
-        run_command(["ip", "-n", name, "address", "add", f"{addresses[name]}/24", "dev", NODE_INTERFACE])
-        run_command(["ip", "-n", name, "link", "set", NODE_INTERFACE, "up"])
+    script = _BRIDGE_SCRIPT.format(bridge=BRIDGE, address=addresses[CONTROLLER])
+    for name in plan.node_names:
+        names = {"node": name, "link": host_link(name), "interface": NODE_INTERFACE, "bridge": BRIDGE}
+        script += _NODE_SCRIPT.format(**names, address=addresses[name])
+    run_command(["sh", "-e"], text=script)
 
 
 def remove_network(names: Sequence[str]) -> None:
     """Removes the namespaces of nodes, their veths and the bridge, as far as they are there."""
-    present = namespaces()
-    for name in names:
-        if name in present:
-            run_command(["ip", "netns", "delete", name])
+    for name in sorted(set(names) & namespaces()):
+        run_command(["ip", "netns", "delete", name])
+    for link in sorted({BRIDGE, *map(host_link, names)} & links()):
         # A veth goes with its namespace, but the kernel may take its time.
-        if host_link(name) in links():
-            with suppress(ClusterError):
-                run_command(["ip", "link", "delete", host_link(name)])
+        with suppress(ClusterError):
+            run_command(["ip", "link", "delete", link])
     if BRIDGE in links():
         run_command(["ip", "link", "delete", BRIDGE])
 

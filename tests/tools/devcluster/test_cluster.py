@@ -12,7 +12,10 @@ from slurm_train.errors import ClusterError
 from slurm_train.tools.devcluster import cluster, system
 from slurm_train.tools.devcluster.cluster import (
     APT_LINE,
+    ClusterStatus,
     bring_up,
+    cluster_status,
+    daemon_names,
     missing_packages,
     require_free_place,
     require_own,
@@ -62,7 +65,7 @@ def test_a_slurm_conf_of_somebody_else_is_respected(free_machine, tmp_path):
 def test_names_in_use_are_listed(free_machine):
     free_machine.setattr(system, "namespaces", lambda: {"node2", "other"})
     free_machine.setattr(system, "read_hosts", lambda: "10.1.1.1 node1\n")
-    assert refusal().startswith("names in use on this machine: node2, node1\n")
+    assert refusal().startswith("names in use on this machine: node1, node2\n")
 
 
 def test_a_second_cluster_is_refused_with_the_way_out(free_machine):
@@ -84,13 +87,13 @@ def test_unusable_directories_are_refused(free_machine):
         assert refusal(ClusterPlan(2, 1, Path(closed) / "state")).startswith(f"other users cannot enter {closed}, so")
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
-def test_a_state_directory_that_others_may_write_is_refused(tmp_path, mode):
+def test_a_state_directory_that_others_may_write_is_refused(tmp_path):
     tmp_path.chmod(0o755)
     require_own(tmp_path)
-    tmp_path.chmod(mode)
-    with pytest.raises(ClusterError, match="others could write"):
-        require_own(tmp_path)
+    for mode in (0o775, 0o1777):
+        tmp_path.chmod(mode)
+        with pytest.raises(ClusterError, match="others could write"):
+            require_own(tmp_path)
     tmp_path.chmod(0o700)
 
 
@@ -110,3 +113,48 @@ def test_down_removes_nothing_that_is_not_a_clusters_state(tmp_path):
     with pytest.raises(ClusterError, match="is not the state of a cluster; nothing removed"):
         tear_down(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
+
+
+_SMALL = ClusterPlan(nodes=2, gpus=1)
+
+
+def status(*, dead: str = "", nodes: dict[str, str] | None = None, is_complete: bool = True) -> ClusterStatus:
+    daemons = {name: name != dead for name in daemon_names(_SMALL)}
+    return ClusterStatus(_SMALL, is_complete, daemons, {"node1": "idle", "node2": "mixed"} if nodes is None else nodes)
+
+
+@pytest.mark.parametrize(
+    ("found", "is_healthy"),
+    [
+        (status(), True),
+        (status(dead="munged"), False),
+        (status(dead="slurmd-node2"), False),
+        (status(nodes={}), False),
+        (status(nodes={"node1": "idle"}), False),
+        (status(nodes={"node1": "idle", "node2": "idle*"}), False),
+        (status(nodes={"node1": "drained", "node2": "idle"}), False),
+        (status(is_complete=False), False),
+    ],
+)
+def test_healthy_means_all_daemons_and_all_nodes(found, is_healthy):
+    assert found.is_healthy is is_healthy
+
+
+def test_describe_shows_daemons_and_nodes():
+    assert status(dead="slurmd-node2", nodes={"node1": "idle", "node2": "down*"}).describe() == (
+        "2 nodes x 1 GPU, NOT healthy; state in /var/lib/slurm-train-devcluster\n"
+        "  munged         alive\n"
+        "  mariadbd       alive\n"
+        "  slurmdbd       alive\n"
+        "  slurmctld      alive\n"
+        "  slurmd-node1   alive  node idle\n"
+        "  slurmd-node2   DEAD   node down*"
+    )
+
+
+def test_a_plan_alone_is_half_built(tmp_path):
+    assert cluster_status(tmp_path) is None
+    (tmp_path / "plan.json").write_text(_SMALL.json_text())
+    found = cluster_status(tmp_path)
+    assert found is not None and not found.is_complete
+    assert found.describe().startswith("2 nodes x 1 GPU, half built")

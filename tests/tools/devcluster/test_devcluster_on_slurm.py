@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from slurm_train.tools.devcluster.daemons import cluster_status
+from slurm_train.tools.devcluster.cluster import cluster_status
 
 pytestmark = pytest.mark.slurm
 

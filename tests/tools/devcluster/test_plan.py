@@ -12,24 +12,14 @@ from slurm_train.tools.devcluster.plan import ClusterPlan, configuration, load_p
 _GOLDEN = Path(__file__).parent / "golden"
 
 
-def test_names_and_addresses_follow_from_the_plan():
-    plan = ClusterPlan(nodes=2, gpus=2)
-    assert plan.node_names == ("node1", "node2")
-    addresses = {"devcluster-controller": "10.98.76.1", "node1": "10.98.76.11", "node2": "10.98.76.12"}
-    assert plan.addresses == addresses
-    assert [ClusterPlan(*shape).describe() for shape in ((1, 1), (2, 0))] == ["1 node x 1 GPU", "2 nodes x 0 GPUs"]
-
-
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
         ((0, 8), "--nodes must be from 1 to 64, got 0"),
-        ((65, 8), "--nodes must be from 1 to 64, got 65"),
-        ((4, -1), "--gpus must be from 0 to 16, got -1"),
         ((4, 17), "--gpus must be from 0 to 16, got 17"),
         *(
             ((1, 1, Path(path)), "cannot be named in Slurm's configuration")
-            for path in ("relative", "/with space", "/line\nbreak", "/a/../b", "/quo'te", "/" + "x" * 71, "/")
+            for path in ("relative", "/with space", "/a/../b", "/quo'te", "/" + "x" * 71)
         ),
     ],
 )

@@ -20,8 +20,6 @@ from slurm_train.tools.devcluster.system import (
     read_record,
     run_command,
     spawn_daemon,
-    succeeds,
-    wait_until,
     with_hosts,
 )
 
@@ -35,31 +33,18 @@ _LINES = "".join(f"{address}\t{name} # slurm-train-devcluster {_STATE}\n" for na
     [
         (["no-such-program"], "`no-such-program` is not installed"),
         (["sh", "-c", "echo first >&2; echo last >&2; exit 3"], "failed with exit code 3: last"),
-        (["sh", "-c", "echo only here; exit 1"], "failed with exit code 1: only here"),
+        (["sleep", "9"], "`sleep 9` did not end within 0 s"),
     ],
 )
 def test_a_failure_quotes_command_code_and_last_line(words, message):
     with pytest.raises(ClusterError) as caught:
-        run_command(words)
+        run_command(words, timeout_s=0.4)
     assert caught.value.message.endswith(message) and "`devcluster " in caught.value.hint
-    assert not succeeds(words)
 
 
-def test_a_command_that_hangs_is_killed():
-    with pytest.raises(ClusterError, match="`sleep 9` did not end within 0 s"):
-        run_command(["sleep", "9"], timeout_s=0.1)
-
-
-def test_commands_do_not_get_the_callers_environment(monkeypatch):
+def test_a_command_gets_its_input_and_not_the_callers_environment(monkeypatch):
     monkeypatch.setenv("SLURM_CONF", "/somewhere/else")
-    assert "SLURM_CONF" not in run_command(["env"])
-    assert "SLURM_CONF=/here" in run_command(["env"], extra={"SLURM_CONF": "/here"}).splitlines()
-
-
-def test_waiting_ends_at_the_condition_or_the_deadline():
-    answers = iter([False, False, True])
-    assert wait_until(lambda: next(answers), timeout_s=5, poll_s=0.001)
-    assert not wait_until(lambda: False, timeout_s=0.01, poll_s=0.001)
+    assert run_command(["sh"], text='echo "$SLURM_CONF $HERE"', extra={"HERE": "1"}) == " 1\n"
 
 
 @pytest.fixture
@@ -120,11 +105,6 @@ def test_what_does_not_end_is_named(daemon, monkeypatch):
     monkeypatch.undo()
 
 
-def test_a_directory_that_is_gone_is_a_clear_error(tmp_path):
-    with pytest.raises(ClusterError, match="x did not start: no record at"):
-        spawn_daemon(["true"], record=tmp_path / "gone" / "x", log=tmp_path / "log", extra={}, timeout_s=0.1)
-
-
 @pytest.mark.parametrize("text", ["", "127.0.0.1 localhost\n", "127.0.0.1 localhost\n# a remark\n\n::1 ip6\n"])
 def test_host_lines_come_and_go_without_touching_others(text):
     added = with_hosts(text, _NAMES, state_dir=_STATE)
@@ -134,14 +114,9 @@ def test_host_lines_come_and_go_without_touching_others(text):
     assert marked_hosts(added) == {"node1": _STATE, "node2": _STATE}
 
 
-@pytest.mark.parametrize(
-    ("text", "taken"),
-    [
-        ("127.0.0.1 localhost\n" + _LINES, []),
-        ("10.9.9.9 box node2\n", ["node2"]),
-        ("10.9.9.9 box # node2\n", []),
-        ("10.9.9.9 node1\n10.9.9.8 node2\n", ["node1", "node2"]),
-    ],
-)
-def test_names_of_somebody_else_are_found(text, taken):
-    assert names_of_others(text, _NAMES) == taken
+def test_names_of_somebody_else_are_found():
+    assert names_of_others(f"127.0.0.1 localhost\n{_LINES}10.9.9.9 box node2 # node3\n") == {
+        "localhost",
+        "box",
+        "node2",
+    }
