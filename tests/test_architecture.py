@@ -52,7 +52,6 @@ TORCH_FREE_MODULES = (
     "metrics.writer",
     "tools.trackers.adapters",
     "tools.trackers.sidecars",
-    "tools.trackers.catalogue",
     "tools.trackers.follow",
     "train.script",
     "train.signals",

@@ -43,7 +43,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
         per_rank = config.parallel.stages_per_rank
         rows[2:2] = layout_rows(plan.layout, world, plan.batch, stages_per_rank=per_rank)
     if config.track != TrackSection():
-        from slurm_train.tools.trackers.catalogue import asked_trackers
+        from slurm_train.tools.trackers import asked_trackers
 
         rows.append(("trackers", ", ".join(asked_trackers(config.track)) or "none"))
     if config.container is not None:

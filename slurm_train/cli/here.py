@@ -35,7 +35,7 @@ from slurm_train.supervise.monitor import note_environment, say, watch_ranks
 from slurm_train.supervise.ranks import start_local
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor, refused_code
-from slurm_train.tools.trackers import Tracking
+from slurm_train.tools.trackers import build_trackers
 
 _LOOK_S = 0.2
 
@@ -55,7 +55,7 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         is_own_code=not config.trains,
     )
     outlive_terminal(run.logs / "batch.log")
-    with Tracking(run, config.track, env=env, say=say):
+    with build_trackers(run, config.track, env=env, say=say):
         code = supervisor.supervise(partial(_launch, run, config, world_size, env))
     _print_unseen_failure(run)
     return code

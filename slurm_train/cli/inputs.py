@@ -45,7 +45,7 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
     config = plan.config
     # Another interpreter may have what this one lacks.
     if config.track != TrackSection() and (config.cluster is None or config.cluster.python is None):
-        from slurm_train.tools.trackers.catalogue import require_installed
+        from slurm_train.tools.trackers import require_installed
 
         require_installed(config.track)
     if config.trains and (config.model or {}).get("_target_") == CAUSAL_LM:
@@ -83,7 +83,7 @@ def warn_unexported_keys(config: RunConfig, env: Mapping[str, str]) -> None:
     if config.cluster is None or config.track == TrackSection():
         return
     from slurm_train.slurm.environment import exported
-    from slurm_train.tools.trackers.catalogue import unexported_keys
+    from slurm_train.tools.trackers import unexported_keys
 
     names = unexported_keys(config.track, env, exported(env, config.cluster.export))
     if names:

@@ -20,7 +20,7 @@ from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.srun import SrunLaunch, share_of
 from slurm_train.supervise.supervisor import Supervisor, ignore_stop_signals
-from slurm_train.tools.trackers import Tracking
+from slurm_train.tools.trackers import build_trackers
 
 
 def main(words: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
     require_private(run)
     config = load_config(run.config)
     allocation, world_size = share_of(Allocation.from_env(env), run, config)
-    trackers = Tracking(run, config.track, env=env, say=say)
+    trackers = build_trackers(run, config.track, env=env, say=say)
     job = SlurmJob(
         run,
         allocation,

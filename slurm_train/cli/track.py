@@ -19,7 +19,7 @@ from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.activity import live_holder
-from slurm_train.tools.trackers.catalogue import asked_trackers, require_installed
+from slurm_train.tools.trackers import asked_trackers, require_installed
 from slurm_train.tools.trackers.follow import (
     configured,
     count_unsent,
@@ -41,31 +41,22 @@ def main(words: Sequence[str]) -> int:
         return follow_run(RunDirectory(Path(arguments.run)), arguments.only, arguments.settings, os.environ)
     run = find_run(Path(arguments.root), arguments.run)
     require_private(run)
-    _refuse_active(run, os.environ)
-    track = configured(run, arguments.settings).track
-    require_installed(track)
-    ended = [_send(run, name, track, arguments.settings, os.environ) for name in _names(run, track, arguments.only)]
-    return EXIT_DONE if all(ended) else EXIT_FAILURE
-
-
-def _refuse_active(run: RunDirectory, env: Mapping[str, str]) -> None:
-    if (holder := live_holder(run, SlurmCommands(env))) is not None:
+    if (holder := live_holder(run, SlurmCommands(os.environ))) is not None:
         raise RunError(
             f"{run.name}/{run.run_id} is being run by {holder}, which sends its metrics itself",
             hint="wait until it has ended",
         )
-
-
-def _names(run: RunDirectory, track: TrackSection, only: str | None) -> list[str]:
+    track = configured(run, arguments.settings).track
+    require_installed(track)
     asked = asked_trackers(track)
-    if not asked:
-        hint = f"name one: track {run.run_id} track.wandb.project=NAME"
-        raise ConfigError(f"{run.name}/{run.run_id} has no trackers", hint=hint)
-    names = asked if only is None else read_names(only)
-    unknown = [name for name in names if name not in asked]
-    if unknown:
-        raise ConfigError(f"--only {unknown[0]}: the run has no such tracker", hint=f"it has: {', '.join(asked)}")
-    return names
+    names = asked if arguments.only is None else read_names(arguments.only)
+    if not names or not set(names) <= set(asked):
+        raise ConfigError(
+            f"{run.name}/{run.run_id} has no tracker {arguments.only or 'at all'}",
+            hint=f"it has: {', '.join(asked) or 'none'}; add one: track {run.run_id} track.wandb.project=NAME",
+        )
+    ended = [_send(run, name, track, arguments.settings, os.environ) for name in names]
+    return EXIT_DONE if all(ended) else EXIT_FAILURE
 
 
 def _send(run: RunDirectory, name: str, track: TrackSection, settings: Sequence[str], env: Mapping[str, str]) -> bool:

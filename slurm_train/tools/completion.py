@@ -506,7 +506,7 @@ def build_lines() -> list[str]:
 
     rows = [("folders", str(asset_dir("conf")), "", ""), ("folders", "~/.config/slurm_train", "", "")]
     rows += [("states", name, "", "") for name in (*(state.value for state in RunState), "missing")]
-    trackers = importlib.import_module("slurm_train.tools.trackers.catalogue").NAMES  # a tool of its own
+    trackers = importlib.import_module("slurm_train.tools.trackers").NAMES  # a tool of its own
     rows += [("trackers", name, "", "") for name in trackers]
     flags = {
         flag: "-"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from slurm_train.tools.trackers import catalogue
+from slurm_train.tools import trackers
 from tests.cli.conftest import Shell
 
 WORDS = ("+cluster=2x4", "track.wandb.project=gpt")
@@ -14,7 +14,7 @@ WORDS = ("+cluster=2x4", "track.wandb.project=gpt")
 
 @pytest.fixture(autouse=True)
 def _all_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "find_spec", lambda _name: object())
+    monkeypatch.setattr(trackers, "find_spec", lambda _name: object())
 
 
 def test_the_plan_names_them(shell: Shell) -> None:
@@ -27,7 +27,7 @@ def test_the_plan_names_them(shell: Shell) -> None:
 def test_one_that_is_not_installed_is_refused_before_anything_is_written(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalogue, "find_spec", lambda _name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda _name: None)
     done = shell.types(*WORDS)
     assert done.code == 2 and shell.left() == []
     assert done.err.endswith(
@@ -50,9 +50,9 @@ def test_a_key_that_stays_behind_is_named(shell: Shell, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ((), "has no trackers"),
+        ((), "has no tracker at all"),
         (("optim.lr=1",), "optim.lr is not a setting of a tracker"),
-        (("track.tensorboard=true", "--only", "wandb"), "the run has no such tracker"),
+        (("track.tensorboard=true", "--only", "wandb"), "has no tracker wandb"),
         (("track.wandb.projct=x",), "there is no configuration key 'track.wandb.projct'"),
     ],
 )

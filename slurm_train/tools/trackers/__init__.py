@@ -1,18 +1,44 @@
-"""Trackers get the lines of metrics.jsonl, each in a process of its own beside the ranks; none can touch training."""
+"""Trackers get the lines of metrics.jsonl, each in a process of its own beside the ranks; none can touch training.
+
+Here is what the login node and the supervisor need: which trackers a configuration asks for, whether their packages are
+installed, which keys a job would lack, and what keeps them going. Nothing else is loaded where none is asked for.
+"""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
 
 from slurm_train.config.schema import TrackSection
+from slurm_train.config.secrets import is_secret_name
+from slurm_train.errors import ConfigError
 from slurm_train.rundir.paths import RunDirectory
 
+# The key below `track` that switches each tracker on; a tracker is named after its package.
+_SWITCHES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb.project",
+    "mlflow": "mlflow.experiment",
+    "trackio": "trackio.project",
+}
+NAMES = tuple(_SWITCHES)
 
-class Tracking:
-    """Keeps the trackers of a run going while the body supervises its ranks; loads nothing where none is asked for.
+
+class NoTrackers(nullcontext[None]):
+    """Stands for the trackers of a run that has none."""
+
+    def finish_soon(self) -> None:
+        """Does nothing."""
+
+
+def build_trackers(
+    run: RunDirectory, track: TrackSection, *, env: Mapping[str, str], say: Callable[[str], None]
+) -> Any:
+    """Returns what keeps the trackers of a run going while its body supervises the ranks, see `sidecars.Trackers`.
 
     Args:
         run: the run.
@@ -20,25 +46,47 @@ class Tracking:
         env: environment of their processes.
         say: prints a line for the person.
     """
+    names = asked_trackers(track)
+    if not names:
+        return NoTrackers()
+    sidecars = import_module("slurm_train.tools.trackers.sidecars")
+    return sidecars.Trackers(run, names, track=track, env=env, say=say)
 
-    def __init__(
-        self, run: RunDirectory, track: TrackSection, *, env: Mapping[str, str], say: Callable[[str], None]
-    ) -> None:
-        self._trackers: Any = None
-        if track != TrackSection():
-            names = importlib.import_module("slurm_train.tools.trackers.catalogue").asked_trackers(track)
-            sidecars = importlib.import_module("slurm_train.tools.trackers.sidecars")
-            self._trackers = sidecars.Trackers(run, names, track=track, env=env, say=say)
-        self._context: AbstractContextManager[Any] = self._trackers or nullcontext()
 
-    def __enter__(self) -> Tracking:
-        self._context.__enter__()
-        return self
+def asked_trackers(track: TrackSection) -> list[str]:
+    """Returns the names of the trackers that a configuration asks for."""
+    return [name for name, key in _SWITCHES.items() if attrgetter(key)(track) not in (None, False)]
 
-    def __exit__(self, *exc: Any) -> None:
-        self._context.__exit__(*exc)
 
-    def finish_soon(self) -> None:
-        """Announces that no line of metrics will be added any more; returns at once."""
-        if self._trackers is not None:
-            self._trackers.finish_soon()
+def require_installed(track: TrackSection, *, only: str | None = None) -> None:
+    """Checks that the packages of all trackers that are asked for, or of only one, can be imported by this Python.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    for name in asked_trackers(track):
+        if only in (None, name) and find_spec(name) is None:
+            key = _SWITCHES[name]
+            off = "false" if name == "tensorboard" else "null"
+            raise ConfigError(
+                f"track.{key} asks for {name}, which is not installed",
+                hint=f"pip install 'slurm-train[{name}]', or set track.{key}={off}",
+            )
+
+
+def unexported_keys(track: TrackSection, env: Mapping[str, str], exported: set[str]) -> list[str]:
+    """Returns the variables with a tracker's key that are set here and do not travel into the job.
+
+    Args:
+        track: the settings.
+        env: environment of the submitting shell.
+        exported: names of the variables that the job gets.
+    """
+    uses_key = {
+        "WANDB_": track.wandb.project is not None and track.wandb.mode != "offline",
+        "MLFLOW_": track.mlflow.experiment is not None,
+        # A local trackio needs no key.
+        "HF_": track.trackio.project is not None and track.trackio.space_id is not None,
+    }
+    prefixes = tuple(prefix for prefix, is_used in uses_key.items() if is_used)
+    return sorted(name for name in env if name.startswith(prefixes) and is_secret_name(name) and name not in exported)

@@ -25,15 +25,15 @@ from pathlib import Path
 import yaml
 
 from slurm_train.config.frozen import load_config
-from slurm_train.config.schema import RunConfig, TrackSection
+from slurm_train.config.schema import RunConfig
 from slurm_train.config.secrets import redact
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, SlurmTrainError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import fsync_directory, make_private, read_json, size_of, write_atomic
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import sweep_of
-from slurm_train.tools.trackers.adapters import Line, Outcome, TrackedRun, Tracker, open_tracker
-from slurm_train.tools.trackers.catalogue import require_installed
+from slurm_train.tools.trackers import require_installed
+from slurm_train.tools.trackers.adapters import TRACKERS, Line, Outcome, TrackedRun, Tracker
 
 _POLL_S = 1.0
 _MOST_LINES = 200
@@ -91,7 +91,7 @@ def follow_run(run: RunDirectory, name: str, settings: Sequence[str], env: Mappi
         follow(
             run,
             name,
-            lambda state: _open(run, name, track, env, state),
+            lambda state: TRACKERS[name](_describe(run, state), track, env),
             timeout_s=track.timeout_s,
             # Nothing is ever written to stdin; /dev/null is at its end.
             is_over=lambda within_s: bool(select.select([0], [], [], within_s)[0]),
@@ -245,11 +245,10 @@ def explain_exit(run: RunDirectory, name: str, code: int, *, timeout_s: float) -
     return state.problem if state is not None and state.problem else f"its process ended with code {code}"
 
 
-def _open(run: RunDirectory, name: str, track: TrackSection, env: Mapping[str, str], state: TrackerState) -> Tracker:
-    provenance = read_json(run.provenance) or {}
-    sweep = sweep_of(run)
+def _describe(run: RunDirectory, state: TrackerState) -> TrackedRun:
+    provenance, sweep = read_json(run.provenance) or {}, sweep_of(run)
     facts = {"run": str(run.path), "commit": provenance.get("git_commit"), "user": provenance.get("user")}
-    tracked = TrackedRun(
+    return TrackedRun(
         run=run,
         key=state.key,
         tracker_id=state.tracker_id,
@@ -257,7 +256,6 @@ def _open(run: RunDirectory, name: str, track: TrackSection, env: Mapping[str, s
         facts={name: str(value) for name, value in facts.items() if value},
         group=None if sweep is None else sweep.sweep_id,
     )
-    return open_tracker(name, tracked, track, env)
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class Tracker:
             (run.path / "pid").write_text(str(os.getpid()))
             time.sleep(600)
 
-trackers.open_tracker = lambda *_: Tracker()
+trackers.TRACKERS = {how: lambda *_: Tracker()}
 trackers.configured = lambda *_: type("C", (), {"track": TrackSection(timeout_s=1.0 if how == "hangs" else 100.0)})
 sys.exit(trackers.follow_run(run, how, [], os.environ))
 """

@@ -8,8 +8,9 @@ import pytest
 
 from slurm_train.config.schema import MlflowSection, TrackioSection, TrackSection, WandbSection
 from slurm_train.errors import ConfigError
-from slurm_train.tools.trackers import catalogue
-from slurm_train.tools.trackers.catalogue import NAMES, asked_trackers, require_installed, unexported_keys
+from slurm_train.tools import trackers
+from slurm_train.tools.trackers import NAMES, asked_trackers, require_installed, unexported_keys
+from slurm_train.tools.trackers.adapters import TRACKERS
 
 WANDB = TrackSection(wandb=WandbSection(project="p"))
 MLFLOW = TrackSection(mlflow=MlflowSection(experiment="e"))
@@ -20,12 +21,12 @@ def test_a_project_switches_a_tracker_on() -> None:
     assert asked_trackers(TrackSection()) == []
     assert asked_trackers(TrackSection(wandb=WandbSection(entity="ada", tags=["x"]))) == []
     assert asked_trackers(WANDB) == ["wandb"]
-    assert asked_trackers(ALL) == list(NAMES)
+    assert asked_trackers(ALL) == list(NAMES) == list(TRACKERS)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_package_that_is_missing_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "find_spec", lambda asked: None if asked == name else object())
+    monkeypatch.setattr(trackers, "find_spec", lambda asked: None if asked == name else object())
     with pytest.raises(ConfigError, match=rf"asks for {name}, which is not installed") as caught:
         require_installed(ALL)
     assert caught.value.hint.startswith(f"pip install 'slurm-train[{name}]', or set track.{name}")
