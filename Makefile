@@ -87,9 +87,9 @@ campaign: setup-test slurm-packages  ## put every promise to the test, thousands
 	$(BIN)/python -m slurm_train devcluster up --nodes 4 --gpus 8
 	$(BIN)/python -m tests.campaigns --keep
 
-demo-preemption: setup-test slurm-packages  ## a run loses nodes and ranks and ends with the bits of one that did not
+demo-preemption: setup-test slurm-packages  ## a run is interrupted in five ways and ends with the bits of one that was not
 	$(BIN)/python -m slurm_train devcluster up --nodes 4 --gpus 8
-	$(BIN)/python -m tests.campaigns.preemption_demo
+	$(BIN)/python -m tests.campaigns exactness --trials 5
 
 clean:  ## remove the virtual environment and caches; runs stay
 	rm -rf $(VENV) $(PLATFORM_VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site

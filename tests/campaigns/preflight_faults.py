@@ -10,7 +10,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -46,26 +46,33 @@ class Scene:
     """A folder of the trial's own, visible everywhere."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault on a job of three nodes with two ranks each."""
+    """One fault on a job of three nodes with two ranks each.
+
+    Args:
+        code: what it is called.
+        what: how it is caused, for the page.
+        expects: what the line has to hold.
+        cause: does it.
+        words: of the run.
+        prepared: puts something into the scratch folder and returns further words.
+        is_error: whether the run is stopped.
+        trains: whether the run goes on to the training.
+    """
 
     code: str
     what: str
-    """How it is caused, for the page."""
     expects: str
-    """What the line has to hold."""
+    _: KW_ONLY
     cause: Callable[[Scene], AbstractContextManager[object]] = lambda _: nullcontext()
     words: tuple[str, ...] = ()
-    """Of the run."""
     prepared: Callable[[Path], tuple[str, ...]] = lambda _: ()
-    """Puts something into the scratch folder and returns further words."""
     is_error: bool = True
     nodes: int = 3
     per_node: int = 2
     within_s: float = 30.0
     trains: bool = False
-    """Whether the run goes on to the training."""
 
 
 def _prolog(node: str, *lines: str) -> Callable[[Path], tuple[str, ...]]:
@@ -165,65 +172,65 @@ _OPENED = (
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
-        code="WRONG_MASTER",
-        what="the hosts file of node3 gives node1 an address that nobody has",
-        expects="node3: looks for rank 0 at 10.98.76.99, but node1 has 10.98.76.11",
+        "WRONG_MASTER",
+        "the hosts file of node3 gives node1 an address that nobody has",
+        "node3: looks for rank 0 at 10.98.76.99, but node1 has 10.98.76.11",
         cause=lambda scene: broken.other_hosts("node3", scene.scratch, name="node1", address="10.98.76.99"),
     ),
     Fault(
-        code="WRONG_MASTER",
-        what="the hosts file of node3 gives node1 the address of node2",
-        expects="node3: looks for rank 0 at 10.98.76.12, but node1 has 10.98.76.11",
+        "WRONG_MASTER",
+        "the hosts file of node3 gives node1 the address of node2",
+        "node3: looks for rank 0 at 10.98.76.12, but node1 has 10.98.76.11",
         cause=lambda scene: broken.other_hosts("node3", scene.scratch, name="node1", address="10.98.76.12"),
     ),
     Fault(
-        code="NAME_RESOLUTION",
-        what="node1 is gone from the hosts file of node3",
-        expects="node3: cannot resolve node1, where rank 0 is",
+        "NAME_RESOLUTION",
+        "node1 is gone from the hosts file of node3",
+        "node3: cannot resolve node1, where rank 0 is",
         cause=lambda scene: broken.other_hosts("node3", scene.scratch, name="node1", address=None),
     ),
     Fault(
-        code="LOOPBACK",
-        what="the hosts file of node3 gives node1 127.0.1.1",
-        expects="node3: resolves node1, where rank 0 is, to itself (127.0.1.1)",
+        "LOOPBACK",
+        "the hosts file of node3 gives node1 127.0.1.1",
+        "node3: resolves node1, where rank 0 is, to itself (127.0.1.1)",
         cause=lambda scene: broken.other_hosts("node3", scene.scratch, name="node1", address="127.0.1.1"),
     ),
     Fault(
-        code="LOOPBACK",
-        what="node2's own name is 127.0.1.1, as Debian has it; gloo is led along the route",
+        "LOOPBACK",
+        "node2's own name is 127.0.1.1, as Debian has it; gloo is led along the route",
+        "node2: resolves its own name node2 to 127.0.1.1",
         is_error=False,
-        expects="node2: resolves its own name node2 to 127.0.1.1",
         trains=True,
         cause=lambda scene: broken.other_hosts("node2", scene.scratch, name="node2", address="127.0.1.1"),
     ),
     Fault(
-        code="PORT_BLOCKED",
-        what="nft on node1 drops what node3 sends",
-        expects="node3: does not reach rank 0 at 10.98.76.11:",
+        "PORT_BLOCKED",
+        "nft on node1 drops what node3 sends",
+        "node3: does not reach rank 0 at 10.98.76.11:",
         cause=lambda _: broken.firewall("node1", broken.from_node("node3", "drop")),
     ),
     Fault(
-        code="PORT_BLOCKED",
-        what="nft on node1 rejects what node3 sends",
-        expects="connection refused; it reaches node2",
+        "PORT_BLOCKED",
+        "nft on node1 rejects what node3 sends",
+        "connection refused; it reaches node2",
         cause=lambda _: broken.firewall("node1", broken.from_node("node3", "reject with tcp reset")),
     ),
     Fault(
-        code="PORT_BLOCKED",
-        what="nft on node3 drops all but the low ports",
-        expects="node3: node1 does not reach node3 at 10.98.76.13:",
+        "PORT_BLOCKED",
+        "nft on node3 drops all but the low ports",
+        "node3: node1 does not reach node3 at 10.98.76.13:",
         cause=lambda _: broken.firewall("node3", "tcp dport 32768-65535 ct state new drop"),
     ),
     Fault(
-        code="PORT_BLOCKED",
-        what="a blackhole route from node2 to node3",
-        expects="node2, node3: node2 does not reach node3",
+        "PORT_BLOCKED",
+        "a blackhole route from node2 to node3",
+        "node2, node3: node2 does not reach node3",
         cause=lambda _: broken.blackhole("node2", "node3"),
     ),
     Fault(
-        code="PORT_IN_USE",
-        what="somebody takes the port on node1 before rank 0 does, and a script needs it",
-        expects="node1: port",
+        "PORT_IN_USE",
+        "somebody takes the port on node1 before rank 0 does, and a script needs it",
+        "node1: port",
         prepared=lambda scratch: (
             "script=[true]",
             broken.task_prolog(
@@ -234,22 +241,22 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
-        code="WRONG_INTERFACE",
-        what="a second interface on every node, named for the collectives, leads nowhere",
-        expects="gloo would announce eth9",
+        "WRONG_INTERFACE",
+        "a second interface on every node, named for the collectives, leads nowhere",
+        "gloo would announce eth9",
         words=("cluster.network_interface=eth9",),
         cause=lambda _: broken.second_interface(("node1", "node2", "node3")),
     ),
     Fault(
-        code="WRONG_INTERFACE",
-        what="an interface is named that no node has",
-        expects="GLOO_SOCKET_IFNAME=ib0: there is no such interface",
+        "WRONG_INTERFACE",
+        "an interface is named that no node has",
+        "GLOO_SOCKET_IFNAME=ib0: there is no such interface",
         words=("cluster.network_interface=ib0",),
     ),
     Fault(
-        code="RANK_MISMATCH",
-        what="a prolog on node2 leaves RANK=0 in the environment",
-        expects="node2: the task that Slurm calls rank",
+        "RANK_MISMATCH",
+        "a prolog on node2 leaves RANK=0 in the environment",
+        "node2: the task that Slurm calls rank",
         prepared=_prolog(
             "node2",
             *(
@@ -259,141 +266,141 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
-        code="NODE_MISSING",
-        what="the ranks of node3 are stopped (SIGSTOP) as soon as Python has started",
+        "NODE_MISSING",
+        "the ranks of node3 are stopped (SIGSTOP) as soon as Python has started",
+        "node3: not all of its ranks have come",
         is_error=False,
-        expects="node3: not all of its ranks have come",
         prepared=_stopped_ranks,
     ),
     Fault(
-        code="GPU_COUNT",
-        what="srun gives the step one GPU of the two on each node",
-        expects="1 GPUs are visible to the ranks, 2 were asked for",
+        "GPU_COUNT",
+        "srun gives the step one GPU of the two on each node",
+        "1 GPUs are visible to the ranks, 2 were asked for",
         words=("cluster.srun.gpus-per-node=1",),
     ),
     Fault(
-        code="GPU_BUSY",
-        what="a stand-in for NVML on node2 says that 60 GiB are taken",
-        expects="node2: 61440 of 81920 MiB of GPU 0, 1 are taken by pid 4711",
+        "GPU_BUSY",
+        "a stand-in for NVML on node2 says that 60 GiB are taken",
+        "node2: 61440 of 81920 MiB of GPU 0, 1 are taken by pid 4711",
         prepared=_nvml(used=60 << 30),
     ),
     Fault(
-        code="GPU_SICK",
-        what="a stand-in for NVML on node2 says that there were uncorrected errors",
-        expects="node2: GPU 0: 3 uncorrected memory errors",
+        "GPU_SICK",
+        "a stand-in for NVML on node2 says that there were uncorrected errors",
+        "node2: GPU 0: 3 uncorrected memory errors",
         prepared=_nvml(ecc=3),
     ),
     Fault(
-        code="GPU_SICK",
-        what="a stand-in for NVML on node2 says that the GPUs are slowed down",
+        "GPU_SICK",
+        "a stand-in for NVML on node2 says that the GPUs are slowed down",
+        "node2: GPU 0: slowed down by heat",
         is_error=False,
-        expects="node2: GPU 0: slowed down by heat",
         prepared=_nvml(throttle=0x40),
     ),
     Fault(
-        code="CODE_DRIFT",
-        what="node2 has an older copy of the code mounted",
+        "CODE_DRIFT",
+        "node2 has an older copy of the code mounted",
+        "node2: sees other code than was submitted: tiny.py",
         cause=_stale_code,
-        expects="node2: sees other code than was submitted: tiny.py",
     ),
     Fault(
-        code="VERSION_DRIFT",
-        what="node2 has another torch installed",
+        "VERSION_DRIFT",
+        "node2 has another torch installed",
+        "node2: has torch 1.99.0, the other nodes have",
         cause=_other_torch,
-        expects="node2: has torch 1.99.0, the other nodes have",
     ),
     Fault(
-        code="CONFIG_DRIFT",
-        what="node2 has another config.yaml mounted",
+        "CONFIG_DRIFT",
+        "node2 has another config.yaml mounted",
+        "node2: reads another config.yaml or plan.json",
         cause=_old_config,
-        expects="node2: reads another config.yaml or plan.json",
     ),
     Fault(
-        code="DATA_MISSING",
-        what="node2 does not have the data mounted",
+        "DATA_MISSING",
+        "node2 does not have the data mounted",
+        "node2: sees nothing in",
         prepared=_missing_data,
         cause=lambda scene: broken.mounted_over("node2", scene.scratch / "data", "-t", "tmpfs", "none"),
-        expects="node2: sees nothing in",
     ),
     Fault(
-        code="FS_MISSING",
-        what="node2 does not have the run directory mounted",
+        "FS_MISSING",
+        "node2 does not have the run directory mounted",
+        "node2: node node2 does not see the run directory",
         cause=lambda scene: broken.mounted_over("node2", scene.run.path.parent, "-t", "tmpfs", "none"),
-        expects="node2: node node2 does not see the run directory",
     ),
     Fault(
-        code="FS_STALE",
-        what="node3 has an older copy of the run directory mounted",
+        "FS_STALE",
+        "node3 has an older copy of the run directory mounted",
+        "node3: node node3 does not see",
         cause=_stale_run,
-        expects="node3: node node3 does not see",
     ),
     Fault(
-        code="FS_READONLY",
-        what="the run directory is read-only on node2",
+        "FS_READONLY",
+        "the run directory is read-only on node2",
+        "node2: node node2 does not write to",
         cause=lambda scene: broken.read_only("node2", scene.run.path),
-        expects="node2: node node2 does not write to",
     ),
     Fault(
-        code="FS_READONLY",
-        what="only the checkpoints are read-only on node2",
+        "FS_READONLY",
+        "only the checkpoints are read-only on node2",
+        "node2: cannot write to",
         cause=lambda scene: broken.read_only("node2", scene.run.checkpoints),
-        expects="node2: cannot write to",
     ),
     Fault(
-        code="DISK_FULL",
-        what="the local disk of node2 is a full tmpfs",
+        "DISK_FULL",
+        "the local disk of node2 is a full tmpfs",
+        "(checkpoint.local_dir): No space left on device",
         prepared=_local_disk,
         cause=lambda scene: broken.full_disk("node2", scene.scratch / "local"),
-        expects="(checkpoint.local_dir): No space left on device",
     ),
     Fault(
-        code="CLOCK_SKEW",
-        what="faketime on node2",
+        "CLOCK_SKEW",
+        "faketime on node2",
+        "node2: its clock is 9",
         is_error=False,
-        expects="node2: its clock is 9",
         prepared=_other_clock,
     ),
     Fault(
-        code="CPU_AFFINITY",
-        what="slurmd on node2 is bound to one CPU",
+        "CPU_AFFINITY",
+        "slurmd on node2 is bound to one CPU",
+        "node2: 2 ranks may use CPUs 0 of",
         is_error=False,
         cause=lambda _: broken.bound_to_cpu("node2"),
-        expects="node2: 2 ranks may use CPUs 0 of",
     ),
     Fault(
-        code="LIMITS",
+        "LIMITS",
         # Slurm passes on soft limits alone, and a rank raises its own as far as the hard one allows.
-        what="slurmd of node2 has a hard limit of 120 open files",
+        "slurmd of node2 has a hard limit of 120 open files",
+        "LIMITS node2: a rank may open 120 files, it should have 1024",
         cause=lambda _: broken.few_files("node2", 120),
-        expects="LIMITS node2: a rank may open 120 files, it should have 1024",
     ),
     Fault(
-        code="SLOW_NODE",
-        what="node2 shares its one CPU with hogs",
+        "SLOW_NODE",
+        "node2 shares its one CPU with hogs",
+        "SLOW_NODE node2: computes",
         is_error=False,
         per_node=1,
         within_s=45.0,
         cause=_busy_cpu,
         words=_MEASURED,
-        expects="SLOW_NODE node2: computes",
     ),
     Fault(
-        code="SLOW_LINK",
-        what="tbf limits node2 to 20 Mbit/s",
+        "SLOW_LINK",
+        "tbf limits node2 to 20 Mbit/s",
+        "SLOW_LINK node2:",
         is_error=False,
         cause=lambda _: broken.slow_link("node2"),
         words=_MEASURED,
-        expects="SLOW_LINK node2:",
     ),
     Fault(
-        code="COLLECTIVE",
-        what="nft on node2 loses large packets between the ports of collectives",
+        "COLLECTIVE",
+        "nft on node2 loses large packets between the ports of collectives",
+        "the first all_reduce of 1 MiB over 4 ranks failed after 8 s",
         nodes=2,
         trains=True,
         cause=lambda _: broken.firewall("node2", "tcp sport 32768-65535 tcp dport 32768-65535 meta length > 1400 drop"),
         words=("preflight.collective_timeout_s=8",),
         within_s=120.0,
-        expects="the first all_reduce of 1 MiB over 4 ranks failed after 8 s",
     ),
 )
 

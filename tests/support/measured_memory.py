@@ -81,9 +81,9 @@ def _measure(case: dict[str, Any], orders: dict[str, Any]) -> dict[str, Any]:
     from slurm_train.train.step import StepFacts
 
     torch.set_num_threads(1)
-    rank, facts = _make_rank(case, rank=orders["rank"], ranks=orders["ranks"])
+    rank, facts = make_case_rank(case, rank=orders["rank"], ranks=orders["ranks"])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        stepper, batches = _build(rank)
+        stepper, batches = build_case(rank)[1:]
         for step in range(1, 2 + NUM_STEPS):
             with record_function(f"step {step}"):
                 stepper.step(StepFacts(step, step, 1e-3, float("inf")), batches)
@@ -127,7 +127,8 @@ def _allocations(roots: Any) -> list[tuple[int, int, int]]:
     return sorted(found, key=lambda one: one[0])
 
 
-def _make_rank(case: dict[str, Any], *, rank: int, ranks: int) -> Any:
+def make_case_rank(case: dict[str, Any], *, rank: int, ranks: int) -> Any:
+    """Returns a rank of a case, and the facts that its memory is estimated from."""
     from slurm_train.config.batch import solve_batch
     from slurm_train.config.parallel import solve_layout
     from slurm_train.config.schema import RunConfig, build_config
@@ -143,7 +144,8 @@ def _make_rank(case: dict[str, Any], *, rank: int, ranks: int) -> Any:
     return make_rank(config=config, plan=plan, rank=rank, ranks=ranks), facts
 
 
-def _build(rank: Any) -> tuple[Any, Any]:
+def build_case(rank: Any) -> tuple[Any, Any, Any]:
+    """Returns the parts of a rank's training, its stepper and endless batches."""
     import torch
 
     from slurm_train.models.objective import Objective
@@ -160,7 +162,7 @@ def _build(rank: Any) -> tuple[Any, Any]:
     apply_parallelism(parts)
     stepper = build_stepper(parts, Objective(parts.model), exchange=Exchange(), before_change=lambda: None)
     tokens = torch.randint(0, config.model["vocab_size"], (plan.local_size, config.model["context"]))
-    return stepper, itertools.repeat(_Batch((tokens, tokens.clone())))
+    return parts, stepper, itertools.repeat(_Batch((tokens, tokens.clone())))
 
 
 @dataclass(frozen=True, slots=True)
