@@ -4,6 +4,9 @@ Written with the discipline of any other: fresh directory, fsync, the manifest o
 COMPLETE. The run directory stays the truth. A local checkpoint is whole if the nodes together hold every file of its
 manifest. To be loaded it is copied into the run directory first, every hash compared, and committed there like any
 other; so a reader knows one place, and a node that dies takes only what had not been copied yet.
+
+One thread saves to the node, another one copies, so a copy that takes longer than the saves do skips some of them.
+Which one is copied, rank 0 decides within an exchange of the save.
 """
 
 from __future__ import annotations
@@ -12,20 +15,25 @@ import contextlib
 import os
 import secrets
 import stat
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from slurm_train.checkpoint.agreement import on_every_rank, rank_in
+from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in
 from slurm_train.checkpoint.commit import DIRECTORY_MODE, Place, Pruned
-from slurm_train.checkpoint.directory import read_manifest, survey, wait_until_visible
+from slurm_train.checkpoint.directory import newest_committed_step, read_manifest, survey, wait_until_visible
+from slurm_train.checkpoint.load import Choice
 from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, copy_file
 from slurm_train.checkpoint.save import Records, Saved, fill
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.paths import list_checkpoints, name_of
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,3 +215,119 @@ def _has(path: Path, record: FileRecord) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalSaves:
+    """This rank's part in the fast tier. All ranks make the same calls in the same order."""
+
+    run: RunDirectory
+    place: NodePlace
+    """This node's folder."""
+    target: Place
+    """The run directory's checkpoints, where copies go."""
+    copy_every: int
+    group: ProcessGroup
+    """Of the copying thread alone."""
+    thread: ThreadPoolExecutor
+    """Copies, one checkpoint after the other."""
+    saves_since_copy: int = 0
+    copying: list[str] = field(default_factory=list)
+    """Names of the checkpoints that are being copied, or are about to be."""
+    news: deque[str] = field(default_factory=deque)
+    """Notes for the user about copies."""
+
+    def copy_if_due(self, saved: Saved, *, group: ProcessGroup) -> None:
+        """Hands a save on to the copying thread, where it is due and rank 0 is copying nothing. Collective."""
+        manifest, name = saved.manifest, saved.path.name
+        assert manifest is not None
+        self.saves_since_copy += 1
+        if on_rank_zero(group, lambda: self.saves_since_copy >= self.copy_every and not self.copying):
+            self.saves_since_copy = 0
+            self.copying.append(name)
+            self.thread.submit(self._copy, manifest, name)
+
+    def take_news(self) -> list[str]:
+        """Returns notes for the user, each once."""
+        return [self.news.popleft() for _ in range(len(self.news))]
+
+    def choose(self, choose_in_run: Callable[[], Choice | None]) -> tuple[Choice | None, list[str]]:
+        """Returns the checkpoint that all ranks load, from the nodes if they have a newer one. Collective.
+
+        Args:
+            choose_in_run: chooses among those in the run directory.
+
+        Returns:
+            The choice, None where nothing was ever saved; and notes for the user.
+
+        Raises:
+            CheckpointError: as `choose_checkpoint`.
+        """
+        group = dist.group.WORLD
+        on_every_rank(group, self.place.claim_all)
+        notes = self.bring_in(above=on_rank_zero(group, lambda: newest_committed_step(self.target.root)))
+        try:
+            choice = choose_in_run()
+        except CheckpointError:
+            # All in the run directory are damaged.
+            notes += self.bring_in(above=-1)
+            return choose_in_run(), notes
+        if choice is not None and choice.passed_over and (more := self.bring_in(above=choice.manifest.step)):
+            return choose_in_run(), notes + more
+        return choice, notes
+
+    def bring_in(self, *, above: int) -> list[str]:
+        """Copies what the nodes have beyond a step into the run directory; returns notes for the user."""
+        attempts = on_rank_zero(dist.group.WORLD, lambda: sorted(recent_attempts(self.run, self.place.attempt)))
+        found = newest_reachable(
+            self.place, lambda manifest: manifest.attempt in attempts and manifest.step > above, group=dist.group.WORLD
+        )
+        if found is None:
+            return []
+        step = found.manifest.step
+        try:
+            copy_to_run(self.place, self.target, found, group=dist.group.WORLD)
+        except CheckpointError as err:
+            return [f"step {step} lies on the nodes, but could not be copied into the run directory: {err.message}"]
+        return [f"step {step} was on the nodes only; copied into the run directory"]
+
+    def close(self) -> None:
+        """Leaves nothing on the node: the run is finished, and all that counts is in the run directory."""
+        self.thread.shutdown()
+        if self.place.is_leader:
+            with contextlib.suppress(OSError):
+                self.place.discard_from(0)
+                self.place.root.rmdir()
+                self.place.root.parent.rmdir()
+
+    def _copy(self, manifest: Manifest, name: str) -> None:
+        """Copies a checkpoint; a failure costs the copy alone. Runs in the copying thread."""
+        try:
+            found = newest_reachable(self.place, lambda held: held == manifest, group=self.group)
+            if found is None:
+                raise CheckpointError(
+                    "it is not whole on the nodes any more",
+                    hint="the newest checkpoint in the run directory counts; checkpoint.copy_every=1 copies all",
+                )
+            self.news.extend(copy_to_run(self.place, self.target, found, group=self.group).problems)
+        except Exception as err:  # whatever it is, training goes on
+            text = f"the copy of step {manifest.step} into the run directory failed: {err}"
+            self.news.append(f"{text}; it stays on the nodes, and the next one is tried")
+        finally:
+            self.copying.remove(name)
+
+
+def recent_attempts(run: RunDirectory, attempt: int) -> set[int]:
+    """Returns the attempts whose local checkpoints are of this run's present: back to the last one that made steps.
+
+    What lies on a node from before that may have been overtaken by steps that other nodes made.
+    """
+    found = {attempt}
+    for entry in reversed(read_ledger(run)):
+        number = int(entry["attempt"])
+        if number >= attempt:
+            continue
+        found.add(number)
+        if "last_step" not in entry or int(entry["last_step"]) > int(entry.get("first_step", 0)):
+            break
+    return found

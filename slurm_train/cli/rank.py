@@ -258,7 +258,7 @@ def _join_restart(run: RunDirectory, env: Mapping[str, str]) -> dict[str, str]:
 
     Raises:
         RendezvousError: ranks are missing.
-        RunError: somebody else runs the run, or a newer attempt has taken it over.
+        RunError: the run is being run already, or a newer attempt has taken it over.
     """
     place = RankPlace.from_env(env)
     first = int(env[_ATTEMPT]) if _ATTEMPT in env else None

@@ -7,19 +7,29 @@ by a `build_*` function and can be used without the rest.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from slurm_train.checkpoint.agreement import on_every_rank
+from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import saved_weights, weights_digest
-from slurm_train.checkpoint.state import names_of_groups
+from slurm_train.checkpoint.local import LocalSaves, NodePlace, open_private
+from slurm_train.checkpoint.save import BackgroundSaver
+from slurm_train.checkpoint.state import StagingBuffers, names_of_groups
 from slurm_train.config.batch import planned_lr
+from slurm_train.config.frozen import config_hash
 from slurm_train.config.parallel import stages_of
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import TARGET, instantiate
@@ -27,13 +37,14 @@ from slurm_train.data.batches import BatchStream, GlobalBatches, LengthBatches, 
 from slurm_train.data.build import build_source, prefetch_depth
 from slurm_train.data.order import SampleOrder
 from slurm_train.data.source import SampleSource, lengths_of
-from slurm_train.distributed.group import shutdown
+from slurm_train.distributed.group import open_side_group, shutdown
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics.progress import Display, open_display
 from slurm_train.models.objective import Objective
-from slurm_train.rundir.events import append_event
+from slurm_train.rundir.attempts import check_fence
+from slurm_train.rundir.events import SaveLog, append_event
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import Spent, StepTimes
 from slurm_train.train.context import Parts, Rank
@@ -49,7 +60,7 @@ from slurm_train.train.metrics import (
     write_result,
 )
 from slurm_train.train.optimizer import begin_state, build_optimizer, build_schedule, can_call_kernel
-from slurm_train.train.saving import Position, build_checkpointer, build_save_pace
+from slurm_train.train.saving import Checkpointer, Position, build_continuity, build_save_pace
 from slurm_train.train.step import (
     Exchange,
     Passes,
@@ -256,7 +267,7 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
             batches=batches,
             checkpointer=checkpointer,
             num_rollbacks=num_rollbacks,
-            say=print if display is None else display.say,
+            say=(lambda _: None) if display is None else display.say,
         ),
         stepper=stepper,
         schedule=build_schedule(config.optim, peak_lr=peak_lr, total_samples=total_samples),
@@ -282,6 +293,94 @@ def build_exchange(rank: Rank) -> Exchange:
     build: Any = importlib.import_module("slurm_train.tools.exchanges").build_exchange
     exchange: Exchange = build(rank.config, place=rank.place, device=rank.device)
     return exchange
+
+
+def build_checkpointer(parts: Parts, *, exchange: Exchange, peak_lr: float) -> Checkpointer:
+    """Returns what saves and restores this run. Collective over all ranks."""
+    rank, run, config, global_size = parts.rank, parts.rank.run, parts.rank.config, parts.rank.plan.global_size
+    settings, optim = config.checkpoint, config.optim
+    place = Place(
+        root=run.checkpoints,
+        attempt=rank.attempt,
+        keep=settings.keep,
+        fence=partial(check_fence, run, rank.attempt),
+        is_leader=rank.place.is_first,
+    )
+    return Checkpointer(
+        parts=parts,
+        continuity=build_continuity(
+            run,
+            config,
+            global_size=global_size,
+            data=parts.train_data.fingerprint(),
+            num_samples=len(parts.train_data),
+        ),
+        config_hash=config_hash(config, global_size=global_size),
+        lr={"peak": peak_lr, "retune": optim.lr_retune, "tuned_for_global_size": optim.lr_global_size},
+        exchange=exchange,
+        place=place,
+        local=build_local_saves(rank, place),
+        group=open_side_group(settings.save_timeout_s),
+        saver=BackgroundSaver(clock=rank.clock),
+        buffers=StagingBuffers(rank.device),
+        log=SaveLog(run, rank.attempt) if rank.place.is_first else None,
+    )
+
+
+def build_local_saves(rank: Rank, target: Place) -> LocalSaves | None:
+    """Returns this rank's part in the fast tier, None where none is configured. Collective over all ranks.
+
+    Args:
+        rank: this rank.
+        target: the run directory's checkpoints.
+
+    Raises:
+        ConfigError: `checkpoint.local_dir` names a variable that is not set.
+        CheckpointError: the folder is not there, or not this user's.
+    """
+    settings, place, run = rank.config.checkpoint, rank.place, rank.run
+    if settings.local_dir is None:
+        return None
+    base = Path(expand(settings.local_dir, rank.env))
+    key = hashlib.sha256(str(run.path).encode()).hexdigest()[:12]
+    # Nodes that share the folder after all, a network mount say, do not share their files.
+    parts = (f"{run.name}-{run.run_id}-{key}", f"{place.host}-{place.node_rank}")
+    is_leader = place.local_rank == 0
+    # One rank of a node makes the folder, and the others take it: its name may be a random one.
+    opened = on_every_rank(
+        dist.group.WORLD, lambda: (place.node_rank, str(open_private(base, *parts)) if is_leader else "")
+    )
+    node = NodePlace(
+        root=Path(next(path for node, path in opened if path and node == place.node_rank)),
+        node=place.node_rank,
+        is_leader=is_leader,
+        keep=settings.local_keep,
+        attempt=rank.attempt,
+        fence=target.fence,
+    )
+    return LocalSaves(
+        run=run,
+        place=node,
+        target=target,
+        copy_every=settings.copy_every,
+        group=open_side_group(settings.save_timeout_s),
+        thread=ThreadPoolExecutor(1, thread_name_prefix="copy"),
+    )
+
+
+def expand(path: str, env: Mapping[str, str]) -> str:
+    """Returns a path with its $VARIABLES filled in, as this node has them.
+
+    Raises:
+        ConfigError: one of them is not set here.
+    """
+    full = Template(path).safe_substitute(env)
+    if "$" in full:
+        raise ConfigError(
+            f"checkpoint.local_dir={path} names a variable that is not set on this node: {full}",
+            hint="name a folder that every node has, e.g. /tmp",
+        )
+    return full
 
 
 def build_stepper(

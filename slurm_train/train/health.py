@@ -39,7 +39,7 @@ class Health:
         batches: what every step takes.
         checkpointer: what a run is taken back by.
         num_rollbacks: how many this run has had.
-        say: prints a line; on rank 0.
+        say: prints a line; does nothing on other ranks than rank 0.
     """
 
     def __init__(
@@ -54,8 +54,7 @@ class Health:
         self.bad_step: int | None = None
         """A step that the run has to be taken back behind, with `roll_back`."""
         self._rank, self._settings, self._batches = rank, rank.config.health, batches
-        self._checkpointer, self._num_rollbacks = checkpointer, num_rollbacks
-        self._say = say if rank.place.is_first else lambda _: None
+        self._checkpointer, self._num_rollbacks, self._say = checkpointer, num_rollbacks, say
 
     def loss_limit(self, position: Position) -> float:
         """Returns the loss above which the next step is a spike, infinity where nothing is."""

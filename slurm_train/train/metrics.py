@@ -294,7 +294,7 @@ def write_result(trainer: Trainer, *, weights_digest: str) -> None:
     """Writes result.json, which says that the run is finished.
 
     Raises:
-        RunError: a newer attempt has taken over; the result is its business.
+        RunError: a newer attempt has taken over; the result is that attempt's.
     """
     values: dict[str, Any] = {
         "step": trainer.position.step,
@@ -310,7 +310,7 @@ def write_result(trainer: Trainer, *, weights_digest: str) -> None:
 
 
 def say_finished(say: Callable[[str], None], trainer: Trainer) -> None:
-    """Says the held-out numbers, where everything is, and what to do next."""
+    """Prints the held-out numbers, where everything is, and what to do next."""
     nothing = "nothing was evaluated, the data have no held-out samples (set data.heldout, or take a `split`)"
     say(f"finished step {trainer.position.step}: {format_measures(trainer.measures) or nothing}")
     say(f"run directory: {trainer.rank.run.path}")
@@ -321,7 +321,7 @@ def say_finished(say: Callable[[str], None], trainer: Trainer) -> None:
 
 
 def say_stopped(say: Callable[[str], None], trainer: Trainer) -> None:
-    """Says where the run stopped and how it goes on."""
+    """Prints where the run stopped and how it goes on."""
     config, resume = trainer.rank.config, f"python -m slurm_train resume {trainer.rank.run.run_id}"
     if trainer.not_saved:
         why = f"{trainer.not_saved}; the run will continue from its newest checkpoint"
@@ -339,7 +339,7 @@ def say_stopped(say: Callable[[str], None], trainer: Trainer) -> None:
 def say_text(
     say: Callable[[str], None], model: nn.Module, *, train: SampleSource, heldout: SampleSource | None, num_tokens: int
 ) -> None:
-    """Says how a text model compares with counting pairs, and shows what it writes; other models say nothing."""
+    """Prints how a text model compares with counting pairs, and what it writes; nothing for other models."""
     if not hasattr(train, "encoding") or not hasattr(train, "shards"):
         return
     train_tokens: TokenSource = train  # type: ignore[assignment]  # it has what is used here

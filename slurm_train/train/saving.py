@@ -22,6 +22,7 @@ import torch.distributed as dist
 from slurm_train.checkpoint.agreement import on_every_rank
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import Choice, choose_checkpoint, load_rank_state, load_tensors, require_fit
+from slurm_train.checkpoint.local import LocalSaves
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
 from slurm_train.checkpoint.save import BackgroundSaver, Outcome, Saved, save_to
 from slurm_train.checkpoint.state import (
@@ -33,14 +34,13 @@ from slurm_train.checkpoint.state import (
     set_group_names,
     training_state,
 )
-from slurm_train.config.frozen import config_hash, trained_settings, training_changes
+from slurm_train.config.frozen import trained_settings, training_changes
 from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import RunConfig
-from slurm_train.distributed.group import open_side_group
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import CheckpointError, DataError, RunError, SlurmTrainError
 from slurm_train.launch.snapshot import digest_code, names_own_code, read_index
-from slurm_train.rundir.attempts import check_fence, read_ledger
+from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import (
     AcceptedChange,
     SaveLog,
@@ -53,7 +53,6 @@ from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import broadcast_buffers
-from slurm_train.train.local_tier import LocalSaves, build_local_saves
 from slurm_train.train.step import Exchange
 
 # What may have been changed on purpose is the configuration's, not the checkpoint's.
@@ -324,7 +323,7 @@ class Checkpointer:
             raise self.fatal
 
     def finish_within(self, limit_s: float) -> None:
-        """Waits for a save under way, but not longer; what is not whole then is nobody's checkpoint.
+        """Waits for a save under way, but not longer; what is not complete then does not count.
 
         Raises:
             SlurmTrainError: it, or one before it, failed in a way that ends the run.
@@ -455,38 +454,6 @@ class Checkpointer:
         )
 
 
-def build_checkpointer(parts: Parts, *, exchange: Exchange, peak_lr: float) -> Checkpointer:
-    """Returns what saves and restores this run. Collective over all ranks."""
-    rank, run, config, global_size = parts.rank, parts.rank.run, parts.rank.config, parts.rank.plan.global_size
-    settings, optim = config.checkpoint, config.optim
-    place = Place(
-        root=run.checkpoints,
-        attempt=rank.attempt,
-        keep=settings.keep,
-        fence=partial(check_fence, run, rank.attempt),
-        is_leader=rank.place.is_first,
-    )
-    return Checkpointer(
-        parts=parts,
-        continuity=build_continuity(
-            run,
-            config,
-            global_size=global_size,
-            data=parts.train_data.fingerprint(),
-            num_samples=len(parts.train_data),
-        ),
-        config_hash=config_hash(config, global_size=global_size),
-        lr={"peak": peak_lr, "retune": optim.lr_retune, "tuned_for_global_size": optim.lr_global_size},
-        exchange=exchange,
-        place=place,
-        local=build_local_saves(rank, place),
-        group=open_side_group(settings.save_timeout_s),
-        saver=BackgroundSaver(clock=rank.clock),
-        buffers=StagingBuffers(rank.device),
-        log=SaveLog(run, rank.attempt) if rank.place.is_first else None,
-    )
-
-
 def tracker_ids(run: RunDirectory) -> dict[str, dict[str, str]]:
     """Returns {"trackers": {"wandb": "5d2030c7-8a1f04", ...}} for a checkpoint's manifest; {} where there are none."""
     states = {path.stem: read_json(path) or {} for path in sorted(run.trackers.glob("*.json"))}
@@ -500,7 +467,7 @@ def _error_of(outcome: Outcome) -> Exception:
     if isinstance(outcome.result, SlurmTrainError):
         return outcome.result
     lost = CheckpointError(
-        f"the ranks lost each other while saving step {outcome.step}: {outcome.result}",
+        f"an exchange between the ranks failed while saving step {outcome.step}: {outcome.result}",
         hint="another rank died or hangs; if its disk is that slow, raise checkpoint.save_timeout_s",
     )
     lost.__cause__ = outcome.result
@@ -508,7 +475,7 @@ def _error_of(outcome: Outcome) -> Exception:
 
 
 class SavePace:
-    """Says at which steps to save, the same on every rank: every N steps, or as often as pays off.
+    """Decides at which steps to save, the same on every rank: every N steps, or as often as pays off.
 
     "auto" follows Young and Daly: with a save that holds the training up for C seconds and an interruption every M
     seconds, sqrt(2 C M) seconds between saves lose the least. Rank 0 measures and decides; a save tells all ranks.

@@ -34,7 +34,7 @@ def run_script(
         run: the run, whose copy of the code the script imports from.
 
     Raises:
-        ConfigError: there is no such script, or nobody set MASTER_ADDR and MASTER_PORT.
+        ConfigError: there is no such script, or MASTER_ADDR or MASTER_PORT is not set.
     """
     command = script_command(words, code_dir=code_dir, run=run)
     script_env = torchrun_env(place, env) | {RUN_DIR: str(run.path)}

@@ -356,7 +356,7 @@ class Exchange:
         return ddp
 
     def begin(self, step: int) -> None:
-        """Says which step follows."""
+        """Notes which step follows."""
 
     def after_update(self, step: int) -> None:
         """Does what is to be done when the optimizer has used the gradients. Collective."""

@@ -357,7 +357,7 @@ class Stopping:
 
     @property
     def _measured(self) -> Spent | None:
-        """What a stop takes, as slow as this attempt, or before its first save the one before it, has seen it."""
+        """The longest times of this attempt; before its first save those of the attempt before it."""
         spent = self._spent
         return spent if spent is not None and spent.longest_save_s else self._before
 

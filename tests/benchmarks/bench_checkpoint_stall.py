@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.train.build import build_checkpointer
 from slurm_train.train.context import Parts
-from slurm_train.train.saving import Checkpointer, Position, build_checkpointer
+from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.step import Exchange
 from tests.support.ranks import make_rank
 

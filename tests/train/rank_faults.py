@@ -12,10 +12,10 @@ from typing import Any
 
 from slurm_train.checkpoint import save
 from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.local import LocalSaves
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train import saving
+from slurm_train.train import build
 from slurm_train.train.context import Rank
-from slurm_train.train.local_tier import LocalSaves
 from slurm_train.train.step import StepFacts, Stepper
 
 
@@ -50,12 +50,12 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
 
 
 def _give_own_disk(rank: int) -> None:
-    build = saving.build_local_saves
+    build_local_saves = build.build_local_saves
 
     def build_for_node(start: Rank, target: Place) -> LocalSaves | None:
-        return build(replace(start, place=replace(start.place, node_rank=rank, local_rank=0)), target)
+        return build_local_saves(replace(start, place=replace(start.place, node_rank=rank, local_rank=0)), target)
 
-    saving.build_local_saves = build_for_node
+    build.build_local_saves = build_for_node
 
 
 def _kill_in(step: int) -> None:

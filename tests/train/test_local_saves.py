@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from slurm_train.checkpoint.directory import read_manifest
+from slurm_train.checkpoint.local import recent_attempts
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
-from slurm_train.train.local_tier import expand, recent_attempts
+from slurm_train.train.build import expand
 from tests.support.waiting import wait_for
 from tests.support.warm_ranks import WarmRank
 from tests.train import small_runs
