@@ -25,22 +25,43 @@ _GC_THRESHOLD = 20_000
 """New objects that may have references to others before the collector looks at them; Python's default is 700."""
 
 
+_TAKES = {
+    "DIR": "path",
+    "FILE": "path",
+    "INPUT": "path",
+    "JSON": "path",
+    "OUT": "path",
+    "RUN": "run",
+    "SWEEP": "sweep",
+    "RUN|SWEEP": "run or sweep",
+    "STATE,...": "states",
+}
+"""What completion offers for a value, by its name in `--help`."""
+
+
 class Argument:
     """A flag or a word of a verb.
 
     Args:
-        names: of a flag "-f", "--follow"; of a word its attribute, e.g. "run".
+        spec: names of a flag, and of its value unless it is a switch: "-f --follow", "--last N"; of a word the
+            attribute, and its name in `--help`: "runs RUN".
         about: its line in `--help`.
-        takes: what completion offers for its value: "a|b" one of these, "a,b" a list of these, a kind of `completion`
-            such as "run" or "path", "" nothing. Choices and switches need none.
+        takes: what completion offers for its value where its name does not say it: "a|b" one of these, "a,b" a list
+            of these, a kind of `completion` such as "trackers".
         options: what else argparse is given.
     """
 
-    def __init__(self, *names: str, about: str = "", takes: str = "", **options: Any) -> None:
-        self.names, self.about, self.options = names, about, options
-        self.takes = takes or "|".join(options.get("choices", ()))
-        if options.get("action") == "store_true":
-            self.takes = "-"
+    def __init__(self, spec: str, about: str = "", *, takes: str = "", **options: Any) -> None:
+        words = spec.split()
+        self.names = tuple(word for word in words if word.startswith("-")) or (words[0],)
+        self.about, self.options = about, options
+        if len(words) > len(self.names):
+            options["metavar"] = words[-1]
+        elif self.is_flag and "choices" not in options:
+            options["action"], takes = "store_true", "-"
+        if options.get("action") == "append":
+            options["default"] = []
+        self.takes = takes or "|".join(options.get("choices", ())) or _TAKES.get(options.get("metavar", ""), "")
 
     @property
     def is_flag(self) -> bool:
@@ -86,47 +107,38 @@ def _action(about: str, *arguments: Argument) -> Verb:
     return Verb("", about, arguments)
 
 
-def _switch(*names: str, about: str) -> Argument:
-    return Argument(*names, about=about, action="store_true")
-
-
 _RUN = "run name, run id, job id or path"
-_ROOT = Argument("--root", default="runs", about="root of the runs (default: runs)", takes="path")
-_WHERE = Argument("--where", metavar="KEY=VALUE", action="append", default=[], about="of a sweep: with this value")
-_JSON = _switch("--json", about="print JSON")
-_ONE_RUN = Argument("run", nargs="?", metavar="RUN", about=f"{_RUN}; default: the newest", takes="run")
+_ROOT = Argument("--root DIR", "root of the runs (default: runs)", default="runs")
+_WHERE = Argument("--where KEY=VALUE", "of a sweep: with this value", action="append")
+_JSON = Argument("--json", "print JSON")
+_ONE_RUN = Argument("run RUN", f"{_RUN}; default: the newest", nargs="?")
 _CHECKPOINT = "RUN (its newest that verifies), RUN@STEP, or the path of a checkpoint"
 DEVCLUSTER_STATE_DIR = "/var/lib/slurm-train-devcluster"
-_STATE_DIR = Argument("--state", default=DEVCLUSTER_STATE_DIR, about="directory that holds all of it", takes="path")
-_NODE = Argument("node", about="e.g. node2")
+_STATE_DIR = Argument("--state DIR", "directory that holds all of it", default=DEVCLUSTER_STATE_DIR)
+_NODE = Argument("node", "e.g. node2")
 VERBS = {
     "plan": Verb("cli.plan", "print batch arithmetic, ranks and the exact script; submit nothing"),
     "status": Verb(
         "cli.status",
         "table of runs: state, step, loss, speed, nodes, reason; -w goes on looking",
         [
-            Argument("runs", nargs="*", metavar="RUN", about=f"{_RUN}, or a sweep; default: all", takes="run or sweep"),
+            Argument("runs RUN|SWEEP", f"{_RUN}, or a sweep; default: all", nargs="*"),
             _ROOT,
             Argument(
-                *("-w", "--watch"),
+                "-w --watch SECONDS",
+                "look again every so many seconds (default: 5 on a terminal, else 30) until all have ended",
                 nargs="?",
                 const="",
-                metavar="SECONDS",
-                about="look again every so many seconds (default: 5 on a terminal, else 30) until all have ended",
             ),
+            Argument("--state STATE,...", "only runs in these states, e.g. running,failed"),
             Argument(
-                "--state", metavar="STATE,...", about="only runs in these states, e.g. running,failed", takes="states"
-            ),
-            Argument(
-                "--where",
-                metavar="KEY=VALUE",
+                "--where KEY=VALUE",
+                "only runs with this value of a key of their configuration; several must all hold",
                 action="append",
-                default=[],
-                about="only runs with this value of a key of their configuration; several must all hold",
             ),
-            Argument("--last", metavar="N", type=int, about="only the N that were submitted or started last"),
-            Argument("--since", metavar="TIME", about="only those submitted or started since: 90m, 12h, 2d, a date"),
-            _switch("--json", about="print JSON; with -w one line per look"),
+            Argument("--last N", "only the N that were submitted or started last", type=int),
+            Argument("--since TIME", "only those submitted or started since: 90m, 12h, 2d, a date"),
+            Argument("--json", "print JSON; with -w one line per look"),
         ],
         examples="""\
   python -m slurm_train status
@@ -145,9 +157,9 @@ VERBS = {
         [
             _ONE_RUN,
             _ROOT,
-            _switch("-f", "--follow", about="go on printing as the log grows"),
-            Argument("--rank", type=int, default=0, about="which rank (default: 0); -1: the batch script"),
-            Argument("--attempt", type=int, about="which attempt (default: the newest)"),
+            Argument("-f --follow", "go on printing as the log grows"),
+            Argument("--rank N", "which rank (default: 0); -1: the batch script", type=int, default=0),
+            Argument("--attempt N", "which attempt (default: the newest)", type=int),
         ],
         examples="""\
   python -m slurm_train logs -f                     the newest run, as it goes on
@@ -158,7 +170,7 @@ VERBS = {
     "cancel": Verb(
         "cli.cancel",
         "end a run's job",
-        [Argument("runs", nargs="+", metavar="RUN", about=f"{_RUN}, or a sweep", takes="run or sweep"), _ROOT, _WHERE],
+        [Argument("runs RUN|SWEEP", f"{_RUN}, or a sweep", nargs="+"), _ROOT, _WHERE],
         examples="""\
   python -m slurm_train cancel 3f9a1c07
   python -m slurm_train cancel 1234          by job id
@@ -169,22 +181,18 @@ VERBS = {
         "cli.resume",
         "continue an unfinished run from its newest checkpoint",
         [
-            Argument("run", metavar="RUN", about=f"{_RUN}, or a sweep", takes="run or sweep"),
+            Argument("run RUN|SWEEP", f"{_RUN}, or a sweep"),
             _ROOT,
             Argument(
-                "--accept",
-                metavar="NAMES",
-                action="append",
-                default=[],
-                about="changes to accept: keys or sections, config, code, data; several with commas",
+                "--accept NAMES",
+                "changes to accept: keys or sections, config, code, data; several with commas",
                 takes="changes",
+                action="append",
             ),
-            Argument("--config-dir", metavar="DIR", about="YAML files of your own, for cluster=NAME", takes="path"),
+            Argument("--config-dir DIR", "YAML files of your own, for cluster=NAME"),
             Argument(
-                "--only",
-                metavar="STATE,...",
-                about="of a sweep: runs in these states, e.g. failed,missing,timeout; default: all unfinished",
-                takes="states",
+                "--only STATE,...",
+                "of a sweep: runs in these states, e.g. failed,missing,timeout; default: all unfinished",
             ),
             _WHERE,
         ],
@@ -203,12 +211,10 @@ VERBS = {
         "cli.collate",
         "table of a sweep: values, best and last metrics, attempts, GPU-hours",
         [
-            Argument(
-                "sweep", metavar="SWEEP", about="run name or id of a sweep, job id of an array, or path", takes="sweep"
-            ),
+            Argument("sweep SWEEP", "run name or id of a sweep, job id of an array, or path"),
             _ROOT,
-            Argument("--format", choices=("csv", "markdown", "parquet"), about="default: after --out, else markdown"),
-            Argument("--out", metavar="FILE", about="default: stdout", takes="path"),
+            Argument("--format", "default: after --out, else markdown", choices=("csv", "markdown", "parquet")),
+            Argument("--out FILE", "default: stdout"),
         ],
         examples="""\
   python -m slurm_train collate 9b1c44e0                          a Markdown table
@@ -220,21 +226,11 @@ VERBS = {
         "cli.report",
         "one HTML page of a run or sweep: curves, speed, where the hours went; needs no network",
         [
-            Argument(
-                "what",
-                nargs="?",
-                metavar="RUN|SWEEP",
-                about=f"{_RUN}, or a sweep; default: the newest run",
-                takes="run or sweep",
-            ),
+            Argument("what RUN|SWEEP", f"{_RUN}, or a sweep; default: the newest run", nargs="?"),
             _ROOT,
-            Argument(
-                "--out", metavar="FILE", about="default: report.html in the directory of the run or sweep", takes="path"
-            ),
-            Argument(
-                "--png", metavar="DIR", about="write the main plots there as PNG (pip install matplotlib)", takes="path"
-            ),
-            Argument("--metric", metavar="NAME", about="what a sweep is judged by; default: eval_loss, else loss"),
+            Argument("--out FILE", "default: report.html in the directory of the run or sweep"),
+            Argument("--png DIR", "write the main plots there as PNG (pip install matplotlib)"),
+            Argument("--metric NAME", "what a sweep is judged by; default: eval_loss, else loss"),
         ],
         examples="""\
   python -m slurm_train report                              the newest run
@@ -248,19 +244,12 @@ VERBS = {
         "cli.diff",
         "what differs between two runs: configuration, code, environment",
         [
-            Argument("run", metavar="RUN_A", about=_RUN, takes="run"),
-            Argument(
-                "other", metavar="RUN_B", nargs="?", about="default: the folder of RUN_A as it is now", takes="run"
-            ),
+            Argument("run RUN_A", _RUN, takes="run"),
+            Argument("other RUN_B", "default: the folder of RUN_A as it is now", takes="run", nargs="?"),
             _ROOT,
-            Argument(
-                "--only",
-                metavar="PARTS",
-                about="some of config,code,environment",
-                takes="config,code,environment",
-            ),
-            _switch("--stat", about="of code, lines added and removed per file"),
-            _switch("--json", about="as one JSON object"),
+            Argument("--only PARTS", "some of config,code,environment", takes="config,code,environment"),
+            Argument("--stat", "of code, lines added and removed per file"),
+            Argument("--json", "as one JSON object"),
         ],
         examples="""\
   python -m slurm_train diff 3f9a1c07 7e497dfb                  configuration, code and environment
@@ -273,11 +262,11 @@ VERBS = {
         "cli.track",
         "send a run's metrics to its trackers: what its job could not send",
         [
-            Argument("run", metavar="RUN", about=_RUN, takes="run"),
+            Argument("run RUN", _RUN),
             _ROOT,
-            Argument("--only", metavar="NAMES", about="some of its trackers, e.g. wandb,mlflow", takes="trackers"),
+            Argument("--only NAMES", "some of its trackers, e.g. wandb,mlflow", takes="trackers"),
             # What the supervisor calls: follow the run until stdin ends.
-            _switch("--beside", about=""),
+            Argument("--beside"),
         ],
         settings="after",
         examples="""\
@@ -291,8 +280,8 @@ VERBS = {
         "cli.scaling",
         "short runs from one rank to all nodes: what limits, and whether more nodes pay",
         [
-            Argument("--steps", type=int, default=64, about="optimizer steps of each run (default: 64)"),
-            _switch("--no-wait", about="return when all is submitted"),
+            Argument("--steps N", "optimizer steps of each run (default: 64)", type=int, default=64),
+            Argument("--no-wait", "return when all is submitted"),
         ],
         settings="any",
         examples="""\
@@ -313,33 +302,28 @@ The same command again starts what is missing, waits for what runs, and prints t
             "verify": _action("reads every byte", _ONE_RUN, _ROOT),
             "gc": _action(
                 "removes old checkpoints and what dead attempts left",
-                Argument("run", metavar="RUN", about=_RUN, takes="run"),
+                Argument("run RUN", _RUN),
                 _ROOT,
-                Argument("--keep", type=int, metavar="N", about="how many stay (default: the run's checkpoint.keep)"),
+                Argument("--keep N", "how many stay (default: the run's checkpoint.keep)", type=int),
             ),
             "diff": _action(
                 "compares facts and weights, bit for bit",
-                Argument("first", metavar="A", about=_CHECKPOINT, takes="run"),
-                Argument("second", metavar="B", about="likewise", takes="run"),
+                Argument("first A", _CHECKPOINT, takes="run"),
+                Argument("second B", "likewise", takes="run"),
                 _ROOT,
             ),
             "export": _action(
                 "writes the model for use elsewhere",
-                Argument("checkpoint", metavar="RUN", about=_CHECKPOINT, takes="run"),
-                Argument(
-                    "target",
-                    metavar="OUT",
-                    about="the file to write, e.g. model.safetensors; hf: the directory",
-                    takes="path",
-                ),
+                Argument("checkpoint RUN", _CHECKPOINT),
+                Argument("target OUT", "the file to write, e.g. model.safetensors; hf: the directory"),
                 _ROOT,
                 Argument(
                     "--format",
+                    "hf: a directory that transformers reads",
                     choices=("safetensors", "hf"),
                     default="safetensors",
-                    about="hf: a directory that transformers reads",
                 ),
-                Argument("--shard-size", default="5GB", metavar="SIZE", about="hf: largest file (default: 5GB)"),
+                Argument("--shard-size SIZE", "hf: largest file (default: 5GB)", default="5GB"),
             ),
         },
         examples="""\
@@ -357,19 +341,12 @@ The same command again starts what is missing, waits for what runs, and prints t
         "cli.prepare",
         "turn text, JSONL and Parquet files into token shards",
         [
-            Argument("inputs", nargs="+", metavar="INPUT", about="a file, or a folder to search", takes="path"),
-            Argument("--out", required=True, metavar="DIR", about="directory of the shards, made here", takes="path"),
-            Argument(
-                "--held-out", type=float, default=0.1, metavar="FRACTION", about="of files and rows (default 0.1)"
-            ),
-            Argument("--suffix", action="append", default=[], metavar=".txt", about="take only such files of folders"),
-            Argument("--text-column", default="text", metavar="NAME", about="of JSONL and Parquet (default text)"),
-            Argument(
-                "--tokenizer",
-                metavar="JSON",
-                about="tokenizer.json, or a model's directory; without it bytes are the tokens",
-                takes="path",
-            ),
+            Argument("inputs INPUT", "a file, or a folder to search", nargs="+"),
+            Argument("--out DIR", "directory of the shards, made here", required=True),
+            Argument("--held-out FRACTION", "of files and rows (default 0.1)", type=float, default=0.1),
+            Argument("--suffix .txt", "take only such files of folders", action="append"),
+            Argument("--text-column NAME", "of JSONL and Parquet (default text)", default="text"),
+            Argument("--tokenizer JSON", "tokenizer.json, or a model's directory; without it bytes are the tokens"),
         ],
         examples="""\
   python -m slurm_train prepare books/ --suffix .txt --out data/books
@@ -380,7 +357,7 @@ The same command again starts what is missing, waits for what runs, and prints t
         "cli.doctor",
         "what this cluster does to a run; with +cluster=NxG: are its nodes and its network fit?",
         [
-            Argument("settings", nargs="*", metavar="key=value", about="+cluster=NxG and other settings of a run"),
+            Argument("settings key=value", "+cluster=NxG and other settings of a run", nargs="*"),
             _JSON,
         ],
         examples="""\
@@ -395,16 +372,11 @@ The same command again starts what is missing, waits for what runs, and prints t
         "cli.init",
         "look at this cluster and write a site file for it, to be chosen by site=NAME",
         [
-            Argument("name", nargs="?", metavar="NAME", about="of the site (default: Slurm's ClusterName)"),
-            _switch("--yes", about="take the default of every question"),
-            _switch("--force", about="replace an existing file"),
-            _switch("--print", about="print the file and write nothing"),
-            Argument(
-                "--config-dir",
-                metavar="DIR",
-                about="write below DIR/site/ (default: ~/.config/slurm_train)",
-                takes="path",
-            ),
+            Argument("name NAME", "of the site (default: Slurm's ClusterName)", nargs="?"),
+            Argument("--yes", "take the default of every question"),
+            Argument("--force", "replace an existing file"),
+            Argument("--print", "print the file and write nothing"),
+            Argument("--config-dir DIR", "write below DIR/site/ (default: ~/.config/slurm_train)"),
         ],
         examples="""\
   python -m slurm_train init                      name and answers are proposed
@@ -421,22 +393,22 @@ The same command again starts what is missing, waits for what runs, and prints t
             "up": _action(
                 "build the cluster and wait until its nodes are idle",
                 _STATE_DIR,
-                Argument("--nodes", type=int, default=4, about="nodes (default 4)"),
-                Argument("--gpus", type=int, default=8, about="GPU devices per node (default 8)"),
-                Argument("--user", action="append", default=[], about="a further user who may submit; may be repeated"),
+                Argument("--nodes N", "nodes (default 4)", type=int, default=4),
+                Argument("--gpus N", "GPU devices per node (default 8)", type=int, default=8),
+                Argument("--user NAME", "a further user who may submit; may be repeated", action="append"),
             ),
             "down": _action("end its jobs and remove all of it", _STATE_DIR),
             "status": _action("daemons and nodes; exit code 0 if healthy, else 1", _STATE_DIR),
             "add-user": _action(
                 "let a user who came after `up` submit jobs",
-                Argument("user", nargs="+", about="a user of this machine"),
+                Argument("user", "a user of this machine", nargs="+"),
                 _STATE_DIR,
             ),
             "kill-node": _action(
                 "kill the slurmd of a node",
                 _NODE,
                 _STATE_DIR,
-                _switch("--with-jobs", about="kill every process on the node, as a power cut does"),
+                Argument("--with-jobs", "kill every process on the node, as a power cut does"),
             ),
             "start-node": _action("start the slurmd of a node again", _NODE, _STATE_DIR),
         },
@@ -453,7 +425,7 @@ The same command again starts what is missing, waits for what runs, and prints t
     "completion": Verb(
         "tools.completion",
         "print the script that completes words in bash, zsh or fish",
-        [Argument("shell", choices=("bash", "fish", "zsh"), about="your shell")],
+        [Argument("shell", "your shell", choices=("bash", "fish", "zsh"))],
         examples="""\
   source <(python -m slurm_train completion bash)      now, in this shell; in ~/.bashrc for ever
   source <(python -m slurm_train completion zsh)       in ~/.zshrc after compinit

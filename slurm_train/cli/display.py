@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import note
 from slurm_train.config.schema import TrackSection
+<<<<<<< HEAD
 from slurm_train.launch.placement import layout_rows
+=======
+from slurm_train.formatting import shorten
+from slurm_train.launch.layout import layout_rows
+>>>>>>> f01b023 (Write flags in the table of verbs as help shows them)
 
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan
@@ -92,8 +97,7 @@ def _checkpoint_text(plan: RunPlan) -> str:
 def say_source(source: Source) -> None:
     """Prints which of the user's code a run would not have a copy of."""
     if source.left_out:
-        more = f", and {len(source.left_out) - 5} more" if len(source.left_out) > 5 else ""
-        note(f"not copied into the run: {', '.join(source.left_out[:5])}{more}")
+        note(f"not copied into the run: {shorten(source.left_out)}")
     if source.elsewhere:
         places = ",".join(source.elsewhere)
         note(f"imported from where it is edited, not from a copy in the run: {places.replace(',', ', ')}")

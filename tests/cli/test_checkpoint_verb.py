@@ -15,6 +15,7 @@ from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.jobs import process_lives, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory, name_of
+from tests.cli.conftest import Shell
 from tests.support.extras import NEEDS_TRANSFORMERS
 from tests.support.small_checkpoints import checkpoint_of
 
@@ -32,7 +33,7 @@ def has_checkpoints(run: RunDirectory, *values: float, **changes: Any) -> None:
 
 
 @pytest.fixture
-def run(shell) -> RunDirectory:
+def run(shell: Shell) -> RunDirectory:
     run = shell.has_run(cluster=False)
     run.epochs.mkdir()
     (run.epochs / "attempt_0").touch()
@@ -47,36 +48,42 @@ def damage(run: RunDirectory, step: int) -> None:
     path.write_bytes(data)
 
 
-def test_ls_and_verify_tell_the_whole_from_the_damaged(shell, run):
+def test_ls_and_verify_tell_the_whole_from_the_damaged(shell: Shell, run: RunDirectory) -> None:
     damage(run, 2)
-    listed, verified = shell.types("checkpoint", "ls", "gpt-stdlib"), shell.types("checkpoint", "verify")
+    listed, verified = shell.types("checkpoint ls gpt-stdlib"), shell.types("checkpoint verify")
     assert (listed.code, listed.out.count("complete")) == (0, 2)
     assert verified.code == 1
     assert "__0_0.distcp" in verified.out and verified.out.count("verified") == 1
 
 
-def test_export_writes_the_newest_that_verifies(shell, run):
+def test_export_writes_the_newest_that_verifies_or_a_step_and_overwrites_nothing(
+    shell: Shell, run: RunDirectory
+) -> None:
     has_checkpoints(run, 1.0, 2.0, 3.0)
     damage(run, 3)
-    done = shell.types("checkpoint", "export", "gpt-stdlib", "model.safetensors")
+    done = shell.types("checkpoint export gpt-stdlib model.safetensors")
     assert (done.code, done.out) == (0, "model.safetensors\n"), done.err
     tensors = load_file("model.safetensors")
     assert sorted(tensors) == ["half", "head.weight", "step"]
     assert tensors["head.weight"].equal(torch.full((3, 2), 2.0)) and tensors["half"].dtype == torch.bfloat16
     with safe_open("model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "step": "2", "samples": "16", "config_hash": "3f9a1c07"}
-
-
-def test_export_takes_a_step_and_overwrites_nothing(shell, run):
-    assert shell.types("checkpoint", "export", "gpt-stdlib@1", "one.safetensors").code == 0
-    assert load_file("one.safetensors")["head.weight"][0, 0] == 1.0
-    again = shell.types("checkpoint", "export", "gpt-stdlib@2", "one.safetensors")
+    again = shell.types("checkpoint export gpt-stdlib@1 model.safetensors")
     assert again.code == 1 and "exists already" in again.err
-    assert shell.left().count("one.safetensors") == 1 and not [name for name in shell.left() if "partial" in name]
+    assert shell.types("checkpoint export gpt-stdlib@1 one.safetensors").code == 0
+    assert load_file("one.safetensors")["head.weight"][0, 0] == 1.0
+    before = shell.left()
+    for step, message in ((3, "cannot be trusted"), (5, "has no checkpoint of step 5\nhint: steps there: 3, 2, 1")):
+        done = shell.types(f"checkpoint export gpt-stdlib@{step} other.safetensors")
+        assert done.code == 1 and message in done.err
+    (checkpoint_of(run.checkpoints, 2) / ".metadata").chmod(0o666)
+    done = shell.types("checkpoint export gpt-stdlib@2 two.safetensors")
+    assert done.code == 1 and "belongs to uid" in done.err, "others may write it"
+    assert shell.left() == before
 
 
 @NEEDS_TRANSFORMERS
-def test_export_writes_a_directory_for_transformers_and_overwrites_nothing(shell, run):
+def test_export_writes_a_directory_for_transformers_and_overwrites_nothing(shell: Shell, run: RunDirectory) -> None:
     settings = {"norm": "rmsnorm", "activation": "swiglu", "tied": False, "width": 16, "num_layers": 1, "vocab_size": 9}
     model = {"_target_": "slurm_train.models.gpt.GPT", **settings}
     header = CheckpointHeader(
@@ -86,34 +93,20 @@ def test_export_writes_a_directory_for_transformers_and_overwrites_nothing(shell
     )  # fmt: skip
     weights = GPT(**settings).state_dict()
     save_checkpoint(run.checkpoints, tensors={"model": weights}, rank_state={}, header=header, group=None, keep=9)
-    done = shell.types("checkpoint", "export", "gpt-stdlib", "out", "--format", "hf", "--shard-size", "5KB")
+    done = shell.types("checkpoint export gpt-stdlib out --format hf --shard-size 5KB")
     assert (done.code, done.out) == (0, "out\n"), done.err
     written = [name for name in shell.left() if name.startswith("out/")]
     assert {"out/config.json", "out/model.safetensors.index.json"} < set(written) and len(written) > 4
-    again = shell.types("checkpoint", "export", "gpt-stdlib@3", "out", "--format", "hf")
+    again = shell.types("checkpoint export gpt-stdlib@3 out --format hf")
     assert again.code == 1 and "out exists already" in again.err
     # A model of one's own: step 2 was not saved with the settings of one that is known.
-    done = shell.types("checkpoint", "export", "gpt-stdlib@2", "other", "--format", "hf")
+    done = shell.types("checkpoint export gpt-stdlib@2 other --format hf")
     assert done.code == 2 and "is known for the shipped GPT and for model=hf, not for None" in done.err
     assert not [name for name in shell.left() if "partial" in name or name.startswith("other")]
 
 
-def test_export_refuses_a_damaged_step_and_an_absent_one(shell, run):
-    damage(run, 2)
-    done = shell.types("checkpoint", "export", "gpt-stdlib@2", "two.safetensors")
-    assert done.code == 1 and "cannot be trusted" in done.err
-    done = shell.types("checkpoint", "export", "gpt-stdlib@5", "five.safetensors")
-    assert done.code == 1 and "no checkpoint of step 5" in done.err and "steps there: 2, 1" in done.err
-
-
-def test_export_refuses_what_others_may_write(shell, run):
-    (checkpoint_of(run.checkpoints, 2) / ".metadata").chmod(0o666)
-    done = shell.types("checkpoint", "export", "gpt-stdlib@2", "two.safetensors")
-    assert done.code == 1 and "belongs to uid" in done.err
-
-
-def test_diff_names_tensors_and_facts_and_equal_is_equal(shell, run):
-    done = shell.types("checkpoint", "diff", "gpt-stdlib@1", "gpt-stdlib@2")
+def test_diff_names_tensors_and_facts_and_equal_is_equal(shell: Shell, run: RunDirectory) -> None:
+    done = shell.types("checkpoint diff gpt-stdlib@1 gpt-stdlib@2")
     assert done.code == 1
     assert "6 of 6 values, at most 1 apart" in done.out and "half" not in done.out
     assert "samples" in done.out
@@ -123,9 +116,9 @@ def test_diff_names_tensors_and_facts_and_equal_is_equal(shell, run):
     assert "all 3 tensors of the model are equal" in done.err
 
 
-def test_gc_keeps_the_newest_and_removes_what_dead_attempts_left(shell, run):
+def test_gc_keeps_the_newest_and_removes_what_dead_attempts_left(shell: Shell, run: RunDirectory) -> None:
     staging = Place(root=run.checkpoints, attempt=0).open_staging(3)
-    done = shell.types("checkpoint", "gc", "gpt-stdlib", "--keep", "1")
+    done = shell.types("checkpoint gc gpt-stdlib --keep 1")
     assert done.code == 0, done.err
     removed = [line.rpartition("/")[2] for line in done.out.splitlines()]
     assert removed[0].startswith("checkpoint_0000001_") and staging.name in removed[1]
@@ -134,9 +127,9 @@ def test_gc_keeps_the_newest_and_removes_what_dead_attempts_left(shell, run):
     assert not run.lock.exists()
 
 
-def test_gc_of_a_run_that_is_going_is_refused(shell, run):
+def test_gc_of_a_run_that_is_going_is_refused(shell: Shell, run: RunDirectory) -> None:
     take_lock(run.lock, this_process(), is_alive=process_lives)
     held = json.loads(run.lock.read_text())
-    done = shell.types("checkpoint", "gc", "gpt-stdlib")
+    done = shell.types("checkpoint gc gpt-stdlib")
     assert done.code != 0 and "is being run by" in done.err
     assert json.loads(run.lock.read_text()) == held

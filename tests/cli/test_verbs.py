@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slurm_train.verbs import PUBLIC_VERBS, VERBS
-from tests.support.command_line import REPOSITORY, Person
+from tests.cli.conftest import Shell
+from tests.support.command_line import Person
 
 # Prints the user time and whether heavy modules came along, after the verb has run.
 MEASURE = """
@@ -45,30 +45,11 @@ def test_help_is_quick_has_examples_and_imports_no_torch(words: list[str], tmp_p
     assert examples, out
 
 
-@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
-def test_every_verb_of_the_table_has_its_function(verb: Any) -> None:
-    assert callable(verb.load())
-
-
-NEAR = [("stats", "status"), ("log", "logs"), ("cancle", "cancel"), ("plann", "plan"), ("resum", "resume")]
-
-
-@pytest.mark.parametrize(("word", "verb"), NEAR)
-def test_a_mistyped_verb_is_answered_with_the_nearest(word: str, verb: str, shell: Any) -> None:
-    done = shell.types(word)
-    assert (done.code, done.out) == (2, "")
-    assert done.err == f"error: {word!r} is neither a verb nor a setting\nhint: did you mean `{verb}`?\n"
-
-
-def test_a_verb_is_a_first_word_only(shell: Any) -> None:
-    assert "'status' is neither a verb nor a setting" in shell.types("seed=1", "status").err
-
-
-@pytest.mark.parametrize("verb", sorted(PUBLIC_VERBS))
-def test_a_flag_that_a_verb_does_not_have_is_wrong_use(verb: str, shell: Any) -> None:
-    done = shell.types(verb, "--no-such-flag")
-    assert (done.code, done.out) == (2, "")
-    assert "--no-such-flag" in done.err or "usage:" in done.err
+def test_every_verb_of_the_table_has_its_function_and_refuses_other_flags(shell: Shell) -> None:
+    assert all(callable(verb.load()) for verb in VERBS.values())
+    for verb in PUBLIC_VERBS:
+        err = shell.refuses("", f"{verb} --no-such-flag")
+        assert "--no-such-flag" in err or "usage:" in err
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
@@ -86,11 +67,6 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_console_script_and_the_module_are_the_same_door() -> None:
-    text = (REPOSITORY / "pyproject.toml").read_text()
-    assert 'slurm-train = "slurm_train.__main__:main"' in text
 
 
 @pytest.mark.parametrize("word", ["supervise", "torchrun", "track", "nothing.here=1"])
