@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,8 +44,8 @@ esac
 class Batch:
     """An allocation of two nodes with a run in it."""
 
-    def __init__(self, shell: Shell) -> None:
-        self.run: RunDirectory = shell.has_run(job_ids=("76",))
+    def __init__(self, shell: Shell, run: RunDirectory) -> None:
+        self.run = run
         self.run.logs.mkdir(exist_ok=True)
         self.here = shell.slurm.folder
         self.person = Person(shell.folder)
@@ -71,7 +70,7 @@ class Batch:
 
 @pytest.fixture
 def batch(shell: Shell) -> Batch:
-    return Batch(shell)
+    return Batch(shell, shell.has_run(job_ids=("76",)))
 
 
 def test_the_step_gets_its_attempt_and_where_to_meet(batch: Batch) -> None:
@@ -163,21 +162,17 @@ def plant(code: Path, canary: Path) -> None:
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["touched", "open to others"])
 def test_no_code_of_a_changed_copy_is_run_before_it_is_refused(shell: Shell, is_open: bool) -> None:
-    job_id, path = shell.types("+cluster=2x4").out.split()
-    run, canary = RunDirectory(Path(path)), shell.folder / "canary"
+    job_id, run = shell.types("+cluster=2x4").job_and_run
+    batch, canary = Batch(shell, run), shell.folder / "canary"
     plant(run.code, canary)
     run.code.chmod(0o777 if is_open else 0o700)
-    programs = shell.slurm.folder
-    (programs / "srun").write_text("#!/bin/sh\n" + SRUN.format(here=programs, run=run.path))
-    (programs / "sees").write_text("fine")
-    (programs / "job.out").write_text(RUNNING)
-    env = {**Person(shell.folder).environment(), **JOB, "SLURM_JOB_ID": job_id, "PATH": f"{programs}:/usr/bin:/bin"}
+    env = batch.person.environment() | JOB | {"SLURM_JOB_ID": job_id, "PATH": f"{batch.here}:/usr/bin:/bin"}
     # An empty part of PYTHONPATH means the working directory, also to Python's own start.
     env["PYTHONPATH"] = f":{env.get('PYTHONPATH', '')}"
     done = subprocess.run(["bash", run.submit_script], cwd="/", env=env, capture_output=True, text=True, check=False)
     said = "somebody else could have written what would run" if is_open else "is not what was submitted"
     assert done.returncode == 2 and said in done.stderr, done.stderr
-    assert not canary.exists() and not (programs / "words").exists(), "neither the supervisor nor a rank has begun"
+    assert not canary.exists() and not (batch.here / "words").exists(), "neither the supervisor nor a rank has begun"
 
 
 def test_ranks_of_a_changed_copy_are_not_started_here(shell: Shell) -> None:
@@ -204,18 +199,18 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_here_is_a_polite_stop(number: signal.Signals, shell: Any) -> None:
+def test_ctrl_c_here_is_a_polite_stop(number: signal.Signals, shell: Shell) -> None:
     (shell.folder / "train.py").write_text(SLEEPER)
-    words = [sys.executable, "-m", "slurm_train", "script=[train.py]", "run.processes=2"]
-    env = Person(shell.folder).environment()
-    trainer = subprocess.Popen(words, cwd=shell.folder, env=env, stderr=subprocess.PIPE, text=True)
+    words, env = ["script=[train.py]", "run.processes=2"], Person(shell.folder).environment()
+    argv = [sys.executable, "-m", "slurm_train", *words]
+    trainer = subprocess.Popen(argv, cwd=shell.folder, env=env, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: len(list(shell.folder.glob("ready_*"))) == 2, within_s=60, what="both ranks", poll_s=0.05)
     trainer.send_signal(number)
     _, err = trainer.communicate(timeout=60)
     assert trainer.returncode == 75, err
     stopped = {path.name: path.read_text() for path in shell.folder.glob("stopped_*")}
     assert stopped == {name: str(int(signal.SIGUSR2)) for name in ("stopped_0", "stopped_1")}
-    (run,) = (RunDirectory(path.parent) for path in Path(shell.folder).glob("runs/*/*/config.yaml"))
+    (run,) = (RunDirectory(path.parent) for path in shell.folder.glob("runs/*/*/config.yaml"))
     (line,) = read_ledger(run)
     assert (line["reason"], line["exit_code"]) == ("stopped", 75)
     assert not run.lock.exists() and not run.result.exists()
