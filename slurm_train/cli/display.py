@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import note
 from slurm_train.config.schema import TrackSection
-<<<<<<< HEAD
-from slurm_train.launch.placement import layout_rows
-=======
 from slurm_train.formatting import shorten
-from slurm_train.launch.layout import layout_rows
->>>>>>> f01b023 (Write flags in the table of verbs as help shows them)
+from slurm_train.launch.placement import layout_rows
 
 if TYPE_CHECKING:
     from slurm_train.launch.plan import RunPlan
