@@ -14,16 +14,13 @@ from slurm_train.cli.outputs import plan_outputs, say_outputs
 from slurm_train.cli.terminal import note
 from slurm_train.config.words import read_words
 from slurm_train.errors import ClusterError, ConfigError
-from slurm_train.formatting import byte_size, table
+from slurm_train.formatting import byte_size, share, shorten, table
 from slurm_train.launch.placement import TABLE_HEADER, table_rows
 from slurm_train.launch.plan import RunPlan, plan_run
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
     from slurm_train.config.schema import RunConfig
-    from slurm_train.estimate.estimate import PlanEstimate
-    from slurm_train.estimate.layouts import Suggestion
-    from slurm_train.slurm.policy import TestVerdict
     from slurm_train.slurm.site import SiteFacts
 
 _HELP = """\
@@ -56,17 +53,15 @@ def main(words: Sequence[str]) -> int:
     if flags.only_prints:
         raise ConfigError("`plan` prints a plan, --cfg and --info print a configuration", hint="drop `plan`")
     env, cwd = dict(os.environ), Path.cwd()
-    as_json, measure, suggest = flags.json, flags.measure, flags.suggest
     settings = read_settings_of(flags)
     flags = settings.words
     if flags.multirun:
-        if suggest is not None or flags.ranks:
-            flag = "--ranks" if suggest is None else "--suggest"
-            raise ConfigError(f"{flag} is for one run", hint="drop -m and give each key one value")
+        if flags.suggest is not None or flags.ranks:
+            raise ConfigError("--suggest and --ranks are for one run", hint="drop -m and give each key one value")
         return _plan_sweep(settings, env=env, cwd=cwd)
     composed = settings.compose()
-    if suggest is not None:
-        return _suggest(composed.config, suggest, env)
+    if flags.suggest is not None:
+        return _suggest(composed.config, flags.suggest, env)
     plan = plan_run(composed, cwd=cwd, env=env)
     outputs = plan_outputs(settings, [plan], [flags.overrides], cwd=cwd)
     refuse_missing_inputs(plan, cwd=cwd)
@@ -75,25 +70,27 @@ def main(words: Sequence[str]) -> int:
         say_outputs(outputs)
         print(table(TABLE_HEADER, table_rows(plan.layout, plan.world)))
         return 0
-    estimate = _estimate(plan, measured=_measure(plan, env, cwd) if measure else None, env=env)
-    script = _script(plan)
-    verdict, says = (None, "") if script is None else _slurm_says(script, env, plan)
-    if as_json:
-        slurm = None if script is None else {"says": says, **({} if verdict is None else _as_json(verdict))}
+    from slurm_train.estimate.estimate import estimate_run
+
+    measured = _measure(plan, env, cwd) if flags.measure else None
+    estimate = estimate_run(plan, facts=_site_facts(plan, env), env=env, measured=measured)
+    script: str | None = None
+    slurm: dict[str, Any] | None = None
+    rows = [("script", "none: the run would train on this machine (add +cluster=NxG for Slurm)")]
+    if plan.config.cluster is not None:
+        from slurm_train.launch.script import render_script
+
+        script = render_script(plan)
+        slurm = _ask_slurm(script, env, plan)
+        rows = [("environment", _environment(plan.config.cluster.export, env)), ("Slurm", slurm["says"])]
+    if flags.json:
         facts = {"run": str(plan.run.path), **plan.as_json(), **estimate.as_json(), "slurm": slurm, "script": script}
         print(json.dumps(facts, indent=2))
         return 0
-    print_rows([*plan_rows(plan), *estimate.rows(), *_script_rows(plan, says, env)])
+    print_rows([*plan_rows(plan), *estimate.rows(), *rows])
     say_outputs(outputs)
-    if script is not None:
-        print(script, end="")
+    print(script or "", end="")
     return 0
-
-
-def _estimate(plan: RunPlan, *, measured: Mapping[str, Any] | None, env: Mapping[str, str]) -> PlanEstimate:
-    from slurm_train.estimate.estimate import estimate_run
-
-    return estimate_run(plan, facts=_site_facts(plan, env), env=env, measured=measured)
 
 
 def _site_facts(plan: RunPlan, env: Mapping[str, str]) -> SiteFacts | None:
@@ -138,58 +135,39 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
     Raises:
         ConfigError: the amount is no positive number, or nothing fits.
     """
-    from slurm_train.estimate.layouts import Machine, suggest_layouts
+    from slurm_train.estimate.layouts import BETWEEN_NODES, FLOPS, INSIDE_NODE, suggest_layouts
     from slurm_train.launch.placement import plan_world
 
-    try:
-        memory_gb = float(memory)
-    except ValueError:
-        memory_gb = 0.0
-    if not 0 < memory_gb < 1e6:
+    if not memory.replace(".", "", 1).isdecimal() or not 0 < float(memory) < 1e6:
         raise ConfigError(
             f"--suggest must be a number of GiB greater than 0, got {memory}",
             hint="give the memory of one device in GiB: plan --suggest 80",
         )
     world = plan_world(config, env)
-    found = suggest_layouts(config, world, memory_bytes=int(memory_gb * 2**30))
-    if not found.best:
+    num_legal, found = suggest_layouts(config, world, memory_bytes=int(float(memory) * 2**30))
+    if not found:
         raise ConfigError(
-            f"none of {found.num_legal} legal layouts of {world.size} ranks fits into {memory} GiB a device",
+            f"none of {num_legal} legal layouts of {world.size} ranks fits into {memory} GiB a device",
             hint="use more nodes, a smaller batch.local_size, or parallel.cpu_offload=true",
         )
-    note(f"  {found.num_legal:,} legal layouts of {world.size:,} ranks; speed by a simple model: {Machine()}")
-    fastest = max(found.best, key=lambda one: one.tokens_per_s)
-    names = {id(fastest): "fastest", id(found.best[0]): "best"}
-    rows = [_suggestion_row(names.get(id(one), ""), one, fastest) for one in found.best]
-    if found.smallest is not None and found.smallest.world != world:
-        rows.append(_suggestion_row("smallest", found.smallest, fastest))
+    machine = f"{FLOPS / 1e12:.0f} TFLOP/s a device, {INSIDE_NODE / 1e9:.0f} GB/s inside a node"
+    note(
+        f"  {num_legal:,} legal layouts of {world.size:,} ranks; speed by a simple model: {machine}, "
+        f"{BETWEEN_NODES / 1e9:.0f} GB/s between nodes"
+    )
+    fastest = max(one.tokens_per_s for one in found if one.world == world)
+    rows = [
+        (
+            one.label,
+            f"{one.world.num_nodes}x{one.world.ranks_per_node[0]}",
+            byte_size(one.memory_bytes),
+            share(one.tokens_per_s / fastest),
+            one.words,
+        )
+        for one in found
+    ]
     print(table(("WHAT", "NODES", "MEMORY", "SPEED", "WORDS"), rows))
     return 0
-
-
-def _suggestion_row(what: str, one: Suggestion, fastest: Suggestion) -> tuple[str, ...]:
-    nodes, speed = f"{one.world.num_nodes}x{one.world.ranks_per_node[0]}", one.tokens_per_s / fastest.tokens_per_s
-    shown = f"{speed:.0%}" if speed >= 0.01 else "below 1%"
-    return (what, nodes, byte_size(one.memory_bytes), shown, one.words)
-
-
-def _script(plan: RunPlan) -> str | None:
-    if plan.config.cluster is None:
-        return None
-    from slurm_train.launch.script import render_script
-
-    return render_script(plan)
-
-
-def _script_rows(plan: RunPlan, says: str, env: Mapping[str, str]) -> list[tuple[str, str]]:
-    if plan.config.cluster is None:
-        return [("script", "none: the run would train on this machine (add +cluster=NxG for Slurm)")]
-    return [("environment", _environment(plan.config.cluster.export, env)), ("Slurm", says)]
-
-
-def _as_json(verdict: TestVerdict) -> dict[str, Any]:
-    names = ("is_accepted", "start", "nodelist", "partition", "message")
-    return {name: getattr(verdict, name) for name in names}
 
 
 def _plan_sweep(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -> int:
@@ -211,30 +189,32 @@ def _plan_sweep(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -
     arrays = cut_arrays(scripts, max_size=max_array_size(site), max_parallel=plan.max_parallel)
     for number, array in enumerate(arrays):
         script = render_array(array, plan.sweep, number)
-        name = f"array {number}"
-        note(f"  {name:<13}  {len(array.runs)} runs; Slurm {_slurm_says(script, env, plan.plans[0])[1]}")
+        says = _ask_slurm(script, env, plan.plans[0])["says"]
+        note(f"  {f'array {number}':<13}  {len(array.runs)} runs; Slurm {says}")
         print(script, end="")
     return 0
 
 
-def _slurm_says(script: str, env: Mapping[str, str], plan: RunPlan) -> tuple[TestVerdict | None, str]:
-    """Returns Slurm's verdict on a script, None where there is none, and the same in words."""
+def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, Any]:
+    """Returns what Slurm "says" about a script, in words, and where there is a verdict what it holds."""
     from slurm_train.launch.acceptance import advice, slurm_verdict, too_long
     from slurm_train.slurm.commands import SlurmCommands
 
     commands = SlurmCommands(env)
     if not commands.is_available():
-        return None, "not here: no sbatch on the PATH, so the script is not checked"
+        return {"says": "not here: no sbatch on the PATH, so the script is not checked"}
     try:
         verdict = slurm_verdict(script, commands)
+        waits = too_long(plan, commands) if verdict.is_accepted else None
+        says = f"would take it; estimated start {verdict.start or 'not told'} on {verdict.nodelist or '?'}"
         if not verdict.is_accepted:
-            return verdict, f"would refuse it: {verdict.message}; {advice(verdict, commands, plan)}"
-        waits = too_long(plan, commands)
+            says = f"would refuse it: {verdict.message}; {advice(verdict, commands, plan)}"
+        elif waits is not None:
+            says = f"would let it wait for ever: {waits.message}; {waits.hint}"
     except ClusterError as err:
-        return None, f"does not answer, so the script is not checked: {err.message}"
-    if waits is not None:
-        return verdict, f"would let it wait for ever: {waits.message}; {waits.hint}"
-    return verdict, f"would take it; estimated start {verdict.start or 'not told'} on {verdict.nodelist or '?'}"
+        return {"says": f"does not answer, so the script is not checked: {err.message}"}
+    names = ("is_accepted", "start", "nodelist", "partition", "message")
+    return {"says": says, **{name: getattr(verdict, name) for name in names}}
 
 
 def _environment(patterns: Sequence[str], env: Mapping[str, str]) -> str:
@@ -242,5 +222,6 @@ def _environment(patterns: Sequence[str], env: Mapping[str, str]) -> str:
 
     goes = exported(env, patterns)
     stays = sorted(name for name in env if name not in goes and not is_job_variable(name))
-    shown = ", ".join(stays[:12]) + (", ..." if len(stays) > 12 else "")
-    return f"{len(goes)} variables travel" + (f"; these do not (cluster.export=[NAME]): {shown}" if stays else "")
+    return f"{len(goes)} variables travel" + (
+        f"; these do not (cluster.export=[NAME]): {shorten(stays, 12)}" if stays else ""
+    )

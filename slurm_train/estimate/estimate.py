@@ -16,7 +16,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import OptimSection, RunConfig, RunSection
 from slurm_train.errors import SlurmTrainError
 from slurm_train.estimate.layouts import traffic
-from slurm_train.estimate.memory import FLOAT, CnnSize, RankMemory, facts_of, fullest_rank, rank_memory, replica_memory
+from slurm_train.estimate.memory import FLOAT, RankMemory, facts_of, fullest_rank, replica_memory
 from slurm_train.formatting import byte_size, duration, number
 from slurm_train.launch.placement import count_local_gpus, spans_nodes
 from slurm_train.launch.plan import RunPlan
@@ -104,11 +104,9 @@ class WorstLoss:
             preempted = "nothing by preemption"
         elif self.notice_s is None:
             preempted = "a preemption depends on its grace, which is not known"
-        elif self.save_s is None:
-            preempted = f"as much by preemption, or nothing if a save takes less than {self.notice_s:.0f} s"
         else:
-            loss = "nothing" if self.save_s < self.notice_s else "as much"
-            preempted = f"{loss} by preemption: {self.notice_s:.0f} s to save in, {self.save_s:.1f} s needed so far"
+            so_far = "" if self.save_s is None else f" (so far {self.save_s:.1f} s)"
+            preempted = f"nothing by preemption if a save takes less than {self.notice_s:.0f} s{so_far}"
         at_limit = f"nothing at the time limit (asked {self.warning_s} s before)"
         return f"{node} with a lost node; {preempted}; {at_limit}"
 
@@ -149,21 +147,19 @@ class PlanEstimate:
 
     def rows(self) -> list[tuple[str, str]]:
         """Returns the rows of the plan's table."""
-        rows = [("memory", "; ".join(text for text in (self._memory_text(), self.memory_note) if text))]
-        if self.sends:
-            rows.append(("sends", self.sends))
-        if self.returns or self.cost.left_h is not None:
-            rows.append((self.cost_unit, self.cost.in_words))
-        if self.returns:
-            rows.append(("comes back", self.returns))
-            if self.loss is not None:
-                rows.append(("lost at worst", self.loss.in_words))
-        return rows
+        rows = {
+            "memory": "; ".join(filter(None, (self._memory_text(), self.memory_note))),
+            "sends": self.sends,
+            self.cost_unit: self.cost.in_words if self.returns or self.cost.left_h is not None else "",
+            "comes back": self.returns,
+            "lost at worst": self.loss.in_words if self.loss is not None and self.returns else "",
+        }
+        return [(name, text) for name, text in rows.items() if text]
 
     def _memory_text(self) -> str:
         """Returns e.g. "70 MiB per rank: weights 4.8 MiB, ... (formula, float32)"."""
-        memory = self.memory
-        if memory is None or self.total_bytes is None:
+        memory, total = self.memory, self.total_bytes
+        if memory is None or total is None:
             return "not known"
         parts = {
             "weights": memory.weight_bytes,
@@ -172,14 +168,10 @@ class PlanEstimate:
             "gathered": memory.gathered_bytes,
             "activations": memory.activation_bytes,
         }
-        away = [("for saves", self.save_bytes), ("offloaded", memory.offloaded_bytes)]
-        if not self.on_gpu:
-            parts |= {"copy for saves": self.save_bytes, "offloaded": memory.offloaded_bytes}
-            away = []
-        listed = ", ".join(f"{name} {byte_size(count)}" for name, count in parts.items() if count)
-        text = f"{byte_size(self.total_bytes)} per {self.rank}: {listed} ({self.memory_source})"
-        on_host = ", ".join(f"{byte_size(count)} {name}" for name, count in away if count)
-        return f"{text}; on the host {on_host}" if on_host else text
+        on_host = {"copy for saves": self.save_bytes, "offloaded": memory.offloaded_bytes}
+        here, there = (_listed(parts), _listed(on_host)) if self.on_gpu else (_listed(parts | on_host), "")
+        text = f"{byte_size(total)} per {self.rank}: {here} ({self.memory_source})"
+        return f"{text}; on the host {there}" if there else text
 
     def as_json(self) -> dict[str, Any]:
         """Returns what `plan --json` prints."""
@@ -194,6 +186,10 @@ class PlanEstimate:
             "comes_back": self.returns,
             "worst_loss": None if self.loss is None else self.loss.as_json(),
         }
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {byte_size(count)}" for name, count in parts.items() if count)
 
 
 def estimate_run(
@@ -245,39 +241,32 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
     config, layout = plan.config, plan.layout
     if not config.trains or config.model is None:
         return {"memory_note": "only your own code knows"}
-    largest = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
-    facts = facts_of(config, layout, replace(plan.batch, local_size=largest), half=half)
     kind, note = "bfloat16" if half else "float32", "CUDA and NCCL come on top" if on_gpu else ""
-    source = f"formula, {kind}"
-    if not layout.is_replicated:
+    if measured is not None and layout.is_replicated:
+        if "trained_bytes" not in measured:
+            return {"memory_note": measured["problem"]}
+        if "activation_bytes" not in measured:
+            note = f"activations are missing: {measured.get('problem', '?')}"
+        trained, other, kept = (measured.get(f"{name}_bytes", 0) for name in ("trained", "other", "activation"))
+        memory = replica_memory(trained=trained, other=other, activations=kept, accumulation=plan.batch.accumulation)
+        found = {"memory_source": f"measured, {kind}"}
+    else:
+        largest = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
+        facts = facts_of(config, layout, replace(plan.batch, local_size=largest), half=half)
+        if facts is None and layout.is_replicated:
+            return {"memory_note": "`plan --measure` builds your model without its memory and looks"}
         if facts is None:
             return {"memory_note": "no formula for this model in a layout; only the shipped GPT has one"}
-        stage, fullest = fullest_rank(facts)
+        trained, other = FLOAT * facts.shape.parameters, facts.shape.buffer_bytes
+        stage, memory = fullest_rank(facts)
         rank, sent = f"rank of stage {stage}" if layout.pp > 1 else "rank", []
         for axis, num_bytes in traffic(facts).items():
             links = "between" if spans_nodes(layout, plan.world, axis) else "inside"
             sent.append(f"{byte_size(num_bytes)} along {axis} ({links} nodes)")
-        sends = f"per {rank} and step: {', '.join(sent)} (formula)"
-        return {"rank": rank, "memory": fullest, "memory_source": source, "memory_note": note, "sends": sends}
-    memory: RankMemory | None = None
-    cnn, other, kept = CnnSize.of(config.model, half=half), 0, 0
-    if measured is not None:
-        if "trained_bytes" not in measured:
-            return {"memory_note": measured["problem"]}
-        note = "" if "activation_bytes" in measured else f"activations are missing: {measured.get('problem', '?')}"
-        source = f"measured, {kind}"
-        trained, other, kept = (measured.get(f"{name}_bytes", 0) for name in ("trained", "other", "activation"))
-    elif facts is not None:
-        trained, other, memory = FLOAT * facts.shape.parameters, facts.shape.buffer_bytes, rank_memory(facts, stage=0)
-    elif cnn is not None:
-        trained, kept = FLOAT * cnn.parameters, largest * (cnn.per_image + cnn.passing) + cnn.casts
-    else:
-        return {"memory_note": "`plan --measure` builds your model without its memory and looks"}
-    if memory is None:
-        memory = replica_memory(trained=trained, other=other, activations=kept, accumulation=plan.batch.accumulation)
-    copies = config.checkpoint.background and config.checkpoint.every_steps is not None
-    saved = 3 * trained + other if copies else 0
-    return {"memory": memory, "memory_source": source, "memory_note": note, "save_bytes": saved}
+        sends = "" if layout.is_replicated else f"per {rank} and step: {', '.join(sent)} (formula)"
+        found = {"rank": rank, "memory_source": f"formula, {kind}", "sends": sends}
+    copies = layout.is_replicated and config.checkpoint.background and config.checkpoint.every_steps is not None
+    return {"memory": memory, "memory_note": note, "save_bytes": (3 * trained + other) * copies, **found}
 
 
 def _site_policy(config: RunConfig, facts: SiteFacts | None) -> tuple[int | None, Preemption | None]:
@@ -373,15 +362,12 @@ def sweep_rows(plans: Sequence[RunPlan], *, facts: SiteFacts | None, env: Mappin
     Runs that differ in seed, name and optimizer alone are of one kind. Three kinds are estimated at most, since past
     runs are read for each.
     """
-    kinds: list[tuple[object, list[RunPlan]]] = []
+    kinds: dict[str, list[RunPlan]] = {}
     for one in plans:
         work = replace(one.config, seed=0, run=RunSection(), optim=OptimSection()), one.batch, one.world.size
-        alike = next((runs for other, runs in kinds if other == work), None)
-        if alike is None:
-            kinds.append((work, [one]))
-        else:
-            alike.append(one)
-    estimates = [estimate_run(runs[0], facts=facts, env=env) for _, runs in kinds[:_MOST_KINDS]]
+        kinds.setdefault(repr(work), []).append(one)
+    alike = list(kinds.values())
+    estimates = [estimate_run(runs[0], facts=facts, env=env) for runs in alike[:_MOST_KINDS]]
     more = f", and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
     rows: dict[str, dict[str, None]] = {}
     for name, text in (row for estimate in estimates for row in estimate.rows()):
@@ -394,6 +380,6 @@ def sweep_rows(plans: Sequence[RunPlan], *, facts: SiteFacts | None, env: Mappin
     ):
         hours = [getattr(one.cost, key) for one in estimates]
         if None not in hours and not more:
-            total_h = sum(each * len(runs) for each, (_, runs) in zip(hours, kinds, strict=True))
+            total_h = sum(each * len(runs) for each, runs in zip(hours, alike, strict=True))
             parts.append(words.format(number(total_h, 2)))
     return [*shown, (f"all {len(plans)}", f"{estimates[0].cost_unit}: {'; '.join(parts)}")] if parts else shown

@@ -21,6 +21,12 @@ from slurm_train.errors import ConfigError
 from slurm_train.estimate.memory import FLOAT, LayoutFacts, facts_of, fullest_rank
 from slurm_train.launch.placement import World, check_pipeline, pipeline_bubble, plan_layout, spans_nodes
 
+FLOPS = 400e12
+"""Floating-point operations per second of a device in practice; about 40 % of an H100's bfloat16 peak."""
+INSIDE_NODE = 300e9
+"""Bytes per second that a device sends to its node's other devices."""
+BETWEEN_NODES = 40e9
+"""Bytes per second that it sends to other nodes."""
 _RECOMPUTED = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
 """Arithmetic beside that of an ordinary step: all of the forward pass again, or what is cheap of it."""
 _ROWS_AT_HALF_SPEED = 256
@@ -70,25 +76,7 @@ def _all_reduce(num_bytes: int, ranks: int) -> int:
     return 2 * num_bytes * (ranks - 1) // ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What one device of a cluster is assumed to do."""
-
-    flops: float = 400e12
-    """Floating-point operations per second in practice; about 40 % of an H100's bfloat16 peak."""
-    inside_node: float = 300e9
-    """Bytes per second that it sends to its node's other devices."""
-    between_nodes: float = 40e9
-    """Bytes per second that it sends to other nodes."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.flops / 1e12:.0f} TFLOP/s a device, {self.inside_node / 1e9:.0f} GB/s inside a node, "
-            f"{self.between_nodes / 1e9:.0f} GB/s between nodes"
-        )
-
-
-def tokens_per_s(facts: LayoutFacts, world: World, *, machine: Machine) -> float:
+def tokens_per_s(facts: LayoutFacts, world: World) -> float:
     """Returns the tokens of all ranks together per second."""
     shape, layout, batch = facts.shape, facts.layout, facts.batch
     tokens = batch.global_size * facts.positions
@@ -98,15 +86,15 @@ def tokens_per_s(facts: LayoutFacts, world: World, *, machine: Machine) -> float
     share = facts.blocks(0) * layout.pp / shape.num_layers  # of the stage that has most
     again = _RECOMPUTED[facts.settings.activation_checkpointing]
     slower = again * share * (1 + _ROWS_AT_HALF_SPEED / facts.tokens)
-    compute_s = operations * slower / (layout.world_size * machine.flops)
+    compute_s = operations * slower / (layout.world_size * FLOPS)
     waits, hidden = 0.0, 0.0
     for axis, num_bytes in traffic(facts).items():
-        sending_s = num_bytes / machine.inside_node
+        sending_s = num_bytes / INSIDE_NODE
         if spans_nodes(layout, world, axis):
             # Of a group with several ranks on a node each carries a part to other nodes.
             distance = math.prod(layout.degrees[AXES.index(axis) + 1 :])
             on_node: int = min(max(1, world.ranks_per_node[0] // distance), getattr(layout, axis))
-            sending_s = max(sending_s if on_node > 1 else 0.0, num_bytes / (on_node * machine.between_nodes))
+            sending_s = max(sending_s if on_node > 1 else 0.0, num_bytes / (on_node * BETWEEN_NODES))
         if axis in ("dp_shard", "dp_replicate"):
             hidden += sending_s
         else:
@@ -120,6 +108,8 @@ def tokens_per_s(facts: LayoutFacts, world: World, *, machine: Machine) -> float
 class Suggestion:
     """A layout that fits."""
 
+    label: str = ""
+    """What it is the first of: "best", "fastest" or "smallest"; "" for the others."""
     world: World
     facts: LayoutFacts
     memory_bytes: int
@@ -140,20 +130,13 @@ class Suggestion:
         return f'"parallel={{{inside}}}" batch.global_size={batch.global_size} batch.local_size={batch.local_size}'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suggestions:
-    """What was found for a model and a cluster."""
+def suggest_layouts(
+    config: RunConfig, world: World, *, memory_bytes: int, count: int = 5
+) -> tuple[int, list[Suggestion]]:
+    """Returns how many layouts are legal on all nodes, and the best of those that fit.
 
-    num_legal: int
-    """Combinations of degrees that nothing refuses on the whole cluster."""
-    best: list[Suggestion]
-    """On the whole cluster; where speeds are about equal, the simplest comes first. The fastest is always one."""
-    smallest: Suggestion | None
-    """On as few nodes as possible, the best there; None where nothing fits."""
-
-
-def suggest_layouts(config: RunConfig, world: World, *, memory_bytes: int, count: int = 5) -> Suggestions:
-    """Returns the best layouts for a model.
+    Of about equally fast ones the simplest comes first, and the fastest is always one. The last is the best one on as
+    few nodes as possible, where those are not all.
 
     Legal is what `plan_layout`, the batch's arithmetic and `check_pipeline` do not refuse, so what is suggested can be
     typed. All train with the same global batch, else their speeds could not be compared; how it is cut, and what is
@@ -191,13 +174,17 @@ def suggest_layouts(config: RunConfig, world: World, *, memory_bytes: int, count
         config = replace(config, batch=replace(config.batch, global_size=share * shares))
     legal = list(_legal(config, world))
     found = _fitting(legal, world, memory_bytes)
-    best, fastest = found[:count], max(found, key=lambda one: one.tokens_per_s, default=None)
-    if fastest is not None and fastest not in best:
-        best[-1] = fastest
-    parts = (World(world.ranks_per_node[:nodes]) for nodes in _divisors(world.num_nodes))
+    num_legal = len({layout for layout, _ in legal})
+    if not found:
+        return num_legal, []
+    fastest = max(found, key=lambda one: one.tokens_per_s)
+    best = [*found[: count - 1], fastest] if fastest not in found[:count] else found[:count]
+    labels = {id(fastest): "fastest", id(best[0]): "best"}
+    chosen = [replace(one, label=labels.get(id(one), "")) for one in best]
+    parts = (World(world.ranks_per_node[:nodes]) for nodes in _divisors(world.num_nodes)[:-1])
     fitting = (_fitting(list(_legal(config, part)), part, memory_bytes) for part in parts)
-    smallest = next((few[0] for few in fitting if few), None) if found else None
-    return Suggestions(num_legal=len({layout for layout, _ in legal}), best=best, smallest=smallest)
+    smallest = next((few[0] for few in fitting if few), None)
+    return num_legal, chosen if smallest is None else [*chosen, replace(smallest, label="smallest")]
 
 
 def _fitting(legal: list[tuple[ParallelLayout, LayoutFacts]], world: World, memory_bytes: int) -> list[Suggestion]:
@@ -212,7 +199,7 @@ def _fitting(legal: list[tuple[ParallelLayout, LayoutFacts]], world: World, memo
             if facts.settings.activation_checkpointing == _RECOMPUTES[-1]:
                 ended.add(layout)  # larger micro-batches come after this one
             continue
-        speed = tokens_per_s(facts, world, machine=Machine())
+        speed = tokens_per_s(facts, world)
         if layout not in found or speed > found[layout].tokens_per_s:
             found[layout] = Suggestion(world=world, facts=facts, memory_bytes=needed, tokens_per_s=speed)
     best = max((one.tokens_per_s for one in found.values()), default=1.0)

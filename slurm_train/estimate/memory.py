@@ -1,10 +1,10 @@
-"""How large the shipped models are, and how much memory a rank needs at the fullest moment of a step. Imports no torch.
+"""How large the shipped GPT is, and how much memory a rank needs at the fullest moment of a step. Imports no torch.
 
 Formulas from the configuration alone. Parameters, gradients and AdamW's two moments are float32; a data-parallel
 replica is a layout with one axis. Of activations it counts what autograd keeps of a micro-batch until the backward
-pass has used it, operation by operation as the models' `forward` has them. The way of counting is that of Korthikanti
+pass has used it, operation by operation as the model's `forward` has them. The way of counting is that of Korthikanti
 et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.1; the numbers
-differ, since these models are other ones (rotary positions, attention that keeps no matrix of positions).
+differ, since this model is another one (rotary positions, attention that keeps no matrix of positions).
 
 `tests/estimate/test_memory.py` compares with torch's saved tensors, `tests.benchmarks.bench_layout_memory` and
 `bench_memory` with what ranks allocate.
@@ -23,8 +23,7 @@ from slurm_train.launch.placement import positions_of
 
 FLOAT, HALF, INDEX = 4, 2, 8
 """Bytes of a number in float32, in bfloat16, and of a token id."""
-_GPT, _CNN = "slurm_train.models.gpt.GPT", "slurm_train.models.cnn.CNN"
-_CNN_NORM_GROUPS = 8
+_GPT = "slurm_train.models.gpt.GPT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,44 +103,6 @@ class GptShape:
         places = self.context * self.width if self.positions == "learned" else 0
         head = self.norm_parameters + (0 if self.tied and is_first else table)
         return (table + places if is_first else 0) + (head if is_last else 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CnnSize:
-    """What a replica of the shipped CNN takes, dropout aside."""
-
-    parameters: int
-    per_image: int
-    """Bytes that are kept of an image: inputs of convolutions and norms, results of ReLU, pooled positions."""
-    passing: int
-    """Bytes per image that are held for a moment: gradients before and after the widest layer's norm."""
-    casts: int
-    """Bytes of the bfloat16 copies of matrices."""
-
-    @classmethod
-    def of(cls, model: Mapping[str, Any], *, half: bool) -> CnnSize | None:
-        """Returns the sizes for the `model` part of a configuration; None for any other model.
-
-        Under autocast a GPU computes norms in float32, and each convolution keeps a bfloat16 copy of its input.
-        """
-        if model.get("_target_") != _CNN:
-            return None
-        asked = {"num_classes": 10, "channels": 1, "features": 32, "side": 8, **model}
-        classes, channels, features, side = (asked[key] for key in ("num_classes", "channels", "features", "side"))
-        wide = 2 * features
-        pooled = wide * (side // 2) ** 2
-        # A norm's input, and the result of ReLU, which is the next convolution's input.
-        stages = 2 * FLOAT * ((features + wide) * side**2 + pooled)
-        copies = HALF * (channels * side**2 + features * side**2 + 2 * pooled) if half else FLOAT * channels * side**2
-        norms = 3 * 2 * _CNN_NORM_GROUPS * FLOAT
-        convolutions = 9 * (channels * features + features * wide + wide * wide)
-        linear = classes * (pooled + 1)
-        return cls(
-            parameters=convolutions + 2 * (features + 2 * wide) + linear,
-            per_image=stages + copies + (INDEX + FLOAT) * pooled + FLOAT * classes + INDEX + norms,
-            passing=2 * FLOAT * wide * side**2,
-            casts=HALF * (convolutions + linear) if half else 0,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,7 +94,7 @@ def test_a_layout_has_memory_traffic_and_a_table_of_ranks(shell: Shell) -> None:
     assert " ".join(table[64].split()) == "63 15 3 1 0 7 0 3"
     small = "+cluster=2x4 parallel={dp_shard:8} train.precision=float32"
     on_host = rows_of(shell, f"{small} parallel.cpu_offload=true")["memory"]
-    assert on_host.endswith("(formula, float32); on the host 1.8 MiB offloaded; CUDA and NCCL come on top")
+    assert on_host.endswith("(formula, float32); on the host offloaded 1.8 MiB; CUDA and NCCL come on top")
     assert "not known; no formula for this model in a layout" in rows_of(shell, f"{small} model=cnn")["memory"]
 
 
@@ -104,10 +104,10 @@ def test_a_plan_says_what_a_run_needs_costs_and_may_lose(shell: Shell) -> None:
     assert rows["memory"].startswith(
         "36.4 MiB per rank: weights 4.9 MiB, gradients 4.8 MiB, AdamW 9.7 MiB, activations"
     )
-    assert "(formula, bfloat16); on the host 14.6 MiB for saves" in rows["memory"]
+    assert "(formula, bfloat16); on the host copy for saves 14.6 MiB" in rows["memory"]
     assert rows["GPU-hours"] == "at most 64 per attempt (480 min)"
     assert rows["comes back"] == "requeue, same job id; preemption requeues here: 15 s grace, then 5 s to end in"
-    assert rows["lost at worst"].startswith("100 steps with a lost node; as much by preemption, or nothing if")
+    assert rows["lost at worst"].startswith("100 steps with a lost node; nothing by preemption if")
     rows = rows_of(shell, "+cluster=2x4 cluster.qos=urgent")
     assert rows["comes back"] == "requeue, same job id; nobody preempts here; 5 s to end in"
     assert rows["GPU-hours"] == "at most 8 per attempt (60 min)", "the partition's default limit"
@@ -160,7 +160,7 @@ def test_suggestions_are_a_table_of_words_to_type(shell: Shell) -> None:
     done = shell.types("plan --suggest 80 +cluster=2x8 model.tied=false")
     lines = done.out.splitlines()
     assert done.code == 0 and lines[0].split() == ["WHAT", "NODES", "MEMORY", "SPEED", "WORDS"]
-    assert lines[1].startswith("best") and '"parallel={dp_replicate:' in lines[1] and "100%" in lines[1]
+    assert lines[1].startswith("best") and '"parallel={dp_replicate:' in lines[1] and "100 %" in lines[1]
     assert lines[-1].split()[:2] == ["smallest", "1x8"]
     assert "legal layouts of 16 ranks; speed by a simple model: 400 TFLOP/s a device" in done.err
     assert shell.left() == []

@@ -12,12 +12,9 @@ from slurm_train.config.batch import (
     BatchPlan,
     assign_samples,
     check_batch,
-    largest_local_size,
     planned_lr,
-    planned_sizes,
     sizes_by_speed,
     sizes_by_weight,
-    sizes_in_words,
     solve_batch,
 )
 from slurm_train.config.parallel import ParallelLayout
@@ -235,21 +232,3 @@ def test_what_unequal_shares_do_not_go_with_is_refused(
             assert err.message.startswith(f"batch.shares={name} was asked with {problem}") and err.hint
             refused.add(name)
     assert refused == expected
-
-
-def test_the_plan_knows_the_largest_share() -> None:
-    def planned(shares: object) -> tuple[tuple[int, ...] | None, int]:
-        config = RunConfig(batch=BatchSection(shares=shares))  # type: ignore[arg-type]
-        sizes = planned_sizes(config, SIX, ranks_per_node=FOUR_AND_TWO)
-        return sizes, largest_local_size(config, SIX, ranks_per_node=FOUR_AND_TWO)
-
-    assert planned("even") == (None, 6)
-    assert planned("measured") == (None, 12)
-    assert planned([4, 1]) == ((8, 8, 8, 8, 2, 2), 8)
-
-
-def test_many_nodes_are_listed_in_short() -> None:
-    nodes = [f"node{number}" for number in range(1, 9)]
-    words = sizes_in_words([2, 1] * 8, ranks_per_node=[2] * 8, nodes=nodes, seconds=[0.03, 0.05] + [0.04] * 14)
-    assert words.startswith("node1 2+1 (30 to 50 ms), node2 2+1 (40 ms)")
-    assert words.endswith("node6 2+1 (40 ms), and 2 more")

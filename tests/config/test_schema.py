@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from slurm_train.config.schema import Bound, Count, Degree, Positive, RunConfig, all_keys, build_config, to_mapping
+from slurm_train.config.schema import Bound, Count, Degree, Positive, RunConfig, build_config
 from slurm_train.errors import ConfigError
 
 
@@ -114,14 +114,3 @@ def test_the_ranges_of_the_real_keys_are_checked() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"{section}\.{key} must be .*(at least|above) \d"):
             build_config(RunConfig, {section: {key: value}})
-
-
-def test_to_mapping_and_back_is_the_same_value() -> None:
-    sample = Sample(number=3, words=["a"], open={"k": {"z": 1}}, inner_or_none=Inner(x=9))
-    assert build_config(Sample, to_mapping(sample)) == sample
-
-
-def test_all_keys_reach_into_sections_also_optional_ones() -> None:
-    keys = all_keys(RunConfig)
-    assert {"seed", "optim", "optim.lr", "cluster", "cluster.nodes", "cluster.sbatch", "model"} <= set(keys)
-    assert keys["optim.lr"] is float

@@ -179,9 +179,3 @@ def test_a_run_that_exists_moves_to_another_site() -> None:
     open_size = composed("+cluster=base", "cluster.nodes=2-4", "cluster.launcher=torchrun").config
     moved = apply_words(open_size, ["site=big"])
     assert moved.cluster is not None and (moved.cluster.nodes, moved.cluster.launcher) == ("2-4", "torchrun")
-
-
-def test_another_size_of_a_run_keeps_what_the_site_gave() -> None:
-    config = composed("+cluster=4x8", "site=big").config
-    resized = apply_words(config, ["cluster=2x4"]).cluster
-    assert resized is not None and (resized.gpus_per_node, resized.memory_gb_per_gpu) == (4, 120)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.config.target import accepts_keyword, instantiate, require_target, resolve_target
+from slurm_train.config.target import instantiate, require_target, resolve_target
 from slurm_train.errors import ConfigError
 
 
@@ -65,10 +65,6 @@ def test_nested_targets_are_built_first(package: str) -> None:
     assert point.at == (3, [3, {"z": 3}])
 
 
-def test_extra_keywords_win(package: str) -> None:
-    assert instantiate({"_target_": f"{package}.Point", "x": 1}, x=2).at == (2, 0)
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -87,11 +83,6 @@ def test_mapping_without_target_and_target_that_is_no_callable(package: str) -> 
         instantiate({"x": 1})
     with pytest.raises(ConfigError, match=r"_target_=math\.pi is a float and cannot be called"):
         instantiate({"_target_": "math.pi"})
-
-
-def test_accepted_keywords() -> None:
-    assert accepts_keyword(lambda split: split, "split")
-    assert not accepts_keyword(lambda **words: words, "split")
 
 
 ACTING = (

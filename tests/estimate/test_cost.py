@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slurm_train.config.frozen import dump_config
-from slurm_train.estimate.estimate import Cost, Speed, WorstLoss, estimate_cost, measured_speed, worst_loss
+from slurm_train.estimate.estimate import Speed, WorstLoss, estimate_cost, measured_speed, worst_loss
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.policy import Preemption
@@ -73,11 +73,6 @@ def test_a_script_of_ones_own_has_no_steps(tmp_path: Path) -> None:
     assert (cost.per_attempt_h, cost.left_steps, cost.left_h) == (8.0, None, None)
 
 
-def test_without_a_limit_and_a_speed_nothing_is_said() -> None:
-    cost = Cost(per_attempt_h=None, limit_min=None, left_h=None, left_steps=9, speed=None)
-    assert cost.in_words == "not known: no time limit is set, and no run like it was measured"
-
-
 REQUEUES = Preemption(by="qos", mode="REQUEUE", grace_s=15.0, kill_wait_s=5.0)
 NOBODY = Preemption(by="nobody", mode="OFF", grace_s=0.0, kill_wait_s=30.0)
 SUSPENDS = Preemption(by="partition", mode="SUSPEND", grace_s=0.0, kill_wait_s=30.0)
@@ -110,15 +105,15 @@ AT_LIMIT = "nothing at the time limit (asked 120 s before)"
     [
         (
             {},
-            "100 steps with a lost node; as much by preemption, or nothing if a save takes less than 20 s; " + AT_LIMIT,
+            "100 steps with a lost node; nothing by preemption if a save takes less than 20 s; " + AT_LIMIT,
         ),
         (
             {"step_s": 0.5, "save_s": 3.0},
-            "106 steps (about 53 s) with a lost node; nothing by preemption: 20 s to save in, 3.0 s needed so far",
+            "106 steps (about 53 s) with a lost node; nothing by preemption if a save takes less than 20 s (so far 3.0",
         ),
         (
             {"save_s": 33.0},
-            "100 steps with a lost node; as much by preemption: 20 s to save in, 33.0 s needed so far",
+            "100 steps with a lost node; nothing by preemption if a save takes less than 20 s (so far 33.0 s)",
         ),
         ({"step_s": 2.0}, "100 steps (about 3 min 20 s) with a lost node; "),
         ({"step_s": 90.0}, "100 steps (about 2 h 30 min) with a lost node; "),
@@ -134,8 +129,3 @@ AT_LIMIT = "nothing at the time limit (asked 120 s before)"
 )
 def test_what_may_be_lost(case: dict[str, Any], text: str, tmp_path: Path) -> None:
     assert loss(tmp_path, **case).in_words.startswith(text)
-
-
-def test_what_is_not_known_is_no_number(tmp_path: Path) -> None:
-    unknown = loss(tmp_path, preemption=None, every_steps=None).as_json()
-    assert (unknown["preemption"], unknown["notice_s"], unknown["node_loss_steps"]) == ("", None, None)

@@ -21,7 +21,7 @@ from slurm_train.config.schema import (
     build_config,
 )
 from slurm_train.errors import ConfigError
-from slurm_train.estimate.layouts import Machine, Suggestion, suggest_layouts, tokens_per_s, traffic
+from slurm_train.estimate.layouts import Suggestion, suggest_layouts, tokens_per_s, traffic
 from slurm_train.estimate.memory import facts_of
 from slurm_train.launch.placement import World, plan_layout
 
@@ -48,10 +48,10 @@ def typed(config: RunConfig, one: Suggestion) -> RunConfig:
 
 def test_layouts_fit_and_typed_are_what_was_meant() -> None:
     config, world = config_of(published("llama3-8b")), World((8,) * 8)
-    found = suggest_layouts(config, world, memory_bytes=80 * GIB)
-    assert found.num_legal > 100 and len(found.best) == 5 and found.smallest is not None
-    assert found.smallest.world.num_nodes == 1
-    for one in (*found.best, found.smallest):
+    num_legal, found = suggest_layouts(config, world, memory_bytes=80 * GIB)
+    assert num_legal > 100 and len(found) == 6
+    assert (found[-1].label, found[-1].world.num_nodes) == ("smallest", 1)
+    for one in found:
         assert one.memory_bytes < 0.9 * 80 * GIB and one.facts.layout.shard_size * one.facts.layout.tp > 1
         again = typed(config, one)
         layout = plan_layout(again, one.world)
@@ -79,39 +79,40 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_best_for_published_shapes_is_what_is_in_use(name: str) -> None:
-    found = suggest_layouts(config_of(published(name)), World((8,) * 8), memory_bytes=80 * GIB)
-    assert found.best[0].facts.layout == EXPECTED[name]
-    fastest = max(one.tokens_per_s for one in found.best)
-    assert found.best[0].tokens_per_s > 0.9 * fastest
+    _, found = suggest_layouts(config_of(published(name)), World((8,) * 8), memory_bytes=80 * GIB)
+    assert (found[0].facts.layout, found[0].label) == (EXPECTED[name], "best")
+    assert found[0].tokens_per_s > 0.9 * max(one.tokens_per_s for one in found)
 
 
 def test_less_memory_makes_blocks_compute_again_before_it_fits_nowhere() -> None:
     config, world = config_of(published("llama3-8b"), global_size=32), World((8,) * 4)
     ways = []
     for memory in (1000, 30, 4):
-        found = suggest_layouts(config, world, memory_bytes=memory * GIB)
-        ways.append(found.best[0].facts.settings.activation_checkpointing if found.best else "nothing fits")
+        _, found = suggest_layouts(config, world, memory_bytes=memory * GIB)
+        ways.append(found[0].facts.settings.activation_checkpointing if found else "nothing fits")
     assert ways[0] == "none" and ways[1] in ("selective", "full") and ways[-1] == "nothing fits"
 
 
 def test_links_bubbles_and_short_micro_batches_slow_a_layout_down() -> None:
     model = published("llama3-8b")
-    found = suggest_layouts(config_of(model, global_size=64), World((8,) * 2), memory_bytes=10_000 * GIB, count=999)
-    by_layout = {str(one.facts.layout): one for one in found.best}
-    inside, alone = by_layout["dp_replicate 8 x tp 2"], by_layout["dp_replicate 16"]
-    slow = Machine(inside_node=1e9)
-    assert tokens_per_s(inside.facts, inside.world, machine=slow) < inside.tokens_per_s
+    asked, both = config_of(model, global_size=64), World((8,) * 2)
+    _, found = suggest_layouts(asked, both, memory_bytes=10_000 * GIB, count=999)
+    by_layout = {str(one.facts.layout): one for one in found if one.world == both}
+    cut, alone = by_layout["dp_replicate 8 x tp 2"], by_layout["dp_replicate 16"]
+    # With one rank on a node its neighbours are behind the network.
+    assert tokens_per_s(cut.facts, World((1,) * 16)) < cut.tokens_per_s < alone.tokens_per_s
     assert by_layout["pp 2 x dp_replicate 8"].tokens_per_s < alone.tokens_per_s
     short = replace(alone.facts, positions=128)
-    assert tokens_per_s(short, alone.world, machine=Machine()) < alone.tokens_per_s / 2
+    assert tokens_per_s(short, alone.world) < alone.tokens_per_s / 2
 
 
 def test_sixteen_thousand_ranks_are_looked_through_in_seconds() -> None:
     start = time.process_time()
-    found = suggest_layouts(config_of(published("llama3-70b")), World((8,) * 2048), memory_bytes=80 * GIB)
-    assert found.num_legal > 1000 and time.process_time() - start < 10
+    world = World((8,) * 2048)
+    num_legal, found = suggest_layouts(config_of(published("llama3-70b")), world, memory_bytes=80 * GIB)
+    assert num_legal > 1000 and time.process_time() - start < 10
     # No more than sixteen million tokens in a step, however many ranks there are.
-    assert {one.facts.batch.global_size for one in found.best} == {2048}
+    assert {one.facts.batch.global_size for one in found} == {2048}
 
 
 def test_other_models_and_uneven_nodes_are_refused() -> None:

@@ -20,7 +20,6 @@ from slurm_train.distributed.parallelize import prepare_blocks
 from slurm_train.distributed.pipeline import keep_stages
 from slurm_train.estimate.layouts import traffic
 from slurm_train.estimate.memory import (
-    CnnSize,
     GptShape,
     LayoutFacts,
     fullest_rank,
@@ -28,11 +27,10 @@ from slurm_train.estimate.memory import (
     rank_memory,
     replica_memory,
 )
-from slurm_train.models.cnn import CNN
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
 
-GPT_TARGET, CNN_TARGET = "slurm_train.models.gpt.GPT", "slurm_train.models.cnn.CNN"
+GPT_TARGET = "slurm_train.models.gpt.GPT"
 SHAPE = {"vocab_size": 300, "context": 64, "num_layers": 3, "num_heads": 4, "width": 64, "hidden": 96, "tied": False}
 FORMS: dict[str, dict[str, Any]] = {
     "shipped": {},
@@ -81,24 +79,10 @@ def test_a_gpt_keeps_what_the_formula_says(half: bool, form: dict[str, Any]) -> 
     assert facts.shape.buffer_bytes == sum(one.nbytes for one in model.buffers())
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"features": 16, "side": 16, "channels": 3, "num_classes": 7}])
-def test_a_cnn_keeps_what_the_formula_says(kwargs: dict[str, Any]) -> None:
-    model, channels, side = CNN(**kwargs), kwargs.get("channels", 1), kwargs.get("side", 8)
-    images = torch.rand(5, channels, side, side)
-    whole, half = (CnnSize.of({"_target_": CNN_TARGET, **kwargs}, half=half) for half in (False, True))
-    assert whole is not None and whole.parameters == sum(one.numel() for one in model.parameters())
-    assert kept_bytes(model, images, torch.zeros(5, dtype=torch.int64)) == 5 * whole.per_image
-    assert half is not None and half.per_image > whole.per_image, "copies beside the norms"
-
-
 def test_the_defaults_are_those_of_the_constructor() -> None:
     parameters, shape = inspect.signature(GPT.__init__).parameters, GptShape()
     assert {one.name: parameters[one.name].default for one in fields(shape)} == asdict(shape)
     assert {*parameters} - {one.name for one in fields(shape)} == {"self", "norm_eps", "rope_theta", "rope_scaling"}
-
-
-def test_other_models_have_no_formula() -> None:
-    assert GptShape.of({"_target_": "my.Model"}) is None and CnnSize.of({"_target_": "my.Model"}, half=False) is None
 
 
 @pytest.mark.parametrize(
