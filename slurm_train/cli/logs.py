@@ -22,7 +22,7 @@ from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import QueueView, Wanted
-from slurm_train.slurm.reasons import explain_reason
+from slurm_train.slurm.records import explain_reason
 from slurm_train.status.failure import find_failure, first_failed_rank
 from slurm_train.status.run_status import never_began, newest_job_state
 from slurm_train.verbs import parse

@@ -25,8 +25,7 @@ from slurm_train.rundir.timing import newest_window
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.nodelist import parse_nodelist
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
-from slurm_train.slurm.reasons import explain_reason
-from slurm_train.slurm.records import JobState, Phase, unix_s
+from slurm_train.slurm.records import JobState, Phase, explain_reason, unix_s
 
 SILENT_AFTER_S = 60.0
 """A heartbeat is written twice a second; a network file system may keep it back for half a minute."""

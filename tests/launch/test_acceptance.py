@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, salloc_words, slurm_verdict
+from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, salloc_words
 from slurm_train.rundir.events import add_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.policy import Refusal, TestVerdict
@@ -20,20 +20,6 @@ SCRIPT = "#!/bin/bash\n"
 
 def refused(refusal: Refusal) -> TestVerdict:
     return TestVerdict(is_accepted=False, refusal=refusal, message="Slurm's own words")
-
-
-def test_the_script_that_slurm_reads_is_gone_afterwards() -> None:
-    texts: list[str] = []
-
-    class Reading(FakeSlurmCommands):
-        def test_only(self, script: Path) -> TestVerdict:
-            texts.append(script.read_text())
-            return super().test_only(script)
-
-    commands: Any = Reading()
-    assert slurm_verdict(SCRIPT, commands).is_accepted
-    assert texts == [SCRIPT]
-    assert not commands.tested[0].exists()
 
 
 HINTS = [
@@ -61,15 +47,13 @@ def test_a_refusal_is_explained_by_what_there_is(refusal: Refusal, cluster: dict
     assert caught.value.hint.startswith(hint)
 
 
-@pytest.mark.parametrize(("limit_min", "accepted"), [(None, True), (1440, True), (1441, False)])
-def test_a_limit_that_slurm_would_take_and_never_start_is_refused(limit_min: int | None, accepted: bool) -> None:
+def test_a_limit_that_slurm_would_take_and_never_start_is_refused() -> None:
     commands: Any = FakeSlurmCommands()
-    plan = make_plan(cluster={"time_limit_min": limit_min})
-    if accepted:
-        require_acceptable(SCRIPT, commands, plan)
-        return
+    for limit_min in (None, 1440):
+        require_acceptable(SCRIPT, commands, make_plan(cluster={"time_limit_min": limit_min}))
+    assert not commands.tested[0].exists(), "the script that Slurm reads is gone afterwards"
     with pytest.raises(ClusterError, match=r"cluster\.time_limit_min=1441 is more than partition main allows"):
-        require_acceptable(SCRIPT, commands, plan)
+        require_acceptable(SCRIPT, commands, make_plan(cluster={"time_limit_min": 1441}))
 
 
 # --- nodes that were found bad ---
@@ -167,6 +151,14 @@ def test_for_torchrun_there_is_one_task_on_each_node_and_the_fewest_nodes_will_d
     require_room(plan, JOB)
 
 
+def test_a_shell_whose_job_is_over_is_no_allocation() -> None:
+    plan = make_plan(cluster=CLUSTER)
+    require_room(plan, {"JobId": "55", "JobState": "RUNNING"})  # what Slurm does not tell is not refused
+    for job, word in (({**JOB, "JobState": "COMPLETED"}, "COMPLETED"), ({"JobId": "55"}, "gone")):
+        with pytest.raises(ClusterError, match=f"this shell belongs to job 55, which is {word}"):
+            require_room(plan, job)
+
+
 @pytest.mark.parametrize("job", [JOB, NEWER], ids=["22.05", "24.05"])
 @pytest.mark.parametrize(
     ("change", "missing"),
@@ -188,15 +180,3 @@ def test_what_an_allocation_lacks_is_said(job: dict[str, str], change: dict[str,
         require_room(plan, job)
     assert caught.value.message == f"the allocation of job 55 is too small for this run: {missing}"
     assert f"salloc --job-name=gpt-stdlib-{plan.run.run_id} --nodes={plan.world.num_nodes}" in caught.value.hint
-
-
-def test_what_slurm_does_not_tell_is_not_refused() -> None:
-    require_room(make_plan(cluster=CLUSTER), {"JobId": "55", "JobState": "RUNNING"})
-
-
-@pytest.mark.parametrize(("state", "word"), [("COMPLETED", "COMPLETED"), ("", "gone")])
-def test_a_shell_whose_job_is_over_is_no_allocation(state: str, word: str) -> None:
-    job = {**JOB, "JobState": state} if state else {"JobId": "55"}
-    with pytest.raises(ClusterError) as caught:
-        require_room(make_plan(cluster=CLUSTER), job)
-    assert caught.value.message == f"this shell belongs to job 55, which is {word}"

@@ -75,6 +75,11 @@ def copy(folder: Path, names: list[str], target: Path) -> dict[str, str]:
 
 def test_what_git_does_not_ignore_is_the_code(project: Path) -> None:
     assert snapshot_of(project) == [".gitignore", "lib/deep.py", "model.py", "new.py", "train.py"]
+    assert snapshot_of(project / "lib") == ["deep.py"]
+    state = read_git(project, os.environ)
+    assert state.commit is not None and len(state.commit) == 40
+    assert "+modified" in state.difference and "-old" in state.difference
+    assert read_git(project, {"PATH": str(project)}) == SourceState(), "there is no git command"
 
 
 def test_a_file_that_holds_secrets_by_custom_is_neither_copied_nor_quoted(project: Path) -> None:
@@ -89,10 +94,6 @@ def test_a_file_that_holds_secrets_by_custom_is_neither_copied_nor_quoted(projec
     assert "lib/.env.example" in copied and not any(f"lib/{name}" in copied for name in names)
     for folder in (project, project / "lib"):
         assert read_git(folder, os.environ).difference.count("canary") == 0
-
-
-def test_a_subfolder_has_its_own_code_only(project: Path) -> None:
-    assert snapshot_of(project / "lib") == ["deep.py"]
 
 
 def test_the_copy_is_what_was_on_disk_and_replaces_an_older_one(project: Path, tmp_path: Path) -> None:
@@ -111,21 +112,9 @@ def test_the_copy_is_what_was_on_disk_and_replaces_an_older_one(project: Path, t
     assert sorted(path.name for path in target.parent.iterdir()) == ["code", "code.json"]
 
 
-def test_git_says_commit_and_difference(project: Path) -> None:
-    state = read_git(project, os.environ)
-    assert state.commit is not None and len(state.commit) == 40
-    assert "+modified" in state.difference and "-old" in state.difference
-
-
-def test_a_repository_without_a_commit_still_tells_its_files(tmp_path: Path) -> None:
-    git(tmp_path, "init", "-q")
-    write(tmp_path, train_py="x")
-    state = read_git(tmp_path, os.environ)
-    assert state == SourceState(("train.py",), None, "")
-
-
 def test_names_that_are_not_text_are_carried(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
+    assert read_git(tmp_path, os.environ) == SourceState((), None, ""), "without a commit"
     name = os.fsdecode(b"caf\xe9 \n.py")
     (tmp_path / name).write_text("x")
     assert snapshot_of(tmp_path) == [name]
@@ -144,10 +133,6 @@ def test_outside_git_the_code_is_told_by_its_ending(tmp_path: Path) -> None:
     assert state == SourceState()
     names, _ = plan_files(tmp_path, state, limit_mb=1, exclude=tmp_path / "runs")
     assert sorted(names) == ["pkg/a.py", "settings.yaml", "train.py"]
-
-
-def test_without_a_git_command_nothing_is_asked(tmp_path: Path) -> None:
-    assert read_git(tmp_path, {"PATH": str(tmp_path)}) == SourceState()
 
 
 def test_too_much_code_is_refused_naming_the_largest(project: Path) -> None:
@@ -334,7 +319,6 @@ def source_of(project: Path, state: SourceState | None = None, **sections: Any) 
         ({}, False),
         ({"script": ["train.sh"]}, True),
         ({"task": {"_target_": "my.main"}}, True),
-        ({"model": {"_target_": "my.Model"}}, True),
         ({"data": {"_target_": "my.Data"}}, True),
     ],
 )

@@ -59,13 +59,9 @@ def test_the_whole_queue_is_read_only_where_somebody_may_wait() -> None:
     slurm.ahead = {"7": 3}
     assert view_of(slurm).look(Wanted(job_ids=["7"], may_wait=True)).jobs_ahead == {"7": 3}
     assert view_of(slurm).look(Wanted(job_ids=["7"])).jobs_ahead == {}
-    assert [name for name, _ in slurm.told()] == ["whole", "squeue"]
-
-
-def test_more_jobs_than_a_command_line_takes_are_looked_for_in_the_whole_queue() -> None:
-    slurm = Asked()
+    # More than a command line takes.
     view_of(slurm).look(Wanted(job_ids=[str(number) for number in range(6000)]))
-    assert slurm.told()[0][0] == "whole"
+    assert [name for name, _ in slurm.told()][:3] == ["whole", "squeue", "whole"]
 
 
 def test_nobody_is_asked_about_nothing_or_where_there_is_no_slurm() -> None:
@@ -110,18 +106,11 @@ def test_a_controller_that_is_silent_is_asked_ever_less_and_the_last_answer_coun
         asked_at += [second for name, _ in slurm.told() if name == "squeue"]
         assert look.problem == "nobody there" and look.jobs["7"].word == "RUNNING" and look.age_s == second
     assert asked_at == [5, 15, 35, 75, 155]
-    slurm.error, slurm.now_s = None, 400.0
-    assert view.look(wanted).problem == ""
-
-
-def test_a_slow_controller_has_twenty_times_as_long_for_others() -> None:
-    slurm = Asked(job_state("7", "RUNNING"), takes_s=3.0)
-    look = view_of(slurm).look(Wanted(job_ids=["7"]))
-    assert look.is_due_in_s == 60.0
-
-
-def test_accounting_answers_where_the_controller_does_not() -> None:
-    slurm = Asked(accounts=[ENDED])
-    slurm.error = ClusterError("nobody there")
-    look = view_of(slurm).look(Wanted(job_ids=["8"]))
-    assert look.jobs == {"8": ENDED} and look.problem == "" and look.age_s is None
+    # Accounting answers where the controller does not.
+    slurm.accounts, slurm.now_s = [job_state("7", "COMPLETED", source="sacct")], 400.0
+    look = view.look(wanted)
+    assert look.problem == "" and look.jobs["7"].word == "COMPLETED"
+    # A slow controller has twenty times as long for others.
+    slurm.error, slurm.now_s, slurm.takes_s = None, 1000.0, 3.0
+    look = view.look(wanted)
+    assert (look.problem, look.is_due_in_s) == ("", 60.0)

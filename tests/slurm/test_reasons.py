@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.slurm.reasons import explain_reason, waits_for_nodes
+from slurm_train.slurm.records import explain_reason, waits_for_nodes
 
 REASONS = [
     ("", ""),

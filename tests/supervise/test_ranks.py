@@ -104,6 +104,8 @@ def test_nodes_that_cannot_run_it_are_named(
 
 def test_the_question_itself_finds_what_is_wrong(run: RunDirectory, tmp_path: Path) -> None:
     run.logs.rmdir()
+    refused = refusal(run, fake_srun(tmp_path, "echo 'srun: error: Unable to create step' >&2; exit 1"))
+    assert "srun: error: Unable to create step" in refused.message
     assert refusal(run, fake_srun(tmp_path, ASK_ALL)).code == "FS_READONLY"
     run.config.unlink()
     assert refusal(run, fake_srun(tmp_path, ASK_ALL)).code == "FS_MISSING"
@@ -119,11 +121,6 @@ def test_nodes_that_do_not_see_the_attempt_are_behind(
     run.epochs.mkdir()
     (run.epochs / "attempt_3").touch()
     require_seen_by_all(run, NODES, env, attempt=3)
-
-
-def test_a_step_that_slurm_refuses_is_quoted(run: RunDirectory, tmp_path: Path) -> None:
-    error = refusal(run, fake_srun(tmp_path, "echo 'srun: error: Unable to create step' >&2; exit 1"))
-    assert "srun: error: Unable to create step" in error.message
 
 
 def test_while_the_controller_is_away_nodes_are_asked_again(run: RunDirectory, tmp_path: Path) -> None:
