@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -240,7 +241,11 @@ def shard(
     roots: Sequence[nn.Module],
     settings: ParallelSection,
 ) -> None:
-    """Shards the parameters over `dp_shard` and `cp` and keeps copies of the shards over `dp_replicate`."""
+    """Shards the parameters over `dp_shard` and `cp` and keeps copies of the shards over `dp_replicate`.
+
+    Each block of `units` is gathered by itself, then the parts of the model's `sharding_ends`, then what is left. With
+    what is left, an embedding and a head would be gathered through the whole forward and backward pass.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     lower = settings.gather_dtype == "bfloat16"
@@ -251,6 +256,16 @@ def shard(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for block in units(model):
         fully_shard(block, **options, reshard_after_forward=settings.reshard_after_forward)
+    ends: Sequence[Sequence[str]] = getattr(model, "sharding_ends", tuple)()
+    for end in ends:
+        # What another stage has is without parameters here.
+        parts = [part for part in map(model.get_submodule, end) if any(True for _ in part.parameters())]
+        # What ends the forward pass begins the backward pass: it stays gathered in between.
+        frees = settings.reshard_after_forward and end != ends[-1]
+        if parts:
+            fully_shard(parts, **options, reshard_after_forward=frees)
+    # An embedding whose output is dealt out by positions returns a view; nothing here writes into it.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for root in roots:
         fully_shard(root, **options, reshard_after_forward=settings.reshard_after_forward)
     for name in _OWN_METHODS:
@@ -280,7 +295,13 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _kept_operations())
-    block.forward = functools.partial(checkpoint, block.forward, **options)
+    computed = block.forward
+
+    # A function and no `partial`: dynamo does not enter that, and the block would be left uncompiled (torch 2.13).
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(computed, *args, **options, **kwargs)
+
+    block.forward = forward
 
 
 def _kept_operations() -> list[Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slurm_train.errors import ConfigError
-from slurm_train.models.blocks import Block, BlockShape
+from slurm_train.models.blocks import Angles, Block, BlockShape
 
 _INIT_STD = 0.02
 
@@ -74,7 +74,7 @@ class GPT(nn.Module):
             width=width, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads, hidden=hidden or 4 * width,
             norm=norm, norm_eps=norm_eps, activation=activation, positions=positions, bias=bias, dropout=dropout,
         )  # fmt: skip
-        self.context, self.shape = context, shape
+        self.context, self.shape, self.is_tied = context, shape, tied
         self.embedding = shape.build_embedding(vocab_size, context=context)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(num_layers))
@@ -115,15 +115,24 @@ class GPT(nn.Module):
                 hint=f"set model.context={positions} or data.context={self.context}",
             )
         x_BTC = self.dropout(self.embedding(tokens_BT))
-        angles = [None if table_TD is None else table_TD[:positions] for table_TD in (self.cos_TD, self.sin_TD)]
+        angles = None
+        if self.cos_TD is not None and self.sin_TD is not None:
+            angles = Angles(self.cos_TD[:positions], self.sin_TD[:positions])
         for block in self.blocks:
-            x_BTC = block(x_BTC, *angles)
+            x_BTC = block(x_BTC, angles)
         logits_BTV: Tensor = self.head(self.norm(x_BTC))
         return logits_BTV
 
     def sharding_plan(self) -> tuple[str, ...]:
         """Returns the parts whose parameters are gathered together, as patterns of names; the rest is one more."""
         return ("blocks.*",)
+
+    def sharding_ends(self) -> tuple[tuple[str, ...], ...]:
+        """Returns the parts outside of the blocks that are gathered apart: each when it is called, the last one once.
+
+        A tied embedding is used at both ends, so it stays with what is left.
+        """
+        return () if self.is_tied else (("embedding",), ("norm", "head"))
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """Returns which matrices may be cut, by pattern of names: "colwise" by outputs, "rowwise" by inputs.

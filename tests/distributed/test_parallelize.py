@@ -7,8 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
 from slurm_train.config.parallel import ParallelLayout
+from slurm_train.config.schema import ParallelSection
+from slurm_train.distributed.parallelize import prepare_blocks
+from slurm_train.models.gpt import GPT
 
 # In a process of its own: a pretended world of 64 must not meet another test's group.
 PROGRAM = """
@@ -61,3 +66,49 @@ def test_groups_are_those_of_torch(degrees: dict[str, int], ranks: list[int]) ->
 def test_another_order_of_the_axes_would_be_seen() -> None:
     layout = ParallelLayout(tp=2, pp=2)
     assert layout.members(("tp",), 0) == (0, 1) != layout.members(("pp",), 0)
+
+
+SHARDED = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from slurm_train.config.parallel import ParallelLayout
+from slurm_train.config.schema import ParallelSection
+from slurm_train.distributed.parallelize import build_mesh, parallelize
+from slurm_train.models import blocks
+from slurm_train.models.gpt import GPT
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+layout = ParallelLayout(dp_shard=2)
+mesh = build_mesh(layout, device=torch.device("cpu"))
+seen, rotate = set(), blocks.Angles.rotate
+blocks.Angles.rotate = lambda self, x: (seen.add((self.cos_TD.dtype, x.dtype)), rotate(self, x))[1]
+for tied in (False, True):
+    model = GPT(num_layers=2, width=32, num_heads=2, tied=tied)
+    settings = ParallelSection(dp_shard=2, gather_dtype="bfloat16", activation_checkpointing="full")
+    parallelize(model, layout=layout, mesh=mesh, roots=[model], settings=settings, compiles=False)
+    parts = (model.embedding, model.norm, model.head, *model.blocks)
+    assert [isinstance(part, FSDPModule) for part in parts] == [not tied] * 3 + [True] * 2, tied
+    left = model._get_fsdp_state()._fsdp_param_group
+    assert (left is None) == (not tied)
+    model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+assert seen == {(torch.float32, torch.bfloat16)}, seen
+print("right")
+"""
+
+
+def test_ends_are_gathered_apart_and_angles_stay_precise() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", SHARDED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "right\n", done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of torch itself
+@pytest.mark.parametrize("kind", ["none", "full", "selective"])
+def test_blocks_are_compiled_whatever_they_compute_again(kind: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = GPT(num_layers=3, width=32, num_heads=2)
+    prepare_blocks(model, settings=ParallelSection(activation_checkpointing=kind), compiles=True)  # type: ignore[arg-type]
+    model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1, "one graph that all blocks share"
