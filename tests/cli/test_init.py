@@ -29,10 +29,12 @@ def home(shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_site_file_is_written_and_chosen_by_its_name(shell: Any, home: Path) -> None:
+    printed = shell.types("init", "devcluster", "--yes", "--print")
+    assert not home.exists() and shell.left() == []
     done = shell.types("init", "devcluster", "--yes")
     path = home / ".config" / "slurm_train" / "site" / "devcluster.yaml"
     assert (done.code, done.out) == (0, f"{path}\n")
-    assert path.read_text() == (GOLDEN / "devcluster.yaml").read_text()
+    assert path.read_text() == printed.out == (GOLDEN / "devcluster.yaml").read_text()
     planned = shell.types("plan", "+cluster=2x4", "site=devcluster")
     assert planned.code == 0
     for flag in ("--partition=main", "--account=dev", "--qos=normal", "--cpus-per-task=8", "--time=1440"):
@@ -56,12 +58,6 @@ def test_without_slurm_there_is_nothing_to_look_at(shell: Any, home: Path) -> No
     shell.leaves_slurm()
     done = shell.types("init", "--yes")
     assert done.code == 2 and "no sbatch on the PATH" in done.err and not home.exists()
-
-
-def test_print_writes_nothing(shell: Any, home: Path) -> None:
-    done = shell.types("init", "devcluster", "--yes", "--print")
-    assert done.out == (GOLDEN / "devcluster.yaml").read_text()
-    assert not home.exists() and shell.left() == []
 
 
 def test_an_existing_file_is_compared_and_kept_without_force(shell: Any, home: Path) -> None:
@@ -110,12 +106,6 @@ def test_commands_that_refuse_are_told_in_the_file_and_here(shell: Any, home: Pa
     done = shell.types("init", "lab", "--yes")
     assert done.code == 0 and "Slurm does not say: accounts: `sacctmgr" in done.err
     assert "#   accounts: `sacctmgr" in Path(done.out.strip()).read_text()
-
-
-def test_a_partition_that_slurm_refuses_is_told(shell: Any, home: Path) -> None:
-    shell.slurm.refuse("sbatch: error: Batch job submission failed: Invalid account or account/partition combination")
-    done = shell.types("init", "--yes")
-    assert done.code == 0 and "partition main: Slurm would not take a run there: Invalid account" in done.err
 
 
 def test_a_controller_that_is_away_costs_the_trial_alone(shell: Any, home: Path) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -9,10 +9,9 @@ import yaml
 from slurm_train.config.site_profile import SiteFile, read_site
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.policy import NodeGroup, Partition, parse_sinfo
+from slurm_train.slurm.policy import Partition, parse_sinfo
 from slurm_train.slurm.site import SiteFacts, gather_facts
-from slurm_train.tools.site.profile import (
-    NodeShape,
+from slurm_train.tools.site import (
     build_profile,
     cpus_per_gpu,
     gpu_types,
@@ -75,7 +74,6 @@ def test_the_chosen_gpus_decide_a_nodes_share() -> None:
     ("answers", "message"),
     [
         ({"partition": "cpu"}, "partition='cpu' is not among them"),
-        ({"account": "nobody"}, "account='nobody' is not among them"),
         ({"time_limit_min": "two days"}, "time_limit_min='two days' is no number of minutes"),
         ({"time_limit_min": "0"}, "time_limit_min='0' is no number of minutes"),
     ],
@@ -113,24 +111,17 @@ def test_partitions_of_others_are_left_out_and_the_default_comes_first() -> None
     assert [one.name for one in usable_partitions(facts_of("mixed_nodes"))] == ["gpu"]
 
 
-def partition(**facts: Any) -> Partition:
-    group = NodeGroup(
-        num_nodes=2, gpus_per_node=0, gpu_type="", cpus_per_node=64, memory_per_node_mb=256000, state="idle"
-    )
-    defaults = {"max_nodes": None, "max_time_min": 60, "default_time_min": None, "groups": (group,)}
-    return Partition(**{"name": "p", "is_default": False, "state": "up", **defaults, **facts})
-
-
 def test_a_site_without_gpus_runs_on_cpus() -> None:
-    site = build_profile(SiteFacts(partitions=[partition(), partition(name="q", is_default=True)]), {})
+    (group,) = nodes_of("2/(null)|64|256000").groups
+    partition = Partition(
+        name="q", is_default=True, state="up", max_nodes=None, max_time_min=60, default_time_min=None, groups=(group,)
+    )
+    site = build_profile(SiteFacts(partitions=[replace(partition, name="p", is_default=False), partition]), {})
     assert site.cluster == {"partition": "q", "gpu_flag": "none"}
     assert site.partitions["q"].cluster == {"time_limit_min": 60}
-
-
-def test_a_partition_that_is_down_or_empty_is_no_choice() -> None:
-    facts = SiteFacts(partitions=[partition(state="down"), partition(name="empty", groups=())])
+    closed = SiteFacts(partitions=[replace(partition, state="down"), replace(partition, groups=())])
     with pytest.raises(ConfigError, match="no partition that is up"):
-        build_profile(facts, {})
+        build_profile(closed, {})
 
 
 def test_commands_that_refuse_are_told_and_the_rest_goes_on(tmp_path: Path) -> None:
@@ -151,37 +142,33 @@ def test_accounts_of_other_clusters_do_not_count() -> None:
     assert [one.account for one in facts_of("typed").associations] == ["ml", "teaching"]
 
 
-NODE = NodeShape(num_nodes=4, gpus=4, cpus=50, memory_mb=256000)
+def nodes_of(*nodes: str) -> Partition:
+    """Returns a partition of nodes, each "number/gres|CPUs|MB"."""
+    rows = (one.split("/") for one in nodes)
+    (found,) = parse_sinfo("".join(f"p|p|up|{num}|1-infinite|infinite|n/a|{parts}|idle\n" for num, parts in rows))
+    return found
 
 
-def lines(*nodes: str) -> str:
-    return "".join(f"p|p|up|{one.split('/')[0]}|1-infinite|infinite|n/a|{one.split('/')[1]}|idle\n" for one in nodes)
+NODE = nodes_of("4/gpu:4|50|256000").groups[0]
 
 
 @pytest.mark.parametrize(
     ("nodes", "types", "shape"),
     [
-        (("4/gpu:8|64|512000",), [""], NodeShape(num_nodes=4, gpus=8, cpus=64, memory_mb=512000)),
-        (("4/(null)|64|512000",), [], NodeShape(num_nodes=4, gpus=0, cpus=64, memory_mb=512000)),
+        (["4/gpu:8|64|512000"], [""], (4, 8, 64, 512000)),
+        (["4/(null)|64|512000"], [], (4, 0, 64, 512000)),
         # The smallest share of those that are alike.
-        (
-            ("2/gpu:a:4|64|512000", "1/gpu:a:4|48|256000", "9/(null)|8|1000"),
-            ["a"],
-            NodeShape(num_nodes=3, gpus=4, cpus=48, memory_mb=256000),
-        ),
+        (["2/gpu:a:4|64|512000", "1/gpu:a:4|48|256000", "9/(null)|8|1000"], ["a"], (3, 4, 48, 256000)),
         # The number that most GPUs come in.
-        (("8/gpu:a:4|64|1000", "2/gpu:a:8|32|500"), ["a"], NodeShape(num_nodes=8, gpus=4, cpus=64, memory_mb=1000)),
-        (
-            ("1/gpu:a:4|64|1000", "3/gpu:b:8|32|500"),
-            ["b", "a"],
-            NodeShape(num_nodes=3, gpus=8, cpus=32, memory_mb=500),
-        ),
+        (["8/gpu:a:4|64|1000", "2/gpu:a:8|32|500"], ["a"], (8, 4, 64, 1000)),
+        (["1/gpu:a:4|64|1000", "3/gpu:b:8|32|500"], ["b", "a"], (3, 8, 32, 500)),
     ],
 )
-def test_the_shape_of_a_node(nodes: tuple[str, ...], types: list[str], shape: NodeShape) -> None:
-    (partition,) = parse_sinfo(lines(*nodes))
+def test_the_shape_of_a_node(nodes: list[str], types: list[str], shape: tuple[int, ...]) -> None:
+    partition = nodes_of(*nodes)
     assert gpu_types(partition) == types
-    assert shape_of(partition, gpu_type=types[0] if types else "") == shape
+    found = shape_of(partition, gpu_type=types[0] if types else "")
+    assert (found.num_nodes, found.gpus_per_node, found.cpus_per_node, found.memory_per_node_mb) == shape
 
 
 @pytest.mark.parametrize(
@@ -200,7 +187,7 @@ def test_cpus_of_a_gpus_share(record: dict[str, str], cpus: int) -> None:
 
 
 def test_a_node_with_fewer_cpus_than_gpus_gives_one() -> None:
-    assert cpus_per_gpu(NodeShape(num_nodes=1, gpus=8, cpus=4, memory_mb=1), {}) == 1
+    assert cpus_per_gpu(nodes_of("1/gpu:8|4|1").groups[0], {}) == 1
 
 
 @pytest.mark.parametrize(

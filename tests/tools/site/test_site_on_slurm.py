@@ -11,8 +11,7 @@ from slurm_train.launch.acceptance import slurm_verdict
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.site import gather_facts
 from slurm_train.tools.devcluster.plan import ClusterPlan
-from slurm_train.tools.site.profile import build_profile
-from slurm_train.tools.site.trial import trial_script, try_site
+from slurm_train.tools.site import build_profile, trial_script, try_site
 
 pytestmark = pytest.mark.slurm
 

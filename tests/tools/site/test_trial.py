@@ -6,8 +6,7 @@ import pytest
 
 from slurm_train.config.site_profile import SiteFile
 from slurm_train.slurm.policy import Refusal, TestVerdict
-from slurm_train.tools.site.profile import build_profile
-from slurm_train.tools.site.trial import trial_script, try_site
+from slurm_train.tools.site import build_profile, trial_script, try_site
 from tests.tools.site.sites import facts_of
 
 YES = TestVerdict(is_accepted=True)

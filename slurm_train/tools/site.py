@@ -6,18 +6,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import yaml
 
-from slurm_train.config.site_profile import SiteFile, SitePartition, SiteQos
+from slurm_train.config.schema import ClusterSection, build_config
+from slurm_train.config.site_profile import SiteFile, SitePartition, SiteQos, with_site
 from slurm_train.errors import ConfigError
-from slurm_train.slurm.policy import Association, Partition, Preemption, duration_s, return_in_words
+from slurm_train.slurm.flags import resource_flags, sbatch_line
+from slurm_train.slurm.policy import (
+    Association,
+    NodeGroup,
+    Partition,
+    Preemption,
+    Refusal,
+    TestVerdict,
+    duration_s,
+    return_in_words,
+)
 from slurm_train.slurm.site import SiteFacts, default_account, default_qos, preempting_qos, preemption_in
 
 _LONGEST_DEFAULT_MIN = 1440
+# Another spelling or a smaller share helps against these alone.
+_ABOUT_RESOURCES = (Refusal.RESOURCES, Refusal.OPTION, Refusal.OTHER)
+
+Ask = Callable[[str], TestVerdict]
+"""Gives Slurm's verdict on a script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +161,7 @@ def _partition(
     preemption = preemption_in(facts, own_qos or qos, partition.name)
     return SitePartition(
         num_nodes=shape.num_nodes,
-        gpus_per_node=shape.gpus or None,
+        gpus_per_node=shape.gpus_per_node or None,
         max_time_min=partition.max_time_min,
         preemption=preemption.outcome,
         grace_s=_grace_s(preemption),
@@ -211,17 +227,6 @@ def _admits(facts: SiteFacts, partition: Partition, accounts: set[str]) -> bool:
     return not ("DenyAccounts" in record and accounts and accounts <= denied)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeShape:
-    """The smallest node of those that a run may get."""
-
-    num_nodes: int = 0
-    gpus: int = 0
-    """0: a node without GPUs."""
-    cpus: int = 0
-    memory_mb: int = 0
-
-
 def gpu_types(partition: Partition) -> list[str]:
     """Returns the types of GPU in a partition, the one with most GPUs first; [""] where the site names none."""
     totals: dict[str, int] = {}
@@ -231,7 +236,7 @@ def gpu_types(partition: Partition) -> list[str]:
     return sorted(totals, key=lambda name: (-totals[name], name))
 
 
-def shape_of(partition: Partition, *, gpu_type: str) -> NodeShape:
+def shape_of(partition: Partition, *, gpu_type: str) -> NodeGroup:
     """Returns what the nodes with this type of GPU have in common; of a partition without GPUs, what all have.
 
     Nodes of one partition may have different numbers of GPUs. The number that most GPUs come in counts, and the least
@@ -242,19 +247,17 @@ def shape_of(partition: Partition, *, gpu_type: str) -> NodeShape:
     totals: dict[int, int] = {}
     for group in groups:
         totals[group.gpus_per_node] = totals.get(group.gpus_per_node, 0) + group.num_nodes * group.gpus_per_node
-    if not groups:
-        return NodeShape()
     gpus = max(totals, key=lambda per_node: (totals[per_node], -per_node))
     alike = [group for group in groups if group.gpus_per_node == gpus]
-    return NodeShape(
+    return replace(
+        alike[0],
         num_nodes=sum(group.num_nodes for group in alike),
-        gpus=gpus,
-        cpus=min(group.cpus_per_node for group in alike),
-        memory_mb=min(group.memory_per_node_mb for group in alike),
+        cpus_per_node=min(group.cpus_per_node for group in alike),
+        memory_per_node_mb=min(group.memory_per_node_mb for group in alike),
     )
 
 
-def cpus_per_gpu(shape: NodeShape, record: Mapping[str, str]) -> int | None:
+def cpus_per_gpu(shape: NodeGroup, record: Mapping[str, str]) -> int | None:
     """Returns the CPUs of a GPU's share of its node; what the site gives by default, if it says so.
 
     Args:
@@ -262,7 +265,7 @@ def cpus_per_gpu(shape: NodeShape, record: Mapping[str, str]) -> int | None:
         record: scontrol's fields of the partition; empty where they are not known.
     """
     own = _number(_pairs(record, "JobDefaults").get("DefCpuPerGPU"))
-    if own or not shape.gpus or not shape.cpus:
+    if own or not shape.gpus_per_node or not shape.cpus_per_node:
         return own
     # Where some CPUs are kept for the system, those that jobs may have: their mean, rounded down. In a partition of
     # different nodes the mean says nothing about the smallest, unless CPUs are kept back at all.
@@ -270,12 +273,12 @@ def cpus_per_gpu(shape: NodeShape, record: Mapping[str, str]) -> int | None:
     cpus, nodes = _number(counts.get("cpu")), _number(counts.get("node"))
     total = _number(record.get("TotalCPUs"))
     free = math.floor(cpus / nodes) if cpus and nodes and total and cpus < total else None
-    limits = [shape.cpus, _number(record.get("MaxCPUsPerNode")), free]
-    return max(1, min(limit for limit in limits if limit) // shape.gpus)
+    limits = [shape.cpus_per_node, _number(record.get("MaxCPUsPerNode")), free]
+    return max(1, min(limit for limit in limits if limit) // shape.gpus_per_node)
 
 
 def memory_gb_per_gpu(
-    shape: NodeShape, record: Mapping[str, str], settings: Mapping[str, str], *, cpus: int | None
+    shape: NodeGroup, record: Mapping[str, str], settings: Mapping[str, str], *, cpus: int | None
 ) -> int | None:
     """Returns the GiB of a GPU's share of its node; None where the site gives memory itself, or does not count it.
 
@@ -286,13 +289,13 @@ def memory_gb_per_gpu(
         cpus: CPUs of each GPU's share.
     """
     counts_memory = "MEMORY" in settings.get("SelectTypeParameters", "").upper()
-    if not counts_memory or not shape.gpus or "DefMemPerGPU" in _pairs(record, "JobDefaults"):
+    if not counts_memory or not shape.gpus_per_node or "DefMemPerGPU" in _pairs(record, "JobDefaults"):
         return None
     per_cpu_mb = _number(record.get("MaxMemPerCPU"))
     # Beyond MaxMemPerCPU Slurm raises the CPUs of a task, and the node has no more of them.
-    by_cpus_mb = per_cpu_mb * cpus * shape.gpus if per_cpu_mb and cpus else None
-    limits = [shape.memory_mb, _number(record.get("MaxMemPerNode")), by_cpus_mb]
-    return min(limit for limit in limits if limit) // shape.gpus // 1024 or None
+    by_cpus_mb = per_cpu_mb * cpus * shape.gpus_per_node if per_cpu_mb and cpus else None
+    limits = [shape.memory_per_node_mb, _number(record.get("MaxMemPerNode")), by_cpus_mb]
+    return min(limit for limit in limits if limit) // shape.gpus_per_node // 1024 or None
 
 
 def _pairs(record: Mapping[str, str], name: str) -> dict[str, str]:
@@ -303,6 +306,96 @@ def _pairs(record: Mapping[str, str], name: str) -> dict[str, str]:
 
 def _number(text: str | None) -> int | None:
     return int(text) if text and text.isdigit() else None
+
+
+# The trial.
+
+
+def trial_script(site: SiteFile, partition: str, changes: Mapping[str, Any] | None = None) -> str:
+    """Returns a batch script that asks for one whole node of a partition, as a run would.
+
+    Args:
+        site: the site.
+        partition: its partition.
+        changes: values of `cluster.*` to try instead of the site's; None leaves one out.
+    """
+    settings = with_site({"partition": partition}, site, typed=())
+    settings |= changes or {}
+    given = {key: value for key, value in settings.items() if value is not None}
+    per_node = site.partitions[partition].gpus_per_node or 1
+    flags = resource_flags(build_config(ClusterSection, given), per_node=per_node)
+    flags = {"nodes": "1", "ntasks-per-node": str(per_node), **flags}
+    return "\n".join(["#!/bin/sh", *(sbatch_line(name, str(value)) for name, value in flags.items()), "true", ""])
+
+
+def try_site(site: SiteFile, partitions: Mapping[str, Partition], ask: Ask) -> tuple[SiteFile, list[str]]:
+    """Returns the site with the values that Slurm takes, and a line for each partition where it takes none.
+
+    Args:
+        site: the site as read from the facts.
+        partitions: sinfo's, by name, for the types of their GPUs.
+        ask: gives Slurm's verdict on a script.
+    """
+    found, problems, own_flag = dict(site.partitions), [], site.cluster.get("gpu_flag")
+    for name, partition in site.partitions.items():
+        changes, reason = _first_accepted(site, name, partitions.get(name), ask)
+        if changes is None:
+            problems.append(f"partition {name}: Slurm would not take a run there: {reason}")
+            continue
+        merged = {**partition.cluster, **changes}
+        kept = {key: value for key, value in merged.items() if value is not None and site.cluster.get(key) != value}
+        found[name] = replace(partition, cluster=kept)
+    flags = {one.cluster.get("gpu_flag", own_flag) for one in found.values()}
+    if len(flags) == 1 and flags != {own_flag}:
+        # What each partition has found for itself is the site's own.
+        for name, one in found.items():
+            found[name] = replace(one, cluster={key: one.cluster[key] for key in one.cluster if key != "gpu_flag"})
+        site = replace(site, cluster={**site.cluster, "gpu_flag": flags.pop()})
+    return replace(site, partitions=found), problems
+
+
+def _first_accepted(
+    site: SiteFile, name: str, partition: Partition | None, ask: Ask
+) -> tuple[dict[str, Any] | None, str]:
+    """Returns the first changes that Slurm takes, or None and why it does not take the values as they are."""
+    reason = ""
+    for changes in _variants(site, name, partition):
+        verdict = ask(trial_script(site, name, changes))
+        if verdict.is_accepted:
+            return changes, ""
+        reason = reason or verdict.message
+        if verdict.refusal not in _ABOUT_RESOURCES:
+            break
+    return None, reason
+
+
+def _variants(site: SiteFile, name: str, partition: Partition | None) -> Iterator[dict[str, Any]]:
+    """Yields changes from none to many: other spellings first, then a smaller share of the node."""
+    yield from _spellings(site, name, partition)
+    own = site.partitions[name].cluster
+    if memory := own.get("memory_gb_per_gpu"):
+        # Memory that is kept back for the system does not show in sinfo.
+        for share in (0.97, 0.9):
+            yield {"memory_gb_per_gpu": int(memory * share)}
+    less = {key: None for key in ("memory_gb_per_gpu", "cpus_per_gpu") if own.get(key)}
+    if less:
+        yield {"memory_gb_per_gpu": None}
+        yield from ({**less, **spelling} for spelling in _spellings(site, name, partition))
+
+
+def _spellings(site: SiteFile, name: str, partition: Partition | None) -> Iterator[dict[str, Any]]:
+    yield {}
+    if not site.partitions[name].gpus_per_node:
+        return
+    settings = {**site.cluster, **site.partitions[name].cluster}
+    flag, kind = settings.get("gpu_flag"), settings.get("gpu_type")
+    known = {group.gpu_type for group in partition.groups if group.gpus_per_node} - {""} if partition else set()
+    types = [kind, *sorted(known - {kind})] if kind else [None, *sorted(known)]
+    other = "gres" if flag == "gpus-per-node" else "gpus-per-node"
+    for spelled in (flag, other):
+        for one in types[:2]:
+            if (spelled, one) != (flag, kind):
+                yield {"gpu_flag": spelled, "gpu_type": one}
 
 
 # The file.

@@ -1,1 +1,0 @@
-"""What `init` does: from what Slurm says about a cluster to a site file for it."""
