@@ -138,7 +138,7 @@ _DEFAULTS = {"model": "gpt", "data": "stdlib"}
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LONGEST_TEXT = 60
 # What flags of settings take, by their target.
-_TAKES = {"config_dir": "path", "config_path": "path", "config_name": "primary file"}
+_TAKES = {"config_dir": "path", "config_path": "path", "config_name": "primary file", "accept": "changes"}
 # Keys that hold a path, which the schema calls a text.
 _PATH_KEYS = ("run.root", "checkpoint.local_dir", "data.path", "cluster.python")
 # The schema has no text for these.
@@ -172,17 +172,8 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-class Candidate:
-    """Something that may be put in place of the word at the cursor; `goes_on`: more of the same word follows."""
-
-    __slots__ = ("about", "goes_on", "text")
-
-    def __init__(self, text: str, about: str = "", *, goes_on: bool = False) -> None:
-        self.text, self.about, self.goes_on = text, " ".join(about.split()), goes_on
-
-    def after(self, prefix: str) -> Candidate:
-        """Returns it with a prefix."""
-        return Candidate(prefix + self.text, self.about, goes_on=self.goes_on)
+Candidate = tuple[str, str, bool]
+"""What may be put in place of the word at the cursor, what it means, and whether more of the same word follows."""
 
 
 def complete(words: Sequence[str]) -> int:
@@ -192,8 +183,8 @@ def complete(words: Sequence[str]) -> int:
         lines = _bash_lines(*rest)
     else:
         found = _plain_candidates(rest[:-1], rest[-1])
-        kinds = [f"{'more' if one.goes_on else 'done'}\t" if shell == "zsh" else "" for one in found]
-        lines = [f"{kind}{one.text}\t{one.about}" for kind, one in zip(kinds, found, strict=True)]
+        kinds = {"zsh": {True: "more\t", False: "done\t"}}.get(shell, {True: "", False: ""})
+        lines = [f"{kinds[goes_on]}{text}\t{' '.join(about.split())}" for text, about, goes_on in found]
     print("\n".join(lines))
     return 0
 
@@ -204,15 +195,15 @@ def _bash_lines(line: str, breaks: str) -> list[str]:
     while len(words) > 2 and words[0].partition("=")[0].isidentifier() and "=" in words[0]:
         # NAME=value in front of a command.
         del words[0]
-    found = _plain_candidates(words[1:-1], words[-1])
     # Inside quotes the shell takes everything since the quote for the word.
     start = 0 if quote else max((words[-1].rfind(mark) for mark in breaks if not mark.isspace()), default=-1) + 1
-    return [one.text[start:] + ("" if one.goes_on else quote + " ") for one in found]
+    found = _plain_candidates(words[1:-1], words[-1])
+    return [text[start:] + ("" if goes_on else quote + " ") for text, _, goes_on in found]
 
 
 def _plain_candidates(words: Sequence[str], current: str) -> list[Candidate]:
     is_module = list(words[:2]) == ["-m", "slurm_train"]
-    return [one for one in candidates(words[2:] if is_module else words, current) if _PLAIN.issuperset(one.text)]
+    return [one for one in candidates(words[2:] if is_module else words, current) if _PLAIN.issuperset(one[0])]
 
 
 def split_line(line: str) -> tuple[list[str], str]:
@@ -221,23 +212,16 @@ def split_line(line: str) -> tuple[list[str], str]:
     Args:
         line: e.g. `slurm-train -m "seed=ra`.
     """
-    words, quote = [""], ""
-    escaped = False
-    for char in line:
-        if escaped:
-            words[-1] += char
-            escaped = False
-        elif char == "\\" and quote != "'":
-            escaped = True
-        elif quote:
-            quote, words[-1] = ("", words[-1]) if char == quote else (quote, words[-1] + char)
-        elif char in "'\"":
-            quote = char
-        elif not char.isspace():
-            words[-1] += char
-        elif words[-1]:
-            words.append("")
-    return words, quote
+    import shlex
+
+    for quote in ("", '"', "'"):
+        try:
+            # The mark keeps a last word that is empty.
+            words = shlex.split(f"{line}\0{quote}")
+        except ValueError:
+            continue
+        return [*words[:-1], words[-1].removesuffix("\0")], quote
+    return ["", ""], ""
 
 
 def candidates(words: Sequence[str], current: str) -> list[Candidate]:
@@ -248,7 +232,7 @@ def candidates(words: Sequence[str], current: str) -> list[Candidate]:
         current: the word up to the cursor, e.g. "optim.l".
     """
     # A section is offered once for all its keys.
-    fitting = {one.text: one for one in _Line(words).candidates(current) if one.text.startswith(current)}
+    fitting = {one[0]: one for one in _Line(words).candidates(current) if one[0].startswith(current)}
     return list(fitting.values())[:_MOST]
 
 
@@ -291,12 +275,12 @@ class _Line:
         if self.open_flag:
             yield from self._of_kind(self.flags[self.open_flag][0], current)
         elif flag.startswith("--") and equals and flag in self.flags:
-            yield from (one.after(f"{flag}=") for one in self._of_kind(self.flags[flag][0], value))
+            yield from _prefixed(f"{flag}=", self._of_kind(self.flags[flag][0], value))
         elif current.startswith("-"):
-            yield from (Candidate(name, _short(about)) for name, (_, about) in self.flags.items())
+            yield from ((name, _short(about), False) for name, (_, about) in self.flags.items())
         elif self.has_settings:
             if not self.words:
-                yield from (Candidate(name, verb.about) for name, verb in PUBLIC_VERBS.items())
+                yield from ((name, verb.about, False) for name, verb in PUBLIC_VERBS.items())
             yield from self._settings(current)
         else:
             kind = self.verb_words[min(len(self.bare), len(self.verb_words) - 1)] if self.verb_words else ""
@@ -321,14 +305,14 @@ class _Line:
             return _in_list(current, self.table[kind])
         if "," in kind:
             return _in_list(current, kind.split(","))
-        return [Candidate(choice) for choice in kind.split("|") if choice not in ("", "-", "open")]
+        return [(choice, "", False) for choice in kind.split("|") if choice not in ("", "-", "open")]
 
     def _settings(self, current: str) -> Iterator[Candidate]:
         bare = current.lstrip("+~")
         sign = current[: len(current) - len(bare)]
         key, equals, value = bare.partition("=")
         if equals:
-            yield from (one.after(f"{sign}{key}=") for one in self._values(key, value))
+            yield from _prefixed(f"{sign}{key}=", self._values(key, value))
             return
         for name, about in self._names(sign):
             if not name.startswith(bare):
@@ -338,11 +322,11 @@ class _Line:
             dot = text.find(".", len(current))
             if dot >= 0:
                 # Up to its next dot, so that a list is never longer than a screen.
-                yield Candidate(text[: dot + 1], goes_on=True)
+                yield text[: dot + 1], "", True
             else:
                 is_mapping = name not in _GROUPS and self.keys.get(name, ("", ""))[0] == "open"
                 ending = "." if is_mapping else "=" if sign != "~" else ""
-                yield Candidate(text + ending, about, goes_on=bool(ending))
+                yield text + ending, about, bool(ending)
 
     def _names(self, sign: str) -> Iterator[tuple[str, str]]:
         """Yields the keys and groups there are, with what they mean."""
@@ -386,10 +370,14 @@ class _Line:
         return []
 
 
+def _prefixed(prefix: str, found: Iterable[Candidate]) -> Iterator[Candidate]:
+    return ((prefix + text, about, goes_on) for text, about, goes_on in found)
+
+
 def _in_list(current: str, names: Iterable[str]) -> Iterator[Candidate]:
     """Yields names for the last item of a list with commas, e.g. for "failed,mis"."""
     before = current[: current.rfind(",") + 1]
-    return (Candidate(before + name) for name in names if name and name not in before.split(","))
+    return ((before + name, "", False) for name in names if name and name not in before.split(","))
 
 
 def _list(folder: str) -> list[tuple[str, bool]]:
@@ -418,14 +406,14 @@ def _runs(line: _Line, current: str) -> Iterator[Candidate]:
     for name in [name for name, is_folder in _list(root) if is_folder and name != "sweeps"]:
         ids = [run_id for run_id, is_folder in _list(f"{root}/{name}") if is_folder]
         if "/" in current:
-            yield from (Candidate(f"{name}/{run_id}") for run_id in ids)
+            yield from ((f"{name}/{run_id}", "", False) for run_id in ids)
         elif ids:
-            yield Candidate(name, f"{len(ids)} run{'s' * (len(ids) > 1)}")
-            yield from (Candidate(run_id, name) for run_id in ids)
+            yield name, f"runs: {len(ids)}", False
+            yield from ((run_id, name, False) for run_id in ids)
 
 
 def _sweeps(line: _Line, _current: str) -> Iterator[Candidate]:
-    return (Candidate(name, "sweep") for name, is_folder in _list(f"{_root(line)}/sweeps") if is_folder)
+    return ((name, "sweep", False) for name, is_folder in _list(f"{_root(line)}/sweeps") if is_folder)
 
 
 def _runs_and_sweeps(line: _Line, current: str) -> Iterator[Candidate]:
@@ -436,11 +424,11 @@ def _runs_and_sweeps(line: _Line, current: str) -> Iterator[Candidate]:
 def _paths(_line: _Line, current: str) -> Iterator[Candidate]:
     folder = current[: current.rfind("/") + 1]
     for name, is_folder in _list(os.path.expanduser(folder)):
-        yield Candidate(f"{folder}{name}{'/' if is_folder else ''}", goes_on=is_folder)
+        yield f"{folder}{name}{'/' if is_folder else ''}", "", is_folder
 
 
 def _primary_files(line: _Line, _current: str) -> Iterator[Candidate]:
-    return (Candidate(name) for folder in line.folders() for name in _yaml_names(folder))
+    return ((name, "", False) for folder in line.folders() for name in _yaml_names(folder))
 
 
 def _changes(line: _Line, current: str) -> Iterator[Candidate]:
@@ -459,41 +447,36 @@ _READERS: dict[str, Callable[[_Line, str], Iterator[Candidate]]] = {
 
 def read_table() -> Table:
     """Returns what there is to complete in settings, from the cache or, after a change of the installation, anew."""
+    import json
+
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = f"{cache}/slurm_train/completion-{zlib.crc32(_PACKAGE.encode()):08x}.tsv"
+    path = f"{cache}/slurm_train/completion-{zlib.crc32(_PACKAGE.encode()):08x}.json"
     entries = [entry for room in ("config", "status", "tools/trackers") for entry in os.scandir(f"{_PACKAGE}/{room}")]
     changes_ns = [entry.stat().st_mtime_ns for entry in entries if entry.name.endswith(".py")]
-    stamp = f"{__version__} {len(changes_ns)} {max(changes_ns)} {_PACKAGE}\n"
+    stamp = f"{__version__} {len(changes_ns)} {max(changes_ns)} {_PACKAGE}"
     try:
         with open(path, encoding="utf-8") as file:
-            if file.readline() == stamp:
-                return _parse_table(file)
-    except (OSError, ValueError):
+            kept = json.load(file)
+        if kept["stamp"] == stamp:
+            table: Table = kept["table"]
+            return table
+    except (OSError, ValueError, TypeError, KeyError):
         # There is none yet, or it is damaged.
         pass
-    lines = build_lines()
-    temporary = f"{path}.{os.getpid()}"
+    table, temporary = build_table(), f"{path}.{os.getpid()}"
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(temporary, "w", encoding="utf-8") as file:
-            file.writelines([stamp, *lines])
+            json.dump({"stamp": stamp, "table": table}, file)
         os.replace(temporary, path)
     except OSError:
         # A full or read-only home: it is built again at the next TAB.
         pass
-    return _parse_table(lines)
-
-
-def _parse_table(lines: Iterable[str]) -> Table:
-    table: Table = {}
-    for line in lines:
-        part, name, takes, about = line.rstrip("\n").split("\t")
-        table.setdefault(part, {})[name] = (takes, about)
     return table
 
 
-def build_lines() -> list[str]:
-    """Returns the lines of the table: part, name, what it takes and what it means, with tabs between them.
+def build_table() -> Table:
+    """Returns the table: by part and name, what each takes and what it means.
 
     Importing the schema takes a fifth of a second, so it is done once for an installation.
     """
@@ -504,23 +487,27 @@ def build_lines() -> list[str]:
     from slurm_train.config.schema import RunConfig, all_keys
     from slurm_train.status.run_status import RunState
 
-    rows = [("folders", str(asset_dir("conf")), "", ""), ("folders", "~/.config/slurm_train", "", "")]
-    rows += [("states", name, "", "") for name in (*(state.value for state in RunState), "missing")]
-    trackers = importlib.import_module("slurm_train.tools.trackers").NAMES  # a tool of its own
-    rows += [("trackers", name, "", "") for name in trackers]
-    flags = {
-        flag: "-"
-        if one.default is False
-        else "|".join(words.FLAG_CHOICES.get(flag, ())) or (_TAKES | {"accept": "changes"}).get(one.name, "")
+    def named(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+        return dict.fromkeys(names, ("", ""))
+
+    takes = {
+        flag: "|".join(words.FLAG_CHOICES.get(flag, ())) or _TAKES.get(one.name, "")
         for flag, one in words.FLAGS.items()
     }
-    rows += [("flags", flag, takes, "") for flag, takes in sorted(flags.items())]
+    takes |= {flag: "-" for flag, one in words.FLAGS.items() if one.default is False}
     kinds, meanings = all_keys(RunConfig), _ROOT_MEANINGS | _read_meanings()
-    for name, kind in kinds.items():
-        if not any(other.startswith(f"{name}.") for other in kinds):
-            rows.append(("keys", name, _takes_key(name, kind), _short(meanings.get(name, ""))))
-    rows += [("keys", name, takes, "a setting of Hydra's") for name, takes in _HYDRA.items()]
-    return ["\t".join(row) + "\n" for row in rows]
+    keys = {
+        name: (_takes_key(name, kind), _short(meanings.get(name, "")))
+        for name, kind in kinds.items()
+        if not any(other.startswith(f"{name}.") for other in kinds)
+    }
+    return {
+        "folders": named([str(asset_dir("conf")), "~/.config/slurm_train"]),
+        "states": named([*(state.value for state in RunState), "missing"]),
+        "trackers": named(importlib.import_module("slurm_train.tools.trackers").NAMES),  # a tool of its own
+        "flags": {flag: (its_takes, "") for flag, its_takes in sorted(takes.items())},
+        "keys": keys | {name: (takes, "a setting of Hydra's") for name, takes in _HYDRA.items()},
+    }
 
 
 def _short(text: str) -> str:

@@ -1,7 +1,8 @@
 """The page of a report: the facts as one JSON document, the script that draws them, and what both sorts of plots need.
 
-Rows, labels, sentences and quantities as text are made by `page.js`. Plots are prepared here, since `pictures` draws
-them, too. The page holds the document as data and inserts every string as text, so no string can become markup.
+Rows, labels, sentences and quantities as text are made by `page.js`, figures by `figures.js`. Plots are prepared here,
+since `pictures` draws them, too. The page holds the document as data and inserts every string as text, so no string can
+become markup.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def render(document: Document) -> str:
     The content security policy allows this page's script by its hash and no other.
     """
     # The licence of uPlot asks for its text in every copy.
-    licence, uplot, own = (read_asset(_FOLDER, name) for name in ("uPlot.LICENSE.txt", "uPlot.iife.min.js", "page.js"))
-    script = f"\n/*! uPlot\n{licence}*/\n{uplot}\n{own}"
+    names = ("uPlot.LICENSE.txt", "uPlot.iife.min.js", "figures.js", "page.js")
+    licence, uplot, figures, page = (read_asset(_FOLDER, name) for name in names)
+    script = f'\n/*! uPlot\n{licence}*/\n{uplot}\n(() => {{\n"use strict";\n{figures}\n{page}}})();\n'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template(read_asset(_FOLDER, "page.html")).substitute(
         title=html.escape(_printable(str(document["title"]))),

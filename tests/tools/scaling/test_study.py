@@ -230,11 +230,6 @@ def test_the_best_way_of_exchanging_is_named_and_compared_with_its_bytes() -> No
     assert rows["bf16"][-6:-2] == ["2.4", "MiB", "350", "ms"], "bytes over bandwidth stands beside what was measured"
 
 
-def test_efficiency_is_throughput_per_rank() -> None:
-    base, one = measured(1, 1), measured(4, 2, bytes_per_s=12.5e6)
-    assert one.efficiency(base) == pytest.approx(base.step_s / one.step_s)
-
-
 def test_a_page_needs_nothing_else_and_is_sound() -> None:
     study = sort_study([*series(bytes_per_s=12.5e6), measured(4, 2, comm="bf16", sent_bytes=2.5e6)], comm="none")
     page = render_page(study, title="gpt <1>: from 1 rank to 4 nodes")
