@@ -17,7 +17,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from slurm_train.checkpoint.state import local_part
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import DdpSection
+from slurm_train.data.batches import MicroBatch
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.models.objective import IGNORED, default_loss
@@ -42,14 +43,6 @@ _EPSILON = 1e-6
 _NORM, _SKIPPED = 4, 5
 _ORDER_COUNTS_ABOVE = 2
 """Above this many ranks the order of additions changes the rounding."""
-
-
-class HasTensors(Protocol):
-    """A micro-batch."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What the objective takes, on the CPU."""
 
 
 class TrainingModule(nn.Module):
@@ -138,7 +131,7 @@ class Passes:
     def arrange(self, tensors: tuple[Tensor, ...]) -> None:
         """Gets ready before the first step, given a micro-batch. Collective."""
 
-    def run(self, batches: Iterator[HasTensors]) -> None:
+    def run(self, batches: Iterator[MicroBatch]) -> None:
         """Adds up the gradients of one step's micro-batches. Collective."""
         raise NotImplementedError
 
@@ -152,7 +145,7 @@ class Passes:
     def forget(self) -> None:
         """Drops what the step left apart from the gradients of the model."""
 
-    def take(self, batches: Iterator[HasTensors]) -> tuple[Tensor, ...]:
+    def take(self, batches: Iterator[MicroBatch]) -> tuple[Tensor, ...]:
         """Returns the next micro-batch on the device, and counts the time that it took to come."""
         self._mark("data")
         start = self._clock()
@@ -200,7 +193,7 @@ class ReplicaPasses(Passes):
             self._module.backward(self.ddp(*to_device(tensors, self._device)))
         self._may_accumulate = True
 
-    def run(self, batches: Iterator[HasTensors]) -> None:
+    def run(self, batches: Iterator[MicroBatch]) -> None:
         """Adds up the gradients; those of all micro-batches are sent with the last one."""
         for _ in range(self._accumulation - 1):
             with self.ddp.no_sync() if self._may_accumulate else contextlib.nullcontext():
@@ -246,7 +239,7 @@ class ShardPasses(Passes):
         self._weights = torch.tensor(weights, dtype=torch.float64, device=self._device)
         self._values = self._no_values()
 
-    def run(self, batches: Iterator[HasTensors]) -> None:
+    def run(self, batches: Iterator[MicroBatch]) -> None:
         """Adds up the gradients, one micro-batch after the other."""
         values = self._no_values()
         for number in range(1, self._accumulation + 1):
@@ -305,7 +298,7 @@ class PipelinePasses(ShardPasses):
         has_option = "return_outputs" in inspect.signature(self._schedule.step).parameters
         self._options = {"return_outputs": False} if has_option else {}
 
-    def run(self, batches: Iterator[HasTensors]) -> None:
+    def run(self, batches: Iterator[MicroBatch]) -> None:
         """Adds up the gradients; all micro-batches of the step are under way at once."""
         taken = [self.take(batches) for _ in range(self._accumulation)]
         inputs, targets = (torch.cat(parts) for parts in zip(*taken, strict=True))
@@ -519,7 +512,7 @@ class Stepper:
         # Values of the previous step on their way from a GPU to the host.
         self._pending: tuple[StepFacts, Tensor, torch.cuda.Event] | None = None
 
-    def step(self, facts: StepFacts, batches: Iterator[HasTensors]) -> StepResult | None:
+    def step(self, facts: StepFacts, batches: Iterator[MicroBatch]) -> StepResult | None:
         """Takes one step; returns its result, or on a GPU the previous one's (None after the first). Collective.
 
         Args:
