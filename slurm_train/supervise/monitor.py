@@ -453,17 +453,13 @@ class NoticeKeeper(Task):
                 if found != self._known:
                     write_record(self._run.notice(self._written_for), found)
                     self._known = found
-                self._due_s = time.monotonic() + self.pause_s(found, now_unix_s=time.time())
+                is_near = found.end_unix_s is not None and found.end_unix_s - time.time() < self._IS_NEAR_S
+                self._due_s = time.monotonic() + (self._NEAR_S if is_near else self._FAR_S)
         self._looked_s = time.monotonic()
         if self._known is not None and (newest := newest_round(self._run, self._first)) != self._written_for:
             # torchrun has started the ranks again, as another attempt, whose folder may not be there yet.
             write_record(self._run.notice(newest), self._known)
             self._written_for = newest
-
-    def pause_s(self, notice: Notice, *, now_unix_s: float) -> float:
-        """Returns the seconds after which Slurm is to be asked again."""
-        is_near = notice.end_unix_s is not None and notice.end_unix_s - now_unix_s < self._IS_NEAR_S
-        return self._NEAR_S if is_near else self._FAR_S
 
 
 class FindingsRelay(Task):

@@ -84,14 +84,6 @@ def test_write_durable_refuses_to_overwrite(tmp_path: Path) -> None:
     assert (tmp_path / "once").read_text() == "first"
 
 
-@pytest.mark.parametrize("durable", [True, False])
-def test_lines_come_back_in_order(durable: bool, tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    for step in range(3):
-        append_line(path, {"step": step, "loss": 0.1 + 0.2}, durable=durable)
-    assert list(read_lines(path)) == [{"step": step, "loss": 0.1 + 0.2} for step in range(3)]
-
-
 @pytest.mark.parametrize("torn", ['{"step": 1', '{"step": 1, "loss": 0.', '"just a text', "\ufffd"])
 def test_a_torn_line_costs_itself_and_nothing_after_it(torn: str, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"

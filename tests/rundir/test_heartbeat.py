@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, Limits, Pace, read_beats
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.signals import hold_continue, release_continue, was_continued
 from tests.support.waiting import wait_for
 
 PLACE: dict[str, Any] = {"rank": 3, "host": "node2", "step_id": "12.0"}
@@ -88,12 +86,6 @@ def summed(*steps: tuple[float, float]) -> Pace:
     return pace
 
 
-def test_sums_of_later_steps_are_what_was_added_since() -> None:
-    first, both = summed((1.0, 0.5)), summed((1.0, 0.5), (3.0, 0.25))
-    assert both.since(first) == summed((3.0, 0.25))
-    assert both.since(both) == Pace()
-
-
 def test_only_what_is_long_for_one_rank_alone_counts_as_uneven() -> None:
     chance = random.Random(1)
     mine = [chance.gauss(1.0, 0.1) for _ in range(4000)]
@@ -139,26 +131,6 @@ def test_busy_time_is_no_stop(continued: bool) -> None:
     fake.clock()
     fake.passes(60.0)
     assert fake.clock() - start == 60.5 and fake.clock.away_s == 0.0
-
-
-def test_the_clock_never_runs_backwards() -> None:
-    fake = FakeTime()
-    seen = [fake.clock()]
-    for seconds, stopped in ((0.1, False), (3.0, True), (2.5, False), (0.0, False), (1.9, True), (9.0, True)):
-        fake.passes(seconds, stopped=stopped)
-        seen.append(fake.clock())
-    assert seen == sorted(seen) and fake.clock.away_s == 12.0
-
-
-def test_a_continued_process_is_told_once() -> None:
-    hold_continue()
-    try:
-        assert not was_continued()
-        # To this thread: others of the tests' own process do not hold it.
-        signal.pthread_kill(threading.get_ident(), signal.SIGCONT)
-        assert was_continued() and not was_continued()
-    finally:
-        release_continue()
 
 
 PROGRAM = """

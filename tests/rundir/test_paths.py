@@ -13,7 +13,7 @@ from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.files import append_line, create_private, make_private, write_atomic, write_durable
-from slurm_train.rundir.jobs import complete_stop, take_lock, this_process
+from slurm_train.rundir.jobs import clear_dead, complete_stop, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory, require_private, require_room
 
 SOMEBODY = 12345
@@ -157,7 +157,12 @@ def test_no_write_follows_a_planted_link(run: RunDirectory, tmp_path: Path) -> N
     target.write_text("precious")
     run.stop_file.symlink_to(target)
     complete_stop(run, "1", newest_job=lambda: None)
-    assert target.read_text() == "precious"
+    # The file that keeps two starters from removing a dead one's lock at the same moment.
+    take_lock(run.lock, this_process(), is_alive=lambda _: True)
+    run.lock.with_name(".lock.guard").symlink_to(tmp_path / "made")
+    with pytest.raises(OSError, match="symbolic links"):
+        clear_dead(run.lock, is_alive=lambda _: False)
+    assert target.read_text() == "precious" and not (tmp_path / "made").exists()
 
 
 def test_a_path_that_leaves_no_room_for_the_files_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,23 @@ from slurm_train.rundir.files import append_line, last_lines, write_record
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import (
     CAUSES,
+    Histogram,
     Notice,
+    PaceWindow,
+    RankPace,
+    Slowdown,
     Spent,
+    StepTimes,
+    all_findings,
+    append_window,
     goodput,
     lead_s,
+    newest_window,
     read_account,
     read_measured,
     read_notice,
+    read_step_times,
+    read_windows,
     time_left_s,
     warning_lead_s,
 )
@@ -52,20 +64,16 @@ def test_sums_become_the_ledgers_seconds(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(("step_before", "lost_s"), [(0, 0.0), (4, 0.0), (5, 2.0), (99, 12.0)])
-def test_lost_work_is_what_was_done_again(step_before: int, lost_s: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("step_before", "rolled_back", "lost_s"), [(0, 0, 0.0), (4, 0, 0.0), (5, 0, 2.0), (99, 0, 12.0), (0, 3, 6.0)]
+)
+def test_lost_work_is_what_was_done_again(step_before: int, rolled_back: int, lost_s: float, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.attempt_logs(0).mkdir(parents=True)
-    Spent(begin_unix_s=0.0, first_step=4, steps=6, step_s=12.0).write(run.account(0))
+    sums = Spent(begin_unix_s=0.0, first_step=4, steps=6, rolled_back_steps=rolled_back, step_s=12.0)
+    sums.write(run.account(0))
     found = read_account(run, 0, start_unix_s=0.0, end_unix_s=20.0, step_before=step_before)
     assert found["lost_work_s"] == lost_s
-
-
-def test_steps_that_a_rollback_threw_away_are_lost_work(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.attempt_logs(0).mkdir(parents=True)
-    Spent(begin_unix_s=0.0, steps=10, step_s=20.0, rolled_back_steps=3).write(run.account(0))
-    assert read_account(run, 0, start_unix_s=0.0, end_unix_s=20.0, step_before=0)["lost_work_s"] == 6.0
 
 
 def test_steps_on_record_since_the_sums_were_written_are_booked(tmp_path: Path) -> None:
@@ -212,3 +220,127 @@ def test_only_whole_lines_of_the_tail_are_read(tail_bytes: int, tmp_path: Path) 
     lines = last_lines(path, tail_bytes=tail_bytes)
     assert [line["step"] for line in lines] == list(range(20 - len(lines), 20))
     assert len(lines) <= max(0, tail_bytes // 20)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+def times_of(run: RunDirectory, *, rank: int = 0, clock: float = 0.0) -> StepTimes:
+    return StepTimes(run, 2, rank=rank, host=f"node{rank}", clock=lambda: clock)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.5, 0.95, 0.99])
+def test_a_quantile_is_right_to_a_sixteenth_of_a_doubling(share: float, run: RunDirectory) -> None:
+    draw = random.Random(7)
+    durations = sorted(draw.lognormvariate(-3, 1.5) for _ in range(5000))
+    times = times_of(run)
+    for seconds in durations:
+        times.add(seconds, seconds / 10)
+    times.keep()
+    (found,) = read_step_times(run, 2)
+    assert found.step.quantile_s(1.0) <= durations[-1]
+    exact = durations[int(share * len(durations)) - 1]
+    assert found.step.quantile_s(share) == pytest.approx(exact, rel=0.025)
+    assert found.data_wait.quantile_s(share) == pytest.approx(exact / 10, rel=0.025)
+    assert (found.step.num, found.step.longest_s, found.host) == (5000, durations[-1], "node0")
+
+
+def test_durations_beyond_the_buckets_count_as_the_nearest(run: RunDirectory) -> None:
+    times = times_of(run)
+    for seconds in (0.0, -1.0, 1e-9, 1e9):
+        times.add(seconds, 0.0)
+    times.keep()
+    (found,) = read_step_times(run, 2)
+    assert found.step.num == 4
+    assert found.step.quantile_s(0.5) < 2e-6
+    assert found.step.quantile_s(1.0) > 6e4
+
+
+def test_ranks_come_in_order_and_files_that_are_none_are_passed_over(run: RunDirectory) -> None:
+    for rank in (10, 2, 0):
+        times = times_of(run, rank=rank)
+        times.add(0.5, 0.1)
+        times.keep()
+    for name, text in (("step_times_3.json", "{"), ("step_times_4.json", '{"rank": 4}'), ("step_times_x.json", "{}")):
+        (run.attempt_logs(2) / name).write_text(text)
+    (run.attempt_logs(2) / "step_times_5.json").write_text(json.dumps({"rank": 5, "host": "n", "step": [], "data": 1}))
+    assert [times.rank for times in read_step_times(run, 2)] == [0, 2, 10]
+    assert read_step_times(run, 3) == []
+
+
+def test_nothing_is_written_before_a_step(run: RunDirectory) -> None:
+    times_of(run).keep()
+    assert not run.logs.exists()
+    assert Histogram().quantile_s(0.5) == 0.0
+
+
+def test_it_is_written_seldomer_and_seldomer(run: RunDirectory) -> None:
+    now = 0.0
+    times = StepTimes(run, 0, rank=0, host="n", clock=lambda: now)
+    times.add(0.1, 0.0)
+    path, written = run.step_times(0, 0), []
+    for second in range(300):
+        now = float(second)
+        times.keep_when_due()
+        if path.exists():
+            written.append(second)
+            path.unlink()
+    assert written == [5, 15, 35, 75, 135, 195, 255]
+
+
+def test_a_disk_that_refuses_costs_nothing(run: RunDirectory) -> None:
+    run.logs.write_text("no folder")
+    times = times_of(run)
+    times.add(0.1, 0.0)
+    times.keep()
+    assert read_step_times(run, 2) == []
+
+
+FINDING = Slowdown(
+    kind="straggler",
+    ranks=(2,),
+    hosts=("node2",),
+    factor=1.5,
+    lost_share=0.3,
+    sentence="rank 2 on node2 is slow",
+    advice="see what else runs there",
+)
+WINDOW = PaceWindow(
+    attempt=1,
+    begin_unix_s=10.0,
+    end_unix_s=15.0,
+    from_step=3,
+    to_step=40,
+    samples=9,
+    ranks=tuple(
+        RankPace(rank=rank, host=f"node{rank // 2 + 1}", own_s=0.1 + rank, wait_s=0.2, data_s=0.03, uneven_s=0.0)
+        for rank in range(4)
+    ),
+)
+
+
+def test_windows_come_back_as_they_were_written(run: RunDirectory) -> None:
+    assert read_windows(run) == [] and newest_window(run) is None
+    later = replace(WINDOW, from_step=40, to_step=80, findings=(FINDING,))
+    append_window(run, WINDOW)
+    append_window(run, later)
+    assert read_windows(run) == [WINDOW, later]
+    assert newest_window(run) == later
+
+
+def test_lines_that_are_no_windows_are_passed_over(run: RunDirectory) -> None:
+    append_window(run, WINDOW)
+    with run.stragglers.open("a") as file:
+        file.write('{"attempt": 1, "ranks": [[0, "node1", 1.0]]}\n')
+        file.write(run.stragglers.read_text().splitlines()[0].replace("10.0", "Infinity") + "\n")
+        file.write(run.stragglers.read_text().splitlines()[0].replace("0.1,", '"<b>",') + '\n{"torn')
+    assert read_windows(run) == [WINDOW]
+    assert newest_window(run) == WINDOW
+
+
+def test_a_finding_is_told_once_with_its_first_window() -> None:
+    first, again = replace(WINDOW, findings=(FINDING,)), replace(WINDOW, to_step=99, findings=(FINDING,))
+    next_attempt = replace(first, attempt=2)
+    assert all_findings([WINDOW, first, again, next_attempt]) == [(first, FINDING), (next_attempt, FINDING)]

@@ -24,7 +24,6 @@ from slurm_train.status.run_status import (
     read_files,
     read_states,
     read_statuses,
-    state_of_reason,
     status_of,
     wanted_of,
 )
@@ -170,11 +169,6 @@ def test_without_slurm_the_heartbeats_decide(ages_s: tuple[int, ...], state: str
     beats = tuple(beat(rank, age_s=age_s) for rank, age_s in enumerate(ages_s))
     found = status(has_run, None, answers=False, job_ids=("12",), ledger=attempt(0), beats=beats)
     assert (found.state.value, found.note) == (state, note)
-
-
-def test_slurm_counts_more_than_a_heartbeat(has_run: Any) -> None:
-    found = status(has_run, job_state("12", "FAILED"), ledger=attempt(0), beats=(beat(0),))
-    assert found.state is RunState.FAILED
 
 
 def test_a_living_process_here_is_running(has_run: Any) -> None:
@@ -344,20 +338,6 @@ def test_who_acts_upon_a_status_is_refused_while_slurm_does_not_answer(has_run: 
 def test_every_phase_of_a_job_is_a_state_and_every_state_has_a_meaning(has_run: Any) -> None:
     labels = {state.label for state in RunState}
     assert {phase.value for phase in Phase} <= labels and list(MEANINGS) == list(RunState)
-
-
-@pytest.mark.parametrize(
-    ("reason", "state"),
-    [
-        ("done", RunState.COMPLETED),
-        ("time_limit", RunState.TIMEOUT),
-        ("node_failure", RunState.NODE_FAILURE),
-        ("lost", RunState.LOST),
-        ("", RunState.UNKNOWN),
-    ],
-)
-def test_the_state_of_a_reason_of_the_ledger(reason: str, state: RunState) -> None:
-    assert state_of_reason(reason) is state
 
 
 def test_states_are_read_as_people_write_them() -> None:

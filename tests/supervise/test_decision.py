@@ -15,10 +15,7 @@ from slurm_train.supervise.decision import (
     decide,
     fruitless_ends,
     is_fruitful,
-    last_bad_node,
     node_of,
-    starts_in_vain,
-    used_up,
 )
 
 RUNNING = {"JobState": "RUNNING", "PreemptTime": "None", "Reason": "None", "Restarts": "0"}
@@ -114,11 +111,6 @@ def test_what_follows_from_what_is_known(known: Outcome, expected: str, facts: d
     assert decision.note and "\n" not in decision.note
 
 
-def test_the_note_of_a_failure_names_its_cause() -> None:
-    outcome = replace(SAVED, exit_code=1, fruitless_failures=3, cause="rank 3 on node2: ValueError: odd")
-    assert decide(outcome).note == "3 failures in a row without a new checkpoint: rank 3 on node2: ValueError: odd"
-
-
 @pytest.mark.parametrize("word", ["Unknown", ""])
 def test_a_preemption_time_that_says_nothing_is_none(word: str) -> None:
     assert decide(replace(SAVED, job={**CANCELLED, "PreemptTime": word})).reason == "cancelled"
@@ -190,33 +182,6 @@ def test_ends_count_since_the_newest_that_brought_the_run_on_or_stopped_it() -> 
 
 
 @pytest.mark.parametrize(
-    ("reason", "count", "most"),
-    [("time_limit", 3, 3), ("lost", 6, 3), ("requeued", 90, 3), ("time_limit", 1, 1), ("node_failure", 2, 1)],
-)
-def test_each_kind_has_a_budget(reason: str, count: int, most: int) -> None:
-    kind = {"lost": "node_failure", "requeued": "preempted"}.get(reason, reason)
-    assert not used_up({kind: count - 1, "failed": 99}, reason=reason, max_returns=most)
-    assert used_up({kind: count}, reason=reason, max_returns=most)
-
-
-@pytest.mark.parametrize(
-    ("ledger", "restart_count", "expected"),
-    [
-        ([], 0, 1),
-        ([], 3, 4),
-        ([end("preempted", job_id="7", restart_count=2)], 3, 1),
-        ([end("preempted", job_id="6", restart_count=9)], 0, 1),
-        ([end("file_system", job_id="7", restart_count=0), end("file_system", job_id="7", restart_count=1)], 1, 2),
-        ([end("file_system", job_id="7", restart_count=0)], 3, 4),
-    ],
-)
-def test_starts_that_left_no_trace_are_counted_by_slurm(
-    ledger: list[dict[str, Any]], restart_count: int, expected: int
-) -> None:
-    assert starts_in_vain(ledger, job_id="7", restart_count=restart_count) == expected
-
-
-@pytest.mark.parametrize(
     ("cause", "node"),
     [
         ("rank 3 on node2: Killed", "node2"),
@@ -231,21 +196,3 @@ def test_starts_that_left_no_trace_are_counted_by_slurm(
 )
 def test_the_node_of_a_cause(cause: str, node: str) -> None:
     assert node_of(cause) == node
-
-
-FAILED = {"reason": "failed", "failed_on": "node2", "first_step": 4, "last_step": 4}
-
-
-@pytest.mark.parametrize(
-    ("ledger", "node"),
-    [
-        ([], ""),
-        ([FAILED], "node2"),
-        ([{**FAILED, "last_step": 5}], ""),
-        ([{**FAILED, "reason": "preempted"}], ""),
-        ([FAILED, {"attempt": 1}], ""),
-        ([{**FAILED, "failed_on": "node1"}, FAILED], "node2"),
-    ],
-)
-def test_a_node_is_suspected_after_a_fruitless_failure_on_it(ledger: list[dict[str, object]], node: str) -> None:
-    assert last_bad_node(ledger) == node

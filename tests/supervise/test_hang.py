@@ -17,10 +17,8 @@ from slurm_train.supervise.hang import (
     Observer,
     disagreement,
     exchange_in,
-    not_come,
     read_flight,
     recording_environment,
-    waited_for_in,
 )
 
 LIMITS = Limits(600.0, 300.0)
@@ -192,14 +190,6 @@ def record(*entries: dict[str, Any], begun: int, over: int) -> str:
     return json.dumps({"entries": list(entries), "pg_status": {"0": status}})
 
 
-def flight(begun: int, over: int, *names: str) -> Flight:
-    kinds = names or ("gloo:all_reduce",) * 3
-    entries = [entry(begun - len(kinds) + 1 + place, name) for place, name in enumerate(kinds)]
-    found = read_flight(record(*entries, begun=begun, over=over))
-    assert found is not None
-    return found
-
-
 def test_a_record_tells_what_a_rank_waits_in() -> None:
     found = read_flight(record(entry(7), entry(8), entry(9, group="1"), begun=8, over=7))
     assert found == Flight(8, 7, (Collective(7, "all_reduce", 1310720), Collective(8, "all_reduce", 1310720)))
@@ -214,19 +204,6 @@ def test_a_record_tells_what_a_rank_waits_in() -> None:
 )
 def test_what_is_no_record_is_passed_over(text: str) -> None:
     assert read_flight(text) is None
-
-
-def test_whoever_has_begun_fewer_has_not_come() -> None:
-    flights = {0: flight(9, 8), 1: flight(8, 8), 2: flight(9, 8), 3: flight(9, 8)}
-    assert not_come(flights) == (1,)
-    assert str(waited_for_in(flights)).startswith("all_reduce #9")
-    assert disagreement(flights) == ""
-
-
-def test_nobody_is_missing_where_nobody_waits_or_all_have_come() -> None:
-    assert not_come({0: flight(8, 8), 1: flight(7, 7)}) == ()
-    assert not_come({0: flight(9, 8), 1: flight(9, 8)}) == ()
-    assert not_come({}) == () and waited_for_in({}) is None
 
 
 def test_sizes_count_only_where_they_have_to_be_alike() -> None:

@@ -186,28 +186,6 @@ def test_hung_ranks_are_ended_though_the_run_directory_is_gone(tmp_path: Path) -
     assert ended == [beats]
 
 
-def test_a_hang_is_found_where_a_look_takes_a_good_part_of_the_time_out(tmp_path: Path) -> None:
-    run, ended = RunDirectory(tmp_path / "run"), threading.Event()
-    beats = has_beat(run)
-
-    def slow(_run: RunDirectory, _attempt: int) -> Mapping[int, Beat]:
-        time.sleep(0.4)
-        return beats
-
-    monitor = Monitor()
-    limits, end_ranks = Limits(1.0, 1.0), lambda _: ended.set()
-    monitor.add(HangWatchdog(run, 0, limits, world_size=1, end_ranks=end_ranks, clock=monitor.clock, read=slow))
-    with monitor.running():
-        assert ended.wait(10)
-
-
-@pytest.mark.parametrize(("left_s", "expected"), [(None, 600.0), (7200.0, 600.0), (1100.0, 60.0), (-30.0, 60.0)])
-def test_slurm_is_asked_more_often_when_the_end_is_near(left_s: float | None, expected: float, tmp_path: Path) -> None:
-    notice = Notice(end_unix_s=None if left_s is None else 1000.0 + left_s)
-    keeper = NoticeKeeper(RunDirectory(tmp_path), 0, ask=lambda: notice)
-    assert keeper.pause_s(notice, now_unix_s=1000.0) == expected
-
-
 class Slurm:
     """Answers with the newest of some limits; ClusterError for None."""
 
@@ -254,13 +232,6 @@ def test_a_controller_that_is_away_is_asked_again(run: RunDirectory, monkeypatch
     with keeping_time(run, slurm):
         wait_for(lambda: read_notice(run, 0).end_unix_s == 5e9, within_s=5, what="a notice", poll_s=0.01)
     assert slurm.asked == 3
-
-
-def test_a_run_directory_that_is_gone_is_no_second_failure(run: RunDirectory) -> None:
-    run.notice(0).parent.rmdir()
-    slurm = Slurm(5e9)
-    with keeping_time(run, slurm):
-        wait_for(lambda: slurm.asked, within_s=5, what="a look", poll_s=0.01)
 
 
 def test_ranks_that_torchrun_starts_again_are_told_as_well(run: RunDirectory) -> None:

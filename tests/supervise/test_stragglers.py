@@ -77,14 +77,6 @@ def test_there_is_no_window_before_every_rank_was_looked_at_often_enough() -> No
     assert cutter.rest() is not None, "what is left at the end is kept"
 
 
-def test_windows_grow_to_their_longest() -> None:
-    cutter, ends = WindowCutter(0, world_size=1, first_s=4.0, longest_s=10.0), []
-    for second in range(60):
-        if cutter.look({0: beat(0, samples=10 * (second + 1))}, float(second)) is not None:
-            ends.append(second)
-    assert ends == [4, 9, 16, 24, 34, 44, 54]
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -135,10 +127,6 @@ def test_a_straggler_is_said_once_it_lasts() -> None:
     found = judged(lambda _: ranks([0.1, 0.1, 0.1, 0.1, 0.1, 0.2]), 5)
     assert [len(findings) for findings in found] == [0] * (WINDOWS_IN_A_ROW - 1) + [1, 1, 1]
     assert found[-1][0].ranks == (5,)
-
-
-def test_a_rank_that_is_slow_in_every_other_window_is_not_said() -> None:
-    assert not any(judged(lambda number: ranks([0.1] * 5 + [0.2 if number % 2 else 0.1]), 12))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 32])

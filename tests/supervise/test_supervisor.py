@@ -198,12 +198,6 @@ def test_a_stop_file_stops(world: World) -> None:
     assert (newest(world)["reason"], world.events) == ("stopped", ["launch 0"])
 
 
-def test_requeue_can_be_switched_off(world: World) -> None:
-    world.jobs = [PREEMPTED]
-    assert world.supervise(world.ranks(75), enabled=False) == 75
-    assert world.events == ["launch 0"]
-
-
 def test_a_run_that_somebody_else_runs_is_touched_when_that_one_is_gone(world: World) -> None:
     take_lock(world.run.lock, OTHER, is_alive=lambda _holder: True)
     with pytest.raises(RunError, match="is being run by Slurm job 8"):
@@ -500,27 +494,6 @@ def test_nothing_that_cannot_be_read_or_written_keeps_a_job_from_its_requeue(
     assert world.events[-2:] == ["requeue", "wait"]
     if name == "lock.json":
         world.run.lock.rmdir()
-
-
-def test_a_full_disk_at_the_end_of_the_ranks_costs_the_ledger_s_line_alone(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_args: object, **_kwargs: object) -> None:
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    with pytest.MonkeyPatch.context() as patch:
-
-        def launch(attempt: int) -> int:
-            patch.setattr(module, "close_attempt", full)
-            return world.ranks(75, steps=2)(attempt)
-
-        world.jobs = [PREEMPTED]
-        assert world.supervise(launch) == 75 and world.events == ["launch 0", "requeue", "wait"]
-    assert "the ledger: OSError: [Errno 122] Disk quota exceeded; the run goes on without" in capsys.readouterr().err
-    world.restarted(1)
-    world.ends, world.jobs = ("PREEMPTED",), [RUNNING]
-    assert world.supervise(world.ranks(0, result=True)) == 0
-    assert [entry["reason"] for entry in read_ledger(world.run)] == ["preempted", "done"]
 
 
 def test_own_code_that_has_ended_well_is_done_though_the_disk_is_full(world: World) -> None:
