@@ -21,7 +21,7 @@ from slurm_train.cli.scaling import read_series
 from slurm_train.config.compose import Point, compose, read_points
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import SlurmTrainError
-from slurm_train.status.run_status import JSON_KEYS, MEANINGS
+from slurm_train.status.run_status import JSON_KEYS, RunState
 from slurm_train.tools.doctor import node_rules, site_rules
 from slurm_train.verbs import PUBLIC_VERBS, parse
 
@@ -239,7 +239,7 @@ def rows_under(heading: str, page: str) -> list[tuple[str, str]]:
 
 def test_the_page_about_watching_has_every_state_and_every_key_of_the_json() -> None:
     page = (REPOSITORY / "docs" / "watching.md").read_text(encoding="utf-8")
-    assert rows_under("States", page) == [(state.value, meaning) for state, meaning in MEANINGS.items()]
+    assert rows_under("States", page) == [(state.value, state.meaning) for state in RunState]
     assert rows_under("JSON", page) == list(JSON_KEYS.items())
 
 

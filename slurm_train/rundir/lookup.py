@@ -121,11 +121,8 @@ def require_free(alias: Path, run: RunDirectory) -> None:
     if alias.is_symlink() and alias.resolve() == run.path:
         return
     if os.path.lexists(alias):
-        what = f"leads to {alias.resolve()}" if alias.is_symlink() else "is there already"
-        raise RunError(
-            f"{alias} {what}, and is left alone", hint="name a path where nothing is, or move away what is there"
-        )
-
+        hint = "name a path where nothing is, or move away what is there"
+        raise RunError(f"{alias} is there already, and is left alone", hint=hint)
     refuse_unwritable(alias, hint="name a path that you may write to")
 
 

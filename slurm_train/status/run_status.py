@@ -34,50 +34,42 @@ SILENT_AFTER_S = 60.0
 class RunState(enum.Enum):
     """The state of a run; the value is the word in JSON and on the command line."""
 
-    NOT_STARTED = "not_started"
-    QUEUED = "queued"
-    RUNNING = "running"
-    FINISHING = "finishing"
-    FINISHED = "finished"
-    FAILED = "failed"
-    TIMEOUT = "timeout"
-    CANCELLED = "cancelled"
-    PREEMPTED = "preempted"
-    NODE_FAILURE = "node_failure"
-    OUT_OF_MEMORY = "out_of_memory"
-    STOPPED = "stopped"
-    REQUEUED = "requeued"
-    LOST = "lost"
-    INTERRUPTED = "interrupted"
-    COMPLETED = "completed"
-    UNKNOWN = "unknown"
+    meaning: str
+    """For the documentation."""
+
+    def __new__(cls, word: str, meaning: str) -> RunState:
+        """Makes a state of its word and what it means."""
+        state = object.__new__(cls)
+        state._value_, state.meaning = word, meaning
+        return state
+
+    NOT_STARTED = "not_started", "no attempt has begun, and no job waits"
+    QUEUED = "queued", "the job waits; the reason says for what"
+    RUNNING = "running", "an attempt is under way"
+    FINISHING = "finishing", "the job gives its nodes back"
+    FINISHED = "finished", "it has a result"
+    FAILED = "failed", "a rank or the batch script failed, and nothing starts it again"
+    TIMEOUT = "timeout", "the time limit ended it"
+    CANCELLED = "cancelled", "somebody cancelled the job"
+    PREEMPTED = "preempted", "another job took its nodes"
+    NODE_FAILURE = "node_failure", "a node was lost"
+    OUT_OF_MEMORY = "out_of_memory", "it needed more memory than it had"
+    STOPPED = "stopped", "it was asked to save and stop"
+    REQUEUED = "requeued", "Slurm has put the job back into the queue"
+    LOST = "lost", "the batch script was killed, and the next attempt noticed"
+    INTERRUPTED = (
+        "interrupted",
+        "an attempt began, did not record how it ended, and none of its processes is alive",
+    )
+    COMPLETED = "completed", "Slurm calls the job completed, but there is no result"
+    UNKNOWN = "unknown", "the run saved itself, or Slurm uses a word that is not known here"
 
     @property
     def label(self) -> str:
         """For people, e.g. "not started"."""
-        return self.value.replace("_", " ")
+        return self.value.replace("_", " ")  # type: ignore[no-any-return]  # the value is the word
 
 
-MEANINGS = {
-    RunState.NOT_STARTED: "no attempt has begun, and no job waits",
-    RunState.QUEUED: "the job waits; the reason says for what",
-    RunState.RUNNING: "an attempt is under way",
-    RunState.FINISHING: "the job gives its nodes back",
-    RunState.FINISHED: "it has a result",
-    RunState.FAILED: "a rank or the batch script failed, and nothing starts it again",
-    RunState.TIMEOUT: "the time limit ended it",
-    RunState.CANCELLED: "somebody cancelled the job",
-    RunState.PREEMPTED: "another job took its nodes",
-    RunState.NODE_FAILURE: "a node was lost",
-    RunState.OUT_OF_MEMORY: "it needed more memory than it had",
-    RunState.STOPPED: "it was asked to save and stop",
-    RunState.REQUEUED: "Slurm has put the job back into the queue",
-    RunState.LOST: "the batch script was killed, and the next attempt noticed",
-    RunState.INTERRUPTED: "an attempt began, did not record how it ended, and none of its processes is alive",
-    RunState.COMPLETED: "Slurm calls the job completed, but there is no result",
-    RunState.UNKNOWN: "the run saved itself, or Slurm uses a word that is not known here",
-}
-"""What each state means, for the documentation."""
 RESUMABLE = tuple(
     state
     for state in RunState
@@ -85,7 +77,9 @@ RESUMABLE = tuple(
 )
 """States of runs that `resume` can continue; the first is also called missing."""
 
-_OF_REASON = {"done": RunState.COMPLETED, "time_limit": RunState.TIMEOUT, "file_system": RunState.FAILED}
+_STATES = {state.value: state for state in RunState}
+# Reasons of the ledger that are called otherwise here.
+_OF_REASON = {"done": "completed", "time_limit": "timeout", "file_system": "failed"}
 # Other words that people use for them.
 _ALIASES = {"missing": RunState.NOT_STARTED, "time_limit": RunState.TIMEOUT, "pending": RunState.QUEUED}
 _CAME_BACK = {
@@ -97,12 +91,6 @@ _CAME_BACK = {
     "file_system": "could not be started: the file system refused",
 }
 _HALTED = {"SUSPENDED": "Slurm has suspended the job", "STOPPED": "the job's processes are stopped"}
-
-
-def state_of_reason(reason: str) -> RunState:
-    """Returns the state of a run whose last attempt ended for this reason, as the ledger has it."""
-    known = {state.value: state for state in RunState}
-    return _OF_REASON.get(reason) or known.get(reason, RunState.UNKNOWN)
 
 
 def read_states(text: str, *, option: str, of: tuple[RunState, ...] = tuple(RunState)) -> frozenset[RunState]:
@@ -412,14 +400,16 @@ def infer_state(files: RunFiles, job: JobState | None, *, now_unix_s: float, slu
     """
     if files.is_finished:
         return RunState.FINISHED
-    phase_state = None if job is None else RunState(job.phase.value.replace(" ", "_"))
+    phase_state = None if job is None else _STATES[job.phase.value.replace(" ", "_")]
     if phase_state is not None and job is not None and (job.is_active or not files.ledger):
         return phase_state
     if files.runs_here:
         return RunState.RUNNING
     if files.ledger and not files.is_open:
-        last = files.ledger[-1]
-        return RunState.CANCELLED if _is_cancelled_since(job, last) else state_of_reason(str(last.get("reason", "")))
+        if _is_cancelled_since(job, files.last_attempt):
+            return RunState.CANCELLED
+        reason = str(files.last_attempt.get("reason"))
+        return _STATES.get(_OF_REASON.get(reason, reason), RunState.UNKNOWN)
     if phase_state is not None:
         return phase_state
     beat = files.oldest_beat

@@ -84,18 +84,6 @@ def read_flight(text: str | bytes) -> Flight | None:
         return None
 
 
-def not_come(flights: Mapping[int, Flight]) -> tuple[int, ...]:
-    """Returns the ranks that have begun fewer collectives than others which wait; () where all have begun the same."""
-    furthest = max((flight.begun for flight in flights.values() if flight.waits_in is not None), default=0)
-    return tuple(sorted(rank for rank, flight in flights.items() if flight.begun < furthest))
-
-
-def waited_for_in(flights: Mapping[int, Flight]) -> Collective | None:
-    """Returns the collective that the most advanced ranks wait in, None where nobody waits."""
-    waits = [one for flight in flights.values() if (one := flight.waits_in) is not None]
-    return max(waits, key=lambda one: one.number, default=None)
-
-
 def disagreement(flights: Mapping[int, Flight]) -> str:
     """Returns what ranks have begun under the same number but not alike, "" where they agree."""
     begun: dict[int, dict[str, int]] = {}
@@ -254,9 +242,11 @@ def _behind(working: Mapping[int, _Seen], stacks: Mapping[int, str], flights: Ma
         rank: (seen.beat.step, _STAGES.get(seen.beat.phase, 0), seen.beat.marks) for rank, seen in working.items()
     }
     earliest = [rank for rank, point in points.items() if point == min(points.values())]
-    absent = [rank for rank in not_come(flights) if rank in earliest]
+    # Ranks that have begun fewer collectives than others which wait.
+    furthest = max((flight.begun for flight in flights.values() if flight.waits_in is not None), default=0)
+    absent = [rank for rank in earliest if rank in flights and flights[rank].begun < furthest]
     if absent:
-        return absent
+        return sorted(absent)
     busy = [rank for rank in earliest if rank in stacks and exchange_in(stacks[rank]) is None]
     return busy or earliest
 
@@ -265,9 +255,11 @@ def _waiting(others: list[int], stacks: Mapping[int, str], flights: Mapping[int,
     if not others:
         return "; no rank stands out" if num_behind > 1 else ""
     found = [name for rank in others if rank in stacks and (name := exchange_in(stacks[rank]))]
-    recorded = waited_for_in({rank: flights[rank] for rank in others if rank in flights})
-    by_stacks = max(set(found), key=found.count) if found else None
-    name = by_stacks if recorded is None else str(recorded)
+    waits = [one for rank in others if rank in flights and (one := flights[rank].waits_in) is not None]
+    name = max(set(found), key=found.count) if found else None
+    if waits:
+        # What the most advanced ranks wait in.
+        name = str(max(waits, key=lambda one: one.number))
     verb = "rank waits" if len(others) == 1 else "ranks wait"
     return f"; {len(others)} {verb} for {'them' if num_behind > 1 else 'it'}" + (f" in {name}" if name else "")
 

@@ -409,13 +409,10 @@ def close_lost(
             continue
         attempt, job_id, index = int(entry["attempt"]), entry.get("job_id"), int(entry.get("restart_count") or 0)
         word = _nth(past_ends(str(job_id)) if job_id else (), index)
-        if word in _LOST_REASONS:
-            reason, note = _LOST_REASONS[word], f"its supervisor wrote no end; Slurm calls it {word}"
-        elif job_id is not None and job_id == now.job_id and now.restart_count > index:
-            # A supervisor that is alive closes its attempt whatever happens to the job.
-            reason, note = "node_failure", "its supervisor wrote no end and Slurm restarted it: its first node was lost"
-        else:
-            reason, note = "lost", f"the batch script was killed{f'; Slurm calls it {word}' if word else ''}"
+        # A supervisor that is alive closes its attempt whatever happens to the job: its node was lost.
+        was_restarted = job_id is not None and job_id == now.job_id and now.restart_count > index
+        reason = _LOST_REASONS.get(word, "node_failure" if was_restarted else "lost")
+        note = f"its supervisor was killed or lost{f'; Slurm calls it {word}' if word else ''}"
         facts: dict[str, Any] = {"reason": reason, "action": "lost", "note": note}
         facts |= {"last_step": last_step, "last_committed": now.first_committed}
         start_unix_s = end_unix_s = float(entry.get("time_unix_s", 0.0))

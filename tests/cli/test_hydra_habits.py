@@ -78,7 +78,7 @@ def test_a_run_is_found_at_the_path_that_was_asked_for(shell: Shell) -> None:
 IN_THE_WAY = {
     "taken": "/taken is there already, and is left alone",
     "file": "/file is there already, and is left alone",
-    "other": "/other leads to ",
+    "other": "/other is there already, and is left alone",
     "runs/mine": "/runs/mine lies among the runs",
     "file/x": "/file/x cannot be made",
 }
