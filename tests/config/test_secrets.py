@@ -75,7 +75,6 @@ def test_a_harmless_text_stays(text: str) -> None:
         {"model": {"inner": {"hf_token": "canary-canary"}}},
         {"script": ["train.py", "--wandb-key", "canary-canary"]},
         {"script": ["train.py", "--api-key=canary-canary"]},
-        {"script": ["train.py", "--token", "canary-canary"]},
     ],
 )
 def test_a_secret_under_a_telling_name_is_refused_and_not_repeated(config: dict[str, Any]) -> None:
