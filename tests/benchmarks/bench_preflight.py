@@ -8,38 +8,15 @@ one allocation; the difference is the median over rounds.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from tests.benchmarks.bench_start_time import run_step, srun_line
+from tests.benchmarks.bench_start_time import in_allocations, run_step, srun_line
 from tests.support.command_line import Person, new_project
 
 _PORT = "15900"
-
-
-def main() -> None:
-    """Takes an allocation per size and prints a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sizes", nargs="*", default=["1x8", "4x8"])
-    parser.add_argument("--inside", metavar="SIZE", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if shutil.which("salloc") is None:
-        print("preflight: not measured, there is no Slurm here")
-        return
-    if options.inside:
-        measure(options.inside, options.rounds)
-        return
-    for size in options.sizes:
-        nodes, gpus = size.split("x")
-        again = [sys.executable, "-m", __spec__.name, "--inside", size, "--rounds", str(options.rounds)]
-        salloc = ["salloc", "--quiet", f"--nodes={nodes}", f"--ntasks-per-node={gpus}", f"--gpus-per-node={gpus}"]
-        subprocess.run([*salloc, *again], check=True)
 
 
 def measure(size: str, rounds: int) -> None:
@@ -75,4 +52,4 @@ def _last_begins_s(person: Person, size: str, name: str, word: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    in_allocations("tests.benchmarks.bench_preflight", doc=__doc__, rounds=5, measure=measure)

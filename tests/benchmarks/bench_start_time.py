@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slurm_train.rundir.files import read_lines
@@ -46,22 +46,29 @@ os._exit(0)
 """
 
 
-def main() -> None:
-    """Takes an allocation per size and prints a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+def in_allocations(module: str, *, doc: str | None, rounds: int, measure: Callable[[str, int], None]) -> None:
+    """Calls `measure(size, rounds)` inside an allocation of each size that the command line names.
+
+    Args:
+        module: the benchmark's, which is started again in there.
+        doc: its docstring, for --help.
+        rounds: the default.
+        measure: prints a line.
+    """
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--sizes", nargs="*", default=["1x8", "4x8"])
     parser.add_argument("--inside", metavar="SIZE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if shutil.which("salloc") is None:
-        print("start time: not measured, there is no Slurm here")
+        print(f"{module}: not measured, there is no Slurm here")
         return
     if options.inside:
         measure(options.inside, options.rounds)
         return
     for size in options.sizes:
         nodes, gpus = size.split("x")
-        again = [sys.executable, "-m", __spec__.name, "--inside", size, "--rounds", str(options.rounds)]
+        again = [sys.executable, "-m", module, "--inside", size, "--rounds", str(options.rounds)]
         salloc = ["salloc", "--quiet", f"--nodes={nodes}", f"--ntasks-per-node={gpus}", f"--gpus-per-node={gpus}"]
         subprocess.run([*salloc, *again], check=True)
 
@@ -141,4 +148,4 @@ def master() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    in_allocations("tests.benchmarks.bench_start_time", doc=__doc__, rounds=3, measure=measure)

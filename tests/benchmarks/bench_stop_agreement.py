@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.benchmarks.bench_step_time import CLASSES, INPUTS, make_model
 from tests.benchmarks.turns import Facts, in_turns, main, show_table, summary, timed
 
-INPUTS, CLASSES = 64, 10
 # name: (hidden width, hidden layers, samples per rank, steps per turn)
 CASES = {"1 ms": (64, 1, 16, 150), "20 ms": (768, 4, 96, 10)}
 COUNTED_STEPS = 8
@@ -129,13 +129,6 @@ def with_all_reduce(hidden: int, layers: int, batch: int) -> Step:
 
 
 WAYS = {"none": bare, "parameter": with_parameter, "all-reduce": with_all_reduce}
-
-
-def make_model(hidden: int, layers: int) -> nn.Module:
-    """Returns the same weights on every rank."""
-    torch.manual_seed(0)
-    middle = [part for _ in range(layers) for part in (nn.Linear(hidden, hidden), nn.ReLU())]
-    return nn.Sequential(nn.Linear(INPUTS, hidden), nn.ReLU(), *middle, nn.Linear(hidden, CLASSES))
 
 
 def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from docs.peers.faults import flip_byte
-from docs.peers.outcome import Outcome, StepDone, judge, keep, read, table
+from docs.peers.outcome import StepDone, judge
 
 
 def steps(*numbers: int, start: int = 0) -> list[StepDone]:
@@ -47,17 +47,6 @@ def test_a_cancelled_job_that_comes_back_is_told() -> None:
     cancelled = judge(**{**FACTS, "state": "CANCELLED", "restarts": 0, "digest": ""})
     assert cancelled.cell(ends_cancelled=True) == "CANCELLED"
     assert judge(**FACTS).cell(ends_cancelled=True) == "**COMPLETED, 1 restart**"
-
-
-def test_outcomes_are_kept_and_shown(tmp_path: Path) -> None:
-    file, outcome = tmp_path / "outcomes.json", judge(**FACTS)
-    keep({"rank": {"own": outcome}}, file)
-    keep({"node": {"own": outcome}, "rank": {"other": outcome}}, file)
-    assert read(file) == {"rank": {"own": outcome, "other": outcome}, "node": {"own": outcome}}
-    assert isinstance(read(file)["rank"]["own"], Outcome)
-    text = table(read(file), peers={"own": "A", "other": "B"}, faults={"node": ("a node is lost", False)})
-    cell = outcome.cell(ends_cancelled=False)
-    assert text.splitlines() == ["| | A | B |", "|---|---|---|", f"| a node is lost | {cell} | not run |"]
 
 
 def test_one_byte_is_flipped_and_the_time_stays(tmp_path: Path) -> None:
