@@ -52,7 +52,12 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
         _require_causal_lm(config, cwd=cwd)
     if config.trains:
         require_readable(config.data or {}, vocab_size=num_token_ids(config.model or {}, cwd=cwd), cwd=cwd)
-        _require_start_weights(config.train.init_from, cwd=cwd)
+        weights = config.train.init_from
+        if weights is not None and not (cwd / Path(weights).expanduser()).exists():
+            raise ConfigError(
+                f"train.init_from={weights} is not there",
+                hint="name a directory with config.json and model.safetensors, or one safetensors file",
+            )
     from slurm_train.config.target import require_target
 
     # A rank's Python starts in this directory, or in the snapshot of it.
@@ -68,14 +73,6 @@ def _require_causal_lm(config: RunConfig, *, cwd: Path) -> None:
     has_other_python = config.cluster is not None and config.cluster.python is not None
     if not has_other_python and importlib.util.find_spec("transformers") is None:
         raise ConfigError("model=hf needs transformers, which is not installed", hint="pip install 'slurm-train[hf]'")
-
-
-def _require_start_weights(path: str | None, *, cwd: Path) -> None:
-    if path is not None and not (cwd / Path(path).expanduser()).exists():
-        raise ConfigError(
-            f"train.init_from={path} is not there",
-            hint="name a directory with config.json and model.safetensors, or one safetensors file",
-        )
 
 
 def warn_unexported_keys(config: RunConfig, env: Mapping[str, str]) -> None:
