@@ -438,7 +438,7 @@ The same command again starts what is missing, waits for what runs, and prints t
     "torchrun": Verb("cli.torchrun"),
     "worker": Verb("cli.worker"),
     "complete": Verb("tools.completion:complete", is_tool=True),
-    "measure": Verb("cli.measure"),
+    "measure": Verb("train.measure"),
 }
 PUBLIC_VERBS = {name: verb for name, verb in VERBS.items() if verb.about}
 """What people type; the others are called by the job, the shell and other verbs."""

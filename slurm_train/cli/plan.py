@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from slurm_train.config.schema import RunConfig
     from slurm_train.slurm.site import SiteFacts
 
+_MEASURE_S = 300.0
 _HELP = """\
 usage: python -m slurm_train plan [settings]
 
@@ -109,8 +111,10 @@ def _site_facts(plan: RunPlan, env: Mapping[str, str]) -> SiteFacts | None:
 
 def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any] | None:
     """Returns what a separate process finds of the model, or the "problem"; None where there is nothing to measure."""
-    from slurm_train.cli.measure import measure_apart
+    import subprocess
+
     from slurm_train.config.batch import largest_local_size
+    from slurm_train.config.frozen import dump_config
     from slurm_train.estimate.estimate import has_gpus, in_bfloat16
 
     config = plan.config
@@ -118,10 +122,22 @@ def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any]
         return None
     samples = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
     half = in_bfloat16(config, on_gpu=has_gpus(config, env))
+    command = [sys.executable, "-m", "slurm_train", "measure", str(samples), "half" if half else "full"]
+    # Nobody's GPU is needed, and a login node's may be somebody else's.
+    apart, text = {**env, "CUDA_VISIBLE_DEVICES": ""}, dump_config(config)
     try:
-        return measure_apart(config, batch_size=samples, half=half, env=env, cwd=cwd)
-    except ConfigError as err:
-        return {"problem": err.message}
+        done = subprocess.run(
+            command, input=text, env=apart, cwd=cwd, capture_output=True, text=True, timeout=_MEASURE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"problem": f"the model was not built within {_MEASURE_S:.0f} s"}
+    if done.returncode:
+        # Our own error's line, else the last one: a traceback ends with what went wrong.
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        own = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return {"problem": f"the model cannot be measured here: {(own or lines or ['it says nothing'])[-1]}"}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:

@@ -1,24 +1,40 @@
 """Measures a model without its memory: tensors that have a shape and no numbers go through it once.
 
-For `plan --measure`: models that no formula is known for. A rank is not needed, nor is a GPU; matrix products run as
-the CPU would run them, in bfloat16 where the run would.
+`plan --measure` starts `measure` in a process of its own for models that no formula is known for: it imports torch and
+the user's code. The configuration comes as YAML on stdin, the sizes go as JSON to stdout. A rank is not needed, nor is
+a GPU; matrix products run as the CPU would run them, in bfloat16 where the run would.
 """
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slurm_train.config.schema import RunConfig
+from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.config.target import TARGET, instantiate
 from slurm_train.data.build import build_source
 from slurm_train.models.objective import Objective
 
 _TEXT = ("slurm_train.data.text.build", "slurm_train.data.stdlib.build")
+
+
+def main(words: Sequence[str]) -> int:
+    """Measures; words are the samples of a micro-batch and "half" or "full"."""
+    batch_size, precision = words
+    config = build_config(RunConfig, yaml.safe_load(sys.stdin.read()))
+    # A model may print; what is read is the last line.
+    out, sys.stdout = sys.stdout, sys.stderr
+    found = measure_model(config, batch_size=int(batch_size), half=precision == "half")
+    print(json.dumps(found), file=out)
+    return 0
 
 
 def measure_model(config: RunConfig, *, batch_size: int, half: bool) -> dict[str, Any]:
