@@ -93,6 +93,8 @@ class Outcome:
     fruitless_ends: Mapping[str, int] | None = None
     """Earlier attempts in a row without a new checkpoint, by what ended them, from `fruitless_ends`; None if this
     attempt saved one, or it is not known."""
+    course: str = ""
+    """How the attempt went, in words, from `course_of`."""
     bad_node: str = ""
     """The node that was found bad, or that the last failures have in common, or several with commas; "" if there is
     none, or the job cannot do without it."""
@@ -201,7 +203,8 @@ def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
         return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
     if outcome.fruitless_ends is not None:
         counts = Counter(outcome.fruitless_ends) + Counter([_KINDS[reason]])
-        if why := used_up(counts, reason=reason, max_returns=outcome.settings.max_fruitless_returns):
+        most = outcome.settings.max_fruitless_returns
+        if why := used_up(counts, reason=reason, max_returns=most, course=outcome.course):
             return Decision(reason, "stop", f"{reason}; {why}")
     is_over = outcome.job is not None and is_over_its_limit(outcome.job)
     note = f"{reason}; the job is requeued and continues from its checkpoint"
@@ -243,13 +246,14 @@ def fruitless_ends(ledger: Sequence[Mapping[str, Any]]) -> Counter[str]:
     return counts
 
 
-def used_up(counts: Mapping[str, int], *, reason: str, max_returns: int) -> str:
+def used_up(counts: Mapping[str, int], *, reason: str, max_returns: int, course: str) -> str:
     """Returns in words why a run is not to come back again after such an end, "" where it may.
 
     Args:
         counts: as `fruitless_ends` gives them, this end included.
         reason: what ended the newest attempt.
         max_returns: `requeue.max_fruitless_returns`.
+        course: how that attempt went, from `course_of`.
     """
     kind = _KINDS.get(reason, "")
     if kind not in _BUDGETS:
@@ -257,7 +261,16 @@ def used_up(counts: Mapping[str, int], *, reason: str, max_returns: int) -> str:
     weight, what, advice = _BUDGETS[kind]
     if counts.get(kind, 0) < max_returns * weight:
         return ""
-    return f"{counts[kind]} {what} in a row without a new checkpoint: {advice}; `resume` tries again"
+    return f"{counts[kind]} {what} in a row without a new checkpoint ({course}): {advice}; `resume` tries again"
+
+
+def course_of(entry: Mapping[str, Any]) -> str:
+    """Returns how long an attempt ran, and how much of it before its first step, from its line in the ledger."""
+    before_s = sum(float(entry.get(cause) or 0.0) for cause in ("start_s", "rendezvous_s", "load_s", "compile_s"))
+    end_unix_s = float(entry.get("end_time_unix_s", 0.0))
+    # A start line may be torn.
+    ran_s = end_unix_s - float(entry.get("time_unix_s", end_unix_s))
+    return f"the last attempt ran {ran_s:.0f} s, {before_s:.0f} s of it before its first step"
 
 
 def starts_in_vain(ledger: Sequence[Mapping[str, Any]], *, job_id: str | None, restart_count: int) -> int:

@@ -50,6 +50,7 @@ from slurm_train.supervise.decision import (
     CANCELLED,
     Decision,
     Outcome,
+    course_of,
     decide,
     fruitless_ends,
     is_fruitful,
@@ -204,7 +205,7 @@ class Supervisor:
             return ""
         newest, most = ledger[-1], self._settings.max_fruitless_returns
         reason = str(newest.get("reason"))
-        why = used_up(fruitless_ends(ledger), reason=reason, max_returns=most)
+        why = used_up(fruitless_ends(ledger), reason=reason, max_returns=most, course=course_of(newest))
         if why:
             facts = {"action": "stop", "note": f"{reason}; {why}", "time_unix_s": newest["end_time_unix_s"]}
             close_attempt(self._run, int(newest["attempt"]), facts)
@@ -312,6 +313,7 @@ class Supervisor:
             can_relaunch=self._settings.enabled and scheduler.can_relaunch and not (self._is_own_code and has_begun),
             fruitless_failures=before["failed"] + 1 if in_vain else 0,
             fruitless_ends=before if in_vain and self._committed_step is not None else None,
+            course=course_of({"time_unix_s": start_unix_s, **seconds, "end_time_unix_s": end_unix_s}),
             bad_node=suspect if in_vain and suspect and scheduler.can_avoid(suspect) else "",
             cause=cause,
         )

@@ -407,7 +407,7 @@ def test_time_limits_without_a_new_checkpoint_stop_the_run_with_a_reason(world: 
     assert time_limits(world, 3) == [75, 75, 75] and world.events[-1] == "launch 2"
     assert [entry["action"] for entry in read_ledger(world.run)] == ["requeue", "requeue", "stop"]
     note = str(newest(world)["note"])
-    assert "time_limit; 3 time limits in a row without a new checkpoint: " in note
+    assert "time_limit; 3 time limits in a row without a new checkpoint (the last attempt ran 0 s, " in note
     assert "raise cluster.time_limit_min" in note
     # Whoever starts it again after that has the whole budget.
     assert time_limits(world, 3) == [75, 75, 75] and len(read_ledger(world.run)) == 6
