@@ -183,7 +183,7 @@ def waits(shell: Shell, slurm: FakeSlurmCommands, *events: Callable[[RunDirector
         if left:
             left.pop(0)(run)
 
-    shell.patch.setattr(logs.time, "sleep", sleep)
+    shell.patch.setattr("slurm_train.cli.logs.time.sleep", sleep)
     wait_for_log(run, QueueView(slurm, clock=lambda: now_s[0]), rank=0)  # type: ignore[arg-type]  # the fake
     return shell.capture.readouterr().err.splitlines()
 

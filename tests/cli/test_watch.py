@@ -140,7 +140,7 @@ def test_a_terminal_is_redrawn_often_and_a_file_seldom(
     slurm = FakeSlurmCommands([job_state("12")])
     monkeypatch.setattr(sys, "stdout", stream())
     watched = Watched(shell, slurm, nothing, slurm.jobs.clear, every_s=None, env=env)
-    assert watched.slept[0] == every_s and ("\x1b" in sys.stdout.getvalue()) is is_live  # type: ignore[attr-defined]
+    assert watched.slept[0] == every_s and ("\x1b" in sys.stdout.getvalue()) is is_live  # type: ignore[attr-defined,union-attr]
 
 
 def test_a_live_table_fits_the_height_and_is_drawn_over_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,11 +108,13 @@ def test_a_run_is_watched_from_the_queue_to_its_first_failing_rank(
     _, first = person.types("+cluster=2x1", *WORDS).job_and_run
     wait_for(lambda: facts(person, first)["slurm_reason"] == "Resources", within_s=60, what="a reason to wait")
     waiting = person.types("status", str(first.path))
-    assert "waits for free nodes (Resources); next in line" in waiting.out
+    assert "waits for free nodes (Resources); 0 jobs ahead" in waiting.out
     assert "held by its user" in person.types("status", str(held.path)).out
-    live = Terminal(person, "status", "-w", "2", str(first.path), env={"TERM": "xterm-256color"})
-    plain = Terminal(person, "status", "-w", "2", str(first.path), env={"TERM": "xterm-256color", "NO_COLOR": "1"})
-    following = Terminal(person, "logs", "-f", str(first.path), env={"TERM": "xterm-256color"})
+    # Wide enough that no message is broken into lines.
+    env = {"TERM": "xterm-256color", "COLUMNS": "300"}
+    live = Terminal(person, "status", "-w", "2", str(first.path), env=env)
+    plain = Terminal(person, "status", "-w", "2", str(first.path), env={**env, "NO_COLOR": "1"})
+    following = Terminal(person, "logs", "-f", str(first.path), env=env)
     for terminal in (live, plain):
         terminal.waits_for("queued")
     person.runs("scancel", no_room)
