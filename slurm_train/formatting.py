@@ -39,12 +39,6 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-def hours(seconds: float) -> str:
-    """Returns how long devices were held: "1,234 h" however many days it is; less than an hour as a duration."""
-    whole = seconds / 3600
-    return duration(seconds) if whole < 1 else f"{number(round(whole) if whole >= 1000 else whole)} h"
-
-
 def byte_size(num: float) -> str:
     """Returns "512 B", "4.8 MiB" or "120 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

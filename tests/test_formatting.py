@@ -20,8 +20,6 @@ CASES: list[tuple[Callable[[Any], str], Any, str]] = [
     (formatting.clock, -3, "00:00:00"),
     (formatting.clock, 86399, "23:59:59"),
     (formatting.clock, 1440000, "16.7 days"),
-    (formatting.hours, 1800, "30 min"),
-    (formatting.hours, 3600 * 1234.4, "1,234 h"),
     (formatting.byte_size, 0, "0 B"),
     (formatting.byte_size, 1624251, "1.5 MiB"),
     (formatting.byte_size, 3e18, "2665 PiB"),

@@ -32,18 +32,13 @@ class Series:
     num_superseded: int = 0
     """Lines that a newer attempt, or a rollback, has made void."""
 
-    @property
-    def num(self) -> int:
-        """How many lines there are."""
-        return len(self.columns["step"]) if "step" in self.columns else 0
-
-    def points(self, key: str, *, against: str = "step") -> tuple[Column[float], Column[float]]:
-        """Returns the values of a key and what they stand against, without the lines that lack one of them."""
-        if key not in self.columns or against not in self.columns:
+    def points(self, key: str) -> tuple[Column[float], Column[float]]:
+        """Returns the steps and the values of a key, without the lines that lack one of them."""
+        if key not in self.columns:
             return array("d"), array("d")
         pairs = [
             pair
-            for pair in zip(self.columns[against], self.columns[key], strict=True)
+            for pair in zip(self.columns["step"], self.columns[key], strict=True)
             if abs(pair[0]) < _HUGE and abs(pair[1]) < _HUGE
         ]
         return array("d", (x for x, _ in pairs)), array("d", (y for _, y in pairs))

@@ -211,8 +211,8 @@ class PowerSgd(HalfPrecision):
             compression_stats_logging_frequency=2**62,
         )
         self._inner.iter = 2
-        self._draws = _Draws(seed)
-        self._inner.rng = self._draws  # type: ignore[assignment]  # only randint is called
+        self._seed, self._step = seed, 0
+        self._inner.rng = self  # type: ignore[assignment]  # only randint is called
 
     def fit_buckets(self, ddp: DdpSection, parameters: Sequence[Tensor], *, device: torch.device) -> DdpSection:
         """Returns the settings with one bucket for all gradients of CPU ranks.
@@ -236,7 +236,11 @@ class PowerSgd(HalfPrecision):
     def begin(self, step: int) -> None:
         """Says which step follows."""
         super().begin(step)
-        self._draws.step = step
+        self._step = step
+
+    def randint(self, below: int) -> int:
+        """Returns the seed of first thin matrices, the same on every rank; keyed by the step: nothing to save."""
+        return mix(self._seed, self._step, 0) % below
 
     def forget(self) -> None:
         """Drops the leftovers and the thin matrices: a NaN in them would come back at every step."""
@@ -279,17 +283,6 @@ class PowerSgd(HalfPrecision):
         columns = parameter.numel() // max(rows, 1)
         thin = (rows + columns) * min(rows, columns, self._rank)
         return thin if thin * _MIN_RATE < parameter.numel() else parameter.numel()
-
-
-class _Draws:
-    """Gives the seeds of first thin matrices; keyed by the step, so there is nothing to save."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed, self.step = seed, 0
-
-    def randint(self, below: int) -> int:
-        """Returns a number below a limit, the same on every rank."""
-        return mix(self._seed, self.step, 0) % below
 
 
 def _world() -> dist.ProcessGroup:

@@ -33,7 +33,6 @@ LINE = st.builds(
 def test_it_holds_the_lines_that_count(lines: list[dict[str, Any]], tmp_path_factory: Any) -> None:
     path = write(tmp_path_factory.mktemp("run") / "metrics.jsonl", lines)
     series, counted = read_series(path), read_metrics(path)
-    assert series.num == len(counted)
     assert series.num_superseded == len(lines) - len(counted)
     for key in ("step", "attempt", "loss", "eval_loss"):
         values = [line.get(key) for line in counted]

@@ -115,7 +115,6 @@ class Measured:
     """What even the slowest rank waits for: the exchange itself."""
     uneven_s: float
     """What the average rank waits longer than that: for slower ranks."""
-    gradient_bytes: float
     sent_bytes: float
 
     @property
@@ -155,7 +154,6 @@ def measure(run: RunDirectory, point: Point) -> Measured | None:
         data_s=fmean(pace.data_s / pace.samples for pace in paces),
         comm_s=min(waits),
         uneven_s=fmean(waits) - min(waits),
-        gradient_bytes=float(facts.get("gradient_bytes", 0.0)),
         sent_bytes=float(facts.get("sent_bytes", 0.0)),
     )
 

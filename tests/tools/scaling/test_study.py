@@ -58,7 +58,6 @@ def measured(
         data_s=data_s,
         comm_s=comm_s,
         uneven_s=uneven_s,
-        gradient_bytes=GRADIENT_BYTES,
         sent_bytes=sent_bytes,
     )
 
