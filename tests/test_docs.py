@@ -271,7 +271,7 @@ def test_the_messages_in_troubleshooting_are_those_of_the_package() -> None:
     assert [message for message in quoted if not is_said(message, templates)] == []
 
 
-CODES = {*node_rules.HINTS, *node_rules.OTHER_CODES, *site_rules.CODES}
+CODES = {*node_rules.HINTS, *node_rules.OTHER_CODES, *site_rules.HINTS}
 
 
 def code_sections(text: str) -> list[str]:

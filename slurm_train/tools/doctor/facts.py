@@ -6,7 +6,7 @@ A rank reports little, since there are many; the first rank of each node reports
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -241,15 +241,22 @@ def warning(code: str, node: str, seen: str, *, hint: str = "") -> Finding:
     return Finding(code=code, level="warning", seen=seen, todo=hint, node=node)
 
 
-def merge(findings: Iterable[Finding], *, nodes: Sequence[str]) -> tuple[Finding, ...]:
+def note(code: str, seen: str) -> Finding:
+    """Returns a finding that says how things are here."""
+    return Finding(code=code, level="note", seen=seen, todo="")
+
+
+def merge(findings: Iterable[Finding], *, hints: Mapping[str, str], nodes: Sequence[str] = ()) -> tuple[Finding, ...]:
     """Returns the worst first, and what several nodes have in common as one finding.
 
     Args:
         findings: as found, one per node.
+        hints: code -> what to do, for those that do not say it themselves.
         nodes: all nodes; what all of several have is the fault of none.
     """
     alike: dict[Finding, list[Finding]] = {}
-    for finding in findings:
+    for found in findings:
+        finding = replace(found, todo=found.todo or hints[found.code])
         alike.setdefault(replace(finding, node="", blames_node=False), []).append(finding)
     merged = []
     for common, group in alike.items():

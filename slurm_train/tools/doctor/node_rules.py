@@ -13,7 +13,6 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from slurm_train.distributed.rendezvous import files_needed, is_loopback
 from slurm_train.formatting import shorten
@@ -81,16 +80,12 @@ _HIGH_LATENCY = 5.0
 
 def find_faults(job: Job) -> tuple[Finding, ...]:
     """Returns one finding per fault, the worst first; empty where nothing is wrong."""
-    return _completed(job, (found for rule in _RULES for found in rule(job)))
+    return merge((found for rule in _RULES for found in rule(job)), hints=HINTS, nodes=job.names)
 
 
 def find_mismatched_ranks(job: Job) -> tuple[Finding, ...]:
     """Returns where ranks do not agree about who is who. Each rank asks this of itself, before it looks for others."""
-    return _completed(job, _mismatched_ranks(job))
-
-
-def _completed(job: Job, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    return merge((replace(one, todo=one.todo or HINTS[one.code]) for one in findings), nodes=job.names)
+    return merge(_mismatched_ranks(job), hints=HINTS, nodes=job.names)
 
 
 # Ranks: who they are, what they may use.

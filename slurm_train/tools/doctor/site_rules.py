@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slurm_train.formatting import duration, shorten
-from slurm_train.rundir.events import Finding, Level
+from slurm_train.rundir.events import Finding
 from slurm_train.slurm.policy import Partition, Preemption
 from slurm_train.slurm.site import SiteFacts, preempting_qos, preemption_in
-from slurm_train.tools.doctor.facts import merge
+from slurm_train.tools.doctor.facts import error, merge, note, warning
 
 _OLDEST = (21, 8)
 _SHORT_S = 60.0
@@ -52,47 +52,68 @@ class SiteView:
         return preemption_in(self.facts, self.qos, partition.name) if known and partition else None
 
 
+HINTS = {
+    "NO_SLURM": "type this on a login node; to try Slurm on one machine: `python -m slurm_train devcluster up`",
+    "CONTROLLER_AWAY": "`scontrol ping` tells whether it is up; try again later",
+    "OLD_SLURM": "try a small run first: flags and output may differ",
+    "NO_GRACE": "save often: checkpoint.every_steps=auto, and checkpoint.local_dir=/tmp where the nodes have disks",
+    "SHORT_GRACE": "save often: checkpoint.every_steps=auto, and checkpoint.local_dir=/tmp where the nodes have disks",
+    "SUSPENDS": "nothing: suspended time is on no clock of a run; raise checkpoint.save_timeout_s for long ones",
+    "GPU_FLAG": "`init` writes a site file with cluster.gpu_flag=gres, or none for runs on CPUs",
+    "PARTITION_DOWN": "`sinfo -R` says why; name another one with cluster.partition",
+    "TIME_LIMITS": "nothing: a run saves before its limit and is requeued; cluster.time_limit_min sets one",
+    "USER_SIGNAL": "nothing: both mean that the ranks save now",
+    "NO_REQUEUE": "nothing: submit.sh says --requeue; scripts of your own have to say it, too",
+    "LOG_TRUNCATED": "nothing: submit.sh says --open-mode=append; scripts of your own have to say it, too",
+    "JOB_ENDS": "a wrapper around your program has to end with `exec`",
+    "REQUEUE_DELAY": "nothing; failed ranks are started again without leaving the job",
+    "NO_ACCOUNTING": "nothing: `status` reads the run's own files; how a job was preempted may stay unknown",
+    "ARRAY_SIZE": "nothing: larger sweeps are several arrays, and without arrays runs are submitted one by one",
+    "CONTAINERS": "the batch script has to run outside the container, where scontrol is: wrap the ranks, not submit.sh",
+}
+"""Each code, and what to do about it; docs/troubleshooting.md has a section for each."""
+# Settings that are worth a note: name, part of the value, code and text.
+_SETTINGS = (
+    (
+        *("PreemptParameters", "send_user_signal", "USER_SIGNAL"),
+        "PreemptParameters=send_user_signal: a preempted job gets its warning signal instead of TERM",
+    ),
+    ("JobRequeue", "0", "NO_REQUEUE", "JobRequeue=0: jobs are not requeued unless they ask for it"),
+    ("JobFileAppend", "0", "LOG_TRUNCATED", "JobFileAppend=0: a requeue empties the log of a job"),
+    (
+        *("ProctrackType", "cgroup", "JOB_ENDS"),
+        "proctrack/cgroup: only the processes that slurmstepd itself has started get the signals",
+    ),
+)
+
+
 def find_site_facts(view: SiteView) -> tuple[Finding, ...]:
     """Returns what is to be known of a site, the worst first."""
-    return merge((finding for rule in _RULES for finding in rule(view)), nodes=())
-
-
-def _warn(code: str, seen: str, hint: str, *, level: Level = "warning") -> Finding:
-    return Finding(code=code, level=level, seen=seen, todo=hint)
-
-
-def _note(code: str, seen: str, hint: str) -> Finding:
-    return _warn(code, seen, hint, level="note")
+    return merge((finding for rule in _RULES for finding in rule(view)), hints=HINTS)
 
 
 def _no_answers(view: SiteView) -> Iterator[Finding]:
     if not view.has_slurm:
-        hint = "type this on a login node; to try Slurm on one machine: `python -m slurm_train devcluster up`"
-        yield _warn("NO_SLURM", "there is no sbatch or squeue on the PATH", hint, level="error")
+        yield error("NO_SLURM", "", "there is no sbatch or squeue on the PATH")
     elif view.away:
-        yield _warn(
-            "CONTROLLER_AWAY", view.away, "`scontrol ping` tells whether it is up; try again later", level="error"
-        )
+        yield error("CONTROLLER_AWAY", "", view.away)
 
 
 def _time_to_save(view: SiteView) -> Iterator[Finding]:
     """A preempted job has no or little time to save, or is stopped and stays in memory."""
-    often = "save often: checkpoint.every_steps=auto, and checkpoint.local_dir=/tmp where the nodes have disks"
     for part in view.facts.partitions:
         preemption, where = view.preemption(part), f"partition {part.name}"
         if preemption is None or preemption.outcome == "never":
             continue
         grace_s, wait_s = preemption.grace_s, preemption.kill_wait_s or 0.0
         if preemption.outcome == "suspended":
-            seen = f"{where} suspends preempted jobs: they keep their memory and go on later"
-            hint = "nothing: suspended time is on no clock of a run; raise checkpoint.save_timeout_s for long ones"
-            yield _note("SUSPENDS", seen, hint)
+            yield note("SUSPENDS", f"{where} suspends preempted jobs: they keep their memory and go on later")
         elif not grace_s:
             seen = f"{where}: a preempted job has no grace, and {wait_s:g} s from TERM to KILL"
-            yield _warn("NO_GRACE", seen, often)
+            yield warning("NO_GRACE", "", seen)
         elif grace_s + wait_s < _SHORT_S:
             seen = f"{where}: a preempted job has {grace_s:g} s of grace and {wait_s:g} s of KillWait to save in"
-            yield _note("SHORT_GRACE", seen, often)
+            yield note("SHORT_GRACE", seen)
 
 
 def _partitions(view: SiteView) -> Iterator[Finding]:
@@ -100,48 +121,21 @@ def _partitions(view: SiteView) -> Iterator[Finding]:
     limits = []
     for part in view.facts.partitions:
         if part.state != "up":
-            seen = f"partition {part.name} is {part.state}: it starts no jobs"
-            yield _warn("PARTITION_DOWN", seen, "name another one with cluster.partition")
+            yield warning("PARTITION_DOWN", "", f"partition {part.name} is {part.state}: it starts no jobs")
         if part.groups and not part.num_usable_nodes:
             seen = f"no node of partition {part.name} works: {shorten([group.state for group in part.groups])}"
-            yield _warn("PARTITION_DOWN", seen, "`sinfo -R` says why; name another one")
+            yield warning("PARTITION_DOWN", "", seen)
         limit = "unlimited" if part.max_time_min is None else f"{duration(60 * part.max_time_min)} at most"
         usual = "" if part.default_time_min is None else f", {duration(60 * part.default_time_min)} if a job names none"
         limits.append(f"{part.name} {limit}{usual}")
     if limits:
-        hint = "nothing: a run that reaches its limit saves before and is requeued; cluster.time_limit_min sets one"
-        yield _note("TIME_LIMITS", f"time limits: {shorten(limits, most=8)}", hint)
+        yield note("TIME_LIMITS", f"time limits: {shorten(limits, most=8)}")
     has_gpus = any(part.gpus_per_node for part in view.facts.partitions)
     select = view.settings.get("SelectType", "")
     if has_gpus and select and not select.endswith(("cons_tres", "cray_aries")):
-        hint = "set cluster.gpu_flag=gres; `init` writes that into a site file"
-        yield _warn("GPU_FLAG", f"SelectType={select} does not know --gpus-per-node", hint)
+        yield warning("GPU_FLAG", "", f"SelectType={select} does not know --gpus-per-node")
     elif limits and not has_gpus:
-        hint = "for runs on CPUs set cluster.gpu_flag=none"
-        yield _note("GPU_FLAG", "sinfo shows no GPUs on any node that you can see", hint)
-
-
-# One setting each: name, part of the value that is worth a note, code, text and hint.
-_SETTINGS = (
-    (
-        *("PreemptParameters", "send_user_signal", "USER_SIGNAL"),
-        "PreemptParameters=send_user_signal: a preempted job gets its warning signal instead of TERM",
-        "nothing: both mean that the ranks save now",
-    ),
-    (
-        *("JobRequeue", "0", "NO_REQUEUE", "JobRequeue=0: jobs are not requeued unless they ask for it"),
-        "nothing: submit.sh says --requeue; scripts of your own have to say it, too",
-    ),
-    (
-        *("JobFileAppend", "0", "LOG_TRUNCATED", "JobFileAppend=0: a requeue empties the log of a job"),
-        "nothing: submit.sh says --open-mode=append; scripts of your own have to say it, too",
-    ),
-    (
-        *("ProctrackType", "cgroup", "JOB_ENDS"),
-        "proctrack/cgroup: only the processes that slurmstepd itself has started get the signals",
-        "a wrapper around your program has to end with `exec`",
-    ),
-)
+        yield note("GPU_FLAG", "sinfo shows no GPUs on any node that you can see")
 
 
 def _settings(view: SiteView) -> Iterator[Finding]:
@@ -149,41 +143,28 @@ def _settings(view: SiteView) -> Iterator[Finding]:
     release = view.settings.get("SLURM_VERSION", "")
     match = re.match(r"(\d+)\.(\d+)", release)
     if match is not None and (int(match[1]), int(match[2])) < _OLDEST:
-        seen = f"Slurm {release}; this toolkit was written for 21.08 and later"
-        yield _warn("OLD_SLURM", seen, "try a small run first: flags and output may differ")
-    for name, value, code, seen, hint in _SETTINGS:
+        yield warning("OLD_SLURM", "", f"Slurm {release}; this toolkit was written for 21.08 and later")
+    for name, value, code, seen in _SETTINGS:
         if value in view.settings.get(name, ""):
-            yield _note(code, seen, hint)
+            yield note(code, seen)
     if view.settings:
         delay = f"{requeue_delay_s(view.settings):g} s at the earliest (cred_expire of AuthInfo)"
-        hint = "nothing; failed ranks are started again without leaving the job"
-        yield _note("REQUEUE_DELAY", f"a requeued job may start again after {delay}", hint)
+        yield note("REQUEUE_DELAY", f"a requeued job may start again after {delay}")
     if view.settings.get("AccountingStorageType", "").endswith("/none"):
         seen = f"no accounting: {view.settings.get('MinJobAge', '5 min')} after its end Slurm has forgotten a job"
-        hint = "nothing: `status` reads the run's own files then; how a job was preempted may stay unknown"
-        yield _warn("NO_ACCOUNTING", seen, hint)
+        yield warning("NO_ACCOUNTING", "", seen)
     elif any(problem.startswith(("accounts", "QOS")) for problem in view.facts.problems):
-        seen = f"accounting does not answer: {view.facts.problems[0]}"
-        yield _warn("NO_ACCOUNTING", seen, "what becomes of a preempted job is not known for certain")
+        yield warning("NO_ACCOUNTING", "", f"accounting does not answer: {view.facts.problems[0]}")
     size = view.settings.get("MaxArraySize", "")
     if size.isdigit() and int(size) < 2:
-        seen = f"MaxArraySize={size}: there are no job arrays"
-        yield _warn("ARRAY_SIZE", seen, "sweeps need arrays: submit the runs one by one")
+        yield warning("ARRAY_SIZE", "", f"MaxArraySize={size}: there are no job arrays")
     elif size.isdigit():
-        seen = f"MaxArraySize={size}: a sweep has {size} runs in an array"
-        yield _note("ARRAY_SIZE", seen, "nothing: larger sweeps are several arrays")
+        yield note("ARRAY_SIZE", f"MaxArraySize={size}: a sweep has {size} runs in an array")
     if view.runtimes:
-        hint = "the batch script has to run outside the container, where scontrol is: wrap the ranks, not submit.sh"
-        yield _note("CONTAINERS", f"container runtimes here: {shorten(view.runtimes)}", hint)
+        yield note("CONTAINERS", f"container runtimes here: {shorten(view.runtimes)}")
 
 
 _RULES = (_no_answers, _time_to_save, _partitions, _settings)
-CODES = (
-    *("NO_SLURM", "CONTROLLER_AWAY", "OLD_SLURM", "NO_GRACE", "SHORT_GRACE", "SUSPENDS", "GPU_FLAG", "PARTITION_DOWN"),
-    *(code for _, _, code, _, _ in _SETTINGS),
-    *("REQUEUE_DELAY", "NO_ACCOUNTING", "ARRAY_SIZE", "CONTAINERS", "TIME_LIMITS"),
-)
-"""Codes that `find_site_facts` may find; docs/troubleshooting.md has a section for each."""
 
 
 def requeue_delay_s(settings: Mapping[str, str]) -> float:

@@ -368,10 +368,12 @@ def test_facts_travel_as_json() -> None:
 )
 def test_what_several_nodes_have_is_one_finding(names: list[str], where: str, blames: bool) -> None:
     all_nodes = ["node1", "node2", "node3", "node4", "node5"]
-    (merged,) = merge([error("DISK_FULL", name, "is full", blames=True) for name in names], nodes=all_nodes)
+    (merged,) = merge(
+        [error("DISK_FULL", name, "is full", blames=True) for name in names], hints=HINTS, nodes=all_nodes
+    )
     assert (merged.node, merged.blames_node) == (where, blames)
 
 
 def test_errors_come_first_and_other_texts_are_other_findings() -> None:
-    found = merge([warning("A", "node1", "b"), error("A", "node1", "c"), error("A", "node2", "d")], nodes=NODES)
+    found = merge([warning("A", "node1", "b"), error("A", "node1", "c"), error("A", "node2", "d")], hints={"A": "do"})
     assert [one.level for one in found] == ["error", "error", "warning"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from slurm_train.slurm.site import SiteFacts, default_account, default_qos
-from slurm_train.tools.doctor.site_rules import CODES, SiteView, find_site_facts, in_words, requeue_delay_s, site_table
+from slurm_train.tools.doctor.site_rules import HINTS, SiteView, find_site_facts, in_words, requeue_delay_s, site_table
 from tests.tools.site.sites import SITES, facts_of
 
 
@@ -25,7 +25,7 @@ def codes(view: SiteView) -> dict[str, str]:
 def test_every_site_is_described(site: str) -> None:
     view = view_of(site)
     assert codes(view) and len(in_words(view)) == 3
-    assert all(found.code in CODES and "\n" not in found.line and found.todo for found in find_site_facts(view))
+    assert all(found.code in HINTS and "\n" not in found.line and found.todo for found in find_site_facts(view))
     assert site_table(view)["Slurm"].startswith(view.settings["SLURM_VERSION"])
 
 
