@@ -70,7 +70,7 @@ def run(shell: Shell) -> RunDirectory:
 REFUSED = [
     ("optim.lr=1e-4", "optim.lr  0.003 -> 0.0001", "optim.lr"),
     ("seed=1", "seed  0 -> 1  (another order: some samples of this epoch come twice, others not at all)", "seed"),
-    ("+data.size=9 optim.eps=1", "optim.eps  1e-08 -> 1.0", "optim.eps,data.size"),
+    ("+data.size=9 optim.eps=1", "optim.eps  1e-08 -> 1.0", "data.size,optim.eps"),
 ]
 
 
