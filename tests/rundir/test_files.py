@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 import signal
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,10 +22,13 @@ from slurm_train.rundir.files import (
     listed,
     read_json,
     read_lines,
+    read_record,
     read_shared,
     size_of,
+    to_record,
     write_atomic,
     write_durable,
+    write_record,
 )
 
 
@@ -164,6 +170,35 @@ def in_threads(target: Callable[[int], None], count: int) -> None:
 def test_read_json_gives_whole_objects_only(text: str, expected: object, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
     assert read_json(tmp_path / "x.json") == expected
+
+
+class Point(NamedTuple):
+    x: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Record:
+    points: tuple[Point, ...]
+    counts: dict[int, int]
+    note: str | None = None
+
+
+WHOLE = {"points": [[1, "a"], [2.5, "b"]], "counts": {"3": 4}}
+
+
+def test_a_record_is_read_as_it_was_written_and_keys_of_a_later_version_are_ignored(tmp_path: Path) -> None:
+    record = Record((Point(1.0, "a"), Point(2.5, "b")), {3: 4})
+    write_record(tmp_path / "record.json", record)
+    assert read_record(tmp_path / "record.json", Record) == record == to_record(Record, WHOLE | {"later": 1})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"points": [[1]]}, {"points": [["1", "a"]]}, {"points": [[float("nan"), "a"]]}, {"counts": 3}, {"note": 1}],
+)
+def test_a_value_of_another_type_makes_no_record(change: dict[str, Any]) -> None:
+    assert to_record(Record, WHOLE | change) is None and to_record(Record, {"counts": {}}) is None
 
 
 def test_what_is_not_there_is_empty(tmp_path: Path) -> None:
