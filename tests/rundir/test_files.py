@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import resource
 import signal
