@@ -1,8 +1,8 @@
 """`--multirun`: the words are a sweep. With a cluster its runs become job arrays, without one they are trained here.
 
 Everything is composed, planned and looked at before anything is written. A sweeper that needs values gets its points in
-batches: each is a sweep that is waited for, and the results are read. What was finished before is not trained again, so
-a driver that was killed catches up when it is started anew with the same seed.
+batches: each is waited for, and its results are read; all of them are one sweep. What was finished before is not
+trained again, so a driver that was killed catches up when the same words are typed again.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def multirun(
     Raises:
         SlurmTrainError: something is wrong with the words, the site, or one of the runs; nothing was written then.
     """
-    num_before = 0
+    num_before, study_id = 0, settings.study_id if settings.sweeper_needs_values else None
 
     def carry_out(points: Sequence[Point], *, wait: bool) -> tuple[int, SweepPlan]:
         nonlocal num_before
-        plan, outputs = plan_points(points, settings=settings, env=env, cwd=cwd, first=num_before)
+        plan, outputs = plan_points(points, settings=settings, env=env, cwd=cwd, first=num_before, sweep_id=study_id)
         num_before += len(points)
         # A run that needs the code of the submitting directory, if there is one.
         one = next((one for one in plan.plans if names_own_code(one.config)), plan.plans[0])
@@ -66,7 +66,7 @@ def multirun(
         say_source(source)
         return Start(words=words, env=env, outputs=outputs).sweep(plan, source, wait=wait), plan
 
-    if not settings.sweeper_needs_values:
+    if study_id is None:
         return carry_out(read_points(settings.sweep_words), wait=flags.wait)[0]
     fixed = settings.fixed_keys()
 
@@ -99,15 +99,24 @@ def plan_points(
     env: Mapping[str, str],
     cwd: Path,
     first: int = 0,
+    sweep_id: str | None = None,
 ) -> tuple[SweepPlan, list[RunOutput]]:
     """Returns the plan of a sweep of these points, and what its runs shall have besides; prints it, touches nothing.
+
+    Args:
+        points: what each run is given.
+        settings: what the words say to Hydra itself.
+        env: the environment.
+        cwd: where the words were typed.
+        first: how many points were before these.
+        sweep_id: as in `plan_sweep`.
 
     Raises:
         ConfigError: as `plan_sweep`, or what is said to Hydra does not go together with it.
         DataError: data that a run asks for are not there.
     """
     composed = settings.compose_points([point.overrides for point in points], first=first)
-    plan = plan_sweep(points, composed, cwd=cwd, env=env)
+    plan = plan_sweep(points, composed, cwd=cwd, env=env, sweep_id=sweep_id)
     settings.refuse_cluster(plan.plans[0].config)
     outputs = plan_outputs(settings, plan.plans, [point.overrides for point in points], cwd=cwd, first=first)
     seen = set[str]()

@@ -237,7 +237,7 @@ class Start:
                         f"sweep {sweep.sweep_id} was submitted by another command just now",
                         hint=f"`status {sweep.sweep_id}` shows it; the same command again submits what is missing",
                     )
-            write_table_of(plan, words=self.words)
+            planned = write_table_of(plan, words=self.words)
             code = write_shared_code(sweep, source) if missing else None
             for one in (one for one in plan.plans if one.run in missing):
                 # A run without a directory cannot be active, and there may be thousands of them.
@@ -246,7 +246,7 @@ class Start:
                     is_trained = one.run.code.exists() and bool(list_checkpoints(one.run.checkpoints))
                     write_run(one, None if is_trained else code, script=scripts.get(one.run))
             make_outputs(self.outputs)
-            elements = [one for one in plan.elements if one.run in missing]
+            elements = [one for one in planned if one.run in missing]
             ended = self._carry_out(sweep, elements, todo, arrays, plan.plans[0].config, code=code, source=source)
         if not plan.uses_cluster:
             return ended

@@ -10,6 +10,8 @@ with `hydra.run.dir` and its like comes on top of it: a path that leads there, a
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from slurm_train.config.compose import TASK_NAME, Composed, Composer
-from slurm_train.config.frozen import is_below
+from slurm_train.config.frozen import NOT_IDENTITY, is_below
 from slurm_train.config.schema import RunConfig, flat, to_mapping
 from slurm_train.config.words import Words, prepare_overrides, split_word
 from slurm_train.errors import ConfigError
@@ -80,6 +82,8 @@ _RULES: Mapping[str, tuple[str, str]] = {
     # In a file that serves Hydra's own programs as well; a note says that they are unused.
     **dict.fromkeys(("help", "hydra_help"), _CARRIED_OUT),
 }
+# What hydra-optuna-sweeper calls how many points there are, how many at once, and how many of them may fail.
+_NUMBERS_OF_POINTS = ("n_trials", "n_jobs", "max_failure_rate")
 _UNUSED = {"help": "--help", "hydra_help": "--hydra-help"}
 # What hydra-submitit-launcher and hydra-joblib-launcher call a setting, and what it is called here; "" for what this
 # program decides itself.
@@ -109,7 +113,7 @@ class HydraSettings:
     given: Mapping[str, Any]
     """What was typed, or is in a file of the person's own, e.g. {"run.dir": "out/${now:%H}"}; unresolved."""
     notes: tuple[str, ...]
-    """What is left out, in words."""
+    """What is left out or filled in, in words."""
     stays_here: bool
     """Whether the basic launcher was asked for by name: here, one run after the other."""
 
@@ -156,6 +160,20 @@ class HydraSettings:
     def sweeper_needs_values(self) -> bool:
         """Whether the sweeper chooses points by what came out of earlier ones."""
         return str(self.config.hydra.sweeper.get("_target_")) != _BASIC_SWEEPER
+
+    @property
+    def study_id(self) -> str:
+        """The id of the sweep of such a sweeper: the same for each batch, and when the words are typed again.
+
+        Where and how the points are trained does not count, nor how many there are and how many at once: more of them
+        go into the same sweep.
+        """
+        carried = [name for name in NOT_IDENTITY if name != "run"]
+        parts = [split_word(word) for word in self.sweep_arguments]
+        words = sorted(f"{key}={value}" for _, key, value in parts if not any(is_below(key, name) for name in carried))
+        sweeper = flat(cast(dict[str, Any], OmegaConf.to_container(self.config.hydra.sweeper, resolve=True)))
+        settings = {key: value for key, value in sweeper.items() if key not in _NUMBERS_OF_POINTS}
+        return hashlib.sha256(json.dumps([words, settings], sort_keys=True, default=str).encode()).hexdigest()[:8]
 
     @property
     def sweep_words(self) -> Words:
@@ -233,6 +251,8 @@ def read_settings(words: Words) -> HydraSettings:
             what, other = ("one run", "hydra.sweep.dir=DIR") if is_multirun else ("a sweep", "hydra.run.dir=DIR")
             raise ConfigError(f"hydra.{key} is about {what}", hint=f"write {other}; a sweep is asked for with -m")
     unused = [name for name in _UNUSED if any(is_below(key, name) for key in given)]
+    notes = [f"hydra.{name} is not used: {_UNUSED[name]} is this program's own" for name in unused]
+    notes += _seed_sweeper(config, typed)
     overrides = list(words.overrides)
     if (name := given.get("job.name")) is not None and all(split_word(word)[1] != "run.name" for word in overrides):
         overrides.append(f"run.name={name}")
@@ -241,7 +261,7 @@ def read_settings(words: Words) -> HydraSettings:
         config=config,
         words=replace(words, overrides=overrides, multirun=is_multirun),
         given=given,
-        notes=tuple(f"hydra.{name} is not used: {_UNUSED[name]} is this program's own" for name in unused),
+        notes=tuple(notes),
         stays_here="launcher" in typed,
     )
 
@@ -342,6 +362,15 @@ def _given(composer: Composer, config: DictConfig, typed: Mapping[str, str]) -> 
             and not any(is_below(key, name) for name in filled)
         }
     return given | {key: value for key, value in node.items() if any(is_below(key, name) for name in typed)}
+
+
+def _seed_sweeper(config: DictConfig, typed: Mapping[str, str]) -> list[str]:
+    """Fills in the seed of a sweeper that has none, and returns it in words: the same words choose the same points."""
+    names = [key for key, value in _plain(config).items() if is_below(key, "sweeper") and value is None]
+    names = [key for key in names if key.rpartition(".")[2] == "seed" and key not in typed]
+    for name in names:
+        OmegaConf.update(config.hydra, name, 0)
+    return [f"hydra.{name}=0 is filled in: the same words choose the same points" for name in names]
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

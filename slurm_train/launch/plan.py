@@ -332,7 +332,12 @@ class SweepPlan:
 
 
 def plan_sweep(
-    points: Sequence[Point], composed: Iterator[Composed], *, cwd: Path, env: Mapping[str, str]
+    points: Sequence[Point],
+    composed: Iterator[Composed],
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    sweep_id: str | None = None,
 ) -> SweepPlan:
     """Returns the plan of a sweep; touches nothing.
 
@@ -341,6 +346,7 @@ def plan_sweep(
         composed: the configuration of each point, composed as it is taken.
         cwd: directory that a relative `run.root` starts from.
         env: environment, for counting local GPUs.
+        sweep_id: the sweep that these points join; None: one of their own.
 
     Raises:
         ConfigError: a point that is no possible run (with its number and values), two points that are the same run,
@@ -382,11 +388,13 @@ def plan_sweep(
             ),
         ]
     )
-    # The sweep's name on disk says which runs it has, in whatever order they were typed.
-    names = "\n".join(sorted(f"{one.run.name}/{one.run.run_id}" for one in plans))
+    if sweep_id is None:
+        # The sweep's name on disk says which runs it has, in whatever order they were typed.
+        names = "\n".join(sorted(f"{one.run.name}/{one.run.run_id}" for one in plans))
+        sweep_id = hashlib.sha256(names.encode()).hexdigest()[:8]
     sweeps = plans[0].run.path.parent.parent / "sweeps"
     return SweepPlan(
-        sweep=SweepDirectory(sweeps / hashlib.sha256(names.encode()).hexdigest()[:8]),
+        sweep=SweepDirectory(sweeps / sweep_id),
         elements=tuple(
             Element(index=index, run=one.run, overrides=point.values)
             for index, (point, one) in enumerate(zip(points, plans, strict=True))

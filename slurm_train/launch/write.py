@@ -23,7 +23,7 @@ from slurm_train.rundir.files import create_private, fsync_directory, fsync_file
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.lookup import refuse_unwritable
 from slurm_train.rundir.paths import RunDirectory, require_private
-from slurm_train.rundir.sweep import SweepDirectory, read_table, write_table
+from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, write_table
 
 
 def require_writable(run: RunDirectory) -> None:
@@ -90,18 +90,22 @@ def put_on_record(run: RunDirectory, change: AcceptedChange) -> None:
 # --- what the runs of a sweep share ---
 
 
-def write_table_of(plan: SweepPlan, *, words: Sequence[str]) -> None:
-    """Writes a sweep's table and the words that it was asked for with; a run that was in it keeps its number."""
+def write_table_of(plan: SweepPlan, *, words: Sequence[str]) -> list[Element]:
+    """Writes a sweep's table and the words that it was asked for with; returns the planned runs as they are in it.
+
+    A run that was in it keeps its number, and stays in it if this batch of a sweeper is about others.
+    """
     sweep = plan.sweep
-    known = {element.run: element.index for element in read_table(sweep)}
-    elements = []
+    table = {element.run: element for element in read_table(sweep)}
     for element in plan.elements:
-        record, index = read_job(element.run), known.get(element.run, element.index)
-        elements.append(replace(element, index=index, job=None if record is None else record.job_id))
-    write_table(sweep, sorted(elements, key=lambda element: element.index))
-    facts = {"words": list(words), "keys": plan.keys, "time_unix_s": time.time()}
+        record, known = read_job(element.run), table.get(element.run)
+        index = len(table) if known is None else known.index
+        table[element.run] = replace(element, index=index, job=None if record is None else record.job_id)
+    write_table(sweep, table.values())
+    facts = {"words": list(words), "time_unix_s": time.time()}
     write_atomic(sweep.facts, json.dumps(facts, indent=2) + "\n")
     sweep.stop_file.unlink(missing_ok=True)
+    return [table[element.run] for element in plan.elements]
 
 
 def write_shared_code(sweep: SweepDirectory, source: Source) -> Path:

@@ -3,7 +3,7 @@
 `<root>/sweeps/<id>/` lies beside the runs, which stay where they would be if they were typed one by one:
 
     sweep.jsonl        one line per run: index, run, overrides, job ("12_3"); replaced as a whole, never half written
-    sweep.json         the words, the swept keys, when
+    sweep.json         the words, when
     code/<n>/          the code of the n-th submission, shared by its runs
     arrays/<n>/        one job array: submit.sh, runs.txt (line i + 1 is element i), job.json, logs/
 """
@@ -64,7 +64,7 @@ class SweepDirectory:
     table = Below("sweep.jsonl")
     """One line per run."""
     facts = Below("sweep.json")
-    """The words and the swept keys."""
+    """The words that asked for it."""
     code = Below("code")
     """Snapshots of the source, one per submission."""
     arrays = Below("arrays")

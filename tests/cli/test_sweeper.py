@@ -21,10 +21,14 @@ from slurm_train.rundir.sweep import SweepDirectory, read_table
 from tests.cli.conftest import Shell
 
 FOUND: list[float] = []
+SEEDS: list[int | None] = []
 
 
 class Halving(Sweeper):
     """Goes from lr=8 to half of it as long as that is better, two points at a time, one of them twice."""
+
+    def __init__(self, *, seed: int | None) -> None:
+        SEEDS.append(seed)
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
         self.launcher = Plugins.instance().instantiate_launcher(
@@ -57,6 +61,7 @@ done;; esac
 def halving(shell: Shell) -> Iterator[str]:
     """Installs the sweeper as a plugin of Hydra's, which lives in a package of that name; gives the words for it."""
     FOUND.clear()
+    SEEDS.clear()
     package, module = ModuleType("hydra_plugins"), ModuleType("hydra_plugins.halving")
     package.__path__ = []
     module.Halving = Halving  # type: ignore[attr-defined]
@@ -65,7 +70,7 @@ def halving(shell: Shell) -> Iterator[str]:
     shell.patch.setitem(sys.modules, "hydra_plugins.halving", module)
     Halving.__module__ = "hydra_plugins.halving"
     Plugins.instance().register(Halving)
-    node = {"_target_": "hydra_plugins.halving.Halving"}
+    node = {"_target_": "hydra_plugins.halving.Halving", "seed": None}
     ConfigStore.instance().store(group="hydra/sweeper", name="halving", node=node, provider="test")
     program = shell.slurm.folder / "sbatch"
     program.write_text(program.read_text() + FINISH.format(root=shell.folder))
@@ -79,12 +84,24 @@ def test_a_sweeper_that_needs_values_gets_them_from_the_results(shell: Shell, ha
     values = [(lr - 1.5) ** 2 for lr in (8, 4, 2, 1)]
     assert values == FOUND
     assert list((shell.folder / "multirun").iterdir()), "a place for files of the sweeper's own"
-    sweeps = [read_table(SweepDirectory(path)) for path in (shell.folder / "runs" / "sweeps").iterdir()]
-    assert [len(sweep) for sweep in sweeps] == [2] * 4
-    assert {tuple(element.overrides) for sweep in sweeps for element in sweep} == {("optim.lr",)}
+    (sweep,) = (shell.folder / "runs" / "sweeps").iterdir()
+    table = read_table(SweepDirectory(sweep))
+    assert [(one.index, dict(one.overrides)) for one in table] == [
+        (index, {"optim.lr": str(lr)}) for index, lr in enumerate((8.0, 4.0, 2.0, 1.0, 0.5))
+    ]
     assert shell.slurm.times_asked("sbatch") == 4, "what is finished is not submitted again"
+    rows = shell.types(f"collate {sweep.name}").out.splitlines()
+    assert [float(row.split("|")[3]) for row in rows[2:]] == [8, 4, 2, 1, 0.5]
     assert shell.types(f"{halving} sweep.objective=eval_loss").code == 0, "a driver that is started anew catches up"
     assert values * 2 == FOUND and shell.slurm.times_asked("sbatch") == 4
+    assert len(list(sweep.parent.iterdir())) == 1 and len(read_table(SweepDirectory(sweep))) == 5
+
+
+def test_a_sweeper_without_a_seed_gets_one(shell: Shell, halving: str) -> None:
+    assert "hydra.sweeper.seed=0 is filled in: the same words choose the same points" in shell.types(halving).err
+    assert "filled in" not in shell.types(f"{halving} hydra.sweeper.seed=null").err
+    shell.types(f"{halving} hydra.sweeper.seed=5")
+    assert SEEDS == [0, None, 5]
 
 
 def test_a_sweep_may_stand_in_a_file_of_the_users_own_and_words_win(shell: Shell) -> None:

@@ -42,7 +42,7 @@ def write_sweep(folder: Path, runs: Sequence[SweptRun] = RUNS) -> tuple[SweepDir
     sweep.path.mkdir(parents=True)
     elements = [_write(folder, index, run) for index, run in enumerate(runs)]
     write_table(sweep, elements)
-    sweep.facts.write_text(json.dumps({"words": ["-m", "optim.lr=1e-3,1e-2,1e-1", "seed=0,1"], "keys": []}))
+    sweep.facts.write_text(json.dumps({"words": ["-m", "optim.lr=1e-3,1e-2,1e-1", "seed=0,1"]}))
     trials = [
         read_trial(
             element,
