@@ -141,11 +141,15 @@ def _ask_time(line: BufferedRWPair) -> float:
     return float(line.readline(200))
 
 
-def _swap(line: BufferedRWPair, size: int) -> None:
-    """Sends so many bytes to the peer and gets as many from it, one after the other."""
+def _swap(line: BufferedRWPair, size: int) -> float:
+    """Sends so many bytes to the peer, which then sends as many; returns the seconds of the slower direction."""
+    began_s = time.monotonic()
     line.write(f"{size}\n".encode())
     _send(line, size)
+    line.peek(1)  # the peer answers when it has all
+    turned_s = time.monotonic()
     _receive(line, size)
+    return max(turned_s - began_s, time.monotonic() - turned_s)
 
 
 def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[BufferedRWPair | None, str]:
@@ -282,11 +286,11 @@ def _seconds(action: Callable[..., object], *arguments: object) -> float:
 
 
 def _rate(line: BufferedRWPair) -> float:
-    """Returns bytes a second of one direction; the amount grows until it takes long enough to be measured."""
+    """Returns bytes a second of the slower direction; the amount grows until it takes long enough to be measured."""
     size = _FIRST_TRANSFER
-    while (took_s := _seconds(_swap, line, size)) <= _LONG_ENOUGH_S and size < _LONGEST_TRANSFER:
+    while (took_s := _swap(line, size)) <= _LONG_ENOUGH_S and size < _LONGEST_TRANSFER:
         size *= 4
-    return 2 * size / took_s
+    return size / took_s
 
 
 def _work(rounds: int) -> int:

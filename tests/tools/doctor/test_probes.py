@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,3 +123,28 @@ def test_a_closed_server_accepts_no_callers(server: ProbeServer) -> None:
 )  # fmt: skip
 def test_few_nodes_probe_all_others_and_many_probe_some(index: int, num_nodes: int, expected: list[int]) -> None:
     assert peers_of(index, num_nodes) == expected
+
+
+def test_the_speed_of_a_link_is_that_of_its_slower_direction() -> None:
+    ours, theirs = socket.socketpair()
+    sizes: list[int] = []
+
+    def answer() -> None:
+        with theirs.makefile("rwb") as line:
+            for _ in range(20):
+                if not (word := line.readline()):
+                    return
+                sizes.append(size := int(word))
+                line.read(size)
+                line.write(b"x")
+                line.flush()
+                time.sleep(0.3)  # one direction only
+                line.write(b"x" * (size - 1))
+                line.flush()
+
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        pool.submit(answer)
+        with ours.makefile("rwb") as line:
+            rate = probes._rate(line)
+        ours.shutdown(socket.SHUT_RDWR)
+    assert rate < sizes[-1] / 0.3
