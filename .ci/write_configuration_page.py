@@ -59,6 +59,7 @@ Settings are words of the command line, `key=value`. Units are in the names: `_s
 | `key=null` | no value: the default in words below |
 | `"key=[a,b]"` | a list; quoted, since the shell reads brackets |
 | `cluster.env.NAME=value`, `cluster.sbatch.FLAG=value`, `cluster.srun.FLAG=value` | one entry of an open mapping |
+| `cluster.time=4:00:00` | `cluster.time_limit_min=240` in Slurm's formats (minutes, HH:MM:SS, D-HH:MM:SS) |
 | `--config-dir DIR` | YAML files of your own; one of the same name as a shipped one takes its place |
 | `--config-name NAME` | another primary file than `config.yaml` |
 

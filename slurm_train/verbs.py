@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slurm_train import __version__
-from slurm_train.errors import ConfigError, SlurmTrainError
+from slurm_train.errors import SlurmTrainError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -542,13 +542,9 @@ def _dispatch(words: Sequence[str]) -> int:
     if first in VERBS:
         # A rank runs a user's code, which keeps Python's own settings.
         return VERBS[first].load()(words[1:]) if first == "worker" else _load_quickly(VERBS[first])(words[1:])
+    # A word that is no verb is refused there, with what was probably meant.
     if first.isidentifier():
-        from difflib import get_close_matches
-
-        near = get_close_matches(first, PUBLIC_VERBS, n=1)
-        names = ", ".join(PUBLIC_VERBS)
-        hint = f"did you mean `{near[0]}`?" if near else f"verbs: {names}; settings are written key=value"
-        raise ConfigError(f"{first!r} is neither a verb nor a setting", hint=hint)
+        return _load_quickly(Verb("cli.run"))(words)
     if "--help" in words or "-h" in words:
         print(help_text())
         return 0

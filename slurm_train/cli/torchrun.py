@@ -33,10 +33,13 @@ _LOOK_EVERY_S = 0.5
 
 def main(words: Sequence[str]) -> NoReturn:
     """Runs this node's ranks and ends the process with 0 (done), 75 (saved), or a failure's code."""
+    if len(words) != 1 or "SLURM_TRAIN_ATTEMPT" not in os.environ:
+        raise RunError(
+            f"torchrun is what a job starts on its nodes, found {list(words)}",
+            hint='write +cluster=2x8, with cluster.launcher=torchrun; a script of yours: "script=[train.py,--flag]"',
+        )
     # Before any thread exists: all of them, and the ranks until they listen, keep the signals for later.
     hold_stop_signals()
-    if len(words) != 1:
-        raise RunError(f"torchrun takes one run directory, found {list(words)}", hint="torchrun RUN_DIR")
     run, env, parent = RunDirectory(Path(words[0])), dict(os.environ), os.getppid()
     attempt, config = int(env["SLURM_TRAIN_ATTEMPT"]), load_config(run.config)
     node = node_ranks(run, config, env)

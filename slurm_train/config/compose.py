@@ -342,8 +342,8 @@ _SAID: Mapping[str, tuple[str, str]] = {
     ),
     r"An item is already at '(.*?)'": ("{0} is there already, and + adds a key", "write {0}=VALUE, without the +"),
     r"(Config group override) must be a string or a list": (
-        "null is no option of a group",
-        "write ~GROUP to leave a group out, e.g. ~cluster",
+        "a group is chosen by the name of an option, not by a number or null",
+        f"write {_SIZE}; ~GROUP leaves a group out, e.g. ~cluster",
     ),
     r"Environment variable '(\w+)' not found": (
         "${{oc.env:{0}}}: there is no such variable",
@@ -403,7 +403,7 @@ def _explain(err: Exception, *, known: DictConfig) -> ConfigError:
             return ConfigError(f"there is no configuration key {key!r}", hint="`--hydra-help` lists what can be set")
         error = unknown_key_error(key, flat(cast(dict[str, Any], OmegaConf.to_container(known))))
         is_open = key.startswith(("model.", "data."))
-        return ConfigError(error.message, hint=f"{error.hint} +{key}=... adds one") if is_open else error
+        return ConfigError(error.message, hint=f"{error.hint.rstrip('?')}; +{key}=... adds one") if is_open else error
     return ConfigError(" ".join(text.split("\nConfig search path")[0].split()), hint="`--cfg job` prints every key")
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
+from slurm_train.config.synonyms import advise
 from slurm_train.errors import ConfigError
 
 T = TypeVar("T")
@@ -457,7 +458,7 @@ def build_config(cls: type[T], values: Mapping[str, Any], *, path: str = "") -> 
     hints = _hints(cls)
     for key in values:
         if key not in hints:
-            raise unknown_key_error(f"{path}{key}", (f"{path}{name}" for name in hints))
+            raise unknown_key_error(f"{path}{key}", (f"{path}{name}" for name in hints), value=values[key])
     return cls(**{key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items()})
 
 
@@ -492,10 +493,18 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def unknown_key_error(key: str, known: Iterable[str]) -> ConfigError:
-    """Returns the error for a key that does not exist, with the nearest ones that do."""
-    nearest = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(nearest)}?" if nearest else "`--cfg job` prints every key"
+def unknown_key_error(key: str, known: Iterable[str], *, value: object = None) -> ConfigError:
+    """Returns the error for a key that does not exist, with what other trainers mean by it, or the nearest that do.
+
+    Args:
+        key: as typed, e.g. "optim.learning_rate".
+        known: the keys that there are.
+        value: what was typed for it, for the hint.
+    """
+    hint = advise(key, value)
+    if not hint:
+        nearest = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(nearest)}?" if nearest else "`--cfg job` prints every key"
     return ConfigError(f"there is no configuration key {key!r}", hint=hint)
 
 

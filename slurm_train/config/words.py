@@ -1,12 +1,15 @@
 """Reads the words of a command line before Hydra does: flags, and a few spellings that Hydra alone would refuse.
 
-`+cluster=4x8` exists for every N and G; `cluster.env.NCCL_DEBUG=INFO` needs no `+`, because that mapping is open; a
-`model._target_=` of your own does not inherit the arguments of the model it replaces; a value that is a text, such as
-`cluster.nodelist=node[1-2],node5`, arrives as it was typed.
+`+cluster=4x8` exists for every N and G; `cluster.time=4:00:00` is cluster.time_limit_min as Slurm writes it;
+`cluster.env.NCCL_DEBUG=INFO` needs no `+`, because that mapping is open; a `model._target_=` of your own does not
+inherit the arguments of the model it replaces; a value that is a text, such as `cluster.nodelist=node[1-2],node5`,
+arrives as it was typed. A word that is none of all this is refused with what was probably meant.
 """
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -15,7 +18,9 @@ from typing import Any, Literal
 import yaml
 
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
+from slurm_train.config.synonyms import OTHER_NAMES, advise
 from slurm_train.errors import ConfigError
+from slurm_train.verbs import PUBLIC_VERBS
 
 _OPEN_MAPPINGS = ("cluster.sbatch.", "cluster.srun.", "cluster.env.", "task.")
 _CUSTOM_GROUPS = ("model", "data")
@@ -28,6 +33,8 @@ _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,2})")
 _PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]+)\]")
 # How Hydra's functions that give several values begin.
 _SWEEP_CALL = re.compile(r"(?:choice|range|glob|interval|shuffle|sort|tag|str|int|float|bool)\s*\(")
+# Slurm's own formats of a time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[\w./@:-]+)(?:=(?P<value>.*))?", re.DOTALL)
 
 
@@ -111,6 +118,8 @@ def read_words(words: Sequence[str]) -> Words:
         elif word.partition("=")[0].lstrip("+") == "hydra.searchpath":
             values["search_path"] = _read_search_path(word)
         else:
+            if not _is_override(word):
+                raise _unknown_word_error(word, [*values["overrides"][-1:], ""][0], rest)
             values["overrides"].append(word)
     # Of flags that exclude each other one would have been ignored.
     actions = [f"--{name}" for name in ("run", "multirun", "cfg", "info") if name in values]
@@ -118,7 +127,8 @@ def read_words(words: Sequence[str]) -> Words:
         raise ConfigError(f"{actions[0]} and {actions[1]} exclude each other", hint="drop one of the two")
     for name in ("resolve", "package"):
         if name in values and "cfg" not in values:
-            raise ConfigError(f"--{name} is about what --cfg prints", hint=f"add --cfg job, or drop --{name}")
+            more = "; a partition is cluster.partition=NAME" if name == "package" else ""
+            raise ConfigError(f"--{name} is about what --cfg prints", hint=f"add --cfg job, or drop --{name}{more}")
     return Words(**values)
 
 
@@ -131,8 +141,7 @@ def _read_flag(word: str, rest: list[str], values: dict[str, Any]) -> None:
     known, choices = FLAGS.get(flag), FLAG_CHOICES.get(flag)
     is_switch = known is not None and known.default is False
     if known is None or (is_switch and value):
-        hint = f"the flags are {', '.join(sorted(FLAGS))}; settings are written key=value"
-        raise ConfigError(f"there is no flag {word!r}", hint=hint)
+        raise ConfigError(f"there is no flag {word!r}", hint=_hint_for_flag(typed, value or [*rest, ""][0]))
     if is_switch:
         values[known.name] = True
         return
@@ -147,6 +156,64 @@ def _read_flag(word: str, rest: list[str], values: dict[str, Any]) -> None:
         values["accept"] += read_names(value)
     else:
         values[known.name] = value
+
+
+def _hint_for_flag(typed: str, value: str) -> str:
+    """Returns what to type instead of a flag that there is not: a setting is written without dashes."""
+    if _is_setting(key := typed.lstrip("-").replace("-", "_")):
+        return f"a setting has no dashes: write {key}={value if _is_value(value) else 'VALUE'}"
+    if advice := advise(typed, value if _is_value(value) else None):
+        return advice
+    near = difflib.get_close_matches(typed, FLAGS, n=1, cutoff=0.75)
+    flags = f"did you mean {near[0]}?" if near else f"the flags are {', '.join(sorted(FLAGS))};"
+    return f"{flags} Settings are written key=value"
+
+
+def _is_setting(key: str) -> bool:
+    known = all_keys(RunConfig)
+    return key in known and not any(one.startswith(f"{key}.") for one in known)
+
+
+def _is_value(word: str) -> bool:
+    return bool(word) and not word.startswith("-") and "=" not in word
+
+
+def _unknown_word_error(word: str, before: str, after: Sequence[str]) -> ConfigError:
+    """Returns the error for a word that is no setting, with what was probably meant.
+
+    Args:
+        word: as typed.
+        before: the setting in front of it, "" if there is none.
+        after: the words behind it.
+    """
+    following = [*after, ""][0]
+    value, key = following.lstrip("=") or [*after, "", ""][1], word.rstrip("=:")
+    hint = "settings are written key=value, e.g. optim.lr=3e-4; `python -m slurm_train --help` lists the verbs"
+    if before.endswith(("=", ",")) or before.count("[") > before.count("]") or before.count("{") > before.count("}"):
+        hint = f'a blank ends a word: write {before}{word}, or with its blanks in quotes: "{before} {word}"'
+    elif word.startswith("="):
+        hint = "no blanks around the equals sign: write key=value, e.g. optim.lr=3e-4"
+    elif _is_setting(key) and (word != key or following.startswith("=") or _is_value(following)):
+        hint = f"write {key}={value}, without blanks"
+    elif word.endswith(".py"):
+        own = ",".join([word, *(one for one in after if not one.startswith("+"))])
+        hint = f'a script of yours runs on every rank with "script=[{own}]"; docs/bring-your-own.md has the other ways'
+    elif word.endswith((".yaml", ".yml")):
+        folder, _, name = word.rpartition("/")
+        hint = f"write --config-dir {folder or '.'} --config-name {name.rpartition('.')[0]}"
+    elif word.endswith((".parquet", ".jsonl", ".json", ".txt")):
+        hint = f"write data=hf data.path={word}"
+    elif _SIZE.fullmatch(word):
+        hint = f"write +cluster={word}"
+    elif advice := advise(word, following if _is_value(following) else None):
+        hint = advice
+    elif near := difflib.get_close_matches(word, [*PUBLIC_VERBS, *OTHER_NAMES], n=1, cutoff=0.7):
+        hint = f"did you mean `{near[0]}`?" if near[0] in PUBLIC_VERBS else advise(near[0])
+    elif "/" in word:
+        hint = f"for a run: `status {word}`, `logs {word}`, `resume {word}`"
+    elif word.isidentifier():
+        hint = f"verbs: {', '.join(PUBLIC_VERBS)}; settings are written key=value"
+    return ConfigError(f"{word!r} is neither a verb nor a setting", hint=hint)
 
 
 def read_names(text: str) -> list[str]:
@@ -178,6 +245,7 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a word that is not an override, or a key that does not exist.
     """
+    overrides = _with_time_limit(overrides)
     parsed = [split_word(word) for word in overrides]
     keys = {key for _, key, _ in parsed}
     custom = [group for group in _CUSTOM_GROUPS if f"{group}._target_" in keys and group not in keys]
@@ -189,17 +257,47 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
         # With the dot, the mapping as a whole is one as well: cluster.env={A: 1}.
         is_open = f"{key}.".startswith(_OPEN_MAPPINGS) or ("." in key and key.split(".")[0] in custom)
         if not sign and not is_open:
-            _check_key(key)
+            _check_key(key, value)
         added = "++" if is_open else "+" if key in _OPTIONAL_GROUPS else ""
         prepared.append(f"{sign or added}{key}={_as_typed(key, value)}")
     return prepared
 
 
-def _check_key(key: str) -> None:
+def _with_time_limit(words: Sequence[str]) -> list[str]:
+    """Returns overrides with `cluster.time=4:00:00` as `cluster.time_limit_min=240`; an unfinished minute counts.
+
+    Raises:
+        ConfigError: it is none of Slurm's formats, or both are typed.
+    """
+    split = [split_word(word) for word in words]
+    if len(keys := {key for _, key, _ in split} & {"cluster.time", "cluster.time_limit_min"}) > 1:
+        raise ConfigError(f"{' and '.join(sorted(keys))} both give the time limit", hint="drop one of the two")
+    return [
+        word if key != "cluster.time" or value is None else f"{sign}cluster.time_limit_min={_minutes(value)}"
+        for word, (sign, key, value) in zip(words, split, strict=True)
+    ]
+
+
+def _minutes(text: str) -> int:
+    match = _TIME.fullmatch(text.strip("'\""))
+    if match is not None:
+        days, parts = match["days"], [int(part) for part in match["clock"].split(":")]
+        # Slurm reads 30:00 as minutes and seconds, but 1-12:30 as a day, hours and minutes.
+        clock = [*parts, 0, 0][:3] if days or len(parts) == 3 else [0, *parts, 0][:3]
+        seconds = 86400 * int(days or 0) + 3600 * clock[0] + 60 * clock[1] + clock[2]
+        if seconds > 0:
+            return math.ceil(seconds / 60)
+    raise ConfigError(
+        f"cluster.time={text} is no time limit",
+        hint="write it as Slurm does, D-HH:MM:SS, HH:MM:SS or minutes: cluster.time=4:00:00",
+    )
+
+
+def _check_key(key: str, value: str) -> None:
     head = key.split(".")[0].split("@")[0]
     known = all_keys(RunConfig)
     if "/" not in key and head not in (*_CUSTOM_GROUPS, "experiment", "hydra") and key not in known:
-        raise unknown_key_error(key, known)
+        raise unknown_key_error(key, known, value=value)
 
 
 def _as_typed(key: str, value: str) -> str:
@@ -254,12 +352,14 @@ def split_word(word: str) -> tuple[str, str, str | None]:
         ConfigError: the word is no override.
     """
     match = _OVERRIDE.fullmatch(word)
-    if match is None or (match["value"] is None and match["sign"] != "~"):
-        raise ConfigError(
-            f"{word!r} is neither a verb nor a setting",
-            hint="settings are written key=value, e.g. optim.lr=3e-4; `python -m slurm_train --help` lists the verbs",
-        )
+    if match is None or not _is_override(word):
+        raise _unknown_word_error(word, "", ())
     return match["sign"] or "", match["key"], match["value"]
+
+
+def _is_override(word: str) -> bool:
+    match = _OVERRIDE.fullmatch(word)
+    return match is not None and (match["value"] is not None or match["sign"] == "~")
 
 
 def cluster_sizes(overrides: Sequence[str]) -> list[tuple[str, int, int]]:

@@ -109,7 +109,7 @@ REFUSALS = [
     ("data=text", "data.path has no value", "set data.path=..."),
     ("container=apptainer", "container.image has no value", "set container.image=..."),
     ("container.image=/a", "container.image was set, but the run asks for no container", "add container=apptainer"),
-    ("model=null", "null is no option of a group", "write ~GROUP to leave a group out"),
+    ("model=null", "a group is chosen by the name of an option", "write +cluster=<nodes>x<GPUs per node>"),
     ("run.name=${oc.env:NOPE}", "${oc.env:NOPE}: there is no such variable", "set it, or give a default"),
     ("run.name=${nope:1}", "there is no resolver 'nope' for ${nope:...}", "register one of your own in a module"),
     ("run.name=${nope}", "${nope} refers to no key", "`--cfg job` prints every key"),

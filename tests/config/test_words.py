@@ -5,6 +5,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slurm_train.config.compose import Composer
 from slurm_train.config.words import Words, prepare_overrides, read_words
 from slurm_train.errors import ConfigError
 
@@ -81,3 +82,35 @@ def test_any_text_survives_the_trip_through_hydras_grammar(text: str) -> None:
     (word,) = prepare_overrides([f"cluster.env.X={text}"])
     (override,) = OverridesParser.create().parse_overrides([word])
     assert override.value() == text
+
+
+TIMES = [
+    ("30", 30),
+    ("4:00:00", 240),
+    ("90:00", 90),
+    ("0:30", 1),
+    ("2-0", 2880),
+    ("1-12:30", 2190),
+    ("1-00:00:01", 1441),
+    ("'4:00:00'", 240),
+]
+
+
+@pytest.mark.parametrize(("text", "minutes"), TIMES)
+def test_a_time_limit_may_be_written_as_slurm_does(text: str, minutes: int) -> None:
+    assert prepare_overrides([f"cluster.time={text}"]) == [f"cluster.time_limit_min={minutes}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster.time=soon"], "cluster.time=soon is no time limit"),
+        (["cluster.time=0"], "cluster.time=0 is no time limit"),
+        (["cluster.time=1:2:3:4"], "cluster.time=1:2:3:4 is no time limit"),
+        (["cluster.time=30", "cluster.time_limit_min=30"], "cluster.time and cluster.time_limit_min both give"),
+        (["~cluster.time"], "there is no configuration key 'cluster.time'"),
+    ],
+)
+def test_a_time_limit_that_says_nothing_or_two_things_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Composer(Words()).compose(["+cluster=1x1", *words])

@@ -1,0 +1,93 @@
+"""What a new user types who comes from another trainer, or from Slurm: each answer has the next step in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.conftest import Shell
+
+NEXT_STEP = {
+    # Keys of other trainers.
+    "lr=3e-4": "write optim.lr=3e-4",
+    "optim.learning_rate=1e-2": "write optim.lr=1e-2",
+    "learning_rate=true": "write optim.lr=3e-4",
+    "bf16=true": "write train.precision=bfloat16",
+    "fp16=true": "write train.precision=",
+    "batch_size=64": "write batch.global_size=64, over all ranks; batch.local_size=8",
+    "data.batch_size=64": "write batch.global_size=",
+    "per_device_train_batch_size=16": "write batch.local_size=16",
+    "gradient_accumulation_steps=4": "write batch.accumulation=4",
+    "max_steps=500": "write train.max_steps=500",
+    "trainer.max_epochs=3": "train.max_",
+    "num_train_epochs=3": "train.max_",
+    "warmup_steps=100": "write optim.warmup_samples=3200, which is steps x global batch",
+    "max_grad_norm=0.5": "write optim.grad_clip_norm=0.5",
+    "logging_steps=50": "write train.log_every_steps=50",
+    "save_steps=200": "write checkpoint.every_steps=200",
+    "output_dir=out": "write run.root=out",
+    "report_to=wandb": "write track.wandb.project=my_project",
+    "trainer.devices=8": "write +cluster=2x8, nodes x GPUs per node",
+    "training.steps=500": "write train.max_steps=500",
+    "model.hidden_size=64": "write model.width=",
+    "block_size=512": "write data.context=512",
+    "resume_from_checkpoint=true": "`resume RUN`",
+    # Flags of other trainers and of Slurm.
+    "--learning-rate 3e-4": "write optim.lr=3e-4",
+    "--optim.lr 3e-4": "a setting has no dashes: write optim.lr=3e-4",
+    "--nodes=2 --gpus-per-node=8": "write +cluster=2x8, nodes x GPUs per node",
+    "-N 2": "write +cluster=2x8, nodes x GPUs per node",
+    "--partition gpu": "write cluster.partition=gpu",
+    "-p gpu": "a partition is cluster.partition=NAME",
+    "partition=gpu": "write cluster.partition=gpu",
+    "--time=4:00:00": "write cluster.time=4:00:00",
+    "+cluster=1x1 cluster.mem=64": "write cluster.memory_gb_per_node=64",
+    "+cluster=1x1 cluster.sbatch.time=60": "cluster.time_limit_min",
+    "gpus=8": "write +cluster=2x8",
+    "--dry-run": "`plan` in front of the words",
+    "--multi-run": "did you mean --multirun?",
+    # Words that are no verbs here.
+    "train": "the settings alone train",
+    "trian": "the settings alone train",
+    "train.py --epochs 3": '"script=[train.py,--epochs,3]"',
+    "python train.py": '"script=[train.py,--flag]"',
+    "torchrun train.py": '"script=[train.py,--flag]"',
+    "sbatch job.sh": "leave it out: this program starts the ranks",
+    "evaluate": "train.eval_every_steps=100",
+    "squeue": "`status -w`",
+    "scancel 12": "`cancel RUN`",
+    "4x8": "write +cluster=4x8",
+    "my_conf/base.yaml": "write --config-dir my_conf --config-name base",
+    "corpus.parquet": "write data=hf data.path=corpus.parquet",
+    # Slips of the keyboard, and what the shell makes of blanks and quotes.
+    "cluster=4": "write +cluster=<nodes>x<GPUs per node>, e.g. +cluster=4x8",
+    "optim.lr 3e-4": "write optim.lr=3e-4, without blanks",
+    "optim.lr = 3e-4": "write optim.lr=3e-4, without blanks",
+    "optim.lr= 3e-4": "write optim.lr=3e-4",
+    "optim.lr: 3e-4": "write optim.lr=3e-4, without blanks",
+    "optim.betas=[0.9, 0.95]": 'with its blanks in quotes: "optim.betas=[0.9, 0.95]"',
+    '"optim.lr=\'3e-4"': "quote a value",
+    "optim.lr=1e-3,3e-4": "add -m",
+    "optm.lr=3e-4": "write optim.lr=3e-4",
+    "optim.lrr=3e-4": "did you mean optim.lr",
+    "train.max_steps=1e3": 'for example "train.max_steps=8"',
+    "batch.local_size=8 batch.global_size=9": "hint: ",
+    # Things that are not there.
+    "data=text data.path=corpus.txt": "make it with `python -m slurm_train prepare",
+    "--config-dir conf": "name a folder with your YAML files",
+    "site=mycluster +cluster=1x1": "init mycluster",
+    "model._target_=my_model.Model": "hint: ",
+    "resume 3f9a1c07": "hint: ",
+}
+"""What is typed -> a part of the answer."""
+
+
+@pytest.mark.parametrize("words", NEXT_STEP)
+def test_a_mistake_is_answered_with_the_next_step(words: str, shell: Shell) -> None:
+    shell.refuses(NEXT_STEP[words], words)
+    assert shell.left() == [] and shell.slurm.said("submitted.sh") is None
+
+
+@pytest.mark.parametrize("words", ["plan -h", "status -h", "resume --help", "checkpoint export -h", "-h train"])
+def test_help_behind_a_verb_is_help(words: str, shell: Shell) -> None:
+    done = shell.types(words)
+    assert done.code == 0 and "python -m slurm_train" in done.out

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from slurm_train.config.compose import compose
+from slurm_train.config.schema import RunConfig, all_keys
+from slurm_train.config.synonyms import OTHER_NAMES, advise
+from slurm_train.config.words import FLAGS, Words
+from slurm_train.verbs import PUBLIC_VERBS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
+GIVEN = [
+    ("lr", 1e-4, "write optim.lr=0.0001"),
+    ("--learning-rate", "1e-4", "write optim.lr=1e-4"),
+    ("trainer.max_steps", "500", "write train.max_steps=500"),
+    # A value of another kind leaves the example.
+    ("lr", "true", "write optim.lr=3e-4"),
+    ("mem", "64G", "write cluster.memory_gb_per_node=64"),
+    ("run_name", None, "write run.name=my_run"),
+    ("run_name", "a b", "write run.name=my_run"),
+    ("-N", "2", "write +cluster=2x8, nodes x GPUs per node"),
+    # Keywords of a model or data set of one's own are nobody's synonyms.
+    ("model.lr", "1", ""),
+    ("data.name", "x", ""),
+    ("no_such_thing", "1", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), GIVEN)
+def test_another_name_is_answered_with_what_to_type(name: str, value: object, expected: str) -> None:
+    assert advise(name, value) == expected
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_every_setting_that_is_proposed_composes_and_every_verb_exists(name: str) -> None:
+    answer = advise(name)
+    if answer.startswith("write "):
+        assert name not in all_keys(RunConfig) and name not in PUBLIC_VERBS
+        setting = re.split(r", |; | for | in |: (?=epochs)", answer.removeprefix("write "))[0]
+        words = shlex.split(setting)
+        words += [] if "+cluster" in setting else ["+cluster=2x8"]
+        words += ["data._target_=my_data.Mine", "model._target_=my_model.Mine"] if "data.num_workers" in setting else []
+        compose(Words(overrides=words))
+    for verb in re.findall(r"`([a-z]+)\b", answer):
+        assert verb in PUBLIC_VERBS, answer
+    for flag in re.findall(r"(?<!\S)(--[a-z-]+)", answer):
+        assert flag in (*FLAGS, "--format", "--out"), answer
+
+
+def test_every_name_has_one_answer() -> None:
+    assert len(set(OTHER_NAMES)) == len(OTHER_NAMES)
+
+
+def test_the_page_gives_the_same_answers() -> None:
+    rows = re.findall(r"^\| (`.+?`) \| (.+?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    named = [(name, ours) for names, ours in rows for name in re.findall(r"`([^`]+)`", names)]
+    assert len(named) > 60
+    for name, ours in (row for row in named if "hydra" not in row[0]):
+        (setting, *_) = re.findall(r"`([^`]+)`", ours)
+        assert setting.partition("=")[0].strip('"') in advise(name.split()[0].partition("=")[0]), name
