@@ -25,7 +25,7 @@ from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigErro
 from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.site import default_account, default_qos, gather_facts, login_name
+from slurm_train.slurm.site import gather_facts, login_name
 from slurm_train.tools.doctor.site_rules import SiteView, find_site_facts, in_words, site_table
 from slurm_train.verbs import parse
 
@@ -72,7 +72,6 @@ def _ask_site(env: Mapping[str, str]) -> SiteView:
         return SiteView(away=err.message)
     return SiteView(
         facts=facts,
-        qos=default_qos(facts.associations, default_account(facts.associations)),
         runtimes=[name for name in _RUNTIMES if shutil.which(name, path=env.get("PATH"))],
     )
 

@@ -233,7 +233,7 @@ class Notice:
     kill_wait_s: float | None = None
     """From the last TERM to KILL."""
     grace_s: float | None = None
-    """From the first TERM of a preemption to its last; 0 where nobody preempts."""
+    """From the first TERM of a preemption to its last; 0 where nobody preempts, None where accounting does not say."""
 
 
 def read_notice(run: RunDirectory, attempt: int) -> Notice:
@@ -244,8 +244,8 @@ def read_notice(run: RunDirectory, attempt: int) -> Notice:
 def time_left_s(notice: Notice, *, asked_by: str, since_s: float, now_unix_s: float) -> float | None:
     """Returns the seconds until a rank that was asked to stop is killed; None where nobody kills, or nobody knows.
 
-    A TERM may mean preemption or scancel. The longer grace time is assumed: a save that is cut off leaves the
-    checkpoint before it as it was.
+    A TERM may mean preemption or scancel. The longer grace time is assumed, and one that is not known as long enough:
+    a save that is cut off leaves the checkpoint before it as it was.
 
     Args:
         notice: what Slurm knows.
@@ -259,7 +259,7 @@ def time_left_s(notice: Notice, *, asked_by: str, since_s: float, now_unix_s: fl
     left_s = max(to_end_s, 0.0) + notice.kill_wait_s
     if asked_by == "TERM":
         asked_at_the_limit = to_end_s + since_s <= 0
-        grace_s = 0.0 if asked_at_the_limit else notice.grace_s or 0.0
+        grace_s = 0.0 if asked_at_the_limit else math.inf if notice.grace_s is None else notice.grace_s
         after_term_s = grace_s + notice.kill_wait_s - since_s
         left_s = after_term_s if asked_at_the_limit else min(left_s, after_term_s)
     return None if math.isinf(left_s) else max(left_s, 0.0)

@@ -236,8 +236,8 @@ class Preemption:
     """What decides whose job is preempted."""
     mode: str
     """Slurm's word, e.g. "REQUEUE", "CANCEL", "GANG,SUSPEND"; "OFF" where nobody preempts."""
-    grace_s: float
-    """From the first TERM to the last."""
+    grace_s: float | None
+    """From the first TERM to the last; None if not known."""
     kill_wait_s: float | None
     """From the last TERM to KILL; None if not known."""
 
@@ -258,7 +258,8 @@ class Preemption:
             return "nobody preempts here" + (f"; {wait}" if wait else "")
         if self.outcome == "suspended":
             return "preemption suspends here: the run waits in memory and goes on in the same attempt"
-        grace = f"{self.grace_s:g} s grace" + (f", then {wait}" if wait else "")
+        grace = "grace not known" if self.grace_s is None else f"{self.grace_s:g} s grace"
+        grace += f", then {wait}" if wait else ""
         if self.outcome == "cancelled":
             return f"preemption cancels here ({grace}): requeued within that time, else another job takes over"
         return f"preemption requeues here: {grace}"
@@ -284,18 +285,18 @@ def read_preemption(settings: Mapping[str, str], *, qos: Qos | None, partition: 
         partition: the job's partition by scontrol's names, e.g. {"GraceTime": "0", "PreemptMode": "REQUEUE"}.
     """
     by: Literal["nobody", "qos", "partition"] = "nobody"
-    own, grace_s = "", 0.0
+    own, grace_s = "", None
     if settings.get("PreemptType") == "preempt/qos":
         by = "qos"
-        own, grace_s = ("", 0.0) if qos is None else (qos.preempt_mode.upper(), qos.grace_s)
+        own, grace_s = ("", None) if qos is None else (qos.preempt_mode.upper(), qos.grace_s)
     elif settings.get("PreemptType") == "preempt/partition_prio":
         by = "partition"
-        own, grace_s = partition.get("PreemptMode", "").upper(), duration_s(partition.get("GraceTime", "")) or 0.0
+        own, grace_s = partition.get("PreemptMode", "").upper(), duration_s(partition.get("GraceTime", ""))
     mode = own if own not in ("", "CLUSTER") else settings.get("PreemptMode", "").upper()
     return Preemption(
         by=by,
         mode=mode if by != "nobody" and mode else "OFF",
-        grace_s=0.0 if own in ("OFF", "SUSPEND") else grace_s,
+        grace_s=0.0 if by == "nobody" or own in ("OFF", "SUSPEND") else grace_s,
         kill_wait_s=duration_s(settings.get("KillWait", "")),
     )
 

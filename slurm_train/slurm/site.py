@@ -122,7 +122,20 @@ def default_account(associations: Sequence[Association]) -> str:
     return next((one.account for one in sorted(associations, key=lambda one: not one.is_default)), "")
 
 
-def default_qos(associations: Sequence[Association], account: str) -> str:
-    """Returns the QOS that a job of an account gets where it asks for none; "" where it is not known."""
-    defaults = (one.default_qos for one in associations if one.account == account and one.default_qos)
-    return next(defaults, "")
+def default_qos(facts: SiteFacts, account: str, partition: str) -> str:
+    """Returns the QOS that a job gets where it asks for none; "" where it is not known.
+
+    As slurmctld chooses it: what the association names, the only one that it has, else "normal". An association for
+    the partition itself comes before that for all partitions.
+
+    Args:
+        facts: what Slurm has said.
+        account: the account that the job is charged to.
+        partition: the partition that it goes to.
+    """
+    mine = [one for one in facts.associations if one.account == account and one.partition in (partition, "")]
+    own = max(mine, key=lambda one: bool(one.partition), default=None)
+    if own is not None and (own.default_qos or len(own.qos) == 1):
+        return own.default_qos or own.qos[0]
+    may_be_normal = own is None or not own.qos or "normal" in own.qos
+    return "normal" if may_be_normal and facts.qos_named("normal") is not None else ""

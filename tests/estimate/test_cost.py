@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,10 @@ AT_LIMIT = "nothing at the time limit (asked 120 s before)"
         ({"preemption": NOBODY}, "100 steps with a lost node; nothing by preemption; "),
         ({"preemption": SUSPENDS}, "100 steps with a lost node; nothing by preemption; "),
         ({"preemption": None}, "100 steps with a lost node; a preemption depends on its grace, which is not known; "),
+        (
+            {"preemption": replace(REQUEUES, grace_s=None)},
+            "100 steps with a lost node; a preemption depends on its grace, which is not known; ",
+        ),
         # A node's own disk is lost with the node; no more is lost than there is.
         ({"local_dir": "/tmp", "copy_every": 5}, "500 steps with a lost node"),
         ({"every_steps": 10**6}, "1000 steps with a lost node"),

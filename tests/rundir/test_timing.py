@@ -154,6 +154,7 @@ END = 10_000.0
 NOTICE = Notice(end_unix_s=END, limit_s=HOUR, kill_wait_s=5.0, grace_s=15.0)
 NO_LIMIT = Notice(kill_wait_s=5.0, grace_s=15.0)
 NO_GRACE = Notice(end_unix_s=END, limit_s=HOUR, kill_wait_s=5.0, grace_s=0.0)
+NOT_SAID = Notice(end_unix_s=END, limit_s=HOUR, kill_wait_s=5.0)
 LEFT = [
     ("without Slurm", ("USR2", 0.0), Notice(), 0.0, None),
     ("a file, no limit", ("file", 0.0), NO_LIMIT, 0.0, None),
@@ -166,6 +167,9 @@ LEFT = [
     ("preemption, seen too late", ("TERM", 60.0), NOTICE, 0.0, 0.0),
     ("preemption near the limit", ("TERM", 1.0), NOTICE, END - 4, 9.0),
     ("preemption without grace, scancel", ("TERM", 1.0), NO_GRACE, 0.0, 4.0),
+    ("preemption with a grace that is not known", ("TERM", 1.0), NOT_SAID, END - 100, 105.0),
+    ("the same without a limit", ("TERM", 1.0), Notice(kill_wait_s=5.0), 0.0, None),
+    ("the limit, the grace is not known", ("TERM", 1.0), NOT_SAID, END + 24, 4.0),
     ("preemption without a limit", ("TERM", 1.0), NO_LIMIT, 0.0, 19.0),
     ("the limit without a warning", ("TERM", 1.0), NOTICE, END + 24, 4.0),
     ("the limit after a warning", ("TERM", 0.5), NOTICE, END + 1, 4.5),

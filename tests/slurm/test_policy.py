@@ -158,8 +158,8 @@ def test_the_side_that_preempts_decides_what_becomes_of_a_job(
     qos = Qos(name="normal", grace_s=15.0, preempt_mode=mode)
     found = read_preemption(settings, qos=qos, partition=PARTITION | {"PreemptMode": mode})
     assert (found.outcome, found.mode, found.grace_s, found.kill_wait_s) == (outcome, found_mode, grace_s, 30.0)
-    unknown = read_preemption(settings, qos=None, partition={})
-    assert (unknown.grace_s, unknown.mode) == (0.0, cluster_mode if outcome != "never" or "prio" in kind else "OFF")
+    unknown, somebody = read_preemption(settings, qos=None, partition={}), kind not in ("preempt/none", "")
+    assert (unknown.grace_s, unknown.mode) == ((None, cluster_mode) if somebody else (0.0, "OFF"))
 
 
 def test_lines_of_another_form_are_passed_over() -> None:
@@ -204,6 +204,11 @@ def test_times_as_slurm_writes_them(text: str, seconds: float | None) -> None:
 )
 def test_preemption_in_words(mode: str, kill_wait_s: float | None, words: str) -> None:
     assert Preemption(by="qos", mode=mode, grace_s=15.0, kill_wait_s=kill_wait_s).in_words == words
+
+
+def test_a_grace_that_is_not_known_is_not_none() -> None:
+    unknown = Preemption(by="qos", mode="REQUEUE", grace_s=None, kill_wait_s=5.0)
+    assert unknown.in_words == "preemption requeues here: grace not known, then 5 s to end in"
 
 
 def test_an_accepted_script_has_an_estimated_start() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from slurm_train.formatting import duration, shorten
 from slurm_train.rundir.events import Finding
 from slurm_train.slurm.policy import Partition, Preemption
-from slurm_train.slurm.site import SiteFacts, preempting_qos, preemption_in
+from slurm_train.slurm.site import SiteFacts, default_account, default_qos, preempting_qos, preemption_in
 from slurm_train.tools.doctor.facts import error, merge, note, warning
 
 _OLDEST = (21, 8)
@@ -30,8 +30,6 @@ class SiteView:
     away: str = ""
     """Why nothing is known: how Slurm's controller failed to answer."""
     facts: SiteFacts = field(default_factory=SiteFacts)
-    qos: str = ""
-    """What a job of this user gets that asks for none; "" where it is not known."""
     runtimes: Sequence[str] = ()
     """Container runtimes on the PATH."""
 
@@ -46,10 +44,19 @@ class SiteView:
         parts = self.facts.partitions
         return next((one for one in parts if one.is_default), parts[0] if parts else None)
 
+    @property
+    def qos(self) -> str:
+        """What a job of this user gets that asks for nothing; "" where it is not known."""
+        return "" if self.usual is None else self._qos(self.usual)
+
+    def _qos(self, partition: Partition) -> str:
+        return default_qos(self.facts, default_account(self.facts.associations), partition.name)
+
     def preemption(self, partition: Partition | None) -> Preemption | None:
         """Returns how a job in a partition that names no QOS is preempted, None where Slurm does not say."""
-        known = self.settings and partition is not None
-        return preemption_in(self.facts, self.qos, partition.name) if known and partition else None
+        if not self.settings or partition is None:
+            return None
+        return preemption_in(self.facts, self._qos(partition), partition.name)
 
 
 HINTS = {
@@ -108,6 +115,8 @@ def _time_to_save(view: SiteView) -> Iterator[Finding]:
         grace_s, wait_s = preemption.grace_s, preemption.kill_wait_s or 0.0
         if preemption.outcome == "suspended":
             yield note("SUSPENDS", f"{where} suspends preempted jobs: they keep their memory and go on later")
+        elif grace_s is None:
+            yield note("SHORT_GRACE", f"{where}: how much grace a preempted job has is not known")
         elif not grace_s:
             seen = f"{where}: a preempted job has no grace, and {wait_s:g} s from TERM to KILL"
             yield warning("NO_GRACE", "", seen)
@@ -197,7 +206,7 @@ def in_words(view: SiteView) -> list[str]:
     preemption, usual = view.preemption(view.usual), view.usual
     if preemption is None or usual is None:
         return []
-    grace_s, left_s = preemption.grace_s, preemption.grace_s + (preemption.kill_wait_s or 0.0)
+    grace_s = preemption.grace_s
     since = "the steps since the newest checkpoint (checkpoint.every_steps says how many, auto chooses)"
     at_limit = "Nothing at a time limit: the ranks are asked to save before it."
 
@@ -211,13 +220,16 @@ def in_words(view: SiteView) -> list[str]:
         begins = f"{where} can be stopped by {who}, and goes on in the same attempt when they have ended."
     else:
         kill = "" if preemption.kill_wait_s is None else f", and KILL {preemption.kill_wait_s:g} s later"
-        signals = f"TERM, TERM again after {grace_s:g} s{kill}" if grace_s else f"TERM{kill}"
+        after = "a grace that is not known" if grace_s is None else f"{grace_s:g} s"
+        signals = f"TERM{kill}" if grace_s == 0.0 else f"TERM, TERM again after {after}{kill}"
         begins = f"{where} can be preempted by {who}. Its ranks get {signals}; they save at the next step boundary."
+        left_s = (grace_s or 0.0) + (preemption.kill_wait_s or 0.0)
+        within = "that" if grace_s is None else duration(left_s)
         lost = (
             f"Nothing by preemption where the step under way, one more and a save take less than "
-            f"{duration(left_s)}; else {since}. {at_limit} A lost node costs as much."
+            f"{within}; else {since}. {at_limit} A lost node costs as much."
         )
-        if not grace_s:
+        if grace_s == 0.0:
             lost = (
                 f"A preemption leaves {left_s:g} s from TERM to KILL: where a step and a save take longer, it costs "
                 f"{since}. {at_limit} A lost node costs as much."

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slurm_train.slurm.site import SiteFacts, default_account, default_qos
+from slurm_train.slurm.site import SiteFacts
 from slurm_train.tools.doctor.site_rules import HINTS, SiteView, find_site_facts, in_words, requeue_delay_s, site_table
 from tests.tools.site.sites import SITES, facts_of
 
@@ -14,7 +14,7 @@ from tests.tools.site.sites import SITES, facts_of
 def view_of(site: str, **settings: str) -> SiteView:
     facts = facts_of(site)
     facts = replace(facts, settings={**facts.settings, **settings})
-    return SiteView(facts=facts, qos=default_qos(facts.associations, default_account(facts.associations)))
+    return SiteView(facts=facts)
 
 
 def codes(view: SiteView) -> dict[str, str]:
@@ -101,6 +101,14 @@ def test_partitions_that_start_no_jobs_are_named(nodes: str) -> None:
         for part in view.facts.partitions
     ]
     assert codes(replace(view, facts=replace(view.facts, partitions=parts)))["PARTITION_DOWN"] == "warning"
+
+
+def test_a_grace_that_nobody_tells_is_not_called_none() -> None:
+    view = view_of("devcluster", AuthInfo="cred_expire=5")
+    view = replace(view, facts=replace(view.facts, qos=(), associations=(), problems=["QOS: refused"]))
+    assert "NO_GRACE" not in codes(view) and codes(view)["SHORT_GRACE"] == "note"
+    assert "TERM again after a grace that is not known, and KILL 5 s later" in in_words(view)[0]
+    assert "a save take less than that; else" in in_words(view)[2]
 
 
 def test_container_runtimes_are_named() -> None:
