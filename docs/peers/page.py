@@ -17,30 +17,31 @@ _PAGE = """# The same faults, side by side
 
 The same training ({ranks} ranks on one node, {steps} steps, a checkpoint every {save} steps) under this toolkit,
 submitit {submitit} and Lightning {lightning}, on the one-machine Slurm cluster; torch {torch}, {date}. Every fault
-comes after step {at}, to all of them in the same way. The scripts are in `docs/peers`;
-`python -m docs.peers --write` runs them and writes this page (about 15 minutes, with the cluster for
-itself).
+comes after step {at}, in the same way for all. The scripts are in `docs/peers`;
+`python -m docs.peers --write` runs them and writes this page (about 15 minutes; nothing else should run on the
+cluster).
 
 {table}
 
-How to read it: the job's state in Slurm when nothing more happened, how often it was restarted, whether all steps were
-done with nobody awake, how many were done twice or never, whether old ranks went on beside the new ones (those of a
-lost node live on, and write the same files), and whether the last weights have the bits of the peer's own undisturbed
-run. Bold is what a person would not want. Where a node is lost, the checkpoint that its ranks write after the new ranks
-have begun is refused here, so all steps since the one before are done again; the peers load it.
+How to read the table: each cell has the final state of the job in Slurm, the number of restarts, whether all steps were
+done without a person, and how many steps were done twice or never. It also says whether old ranks continued beside the
+new ones (ranks of a lost node stay alive and write the same files), and whether the last weights are equal, bit for bit,
+to those of the peer's own run without a fault. Bold marks unwanted results. When a node is lost, its ranks write a
+checkpoint after the new ranks have begun. This toolkit refuses that checkpoint, so all steps since the one before are
+done again; the peers load it.
 
-## What was given to each
+## How each was set up
 
-- **submitit** is the user's loop in a `Checkpointable`. The user has written what a checkpoint holds, its atomic
-  replacement, finding it again and taking up the data in the middle of an epoch: about 40 of the 70 lines. With the
-  default settings the signal is USR2, 90 s before the limit; Slurm preempts with TERM, which submitit logs and passes
-  over. `SUBMITIT_PREEMPT_SIGNAL=TERM` makes it save and requeue then; that is its best setting here.
-- **Lightning** is `SLURMEnvironment(auto_requeue=True)` in an sbatch script with `--signal=SIGUSR1@{warn}` as its
-  documentation has it, `ModelCheckpoint(save_last=True)` and `ckpt_path="last"`, which brings back what was killed
-  without a signal. The sbatch script is the user's. `requeue_signal=SIGTERM` is its best setting for preemption.
+- **submitit** is the user's loop in a `Checkpointable`. The user wrote what a checkpoint contains, how it is replaced
+  atomically and found again, and how to continue in the middle of an epoch: about 40 of the 70 lines. With the default
+  settings the signal is USR2, 90 s before the limit; Slurm preempts with TERM, which submitit logs and ignores. With
+  `SUBMITIT_PREEMPT_SIGNAL=TERM` it saves and requeues at a preemption; that is its best setting here.
+- **Lightning** is `SLURMEnvironment(auto_requeue=True)` in an sbatch script with `--signal=SIGUSR1@{warn}` as in its
+  documentation, with `ModelCheckpoint(save_last=True)` and `ckpt_path="last"`, which resumes runs that were killed
+  without a signal. The user wrote the sbatch script. `requeue_signal=SIGTERM` is its best setting for preemption.
 - **slurm_train** is one command line.
 
-Both peers call `scontrol requeue` without asking Slurm why the signal came; TERM is also what `scancel` sends.
+Both peers call `scontrol requeue` without asking Slurm for the reason of the signal, and `scancel` sends TERM, too.
 """
 
 

@@ -14,9 +14,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 
 _HEAD = """# What was promised, and how often it was tried
 
-Every promise below is put to the test by a campaign with a seed: it does the damage, writes down what happened and
-checks it. `make campaign` runs them all on a real Slurm on this machine (hours on two cores) and rewrites this page;
-`python -m tests.campaigns NAME --trials 5` runs one of them briefly. Those that need no cluster are marked "local".
+Each promise below is tested by a campaign with a seed. A campaign causes the fault, records what happened and checks
+the result. `make campaign` runs all of them on a real Slurm on this machine (hours on two cores) and rewrites this page;
+`python -m tests.campaigns NAME --trials 5` runs one of them briefly. "local" marks campaigns that need no cluster.
 """
 
 
