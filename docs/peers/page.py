@@ -23,12 +23,12 @@ cluster).
 
 {table}
 
-How to read the table: each cell has the final state of the job in Slurm, the number of restarts, whether all steps were
-done without a person, and how many steps were done twice or never. It also says whether old ranks continued beside the
-new ones (ranks of a lost node stay alive and write the same files), and whether the last weights are equal, bit for bit,
-to those of the peer's own run without a fault. Bold marks unwanted results. When a node is lost, its ranks write a
-checkpoint after the new ranks have begun. This toolkit refuses that checkpoint, so all steps since the one before are
-done again; the peers load it.
+How to read the table: each cell has the final state of the job in Slurm, the number of restarts, whether all steps
+were done without a person, and how many steps were done twice or never. It also says whether old ranks continued
+beside the new ones (ranks of a lost node stay alive and write the same files), and whether the last weights are equal,
+bit for bit, to those of the peer's own run without a fault. Bold marks unwanted results. When a node is lost, its ranks
+write a checkpoint after the new ranks have begun. This toolkit refuses that checkpoint, so all steps since the one
+before are done again; the peers load it.
 
 ## How each was set up
 
