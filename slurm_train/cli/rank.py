@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -52,6 +53,10 @@ from slurm_train.supervise.hang import recording_environment
 from slurm_train.train.signals import StopFlag, release_continue, start_orphan_watchdog, was_continued
 
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
+# Devices, networks and files fail for a time; tried again, the same program may go on.
+_PASSES = re.compile(
+    r"CUDA error|AcceleratorError|CUBLAS|cuDNN|NCCL|gloo|Dist\w*Error|Connection|time.?out|OSError", re.I
+)
 _COMMIT_S = 5.0
 """Longest that a process stays for a checkpoint that is getting its name; a zombie must be gone within 10 s."""
 _NOTHING_TO_DO = -1
@@ -89,7 +94,7 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
         _fail(run, env, err.exit_code, err.message)
     except BaseException as err:
         print(redact(traceback.format_exc()), file=sys.stderr, end="", flush=True)
-        _fail(run, env, EXIT_FAILURE, f"{type(err).__name__}: {err}")
+        _fail(run, env, EXIT_FAILURE, f"{type(err).__name__}: {err}", place=place_of(err))
 
 
 def leave(code: int) -> NoReturn:
@@ -102,12 +107,21 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _fail(run: RunDirectory, env: Mapping[str, str], code: int, message: str) -> NoReturn:
+def place_of(err: BaseException) -> str:
+    """Returns where an exception was raised, e.g. "model.py:41 in forward"; "" for one that may pass by itself."""
+    if isinstance(err, OSError) or _PASSES.search(f"{type(err).__name__}: {err}"):
+        return ""
+    last = traceback.extract_tb(err.__traceback__)[-1]
+    return f"{Path(last.filename).name}:{last.lineno} in {last.name}"
+
+
+def _fail(run: RunDirectory, env: Mapping[str, str], code: int, message: str, *, place: str = "") -> NoReturn:
     if is_under_torchrun(env) and _ATTEMPT not in env:
         # No attempt knows this rank yet.
         leave(code)
     rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
-    mark = FailureMark(rank=rank, host=node_name(env), exit_code=code, message=message.partition("\n")[0])
+    message = message.partition("\n")[0]
+    mark = FailureMark(rank=rank, host=node_name(env), exit_code=code, message=message, place=place)
     # Where nothing can be written, the log has said what is wrong.
     with contextlib.suppress(OSError):
         leave_mark(run, int(env.get(_ATTEMPT, "0")), mark)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -292,6 +293,10 @@ def read_bad_nodes(run: RunDirectory, *, now_unix_s: float) -> list[BadNode]:
     return [bad for bad in found.values() if bad.until_unix_s > now_unix_s]
 
 
+GPU_MEMORY = re.compile(r"OutOfMemoryError|(?:CUDA|HIP)(?: error:)? out of memory")
+"""What torch says of a GPU without memory, in every release."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureMark:
     """How one rank ended."""
@@ -301,11 +306,19 @@ class FailureMark:
     exit_code: int
     message: str
     """The exception's last line, e.g. "ValueError: no such layer"."""
+    place: str = ""
+    """Where it was raised, e.g. "model.py:41 in forward"; "" of what may pass by itself: files, network, devices."""
     time_unix_s: float = field(default=0.0, compare=False)
     """When it was left."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}: {self.message}"
+
+    def is_like(self, other: FailureMark) -> bool:
+        """Returns whether the same exception was raised at the same place, on whatever rank."""
+        are_memory = bool(GPU_MEMORY.search(self.message) and GPU_MEMORY.search(other.message))
+        # What torch says about its memory has numbers in it that differ from time to time.
+        return self.place == other.place != "" and (self.message == other.message or are_memory)
 
 
 def leave_mark(run: RunDirectory, attempt: int, mark: FailureMark) -> None:
@@ -315,8 +328,13 @@ def leave_mark(run: RunDirectory, attempt: int, mark: FailureMark) -> None:
         append_shared(run.attempt_logs(attempt) / "failures.jsonl", line)
 
 
-def first_mark(run: RunDirectory, attempt: int) -> FailureMark | None:
-    """Returns the earliest mark of an attempt, None where no rank left one."""
+def read_marks(run: RunDirectory, attempt: int) -> list[FailureMark]:
+    """Returns the marks of an attempt, the earliest first."""
     lines = read_shared(run.attempt_logs(attempt) / "failures.jsonl")
     marks = (to_record(FailureMark, line) for line in lines)
-    return min((mark for mark in marks if mark is not None), key=lambda mark: mark.time_unix_s, default=None)
+    return sorted((mark for mark in marks if mark is not None), key=lambda mark: mark.time_unix_s)
+
+
+def first_mark(run: RunDirectory, attempt: int) -> FailureMark | None:
+    """Returns the earliest mark of an attempt, None where no rank left one."""
+    return next(iter(read_marks(run, attempt)), None)

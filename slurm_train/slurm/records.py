@@ -343,7 +343,9 @@ def violent_end(text: str) -> str:
     for match in _TASK_ERROR.finditer(text):
         if match["what"].startswith(_BY_SIGNAL):
             word = "ranks" if "," in match["tasks"] or "-" in match["tasks"] else "rank"
-            return f"{word} {match['tasks']} on {match['node']}: {match['what']}"
+            # Where srun calls it Killed, slurmstepd has named the cause in a line of its own.
+            is_memory = match["what"] == "Killed" and re.search(r"oom[-_ ]kill", text)
+            return f"{word} {match['tasks']} on {match['node']}: {'Out Of Memory' if is_memory else match['what']}"
     return ""
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
+from slurm_train.rundir.events import GPU_MEMORY
 from slurm_train.slurm.records import WARNED
 
 _KINDS = {
@@ -48,6 +49,18 @@ _BUDGETS = {
     "preempted": (30, "preemptions", "lower checkpoint.every_steps, or ask for another partition or QOS"),
 }
 """By kind: how many ends in a row use up one of `requeue.max_fruitless_returns`; their name; what to do."""
+_MEMORY = (
+    (
+        GPU_MEMORY,
+        "out of GPU memory: lower batch.local_size (the global batch stays), or set "
+        "parallel.activation_checkpointing=full or parallel.dp_shard=N; `plan --suggest GIB` lists what fits",
+    ),
+    (
+        re.compile(r"Out Of Memory|OUT_OF_MEMORY|oom-kill|MemoryError|can't allocate memory"),
+        "out of the node's memory: raise cluster.memory_gb_per_node (0: all of it), or lower data.num_workers or "
+        "batch.local_size",
+    ),
+)
 _ON_NODE = re.compile(r"^(?:ranks? [\d,-]+ on|node failure on|no answer from) (?P<node>[^\s:,\[\]]+)(?::| within |$)")
 
 Reason = Literal[
@@ -100,6 +113,8 @@ class Outcome:
     none, or the job cannot do without it."""
     cause: str = ""
     """What the first failing rank printed last, as far as known."""
+    is_repeated: bool = False
+    """Whether the attempt before failed with the same exception at the same place, and no checkpoint came between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +228,34 @@ def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
 
 def _decide_failure(outcome: Outcome) -> Decision:
     what = outcome.cause or f"the ranks ended with code {outcome.exit_code}; see the logs of this attempt"
+    what += memory_advice(what)
     # The same input fails the same way: wrong use is not tried again.
     if not outcome.can_relaunch or outcome.exit_code == EXIT_WRONG_USE:
         return Decision("failed", "stop", what)
     if outcome.fruitless_failures >= outcome.settings.max_fruitless_failures:
         note = f"{outcome.fruitless_failures} failures in a row without a new checkpoint: {what}"
         return Decision("failed", "stop", note)
+    if outcome.is_repeated:
+        note = (
+            f"{what}; the attempt before failed alike and no checkpoint came between, so it is not tried a third time"
+        )
+        return Decision("failed", "stop", f"{note}: correct it, then `resume` with --accept code or a setting")
     if outcome.bad_node and outcome.settings.enabled:
         note = f"{what}; the job is requeued without {outcome.bad_node}"
         return Decision("failed", "requeue", note, exclude=outcome.bad_node)
     return Decision("failed", "relaunch", f"{what}; the ranks are started again in this allocation")
+
+
+def memory_advice(cause: str) -> str:
+    """Returns which memory an end was for want of, and what to change, e.g. "; out of GPU memory: ..."; "" for others.
+
+    Args:
+        cause: what is known of the end: torch's message, srun's words, Slurm's state or the kernel's.
+    """
+    for pattern, advice in _MEMORY:
+        if pattern.search(cause):
+            return f"; {advice}"
+    return ""
 
 
 def is_fruitful(entry: Mapping[str, Any]) -> bool:

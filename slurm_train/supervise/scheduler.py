@@ -5,10 +5,13 @@ A restart of slurmctld must not cost a run: while nobody answers, Slurm is asked
 
 from __future__ import annotations
 
+import contextlib
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from slurm_train.errors import EXIT_ORPHANED, ClusterError
@@ -34,6 +37,7 @@ T = TypeVar("T")
 _PATIENCE_S = 120.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
 _CONFIRM_LOOKS = 5
+_KERNEL_COUNTS = Path("/proc/vmstat")
 _WRITTEN_AFTER_S = 7.0
 """slurmctld writes what has changed into its files within 5 s; until then a crash undoes it."""
 
@@ -78,6 +82,13 @@ class Scheduler:
     def explain(self, _attempt: int) -> str:
         """Returns what is known from outside about how an attempt's ranks ended; "" if nothing."""
         return ""
+
+    def num_oom_kills(self) -> int:
+        """Returns how many processes of this machine the kernel has ended for want of memory since it booted."""
+        with contextlib.suppress(OSError):
+            if found := re.search(r"^oom_kill (\d+)$", _KERNEL_COUNTS.read_text(encoding="ascii"), re.MULTILINE):
+                return int(found[1])
+        return 0
 
     def can_avoid(self, _nodes: str) -> bool:
         """Returns whether there are nodes enough for this job without one of them, or several with commas."""

@@ -39,6 +39,7 @@ from slurm_train.rundir.events import (
     first_mark,
     leave_mark,
     read_events,
+    read_marks,
     read_preflight,
 )
 from slurm_train.rundir.files import change_times, listed
@@ -55,6 +56,7 @@ from slurm_train.supervise.decision import (
     fruitless_ends,
     is_fruitful,
     last_bad_node,
+    memory_advice,
     node_of,
     slurm_reason,
     starts_in_vain,
@@ -220,6 +222,7 @@ class Supervisor:
         start_unix_s, start = time.time(), self._start()
         first = open_attempt(run, start)
         begun = Round(world_size=start.world_size, first_step=last_step(run), start_unix_s=start_unix_s)
+        oom_kills = self._scheduler.num_oom_kills()
         try:
             exit_code = launch(first)
         except OSError as err:
@@ -228,7 +231,7 @@ class Supervisor:
             raise
         # From here to the requeue nothing may raise, and no file may be waited for for ever.
         known = BestEffort()
-        end = self._look_back(first, begun, exit_code, known)
+        end = self._look_back(first, begun, exit_code, known, oom_kills=oom_kills)
         decision = self._decide(end)
         closing: dict[str, Any] = {
             **end.facts,
@@ -242,7 +245,7 @@ class Supervisor:
         say(f"attempt {end.attempt}: {decision.note}")
         return exit_code, decision
 
-    def _look_back(self, first: int, begun: Round, exit_code: int, known: BestEffort) -> _End:
+    def _look_back(self, first: int, begun: Round, exit_code: int, known: BestEffort, *, oom_kills: int) -> _End:
         """Returns what can be read of an attempt whose ranks have ended.
 
         Raises:
@@ -296,6 +299,14 @@ class Supervisor:
         # srun ends with 0 after a node failure, so its output counts whatever its code.
         cause = cause or known("the output of srun", lambda: scheduler.explain(attempt), "")
         cause = cause or (str(mark or "") if failed else "")
+        is_alike = False
+        if mark is not None and cause == str(mark) and in_vain and ledger:
+            previous = int(ledger[-1]["attempt"])
+            marks = known("the marks of the attempt before", lambda: read_marks(run, previous), list[FailureMark]())
+            is_alike = any(mark.is_like(one) for one in marks)
+        is_here = not cause or (cause.endswith(": Killed") and node_of(cause) == scheduler.start.nodes[0])
+        if exit_code == 128 + signal.SIGKILL and is_here and scheduler.num_oom_kills() > oom_kills:
+            cause = f"{cause or 'a rank was killed'} (an oom-kill by the kernel)"
         named = errors[0].node if errors and ", " not in errors[0].node else ""
         failed_on = found_bad or named or node_of(cause) or (mark.host if mark is not None else "")
         suspect = found_bad or (failed_on if failed_on == last_bad_node(ledger) else "")
@@ -314,8 +325,11 @@ class Supervisor:
             fruitless_failures=before["failed"] + 1 if in_vain else 0,
             fruitless_ends=before if in_vain and self._committed_step is not None else None,
             course=course_of({"time_unix_s": start_unix_s, **seconds, "end_time_unix_s": end_unix_s}),
-            bad_node=suspect if in_vain and suspect and scheduler.can_avoid(suspect) else "",
+            # A node does not leave the program's own exception twice.
+            bad_node=suspect if in_vain and suspect and not is_alike and scheduler.can_avoid(suspect) else "",
             cause=cause,
+            # Whoever started it again after a stop has the first try anew.
+            is_repeated=is_alike and ledger[-1].get("action") != "stop",
         )
         seen = {"asked_by": str(stop.get("asked_by", "")), "found": codes_of(found)}
         return _End(
@@ -414,7 +428,7 @@ def close_lost(
         # A supervisor that is alive closes its attempt whatever happens to the job: its node was lost.
         was_restarted = job_id is not None and job_id == now.job_id and now.restart_count > index
         reason = _LOST_REASONS.get(word, "node_failure" if was_restarted else "lost")
-        note = f"its supervisor was killed or lost{f'; Slurm calls it {word}' if word else ''}"
+        note = f"its supervisor was killed or lost{f'; Slurm calls it {word}' if word else ''}{memory_advice(word)}"
         facts: dict[str, Any] = {"reason": reason, "action": "lost", "note": note}
         facts |= {"last_step": last_step, "last_committed": now.first_committed}
         start_unix_s = end_unix_s = float(entry.get("time_unix_s", 0.0))

@@ -32,7 +32,8 @@ from tiny import Tiny
 
 class Broken(Tiny):
     def forward(self, x):
-        raise RuntimeError("this model has never worked")
+        # Another message each time: the same failure twice is not tried a third time.
+        raise RuntimeError(f"this model has never worked ({time.time()})")
 
 class Slow(Tiny):
     def __init__(self, *args, **kwargs):

@@ -15,6 +15,7 @@ from slurm_train.supervise.decision import (
     decide,
     fruitless_ends,
     is_fruitful,
+    memory_advice,
     node_of,
 )
 
@@ -68,6 +69,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
         "failed stop",
         {"exit_code": 137, "fruitless_failures": 3, "bad_node": "node2"},
     ),
+    "the same exception twice": ("failed stop", {"exit_code": 1, "fruitless_failures": 2, "is_repeated": True}),
     "and once more": ("failed stop", {"exit_code": 137, "fruitless_failures": 3}),
     "wrong use is not tried again": ("failed stop", {"exit_code": 2}),
     "a user's own function failed": ("failed stop", {"exit_code": 1, "can_relaunch": False}),
@@ -196,3 +198,23 @@ def test_ends_count_since_the_newest_that_brought_the_run_on_or_stopped_it() -> 
 )
 def test_the_node_of_a_cause(cause: str, node: str) -> None:
     assert node_of(cause) == node
+
+
+@pytest.mark.parametrize(
+    ("cause", "advice"),
+    [
+        (
+            "rank 0 on a: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+            "; out of GPU memory: lower ",
+        ),
+        ("rank 0 on a: RuntimeError: CUDA error: out of memory", "; out of GPU memory: lower batch.local_size"),
+        ("rank 0 on a: Out Of Memory", "; out of the node's memory: raise cluster.memory_gb_per_node"),
+        ("rank 0 on a: MemoryError: ", "; out of the node's memory: "),
+        ("rank 0 on a: ValueError: memory", ""),
+        ("OUT_OF_MEMORY", "; out of the node's memory: "),
+    ],
+)
+def test_memory_that_is_short_is_named_with_what_to_change(cause: str, advice: str) -> None:
+    found = memory_advice(cause)
+    assert found.startswith(advice) and bool(found) == bool(advice)
+    assert decide(replace(SAVED, exit_code=1, cause=cause)).note.startswith(cause + found)

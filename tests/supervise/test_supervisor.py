@@ -48,6 +48,7 @@ class World(Scheduler):
         """The job's record; where there are several, each look takes one away."""
         self.requeue_works, self.lives, self.clears, self.can_relaunch = True, True, True, False
         self.new_job, self.ends, self.words = "", tuple[str, ...](), ""
+        self.oom_kills = 0
         self.committed: int | None = None
         """Step of the newest checkpoint; None for a user's own code."""
         self.events, self.delays_s = list[str](), list[int]()
@@ -73,6 +74,9 @@ class World(Scheduler):
 
     def explain(self, attempt: int) -> str:
         return self.words
+
+    def num_oom_kills(self) -> int:
+        return self.oom_kills
 
     def can_avoid(self, nodes: str) -> bool:
         return True
@@ -545,3 +549,82 @@ def test_a_run_that_comes_back_to_too_little_room_is_put_off(restart_count: int,
     assert world.supervise(launch) == code
     assert world.delays_s == ([60] if restart_count else [])
     assert newest(world)["reason"] == ("file_system" if restart_count else "failed")
+
+
+SAME = ("ValueError: no such layer", "model.py:41 in forward")
+FIT = "OutOfMemoryError: CUDA out of memory. Tried to allocate {} MiB"
+
+
+@pytest.mark.parametrize(
+    ("marks", "commits", "num_launches"),
+    [
+        # The same exception at the same place, on whatever rank: not a third time.
+        ((SAME, SAME, SAME), False, 2),
+        (((FIT.format(20), SAME[1]), (FIT.format(24), SAME[1])), False, 2),
+        # A checkpoint came between, so it is another part of the data.
+        ((SAME, SAME, SAME, SAME), True, 4),
+        # Another message or place, or one that may pass by itself: up to requeue.max_fruitless_failures.
+        ((SAME, ("ValueError: no", SAME[1]), SAME), False, 3),
+        ((SAME, (SAME[0], "model.py:40 in forward"), SAME), False, 3),
+        ((("OSError: gone", ""),) * 3, False, 3),
+    ],
+)
+def test_the_same_exception_twice_is_not_tried_a_third_time(
+    marks: Sequence[tuple[str, str]], commits: bool, num_launches: int, world: World
+) -> None:
+    world.committed, world.can_relaunch = 0, True
+
+    def launch(attempt: int) -> int:
+        if attempt == len(marks):
+            return world.ranks(0, result=True)(attempt)
+        message, place = marks[attempt]
+        mark = FailureMark(rank=attempt % 2, host=f"node{attempt % 2}", exit_code=1, message=message, place=place)
+        leave_mark(world.run, attempt, mark)
+        return world.ranks(1, commits=commits)(attempt)
+
+    world.supervise(launch)
+    assert world.events[:num_launches] == [f"launch {attempt}" for attempt in range(num_launches)]
+    entry = read_ledger(world.run)[num_launches - 1]
+    assert (entry["action"], "so it is not tried a third time" in entry["note"]) == (
+        "relaunch" if commits else "stop",
+        num_launches == 2,
+    )
+
+
+def test_a_person_may_try_the_same_again(world: World) -> None:
+    world.committed, world.can_relaunch = 0, True
+
+    def launch(attempt: int) -> int:
+        leave_mark(world.run, attempt, FailureMark(rank=0, host="a", exit_code=1, message=SAME[0], place=SAME[1]))
+        return world.ranks(1)(attempt)
+
+    for total in (2, 4):
+        world.supervise(launch)
+        assert len(read_ledger(world.run)) == total
+
+
+@pytest.mark.parametrize(
+    ("words", "oom_kills", "note"),
+    [
+        ("", 1, "a rank was killed (an oom-kill by the kernel); out of the node's memory: raise cluster.memory_gb"),
+        (
+            "rank 3 on node1: Killed",
+            1,
+            "rank 3 on node1: Killed (an oom-kill by the kernel); out of the node's memory: ",
+        ),
+        # What the kernel of another node did is not known here.
+        ("rank 3 on node2: Killed", 1, "rank 3 on node2: Killed"),
+        ("rank 3 on node1: Killed", 0, "rank 3 on node1: Killed"),
+        ("rank 3 on node2: Out Of Memory", 0, "rank 3 on node2: Out Of Memory; out of the node's memory: raise "),
+    ],
+)
+def test_an_end_for_want_of_memory_is_called_so(words: str, oom_kills: int, note: str, world: World) -> None:
+    world.words = words
+
+    def launch(attempt: int) -> int:
+        world.oom_kills += oom_kills
+        return world.ranks(137)(attempt)
+
+    world.supervise(launch)
+    said = str(newest(world)["note"])
+    assert said.startswith(note) and ("memory" in said) == ("memory" in note)
