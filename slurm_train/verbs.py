@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slurm_train import __version__
-from slurm_train.errors import SlurmTrainError
+from slurm_train.errors import RunError, SlurmTrainError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -510,12 +510,13 @@ def run(words: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except SlurmTrainError as err:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            import traceback
-
-            traceback.print_exc()
-        print(f"error: {err}", file=sys.stderr, flush=True)
-        return err.exit_code
+        return _print_error(err)
+    except PermissionError as err:
+        # Where somebody's own code may be at work the traceback says more.
+        if err.filename is None or words[:1] in (["worker"], ["supervise"]):
+            raise
+        message = f"{err.filename}: you may not read or write it, or not enter its folder"
+        return _print_error(RunError(message, hint="ask its owner, or name another place: --root DIR, run.root=DIR"))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -523,6 +524,15 @@ def run(words: Sequence[str]) -> int:
         # `... | head` closed the pipe; what is still buffered must go somewhere when the interpreter flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _print_error(err: SlurmTrainError) -> int:
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        import traceback
+
+        traceback.print_exc()
+    print(f"error: {err}", file=sys.stderr, flush=True)
+    return err.exit_code
 
 
 def _stand_in_for_passwd() -> None:

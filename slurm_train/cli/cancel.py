@@ -105,7 +105,8 @@ def cancel_sweep(sweep: SweepDirectory, commands: SlurmCommands, *, where: Seque
         newest = newest_job(commands)
         for run in in_slurm:
             # There may be a thousand, and a stop that a crash of this machine undoes can be typed again.
-            ask_to_stop(run, active[run].jobs, newest_job=newest, durable=False)
+            with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
+                ask_to_stop(run, active[run].jobs, newest_job=newest, durable=False)
         own = {array_job_id(array) for array in existing_arrays(sweep)}
         spared = [job_id for run, one in active.items() if run not in meant for job_id in one.jobs]
         jobs = [job_id for run in in_slurm for job_id in active[run].jobs]

@@ -118,10 +118,10 @@ def listed(folder: Path) -> list[Path]:
 
 
 def change_times(paths: Iterable[Path]) -> dict[Path, float]:
-    """Returns when each file was changed last (Unix time, s); one that is gone by now is left out."""
+    """Returns when each file was changed last (Unix time, s); one that is gone, or may not be seen, is left out."""
     times: dict[Path, float] = {}
     for path in paths:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             times[path] = path.stat().st_mtime
     return times
 

@@ -14,6 +14,8 @@ from slurm_train.rundir.files import change_times, listed, read_json
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.paths import RunDirectory
 
+_ASK_OWNER = "ask the owner to open it (chmod -R g+rX), or name another root with --root"
+
 
 def run_of_hash(folder: Path, full_hash: str) -> RunDirectory:
     """Returns the place of a run by the hash of what is trained, whose beginning is the run's id.
@@ -52,9 +54,13 @@ def find_runs(root: Path, words: list[str]) -> list[RunDirectory]:
     """Returns the runs that the words name; all of them for no words.
 
     Raises:
-        RunError: a word names nothing, or is the beginning of several run ids.
+        RunError: a word names nothing, or is the beginning of several run ids; all runs are somebody else's.
     """
-    runs = list_runs(root)
+    runs, closed = list_runs(root), ""
+    if not runs or words:
+        closed = _closed_places(root)
+    if not runs and closed:
+        raise RunError(f"you may not see the runs below {root}: {closed}", hint=_ASK_OWNER)
     if not words:
         return runs
     found: list[RunDirectory] = []
@@ -62,12 +68,31 @@ def find_runs(root: Path, words: list[str]) -> list[RunDirectory]:
         matches = [run for run in runs if _matches(run, word)] or _by_path(word)
         if not matches:
             names = ", ".join(sorted({f"{run.name}/{run.run_id}" for run in runs})[:8]) or "none"
-            raise RunError(
-                f"no run matches {word!r} below {root}", hint=f"runs there: {names}; --root names another root"
-            )
+            hint = f"runs there: {names}; --root names another root"
+            hint += f"; folders that you may not enter: {closed}" if closed else ""
+            raise RunError(f"no run matches {word!r} below {root}", hint=hint)
         _require_clear(word, matches)
         found += [run for run in matches if run not in found]
     return found
+
+
+def _closed_places(root: Path) -> str:
+    """Returns the folders in which runs may lie and which this user may not enter, with their owners; "" for none."""
+    root = root.resolve()
+    # Not Path.is_dir, which raises where a folder above may not be entered.
+    nearest = next(one for one in (root, *root.parents) if os.path.isdir(one))  # noqa: PTH112
+    names = [name for name in listed(root) if not name.name.startswith(".")]
+    places = [nearest, *names, *(run for name in names for run in listed(name))]
+    closed = [place for place in places if os.path.isdir(place) and not os.access(place, os.X_OK)]  # noqa: PTH112
+    shown = ", ".join(f"{place} of {_owner(place)}" for place in closed[:3])
+    return shown + (f" and {len(closed) - 3} more" if len(closed) > 3 else "")
+
+
+def _owner(path: Path) -> str:
+    try:
+        return path.owner()
+    except KeyError:
+        return f"uid {path.stat().st_uid}"
 
 
 def find_run(root: Path, word: str | None) -> RunDirectory:

@@ -3,6 +3,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +89,56 @@ def test_somebody_elses_process_is_not_ours_to_end(shell: Shell) -> None:
 
     shell.patch.setattr(os, "kill", refuse)
     shell.refuses("belongs to another user", "cancel gpt-stdlib")
+
+
+# Another user cannot import what lies below root's home, so everything is imported before.
+AS_NOBODY = """
+import os, sys
+from slurm_train.verbs import VERBS, run
+VERBS["cancel"].load(), VERBS["status"].load()
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+print(run(sys.argv[1:]))
+"""
+CLOSED = [
+    ("status", (), "you may not see the runs below {root}: {root}/gpt of root"),
+    ("status", ("3f9a1c07",), "you may not see the runs below {root}: {root}/gpt of root"),
+    ("cancel", ("3f9a1c07",), "you may not see the runs below {root}: {root}/gpt of root"),
+    ("cancel", ("{root}/gpt/3f9a1c07",), "{root}/gpt/3f9a1c07/sweep.jsonl: you may not read or write it"),
+]
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that other users may enter, unlike pytest's own."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else needs root")
+@pytest.mark.parametrize(("verb", "words", "text"), CLOSED)
+def test_somebody_elses_runs_are_said_to_be_so(verb: str, words: tuple[str, ...], text: str, open_folder: Path) -> None:
+    root = open_folder / "runs"
+    for folder in (root, root / "gpt", root / "gpt" / "3f9a1c07"):
+        folder.mkdir()
+    (root / "gpt" / "3f9a1c07" / "config.yaml").touch()
+    (root / "gpt").chmod(0o700)
+    typed = [verb, "--root", str(root), *(word.format(root=root) for word in words)]
+    done = subprocess.run([sys.executable, "-c", AS_NOBODY, *typed], capture_output=True, text=True, check=False)
+    assert done.stdout == "2\n" and done.stderr.startswith(f"error: {text.format(root=root)}"), done
+    assert "owner" in done.stderr.splitlines()[1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else needs root")
+def test_a_word_that_names_none_of_ones_own_says_where_others_are(open_folder: Path) -> None:
+    for run in ("mine/3f9a1c07", "theirs/77aa0000"):
+        (open_folder / run).mkdir(parents=True)
+        (open_folder / run / "config.yaml").touch()
+    (open_folder / "theirs").chmod(0o700)
+    typed = ["status", "--root", str(open_folder), "77aa"]
+    done = subprocess.run([sys.executable, "-c", AS_NOBODY, *typed], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines() == [
+        f"error: no run matches '77aa' below {open_folder}",
+        "hint: runs there: mine/3f9a1c07; --root names another root; folders that you may not enter: "
+        f"{open_folder}/theirs of root",
+    ]
