@@ -151,16 +151,27 @@ def tell_of_another(plan: RunPlan) -> None:
             note(f"to continue that one with the change: resume {run.run_id} {words} --accept {names}")
 
 
-def tell_of_other_code(run: RunDirectory, config: RunConfig, directory: Path) -> None:
-    """Prints a line where the files that the run's code was copied from have changed since: it runs the copy."""
+def changed_files(run: RunDirectory, config: RunConfig, directory: Path) -> str:
+    """Returns which files have changed since the run copied them, e.g. "mine.py: +2 -1"; "" if none is known to.
+
+    Args:
+        run: the run.
+        config: its configuration.
+        directory: where its command is typed now; the files of another folder are not looked at.
+    """
     before, index = _read_before(run), read_index(run)
     if before is None or index is None or before[1].get("directory") != str(directory):
-        return
+        return ""
     folders = {**(read_json(run.code_index) or {}).get("folders", {}), "": str(directory)}
     changes = compare_code(Code(index, run.code.joinpath), live_code(run, folders))
     changes = [change for change in changes if matters(change.name, is_own_code=names_own_code(config))]
-    if changes:
-        note(f"your files have changed since this run copied them: {shorten(map(str, changes), MOST_CHANGES_SHOWN)}")
+    return shorten(map(str, changes), MOST_CHANGES_SHOWN)
+
+
+def tell_of_other_code(run: RunDirectory, config: RunConfig, directory: Path) -> None:
+    """Prints a line where the files that the run's code was copied from have changed since: it runs the copy."""
+    if changed := changed_files(run, config, directory):
+        note(f"your files have changed since this run copied them: {changed}")
         note(f"it goes on with its copy; to take the files as they are now: resume {run.run_id} --accept code")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -10,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.inputs import read_settings_of
+from slurm_train.cli.terminal import note
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError
 from slurm_train.launch.snapshot import Source, SourceState, ask_git, read_source
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.paths import RunDirectory
 
 if TYPE_CHECKING:
     from slurm_train.cli.outputs import RunOutput
@@ -54,7 +55,7 @@ def main(words: Sequence[str]) -> int:
     if os.path.exists(plan.run.result):  # noqa: PTH110
         make_outputs(outputs)
         say_outputs(outputs)
-        return _show_result(plan.run)
+        return _show_result(plan, cwd)
     source = look_at(plan, git, env=env, cwd=cwd, outputs=outputs)
     return Start(words=words, env=env, accept=flags.accept, outputs=outputs).run(plan, source)
 
@@ -93,13 +94,18 @@ def look_at(
     return source
 
 
-def _show_result(run: RunDirectory) -> int:
-    result = read_json(run.result)
+def _show_result(plan: RunPlan, cwd: Path) -> int:
+    from slurm_train.cli.drift import changed_files
+
+    run, result = plan.run, read_json(plan.run.result)
     if result is None:
         raise RunError(f"{run.result} cannot be read", hint="move it away to have the run continue")
     print(f"{run.name}/{run.run_id} is finished: {run.path}", file=sys.stderr)
-    print(
-        "a change of your code does not make it another run; for another: add run.name=NAME, or seed=N", file=sys.stderr
-    )
+    names = (f"{run.name}-{number}" for number in itertools.count(2))
+    name = next(name for name in names if not (run.path.parent.parent / name).exists())
+    if changed := changed_files(run, plan.config, cwd):
+        note(f"your files have changed since: {changed}; to train with them, from the first step: add run.name={name}")
+    else:
+        note(f"for another run of the same settings, with any code: add run.name={name}, or seed=N")
     print(json.dumps(result))
     return EXIT_DONE

@@ -137,6 +137,17 @@ def test_the_weights_of_a_shipped_model_do_not_fit_another_width(shell: Shell) -
     assert "do not fit another shape of the model" in shell.refuses("model.width  160 -> 320", words)
 
 
+def test_a_finished_run_whose_code_has_changed_says_what_to_type(shell: Shell, run: RunDirectory) -> None:
+    run.result.write_text("{}")
+    words = f"+cluster=4x8 {OWN}"
+    assert "your files have changed" not in shell.types(words).err
+    (shell.folder / "mine.py").write_text("class Model: ...\nclass Data:\n    size = 1\n")
+    done = shell.types(words)
+    assert done.code == 0 and "your files have changed since: mine.py: +2 -1; to train with them" in done.err
+    assert f"add run.name={run.name}-2\n" in done.err
+    assert shell.submits(f"{words} run.name={run.name}-2") != run
+
+
 def test_changed_code_is_shown_by_file_and_taken_when_accepted(shell: Shell, run: RunDirectory) -> None:
     (shell.folder / "mine.py").write_text("class Model: ...\nclass Data:\n    size = 1\n")
     (shell.folder / "new.py").write_text("x = 1\n")

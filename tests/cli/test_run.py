@@ -66,7 +66,9 @@ def test_a_finished_run_shows_its_result(words: str, shell: Shell) -> None:
     run.result.write_text('{"eval_loss": 1.25}')
     done = shell.types(words)
     assert (done.code, json.loads(done.out)) == (0, {"eval_loss": 1.25})
-    assert f"is finished: {run.path}" in done.err and "add run.name=NAME, or seed=N" in done.err
+    assert f"is finished: {run.path}" in done.err and f"add run.name={run.name}-2, or seed=N" in done.err
+    (run.path.parent.parent / f"{run.name}-2").mkdir()
+    assert f"add run.name={run.name}-3, or seed=N" in shell.types(words).err, "a name that is free"
     assert shell.slurm.said("submitted.sh") is None
 
 
