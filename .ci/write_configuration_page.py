@@ -40,31 +40,31 @@ HEAD = """\
 
 Written by `.ci/write_configuration_page.py` from `slurm_train/config/schema.py` and `conf/`; do not edit it by hand.
 
-Settings are words of the command line, `key=value`. Units are in the names: `_s` seconds, `_min` minutes, `_mb` and
+Settings are given on the command line as `key=value`. Units are in the names: `_s` seconds, `_min` minutes, `_mb` and
 `_gb` MiB and GiB; steps are optimizer steps, samples are counted over all ranks.
 
     python -m slurm_train +cluster=4x8 optim.lr=3e-4 train.max_steps=1000
     python -m slurm_train --cfg job                    # print every key with its value and do nothing
 
-| spelling | what it does |
+| setting | meaning |
 |---|---|
-| `key=value` | sets a key that there is; an unknown one is refused, with the nearest names |
-| `model=NAME`, `data=NAME` | chooses a file of `conf/model/` or `conf/data/` |
-| `+experiment=NAME` | a file of `conf/experiment/`: several settings under one name |
-| `+cluster=NxG` | Slurm, N nodes with G GPUs each; works for every N and G; `cluster.*` settings go with it |
-| `container=apptainer`, `container=pyxis` | the ranks' Python runs [in an image](interactive.md#containers) |
-| `site=NAME` | what is particular to one cluster: see [site profiles](site-profiles.md) |
-| `+model.KEY=value`, `+data.KEY=value` | adds a keyword that the chosen file does not have |
-| `model._target_=...`, `data._target_=...` | your own class; the chosen file's keywords are not passed to it |
-| `key=null` | no value: the default in words below |
-| `"key=[a,b]"` | a list; quoted, since the shell reads brackets |
-| `cluster.env.NAME=value`, `cluster.sbatch.FLAG=value`, `cluster.srun.FLAG=value` | one entry of an open mapping |
+| `key=value` | sets an existing key; an unknown key is refused, with the nearest names |
+| `model=NAME`, `data=NAME` | selects a file of `conf/model/` or `conf/data/` |
+| `+experiment=NAME` | adds a file of `conf/experiment/`, which has several settings |
+| `+cluster=NxG` | runs through Slurm on N nodes with G GPUs each, for any N and G; `cluster.*` settings need it |
+| `container=apptainer`, `container=pyxis` | runs the Python of the ranks [in an image](interactive.md#containers) |
+| `site=NAME` | uses the settings of one cluster: see [site profiles](site-profiles.md) |
+| `+model.KEY=value`, `+data.KEY=value` | adds a keyword that the selected file does not have |
+| `model._target_=...`, `data._target_=...` | uses your own class, without the keywords of the selected file |
+| `key=null` | no value; the tables below say what this means |
+| `"key=[a,b]"` | a list; quote it because of the shell |
+| `cluster.env.NAME=value`, `cluster.sbatch.FLAG=value`, `cluster.srun.FLAG=value` | sets one entry of a mapping |
 | `cluster.time=4:00:00` | `cluster.time_limit_min=240` in Slurm's formats (minutes, HH:MM:SS, D-HH:MM:SS) |
-| `--config-dir DIR` | YAML files of your own; one of the same name as a shipped one takes its place |
-| `--config-name NAME` | another primary file than `config.yaml` |
+| `--config-dir DIR` | a folder with your own YAML files; a file with the name of an included one replaces it |
+| `--config-name NAME` | a primary file other than `config.yaml` |
 
-A site's own values belong into a file, not into every command. `init` [writes one](site-profiles.md) for your cluster.
-Other defaults for every cluster go into a base file of your own, `my_conf/cluster/base.yaml`:
+Put the values of your site into a file, not into every command. `init` [writes such a file](site-profiles.md) for your
+cluster. You can also change the defaults for all clusters with your own base file, `my_conf/cluster/base.yaml`:
 
 ```yaml
 nodes: 1
@@ -80,22 +80,25 @@ setup: ["module load cuda/12.4"]
     mkdir -p my_conf/cluster
     python -m slurm_train --config-dir my_conf +cluster=4x8
 
-A file shadows the shipped one as a whole: keys that it leaves out take the default of the schema, which for the
-cluster is the same. `my_conf/cluster/big.yaml` with `defaults: [base, _self_]` is chosen by `+cluster=big`.
+Your file replaces the included file completely: keys that it does not have get the defaults of the schema (for
+`cluster` these are the same). `+cluster=big` selects `my_conf/cluster/big.yaml`, which begins with
+`defaults: [base, _self_]`.
 
-## What makes a run another run
+## Which keys change the run id
 
-The run id is a hash of what is trained. The same command twice is the same run: it is shown, continued or refused as
-active. These keys are left out of the hash, so that a run may continue at another size or with other bookkeeping:
+The run id is a hash of what is trained. The same command twice selects the same run: its result is shown, it is
+continued, or the command reports that it is active. The following keys are not part of the hash, so a run can continue
+at another size or with other settings for logs and checkpoints:
 {not_identity}.
 
-The global batch counts however it is cut. Of a `script=` or `task` run, only `seed`, `task` and `script` count.
+The global batch is part of the hash, but not how it is split. For a `script=` or `task` run, the hash has only `seed`,
+`task` and `script`.
 """
 
 GROUPS = """\
-## The shipped models, data sets and experiments
+## The included models, data sets and experiments
 
-Their keys are the keyword arguments of what `_target_` names; a key that it does not take is refused.
+Their keys are the keyword arguments of the class or function in `_target_`; unknown keys are refused.
 """
 
 
@@ -179,7 +182,7 @@ _WORDS = {
     "bool": "true, false",
     "list[int]": "list of whole numbers",
     "list[float]": "list of numbers",
-    "list[str]": "list of texts",
+    "list[str]": "list of strings",
     "dict[str, Any]": "mapping",
     "Count": "whole number from 1",
     "Degree": "whole number from 1, -1",
@@ -232,7 +235,7 @@ def render() -> str:
     defaults = read_defaults()
     parts = [HEAD.replace("{not_identity}", _not_identity())]
     for section in read_sections():
-        title = f"`{section.name}`: {section.meaning.rstrip('.')}" if section.name else "The whole"
+        title = f"`{section.name}`: {section.meaning.rstrip('.')}" if section.name else "Top-level keys"
         header = ["| key | default | values | meaning |", "|---|---|---|---|"]
         rows = [_row(key, defaults) for key in section.keys]
         parts.append("\n".join([f"## {title}\n", *header, *rows, ""]))

@@ -55,23 +55,23 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(typi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
-    """Where a run lives and how it is called."""
+    """Where a run is stored, and its name."""
 
     root: str = "runs"
-    """Directory that holds all runs; on a cluster it must lie on a path that every node sees."""
+    """Directory of all runs; on a cluster every node must see this path."""
     name: str | None = None
-    """Folder below `root`; default "<model>-<data>" after the chosen config groups."""
+    """Folder below `root`; default "<model>-<data>", the names of the chosen files."""
     processes: Count | None = None
     """Local ranks when there is no cluster; default: one per GPU, else 2."""
     snapshot_limit_mb: Count = 100
-    """Largest code snapshot (of each folder); more is refused, since it is data rather than code."""
+    """Largest copy of the code (of each folder) in MiB; a larger folder is refused, since it probably holds data."""
     snapshot_folders: list[str] = field(default_factory=list)
-    """Further folders that the run gets a copy of, e.g. ["../mylib"]: packages imported from outside this directory."""
+    """Further folders to copy, e.g. ["../mylib"], for packages that are outside of the current directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSection:
-    """Batch arithmetic: global = local x ranks x accumulation. Give any, the rest is solved."""
+    """Batch arithmetic: global = local x ranks x accumulation. Set any of them, the rest is computed."""
 
     local_size: Count | None = None
     """Samples per rank and micro-batch."""
@@ -80,11 +80,11 @@ class BatchSection:
     global_size: Count | None = None
     """Samples per optimizer step over all ranks."""
     default_global_size: Count = 32
-    """Global batch where none of the three is given, rounded to the nearest that the ranks can share."""
+    """Global batch if none of the three is set, rounded to the nearest size that the ranks can share."""
     shares: Literal["even", "measured"] | list[float] = "even"
-    """Ranks' parts of a micro-batch: equal; by their speed, measured at each start; by weights of nodes or ranks."""
+    """Samples of a micro-batch per rank: even; by speed, measured at each start; or by weights of nodes or ranks."""
     by_length: bool = False
-    """Batches of equal padded size, of samples of about equal length, which the data set tells; sizes are means."""
+    """Batches of samples of similar length, of equal padded size (needs `lengths` of the data set); sizes are means."""
     pool: Count = 64
     """With `by_length`: global batches whose samples are sorted together. More: less padding, less mixing."""
 
@@ -96,56 +96,56 @@ class OptimSection:
     lr: float = 1e-3
     """Peak learning rate, tuned for `lr_global_size`."""
     lr_global_size: Count | None = None
-    """Global batch that `lr` was tuned for; default: the run's own, so that nothing is retuned."""
+    """Global batch that `lr` was tuned for; default: that of the run, so `lr` is not changed."""
     lr_retune: LrRetune = "none"
-    """How `lr` follows a global batch other than `lr_global_size`: none, linear (SGD), sqrt (Adam)."""
+    """How `lr` is scaled if the global batch is not `lr_global_size`: none, linear (SGD), sqrt (Adam)."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """Shape after the warm-up; counted in samples, so it does not depend on how a batch is cut."""
+    """Shape after the warm-up; it is counted in samples, so it does not depend on how a batch is split."""
     warmup_samples: int | None = None
     """Samples of linear warm-up; default 5 % of the run."""
     min_lr_ratio: float = 0.1
-    """Last learning rate of the cosine as a fraction of the peak."""
+    """Final learning rate of the cosine, as a fraction of the peak."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Decay of AdamW's two moments."""
+    """Decay rates of AdamW's two moments."""
     eps: float = 1e-8
-    """AdamW's denominator term."""
+    """Term that AdamW adds to the denominator."""
     weight_decay: float = 0.1
-    """Decoupled decay, on matrices only (norms, biases and embeddings of one dimension are left alone)."""
+    """Decoupled weight decay of parameters with two or more dimensions (not of norms and biases)."""
     grad_clip_norm: float | None = 1.0
     """Largest global gradient norm, applied once per optimizer step; null switches clipping off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
-    """The loop."""
+    """The training loop."""
 
     max_steps: Count = 1000
     """Optimizer steps of the whole run."""
     eval_every_steps: Count | None = None
     """Optimizer steps between evaluations; null: only at the end."""
     evaluate: bool = True
-    """Whether the held-out samples are looked at, where there are some; false for a run that is only timed."""
+    """Whether held-out samples are evaluated, if there are any; false for a run that is only timed."""
     log_every_steps: Count = 10
     """Optimizer steps between lines of metrics.jsonl."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Autocast type; auto is bfloat16 on a GPU that has it, else float32."""
     compile: bool = False
-    """Passes the model through torch.compile."""
+    """Compiles the model with torch.compile."""
     deterministic: bool = False
-    """Deterministic kernels: bitwise repeatable on the same hardware, slower."""
+    """Uses deterministic kernels: repeatable bit for bit on the same hardware, but slower."""
     samples_digest: bool = False
-    """Logs an order-free digest of the sample indices that the ranks consumed, for proofs of exactness."""
+    """Logs a digest of the sample indices that the ranks used (independent of their order), for tests of exactness."""
     start_timeout_s: float = 600.0
-    """Time-out of the rendezvous, and of what comes before the end of the first step (compile)."""
+    """Time-out of the rendezvous, and of the time until the end of the first step (compilation)."""
     steady_timeout_s: float = 300.0
-    """Time-out of collectives after the first step, where nobody watches the ranks (`health.hang_timeout_s`)."""
+    """Time-out of collectives after the first step, if there is no hang watchdog (`health.hang_timeout_s`)."""
     threads: Count | None = None
     """CPU threads of torch per rank; default: cores of this rank, at least 1."""
     init_from: str | None = None
-    """Weights that the model starts with: a directory in the layout of transformers (for the shipped GPT in Llama's or
-    GPT-2's form), or a safetensors file with the model's own names; null: drawn at random from `seed`."""
+    """Initial weights: a directory in the format of transformers (for the included GPT in Llama's or GPT-2's form), or
+    a safetensors file with the model's own parameter names; null: random weights from `seed`."""
     sample_tokens: int = 0
-    """Length of the text generated at the end of a run by models that can; 0: none."""
+    """Length of the text that is generated at the end of a run, if the model can generate; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,88 +153,88 @@ class DdpSection:
     """DistributedDataParallel."""
 
     bucket_cap_mb: float = 25.0
-    """Size of a gradient bucket."""
+    """Size of a gradient bucket in MiB."""
     static_graph: bool = False
     """Promise that every step uses the same parameters."""
     comm: Literal["none", "bf16", "powersgd", "post_local_sgd"] = "none"
-    """How gradients are exchanged, for slow networks: in full; in bfloat16; as thin matrices (PowerSGD); within each
-    node only, with averages of the parameters now and then. All but none train a little differently."""
+    """How gradients are exchanged on slow networks: in full; in bfloat16; as thin matrices (PowerSGD); only within each
+    node, with regular averages of the parameters. All except none change the result slightly."""
     comm_start_step: Annotated[int, Bound(0)] = 100
-    """Steps that powersgd and post_local_sgd exchange in full at the beginning of a run."""
+    """Steps at the beginning of a run for which powersgd and post_local_sgd exchange full gradients."""
     powersgd_rank: Count = 2
-    """Columns of PowerSGD's matrices: more are nearer to the gradients and more bytes."""
+    """Columns of PowerSGD's matrices: more columns are more exact and send more bytes."""
     average_every_steps: Count = 8
-    """Optimizer steps between averages of the parameters with post_local_sgd."""
+    """Optimizer steps between two averages of the parameters with post_local_sgd."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection:
-    """When checkpoints are written and how many stay."""
+    """When checkpoints are written and how many are kept."""
 
     every_steps: Count | Literal["auto"] | None = 200
     """Optimizer steps between checkpoints; auto: what loses least time; null: only at a stop and at the end."""
     failure_every_h: Positive = 24.0
-    """Hours between interruptions that `every_steps=auto` expects; the run's own ledger corrects it."""
+    """Hours between interruptions that `every_steps=auto` assumes; it is updated from the interruptions of the run."""
     keep: Count = 2
-    """Verified checkpoints that stay."""
+    """Number of verified checkpoints to keep."""
     background: bool = True
-    """Writes while training goes on, from a copy in host memory; false: training waits until all is on disk."""
+    """Writes during training, from a copy in host memory; false: training waits until everything is on disk."""
     local_dir: str | None = None
-    """Fast folder on each node's own disk for the periodic checkpoints, e.g. $SLURM_TMPDIR; a stop saves in the run."""
+    """Folder on each node's local disk for periodic checkpoints, e.g. $SLURM_TMPDIR; a stop uses the run directory."""
     local_keep: Count = 2
-    """Checkpoints that stay on each node."""
+    """Number of checkpoints to keep on each node."""
     copy_every: Count = 5
-    """Every so many of them are copied into the run directory, beside the training; 1: all."""
+    """Every n-th local checkpoint is copied into the run directory in the background; 1: all."""
     save_timeout_s: Positive = 1800.0
-    """Time-out of the ranks' exchanges in a background save; the slowest rank's disk has to be quicker."""
+    """Time-out of collectives in a background save; it must be longer than the save of the slowest rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthSection:
-    """Steps that go wrong, ranks that hang, replicas that drift apart."""
+    """Steps with NaN or spikes, ranks that hang or are slow, replicas that differ."""
 
     on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
-    """What follows a NaN or infinite loss or gradient. Such a step is never applied; skip: the run goes on with the
-    next batch; rollback: it goes back to the newest checkpoint and passes over the samples taken since."""
+    """What to do after a NaN or infinite loss or gradient. The step is never applied; skip: continue with the next
+    batch; rollback: load the newest checkpoint and skip the samples used since then."""
     spike_factor: Annotated[float, Bound(1, is_open=True)] | None = None
-    """A loss above so many times the median of the last `spike_window` losses is a spike; null: not looked at."""
+    """A loss above this factor times the median of the last `spike_window` losses is a spike; null: no check."""
     spike_window: Count = 100
-    """Losses that the median is taken over; before there are so many, nothing is a spike."""
+    """Number of losses for the median; before there are that many, nothing is a spike."""
     on_spike: Literal["log", "skip", "rollback", "stop"] = "log"
-    """What follows a spike; only log lets the step be applied."""
+    """What to do after a spike; the step is applied only with log."""
     max_rollbacks: Count = 3
-    """Rollbacks of the whole run; the next one stops it."""
+    """Largest number of rollbacks of a run; the next one stops it."""
     hang_timeout_s: Positive | None = 300.0
-    """Seconds without progress that end ranks as hung; at first `train.start_timeout_s` if longer; null: never."""
+    """Seconds without progress until ranks count as hung (at first `train.start_timeout_s`, if longer); null: off."""
     check_replicas_every_steps: Count | None = None
-    """Optimizer steps between comparisons of the ranks' parameters, also made before each save; null: never."""
+    """Optimizer steps between comparisons of the parameters of all replicas, also before each save; null: never."""
     pace_every_steps: Count | Literal["auto"] | None = "auto"
-    """Optimizer steps between looks for stragglers; auto: about four a second, one in 64 steps at least; null: none."""
+    """Steps between measurements for stragglers; auto: about four per second, at least every 64 steps; null: off."""
     straggler_excess: float = 0.1
-    """A rank is a straggler if its own part of a step takes so much longer than the others' usually; 0.1: a tenth."""
+    """A rank is a straggler if its own part of a step takes this fraction longer than that of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightSection:
-    """The look at nodes and network before the ranks of a Slurm job train."""
+    """Checks of nodes and network before the ranks of a Slurm job train."""
 
     enabled: bool = True
-    """Look; false: the ranks meet at once."""
+    """Whether the checks are made."""
     budget_s: Positive = 10.0
-    """Seconds for what is asked once all ranks have come; what is not answered by then is left open."""
+    """Seconds for the checks after all ranks have connected; checks that take longer are skipped."""
     collective_timeout_s: Positive = 60.0
-    """Seconds that the first all_reduce of the ranks may take, once they have met."""
+    """Seconds that the first all_reduce of the ranks may take."""
     bandwidth: bool = False
-    """Also measures and compares how fast nodes compute and are connected; about a second for each node."""
+    """Also measures and compares compute speed and network speed of nodes; about a second per node."""
     only: bool = False
-    """Ends after the look; this is what `doctor +cluster=NxG` submits."""
+    """Ends after the checks; `doctor +cluster=NxG` sets it."""
     exclude_bad_nodes_h: Annotated[float, Bound(0)] = 4.0
-    """Hours for which later submissions leave out a node that was found bad; 0: they do not."""
+    """Hours for which later submissions exclude a bad node; 0: they do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequeueSection:
-    """Coming back after an interruption."""
+    """Restarts after an interruption."""
 
     enabled: bool = True
     """Ask Slurm to run the job again after preemption, a time limit or a lost node."""
@@ -242,12 +242,12 @@ class RequeueSection:
     """Lead of the warning signal before the time limit (Slurm may send it up to 60 s earlier); auto: from what the
     run's saves and steps have taken, 120 s before anything is measured. The ranks look at the clock themselves, too."""
     max_fruitless_failures: Count = 3
-    """Failures in a row without a new checkpoint after which the run is left alone."""
+    """Failures in a row without a new checkpoint after which the run is not restarted."""
     max_fruitless_returns: Count = 3
-    """Time limits in a row without a new checkpoint after which the run is left alone; of lost nodes twice as many, of
-    preemptions 30 times as many, since they say less about the run."""
+    """Time limits in a row without a new checkpoint after which the run is not restarted; twice as many for lost nodes,
+    30 times as many for preemptions, since these say less about the run."""
     controller_patience_s: Count = 120
-    """How long to go on asking while Slurm's controller does not answer."""
+    """Seconds to retry while Slurm's controller does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,9 +255,9 @@ class SweepSection:
     """Many runs from one command line (`--multirun`)."""
 
     max_parallel: Count | None = None
-    """Runs of the sweep that may run at once; default: as many as Slurm has room for, one on this machine."""
+    """Largest number of runs at the same time; default: no limit on a cluster, one on this machine."""
     objective: str | None = None
-    """Number of result.json that a sweeper which needs values gets; default: eval_loss, or loss without evaluation."""
+    """Key of result.json that a sweeper optimizes; default: eval_loss, or loss without evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +267,7 @@ class WandbSection:
     project: str | None = None
     """Project that the run is logged to; null: W&B is not used. The key is read from WANDB_API_KEY or ~/.netrc."""
     entity: str | None = None
-    """User or team; default: that of the key."""
+    """User or team; default: that of the API key."""
     mode: Literal["auto", "online", "offline"] = "auto"
     """auto: WANDB_MODE where it is set, else online with a key and offline without; `wandb sync` uploads the latter."""
     tags: list[str] = field(default_factory=list)
@@ -296,22 +296,22 @@ class TrackioSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackSection:
-    """Trackers: who else gets the lines of metrics.jsonl."""
+    """Trackers: where the lines of metrics.jsonl are also sent."""
 
     tensorboard: bool = False
-    """Writes TensorBoard events into the run directory (extra: track)."""
+    """Writes TensorBoard events into the run directory (extra: tensorboard)."""
     wandb: WandbSection = field(default_factory=WandbSection)
     mlflow: MlflowSection = field(default_factory=MlflowSection)
     trackio: TrackioSection = field(default_factory=TrackioSection)
     timeout_s: float = 120.0
-    """Longest that a tracker may take to start or to take some lines; then it is ended and started again later."""
+    """Seconds that a tracker may take to start or to accept lines; then it is ended and started again later."""
     close_timeout_s: float = 15.0
-    """Longest that a job waits for its trackers when its ranks have ended; what is left is sent later."""
+    """Seconds that a job waits for its trackers after its ranks have ended; missing lines are sent later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSection:
-    """Degrees of parallelism; their product is the world size. One may be -1."""
+    """Degrees of parallelism; their product is the number of ranks. One may be -1: it is computed."""
 
     dp_replicate: Degree = -1
     """Data-parallel replicas (DDP, or the outer axis of HSDP)."""
@@ -322,43 +322,43 @@ class ParallelSection:
     pp: Degree = 1
     """Pipeline stages; the micro-batches of `batch.accumulation` flow through them."""
     cp: Degree = 1
-    """Context parallel: parts of each sequence; these ranks shard the parameters, too."""
+    """Context parallel: parts of each sequence; these ranks also shard the parameters."""
     sequence_parallel: bool = False
-    """Deals the positions of norms and residuals out among the ranks of `tp`: less memory, the same traffic or less."""
+    """Divides the positions of norms and residuals among the ranks of `tp`: less memory, not more traffic."""
     allow_tp_across_nodes: bool = False
     """Lets a tensor-parallel group span nodes, where every layer waits for the network."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Computes activations again; selective keeps matrix products and attention, full only what enters each block."""
+    """Computes activations again; selective keeps matrix products and attention, full only the input of each block."""
     stages_per_rank: Count = 1
     """Stages on each rank of a pipeline; more than one interleaves them: a smaller bubble, more traffic."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a pipeline's micro-batches: 1f1b keeps at most `pp` of them in memory, gpipe all."""
     gather_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type that sharded parameters are gathered and computed in; float32 means the parameters' own."""
+    """Type in which sharded parameters are gathered and used; float32: the type of the parameters."""
     cpu_offload: bool = False
     """Keeps sharded parameters, gradients and optimizer state in host memory, where they are updated: much slower."""
     reshard_after_forward: bool = True
-    """Gives gathered parameters back between forward and backward pass; false: more memory, less traffic."""
+    """Frees gathered parameters between forward and backward pass; false: more memory, less traffic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
-    """What Slurm is asked for, and what the job's environment needs."""
+    """The request to Slurm, and the environment of the job."""
 
     nodes: Count | str = 1
-    """Number of nodes; with `launcher=torchrun` also a range, "2-4": as many of them as Slurm has."""
+    """Number of nodes; with `launcher=torchrun` also a range, "2-4": as many of them as are available."""
     gpus_per_node: Count | list[Count] = 1
     """GPUs, and so ranks, on each node; a list for uneven nodes, in rank order, e.g. [4,2]."""
     launcher: Literal["srun", "torchrun"] = "srun"
-    """What starts the ranks: srun each of them, or srun one torchrun on each node, which restarts its ranks itself."""
+    """What starts the ranks: srun, or one torchrun per node, which can restart its ranks."""
     max_restarts: int = 3
-    """How often torchrun starts failed ranks again before the step ends; only with `launcher=torchrun`."""
+    """Largest number of restarts of failed ranks by torchrun before the step ends; only with `launcher=torchrun`."""
     cpus_per_gpu: int | None = None
     """CPU cores for each rank; default: what Slurm gives."""
     memory_gb_per_node: int | None = None
-    """Memory of a node in GiB; 0 asks for all of it; default: the partition's."""
+    """Memory of a node in GiB; 0: all of it; default: that of the partition."""
     memory_gb_per_gpu: int | None = None
-    """Memory of a node in GiB for each of its GPUs, where `memory_gb_per_node` says nothing."""
+    """Memory of a node in GiB for each of its GPUs, if `memory_gb_per_node` is not set."""
     partition: str | None = None
     """Partition; default: Slurm's own default."""
     account: str | None = None
@@ -368,22 +368,22 @@ class ClusterSection:
     time_limit_min: int | None = None
     """Wall-clock limit of one attempt in minutes; default: the partition's."""
     nodelist: str | None = None
-    """Nodes that must be part of the job, e.g. "node[1-4]"."""
+    """Nodes that the job must use, e.g. "node[1-4]"."""
     exclude: str | None = None
-    """Nodes that must not be part of it."""
+    """Nodes that the job must not use."""
     constraint: str | None = None
     """Node features, e.g. "h100"."""
     gpu_flag: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """How this site wants GPUs to be asked for; none: CPU ranks only."""
+    """How GPUs are requested at this site; none: no GPUs (CPU ranks)."""
     gpu_type: str | None = None
     """Type of GPU as Slurm names it, e.g. "a100"; default: any."""
     network_interface: str | None = None
-    """Interface of the collectives, e.g. "ib0"; sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    """Network interface of the collectives, e.g. "ib0"; sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
     env: dict[str, Any] = field(default_factory=dict)
     """Variables exported in the job, e.g. {NCCL_DEBUG: INFO}."""
     export: list[str] = field(default_factory=list)
-    """Further variables of the submitting shell that travel into the job, by name or pattern, e.g. ["WANDB_API_KEY",
-    "MY_*"]. PATH, HOME, proxies and what tunes known libraries go anyway; a secret only by its full name."""
+    """Further variables of the submitting shell to export into the job, by name or pattern, e.g. ["WANDB_API_KEY",
+    "MY_*"]. PATH, HOME, proxies and settings of known libraries are always exported; a secret only by its full name."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before the ranks start, e.g. ["module load cuda/12.4"]."""
     python: str | None = None
@@ -396,25 +396,25 @@ class ClusterSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSection:
-    """An image that the ranks' Python runs in; everything else stays outside. Chosen by `container=NAME`."""
+    """The image in which the Python of the ranks runs; everything else runs on the host. Set by `container=NAME`."""
 
     kind: Literal["apptainer", "pyxis"]
-    """Who runs the image: Apptainer (or Singularity) as a command, or pyxis (enroot) as a plugin of srun."""
+    """What runs the image: the command apptainer (or singularity), or pyxis (enroot), a plugin of srun."""
     image: str
     """Path of the image on the nodes, or a name that `kind` understands, e.g. "docker://pytorch/pytorch"."""
     mounts: list[str] = field(default_factory=list)
-    """Further paths that ranks see, "/path", "/path:/inside" or "/path:/inside:ro"; run, code and data are there."""
+    """Further paths to mount, "/path", "/path:/inside" or "/path:/inside:ro"; run, code and data are always mounted."""
     python: str = "python3"
     """Interpreter inside the image."""
     command: str | None = None
-    """Of apptainer: the program, e.g. "singularity"; default: apptainer."""
+    """With kind=apptainer: the program, e.g. "singularity"; default: apptainer."""
     flags: list[str] = field(default_factory=list)
     """Further words for `apptainer exec`; flags of pyxis are `cluster.srun.container_...`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything that decides a run. `model`, `data` and `task` are `_target_` mappings, open for your own code."""
+    """The whole configuration of a run. `model`, `data` and `task` are `_target_` mappings for your own code."""
 
     seed: int = 0
     launch: Launch = "slurm"

@@ -284,7 +284,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget()
 
 
-@habit("resolvers of your own")
+@habit("your own resolvers")
 def test_a_resolver_of_ones_own_is_found(plugins: Path) -> None:
     text = "from omegaconf import OmegaConf\nOmegaConf.register_new_resolver('twice', lambda x: 2 * x, replace=True)\n"
     (plugins / "arithmetic.py").write_text(text)
