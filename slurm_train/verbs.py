@@ -603,7 +603,11 @@ def parse(name: str, words: Sequence[str]) -> Namespace:
         arguments, rest = parser.parse_known_args(words)
         arguments.settings = rest
     elif verb.settings == "after":
-        arguments = parser.parse_intermixed_args(words)
+        arguments, rest = parser.parse_known_intermixed_args(words)
+        if rest:
+            parser.error(
+                f"unrecognized arguments: {' '.join(rest)} (settings are key=value, without dashes: optim.lr=3e-4)"
+            )
         # A path may have an equals sign, too; no key begins like one.
         arguments.settings = [one for one in arguments.words if "=" in one and not one.startswith(("/", ".", "~/"))]
         runs = [word for word in arguments.words if word not in arguments.settings]

@@ -363,6 +363,8 @@ _SAID: Mapping[str, tuple[str, str]] = {
         f"drop it: {_SIZE} goes through Slurm; without it the runs are trained here",
     ),
 }
+# What word processors and web pages make of quotes.
+_CURLY = frozenset("\u2018\u2019\u201c\u201d")
 _NO_OPTION = re.compile(r"Could not find '([^']+)'(?:.*?Available options in '[^']+':\s*(.*?)\s*Config search)?", re.S)
 _NO_KEY = re.compile(r"Could not (?:override|delete)(?: from config)?[. ]*'?([\w./@-]+)'?|Key '([^']+)' is not in")
 # What to type for an option of a group that is not there; {0} is the option.
@@ -387,6 +389,8 @@ def _explain(err: Exception, *, known: DictConfig) -> ConfigError:
         hint = (
             "quote a value with =, commas, brackets or ${a:${b}} once more inside the shell's quotes: \"key='value'\""
         )
+        if not _CURLY.isdisjoint(str(err.override)):
+            hint = "these are no quotes to the shell: type plain ones, ' or \""
         return ConfigError(f"{err.override!r} cannot be read: {' '.join(reason.split())}", hint=hint)
     for pattern, (message, hint) in _SAID.items():
         if (match := re.search(pattern, text, re.DOTALL)) is not None:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -566,7 +567,16 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     elif hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     asked, example = _describe(hint)
-    raise ConfigError(f"{path} must be {asked}, got {value!r}", hint=f'for example "{path}={example}"')
+    typed = f"{path}={example}"
+    if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value):
+        # A text that only lacks what makes it a list or a target, or is another spelling of a choice.
+        if asked.startswith("a list"):
+            typed = f"{path}=[{value}]"
+        elif asked.startswith("a mapping") and path in ("task", "model", "data"):
+            typed = f"{path}._target_={value}"
+        elif near := difflib.get_close_matches(value, asked.split(" or "), n=1, cutoff=0.5):
+            typed = f"{path}={near[0]}"
+    raise ConfigError(f"{path} must be {asked}, got {value!r}", hint=f'for example "{typed}"')
 
 
 def _describe(hint: Any) -> tuple[str, str]:

@@ -137,7 +137,7 @@ _ADVICE = {
     "`doctor`, with +cluster=2x8 for its nodes": "check healthcheck env_check",
     "--help lists verbs and flags": "help usage",
     "--cfg job prints every key with its value": "config print_config show_config",
-    "a folder of YAML files is --config-dir DIR, another primary file --config-name NAME": "config_file conf -f",
+    "a folder of YAML files is --config-dir DIR, another primary file --config-name NAME": "--config config_file conf",
     "leave it out: ranks, devices and their meeting point follow from Slurm": (
         "accelerator device local_rank backend master_addr master_port node_rank rdzv_backend rdzv_endpoint use_cpu "
         "no_cuda sync_batchnorm gpu_ids"

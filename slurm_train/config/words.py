@@ -195,6 +195,8 @@ def _unknown_word_error(word: str, before: str, after: Sequence[str]) -> ConfigE
         hint = "no blanks around the equals sign: write key=value, e.g. optim.lr=3e-4"
     elif _is_setting(key) and (word != key or following.startswith("=") or _is_value(following)):
         hint = f"write {key}={value}, without blanks"
+    elif word in PUBLIC_VERBS:
+        hint = f"the verb is the first word: python -m slurm_train {word} ..."
     elif word.endswith(".py"):
         own = ",".join([word, *(one for one in after if not one.startswith("+"))])
         hint = f'a script of yours runs on every rank with "script=[{own}]"; docs/bring-your-own.md has the other ways'

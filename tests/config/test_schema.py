@@ -86,7 +86,7 @@ def test_values_that_do_not_fit_are_refused_by_name(key: str, value: object, mes
 
 
 def test_a_hint_has_an_example_or_the_nearest_names() -> None:
-    for key, hint in (("words", 'for example "words=[a,b]"'), ("nubmer", "did you mean number or inner?")):
+    for key, hint in (("words", 'for example "words=[x]"'), ("nubmer", "did you mean number or inner?")):
         with pytest.raises(ConfigError) as caught:
             build_config(Sample, {key: "x"})
         assert caught.value.hint == hint
