@@ -30,7 +30,6 @@ from slurm_train.tools.doctor.site_rules import SiteView, find_site_facts, in_wo
 from slurm_train.verbs import parse
 
 _RUNTIMES = ("apptainer", "singularity", "enroot", "podman", "docker", "shifter", "sarus")
-_FOLDER = ".doctor"
 """No run has such a name: run.name refuses a leading dot."""
 _FIRST = ("preflight.bandwidth=true",)
 _LAST = ("preflight.enabled=true", "preflight.only=true", "requeue.enabled=false")
@@ -95,7 +94,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
 
     cwd = Path.cwd()
     plan = plan_run(compose(Words(overrides=[*_FIRST, *settings, *_LAST])), cwd=cwd, env=env)
-    run = RunDirectory(plan.run.path.parent.parent / _FOLDER / secrets.token_hex(4))
+    run = RunDirectory(plan.run.path.with_name(secrets.token_hex(4)))
     plan = replace(plan, run=run)
     cluster = plan.config.cluster
     if cluster is None:

@@ -28,8 +28,9 @@ from slurm_train.verbs import parse
 def main(words: Sequence[str]) -> int:
     """Writes the site file and returns 0."""
     arguments = parse("init", words)
-    asks = not arguments.yes
-    if asks and not sys.stdin.isatty():
+    has_terminal = sys.stdin.isatty()
+    asks = not arguments.yes and (has_terminal or not arguments.print)
+    if asks and not has_terminal:
         raise ConfigError(
             "init asks questions, and there is no terminal to answer at", hint="add --yes to take the defaults"
         )

@@ -16,7 +16,7 @@ from typing import Any
 from slurm_train.cli.terminal import BOLD_RED, Painter, note, painted, takes_escapes
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.files import size_of
+from slurm_train.rundir.files import change_times, size_of
 from slurm_train.rundir.jobs import has_ended, read_job
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
@@ -46,7 +46,10 @@ def main(words: Sequence[str]) -> int:
         )
     elif log is not None:
         printer.print_all(log)
-    elif not printer.print_end(max(existing_attempts(run), default=0) if attempt is None else attempt):
+    elif not printer.print_end(newest := max(existing_attempts(run), default=0) if attempt is None else attempt):
+        if _entry(run, newest).get("action") == "finish":
+            note(f"attempt {newest}: {_entry(run, newest).get('note', '')}; its rank 0 wrote to the terminal")
+            return 0
         raise RunError(
             f"{run.path} has no log yet",
             hint="-f waits for one; rank 0 of a run on this machine writes to its terminal, other ranks have a log",
@@ -82,7 +85,11 @@ def choose_log(run: RunDirectory, *, attempt: int | None, rank: int, after: int 
         return None
     number = attempt if attempt is not None else max(attempts, default=0)
     wanted = [run.rank_log(number, rank)] if rank >= 0 else []
-    wanted += [run.attempt_logs(number) / "batch.log"] + ([run.logs / "batch.log"] if after is None else [])
+    wanted.append(run.attempt_logs(number) / "batch.log")
+    # What the batch script said before an attempt that ran elsewhere is about others.
+    begin_unix_s = float(_entry(run, number).get("time_unix_s", 0.0))
+    if after is None and change_times([run.logs / "batch.log"]).get(run.logs / "batch.log", 0.0) >= begin_unix_s:
+        wanted.append(run.logs / "batch.log")
     found = next((path for path in wanted if size_of(path)), None)
     return ChosenLog(found, number) if found is not None else None
 
@@ -149,13 +156,14 @@ class LogPrinter:
         self.print_end(log.attempt)
 
     def print_end(self, attempt: int) -> bool:
-        """Prints how an attempt failed, or why it comes back; returns whether it failed."""
+        """Prints how an attempt failed, or why it comes back; returns whether it did one of them."""
         failure = find_failure(self._run, attempt)
         if failure is None:
             entry = _entry(self._run, attempt)
-            if entry.get("action") in ("requeue", "leave", "relaunch"):
+            comes_back = entry.get("action") in ("requeue", "leave", "relaunch")
+            if comes_back:
                 note(f"attempt {attempt}: {entry.get('note', '')}")
-            return False
+            return comes_back
         for line in failure.lines(rank_shown=self._rank):
             note(painted(line, self._alert))
         if failure.kind and not failure.is_in_log_of(self._rank):

@@ -365,9 +365,19 @@ def _is_override(word: str) -> bool:
 
 
 def cluster_sizes(overrides: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Returns the sizes named by `cluster=NxG` words as (name, nodes, GPUs per node), e.g. ("4x8", 4, 8)."""
+    """Returns the sizes named by `cluster=NxG` words as (name, nodes, GPUs per node), e.g. ("4x8", 4, 8).
+
+    Raises:
+        ConfigError: a number alone.
+    """
     sizes = []
     for sign, key, value in map(split_word, overrides):
         if key == "cluster" and value and sign != "~":
+            if number := next((one for one in value.split(",") if one.isdigit()), ""):
+                raise ConfigError(
+                    f"{sign}cluster={value} does not say what {number} counts",
+                    hint=f"write {sign}cluster={number}x8 for {number} nodes with 8 GPUs each, or "
+                    f"{sign}cluster=1x{number} for {number} GPUs of one node",
+                )
             sizes += [(m.group(), int(m[1]), int(m[2])) for m in map(_SIZE.fullmatch, value.split(",")) if m]
     return sizes

@@ -109,6 +109,9 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     check_path("run.root", config.run.root)
     root = (cwd / Path(config.run.root).expanduser()).resolve()
     check_path("run.root", str(root))
+    if config.preflight.only:
+        # It trains nothing: where no verb lists runs, and not in the place of the training with the same words.
+        name = ".doctor"
     run = run_of_hash(root / name, config_hash(config, global_size=batch.global_size))
     require_room(run)
     return _assemble(config, world, layout, batch, run=run, directory=str(cwd))
@@ -271,9 +274,20 @@ def _check_text(config: RunConfig) -> None:
         raise ConfigError(f"a setting holds text that is not UTF-8: {near!r}", hint="write it in UTF-8") from err
 
 
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun", "mpiexec", "horovodrun")
+
+
 def _check_script(config: RunConfig, cwd: Path) -> None:
+    words = config.script or []
+    name = words[0] if words else ""
+    if Path(name).name in _LAUNCHERS or any(word.startswith("torch.distributed.") for word in words[1:3]):
+        script = ",".join(words[next((at for at, word in enumerate(words) if word.endswith(".py")), len(words)) :])
+        raise ConfigError(
+            f"script={name} starts ranks, and this program starts one per GPU already: each would start them all",
+            hint=f"write script=[{script or 'train.py,--flag'}]: it finds the variables that torchrun sets, and "
+            "+cluster=NODESxGPUS says how many ranks; cluster.launcher=torchrun has torchrun start them",
+        )
     # Anything but a Python file may be a program that only the nodes have.
-    name = config.script[0] if config.script else ""
     if name.endswith(".py") and not (cwd / name).is_file():
         raise ConfigError(f"script={name}: there is no such file in {cwd}", hint="give its path from where you are")
 

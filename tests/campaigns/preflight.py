@@ -97,7 +97,7 @@ def _watch(person: Person, fault: Fault, job: str, run: RunDirectory) -> Named:
     if len(lines) != 1 or fault.code not in lines[0] or fault.expects not in lines[0]:
         problems.append(f"said {lines}")
     if fault.is_error:
-        entry, shown = read_ledger(run)[-1], person.types("status", run.run_id).out
+        entry, shown = read_ledger(run)[-1], person.types("status", str(run.path)).out
         if (entry.get("reason"), entry.get("action")) != ("failed", "stop"):
             problems.append(f"the ledger says {entry.get('reason')}, {entry.get('action')}: {entry.get('note')}")
         if fault.code not in str(entry.get("note")) or fault.code not in shown:

@@ -83,3 +83,11 @@ def test_whatever_the_run_is_called_the_doctor_touches_no_folder_of_a_run(site: 
     assert {path: path.stat().st_mtime_ns for path in (run, *run.rglob("*"))} == before
     assert len(list(site.folder.glob("runs/.doctor/*/config.yaml"))) == 2, "each has a folder of its own"
     assert ".doctor" not in site.types("status").out
+
+
+def test_a_look_by_itself_is_no_training_run(site: Any) -> None:
+    words = ("+cluster=2x1", "run.name=mine")
+    look, run = (site.types(*words, *more).job_and_run[1] for more in (["preflight.only=true"], []))
+    assert (look.path.parent.name, run.path.parent.name) == (".doctor", "mine")
+    out = site.types("status").out
+    assert "mine/" in out and ".doctor" not in out

@@ -67,7 +67,7 @@ NEXT_STEP = {
     "--config my.yaml": "--config-dir DIR",
     "resume 3f9a1c07 --lr 1e-4": "settings are key=value, without dashes",
     "+optim.lr=1e-4": "without the +",
-    "cluster=4": "write +cluster=<nodes>x<GPUs per node>, e.g. +cluster=4x8",
+    "cluster=4": "write +cluster=4x8 for 4 nodes with 8 GPUs each, or +cluster=1x4 for 4 GPUs of one node",
     "optim.lr 3e-4": "write optim.lr=3e-4, without blanks",
     "optim.lr = 3e-4": "write optim.lr=3e-4, without blanks",
     "optim.lr= 3e-4": "write optim.lr=3e-4",

@@ -77,6 +77,11 @@ def test_without_a_terminal_and_without_yes_nothing_is_asked(shell: Any, home: P
     assert not home.exists()
 
 
+def test_printing_takes_the_defaults_without_a_terminal(shell: Any, home: Path) -> None:
+    printed = shell.types("init", "--print")
+    assert printed.code == 0 and yaml.safe_load(printed.out)["cluster"]["qos"] == "normal" and not home.exists()
+
+
 def test_a_person_answers_and_silence_is_the_default(shell: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Account, QOS (the first answer is none), minutes, interface, shell line.
     monkeypatch.setattr("sys.stdin", Terminal("\nfast\nurgent\n90\nib0\nmodule load cuda\n"))

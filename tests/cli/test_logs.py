@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,18 @@ def test_which_log_is_shown(shell: Shell) -> None:
     shell.refuses("has no attempt 7\nhint: attempts: 0, 1", "logs gpt-stdlib --attempt 7")
     shell.has_run("queued", "bbbb0000", logs={"batch.log": "slurm said\n"})
     assert shell.types("logs queued").out == shell.types("logs queued --rank -1").out == "slurm said\n"
+
+
+def test_a_finished_run_does_not_end_with_what_the_batch_script_said_of_another_attempt(shell: Shell) -> None:
+    ended = {"reason": "done", "action": "finish", "note": "the run is finished"}
+    ledger = (*attempt(0, reason="failed", action="stop", note="rank 0"), *attempt(1, job_id=None, **ended))
+    run = shell.has_run(ledger=ledger, logs={"batch.log": "attempt 0: rank 0\n"})
+    os.utime(run.logs / "batch.log", (5.0, 5.0))
+    done = shell.types("logs")
+    assert (done.code, done.out) == (0, "")
+    assert done.err == "attempt 1: the run is finished; its rank 0 wrote to the terminal\n"
+    os.utime(run.logs / "batch.log", (15.0, 15.0))
+    assert shell.types("logs").out == "attempt 0: rank 0\n"
 
 
 @pytest.mark.parametrize("written", ["caf\u00e9 \u4e2d\n".encode() * 30_000, b"a\xff\xc3\n\x00"])

@@ -109,6 +109,11 @@ REFUSALS = [
     ("data=text", "data.path has no value", "set data.path=..."),
     ("container=apptainer", "container.image has no value", "set container.image=..."),
     ("container.image=/a", "container.image was set, but the run asks for no container", "add container=apptainer"),
+    (
+        "+cluster=4",
+        "+cluster=4 does not say what 4 counts",
+        "write +cluster=4x8 for 4 nodes with 8 GPUs each, or +cluster=1x4 for 4 GPUs of one node",
+    ),
     ("model=null", "a group is chosen by the name of an option", "write +cluster=<nodes>x<GPUs per node>"),
     ("run.name=${oc.env:NOPE}", "${oc.env:NOPE}: there is no such variable", "set it, or give a default"),
     ("run.name=${nope:1}", "there is no resolver 'nope' for ${nope:...}", "register one of your own in a module"),

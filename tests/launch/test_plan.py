@@ -73,6 +73,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"script": ["a.sh"], "task": {"_target_": "m.f"}}, "script and task are both set"),
     ({"script": []}, "script=[] names no file"),
     ({"script": ["nowhere.py"]}, "script=nowhere.py: there is no such file in /home/user/project"),
+    *(
+        ({"script": words}, f"script={words[0]} starts ranks, and this program starts one per GPU already")
+        for words in (
+            ["torchrun", "train.py"],
+            ["/opt/bin/torchrun", "--nproc_per_node=8", "-m", "pkg"],
+            ["python", "-m", "torch.distributed.run", "train.py"],
+            ["accelerate", "launch", "train.py"],
+            ["srun", "train.py"],
+        )
+    ),
     ({"task": {"x": 1}}, "task has no _target_: there is nothing to build"),
     ({"model": {"width": 3}}, "model has no _target_: there is nothing to build"),
     ({"model": None}, "model has no _target_: there is nothing to build"),
