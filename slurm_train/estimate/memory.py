@@ -292,9 +292,11 @@ def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
         passing += tokens * max(0.0, facts.kept_in_block("none") - (0 if recompute == "full" else block))
     # Bytes of activations, whole blocks that are gathered, copies of the gradients. In the last block: its parameters,
     # their gradients and the next one's parameters; at the end also the gradients of the block before, in transit.
+    # A block that is wholly computed again has all of its activations before the first of its gradients is there.
+    early = 1 if recompute == "full" else 0
     moments = [
-        (kept + passing, 3, before),
-        (tokens * block + passing + (facts.casts(stage) if layout.pp > 1 else 0), 4, max(1, before)),
+        (kept + passing, 3 - early, before),
+        (tokens * block + passing + (facts.casts(stage) if layout.pp > 1 else 0), 4 - early, max(1, before)),
     ]
     if stage == layout.pp - 1:
         scores = FLOAT * tokens * shape.vocab_size
