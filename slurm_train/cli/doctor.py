@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from slurm_train.cli.terminal import note
@@ -94,9 +92,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
 
     cwd = Path.cwd()
     plan = plan_run(compose(Words(overrides=[*_FIRST, *settings, *_LAST])), cwd=cwd, env=env)
-    run = RunDirectory(plan.run.path.with_name(secrets.token_hex(4)))
-    plan = replace(plan, run=run)
-    cluster = plan.config.cluster
+    run, cluster = plan.run, plan.config.cluster
     if cluster is None:
         raise ConfigError(
             f"doctor {' '.join(settings)} asks for no nodes",

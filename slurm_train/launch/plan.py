@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from slurm_train.config.batch import (
     recut_batch,
     solve_batch,
 )
-from slurm_train.config.frozen import config_hash
+from slurm_train.config.frozen import ID_DIGITS, config_hash
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig, to_mapping
 from slurm_train.errors import BatchError, ConfigError
@@ -110,9 +111,10 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     root = (cwd / Path(config.run.root).expanduser()).resolve()
     check_path("run.root", str(root))
     if config.preflight.only:
-        # It trains nothing: where no verb lists runs, and not in the place of the training with the same words.
-        name = ".doctor"
-    run = run_of_hash(root / name, config_hash(config, global_size=batch.global_size))
+        # It trains nothing, and the same words are to check again: a folder of its own, where no verb lists runs.
+        run = RunDirectory(root / ".doctor" / secrets.token_hex(ID_DIGITS // 2))
+    else:
+        run = run_of_hash(root / name, config_hash(config, global_size=batch.global_size))
     require_room(run)
     return _assemble(config, world, layout, batch, run=run, directory=str(cwd))
 

@@ -87,7 +87,9 @@ def test_whatever_the_run_is_called_the_doctor_touches_no_folder_of_a_run(site: 
 
 def test_a_look_by_itself_is_no_training_run(site: Any) -> None:
     words = ("+cluster=2x1", "run.name=mine")
-    look, run = (site.types(*words, *more).job_and_run[1] for more in (["preflight.only=true"], []))
-    assert (look.path.parent.name, run.path.parent.name) == (".doctor", "mine")
+    only = ["preflight.only=true"]
+    look, again, run = (site.types(*words, *more).job_and_run[1] for more in (only, only, []))
+    assert look.path != again.path, "the same words check again"
+    assert [one.path.parent.name for one in (look, again, run)] == [".doctor", ".doctor", "mine"]
     out = site.types("status").out
     assert "mine/" in out and ".doctor" not in out
