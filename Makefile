@@ -27,17 +27,7 @@ $(VENV)/.test: $(VENV)/.train
 	@touch $@
 
 # The platform's own Python is what many people have; a package manager's Python may pickle otherwise (3.11.2 does).
-PLATFORM_PYTHON ?= /usr/bin/python3
-PLATFORM_VENV := .venv-platform
-PLATFORM_TESTS := tests/checkpoint tests/end_to_end/test_main_path_here.py
-PLATFORM_PIP := $(BIN)/python -m pip --python $(PLATFORM_VENV)/bin/python --quiet --disable-pip-version-check
-
-$(PLATFORM_VENV)/.test: $(VENV)/.train
-	@echo "== setting up $(PLATFORM_VENV) with $(PLATFORM_PYTHON)"
-	$(PLATFORM_PYTHON) -m venv --without-pip --clear $(PLATFORM_VENV)
-	$(PLATFORM_PIP) install $(CONSTRAINTS) torch
-	$(PLATFORM_PIP) install $(CONSTRAINTS) --editable . 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100'
-	@touch $@
+PLATFORM_PYTHONS ?= /usr/bin/python3 python3.10 python3.13
 
 setup: $(VENV)/.train  ## set up .venv for training
 setup-test: $(VENV)/.test  ## set up .venv for tests
@@ -59,11 +49,8 @@ test: setup-test slurm-packages lint  ## set up everything, Slurm included, and 
 	$(BIN)/python -m pytest
 	@$(MAKE) --no-print-directory test-platform
 
-test-platform:  ## checkpoints and the main path on the platform's own Python (PLATFORM_PYTHON, /usr/bin/python3)
-	@if $(PLATFORM_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
-	    $(MAKE) --no-print-directory $(PLATFORM_VENV)/.test && \
-	    $(PLATFORM_VENV)/bin/python -m pytest $(PLATFORM_TESTS); \
-	else echo "== not run: $(PLATFORM_PYTHON) is missing or older than 3.10"; fi
+test-platform: setup  ## checkpoints and the main path on other Pythons (PLATFORM_PYTHONS: /usr/bin/python3 python3.10 python3.13)
+	@sh .ci/test-platform.sh $(PLATFORM_PYTHONS)
 
 test-returns: setup-test slurm-packages  ## kill, preempt and crash runs on a real cluster, and what else takes long (about twenty minutes)
 	$(BIN)/python -m pytest --ignore tests/tools/doctor -m campaign
@@ -92,4 +79,4 @@ demo-preemption: setup-test slurm-packages  ## a run is interrupted in five ways
 	$(BIN)/python -m tests.campaigns exactness --trials 5
 
 clean:  ## remove the virtual environment and caches; runs stay
-	rm -rf $(VENV) $(PLATFORM_VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site
+	rm -rf $(VENV) .venv-platform .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site

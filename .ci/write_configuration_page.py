@@ -31,6 +31,7 @@ ROOT_MEANINGS = {
     "data": "The data: a group (`data=stdlib`) or `data._target_=my_package.MyData`; see below",
     "launch": "slurm: as a job; interactive: in an salloc, yours or a new one; local: here, even with a cluster",
     "site": "`site=NAME`: a file with your cluster's partition, account and so on; `init` writes it",
+    "callbacks": "Code that is called at moments of the training, a list of `_target_`s: [callbacks](callbacks.md)",
     "task": "`task._target_=my_package.main`: your function on every rank instead of the trainer",
     "script": "`script=[train.py,--flag]`: your script on every rank instead of the trainer",
 }
@@ -49,13 +50,13 @@ Settings are given on the command line as `key=value`. Units are in the names: `
 | setting | meaning |
 |---|---|
 | `key=value` | sets an existing key; an unknown key is refused, with the nearest names |
-| `model=NAME`, `data=NAME` | selects a file of `conf/model/` or `conf/data/` |
+| `model=NAME`, `data=NAME`, `optim=NAME` | selects a file of `conf/model/`, `conf/data/` or `conf/optim/` |
 | `+experiment=NAME` | adds a file of `conf/experiment/`, which has several settings |
 | `+cluster=NxG` | runs through Slurm on N nodes with G GPUs each, for any N and G; `cluster.*` settings need it |
 | `container=apptainer`, `container=pyxis` | runs the Python of the ranks [in an image](interactive.md#containers) |
 | `site=NAME` | uses the settings of one cluster: see [site profiles](site-profiles.md) |
-| `+model.KEY=value`, `+data.KEY=value` | adds a keyword that the selected file does not have |
-| `model._target_=...`, `data._target_=...` | uses your own class, without the keywords of the selected file |
+| `+model.KEY=value`, `+data.KEY=value`, `+optim.KEY=value` | adds a keyword that the selected file does not have |
+| `model._target_=...`, `data._target_=...`, `optim._target_=...` | uses your own class, without keywords of a file |
 | `key=null` | no value; the tables below say what this means |
 | `"key=[a,b]"` | a list; quote it because of the shell |
 | `cluster.env.NAME=value`, `cluster.sbatch.FLAG=value`, `cluster.srun.FLAG=value` | sets one entry of a mapping |
@@ -96,7 +97,7 @@ The global batch is part of the hash, but not how it is split. For a `script=` o
 """
 
 GROUPS = """\
-## The included models, data sets and experiments
+## The included models, data sets, optimizers and experiments
 
 Their keys are the keyword arguments of the class or function in `_target_`; unknown keys are refused.
 """
@@ -145,6 +146,8 @@ def _keys(name: str, section: ast.ClassDef, classes: dict[str, ast.ClassDef], al
     """Yields the keys of a section, those of sections in it with their whole names."""
     for field, text in _fields(section):
         inner = classes.get(ast.unparse(field.annotation))
+        if _name_of(field) == "keywords":
+            continue
         if inner is None:
             yield _key(name, field, text, aliases)
         else:
@@ -183,6 +186,7 @@ _WORDS = {
     "list[int]": "list of whole numbers",
     "list[float]": "list of numbers",
     "list[str]": "list of strings",
+    "list[dict[str, Any]]": "list of mappings",
     "dict[str, Any]": "mapping",
     "Count": "whole number from 1",
     "Degree": "whole number from 1, -1",
@@ -211,6 +215,7 @@ def read_defaults() -> dict[str, Any]:
     shipped = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
     groups = {key: value for item in shipped["defaults"] if isinstance(item, dict) for key, value in item.items()}
     flat = {**groups, "cluster": None, "container": None}
+    shipped["optim"] = yaml.safe_load((CONF / "optim" / "adamw.yaml").read_text(encoding="utf-8"))
     for section, values in shipped.items():
         if isinstance(values, dict):
             flat |= _flat(values, f"{section}.")
@@ -242,7 +247,7 @@ def render() -> str:
     parts.append(GROUPS)
     parts += [
         _group(path)
-        for folder in ("model", "data", "experiment", "container")
+        for folder in ("model", "data", "optim", "experiment", "container")
         for path in sorted((CONF / folder).iterdir())
     ]
     return "\n".join(parts)

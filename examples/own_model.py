@@ -41,3 +41,9 @@ class Regressor(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
+
+
+def halving(samples: int, *, warmup_samples: int, total_samples: int, times: int = 4) -> float:
+    """A learning-rate schedule: the factor of the peak after so many samples is halved so many times in a run."""
+    warmup = min(1.0, samples / max(1, warmup_samples))
+    return warmup * 0.5 ** (samples * times // total_samples)

@@ -5,6 +5,7 @@
     │   └── BatchError       the batch arithmetic has no solution as asked
     ├── ClusterError         Slurm is absent, refuses, or has not what was asked
     ├── RunError             a run directory is missing, active, finished or unusable
+    │   ├── TimedOutError    a run has not ended in the time that somebody waited
     │   └── NodesError       nodes of an allocation do not see or cannot write the run directory
     │       └── SilentNodesError  they do not answer, or not yet see what they should
     ├── DataError            a data set cannot be read or does not match
@@ -75,6 +76,12 @@ class RunError(SlurmTrainError):
     """A run directory is missing, active, finished or unusable."""
 
     exit_code = EXIT_WRONG_USE
+
+
+class TimedOutError(RunError, TimeoutError):
+    """A run has not ended in the time that somebody waited; it goes on."""
+
+    exit_code = EXIT_FAILURE
 
 
 class NodesError(RunError):

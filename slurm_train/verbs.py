@@ -108,11 +108,12 @@ def _action(about: str, *arguments: Argument) -> Verb:
 
 
 _RUN = "run name, run id, job id or path"
-_ROOT = Argument("--root DIR", "root of the runs (default: runs)", default="runs")
+DEFAULT_ROOT = "runs"
+_ROOT = Argument("--root DIR", "root of the runs (default: runs; ids are found everywhere)", default=DEFAULT_ROOT)
 _WHERE = Argument("--where KEY=VALUE", "of a sweep: with this value", action="append")
 _JSON = Argument("--json", "print JSON")
 _ONE_RUN = Argument("run RUN", f"{_RUN}; default: the newest", nargs="?")
-_CHECKPOINT = "RUN (its newest that verifies), RUN@STEP, or the path of a checkpoint"
+_CHECKPOINT = "RUN (its newest that verifies), RUN@STEP, RUN@best, or the path of a checkpoint"
 DEVCLUSTER_STATE_DIR = "/var/lib/slurm-train-devcluster"
 _STATE_DIR = Argument("--state DIR", "directory that holds all of it", default=DEVCLUSTER_STATE_DIR)
 _NODE = Argument("node", "e.g. node2")
@@ -294,6 +295,40 @@ The same command again starts what is missing, waits for what runs, and prints t
 """,
         is_tool=True,
     ),
+    "evaluate": Verb(
+        "cli.evaluate",
+        "measure saved weights on the held-out samples; with +cluster=NxG on Slurm",
+        [
+            Argument("run RUN|CHECKPOINT", _CHECKPOINT, takes="run"),
+            _ROOT,
+            Argument("--config-dir DIR", "YAML files of your own, for cluster=NAME"),
+        ],
+        settings="after",
+        examples="""\
+  python -m slurm_train evaluate gpt-stdlib                          the newest checkpoint, on this machine
+  python -m slurm_train evaluate 3f9a1c07@200 data.path=data/other   of step 200, on other text
+  python -m slurm_train evaluate 3f9a1c07 +cluster=1x8 parallel.dp_shard=8
+""",
+    ),
+    "generate": Verb(
+        "cli.generate",
+        "let a language model continue a text, on this machine",
+        [
+            Argument("run RUN|CHECKPOINT", _CHECKPOINT, takes="run"),
+            Argument("--prompt TEXT", "what to continue; default: nothing"),
+            _ROOT,
+            Argument("--max-new-tokens N", "tokens to add at most (default: 200)", type=int, default=200),
+            Argument("--temperature T", "0: always the most likely token (default: 0.8)", type=float, default=0.8),
+            Argument("--top-k K", "draw from the K most likely tokens (default: all)", type=int),
+            Argument("--seed S", "of the draws (default: 0)", type=int, default=0),
+            Argument("--tokenizer JSON", "tokenizer.json; default: that of the data, else of model.path"),
+        ],
+        examples="""\
+  python -m slurm_train generate gpt-stdlib --prompt "def main"
+  python -m slurm_train generate 3f9a1c07@200 --prompt "Once" --temperature 0 --max-new-tokens 50
+  srun --gpus=1 python -m slurm_train generate 3f9a1c07 --prompt "Once"       on a node with a GPU
+""",
+    ),
     "checkpoint": Verb(
         "cli.checkpoint",
         "ls, verify, diff, gc and export the checkpoints of a run",
@@ -323,6 +358,7 @@ The same command again starts what is missing, waits for what runs, and prints t
                     choices=("safetensors", "hf"),
                     default="safetensors",
                 ),
+                Argument("--ema", "the averaged weights that the callback EMA keeps", action="store_true"),
                 Argument("--shard-size SIZE", "hf: largest file (default: 5GB)", default="5GB"),
             ),
         },
@@ -463,6 +499,7 @@ settings and flags:
   --config-dir DIR     YAML files of your own; they may shadow the shipped ones
   --config-path DIR    likewise, in front of --config-dir
   --config-name NAME   another primary file than config.yaml
+  after=RUN            with +cluster: start when that run has finished; RUN,RUN for several
   -m, --multirun       several values make several runs: key=1,2,3, "key=range(8)", key=choice(a,b)
   --wait               with -m: return when all runs have ended
   --cfg job            print the composed configuration and do nothing

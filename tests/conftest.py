@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,14 @@ from slurm_train.tools.devcluster.cluster import bring_up, cluster_status, missi
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
 
 _WANTED = ClusterPlan(nodes=4, gpus=8)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps the runs of tests out of the person's own list of places with runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(scope="session")

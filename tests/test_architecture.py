@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = "slurm_train"
 
 LAYERS = [
-    {"errors", "assets", "__init__", "formatting"},
+    {"errors", "assets", "__init__", "formatting", "frozen_class"},
     {"verbs"},
     {"config"},
     {"slurm", "rundir"},
@@ -41,11 +41,12 @@ TORCH_FREE_MODULES = (
     "errors",
     "assets",
     "formatting",
+    "frozen_class",
     "verbs",
     "__main__",
     "data.prepare",
     "data.shards",
-    "checkpoint.directory",
+    "checkpoint.verify",
     "checkpoint.manifest",
     "checkpoint.commit",
     "metrics.series",
@@ -63,7 +64,7 @@ SLURM_COMMANDS = ("squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "
 COMMAND_WORDS = {
     "slurm.commands": {"squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "sacctmgr"},
     "launch.submission": {"sbatch"},
-    "launch.script": {"srun"},
+    "launch.batch_script": {"srun"},
     "launch.acceptance": {"salloc"},
     "supervise.ranks": {"srun"},
     # A value of cluster.launcher.

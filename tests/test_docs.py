@@ -24,6 +24,8 @@ from slurm_train.errors import SlurmTrainError
 from slurm_train.status.run_status import JSON_KEYS, RunState
 from slurm_train.tools.doctor import node_rules, site_rules
 from slurm_train.verbs import PUBLIC_VERBS, parse
+from tests.support.browser import missing_browser, open_browser
+from tests.support.waiting import wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -189,20 +191,39 @@ def test_links_lead_to_pages_of_the_site() -> None:
     assert turned == "[a](slurm.md) b [c](nowhere.md)", "mkdocs finds what leads nowhere"
 
 
-def test_the_site_is_built_without_a_complaint_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    """Nine seconds on two busy cores."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it; nine seconds on two busy cores."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install '.[docs]'")
     pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install '.[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=quiet, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    pages = {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
+    return folder
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = [path.read_text(encoding="utf-8") for path in site.rglob("*.html")]
     assert len(pages) > 20
-    loaded = [
-        url for text in pages.values() for url in re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"([^\"]+)", text)
-    ]
+    loaded = [url for text in pages for url in re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"([^\"]+)", text)]
     assert loaded and [url for url in loaded if re.match(r"(?:https?:)?//", url)] == []
+
+
+@pytest.mark.skipif(bool(missing_browser()), reason=f"{missing_browser()}: apt-get install chromium chromium-driver")
+def test_the_search_finds_pages_when_the_site_is_opened_as_files(site: Path) -> None:
+    found = "return document.querySelector('.md-search-result__list a')?.href ?? ''"
+    typed = (
+        "const box = document.querySelector('.md-search__input'); box.focus();"
+        "box.value = 'preemption'; box.dispatchEvent(new Event('keyup'))"
+    )
+    with open_browser() as browser:
+        browser.open(site / "index.html")
+        browser.run(typed)
+        wait_for(lambda: browser.run(found), within_s=60, what="a result of the search")
+        assert browser.run(found).startswith((site / "requeue-explained.html").as_uri())
+        assert browser.complaints() == []
 
 
 def load_writer() -> ModuleType:

@@ -29,11 +29,12 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm_train.checkpoint.directory import Search, check_sizes, newest_verified, verify
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, check_size, digest_of, write_file
+from slurm_train.checkpoint.verify import Search, check_sizes, kept_paths, newest_verified, read_manifest, verify
 from slurm_train.errors import CheckpointError
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import publishing
-from slurm_train.rundir.files import fsync_directory
+from slurm_train.rundir.files import fsync_directory, make_folder
 from slurm_train.rundir.paths import CheckpointName, list_checkpoints, name_of, parse_name
 
 TRASH_PREFIX = ".trash-"
@@ -68,7 +69,7 @@ class Pruned:
                 self.problems.append(f"cannot remove {path}: {err}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Place:
     """A directory of checkpoints as one attempt changes it: the run's; a node's is a `local.NodePlace`.
 
@@ -125,6 +126,7 @@ class Place:
             fsync_directory(self.root.parent)
         staging = self.root / f"{CheckpointName(step, self.attempt, secrets.token_hex(4))}{STAGING_SUFFIX}"
         staging.mkdir(mode=DIRECTORY_MODE)
+        make_folder(staging)
         return staging
 
     def commit(self, staging: Path, manifest: Manifest, *, here: Collection[str] | None = None) -> Path:
@@ -201,11 +203,14 @@ class Place:
     def prune(self, newest: Path, *, protect: Collection[str] = ()) -> Pruned:
         """Removes the attempt's whole checkpoints beyond the newest `keep`, and what earlier attempts left.
 
+        What the newest says is to be kept stays, too, see `kept_paths`.
+
         Args:
             newest: the one that was just saved or verified; it stays, and a newer one counts for nothing.
             protect: names of directories that stay whatever their age.
 
         Raises:
+            CheckpointError: the newest cannot be read.
             SlurmTrainError: what the fence raised.
         """
         whole: list[Path] = [newest]
@@ -214,7 +219,8 @@ class Place:
             if path != newest:
                 is_own = name_of(path) < name_of(newest) and name_of(path).attempt == self.attempt
                 (whole if is_own and _is_whole(path) else untrusted).append(path)
-        outdated = [path for path in whole[self.keep :] if path.name not in protect]
+        kept = kept_paths(read_manifest(newest), whole)
+        outdated = [path for path in whole[self.keep :] if path.name not in protect and path not in kept]
         # Saved again, and this time it holds.
         same_step = [path for path in untrusted if name_of(path).step == name_of(newest).step]
         outdated += [path for path in same_step if name_of(path).attempt <= self.attempt]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -25,13 +26,14 @@ from torch.distributed import ProcessGroup
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
 from slurm_train.checkpoint.commit import Fence, Place, no_fence
-from slurm_train.checkpoint.directory import PassedOver, check_sizes, verify, wait_until_visible
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, Manifest, check_hash
 from slurm_train.checkpoint.save import rank_file
+from slurm_train.checkpoint.verify import PassedOver, check_sizes, verify, wait_until_visible
 from slurm_train.errors import CheckpointError, RunError
 from slurm_train.rundir.files import fsync_directory, fsync_file
 
 MODEL = "model."
+_AVERAGE = re.compile(r"callbacks\.\d+ \S+?\.average\.(.+)")
 _NUM_NAMED = 5
 
 
@@ -101,12 +103,15 @@ def load_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | N
     read_tensors(path, tensors, group=group)
 
 
-def require_fit(path: Path, model: Mapping[str, Any], *, is_stage: bool = False) -> None:
-    """Checks that a checkpoint holds the weights that a model has, by name and shape.
+def require_fit(
+    path: Path, model: Mapping[str, Any], *, kept: Mapping[str, Mapping[str, Any]] | None = None, is_stage: bool = False
+) -> None:
+    """Checks that a checkpoint holds the weights that a model has, by name and shape, and what its optimizer keeps.
 
     Args:
         path: the directory that choose_checkpoint gave.
         model: the model's state dictionary.
+        kept: tensors and values that the optimizer keeps, by parameter and name.
         is_stage: it is one stage of a pipeline; what else is saved is the other stages'.
 
     Raises:
@@ -125,6 +130,13 @@ def require_fit(path: Path, model: Mapping[str, Any], *, is_stage: bool = False)
             f"the weights in {path.name} do not fit the model as it is now: {', '.join(rows)}{more}",
             hint="take the change of the model back, or start another run with run.name=NAME",
         )
+    tensors = ((one, key) for one, own in (kept or {}).items() for key, value in own.items() if hasattr(value, "shape"))
+    for parameter, key in tensors:
+        if f"optimizer.state.{parameter}.{key}" not in stored:
+            raise RunError(
+                f"the optimizer keeps {key} of {parameter} now, which {path.name} does not have",
+                hint="take the change of `optim` back, or start another run with run.name=NAME",
+            )
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
@@ -172,22 +184,46 @@ def check_owners(path: Path, manifest: Manifest) -> None:
             )
 
 
-def read_model(path: Path) -> tuple[Manifest, dict[str, Tensor]]:
+def read_model(path: Path, *, averaged: bool = False) -> tuple[Manifest, dict[str, Tensor]]:
     """Gives the manifest and the model's tensors, by parameter name, in host memory.
 
+    Args:
+        path: the checkpoint.
+        averaged: take the average of a parameter, where a callback has kept one.
+
     Raises:
-        CheckpointError: the checkpoint does not verify, belongs to somebody else, or holds no model.
+        CheckpointError: the checkpoint does not verify, belongs to somebody else, or holds no model, or no average.
     """
     manifest = verify(path)
     check_owners(path, manifest)
     tensors = _model_shapes(path)
     if not tensors:
         raise CheckpointError(f"{path} holds no tensor of a model", hint="it was not written by the built-in trainer")
+    if averaged:
+        return manifest, _with_averages(path, tensors)
     load_tensors(path, tensors)
     return manifest, {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
 
-def export_model(path: Path, target: Path) -> int:
+def _with_averages(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    from slurm_train.checkpoint.tensors import tensor_shapes
+
+    # By flat name, e.g. "callbacks.0 slurm_train.train.callbacks.EMA.average.head.weight".
+    stored = {MODEL + found[1]: name for name in tensor_shapes(path) if (found := _AVERAGE.match(name))}
+    if not stored:
+        raise CheckpointError(
+            f"{path} holds no average of the weights",
+            hint="the callback EMA keeps one while a run trains, see docs/callbacks.md",
+        )
+    wanted = {stored.get(name, name): tensor_shapes(path)[stored.get(name, name)] for name in tensors}
+    load_tensors(path, wanted)
+    # An average may be of a wider type than its parameter.
+    return {
+        name.removeprefix(MODEL): wanted[stored.get(name, name)].to(tensor.dtype) for name, tensor in tensors.items()
+    }
+
+
+def export_model(path: Path, target: Path, *, averaged: bool = False) -> int:
     """Writes the model of a checkpoint as one safetensors file and gives the number of its tensors.
 
     Raises:
@@ -196,7 +232,7 @@ def export_model(path: Path, target: Path) -> int:
     from safetensors.torch import save_file
 
     def write(temporary: Path) -> int:
-        manifest, tensors = read_model(path)
+        manifest, tensors = read_model(path, averaged=averaged)
         facts = {name: str(getattr(manifest, name)) for name in ("step", "samples", "config_hash")}
         save_file(tensors, temporary, metadata={"format": "pt", **facts})
         return len(tensors)

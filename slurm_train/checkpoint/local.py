@@ -27,16 +27,17 @@ from torch.distributed import ProcessGroup
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in
 from slurm_train.checkpoint.commit import DIRECTORY_MODE, Place, Pruned
-from slurm_train.checkpoint.directory import newest_committed_step, read_manifest, survey, wait_until_visible
 from slurm_train.checkpoint.load import Choice
 from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, copy_file
 from slurm_train.checkpoint.save import Records, Saved, fill
+from slurm_train.checkpoint.verify import newest_committed_step, read_manifest, survey, wait_until_visible
 from slurm_train.errors import CheckpointError
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NodePlace(Place):
     """One node's folder of checkpoints, as one rank of that node uses it; each node's leader changes its names."""
 

@@ -22,7 +22,8 @@ from typing import Any, get_origin, get_type_hints
 import xxhash
 
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.files import write_all
+from slurm_train.frozen_class import frozen
+from slurm_train.rundir.files import is_shared, open_file, write_all
 
 FORMAT_VERSION = 1
 # What to do about a checkpoint that is not as it was written; its loader and `verify` look for an older one themselves.
@@ -53,7 +54,7 @@ class FileRecord:
             raise CheckpointError(f"no file record: {self.bytes} bytes, hash {self.xxh3_128!r}", hint=DAMAGED_HINT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CheckpointHeader:
     """The facts of the moment a checkpoint was taken.
 
@@ -104,7 +105,7 @@ class CheckpointHeader:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Manifest(CheckpointHeader):
     """A header together with the record of every file, by plain file name."""
 
@@ -212,12 +213,12 @@ def write_file(path: Path, data: bytes) -> FileRecord:
 
 
 def seal_file(path: Path) -> FileRecord:
-    """Makes a file that another library wrote private and durable, and gives its record.
+    """Makes a file that another library wrote as private as its folder, and durable, and gives its record.
 
     torch 2.13's FileSystemWriter calls fsync before Python's buffer is flushed: .metadata has 0 bytes at that moment.
     """
     with open_plain(path) as file:
-        os.fchmod(file.fileno(), 0o600)
+        os.fchmod(file.fileno(), 0o640 if is_shared(path.parent) else 0o600)
         os.fsync(file.fileno())
         return _measure(file)
 
@@ -288,7 +289,7 @@ def check_hash(path: Path, expected: FileRecord) -> None:
 
 
 def _create(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
 
 def _measure(file: FileIO) -> FileRecord:

@@ -162,7 +162,7 @@ def _commit_and_prune(
     final = place.commit(staging, manifest, here=here)
     try:
         return place.prune(final, protect=protect).problems
-    except OSError as err:  # what was just saved is durable, so the save has not failed
+    except (OSError, CheckpointError) as err:  # what was just saved is durable, so the save has not failed
         return [f"cannot look for old checkpoints: {err}"]
 
 

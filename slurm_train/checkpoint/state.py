@@ -44,10 +44,16 @@ def names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def set_group_names(state: dict[str, Any], names: list[list[str]]) -> None:
-    """Puts names into the groups of a training state: those of all stages for a save, a stage's own for a restore."""
-    for group, own in zip(state["optimizer"]["param_groups"], names, strict=True):
-        group["params"] = own
+def number_groups(groups: list[dict[str, Any]], names: list[list[str]]) -> dict[str, dict[str, Any]]:
+    """Returns groups of an optimizer by their numbers in the whole model, of which a stage may have a few.
+
+    Args:
+        groups: with the names of their parameters.
+        names: those in each group of the whole model.
+    """
+    places = {name: (str(number), own) for number, own in enumerate(names) for name in own}
+    numbered = ((*places[group["params"][0]], group) for group in groups)
+    return {number: {**group, "params": own} for number, own, group in numbered}
 
 
 def share_of(sizes: dict[str, int], *, rank: int, num_ranks: int) -> set[str]:
@@ -85,6 +91,27 @@ def own_tensors(model: nn.Module, optimizer: Optimizer, *, rank: int, num_ranks:
     return [tensor for _, tensor in _tensors(part)]
 
 
+def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Gives the tensors of a nested dictionary, and a copy of everything else; `merge_state` puts them together."""
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            inner, values[key] = split_state(value)
+            tensors |= {key: inner} if inner else {}
+        elif isinstance(value, Tensor):
+            tensors[key] = value
+        else:
+            values[key] = copy.deepcopy(value)
+    return tensors, values
+
+
+def merge_state(values: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    """Gives the nested dictionary that was split."""
+    inner = {key: merge_state(values[key], value) for key, value in tensors.items() if isinstance(value, dict)}
+    return {**values, **tensors, **inner}
+
+
 def _tensors(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     for key, value in state.items():
         if isinstance(value, dict):
@@ -104,6 +131,10 @@ def _without(state: dict[str, Any], prefix: str, left_out: set[str]) -> dict[str
 
 _Kind = tuple[torch.Size, torch.dtype, bool]
 """What makes two buffers interchangeable: shape, number type, whether the memory is pinned."""
+
+# Of so many bytes, malloc gives pages that no other memory shares.
+_LARGE = 1 << 20
+_PORTABLE = 1
 
 
 class StagingBuffers:
@@ -200,7 +231,12 @@ class StagingBuffers:
 
     def _add_buffer(self, kind: _Kind) -> Tensor:
         shape, dtype, is_pinned = kind
-        buffer = torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
+        # torch rounds pinned memory up to a power of two, so large buffers are pinned by themselves. They stay.
+        is_large = is_pinned and shape.numel() * dtype.itemsize >= _LARGE
+        buffer = torch.empty(shape, dtype=dtype, pin_memory=is_pinned and not is_large)
+        if is_large:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types here
+            runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, _PORTABLE)
         self._buffers[kind].append(buffer)
         return buffer
 

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from slurm_train.checkpoint.agreement import as_agreed
-from slurm_train.checkpoint.directory import wait_until_visible
 from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.state import require_loadable
+from slurm_train.checkpoint.verify import wait_until_visible
 from slurm_train.errors import CheckpointError
 
 

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from slurm_train.cli.selection import filter_where, summary
+from slurm_train.cli.selection import filter_where, parse_runs, summary
 from slurm_train.cli.terminal import note
 from slurm_train.errors import RunError
 from slurm_train.rundir.jobs import ask_to_stop
@@ -22,12 +22,11 @@ from slurm_train.rundir.sweep import SweepDirectory, array_job_id, existing_arra
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.activity import Active, find_active, newest_job, no_submitter
 from slurm_train.status.run_status import read_statuses, subjects_of
-from slurm_train.verbs import parse
 
 
 def main(words: Sequence[str]) -> int:
     """Cancels the named runs and returns 0; a run that is not active is an error."""
-    arguments = parse("cancel", words)
+    arguments = parse_runs("cancel", words)
     root, commands = Path(arguments.root), SlurmCommands(os.environ)
     if len(arguments.runs) == 1 and (sweep := find_sweep(root, arguments.runs[0])) is not None:
         cancel_sweep(sweep, commands, where=arguments.where)

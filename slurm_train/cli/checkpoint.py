@@ -12,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from slurm_train.checkpoint.commit import Place
-from slurm_train.checkpoint.directory import newest_verified, read_manifest, survey, verify
 from slurm_train.checkpoint.manifest import MANIFEST_FILE
+from slurm_train.checkpoint.verify import find_kept, newest_verified, read_manifest, survey, verify
+from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.terminal import note
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import nested
@@ -24,12 +25,11 @@ from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import existing_attempts, list_checkpoints, name_of
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.activity import holder_lives
-from slurm_train.verbs import parse
 
 
 def main(words: Sequence[str]) -> int:
     """Prints tables to stdout; 1 if a checkpoint cannot be trusted (verify) or weights differ (diff)."""
-    arguments = parse("checkpoint", words)
+    arguments = parse_runs("checkpoint", words)
     return _ACTIONS[arguments.action](arguments)
 
 
@@ -37,22 +37,24 @@ def _show(arguments: argparse.Namespace) -> int:
     check_bytes = arguments.action == "verify"
     good = "verified" if check_bytes else "complete"
     root = find_run(Path(arguments.root), arguments.run).checkpoints
+    kept = find_kept(root)
     rows: list[tuple[str, ...]] = []
     for path, found in survey(root, verify if check_bytes else read_manifest):
         if isinstance(found, CheckpointError):
             rows.append((path.name, "-", "-", "-", "-", found.message))
         else:
             counts = (str(found.step), str(found.samples), str(found.world_size))
-            rows.append((path.name, *counts, byte_size(found.num_bytes), good))
+            state = good if path not in kept else f"{good}, {kept[path]}"
+            rows.append((path.name, *counts, byte_size(found.num_bytes), state))
     if not rows:
         note(f"no checkpoint in {root}")
         return EXIT_DONE
     print(table(("CHECKPOINT", "STEP", "SAMPLES", "RANKS", "SIZE", "STATE"), rows))
-    return EXIT_FAILURE if check_bytes and any(row[-1] != good for row in rows) else EXIT_DONE
+    return EXIT_FAILURE if check_bytes and any(not row[-1].startswith(good) for row in rows) else EXIT_DONE
 
 
 def find_checkpoint(word: str, *, root: Path) -> Path:
-    """Returns the checkpoint that a word names: a path, RUN@STEP, or RUN for its newest that verifies.
+    """Returns the checkpoint that a word names: a path, RUN@STEP, RUN@best, or RUN for its newest that verifies.
 
     Raises:
         CheckpointError: the run has none, or none of that step.
@@ -62,6 +64,13 @@ def find_checkpoint(word: str, *, root: Path) -> Path:
         return Path(word)
     name, _, step = word.partition("@")
     checkpoints = find_run(root, name or None).checkpoints
+    if step == "best":
+        if not (kept := find_kept(checkpoints)):
+            raise CheckpointError(
+                f"{checkpoints} has no best checkpoint",
+                hint="the callback BestCheckpoint keeps it, see docs/callbacks.md",
+            )
+        return next(iter(kept))
     if step:
         paths = {str(name_of(path).step): path for path in reversed(list_checkpoints(checkpoints))}
         if step not in paths:
@@ -127,7 +136,7 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.format == "hf":
         from slurm_train.models.pretrained import write_pretrained
 
-        manifest, tensors = read_model(path)
+        manifest, tensors = read_model(path, averaged=arguments.ema)
         model, size = nested(manifest.extra.get("settings", {})).get("model", {}), arguments.shard_size
 
         def write(folder: Path) -> int:
@@ -136,7 +145,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
         num_tensors = export_to(target, write)
     else:
-        num_tensors = export_model(path, target)
+        num_tensors = export_model(path, target, averaged=arguments.ema)
     note(f"{num_tensors} tensors of {path}")
     print(arguments.target)
     return EXIT_DONE

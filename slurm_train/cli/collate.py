@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurm_train.cli.selection import look_once
+from slurm_train.cli.selection import look_once, parse_runs
 from slurm_train.cli.terminal import note
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.metrics.series import largest_is_best, read_series
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import write_atomic
+from slurm_train.rundir.lookup import closed_places
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep, list_sweeps, read_table, sweeps_named
 from slurm_train.rundir.timing import goodput, held_s
 from slurm_train.status.run_status import RunStatus, subjects_of
-from slurm_train.verbs import parse
 
 _FORMATS = {"csv": "csv", "md": "markdown", "parquet": "parquet"}
 
@@ -29,7 +29,7 @@ Cells = dict[str, Any]
 
 def main(words: Sequence[str]) -> int:
     """Prints or writes the table and returns 0."""
-    arguments = parse("collate", words)
+    arguments = parse_runs("collate", words)
     sweep = _find(Path(arguments.root), arguments.sweep)
     statuses = look_once(subjects_of(read_table(sweep)), os.environ)
     rows = collate(statuses)
@@ -49,6 +49,8 @@ def _find(root: Path, word: str) -> SweepDirectory:
     names = {one.sweep_id: dict.fromkeys(run.run.name for run in read_table(one)) for one in list_sweeps(root)[:8]}
     known = ", ".join(f"{sweep_id} ({', '.join(its)})" for sweep_id, its in names.items()) or "none"
     hint = f"sweeps there: {known}; `status RUN` and `report RUN` show one run"
+    closed = closed_places(root)
+    hint += f"; folders that you may not enter: {closed}" if closed else ""
     raise RunError(f"no sweep matches {word!r} below {root}", hint=hint)
 
 

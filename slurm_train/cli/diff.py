@@ -14,16 +14,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.terminal import BOLD, painted, takes_escapes
 from slurm_train.config.frozen import differences, in_words, load_config
 from slurm_train.config.words import read_names
 from slurm_train.errors import ConfigError, RunError
-from slurm_train.launch.environment import EnvironmentChange, environment_changes, environment_of, read_environment
+from slurm_train.launch.provenance import EnvironmentChange, environment_changes, environment_of, read_environment
 from slurm_train.launch.snapshot import Code, FileChange, compare_code, index_code, read_git, read_index, read_source
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.verbs import parse
 
 PARTS = ("config", "code", "environment")
 _STYLES = {"---": BOLD, "+++": BOLD, "+": "32", "-": "31", "@@": "36"}
@@ -32,7 +32,7 @@ _STYLES = {"---": BOLD, "+++": BOLD, "+": "32", "-": "31", "@@": "36"}
 
 def main(words: Sequence[str]) -> int:
     """Prints what differs and returns 0, whether or not something does."""
-    arguments = parse("diff", words)
+    arguments = parse_runs("diff", words)
     parts = list(PARTS) if arguments.only is None else read_names(arguments.only)
     if unknown := [name for name in parts if name not in PARTS]:
         raise ConfigError(f"--only {unknown[0]}: there is no such part", hint=f"parts: {', '.join(PARTS)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import note
@@ -33,11 +34,10 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     place = "this machine" if config.cluster is None else world.nodes_in_words
     rows = [("run", str(plan.run.path)), ("ranks", f"{world.size} = {place}")]
     if config.trains:
-        samples = plan.batch.global_size * config.train.max_steps
         rows += [
             ("global batch", plan.batch.as_sum()),
             *_shares_rows(plan),
-            ("length", f"{config.train.max_steps} steps, {samples:,} samples"),
+            ("length", _length_text(plan)),
             ("peak lr", _lr_text(plan)),
             ("checkpoints", _checkpoint_text(plan)),
         ]
@@ -50,6 +50,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     if config.container is not None:
         rows.append(("container", f"{config.container.kind} {config.container.image}"))
     if config.cluster is not None:
+        rows += [("site", config.site)] if config.site else []
         rows.append(("requeue", _requeue_text(plan)))
     return rows
 
@@ -73,6 +74,20 @@ def _requeue_text(plan: RunPlan) -> str:
     if plan.config.launch == "interactive":
         return "never: launch=interactive"
     return "after preemption, time limit, node failure" if plan.config.requeue.enabled else "never"
+
+
+def _length_text(plan: RunPlan) -> str:
+    train, global_size = plan.config.train, plan.batch.global_size
+    if train.max_epochs is None:
+        return f"{train.max_steps} steps, {global_size * train.max_steps:,} samples"
+    from slurm_train.config.batch import total_steps
+    from slurm_train.data.shards import known_num_samples
+
+    num_samples, epochs = known_num_samples(plan.config.data or {}, cwd=Path(plan.directory)), f"{train.max_epochs:g}"
+    if num_samples is None:
+        return f"{epochs} epochs; the ranks count the steps when they have opened the data"
+    steps = total_steps(train, num_samples=num_samples, global_size=global_size)
+    return f"{epochs} epochs of {num_samples:,} samples, {steps} steps"
 
 
 def _lr_text(plan: RunPlan) -> str:

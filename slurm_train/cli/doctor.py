@@ -28,7 +28,6 @@ from slurm_train.tools.doctor.site_rules import SiteView, find_site_facts, in_wo
 from slurm_train.verbs import parse
 
 _RUNTIMES = ("apptainer", "singularity", "enroot", "podman", "docker", "shifter", "sarus")
-"""No run has such a name: run.name refuses a leading dot."""
 _FIRST = ("preflight.bandwidth=true",)
 _LAST = ("preflight.enabled=true", "preflight.only=true", "requeue.enabled=false")
 _ASK_EVERY_S = 1.0

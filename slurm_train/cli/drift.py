@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.checkpoint.directory import read_manifest, survey
 from slurm_train.cli.terminal import note
 from slurm_train.config.frozen import Change, all_changes, is_below, load_config, unaccepted
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
@@ -69,7 +68,8 @@ def check_drift(plan: RunPlan, source: Source | None, *, accept: Collection[str]
     ]
     if impossible := [change for change in config if change.kind == "impossible"]:
         raise RunError(
-            f"the weights of {run.name}/{run.run_id} (step {manifest.step}) do not fit another shape of the model:\n"
+            f"the checkpoint of {run.name}/{run.run_id} (step {manifest.step}) does not fit another shape of the "
+            "model or another optimizer:\n"
             + _rows((change.key, str(change).partition(": ")[2]) for change in impossible),
             hint="start another run with run.name=NAME",
         )
@@ -118,13 +118,18 @@ def check_names(accept: Collection[str]) -> None:
     """
     known = ["config", "code", *all_keys(RunConfig)]
     for name in accept:
-        if name not in known and not name.startswith(("model.", "data.", "task.")):
+        if name not in known and not name.startswith(("model.", "data.", "task.", "optim.")):
             error = unknown_key_error(name, known)
             raise ConfigError(f"--accept {name}: there is no such key", hint=f"{error.hint} Or: config, code, data")
 
 
 def newest_manifest(run: RunDirectory) -> Manifest | None:
     """Returns what the newest complete checkpoint says about itself; None where nothing was ever saved."""
+    if not run.checkpoints.exists():
+        return None
+    # Imported only where there is something to read: without it a new run has its job id 5 ms earlier.
+    from slurm_train.checkpoint.verify import read_manifest, survey
+
     found = (manifest for _, manifest in survey(run.checkpoints, read_manifest))
     return next((manifest for manifest in found if not isinstance(manifest, CheckpointError)), None)
 

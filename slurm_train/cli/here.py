@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from slurm_train.checkpoint.directory import newest_committed_step
+from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.cli.terminal import note, outlive_terminal
 from slurm_train.config.schema import RunConfig
-from slurm_train.distributed.ports import probe_port
+from slurm_train.distributed.master import probe_port
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.launch.container import RankCommand
 from slurm_train.launch.plan import describe
@@ -29,7 +29,7 @@ from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.sweep import Element, SweepDirectory
-from slurm_train.slurm.environment import scrubbed
+from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.status.failure import find_failure
 from slurm_train.supervise.monitor import note_environment, say, watch_ranks
 from slurm_train.supervise.ranks import start_local

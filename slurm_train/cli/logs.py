@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.terminal import BOLD_RED, Painter, note, painted, takes_escapes
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import read_ledger
@@ -25,7 +26,6 @@ from slurm_train.slurm.queue_view import QueueView, Wanted
 from slurm_train.slurm.records import explain_reason
 from slurm_train.status.failure import find_failure, first_failed_rank
 from slurm_train.status.run_status import never_began, newest_job_state
-from slurm_train.verbs import parse
 
 _CHUNK_BYTES = 1 << 16
 _POLL_S = 0.3
@@ -33,7 +33,7 @@ _POLL_S = 0.3
 
 def main(words: Sequence[str]) -> int:
     """Prints the log to stdout; with -f goes on until the run is finished or Ctrl-C."""
-    arguments = parse("logs", words)
+    arguments = parse_runs("logs", words)
     run, attempt, rank = find_run(Path(arguments.root), arguments.run), arguments.attempt, arguments.rank
     printer = LogPrinter(run, rank, attempt=attempt, env=os.environ)
     log = choose_log(run, attempt=attempt, rank=rank)

@@ -19,7 +19,7 @@ from slurm_train.cli.start import Start
 from slurm_train.cli.terminal import note
 from slurm_train.config.compose import Point, read_points, unquoted
 from slurm_train.config.words import Words, split_word
-from slurm_train.errors import EXIT_DONE, ConfigError, RunError
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, RunError
 from slurm_train.launch.plan import SweepPlan, plan_sweep
 from slurm_train.launch.snapshot import SourceState, names_own_code, read_source
 from slurm_train.launch.write import require_writable
@@ -28,8 +28,14 @@ from slurm_train.rundir.paths import RunDirectory
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
+    from slurm_train.config.schema import RunConfig
+    from slurm_train.rundir.sweep import SweepDirectory
 
 _SHOWN_VALUES = 3
+
+
+class _Stopped(Exception):
+    """A person has asked for a stop while a sweeper waited for its values."""
 
 
 def multirun(
@@ -40,8 +46,11 @@ def multirun(
     env: Mapping[str, str],
     cwd: Path,
     git: Callable[[], SourceState],
-) -> int:
+    check: Callable[[RunConfig], None] | None = None,
+) -> tuple[int, SweepDirectory | None]:
     """Submits or trains the runs of a sweep; prints `<array job id> <sweep directory>` per array.
+
+    Returns the exit code, and the sweep unless a sweeper has chosen its points by their values.
 
     Args:
         flags: the command line.
@@ -50,34 +59,47 @@ def multirun(
         env: the environment.
         cwd: where it was typed.
         git: gives what git says about that folder.
+        check: refuses the configuration of a run; then a sweeper that waits for values is refused as well.
 
     Raises:
         SlurmTrainError: something is wrong with the words, the site, or one of the runs; nothing was written then.
     """
+    if check is not None and settings.sweeper_needs_values:
+        hint = "type the words behind `python -m slurm_train`, or sweep given values: -m optim.lr=1e-3,3e-4"
+        raise ConfigError("this sweeper waits for the values of its runs, which may take days", hint=hint)
     num_before, study_id = 0, settings.study_id if settings.sweeper_needs_values else None
 
     def carry_out(points: Sequence[Point], *, wait: bool) -> tuple[int, SweepPlan]:
         nonlocal num_before
         plan, outputs = plan_points(points, settings=settings, env=env, cwd=cwd, first=num_before, sweep_id=study_id)
         num_before += len(points)
+        if check is not None:
+            check(plan.plans[0].config)
         # A run that needs the code of the submitting directory, if there is one.
         one = next((one for one in plan.plans if names_own_code(one.config)), plan.plans[0])
         source = read_source(one.run, one.config, cwd, git(), env=env)
         say_source(source)
-        return Start(words=words, env=env, outputs=outputs).sweep(plan, source, wait=wait), plan
+        return Start(words=words, env=env, outputs=outputs, after=flags.after).sweep(plan, source, wait=wait), plan
 
     if study_id is None:
-        return carry_out(read_points(settings.sweep_words), wait=flags.wait)[0]
+        code, plan = carry_out(read_points(settings.sweep_words), wait=flags.wait)
+        return code, plan.sweep
     fixed = settings.fixed_keys()
 
     def launch(batch: list[list[str]]) -> list[Any]:
         points = {tuple(one): _point(one, fixed) for one in batch}
-        plan = carry_out(list(points.values()), wait=True)[1]
+        code, plan = carry_out(list(points.values()), wait=True)
+        if code == EXIT_REQUEUE:
+            # Not a failure of the runs, which a study may allow.
+            raise _Stopped
         plans = dict(zip(points, plan.plans, strict=True))
         return [_returned(one, plans[tuple(one)].run, plan.plans[0].config.sweep.objective) for one in batch]
 
-    settings.drive_sweeper(launch)
-    return EXIT_DONE
+    try:
+        settings.drive_sweeper(launch)
+    except _Stopped:
+        return EXIT_REQUEUE, None
+    return EXIT_DONE, None
 
 
 def plan_words(*, settings: HydraSettings, env: Mapping[str, str], cwd: Path) -> tuple[SweepPlan, list[RunOutput]]:
@@ -126,7 +148,7 @@ def plan_points(
         if inputs not in seen:
             seen.add(inputs)
             refuse_missing_inputs(one, cwd=cwd)
-    require_writable(RunDirectory(plan.sweep.path))
+    require_writable(RunDirectory(plan.sweep.path), share=plan.plans[0].config.run.share)
     for name, text in sweep_rows(plan):
         note(f"  {name:<13}  {text}")
     say_outputs(outputs)

@@ -60,13 +60,14 @@ def main(words: Sequence[str]) -> int:
     if flags.multirun:
         if flags.suggest is not None or flags.ranks:
             raise ConfigError("--suggest and --ranks are for one run", hint="drop -m and give each key one value")
-        return _plan_sweep(settings, env=env, cwd=cwd)
+        return _plan_sweep(settings, after=flags.after, env=env, cwd=cwd)
     composed = settings.compose()
     if flags.suggest is not None:
         return _suggest(composed.config, flags.suggest, env)
     plan = plan_run(composed, cwd=cwd, env=env)
     outputs = plan_outputs(settings, [plan], [flags.overrides], cwd=cwd)
     refuse_missing_inputs(plan, cwd=cwd)
+    _say_dependency(flags.after, plan, env)
     if flags.ranks:
         print_rows(plan_rows(plan))
         say_outputs(outputs)
@@ -80,7 +81,7 @@ def main(words: Sequence[str]) -> int:
     slurm: dict[str, Any] | None = None
     rows = [("script", "none: the run would train on this machine (add +cluster=NxG for Slurm)")]
     if plan.config.cluster is not None:
-        from slurm_train.launch.script import render_script
+        from slurm_train.launch.batch_script import render_script
 
         script = render_script(plan)
         slurm = _ask_slurm(script, env, plan)
@@ -93,6 +94,13 @@ def main(words: Sequence[str]) -> int:
     say_outputs(outputs)
     print(script or "", end="")
     return 0
+
+
+def _say_dependency(after: Sequence[str], plan: RunPlan, env: Mapping[str, str]) -> None:
+    if after:
+        from slurm_train.cli.start import Start
+
+        Start(words=(), env=env, after=after).dependency(plan.config, plan.run.path.parent.parent)
 
 
 def _site_facts(plan: RunPlan, env: Mapping[str, str]) -> SiteFacts | None:
@@ -115,13 +123,13 @@ def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any]
 
     from slurm_train.config.batch import largest_local_size
     from slurm_train.config.frozen import dump_config
-    from slurm_train.estimate.estimate import has_gpus, in_bfloat16
+    from slurm_train.estimate.estimate import has_gpus, in_half
 
     config = plan.config
     if not config.trains or config.model is None or not plan.layout.is_replicated:
         return None
     samples = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
-    half = in_bfloat16(config, on_gpu=has_gpus(config, env))
+    half = in_half(config, on_gpu=has_gpus(config, env))
     command = [sys.executable, "-m", "slurm_train", "measure", str(samples), "half" if half else "full"]
     # Nobody's GPU is needed, and a login node's may be somebody else's.
     apart, text = {**env, "CUDA_VISIBLE_DEVICES": ""}, dump_config(config)
@@ -186,15 +194,16 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
     return 0
 
 
-def _plan_sweep(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -> int:
+def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[str, str], cwd: Path) -> int:
     """Prints the sweep's table, and the script of each array to stdout."""
     from slurm_train.cli.multirun import plan_words
     from slurm_train.estimate.estimate import sweep_rows
     from slurm_train.launch.arrays import cut_arrays, max_array_size, render_array
-    from slurm_train.launch.script import render_script
+    from slurm_train.launch.batch_script import render_script
     from slurm_train.slurm.commands import SlurmCommands
 
     plan, _ = plan_words(settings=settings, env=env, cwd=cwd)
+    _say_dependency(after, plan.plans[0], env)
     for name, text in sweep_rows(plan.plans, facts=_site_facts(plan.plans[0], env), env=env):
         note(f"  {name:<13}  {text}")
     if not plan.uses_cluster:
@@ -234,7 +243,7 @@ def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, 
 
 
 def _environment(patterns: Sequence[str], env: Mapping[str, str]) -> str:
-    from slurm_train.slurm.environment import exported, is_job_variable
+    from slurm_train.slurm.job_variables import exported, is_job_variable
 
     goes = exported(env, patterns)
     stays = sorted(name for name in env if name not in goes and not is_job_variable(name))

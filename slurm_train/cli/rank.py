@@ -16,16 +16,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slurm_train.checkpoint.directory import newest_committed_step
+from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.cli.terminal import outlive_terminal
 from slurm_train.config.batch import BatchPlan, recut_batch, solve_batch
 from slurm_train.config.frozen import load_config
 from slurm_train.config.parallel import solve_layout
 from slurm_train.config.schema import BatchSection, RunConfig
 from slurm_train.config.secrets import redact
+from slurm_train.distributed.master import candidate_ports, is_under_torchrun, master_of, meeting_ports
 from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
-from slurm_train.distributed.ports import candidate_ports, is_under_torchrun, master_of, meeting_ports
 from slurm_train.distributed.rendezvous import agree_on_attempt
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, RunError, SlurmTrainError
 from slurm_train.launch.imports import import_from_snapshot
@@ -42,12 +42,12 @@ from slurm_train.rundir.attempts import (
     rendezvous_secret,
 )
 from slurm_train.rundir.events import FailureMark, leave_mark
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.files import open_file, read_json
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.timing import last_step
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.environment import node_name
+from slurm_train.slurm.job_variables import node_name
 from slurm_train.status.activity import live_holder
 from slurm_train.supervise.hang import recording_environment
 from slurm_train.train.signals import StopFlag, release_continue, start_orphan_watchdog, was_continued
@@ -352,8 +352,7 @@ def _write_to_own_log(run: RunDirectory, attempt: int, rank: int) -> None:
     """Has stdout and stderr of this process go to its rank's log."""
     sys.stdout.flush()
     sys.stderr.flush()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-    log = os.open(run.rank_log(attempt, rank), flags, 0o600)
+    log = open_file(run.rank_log(attempt, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.selection import look_once
+from slurm_train.cli.selection import look_once, parse_runs
 from slurm_train.cli.terminal import note
 from slurm_train.errors import RunError
 from slurm_train.rundir.files import write_atomic
@@ -16,7 +16,6 @@ from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep, sweep_of
 from slurm_train.status.run_status import Subject, subjects_of
-from slurm_train.verbs import parse
 
 if TYPE_CHECKING:
     from slurm_train.tools.report.page import Document
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 def main(words: Sequence[str]) -> int:
     """Writes the page, prints its path and returns 0."""
-    arguments = parse("report", words)
+    arguments = parse_runs("report", words)
     root, png = Path(arguments.root), arguments.png and Path(arguments.png)
     if png:
         from slurm_train.tools.report.pictures import require_matplotlib

@@ -14,6 +14,7 @@ from typing import Any
 
 from slurm_train.cli.display import print_plan, say_source
 from slurm_train.cli.drift import check_drift, check_names, tell_of_other_code
+from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.start import Start
 from slurm_train.config.frozen import load_config
 from slurm_train.config.words import read_names
@@ -26,12 +27,11 @@ from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.sweep import find_sweep
 from slurm_train.status.activity import refuse_active
 from slurm_train.status.run_status import RESUMABLE, read_states
-from slurm_train.verbs import parse
 
 
 def main(words: Sequence[str]) -> int:
     """Submits the run's own script again, or trains on here; prints `<job id> <run directory>`."""
-    arguments = parse("resume", words)
+    arguments = parse_runs("resume", words)
     settings: list[str] = arguments.settings
     env, root = dict(os.environ), Path(arguments.root)
     accept = {name for text in arguments.accept for name in read_names(text)}
@@ -55,11 +55,15 @@ def main(words: Sequence[str]) -> int:
         from slurm_train.config.compose import apply_words
 
         config = apply_words(before, settings, config_dir=arguments.config_dir)
-    if run.result.exists() and not config.train.max_steps > before.train.max_steps:
+    was, now = before.train, config.train
+    ended_early = (read_json(run.result) or {}).get("ended_early")
+    longer = now.max_steps > was.max_steps or now.max_epochs != was.max_epochs or (ended_early and accept)
+    if run.result.exists() and not longer:
+        why, key = (f" ({ended_early})", "callbacks=[] --accept callbacks; ") if ended_early else ("", "")
         raise RunError(
-            f"{run.name}/{run.run_id} is finished; there is nothing to resume",
-            hint="to train it longer: train.max_steps=N --accept train.max_steps; another run of the same: the first "
-            "command again with run.name=NAME, or seed=N",
+            f"{run.name}/{run.run_id} is finished{why}; there is nothing to resume",
+            hint=f"to train it longer: {key}train.max_steps=N --accept train.max_steps (or train.max_epochs); another "
+            "run of the same: the first command again with run.name=NAME, or seed=N",
         )
     if not (settings or accept):
         _refuse_touched(run)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.inputs import read_settings_of
-from slurm_train.cli.terminal import note
+from slurm_train.cli.terminal import answer, note
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError
 from slurm_train.launch.snapshot import Source, SourceState, ask_git, read_source
@@ -19,11 +18,24 @@ from slurm_train.rundir.files import read_json
 
 if TYPE_CHECKING:
     from slurm_train.cli.outputs import RunOutput
+    from slurm_train.config.schema import RunConfig
     from slurm_train.launch.plan import RunPlan
+    from slurm_train.rundir.paths import RunDirectory
+    from slurm_train.rundir.sweep import SweepDirectory
 
 
 def main(words: Sequence[str]) -> int:
     """Composes, plans, and submits or trains; returns the exit code."""
+    return begin(words)[0]
+
+
+def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, RunDirectory | SweepDirectory | None]:
+    """Does what `main` does; returns the exit code, and the directory of the run or of the sweep if there is one.
+
+    Args:
+        words: the command line.
+        only_submits: refuse words that would print a configuration or train here, so that it returns soon.
+    """
     flags = read_words(words)
     env, cwd = dict(os.environ), Path.cwd()
     if flags.json or flags.measure or flags.suggest is not None:
@@ -32,8 +44,10 @@ def main(words: Sequence[str]) -> int:
     if flags.only_prints:
         from slurm_train.config.compose import Composer
 
+        if only_submits:
+            raise ConfigError("--cfg and --info print something and submit nothing", hint="leave them out")
         Composer(flags).show()
-        return EXIT_DONE
+        return EXIT_DONE, None
     git = ask_git(cwd, env)
     settings = read_settings_of(flags)
     flags = settings.words
@@ -44,20 +58,38 @@ def main(words: Sequence[str]) -> int:
     if flags.multirun:
         from slurm_train.cli.multirun import multirun
 
-        return multirun(flags, words, settings=settings, env=env, cwd=cwd, git=git)
+        check = require_submission if only_submits else None
+        return multirun(flags, words, settings=settings, env=env, cwd=cwd, git=git, check=check)
     from slurm_train.cli.outputs import make_outputs, plan_outputs, say_outputs
     from slurm_train.cli.start import Start
     from slurm_train.launch.plan import plan_run
 
     plan = plan_run(settings.compose(), cwd=cwd, env=env)
+    if only_submits:
+        require_submission(plan.config)
     outputs = plan_outputs(settings, [plan], [flags.overrides], cwd=cwd)
     # os.path, since Path.exists raises where a folder above may not be entered.
     if os.path.exists(plan.run.result):  # noqa: PTH110
         make_outputs(outputs)
         say_outputs(outputs)
-        return _show_result(plan, cwd)
+        _show_result(plan, cwd)
+        return EXIT_DONE, plan.run
     source = look_at(plan, git, env=env, cwd=cwd, outputs=outputs)
-    return Start(words=words, env=env, accept=flags.accept, outputs=outputs).run(plan, source)
+    start = Start(words=words, env=env, accept=flags.accept, outputs=outputs, after=flags.after)
+    return start.run(plan, source), plan.run
+
+
+def require_submission(config: RunConfig) -> None:
+    """Refuses a run that would be trained by this process.
+
+    Raises:
+        ConfigError: it has no cluster, or waits for an allocation.
+    """
+    if config.cluster is None or config.launch != "slurm":
+        raise ConfigError(
+            "`submit` gives runs to Slurm, but this one would be trained here",
+            hint="add +cluster=NxG, e.g. +cluster=2x4; to train here, type the words behind `python -m slurm_train`",
+        )
 
 
 def look_at(
@@ -83,7 +115,7 @@ def look_at(
     from slurm_train.cli.outputs import say_outputs
     from slurm_train.launch.write import require_writable
 
-    require_writable(plan.run)
+    require_writable(plan.run, share=plan.config.run.share)
     refuse_missing_inputs(plan, cwd=cwd)
     tell_of_another(plan)
     print_plan(plan)
@@ -94,18 +126,17 @@ def look_at(
     return source
 
 
-def _show_result(plan: RunPlan, cwd: Path) -> int:
+def _show_result(plan: RunPlan, cwd: Path) -> None:
     from slurm_train.cli.drift import changed_files
 
     run, result = plan.run, read_json(plan.run.result)
     if result is None:
         raise RunError(f"{run.result} cannot be read", hint="move it away to have the run continue")
-    print(f"{run.name}/{run.run_id} is finished: {run.path}", file=sys.stderr)
+    note(f"{run.name}/{run.run_id} is finished: {run.path}")
     names = (f"{run.name}-{number}" for number in itertools.count(2))
     name = next(name for name in names if not (run.path.parent.parent / name).exists())
     if changed := changed_files(run, plan.config, cwd):
         note(f"your files have changed since: {changed}; to train with them, from the first step: add run.name={name}")
     else:
         note(f"for another run of the same settings, with any code: add run.name={name}, or seed=N")
-    print(json.dumps(result))
-    return EXIT_DONE
+    answer(json.dumps(result))

@@ -7,13 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import note
 from slurm_train.config.words import Words, read_words, split_word
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.jobs import read_job
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.tools.scaling.study import Point, Size, plan_points
@@ -110,12 +111,12 @@ LOG_EVERY = 8
 """Steps of a line of metrics: the averages of post-local SGD come every so many, so each line has one."""
 _OWN_KEYS = (
     *("batch.local_size", "batch.accumulation", "batch.global_size", "run.name", "train.max_steps", "ddp.comm"),
-    *("run.processes", "cluster.nodes", "cluster.gpus_per_node"),
+    *("train.max_epochs", "run.processes", "cluster.nodes", "cluster.gpus_per_node"),
 )
 """Keys that each run sets itself."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Series:
     """The study as it was asked for."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,26 @@ from typing import Any
 from slurm_train.cli.terminal import note
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import count
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.lookup import find_runs
+from slurm_train.rundir.lookup import find_runs, root_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep, read_table
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import QueueView
 from slurm_train.status.run_status import RunState, RunStatus, Subject, Surveyor, read_states, subjects_of
+from slurm_train.verbs import DEFAULT_ROOT, parse
 
 # What a command that answers a person at a prompt waits for.
 _SLURM_TIMEOUT_S = 10.0
+# Attributes of parsed words that name runs or sweeps.
+_NAMED = ("runs", "run", "sweep", "what", "checkpoint", "first")
 _UNITS_S = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d|w)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Selection:
     """What was typed to choose runs by."""
 
@@ -72,6 +76,23 @@ class Selection:
     def keeps(self, status: RunStatus) -> bool:
         """Returns whether a run in this state is meant."""
         return self.states is None or status.state in self.states
+
+
+def parse_runs(verb: str, words: Sequence[str]) -> argparse.Namespace:
+    """Returns what was typed behind a verb; its root is that of the runs that ids name, wherever it is typed.
+
+    A root that is typed is the only one that is looked at.
+    """
+    arguments = parse(verb, words)
+    if arguments.root == DEFAULT_ROOT:
+        named = [getattr(arguments, name, None) for name in _NAMED]
+        for word in (word for one in named for word in ([one] if isinstance(one, str) else one or [])):
+            place = root_of(word.partition("@")[0], Path(DEFAULT_ROOT), os.environ)
+            if place != Path(DEFAULT_ROOT):
+                note(f"{word} is below {place}")
+                arguments.root = str(place)
+                break
+    return arguments
 
 
 def read_selection(arguments: argparse.Namespace, words: Sequence[str]) -> Selection:

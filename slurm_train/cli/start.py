@@ -22,23 +22,24 @@ from slurm_train.cli.display import say_source
 from slurm_train.cli.drift import check_drift
 from slurm_train.cli.inputs import warn_unexported_keys
 from slurm_train.cli.outputs import RunOutput, make_outputs
-from slurm_train.cli.terminal import note
+from slurm_train.cli.terminal import answer, note
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
-from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, RunError
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
 from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, require_slurm, salloc_words
+from slurm_train.launch.batch_script import render_script, renewed_warning
 from slurm_train.launch.container import RankCommand
 from slurm_train.launch.plan import RunPlan, SweepPlan, replan_run
-from slurm_train.launch.script import render_script, renewed_warning
 from slurm_train.launch.snapshot import Source, read_source
 from slurm_train.launch.write import link_code, put_on_record, write_run, write_shared_code, write_table_of
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.jobs import clear_dead, record_job
+from slurm_train.rundir.jobs import clear_dead, read_job, record_job
+from slurm_train.rundir.lookup import find_run, remember_root, root_of
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
-from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
+from slurm_train.rundir.sweep import Element, SweepDirectory, find_sweep, read_table
 from slurm_train.rundir.sweep import submitting as submitting_sweep
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.environment import scrubbed
+from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.status.activity import find_active, holder_lives, submitting, writing
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Start:
         env: the environment; SLURM_JOB_ID says that this is typed inside an allocation.
         accept: changes of a run in progress that the person accepts.
         outputs: what the runs shall have besides their own directories.
+        after: runs and sweeps whose success Slurm waits for first.
     """
 
     def __init__(
@@ -65,24 +67,64 @@ class Start:
         env: Mapping[str, str],
         accept: Collection[str] = (),
         outputs: Sequence[RunOutput] = (),
+        after: Sequence[str] = (),
     ) -> None:
-        self.words, self.env, self.accept, self.outputs = words, env, accept, outputs
+        self.words, self.env, self.accept, self.outputs, self.after = words, env, accept, outputs, after
         self.commands = SlurmCommands(env)
+
+    def dependency(self, config: RunConfig, root: Path) -> str:
+        """Returns what sbatch is told of the runs in `after`, e.g. "afterok:12:13"; "" where none is to be waited for.
+
+        Args:
+            config: what is to wait.
+            root: of the runs.
+
+        Raises:
+            ConfigError: it is not submitted, or names a dependency of its own.
+            RunError: there is no such run, or it ended without a result.
+        """
+        if not self.after:
+            return ""
+        asked = f"after={','.join(self.after)}"
+        if config.cluster is None or config.launch != "slurm":
+            hint = "add +cluster=NxG, or drop after="
+            raise ConfigError(f"{asked} makes a job wait in Slurm's queue, but this run would start at once", hint=hint)
+        if "dependency" in config.cluster.sbatch:
+            raise ConfigError(f"{asked} and cluster.sbatch.dependency exclude each other", hint="drop one of the two")
+        require_slurm(self.commands, self.env)
+        runs: list[RunDirectory] = []
+        for name in self.after:
+            place = root_of(name, root, self.env)
+            sweep = find_sweep(place, name)
+            runs += [find_run(place, name)] if sweep is None else [one.run for one in read_table(sweep)]
+        active, jobs = find_active(runs, self.commands), dict[str, None]()
+        # The result is looked for last: a run that has ended meanwhile is not active any more.
+        for run in (run for run in runs if not run.result.exists()):
+            if run not in active or not active[run].jobs:
+                raise RunError(
+                    f"{asked}: {run.name}/{run.run_id} is not finished, and no job of it is queued or running",
+                    hint=f"`status {run.run_id}` says why, `resume {run.run_id}` continues it",
+                )
+            # Of several the newest ends last: it waits for the others, or takes over from them.
+            jobs[active[run].jobs[-1]] = None
+        note(f"  after         {'job ' + ', '.join(jobs) if jobs else 'all of it is finished: there is no wait'}")
+        return f"afterok:{':'.join(jobs)}" if jobs else ""
 
     # --- one run ---
 
-    def run(self, plan: RunPlan, source: Source | None) -> int:
+    def run(self, plan: RunPlan, source: Source | RunDirectory | None) -> int:
         """Submits a run, or trains it here or in an allocation, as it asks; returns the exit code.
 
         Args:
             plan: the run.
-            source: its code; None: the snapshot that it has.
+            source: its code, or the run whose snapshot it shares; None: the snapshot that it has.
 
         Raises:
             ClusterError: no Slurm here, it refuses the request, or the allocation is too small.
             RunError: the run is active already, or it would not be the same training.
         """
         config, run = plan.config, plan.run
+        depends = self.dependency(config, run.path.parent.parent)
         if config.cluster is None:
             from slurm_train.cli.here import supervise_here
 
@@ -102,19 +144,19 @@ class Start:
         with submitting(run, self.commands):
             script = self._write(plan, source)
             importing.join()
-            job_id = self.submit(run, config, script)
+            job_id = self.submit(run, config, script, flags=[f"--dependency={depends}"] if depends else ())
         note(f"submitted; next:\n  python -m slurm_train status {run.run_id}")
         note(f"  python -m slurm_train logs -f {run.run_id}\n  python -m slurm_train cancel {run.run_id}")
-        print(f"{job_id} {run.path}", flush=True)
+        answer(f"{job_id} {run.path}")
         self._write_provenance(run.provenance, source, config)
         return EXIT_DONE
 
-    def write(self, plan: RunPlan, source: Source | None, *, inside: str | None = None) -> str:
+    def write(self, plan: RunPlan, source: Source | RunDirectory | None, *, inside: str | None = None) -> str:
         """Writes everything that a run's ranks read, and returns its script ("" without a cluster).
 
         Args:
             plan: the run.
-            source: its code; None: the snapshot that it has.
+            source: as for `run`.
             inside: the job whose allocation it will use; that the run was run there before is not a hindrance.
         """
         with submitting(plan.run, self.commands, inside=inside):
@@ -122,14 +164,14 @@ class Start:
         self._write_provenance(plan.run.provenance, source, plan.config)
         return script
 
-    def _write(self, plan: RunPlan, source: Source | None, *, inside: str | None = None) -> str:
+    def _write(self, plan: RunPlan, source: Source | RunDirectory | None, *, inside: str | None = None) -> str:
         """Compares, asks Slurm and writes; called by the one submitter of the run."""
         run, is_submitted = plan.run, plan.config.cluster is not None
         ranks = RankCommand(plan.config, run, plan.directory)
         script = render_script(plan) if is_submitted else ""
         # A container that cannot be started is found before anything is written.
         ranks.words(python="python")
-        change = check_drift(plan, source, accept=self.accept)
+        change = check_drift(plan, source if isinstance(source, Source) else None, accept=self.accept)
         if inside is not None:
             require_room(plan, self.commands.show_job(inside))
         elif is_submitted:
@@ -138,6 +180,7 @@ class Start:
         with writing(run, self.commands, inside=inside):
             write_run(plan, source, script=script or None, change=change)
         make_outputs(self.outputs)
+        remember_root(run.path.parent.parent, self.env)
         return script
 
     def resubmit(self, run: RunDirectory) -> int:
@@ -156,7 +199,7 @@ class Start:
             run.stop_file.unlink(missing_ok=True)
             job_id = self.submit(run, config, script, flags=renewed_warning(config, run))
         note(f"submitted again; it continues from the newest verified checkpoint in {run.checkpoints}")
-        print(f"{job_id} {run.path}", flush=True)
+        answer(f"{job_id} {run.path}")
         return EXIT_DONE
 
     def submit(
@@ -178,9 +221,13 @@ class Start:
 
         flags = [*flags, *(self._left_out(script, run) if avoids else ())]
         self._clear_dead(run)
+        before = read_job(run)
         export = config.cluster.export if config.cluster is not None else ()
         job_id = submit_script(script, folder=run.logs / "submitted", env=self.env, flags=flags, export=export)
         record_job(run, job_id)
+        if before is not None:
+            with contextlib.suppress(ClusterError):
+                self.commands.hand_dependents(before.job_id, job_id)
         return job_id
 
     def _clear_dead(self, run: RunDirectory) -> None:
@@ -194,10 +241,10 @@ class Start:
             note(f"  {text}")
         return flags
 
-    def _write_provenance(self, path: Path, source: Source | None, config: RunConfig) -> None:
-        from slurm_train.launch.environment import write_provenance
+    def _write_provenance(self, path: Path, source: Source | RunDirectory | None, config: RunConfig) -> None:
+        from slurm_train.launch.provenance import write_provenance
 
-        if source is not None:
+        if isinstance(source, Source):
             slurm = None if config.cluster is None else self.commands.version()
             write_provenance(path, source, words=self.words, slurm=slurm)
 
@@ -217,6 +264,7 @@ class Start:
         from slurm_train.launch.arrays import find_lost_arrays, plan_arrays
 
         sweep, commands, scripts = plan.sweep, self.commands, dict[RunDirectory, str]()
+        depends = self.dependency(plan.plans[0].config, sweep.root)
         if plan.uses_cluster:
             require_slurm(commands, self.env)
             warn_unexported_keys(plan.plans[0].config, self.env)
@@ -247,7 +295,8 @@ class Start:
                     write_run(one, None if is_trained else code, script=scripts.get(one.run))
             make_outputs(self.outputs)
             elements = [one for one in planned if one.run in missing]
-            ended = self._carry_out(sweep, elements, todo, arrays, plan.plans[0].config, code=code, source=source)
+            first = plan.plans[0].config
+            ended = self._carry_out(sweep, elements, todo, arrays, first, code=code, source=source, depends=depends)
         if not plan.uses_cluster:
             return ended
         verbs = ("status", "cancel", "collate", "report")
@@ -335,6 +384,7 @@ class Start:
         *,
         code: Path | None,
         source: Source | None,
+        depends: str = "",
     ) -> int:
         """Submits arrays, or trains runs here, which are on disk; returns the exit code.
 
@@ -346,24 +396,26 @@ class Start:
             config: that of one of them.
             code: the snapshot that was made for them, if any.
             source: what it was made from.
+            depends: what the arrays wait for.
         """
         from slurm_train.launch.arrays import submit_arrays
 
         sweep.stop_file.unlink(missing_ok=True)
+        remember_root(sweep.root, self.env)
         for element in elements:
             self._clear_dead(element.run)
         for run, script in scripts[:1]:
             # Printed once; each array leaves them out by itself.
             self._left_out(script, run)
-        for job_id in submit_arrays(sweep, arrays, env=self.env):
-            print(f"{job_id} {sweep.path}", flush=True)
+        for job_id in submit_arrays(sweep, arrays, env=self.env, depends=depends):
+            answer(f"{job_id} {sweep.path}")
         if code is not None:
             self._write_provenance(code.with_suffix(".json"), source, config)
         if config.cluster is not None:
             return EXIT_DONE
         from slurm_train.cli.here import train_each
 
-        print(f"- {sweep.path}", flush=True)
+        answer(f"- {sweep.path}")
         return train_each(sweep, elements, num_parallel=config.sweep.max_parallel or 1, env=self.env)
 
 

@@ -17,26 +17,25 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TextIO
 
-from slurm_train.cli.selection import Selection, build_surveyor, look_once, read_selection, summary
+from slurm_train.checkpoint.verify import find_kept
+from slurm_train.cli.selection import Selection, build_surveyor, look_once, parse_runs, read_selection, summary
 from slurm_train.cli.terminal import BOLD, BOLD_RED, FAINT, note, painted, takes_escapes, width_of
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import clock, count, duration, table
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
+from slurm_train.rundir.lookup import known_roots, list_runs, newest_runs
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import list_sweeps, read_table
 from slurm_train.rundir.timing import goodput, held_s
-from slurm_train.status.run_status import SILENT_AFTER_S, RunState, RunStatus, Survey, Surveyor
-from slurm_train.verbs import parse
+from slurm_train.status.run_status import SILENT_AFTER_S, RunState, RunStatus, Survey, Surveyor, until_over
+from slurm_train.verbs import DEFAULT_ROOT
 
-_MOST_SWEEPS, _MOST_ATTEMPTS = 3, 5
+_MOST_SWEEPS, _MOST_ATTEMPTS, _MOST_ELSEWHERE = 3, 5, 10
 _EVERY_ON_TERMINAL_S, _EVERY_ELSEWHERE_S = 5.0, 30.0
-# Where reading the files takes long, the file system gets as much rest as this times over.
-_REST = 4.0
-# Where nothing is active any more it is looked once more, with a new answer of Slurm's if that comes soon.
-_SURE_AFTER_S, _LONGEST_DOUBT_S = 3.0, 30.0
 _EXIT_INTERRUPTED = 130
 
 # What a terminal that is too narrow does without, in this order; notes then stand below the table.
@@ -61,8 +60,12 @@ _TROUBLE = BOLD_RED
 
 def main(words: Sequence[str]) -> int:
     """Prints the table to stdout and returns 0."""
-    arguments = parse("status", words)
+    arguments = parse_runs("status", words)
     every_s, runs = _read_watch(arguments)
+    if not runs and arguments.root == DEFAULT_ROOT and not list_runs(Path(DEFAULT_ROOT)):
+        runs = [str(run.path) for run in newest_runs(known_roots(os.environ), arguments.last or _MOST_ELSEWHERE)]
+        if runs:
+            note(f"no run below {Path(DEFAULT_ROOT).resolve()}; your newest runs elsewhere:")
     selection = read_selection(arguments, runs)
     if arguments.watch is not None:
         surveyor = build_surveyor(os.environ)
@@ -186,7 +189,8 @@ def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mappi
         after = [summary(statuses), str(sweep.path)]
     elif len(statuses) == 1:
         run = statuses[0].run
-        after = [str(run.path), *_goodput_lines(run), *([] if statuses[0].is_finished else _attempt_lines(run))]
+        kept = [f"{name}: {path.name}" for path, name in find_kept(run.checkpoints).items()]
+        after = [str(run.path), *kept, *_goodput_lines(run), *([] if statuses[0].is_finished else _attempt_lines(run))]
     width, in_colour = width_of(sys.stdout), takes_escapes(sys.stdout, env)
     lines = table_lines(statuses, now_unix_s=time.time(), width=width, of_sweep=sweep is not None, in_colour=in_colour)
     print("\n".join([*lines, *after]))
@@ -251,25 +255,23 @@ def watch(
     """
     is_live = takes_escapes(sys.stdout, env) and not as_json
     every_s = every_s or (_EVERY_ON_TERMINAL_S if is_live else _EVERY_ELSEWHERE_S)
-    screen, seems_over = Screen(sys.stdout, is_live=is_live), False
+    screen, num_runs = Screen(sys.stdout, is_live=is_live), 0
+
+    def look() -> Survey:
+        nonlocal num_runs
+        survey = surveyor.look(selection.subjects())
+        num_runs = len(survey.statuses)
+        return Survey(tuple(one for one in survey.statuses if selection.keeps(one)), survey.look)
+
     try:
-        while True:
-            start_s = time.monotonic()
-            survey = surveyor.look(selection.subjects())
-            kept = Survey(tuple(one for one in survey.statuses if selection.keeps(one)), survey.look)
+        for kept in until_over(look, every_s=every_s, sleep=sleep):
             if not kept.statuses:
-                _note_nothing(selection, num_runs=len(survey.statuses))
-                return 0
-            if as_json:
+                _note_nothing(selection, num_runs=num_runs)
+            elif as_json:
                 print(json.dumps([one.as_json() for one in kept.statuses]), flush=True)
             else:
                 screen.show(kept, now_unix_s=time.time(), of_sweep=selection.sweep() is not None)
-            if kept.is_settled or (kept.is_over and seems_over):
-                return 0
-            # Between two runs of a sweep on this machine, and between two attempts, nothing is active for a moment.
-            seems_over = kept.is_over
-            sure_s = min(_LONGEST_DOUBT_S, max(_SURE_AFTER_S, kept.look.is_due_in_s))
-            sleep(sure_s if seems_over else max(every_s, _REST * (time.monotonic() - start_s)))
+        return 0
     except KeyboardInterrupt:
         note("no longer watching; the runs go on")
         return _EXIT_INTERRUPTED

@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from slurm_train.checkpoint.directory import newest_committed_step
+from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.errors import EXIT_FAILURE, ConfigError
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.slurm.allocation import Allocation
-from slurm_train.slurm.environment import job_environment
+from slurm_train.slurm.job_variables import job_environment
 from slurm_train.supervise.continuation import continued_job
 from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.scheduler import SlurmJob

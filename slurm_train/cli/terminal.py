@@ -6,12 +6,14 @@ file: without that, the next line that it prints would be an error of its own, a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -26,9 +28,29 @@ _HEADLINE = HEADLINE.encode()
 _ERRORS = (b"error: ", b"srun: error: ", b"slurmstepd: error: ")
 
 
+_is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Makes `note` and `answer` print nothing while the body runs, in this thread alone."""
+    token = _is_quiet.set(True)
+    try:
+        yield
+    finally:
+        _is_quiet.reset(token)
+
+
 def note(text: str) -> None:
     """Prints a line to stderr."""
-    print(text, file=sys.stderr)
+    if not _is_quiet.get():
+        print(text, file=sys.stderr)
+
+
+def answer(text: str) -> None:
+    """Prints a line of data to stdout."""
+    if not _is_quiet.get():
+        print(text, flush=True)
 
 
 def takes_escapes(stream: TextIO, env: Mapping[str, str]) -> bool:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from slurm_train.config.parallel import ParallelLayout
-from slurm_train.config.schema import BatchSection, OptimSection, RunConfig
+from slurm_train.config.schema import BatchSection, OptimSection, RunConfig, TrainSection
 from slurm_train.errors import BatchError
 from slurm_train.formatting import shorten
+from slurm_train.frozen_class import frozen
 
 LEAST_SHARE = 4
 """A batch by length has at least a fourth of the mean number of samples, however long they are."""
@@ -30,7 +31,7 @@ _LEAST_GAIN = 0.05
 _NODES_NAMED = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BatchPlan:
     """A consistent cut of the global batch."""
 
@@ -146,6 +147,22 @@ def nearest_multiples(value: int, unit: int) -> tuple[int, int]:
     return value // unit * unit, -(-value // unit) * unit
 
 
+def total_steps(train: TrainSection, *, num_samples: int, global_size: int, since: Sequence[int] = (0, 0)) -> int:
+    """Returns the steps of a whole run; the last one of `max_epochs` may begin the next epoch.
+
+    Args:
+        train: how long it is to be.
+        num_samples: samples of an epoch.
+        global_size: samples per optimizer step.
+        since: steps and samples done when the global batch got this size.
+    """
+    if train.max_epochs is None:
+        return train.max_steps
+    done_steps, done_samples = since
+    left = round(train.max_epochs * num_samples) - done_samples
+    return max(1, done_steps + max(0, -(-left // global_size)))
+
+
 def planned_lr(optim: OptimSection, *, global_size: int) -> float:
     """Returns the peak learning rate for a global batch other than the one it was tuned for.
 
@@ -208,7 +225,7 @@ def _conflicts(config: RunConfig, layout: ParallelLayout) -> list[tuple[bool, st
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Choice:
     """Samples of a micro-batch, rank by rank, and what they were chosen for."""
 

@@ -40,6 +40,7 @@ from slurm_train.assets import asset_dir
 from slurm_train.config.schema import RunConfig, all_keys, build_config, flat, to_mapping, unknown_key_error
 from slurm_train.config.secrets import is_secret_name, refuse_secrets
 from slurm_train.config.site_profile import settle_site, user_config_dir
+from slurm_train.config.synonyms import advise
 from slurm_train.config.words import Words, cluster_sizes, is_one_value, prepare_overrides, quoted, split_word
 from slurm_train.errors import ConfigError
 
@@ -48,7 +49,7 @@ TASK_NAME = "slurm_train"
 # Slurm's controllers hold 10,000 jobs by default; a mistyped range asks for millions.
 _MOST_POINTS = 100_000
 # In this order: a site fills the cluster that was chosen.
-_GROUPS = ("model", "data", "cluster", "site", "container")
+_GROUPS = ("optim", "model", "data", "cluster", "site", "container")
 _OWN_PLACES = ("--config-path", "--config-dir", "hydra.searchpath")
 
 
@@ -124,7 +125,9 @@ class Composer:
             if isinstance(cluster, dict) and choices.get("cluster") is None and "nodes" not in cluster:
                 raise _unasked_section_error(f"cluster.{next(iter(cluster), '')}")
             _settle_launch(plain)
-            return Composed(config=build_config(RunConfig, plain), mapping=plain, choices=choices)
+            config = build_config(RunConfig, plain)
+            _refuse_two_lengths(config, prepared)
+            return Composed(config=config, mapping=plain, choices=choices)
 
     def merge(self, prepared: Sequence[str], *, number: int | None = None) -> tuple[DictConfig, dict[str, str | None]]:
         """Returns what Hydra composes, its own settings included, and the choices.
@@ -173,10 +176,15 @@ class Composer:
             except ConfigCompositionException as err:
                 # A group that the user's own primary file chooses already is replaced, not added a second time.
                 chosen = re.search(r"Multiple values for (\w+)\.", str(err))
-                if chosen is None:
+                if chosen is not None:
+                    plus = f"+{chosen[1]}="
+                    words = [word[word.startswith(plus) :] for word in words]
+                elif "Could not override 'optim'" in str(err):
+                    # A primary file of the user's own may have these values as a section.
+                    words = [f"+{word}" if word.startswith("optim=") else word for word in words]
+                else:
                     raise
-                plus = f"+{chosen[1]}="
-                self._bases[key] = self._load([word[word.startswith(plus) :] for word in words], mode)
+                self._bases[key] = self._load(words, mode)
         return self._bases[key]
 
     def _load(self, words: list[str], mode: RunMode) -> DictConfig:
@@ -218,7 +226,7 @@ class Composer:
             while own is not None and not isinstance(own, ConfigError):
                 own = own.__cause__ or own.__context__
             newest = next(reversed(self._bases.values()), OmegaConf.create())
-            raise own or _explain(err, known=newest) from err
+            raise own or _explain(err, known=newest, words=self.words.overrides) from err
         finally:
             GlobalHydra.instance().clear()
             HydraConfig.instance().cfg = None
@@ -299,6 +307,15 @@ def _settle_launch(mapping: dict[str, Any]) -> None:
         )
 
 
+def _refuse_two_lengths(config: RunConfig, words: Sequence[str]) -> None:
+    epochs = config.train.max_epochs
+    if epochs is not None and any(split_word(word)[1] == "train.max_steps" for word in words):
+        raise ConfigError(
+            f"train.max_steps={config.train.max_steps} was given to a run of train.max_epochs={epochs:g}",
+            hint="give one of them; train.max_epochs=null lets the steps count",
+        )
+
+
 def _search_path(words: Words) -> ConfigSearchPathImpl:
     """Returns where configurations are looked for: a user's own folders first, then the shipped ones."""
     path = ConfigSearchPathImpl()
@@ -373,15 +390,17 @@ _CHOICES = {
     "site": "on the cluster's login node `python -m slurm_train init {0}` writes it",
     "model": "a class of your own: model._target_={0}",
     "data": "a class of your own: data._target_={0}",
+    "optim": "any other by its class: optim._target_=torch.optim.NAdam optim.lr=1e-3",
 }
 
 
-def _explain(err: Exception, *, known: DictConfig) -> ConfigError:
+def _explain(err: Exception, *, known: DictConfig, words: Sequence[str]) -> ConfigError:
     """Returns the error to show for an exception of the composition.
 
     Args:
         err: the exception.
         known: the configuration as it was before the words that failed.
+        words: as typed.
     """
     text = str(err)
     if isinstance(err, OverrideParseException):
@@ -405,8 +424,10 @@ def _explain(err: Exception, *, known: DictConfig) -> ConfigError:
             return _unasked_section_error(key)
         if key.startswith("hydra."):
             return ConfigError(f"there is no configuration key {key!r}", hint="`--hydra-help` lists what can be set")
-        error = unknown_key_error(key, flat(cast(dict[str, Any], OmegaConf.to_container(known))))
-        is_open = key.startswith(("model.", "data."))
+        typed = {name: value for _, name, value in map(split_word, words)}
+        known_keys = flat(cast(dict[str, Any], OmegaConf.to_container(known)))
+        error = unknown_key_error(key, known_keys, value=typed.get(key))
+        is_open = key.startswith(("model.", "data.")) or (key.startswith("optim.") and not advise(key))
         return ConfigError(error.message, hint=f"{error.hint.rstrip('?')}; +{key}=... adds one") if is_open else error
     return ConfigError(" ".join(text.split("\nConfig search path")[0].split()), hint="`--cfg job` prints every key")
 
@@ -489,8 +510,8 @@ def _spelled(value: Any) -> str:
 def apply_words(config: RunConfig, words: Sequence[str], *, config_dir: str | None = None) -> RunConfig:
     """Returns a frozen configuration with the words' settings in it.
 
-    `cluster=2x8` gives another size to the cluster that the run had; `model=`, `data=` and a cluster of another name
-    replace theirs. `site=NAME` moves the run to another cluster: of the old one only the size stays.
+    `cluster=2x8` gives another size to the cluster that the run had; `model=`, `data=`, `optim=` and a cluster of
+    another name replace theirs. `site=NAME` moves the run to another cluster: of the old one only the size stays.
 
     Args:
         config: a frozen configuration.
@@ -522,7 +543,7 @@ def apply_words(config: RunConfig, words: Sequence[str], *, config_dir: str | No
             raise ConfigError(f"{key} has several values; a run that exists has one", hint=f"give one: {key}=VALUE")
         if key not in _GROUPS:
             _set(mapping, override)
-        elif key not in ("model", "data") and value in (None, "null"):
+        elif key not in ("optim", "model", "data") and value in (None, "null"):
             mapping[key] = None
         elif key == "site":
             mapping["site"] = value if cluster is not None else None
@@ -536,7 +557,9 @@ def apply_words(config: RunConfig, words: Sequence[str], *, config_dir: str | No
         else:
             mapping[key] = choose(key, f"{key}={value}")
     _settle_launch(mapping)
-    return build_config(RunConfig, mapping)
+    changed = build_config(RunConfig, mapping)
+    _refuse_two_lengths(changed, words)
+    return changed
 
 
 def _set(mapping: dict[str, Any], override: Override) -> None:
@@ -544,6 +567,8 @@ def _set(mapping: dict[str, Any], override: Override) -> None:
     *parents, last = key.split(".")
     holder: Any = mapping
     for parent in parents:
+        if key.startswith("optim.schedule.") and isinstance(holder.get(parent), str):
+            holder[parent] = {}
         holder = holder.get(parent)
         if holder is None:
             hint = f"choose one first, e.g. {'cluster=<nodes>x<GPUs>' if parent == 'cluster' else f'{parent}=NAME'}"

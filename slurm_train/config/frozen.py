@@ -22,7 +22,7 @@ from typing import Any, Literal
 import yaml
 
 from slurm_train.assets import asset_dir
-from slurm_train.config.schema import RunConfig, build_config, flat, nested, to_mapping
+from slurm_train.config.schema import OptimSection, RunConfig, all_keys, build_config, flat, nested, to_mapping
 from slurm_train.errors import RunError
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -43,12 +43,14 @@ NOT_IDENTITY = (
     "parallel",
     "ddp.bucket_cap_mb",
     "ddp.static_graph",
+    "ddp.find_unused_parameters",
     "batch.local_size",
     "batch.accumulation",
     "batch.default_global_size",
     # As the number of ranks: the same global batches in the same order, with the same weight for every item.
     "batch.shares",
     "train.eval_every_steps",
+    "train.eval_max_batches",
     "train.evaluate",
     "train.log_every_steps",
     "train.samples_digest",
@@ -60,7 +62,9 @@ NOT_IDENTITY = (
 # Ways of training that few runs use: at these values the hash does not know them.
 _UNUSED: Mapping[str, Mapping[str, Any]] = {
     "batch": {"by_length": False, "pool": 64},
+    "optim": {"_target_": "torch.optim.AdamW", "groups": [], "decay_samples": None},
     "ddp": {"comm": "none", "comm_start_step": 100, "powersgd_rank": 2, "average_every_steps": 8},
+    "train": {"max_epochs": None, "evaluate_from": None},
 }
 
 ID_DIGITS = 12
@@ -69,7 +73,7 @@ ID_DIGITS = 12
 Kind = Literal["harmless", "training", "impossible"]
 
 # The data set's own fingerprint tells whether these matter.
-_DATA_HARMLESS = ("data.num_workers", "data.prefetch")
+_DATA_HARMLESS = ("data.num_workers", "data.prefetch", "data.allow_world_change")
 _DATA_MOVED = ("data.path",)
 _SHAPES = {
     "slurm_train.models.gpt.GPT": (
@@ -87,7 +91,7 @@ _CONSEQUENCES = {
     "batch.by_length": _OTHER_BATCHES,
     "batch.pool": _OTHER_BATCHES,
     "batch.global_size": "other steps; optim.lr_retune says what becomes of the learning rate",
-    "train.max_steps": "the schedule is stretched or cut from here on",
+    **dict.fromkeys(("train.max_steps", "train.max_epochs"), "the schedule is stretched or cut from here on"),
 }
 
 
@@ -149,8 +153,9 @@ def config_hash(config: RunConfig, *, global_size: int) -> str:
         if section in mapping:
             kept = {key: value for key, value in mapping[section].items() if (key, value) not in unused.items()}
             mapping[section] = kept
-    if not mapping.get("ddp", True):
-        del mapping["ddp"]
+    for section in ("ddp", "callbacks"):
+        if not mapping.get(section, True):
+            del mapping[section]
     text = json.dumps(mapping, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -239,9 +244,9 @@ def training_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Cha
     found = [
         Change(key, was, now, _kind_of(key, old, new))
         for key, was, now in _pairs(nested(old), nested(new))
-        if (key in old and key in new) or key.split(".")[0] in _OPEN
+        if (_holds(old, key) and _holds(new, key)) or _is_open(key)
     ]
-    # Of a model or data set that was replaced the keywords say nothing.
+    # Of a model, data set or optimizer that was replaced the keywords say nothing.
     replaced = [change.key.removesuffix("_target_") for change in found if change.key.endswith("._target_")]
     return [
         change for change in found if change.key.endswith("._target_") or not change.key.startswith(tuple(replaced))
@@ -256,6 +261,15 @@ def unaccepted(changes: Iterable[Change], accepted: Collection[str]) -> list[Cha
     return [change for change in left if not any(is_below(change.key, name) for name in accepted)]
 
 
+def _holds(settings: Mapping[str, Any], key: str) -> bool:
+    return any(is_below(name, key) for name in settings)
+
+
+def _is_open(key: str) -> bool:
+    """Returns whether a key is one that a target takes, not one of the schema."""
+    return key.split(".")[0] in _OPEN or (key.startswith("optim.") and key not in all_keys(RunConfig))
+
+
 def _is_left_out(key: str) -> bool:
     return any(is_below(key, name) for name in NOT_IDENTITY)
 
@@ -263,7 +277,12 @@ def _is_left_out(key: str) -> bool:
 def _kind_of(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Kind:
     target = old.get("model._target_")
     is_shape = key.removeprefix("model.") in _SHAPES.get(str(target), ())
-    if is_shape or (key == "model._target_" and target in _SHAPES and new.get(key) in _SHAPES):
+    # Nor would the state of one optimizer fit another.
+    if (
+        is_shape
+        or key == "optim._target_"
+        or (key == "model._target_" and target in _SHAPES and new.get(key) in _SHAPES)
+    ):
         return "impossible"
     moved = key in _DATA_MOVED and str(new.get("data._target_", "")).startswith("slurm_train.")
     return "harmless" if moved or key in _DATA_HARMLESS else "training"
@@ -295,18 +314,20 @@ class Setting:
 def list_settings(config: Mapping[str, Any]) -> list[Setting]:
     """Returns a frozen configuration key by key, for showing what a person has chosen.
 
-    Defaults are read from the shipped files as they are, without Hydra; a model or data set is compared with the
-    shipped file of the same `_target_`.
+    Defaults are read from the shipped files as they are, without Hydra; a model, data set or optimizer is compared with
+    the shipped file of the same `_target_`.
 
     Args:
         config: the mapping in a run's config.yaml.
     """
     conf, values = asset_dir("conf"), flat(config)
     defaults = _read_shipped(conf / "config.yaml")
-    for group in ("model", "data"):
+    for group in ("model", "data", "optim"):
         target = chosen.get("_target_") if isinstance(chosen := config.get(group), Mapping) else None
-        files = map(_read_shipped, sorted((conf / group).glob("*.yaml")))
-        defaults[group] = next((one for one in files if target is not None and one["_target_"] == target), {})
+        files = {path.stem: _read_shipped(path) for path in sorted((conf / group).glob("*.yaml"))}
+        defaults[group] = next((one for one in files.values() if one["_target_"] == target), files["custom"])
+    # Of the schema's own keys a file may leave out what its class does not take.
+    defaults["optim"] = to_mapping(OptimSection()) | defaults["optim"]
     if config.get("cluster"):
         # Its size has no default: every run has its own.
         defaults["cluster"] = _read_shipped(conf / "cluster" / "base.yaml")

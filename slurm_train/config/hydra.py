@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ from slurm_train.config.frozen import NOT_IDENTITY, is_below
 from slurm_train.config.schema import RunConfig, flat, to_mapping
 from slurm_train.config.words import Words, prepare_overrides, split_word
 from slurm_train.errors import ConfigError
+from slurm_train.frozen_class import frozen
 
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _CARRIED_OUT = ("", "")
@@ -101,7 +102,7 @@ _LAUNCHER_SETTINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class HydraSettings:
     """Hydra's own configuration, as the words and a person's own files have it."""
 
@@ -380,7 +381,7 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 # Where Hydra's words want runs to be found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Output:
     """What one run shall have besides its own directory."""
 

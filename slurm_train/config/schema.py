@@ -16,16 +16,19 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from slurm_train.config.synonyms import advise
 from slurm_train.errors import ConfigError
+from slurm_train.frozen_class import frozen
 
 T = TypeVar("T")
 
 LrRetune = Literal["none", "linear", "sqrt"]
 Launch = Literal["slurm", "interactive", "local"]
+SCALABLE_COMMS = ("none", "bf16")
+"""Values of `ddp.comm` that go with float16: the others keep scaled gradients, or let nodes differ."""
 
 
 class Bound(NamedTuple):
@@ -50,11 +53,14 @@ Count = Annotated[int, Bound(1)]
 Degree = Annotated[int, Bound(1, other=-1)]
 Positive = Annotated[float, Bound(0, is_open=True)]
 
+KEYWORDS = "keywords"
+"""Field of a section that takes keys which no other field has; in mappings they stand beside the others."""
+
 # Resolving annotations takes a millisecond for each class, and every word is checked against all of them.
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RunSection:
     """Where a run is stored, and its name."""
 
@@ -62,6 +68,8 @@ class RunSection:
     """Directory of all runs; on a cluster every node must see this path."""
     name: str | None = None
     """Folder below `root`; default "<model>-<data>", the names of the chosen files."""
+    share: Literal["private", "group"] = "private"
+    """group: the Unix group of `root` may read the run; `root` must be set up for it (`chmod g+rxs`)."""
     processes: Count | None = None
     """Local ranks when there is no cluster; default: one per GPU, else 2."""
     snapshot_limit_mb: Count = 100
@@ -70,7 +78,7 @@ class RunSection:
     """Further folders to copy, e.g. ["../mylib"], for packages that are outside of the current directory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BatchSection:
     """Batch arithmetic: global = local x ranks x accumulation. Set any of them, the rest is computed."""
 
@@ -90,50 +98,98 @@ class BatchSection:
     """With `by_length`: global batches whose samples are sorted together. More: less padding, less mixing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimSection:
-    """AdamW, its schedule, and what happens to the learning rate when the global batch changes."""
+@frozen
+class GroupRule:
+    """An entry of `optim.groups`: which parameters, and what is different for them."""
 
+    match: str | list[str] = field(default_factory=list)
+    """Patterns of parameter names, e.g. "*embed*"; empty: all."""
+    dims: int | list[int] = field(default_factory=list)
+    """Numbers of dimensions, e.g. [0, 1] for whatever is no matrix; empty: all."""
+    lr: Positive | None = None
+    """Peak learning rate in place of `optim.lr`."""
+    lr_scale: float = 1.0
+    """The same as a multiple of `optim.lr`."""
+    weight_decay: float | None = None
+    _target_: str | None = None
+    """Another optimizer for these."""
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+
+@frozen
+class OptimSection:
+    """The optimizer, its schedule, and what happens to the learning rate when the global batch changes."""
+
+    _target_: str = "torch.optim.AdamW"
+    """Class of the optimizer, of torch or a package; other keys of this section that it takes are its keywords, e.g.
+    `optim._target_=torch.optim.SGD optim.lr=0.1 optim.momentum=0.9`."""
     lr: float = 1e-3
     """Peak learning rate, tuned for `lr_global_size`."""
     lr_global_size: Count | None = None
     """Global batch that `lr` was tuned for; default: that of the run, so `lr` is not changed."""
     lr_retune: LrRetune = "none"
     """How `lr` is scaled if the global batch is not `lr_global_size`: none, linear (SGD), sqrt (Adam)."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Shape after the warm-up; it is counted in samples, so it does not depend on how a batch is split."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] | dict[str, Any] = "cosine"
+    """Shape after the warm-up, counted in samples, so it does not depend on how a batch is split; wsd is constant, then
+    linear at the end. `optim.schedule._target_=my_package.my_schedule`: a function of your own, warm-up included."""
     warmup_samples: int | None = None
     """Samples of linear warm-up; default 5 % of the run."""
+    decay_samples: int | None = None
+    """Samples of the linear decay at the end of wsd; default 20 % of the run."""
     min_lr_ratio: float = 0.1
-    """Final learning rate of the cosine, as a fraction of the peak."""
+    """Last learning rate of cosine, linear and wsd, and the least of inverse_sqrt, as a fraction of the peak."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Decay rates of AdamW's two moments."""
+    """Decay rates of the two moments, for a class that takes `betas` and `eps`."""
     eps: float = 1e-8
-    """Term that AdamW adds to the denominator."""
+    """Term that such a class adds to the denominator."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of parameters with two or more dimensions (not of norms and biases)."""
+    """Weight decay of parameters with two or more dimensions (not of norms and biases)."""
     grad_clip_norm: float | None = 1.0
     """Largest global gradient norm, applied once per optimizer step; null switches clipping off."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Rules for some parameters, of which the first that fits counts. `match` (patterns of names, e.g. "*embed*") and
+    `dims` (numbers of dimensions) say which; `lr` or `lr_scale`, `weight_decay`, `_target_` and its keywords say
+    what is different."""
+    keywords: dict[str, Any] = field(default_factory=dict)
+    """The keys of the section that are none of the above."""
+
+    def __post_init__(self) -> None:
+        """Refuses rules that are not understood."""
+        self.rules()
+
+    def rules(self) -> list[GroupRule]:
+        """Returns `groups` as values.
+
+        Raises:
+            ConfigError: a value that does not fit.
+        """
+        return [build_config(GroupRule, one, path=f"optim.groups[{index}].") for index, one in enumerate(self.groups)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainSection:
     """The training loop."""
 
     max_steps: Count = 1000
     """Optimizer steps of the whole run."""
+    max_epochs: Positive | None = None
+    """Passes over the training samples, in place of `max_steps`; rounded up to whole steps."""
     eval_every_steps: Count | None = None
     """Optimizer steps between evaluations; null: only at the end."""
+    eval_max_batches: Count | None = None
+    """Largest evaluation, in global batches, of samples that are spread over the held-out ones; null: all of them."""
     evaluate: bool = True
     """Whether held-out samples are evaluated, if there are any; false for a run that is only timed."""
     log_every_steps: Count = 10
     """Optimizer steps between lines of metrics.jsonl."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Autocast type; auto is bfloat16 on a GPU that has it, else float32."""
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Autocast type; float16 uses dynamic loss scaling. auto is the fastest that all GPUs of the run have: bfloat16
+    (Ampere and later), float16 (Volta, Turing), else float32; on CPUs float32."""
     compile: bool = False
     """Compiles the model with torch.compile."""
     deterministic: bool = False
-    """Uses deterministic kernels: repeatable bit for bit on the same hardware, but slower."""
+    """Uses deterministic kernels, and one algorithm of NCCL: repeatable bit for bit on the same hardware and software,
+    but slower. Without it, attention and additions in parallel may round differently on a GPU from run to run."""
     samples_digest: bool = False
     """Logs a digest of the sample indices that the ranks used (independent of their order), for tests of exactness."""
     start_timeout_s: float = 600.0
@@ -145,11 +201,13 @@ class TrainSection:
     init_from: str | None = None
     """Initial weights: a directory in the format of transformers (for the included GPT in Llama's or GPT-2's form), or
     a safetensors file with the model's own parameter names; null: random weights from `seed`."""
+    evaluate_from: str | None = None
+    """Path of a checkpoint that is evaluated, and nothing is trained; `evaluate` sets it."""
     sample_tokens: int = 0
     """Length of the text that is generated at the end of a run, if the model can generate; 0: none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DdpSection:
     """DistributedDataParallel."""
 
@@ -157,6 +215,8 @@ class DdpSection:
     """Size of a gradient bucket in MiB."""
     static_graph: bool = False
     """Promise that every step uses the same parameters."""
+    find_unused_parameters: bool = False
+    """Looks in every step for parameters that its loss does not depend on; DDP stops a run that has them otherwise."""
     comm: Literal["none", "bf16", "powersgd", "post_local_sgd"] = "none"
     """How gradients are exchanged on slow networks: in full; in bfloat16; as thin matrices (PowerSGD); only within each
     node, with regular averages of the parameters. All except none change the result slightly."""
@@ -168,7 +228,7 @@ class DdpSection:
     """Optimizer steps between two averages of the parameters with post_local_sgd."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CheckpointSection:
     """When checkpoints are written and how many are kept."""
 
@@ -187,10 +247,10 @@ class CheckpointSection:
     copy_every: Count = 5
     """Every n-th local checkpoint is copied into the run directory in the background; 1: all."""
     save_timeout_s: Positive = 1800.0
-    """Time-out of collectives in a background save; it must be longer than the save of the slowest rank."""
+    """Time-out of a save; it must be longer than the save of the slowest rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class HealthSection:
     """Steps with NaN or spikes, ranks that hang or are slow, replicas that differ."""
 
@@ -206,7 +266,8 @@ class HealthSection:
     max_rollbacks: Count = 3
     """Largest number of rollbacks of a run; the next one stops it."""
     hang_timeout_s: Positive | None = 300.0
-    """Seconds without progress until ranks count as hung (at first `train.start_timeout_s`, if longer); null: off."""
+    """Seconds without progress until ranks count as hung; null: off. If longer, `train.start_timeout_s` counts at the
+    start and `checkpoint.save_timeout_s` in a save."""
     check_replicas_every_steps: Count | None = None
     """Optimizer steps between comparisons of the parameters of all replicas, also before each save; null: never."""
     pace_every_steps: Count | Literal["auto"] | None = "auto"
@@ -215,7 +276,7 @@ class HealthSection:
     """A rank is a straggler if its own part of a step takes this fraction longer than that of the others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PreflightSection:
     """Checks of nodes and network before the ranks of a Slurm job train."""
 
@@ -233,7 +294,7 @@ class PreflightSection:
     """Hours for which later submissions exclude a bad node; 0: they do not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RequeueSection:
     """Restarts after an interruption."""
 
@@ -251,7 +312,7 @@ class RequeueSection:
     """Seconds to retry while Slurm's controller does not answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SweepSection:
     """Many runs from one command line (`--multirun`)."""
 
@@ -261,7 +322,7 @@ class SweepSection:
     """Key of result.json that a sweeper optimizes; default: eval_loss, or loss without evaluation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WandbSection:
     """Weights & Biases (extra: wandb)."""
 
@@ -275,7 +336,7 @@ class WandbSection:
     """Tags of the run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MlflowSection:
     """MLflow (extra: mlflow)."""
 
@@ -285,7 +346,7 @@ class MlflowSection:
     """Server or store; default: MLFLOW_TRACKING_URI, else sqlite:///<run.root>/mlflow.db."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrackioSection:
     """trackio (extra: trackio)."""
 
@@ -295,7 +356,7 @@ class TrackioSection:
     """Hugging Face Space that shows it; null: trackio's own folder, see TRACKIO_DIR."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrackSection:
     """Trackers: where the lines of metrics.jsonl are also sent."""
 
@@ -310,7 +371,7 @@ class TrackSection:
     """Seconds that a job waits for its trackers after its ranks have ended; missing lines are sent later."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ParallelSection:
     """Degrees of parallelism; their product is the number of ranks. One may be -1: it is computed."""
 
@@ -334,15 +395,16 @@ class ParallelSection:
     """Stages on each rank of a pipeline; more than one interleaves them: a smaller bubble, more traffic."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a pipeline's micro-batches: 1f1b keeps at most `pp` of them in memory, gpipe all."""
-    gather_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which sharded parameters are gathered and used; float32: the type of the parameters."""
+    gather_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type in which sharded parameters are gathered and used; float32: the type of the parameters; auto: bfloat16 where
+    `train.precision` computes in it, unless the model has running statistics (BatchNorm)."""
     cpu_offload: bool = False
     """Keeps sharded parameters, gradients and optimizer state in host memory, where they are updated: much slower."""
     reshard_after_forward: bool = True
     """Frees gathered parameters between forward and backward pass; false: more memory, less traffic."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ClusterSection:
     """The request to Slurm, and the environment of the job."""
 
@@ -395,7 +457,7 @@ class ClusterSection:
     """Further srun flags, likewise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ContainerSection:
     """The image in which the Python of the ranks runs; everything else runs on the host. Set by `container=NAME`."""
 
@@ -413,7 +475,7 @@ class ContainerSection:
     """Further words for `apptainer exec`; flags of pyxis are `cluster.srun.container_...`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RunConfig:
     """The whole configuration of a run. `model`, `data` and `task` are `_target_` mappings for your own code."""
 
@@ -432,6 +494,7 @@ class RunConfig:
     requeue: RequeueSection = field(default_factory=RequeueSection)
     sweep: SweepSection = field(default_factory=SweepSection)
     track: TrackSection = field(default_factory=TrackSection)
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     cluster: ClusterSection | None = None
     site: str | None = None
@@ -456,17 +519,23 @@ def build_config(cls: type[T], values: Mapping[str, Any], *, path: str = "") -> 
     Raises:
         ConfigError: an unknown key, a value of the wrong type or out of its range.
     """
-    hints = _hints(cls)
-    for key in values:
-        if key not in hints:
-            raise unknown_key_error(f"{path}{key}", (f"{path}{name}" for name in hints), value=values[key])
-    return cls(**{key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items()})
+    hints = dict(_hints(cls))
+    is_open = hints.pop(KEYWORDS, None) is not None
+    known = {key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items() if key in hints}
+    others = {key: value for key, value in values.items() if key not in hints}
+    if is_open:
+        known[KEYWORDS] = others
+    elif others:
+        key, value = next(iter(others.items()))
+        raise unknown_key_error(f"{path}{key}", (f"{path}{name}" for name in hints), value=value)
+    return cls(**known)
 
 
 def to_mapping(value: Any) -> Any:
     """Returns the plain mapping of a dataclass, for writing and hashing."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: to_mapping(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        found = {item.name: to_mapping(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return found | found.pop(KEYWORDS, {})
     if isinstance(value, Mapping):
         return {str(key): to_mapping(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -514,6 +583,8 @@ def all_keys(cls: type[Any], *, prefix: str = "") -> Mapping[str, Any]:
     """Returns the dotted names of all keys of a dataclass with their types, e.g. {"optim.lr": float}."""
     keys: dict[str, Any] = {}
     for name, hint in _hints(cls).items():
+        if name == KEYWORDS:
+            continue
         keys[f"{prefix}{name}"] = hint
         for option in (hint, *get_args(hint)):
             if dataclasses.is_dataclass(option) and isinstance(option, type):
@@ -572,7 +643,9 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         # A text that only lacks what makes it a list or a target, or is another spelling of a choice.
         if asked.startswith("a list"):
             typed = f"{path}=[{value}]"
-        elif asked.startswith("a mapping") and path in ("task", "model", "data"):
+        elif (asked.startswith("a mapping") and path in ("task", "model", "data")) or (
+            path == "optim.schedule" and "." in value
+        ):
             typed = f"{path}._target_={value}"
         elif near := difflib.get_close_matches(value, asked.split(" or "), n=1, cutoff=0.5):
             typed = f"{path}={near[0]}"

@@ -39,7 +39,7 @@ _CREDENTIAL_IN_URL = re.compile(
 )
 _ASSIGNMENT = re.compile(r"""(["']?[\w-]+["']?\s*(?:=|:)\s*)(["']?)([^\s"',;]{6,})\2""")
 _HARMLESS = frozenset({"", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null"})
-_OPEN = ("model", "data", "task", "track")
+_OPEN = ("model", "data", "task", "track", "callbacks")
 
 
 def is_secret_name(name: str) -> bool:

@@ -1,27 +1,31 @@
 """A site's profile, the file that `init` writes: what a cluster is like, and its values of `cluster.*`.
 
-`site=NAME` finds `site/NAME.yaml` in --config-dir or in the user's own folder. Its values fill what the command line
-and other files leave at the default, so that what is typed wins. The result is frozen with the run: no later edit of
-the file changes a run that exists.
+`site=NAME` finds `site/NAME.yaml` in --config-dir or in the user's own folder. A run on a cluster that names none takes
+the only file in the user's folder, or `default.yaml` (a link to one of several); `site=none` takes none. Its values
+fill what the command line and other files leave at the default, so that what is typed wins. The result is frozen with
+the run: no later edit of the file changes a run that exists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from slurm_train.config.schema import ClusterSection, build_config, to_mapping
 from slurm_train.config.words import split_word
 from slurm_train.errors import ConfigError
+from slurm_train.frozen_class import frozen
 
 GROUP = "site"
 # The size is the run's own affair.
 _NOT_A_SITES = ("nodes", "gpus_per_node")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SitePartition:
     """A partition: what its nodes have, and what a run in it is asked for with."""
 
@@ -37,7 +41,7 @@ class SitePartition:
     """Values of `cluster.*`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SiteQos:
     """A QOS that a run may ask for."""
 
@@ -48,7 +52,7 @@ class SiteQos:
     max_time_min: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SiteFile:
     """A site file, read."""
 
@@ -127,6 +131,8 @@ def settle_site(mapping: dict[Any, Any], choices: Mapping[str, str | None], over
         ConfigError: as `read_site`.
     """
     found, name = mapping.get(GROUP), choices.get(GROUP)
+    if found is None and name is None and isinstance(mapping.get("cluster"), Mapping):
+        found, name = _default_site()
     if found is None:
         return
     if name is None or not isinstance(found, Mapping):
@@ -137,3 +143,12 @@ def settle_site(mapping: dict[Any, Any], choices: Mapping[str, str | None], over
     # Without a cluster the run trains here, and the site's values apply to nothing.
     if isinstance(mapping.get("cluster"), Mapping):
         mapping["cluster"] = with_site(mapping["cluster"], site, typed={split_word(word)[1] for word in overrides})
+
+
+def _default_site() -> tuple[Any, str | None]:
+    """Returns the content and the name of the site file that is used unless another is named; (None, None) for none."""
+    files = list((user_config_dir() / GROUP).glob("*.yaml"))
+    chosen = [file for file in files if file.stem == "default"] or files
+    if len(chosen) != 1:
+        return None, None
+    return yaml.safe_load(chosen[0].read_text(encoding="utf-8")) or {}, chosen[0].resolve().stem

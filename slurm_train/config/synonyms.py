@@ -16,7 +16,14 @@ _SETTINGS = {
     '"optim.betas=[0.9,0.95]"': "betas adam_betas adam_beta1 adam_beta2 beta1 beta2",
     "optim.eps={1e-8}": "eps adam_eps adam_epsilon",
     "optim.grad_clip_norm={1.0}": "max_grad_norm max_norm grad_clip grad_clip_norm gradient_clip_val gradient_clipping",
-    "optim.schedule=cosine": "lr_scheduler lr_scheduler_type scheduler",
+    "optim={adamw}, of adamw, sgd and muon; any other: optim._target_=torch.optim.NAdam optim.lr=1e-3": (
+        "optimizer optimizer.name optimizer_type"
+    ),
+    "optim=sgd optim.momentum={0.9}": "momentum sgd_momentum",
+    "optim.schedule={cosine}, of cosine, linear, constant, wsd and inverse_sqrt": (
+        "lr_scheduler lr_scheduler_type scheduler lr_schedule decay_type"
+    ),
+    "optim.schedule=wsd optim.decay_samples=3200, which is steps x global batch": "decay_steps decay_ratio",
     "optim.warmup_samples=3200, which is steps x global batch": (
         "warmup warmup_steps num_warmup_steps warmup_iters warmup_ratio lr_warmup_steps"
     ),
@@ -34,15 +41,17 @@ _SETTINGS = {
     ),
     # --- the loop ---
     "train.max_steps={10000}": "max_steps max_iters num_steps total_steps training.steps train_steps",
-    "train.max_steps=10000: epochs x samples / global batch": "max_epochs num_train_epochs epochs num_epochs",
+    "train.max_epochs={3}": "max_epochs num_train_epochs epochs num_epochs",
     "train.precision=bfloat16": "bf16 precision mixed_precision amp dtype torch_dtype mixed_precision_param",
-    "train.precision=bfloat16; float16 with loss scaling is not there": "fp16 float16 half",
+    "train.precision=float16": "fp16 float16 half 16-mixed",
     "train.precision=float32": "fp32 float32 full_precision",
     "train.compile=true": "torch_compile compile use_compile compile.enable",
     "train.deterministic=true": "deterministic full_determinism",
     "train.log_every_steps={10}": "logging_steps log_every_n_steps log_interval log_freq steps_per_print",
     "train.eval_every_steps={500}": "eval_steps eval_interval val_check_interval eval_strategy evaluation_strategy",
     "train.evaluate=true": "do_eval",
+    "train.eval_max_batches={50}, in global batches": "limit_val_batches eval_iters max_eval_batches validation.steps",
+    "train.eval_max_batches=50, which is samples / global batch": "max_eval_samples max_val_samples",
     "train.init_from=DIR for weights; a run that was interrupted is continued by the same command, or `resume RUN`": (
         "resume_from_checkpoint ckpt_path load_checkpoint init_from initial_load_path auto_resume"
     ),
@@ -53,7 +62,16 @@ _SETTINGS = {
     "checkpoint.every_steps={500}": (
         "save_steps save_interval save_every every_n_train_steps checkpoint.interval checkpoint_interval"
     ),
-    "checkpoint.keep={2}": "save_total_limit save_top_k keep_latest_k",
+    "checkpoint.keep={2}": "save_total_limit keep_latest_k",
+    # --- callbacks ---
+    '"callbacks=[{_target_:slurm_train.train.callbacks.EarlyStopping,patience:3}]"': (
+        "early_stopping early_stopping_patience patience EarlyStopping EarlyStoppingCallback"
+    ),
+    '"callbacks=[{_target_:slurm_train.train.callbacks.BestCheckpoint}]"': (
+        "load_best_model_at_end metric_for_best_model save_top_k save_best ModelCheckpoint"
+    ),
+    '"callbacks=[{_target_:slurm_train.train.callbacks.EMA}]"': "ema use_ema ema_decay EMA",
+    '"callbacks=[{_target_:slurm_train.train.callbacks.ProfilerWindow}]"': "profile profiler enable_profiling",
     "run.root={runs}": "output_dir default_root_dir out_dir dump_folder save_dir work_dir logging_dir",
     "run.name={my_run}": "run_name name experiment_name exp_name job_name -J",
     # --- trackers ---
@@ -79,6 +97,7 @@ _SETTINGS = {
     "parallel.pp={2}": "pp pipeline_parallel pipeline_parallel_degree pipeline_model_parallel_size",
     "parallel.cp={2}": "cp context_parallel context_parallel_degree context_parallel_size",
     "parallel.dp_replicate={2}": "data_parallel_replicate_degree",
+    "ddp.find_unused_parameters=true": "find_unused_parameters ddp_find_unused_parameters",
     "parallel.cpu_offload=true": "cpu_offload offload offload_optimizer enable_cpu_offload",
     "parallel.activation_checkpointing=full": (
         "gradient_checkpointing activation_checkpointing activation_checkpoint activation_checkpoint.mode"
@@ -104,7 +123,7 @@ _SETTINGS = {
     "cluster.sbatch.reservation={maint}": "reservation",
     "cluster.sbatch.mail-type={END}": "mail_type",
     "cluster.sbatch.mail-user={me@example.org}": "mail_user",
-    "cluster.sbatch.dependency={afterok:1234}": "dependency -d",
+    "cluster.sbatch.dependency={afterok:1234}; for a run of yours: after=RUN": "dependency -d depends_on",
     "cluster.sbatch.begin={now+1hour}": "begin",
     "cluster.env.NAME=VALUE; cluster.export=[NAME] takes it from this shell": "env --export environment",
     "requeue.enabled=true, which is the default": "auto_requeue",
@@ -115,11 +134,12 @@ _ADVICE = {
     "the settings alone train, here or with +cluster on Slurm: python -m slurm_train +cluster=2x8 optim.lr=3e-4": (
         "train fit run start launch submit main do_train pretrain finetune sft"
     ),
-    "evaluation is a part of training (train.eval_every_steps=100); `report RUN` has its numbers": (
+    "`evaluate RUN` measures a checkpoint; train.eval_every_steps=100 does so during the training": (
         "evaluate eval validate test predict"
     ),
-    "`checkpoint export RUN OUT --format hf` writes the model for programs that generate; train.sample_tokens=200 "
-    "prints a text at the end of a run": "generate chat infer inference",
+    "`generate RUN` continues a text; `checkpoint export RUN OUT --format hf` writes the model for other programs": (
+        "generate chat infer inference sample"
+    ),
     "`checkpoint export RUN model.safetensors`": "export save convert",
     "`prepare TEXT --out DIR`": "tokenize preprocess encode",
     "-m and several values, which makes one job array: -m optim.lr=1e-3,3e-4": (

@@ -32,8 +32,8 @@ TARGET = "_target_"
 # What Hydra's instantiate takes beside the keywords. Values are plain Python here, as with `_convert_: all`.
 _DIRECTIONS = (TARGET, "_partial_", "_args_", "_recursive_", "_convert_")
 # What the toolkit takes out of the mapping before the call, or puts into it.
-_TAKEN = {"data": ("heldout", "num_workers", "collate", "keyed_randomness")}
-_GIVEN = {"data": "split", "task": "context"}
+_TAKEN = {"data": ("heldout", "num_workers", "collate", "keyed_randomness", "prefetch", "allow_world_change")}
+_GIVEN = {"data": ("split", "rank", "num_ranks"), "task": ("context",)}
 
 # Of the standard library, what computes; the rest reads, writes, starts or imports things.
 # fmt: off
@@ -55,7 +55,9 @@ _LOADERS = (
     *("numpy.load", "pandas.read_pickle", "joblib", "dill", "cloudpickle", "hydra", "omegaconf", "pip", "setuptools"),
     *("submitit", "IPython"),
 )
-_OWN_ROOMS = ("slurm_train.models.", "slurm_train.data.")
+# From one module to the next that a name is imported from.
+_MOST_HOPS = 8
+_OWN_ROOMS = ("slurm_train.models.", "slurm_train.data.", "slurm_train.train.callbacks.")
 
 
 def resolve_target(path: str) -> Any:
@@ -232,9 +234,18 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
             f"{key}.{TARGET}={target}: {module} has no {rest[0]!r}",
             hint=f"did you mean {module}.{near[0]}?" if near else f"it is looked for in {spec.origin}",
         )
+    for _ in range(_MOST_HOPS):
+        further = (
+            _imported_from(tree, words, is_package=bool(spec.submodule_search_locations)) if len(rest) == 1 else []
+        )
+        if not further:
+            break
+        spec, rest = _find_longest(words := further, search)
+        if spec is None or (tree := _source_of(spec)) is None:
+            return
     if len(rest) == 1 and (signature := _read_signature(tree, rest[0])) is not None:
         given = {name: None for name in mapping if name not in (*_TAKEN.get(key, ()), *_DIRECTIONS)}
-        given |= {name: None for name in signature.parameters if name == _GIVEN.get(key)}
+        given |= {name: None for name in signature.parameters if name in _GIVEN.get(key, ())}
         positional, is_partial = mapping.get("_args_") or (), bool(mapping.get("_partial_"))
         _check_call(f"{key}.{TARGET}={target}", signature, positional, given, is_partial=is_partial)
 
@@ -289,6 +300,24 @@ def _names_bound(tree: ast.AST) -> set[str]:
     return names
 
 
+def _imported_from(tree: ast.Module, words: Sequence[str], *, is_package: bool) -> list[str]:
+    """Returns where a module has a name from, e.g. torch.optim.sgd.SGD for torch.optim.SGD; [] where it is its own.
+
+    Args:
+        tree: source of the module.
+        words: the path of the name.
+        is_package: the module is one, so that `from .x` is below it.
+    """
+    name = words[-1]
+    binding = [node for node in tree.body if name in _names_bound(node)]
+    if len(binding) != 1 or not isinstance(node := binding[0], ast.ImportFrom):
+        return []
+    above = len(words) - 1 - node.level + is_package
+    package = list(words[:above]) if node.level else []
+    (first, *_) = [one.name for one in node.names if (one.asname or one.name) == name]
+    return [*package, *(node.module.split(".") if node.module else ()), first]
+
+
 def _read_signature(tree: ast.Module, name: str) -> inspect.Signature | None:
     """Returns what the class or function of that name takes, None where its source does not say plainly."""
     found = [node for node in tree.body if getattr(node, "name", None) == name]
@@ -331,7 +360,7 @@ def _why_refused(path: str) -> str:
     if head in ("builtins", "__main__"):
         return "" if rest in _PLAIN_TYPES or head == "__main__" else "is not a part of a run"
     if head == "slurm_train":
-        return "" if path.startswith(_OWN_ROOMS) else "is machinery of this package, not a model or a data set"
+        return "" if path.startswith(_OWN_ROOMS) else "is machinery of this package, not a part of a run"
     if head in sys.stdlib_module_names:
         return "" if head in _HARMLESS and path not in _CALLERS else "acts on the machine and builds no part of a run"
     loads = any(path == loader or path.startswith(f"{loader}.") for loader in _LOADERS)

@@ -2,8 +2,9 @@
 
 `+cluster=4x8` exists for every N and G; `cluster.time=4:00:00` is cluster.time_limit_min as Slurm writes it;
 `cluster.env.NCCL_DEBUG=INFO` needs no `+`, because that mapping is open; a `model._target_=` of your own does not
-inherit the arguments of the model it replaces; a value that is a text, such as `cluster.nodelist=node[1-2],node5`,
-arrives as it was typed. A word that is none of all this is refused with what was probably meant.
+inherit the arguments of the model it replaces (`data` and `optim` likewise); a value that is a text, such as
+`cluster.nodelist=node[1-2],node5`, arrives as it was typed. A word that is none of all this is refused with what was
+probably meant.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import difflib
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Any, Literal
 
 import yaml
@@ -20,10 +21,11 @@ import yaml
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.config.synonyms import OTHER_NAMES, advise
 from slurm_train.errors import ConfigError
+from slurm_train.frozen_class import frozen
 from slurm_train.verbs import PUBLIC_VERBS
 
-_OPEN_MAPPINGS = ("cluster.sbatch.", "cluster.srun.", "cluster.env.", "task.")
-_CUSTOM_GROUPS = ("model", "data")
+_OPEN_MAPPINGS = ("cluster.sbatch.", "cluster.srun.", "cluster.env.", "task.", "optim.schedule.")
+_CUSTOM_GROUPS = ("model", "data", "optim")
 # The shipped primary file chooses none of these, so a choice of one is an addition in Hydra's terms.
 _OPTIONAL_GROUPS = ("cluster", "experiment", "site", "container")
 # Settings of Hydra's own that are texts: paths and names, which may hold an equals sign.
@@ -38,7 +40,7 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[\w./@:-]+)(?:=(?P<value>.*))?", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Words:
     """A command line taken apart: overrides for Hydra, and the flags that steer it, each a field of its name."""
 
@@ -47,6 +49,8 @@ class Words:
     """What `hydra.searchpath=[...]` adds behind the shipped configurations."""
     accept: list[str] = field(default_factory=list)
     """Changes of a run in progress that the person accepts: keys, "config", "code", "data"."""
+    after: list[str] = field(default_factory=list)
+    """Runs that Slurm waits for before it starts the job, from `after=RUN`: no part of the configuration."""
     config_dir: str | None = None
     config_path: str | None = None
     """Folder or package with a primary file of the person's own; looked at before `config_dir`."""
@@ -76,7 +80,7 @@ class Words:
         return self.cfg is not None or self.info is not None
 
 
-_NO_FLAGS = ("overrides", "search_path")
+_NO_FLAGS = ("overrides", "search_path", "after")
 FLAGS = {f"--{one.name.replace('_', '-')}": one for one in fields(Words) if one.name not in _NO_FLAGS}
 _SHORT = {
     "-cd": "--config-dir",
@@ -107,7 +111,7 @@ def read_words(words: Sequence[str]) -> Words:
     Raises:
         ConfigError: an unknown flag, a flag without its value, or flags that exclude each other.
     """
-    values: dict[str, Any] = {"overrides": [], "accept": []}
+    values: dict[str, Any] = {"overrides": [], "accept": [], "after": []}
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -117,6 +121,8 @@ def read_words(words: Sequence[str]) -> Words:
             _read_flag(word, rest, values)
         elif word.partition("=")[0].lstrip("+") == "hydra.searchpath":
             values["search_path"] = _read_search_path(word)
+        elif word.startswith("after="):
+            values["after"] += read_names(word.removeprefix("after="), example="after=gpt-stdlib,3f9a1c07")
         else:
             if not _is_override(word):
                 raise _unknown_word_error(word, [*values["overrides"][-1:], ""][0], rest)
@@ -218,15 +224,15 @@ def _unknown_word_error(word: str, before: str, after: Sequence[str]) -> ConfigE
     return ConfigError(f"{word!r} is neither a verb nor a setting", hint=hint)
 
 
-def read_names(text: str) -> list[str]:
-    """Returns the names that follow `--accept`, e.g. "optim.lr,code".
+def read_names(text: str, *, example: str = "--accept optim.lr,code") -> list[str]:
+    """Returns the names that follow `--accept` or `after=`, e.g. "optim.lr,code".
 
     Raises:
         ConfigError: there are none.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ConfigError(f"{text!r} has no names", hint="write them with commas, e.g. --accept optim.lr,code")
+        raise ConfigError(f"{text!r} has no names", hint=f"write them with commas, e.g. {example}")
     return names
 
 

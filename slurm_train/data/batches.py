@@ -15,16 +15,15 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-from torch import Tensor
 
 from slurm_train.config.batch import LEAST_SHARE
 from slurm_train.data.order import Int64Array, KeyedPermutation, SampleOrder
-from slurm_train.data.source import Draw, Lengths, SampleSource, StreamingSource
+from slurm_train.data.source import Batch, Draw, Lengths, SampleSource, StreamingSource
 from slurm_train.errors import DataError
+from slurm_train.frozen_class import frozen
 
 T = TypeVar("T")
 
@@ -35,7 +34,7 @@ _PRECISION = 0.005
 _LOOK_EVERY_S = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Split:
     """How one data-parallel rank shares the global batches."""
 
@@ -290,11 +289,11 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         indices: int64 (local_size,), the samples it is made of.
-        tensors: what the model's objective takes, most often (inputs, targets).
+        tensors: what they hold.
     """
 
     indices: Int64Array
-    tensors: tuple[Tensor, ...]
+    tensors: Batch
 
 
 class BatchStream:
@@ -389,8 +388,14 @@ class Prefetch(Generic[T]):
 
 
 def evaluation_batches(
-    source: SampleSource, *, rank: int, size: int, batch_size: int, lengths: Lengths | None = None
-) -> Iterator[tuple[Tensor, ...]]:
+    source: SampleSource,
+    *,
+    rank: int,
+    size: int,
+    batch_size: int,
+    lengths: Lengths | None = None,
+    most: int | None = None,
+) -> Iterator[Batch]:
     """Yields the micro-batches that one data-parallel rank evaluates: over all ranks each sample exactly once.
 
     None is padded. Ranks may get unequal numbers of batches, also none at all; sums and counts are reduced afterwards,
@@ -403,11 +408,18 @@ def evaluation_batches(
         size: number of data-parallel ranks.
         batch_size: samples of a batch; the last may be smaller.
         lengths: what each sample costs, to give all ranks equal work; None: equal numbers of samples.
+        most: samples to evaluate if there are more, at equal distances; None: all.
     """
+    count, chosen = len(source), None
+    if most is not None and most < count:
+        chosen = np.arange(most, dtype=np.int64) * count // most
+        count, lengths = most, None if lengths is None else lengths[chosen]
     if lengths is None:
-        indices = evaluation_indices(len(source), rank=rank, size=size, batch_size=batch_size)
+        indices = evaluation_indices(count, rank=rank, size=size, batch_size=batch_size)
     else:
         indices = evaluation_by_length(lengths, rank=rank, size=size, batch_size=batch_size)
+    if chosen is not None:
+        indices = (chosen[batch] for batch in indices)
     if isinstance(source, StreamingSource):
         return source.stream(Draw(batch, batch) for batch in indices)
     return (source.batch(batch) for batch in indices)

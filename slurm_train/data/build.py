@@ -8,6 +8,10 @@ arguments a user's data set may have
 - `collate`: dotted path of a function that makes a batch of a list of items;
 - `keyed_randomness`: seed the random generators before each sample (true); false is faster where nothing is random.
 
+Instead of a map-style data set it may be a stream with a state (`data.stream`). A callable that takes `rank` and
+`num_ranks` gets the data-parallel rank; with several of them a stream's has to, to give each its own samples.
+`allow_world_change` (false) lets a stream begin anew on another number of ranks.
+
 Any source may have `prefetch`: micro-batches that a thread of the training process reads ahead (0).
 
 A callable that takes `split` gets "train" or "heldout", unless the configuration sets `split` itself. One that does
@@ -23,20 +27,25 @@ from slurm_train.config.target import TARGET, accepts_keyword, callable_target, 
 from slurm_train.data.mapstyle import MapStyleSource
 from slurm_train.data.shards import Split
 from slurm_train.data.source import SampleSource
-from slurm_train.errors import ConfigError
+from slurm_train.data.stream import StreamSource, is_stream
+from slurm_train.errors import ConfigError, DataError
 
 _HELDOUT = "heldout"
 _READING = ("num_workers", "collate", "keyed_randomness")
 _PREFETCH = "prefetch"
+ALLOW_WORLD_CHANGE = "allow_world_change"
 
 
-def build_source(config: Mapping[str, Any], *, split: Split, seed: int) -> SampleSource | None:
+def build_source(
+    config: Mapping[str, Any], *, split: Split, seed: int, part: tuple[int, int] | None = None
+) -> SampleSource | None:
     """Returns the samples of a split, None where a configuration has no held-out ones.
 
     Args:
         config: the `data` part of the configuration, with `_target_`.
         split: "train" or "heldout".
         seed: the run's seed; keys the randomness of a user's data set.
+        part: the data-parallel rank and how many they are; None where a stream cannot be used.
 
     Raises:
         ConfigError: the target cannot be found, or takes other keywords.
@@ -46,10 +55,20 @@ def build_source(config: Mapping[str, Any], *, split: Split, seed: int) -> Sampl
     if words is None:
         return None
     reading = {key: words.pop(key) for key in _READING if key in words}
-    takes_split = accepts_keyword(callable_target(words), "split") and "split" not in words
-    made = instantiate(words, **({"split": split} if takes_split else {}))
+    target = callable_target(words)
+    given: dict[str, Any] = {"split": split} if accepts_keyword(target, "split") and "split" not in words else {}
+    takes_part = accepts_keyword(target, "rank") and accepts_keyword(target, "num_ranks")
+    if part is not None and takes_part:
+        given |= {"rank": part[0], "num_ranks": part[1]}
+    made = instantiate(words, **given)
     if made is None and split == "heldout":
         return None
+    collate = reading.get("collate")
+    collate = resolve_target(collate) if isinstance(collate, str) else collate
+    keyed = seed if reading.get("keyed_randomness", True) else None
+    if is_stream(made):
+        _check_stream(made, reading, part=part, takes_part=takes_part)
+        return StreamSource(made, collate=collate, seed=keyed)
     if isinstance(made, SampleSource):
         for key in reading:
             raise ConfigError(
@@ -57,13 +76,26 @@ def build_source(config: Mapping[str, Any], *, split: Split, seed: int) -> Sampl
                 hint=f"leave data.{key} out",
             )
         return made
-    collate = reading.get("collate")
-    return MapStyleSource(
-        made,
-        collate=resolve_target(collate) if isinstance(collate, str) else collate,
-        num_workers=int(reading.get("num_workers", 0)),
-        seed=seed if reading.get("keyed_randomness", True) else None,
-    )
+    return MapStyleSource(made, collate=collate, num_workers=int(reading.get("num_workers", 0)), seed=keyed)
+
+
+def _check_stream(made: Any, reading: Mapping[str, Any], *, part: tuple[int, int] | None, takes_part: bool) -> None:
+    name = type(made).__qualname__
+    if part is None:
+        raise DataError(
+            f"{name} is a stream, and held-out samples and parts of a mix are asked for by number",
+            hint="name a map-style data set there; for no evaluation return None for split=heldout",
+        )
+    if part[1] > 1 and not takes_part:
+        raise DataError(
+            f"the stream {name} does not know its rank: all {part[1]} data-parallel ranks would read the same samples",
+            hint="let what data._target_ names take `rank` and `num_ranks`, and give each rank its own part",
+        )
+    if reading.get("num_workers"):
+        raise ConfigError(
+            f"data.num_workers={reading['num_workers']} was asked of the stream {name}",
+            hint="let the stream read ahead itself, e.g. a StatefulDataLoader with num_workers",
+        )
 
 
 def prefetch_depth(config: Mapping[str, Any], source: SampleSource) -> int:
@@ -73,6 +105,11 @@ def prefetch_depth(config: Mapping[str, Any], source: SampleSource) -> int:
         ConfigError: it is no count, or reading these samples in a thread would disturb the training.
     """
     depth = config.get(_PREFETCH) or 0
+    if depth and isinstance(source, StreamSource):
+        raise ConfigError(
+            "data.prefetch would read a stream ahead of the place that is saved",
+            hint="let the stream itself read ahead",
+        )
     if not isinstance(depth, int) or depth < 0:
         raise ConfigError(
             f"data.prefetch must be a whole number of at least 0, got {depth!r}", hint="0 reads nothing ahead"
@@ -92,7 +129,7 @@ def prefetch_depth(config: Mapping[str, Any], source: SampleSource) -> int:
 
 def _words_of(config: Mapping[str, Any], split: Split) -> dict[str, Any] | None:
     """Returns the mapping to build a split from, or None where there is none."""
-    words = {str(key): value for key, value in config.items() if key not in (_HELDOUT, _PREFETCH)}
+    words = {str(key): value for key, value in config.items() if key not in (_HELDOUT, _PREFETCH, ALLOW_WORLD_CHANGE)}
     if split == "train":
         return words
     other = config.get(_HELDOUT)

@@ -12,7 +12,7 @@ import atexit
 import multiprocessing
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from slurm_train.data.order import Int64Array, mix64
-from slurm_train.data.source import IGNORED, Draw
+from slurm_train.data.source import IGNORED, Batch, Draw
 from slurm_train.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -39,8 +39,9 @@ class MapStyleSource:
     """Adapts a map-style `Dataset`.
 
     Args:
-        dataset: has `__len__` and `__getitem__` or `__getitems__`; one item is a tensor or a tuple of them.
-        collate: makes a batch of a list of items; None takes torch's default_collate.
+        dataset: has `__len__` and `__getitem__` or `__getitems__`; one item is a tensor, a tuple of them, or a
+            mapping of names to tensors, numbers or lists of numbers.
+        collate: makes a batch of a list of items; None takes torch's default_collate, and `pad` for mappings.
         num_workers: processes that read ahead; 0 reads in this one.
         seed: keys the randomness of reading; None leaves the random generators alone, which is faster by some 20 us
             per sample and right for data sets that draw nothing.
@@ -53,7 +54,7 @@ class MapStyleSource:
         self, dataset: Dataset[Any], *, collate: Collate | None = None, num_workers: int = 0, seed: int | None = None
     ) -> None:
         _require_map_style(dataset)
-        self._reader = _Reader(dataset, collate or default_collate)
+        self._reader = _Reader(dataset, collate or pad_or_stack)
         self._num_workers = num_workers
         self._seed = seed
         # A tensor data set draws nothing at random and can gather a whole batch at once.
@@ -74,24 +75,19 @@ class MapStyleSource:
 
     def fingerprint(self) -> str:
         """Returns the data set's own `fingerprint()`, else a hash of its class and length."""
-        dataset = self._reader.dataset
-        own = getattr(dataset, "fingerprint", None)
-        if callable(own):
-            return str(own())
-        kind = type(dataset)
-        return xxhash.xxh3_128_hexdigest(f"{kind.__module__}.{kind.__qualname__} {len(self)}".encode())
+        return default_fingerprint(self._reader.dataset, len(self))
 
-    def batch(self, indices: Int64Array) -> tuple[Tensor, ...]:
+    def batch(self, indices: Int64Array) -> Batch:
         """Returns the samples with these numbers, randomness keyed by the number alone."""
         return self._read(Draw(indices, indices))
 
-    def stream(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, ...]]:
+    def stream(self, draws: Iterator[Draw]) -> Iterator[Batch]:
         """Yields one micro-batch per draw; with workers, some are read ahead of being asked for."""
         if not self._num_workers or self._tensors is not None:
             return (self._read(draw) for draw in draws)
         return self._stream_from_workers(draws)
 
-    def _stream_from_workers(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, ...]]:
+    def _stream_from_workers(self, draws: Iterator[Draw]) -> Iterator[Batch]:
         """Starts the workers when the first micro-batch is asked for."""
         loader = DataLoader(
             cast("Dataset[Any]", self._reader),
@@ -113,7 +109,7 @@ class MapStyleSource:
             atexit.unregister(end)
             end()
 
-    def _read(self, draw: Draw) -> tuple[Tensor, ...]:
+    def _read(self, draw: Draw) -> Batch:
         if self._tensors is not None:
             numbers = torch.from_numpy(draw.indices)
             return tuple(tensor[numbers] for tensor in self._tensors)
@@ -123,9 +119,23 @@ class MapStyleSource:
         numbers = draw.indices.tolist()
         if self._seed is None:
             return [(number, None) for number in numbers]
-        start = np.array([self._seed % 2**64], dtype=np.uint64)
-        keys = mix64(mix64(start) ^ draw.positions.astype(np.uint64)) >> np.uint64(1)
-        return list(zip(numbers, keys.tolist(), strict=True))
+        return list(zip(numbers, keys_of(self._seed, draw.positions), strict=True))
+
+
+def default_fingerprint(dataset: Any, length: int) -> str:
+    """Returns a data set's own `fingerprint()`, else a hash of its class and length."""
+    own = getattr(dataset, "fingerprint", None)
+    if callable(own):
+        return str(own())
+    kind = type(dataset)
+    return xxhash.xxh3_128_hexdigest(f"{kind.__module__}.{kind.__qualname__} {length}".encode())
+
+
+def keys_of(seed: int, positions: Int64Array) -> list[int]:
+    """Returns what keys the randomness of reading at each position."""
+    start = np.array([seed % 2**64], dtype=np.uint64)
+    keys: list[int] = (mix64(mix64(start) ^ positions.astype(np.uint64)) >> np.uint64(1)).tolist()
+    return keys
 
 
 class _Reader:
@@ -138,22 +148,22 @@ class _Reader:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, keys: list[_Key]) -> list[tuple[Tensor, ...]]:
+    def __getitems__(self, keys: list[_Key]) -> list[Batch]:
         return [self.read(keys)]
 
-    def read(self, keys: list[_Key]) -> tuple[Tensor, ...]:
+    def read(self, keys: list[_Key]) -> Batch:
         if keys[0][1] is None:
-            return _as_tuple(self.collate(self._items(keys)))
-        with _generators_put_back():
-            return _as_tuple(self.collate(self._items(keys)))
+            return as_batch(self.collate(self._items(keys)))
+        with generators_put_back():
+            return as_batch(self.collate(self._items(keys)))
 
     def _items(self, keys: list[_Key]) -> list[Any]:
         if getattr(self.dataset, "__getitems__", None):
-            _seed_generators(keys[0][1])
+            seed_generators(keys[0][1])
             return cast("list[Any]", self.dataset.__getitems__([number for number, _ in keys]))
         items = []
         for number, key in keys:
-            _seed_generators(key)
+            seed_generators(key)
             items.append(self.dataset[number])
         return items
 
@@ -190,21 +200,35 @@ def _require_map_style(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not (readable and hasattr(dataset, "__len__")):
         raise DataError(
             f"{type(dataset).__qualname__} is not a map-style data set: it needs __len__ and __getitem__",
-            hint="an exact order and exact resume need samples that can be asked for by number",
+            hint="an exact order needs samples that can be asked for by number; a stream needs __iter__, state_dict "
+            "and load_state_dict, and is resumed exactly on as many ranks (docs/bring-your-own.md)",
         )
 
 
-def _as_tuple(batch: Any) -> tuple[Tensor, ...]:
+def pad_or_stack(items: list[Any]) -> Any:
+    """Returns a batch as torch's default_collate makes it, of mappings as `pad` does."""
+    return pad(items) if isinstance(items[0], Mapping) else default_collate(items)
+
+
+def as_batch(batch: Any) -> Batch:
+    """Returns what a collate function gave, as a tuple or a dict of tensors.
+
+    Raises:
+        DataError: it is something else.
+    """
     parts = (batch,) if isinstance(batch, Tensor) else batch
+    if isinstance(parts, Mapping) and all(isinstance(part, Tensor) for part in parts.values()):
+        return {str(name): part for name, part in parts.items()}
     if isinstance(parts, Sequence) and all(isinstance(part, Tensor) for part in parts):
         return tuple(parts)
     raise DataError(
-        f"a collated batch must be a tensor or a tuple of tensors, this one is a {type(batch).__qualname__}",
-        hint="return (inputs, targets) from __getitem__, or name a function that does it in data.collate",
+        f"a collated batch must be a tensor, a tuple or a dict of tensors, this one is a {type(batch).__qualname__}",
+        hint="return (inputs, targets) or a dict of tensors from __getitem__, or name a function in data.collate",
     )
 
 
-def _seed_generators(key: int | None) -> None:
+def seed_generators(key: int | None) -> None:
+    """Seeds Python's, numpy's and torch's CPU generators; None leaves them alone."""
     if key is not None:
         random.seed(key)
         np.random.seed(key % 2**32)
@@ -213,7 +237,8 @@ def _seed_generators(key: int | None) -> None:
 
 
 @contextmanager
-def _generators_put_back() -> Iterator[None]:
+def generators_put_back() -> Iterator[None]:
+    """Puts the generators back to where they are now."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -223,19 +248,37 @@ def _generators_put_back() -> Iterator[None]:
         torch.set_rng_state(cpu)
 
 
-def pad(samples: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def pad(samples: Sequence[tuple[Tensor, ...]] | Sequence[Mapping[str, Any]]) -> Batch:
     """Returns a batch of (inputs, targets, ...): inputs padded with 0, all that follows with -100.
 
-    For samples of unequal length, as `data.collate=slurm_train.data.mapstyle.pad`. How little there is to pad is up to
-    the batch: `batch.by_length=true` puts samples of about equal length together.
+    Of mappings, `labels` are padded with -100 and all else, an `attention_mask` for instance, with 0. For tuples of
+    unequal length it is `data.collate=slurm_train.data.mapstyle.pad`, for mappings the default. How little there is to
+    pad is up to the batch: `batch.by_length=true` puts samples of about equal length together.
 
     Args:
-        samples: tuples of tensors (length, ...) of the same kind; tensors without dimensions are stacked.
+        samples: tuples or mappings of tensors (length, ...) of the same kind; those without dimensions are stacked.
     """
-    columns = [list(column) for column in zip(*samples, strict=True)]
-    return tuple(
-        pad_sequence(column, batch_first=True, padding_value=IGNORED if number else 0)
-        if column[0].dim()
-        else torch.stack(column)
-        for number, column in enumerate(columns)
-    )
+    first = samples[0]
+    if isinstance(first, Mapping):
+        named: Any = samples
+        return {name: _pad_column([_tensor(one, name) for one in named], name == "labels") for name in first}
+    columns: Any = zip(*samples, strict=True)
+    return tuple(_pad_column(list(column), number > 0) for number, column in enumerate(columns))
+
+
+def _pad_column(column: list[Tensor], is_target: bool) -> Tensor:
+    if not column[0].dim():
+        return torch.stack(column)
+    return pad_sequence(column, batch_first=True, padding_value=IGNORED if is_target else 0)
+
+
+def _tensor(sample: Mapping[str, Any], name: str) -> Tensor:
+    try:
+        return torch.as_tensor(sample[name])
+    except (KeyError, TypeError, ValueError, RuntimeError) as err:
+        found = f"is a {type(sample[name]).__qualname__}" if name in sample else "is missing"
+        raise DataError(
+            f"{name!r} of a sample cannot become a tensor: it {found}",
+            hint="leave text and other columns out of the samples (remove_columns of a Hugging Face data set), or name "
+            "a function in data.collate that makes tensors of them",
+        ) from err

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
 
 from slurm_train.config.target import TARGET
 from slurm_train.data.build import build_source
 from slurm_train.data.order import Int64Array, SampleOrder
 from slurm_train.data.shards import PREPARED, Split
-from slurm_train.data.source import Draw, SampleSource, StreamingSource
+from slurm_train.data.source import Batch, Draw, SampleSource, StreamingSource, map_tensors
 from slurm_train.errors import ConfigError, DataError
 
 
@@ -67,7 +66,7 @@ class MixedSource:
         ]
         return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
-    def batch(self, indices: Int64Array) -> tuple[Tensor, ...]:
+    def batch(self, indices: Int64Array) -> Batch:
         """Returns the samples with these numbers as they are in the first epoch."""
         return next(self.stream(iter([Draw(indices, indices)])))
 
@@ -78,11 +77,16 @@ class MixedSource:
         return float(np.average(per_target, weights=np.diff(self._borders)))
 
     @property
+    def encoding(self) -> Any:
+        """What gives the encoding of the first source, which is that of all, if they are text."""
+        return self._sources[0].encoding  # type: ignore[attr-defined]  # an AttributeError is the answer if it has none
+
+    @property
     def draws_at_random(self) -> bool:
         """Whether reading uses the random generators of this process."""
         return any(getattr(source, "draws_at_random", False) for source in self._sources)
 
-    def stream(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, ...]]:
+    def stream(self, draws: Iterator[Draw]) -> Iterator[Batch]:
         """Yields one micro-batch per draw; sources that read ahead do so here too."""
         waiting: list[deque[Draw]] = [deque() for _ in self._sources]
         plans: deque[list[_Part]] = deque()
@@ -121,24 +125,26 @@ class MixedSource:
             samples = self._orders[number].at(positions[rising])
             yield _Part(source=number, rows=rows[rising], draw=Draw(samples, positions[rising]))
 
-    def _join(self, parts: list[tuple[_Part, tuple[Tensor, ...]]]) -> tuple[Tensor, ...]:
+    def _join(self, parts: list[tuple[_Part, Batch]]) -> Batch:
         # From the order in which they were read back to that of the draw.
         back = torch.from_numpy(np.argsort(np.concatenate([part.rows for part, _ in parts])))
         try:
-            columns = zip(*(tensors for _, tensors in parts), strict=True)
-            return tuple(torch.cat(column)[back] for column in columns)
-        except (RuntimeError, ValueError) as err:
-            shapes = ", ".join(
-                f"{self._names[part.source]} {[tuple(tensor.shape[1:]) for tensor in tensors]}"
-                for part, tensors in parts
-            )
+            return map_tensors(lambda *column: torch.cat(column)[back], *(batch for _, batch in parts))
+        except (KeyError, RuntimeError, ValueError) as err:
+            shapes = ", ".join(f"{self._names[part.source]} {_shapes(batch)}" for part, batch in parts)
             raise DataError(
                 f"the sources of the mix give samples of different shapes: {shapes}",
                 hint="e.g. set the same `context` for all of them",
             ) from err
 
 
-def _batches(source: SampleSource, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, ...]]:
+def _shapes(batch: Batch) -> object:
+    if isinstance(batch, dict):
+        return {name: tuple(tensor.shape[1:]) for name, tensor in batch.items()}
+    return [tuple(tensor.shape[1:]) for tensor in batch]
+
+
+def _batches(source: SampleSource, draws: Iterator[Draw]) -> Iterator[Batch]:
     return (source.batch(draw.indices) for draw in draws)
 
 

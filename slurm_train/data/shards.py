@@ -200,13 +200,29 @@ def known_fingerprint(data: Mapping[str, Any], *, cwd: Path) -> str | None:
         data: the `data` mapping of a configuration.
         cwd: directory that a relative path starts from.
     """
+    shards, context = _train_shards(data, cwd=cwd)
+    return fingerprint_of((one.xxh3_128 for one in shards), context=context) if shards else None
+
+
+def known_num_samples(data: Mapping[str, Any], *, cwd: Path) -> int | None:
+    """Returns the number of training samples if it is known without running the data set's own code, else None.
+
+    Args:
+        data: the `data` mapping of a configuration.
+        cwd: directory that a relative path starts from.
+    """
+    shards, context = _train_shards(data, cwd=cwd)
+    return sum((one.tokens - 1) // context for one in shards) or None
+
+
+def _train_shards(data: Mapping[str, Any], *, cwd: Path) -> tuple[list[Shard], int]:
+    """Returns the shards of prepared text and the length of a window; none where there is none."""
     try:
         directory = _directory_of(data, cwd=cwd)
-        shards = (read_json(directory / INDEX) or {})["splits"]["train"]["shards"] if directory else None
-        context = int(data.get("context", 256))
-        return None if shards is None else fingerprint_of([str(one["xxh3_128"]) for one in shards], context=context)
+        shards = (read_json(directory / INDEX) or {})["splits"]["train"]["shards"] if directory else []
+        return [Shard(**one) for one in shards], int(data.get("context", 256))
     except (DataError, KeyError, TypeError, OSError):
-        return None
+        return [], 1
 
 
 def require_readable(data: Mapping[str, Any], *, vocab_size: int | None, cwd: Path) -> None:

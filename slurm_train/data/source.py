@@ -6,7 +6,7 @@ stream's. Whatever is random about reading a sample is keyed by the draw, never 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,6 +16,8 @@ from torch import Tensor
 from slurm_train.data.order import Int64Array
 from slurm_train.errors import DataError
 
+Batch = tuple[Tensor, ...] | dict[str, Tensor]
+"""A micro-batch: what the model's objective takes, most often (inputs, targets), or tensors by name."""
 Lengths = NDArray[np.integer[Any]]
 IGNORED = -100
 """What torch's cross entropy passes over: targets that only pad a sample do not count."""
@@ -34,6 +36,21 @@ class Draw(NamedTuple):
     positions: Int64Array
 
 
+def map_tensors(function: Callable[..., Tensor], *batches: Batch) -> Batch:
+    """Returns the batch of what a function makes of the tensors at the same place, or of the same name, in each.
+
+    Raises:
+        KeyError, ValueError: the batches are not of the same kind.
+    """
+    first = batches[0]
+    if isinstance(first, dict):
+        if any(set(batch) != set(first) for batch in batches):
+            raise KeyError(", ".join(sorted(first)))
+        named: tuple[Any, ...] = batches
+        return {name: function(*(batch[name] for batch in named)) for name in first}
+    return tuple(function(*parts) for parts in zip(*batches, strict=True))
+
+
 @runtime_checkable
 class SampleSource(Protocol):
     """A data set that gives a whole micro-batch at once."""
@@ -42,7 +59,7 @@ class SampleSource(Protocol):
         """Returns the number of samples."""
         ...
 
-    def batch(self, indices: Int64Array) -> tuple[Tensor, ...]:
+    def batch(self, indices: Int64Array) -> Batch:
         """Returns the samples with these numbers, each tensor (n, ...) on the CPU.
 
         Args:
@@ -81,6 +98,6 @@ def lengths_of(source: SampleSource) -> Lengths:
 class StreamingSource(SampleSource, Protocol):
     """A source that wants to see the draws in advance, to read ahead or to key its randomness."""
 
-    def stream(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, ...]]:
+    def stream(self, draws: Iterator[Draw]) -> Iterator[Batch]:
         """Yields one micro-batch per draw, in the same order."""
         ...

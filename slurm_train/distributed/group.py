@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from slurm_train.distributed.place import RankPlace
-from slurm_train.errors import RendezvousError
+from slurm_train.errors import PreflightError, RendezvousError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -28,16 +30,33 @@ _KEPT_FIELDS = (
 )
 
 
-def choose_device(place: RankPlace) -> torch.device:
+def choose_device(place: RankPlace, env: Mapping[str, str], *, devices: Path = Path("/dev")) -> torch.device:
     """Returns this rank's device: local rank modulo the visible GPUs, or the CPU where there is none.
 
-    CUDA_VISIBLE_DEVICES is Slurm's to set and stays as it is.
+    CUDA_VISIBLE_DEVICES is Slurm's to set and stays as it is. It may name devices that are only pretended, so what
+    counts is the driver's files, which `devices` has.
+
+    Raises:
+        PreflightError: this node has NVIDIA GPUs for this rank that torch cannot use. On the CPU the rank would be
+            slow without a word, and of another backend than its peers.
     """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    if torch.cuda.is_available():
+        device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    # A job that asked for no GPU finds the files, too, but then Slurm does not name any.
+    visible = env.get("CUDA_VISIBLE_DEVICES", "" if "SLURM_JOB_ID" in env else "0")
+    found = sorted(path.name for path in devices.glob("nvidia[0-9]*"))
+    if found and visible not in ("", "-1", "NoDevFiles"):
+        built = torch.version.cuda
+        wheel, driver = "a build for CPUs", "install a build of torch for CUDA (https://pytorch.org/get-started)"
+        if built is not None:
+            wheel, driver = f"built for CUDA {built}", "compare the driver (`nvidia-smi`) with what that CUDA needs"
+        raise PreflightError(
+            f"{place.host} has {', '.join(found)}, but torch {torch.__version__} ({wheel}) finds no GPU there",
+            hint=f"{driver}; to train on CPUs: CUDA_VISIBLE_DEVICES= here, cluster.gpu_flag=none on a cluster",
+        )
+    return torch.device("cpu")
 
 
 def init_group(place: RankPlace, store: Store, *, device: torch.device, timeout_s: float) -> None:
@@ -47,7 +66,7 @@ def init_group(place: RankPlace, store: Store, *, device: torch.device, timeout_
         place: this rank.
         store: what `rendezvous.open_store` gave.
         device: what `choose_device` gave.
-        timeout_s: seconds a collective may take until `use_steady_timeout`.
+        timeout_s: seconds a collective may take until `use_timeout`.
     """
     has_gpu = device.type == "cuda"
     dist.init_process_group(
@@ -99,12 +118,14 @@ def exchange_once(place: RankPlace, *, device: torch.device, timeout_s: float) -
         )
 
 
-def use_steady_timeout(timeout_s: float) -> None:
-    """Sets the time-out of later collectives of the default group; compile and rendezvous are over by now."""
-    # Private in torch up to 2.13, and the only way to change it without a second group.
+def use_timeout(timeout_s: float) -> None:
+    """Sets the time-out of later collectives of the default group and of a mesh's groups, which torch gives its own."""
+    # Private in torch up to 2.13, and the only way to change it without other groups.
     set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if set_timeout is not None:
-        set_timeout(timedelta(seconds=timeout_s))
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group.group_desc.startswith(("default_pg", "mesh_")):
+                set_timeout(timedelta(seconds=timeout_s), group)
 
 
 def shutdown() -> None:
@@ -123,26 +144,27 @@ def newest_collectives() -> bytes | None:
     Called by the heartbeat's thread of a rank that has made no progress for long.
 
     Returns:
-        None where nothing is recorded. torch's flight recorder records for NCCL, and since 2.9 for gloo as well; its
-        interface is private, and where it is another one there is no record.
+        None where nothing is recorded. The interface of torch's flight recorders, one for NCCL and since 2.9 one for
+        gloo, is private; where it is another one there is no record.
     """
     core: Any = getattr(torch._C, "_distributed_c10d", None)
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if (dump := getattr(core, name, None)) is not None:
-            return shorten_record(dump())
-    return None
+    dumps = [getattr(core, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
+    return shorten_records([dump() for dump in dumps if dump is not None])
 
 
-def shorten_record(text: str | bytes) -> bytes | None:
-    """Returns a record with the newest entries of each group only, None where it has none.
+def shorten_records(texts: Sequence[str | bytes]) -> bytes | None:
+    """Returns records, a list in JSON, with the newest entries of each group only; None where there are none.
 
     Args:
-        text: what torch gives: JSON with `entries` and `pg_status`.
+        texts: what torch's recorders give: JSON with `entries` and `pg_status`.
     """
-    record = json.loads(text)
-    groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for entry in record.get("entries") or []:
-        if not entry.get("is_p2p"):
-            groups[entry.get("pg_id")].append({name: entry.get(name) for name in _KEPT_FIELDS})
-    newest = [entry for entries in groups.values() for entry in entries[-_KEPT_PER_GROUP:]]
-    return json.dumps({"entries": newest, "pg_status": record.get("pg_status", {})}).encode() if newest else None
+    records = []
+    for record in map(json.loads, texts):
+        groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+        for entry in record.get("entries") or []:
+            if not entry.get("is_p2p"):
+                groups[entry.get("pg_id")].append({name: entry.get(name) for name in _KEPT_FIELDS})
+        newest = [entry for entries in groups.values() for entry in entries[-_KEPT_PER_GROUP:]]
+        if newest:
+            records.append({"entries": newest, "pg_status": record.get("pg_status", {})})
+    return json.dumps(records).encode() if records else None

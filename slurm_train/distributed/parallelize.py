@@ -18,6 +18,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -266,11 +267,38 @@ def shard(
             fully_shard(parts, **options, reshard_after_forward=frees)
     # An embedding whose output is dealt out by positions returns a view; nothing here writes into it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if policy and has_own_loss(model):
+        # A batch goes into such a loss as it is, targets that are no whole numbers too.
+        options["mp_policy"] = replace(policy, cast_forward_inputs=False)
     for root in roots:
         fully_shard(root, **options, reshard_after_forward=settings.reshard_after_forward)
     for name in _OWN_METHODS:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
+
+
+def has_own_loss(model: nn.Module) -> bool:
+    """Returns whether a model computes losses itself, for which autocast's rules are needed: it keeps them precise."""
+    return any(hasattr(model, name) for name in _OWN_METHODS)
+
+
+def gathers_in_bfloat16(
+    model: nn.Module, *, layout: ParallelLayout, settings: ParallelSection, autocast: torch.dtype | None
+) -> bool:
+    """Returns whether shards of a model are gathered in bfloat16, and so what is computed with them is so, too.
+
+    Args:
+        model: whole.
+        layout: the degrees.
+        settings: `gather_dtype` says what is asked.
+        autocast: type of the forward pass, None for the parameters' own.
+    """
+    if layout.is_replicated or layout.reducing_size == 1:
+        return False
+    # Running statistics are not cast, and batch norm refuses parameters of another type.
+    has_statistics = any(isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules())
+    suits = autocast == torch.bfloat16 and not has_statistics
+    return settings.gather_dtype == "bfloat16" or (settings.gather_dtype == "auto" and suits)
 
 
 def units(model: nn.Module) -> Iterator[nn.Module]:

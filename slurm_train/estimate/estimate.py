@@ -16,8 +16,9 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import OptimSection, RunConfig, RunSection
 from slurm_train.errors import SlurmTrainError
 from slurm_train.estimate.layouts import traffic
-from slurm_train.estimate.memory import FLOAT, RankMemory, facts_of, fullest_rank, replica_memory
+from slurm_train.estimate.memory import FLOAT, RankMemory, facts_of, fullest_rank, num_moments, replica_memory
 from slurm_train.formatting import byte_size, duration, number
+from slurm_train.frozen_class import frozen
 from slurm_train.launch.placement import count_local_gpus, spans_nodes
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import last_lines, read_json
@@ -40,7 +41,7 @@ class Speed:
     """The run it was measured in, e.g. "gpt-stdlib/5d2030c7"."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Cost:
     """Hours of GPUs (of ranks, where there are none)."""
 
@@ -64,7 +65,7 @@ class Cost:
         return "; ".join(parts) or "not known: no time limit is set, and no run like it was measured"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WorstLoss:
     """Steps that have to be done again, at worst."""
 
@@ -111,7 +112,7 @@ class WorstLoss:
         return f"{node} with a lost node; {preempted}; {at_limit}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PlanEstimate:
     """What is known of a run before it begins."""
 
@@ -119,6 +120,8 @@ class PlanEstimate:
     rank: str = "rank"
     """Whose memory it is: "rank", or "rank of stage 1" where a pipeline's stages differ."""
     memory: RankMemory | None = None
+    optimizer: str = ""
+    """Its class."""
     memory_source: str = ""
     """Where the activations are from, e.g. "formula, bfloat16"."""
     memory_note: str
@@ -164,7 +167,7 @@ class PlanEstimate:
         parts = {
             "weights": memory.weight_bytes,
             "gradients": memory.gradient_bytes,
-            "AdamW": memory.optimizer_bytes,
+            self.optimizer: memory.optimizer_bytes,
             "gathered": memory.gathered_bytes,
             "activations": memory.activation_bytes,
         }
@@ -219,7 +222,7 @@ def estimate_run(
     step_s = None if cost.speed is None else cost.speed.step_s
     return PlanEstimate(
         on_gpu=on_gpu,
-        **_memory(plan, half=in_bfloat16(config, on_gpu=on_gpu), on_gpu=on_gpu, measured=measured),
+        **_memory(plan, half=in_half(config, on_gpu=on_gpu), on_gpu=on_gpu, measured=measured),
         cost=cost,
         returns=returns,
         loss=worst_loss(plan, preemption=preemption, step_s=step_s, limit_min=limit_min) if config.trains else None,
@@ -231,9 +234,9 @@ def has_gpus(config: RunConfig, env: Mapping[str, str]) -> bool:
     return count_local_gpus(env) > 0 if config.cluster is None else config.cluster.gpu_flag != "none"
 
 
-def in_bfloat16(config: RunConfig, *, on_gpu: bool) -> bool:
-    """Returns whether matrix products will be in bfloat16."""
-    return config.train.precision == "bfloat16" or (config.train.precision == "auto" and on_gpu)
+def in_half(config: RunConfig, *, on_gpu: bool) -> bool:
+    """Returns whether matrix products will be in a type of two bytes."""
+    return config.train.precision in ("bfloat16", "float16") or (config.train.precision == "auto" and on_gpu)
 
 
 def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -241,14 +244,24 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
     config, layout = plan.config, plan.layout
     if not config.trains or config.model is None:
         return {"memory_note": "only your own code knows"}
-    kind, note = "bfloat16" if half else "float32", "CUDA and NCCL come on top" if on_gpu else ""
+    lower = "float16" if config.train.precision == "float16" else "bfloat16"
+    kind, note = lower if half else "float32", "CUDA and NCCL come on top" if on_gpu else ""
+    moments, optimizer = num_moments(config.optim), config.optim._target_.rpartition(".")[2]
+    if optimizer not in ("AdamW", "Adam", "SGD"):
+        note = "; ".join(filter(None, [note, f"of {optimizer}, {moments} numbers per parameter are assumed"]))
     if measured is not None and layout.is_replicated:
         if "trained_bytes" not in measured:
             return {"memory_note": measured["problem"]}
         if "activation_bytes" not in measured:
             note = f"activations are missing: {measured.get('problem', '?')}"
         trained, other, kept = (measured.get(f"{name}_bytes", 0) for name in ("trained", "other", "activation"))
-        memory = replica_memory(trained=trained, other=other, activations=kept, accumulation=plan.batch.accumulation)
+        memory = replica_memory(
+            trained=trained,
+            other=other,
+            activations=kept,
+            accumulation=plan.batch.accumulation,
+            moments=moments,
+        )
         found = {"memory_source": f"measured, {kind}"}
     else:
         largest = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
@@ -266,7 +279,13 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
         sends = "" if layout.is_replicated else f"per {rank} and step: {', '.join(sent)} (formula)"
         found = {"rank": rank, "memory_source": f"formula, {kind}", "sends": sends}
     copies = layout.is_replicated and config.checkpoint.background and config.checkpoint.every_steps is not None
-    return {"memory": memory, "memory_note": note, "save_bytes": (3 * trained + other) * copies, **found}
+    return {
+        "memory": memory,
+        "memory_note": note,
+        "save_bytes": ((1 + moments) * trained + other) * copies,
+        "optimizer": optimizer,
+        **found,
+    }
 
 
 def _site_policy(config: RunConfig, facts: SiteFacts | None) -> tuple[int | None, Preemption | None]:
@@ -293,9 +312,9 @@ def estimate_cost(plan: RunPlan, *, limit_min: int | None) -> Cost:
         limit_min: time limit of an attempt, its own or the partition's; None if unlimited or not known.
     """
     speed, left_steps, left_h = measured_speed(plan), None, None
-    if plan.config.trains:
+    if plan.max_steps is not None:
         done = max((int(line.get("step", 0)) for line in last_lines(plan.run.metrics)), default=0)
-        left_steps = plan.config.train.max_steps - done
+        left_steps = plan.max_steps - done
     if speed is not None and left_steps is not None:
         left_h = max(left_steps, 0) * speed.step_s * plan.world.size / 3600
     return Cost(
@@ -348,7 +367,7 @@ def worst_loss(
         notice_s = preemption.grace_s + (preemption.kill_wait_s or 0.0)
     limit_s = None if limit_min is None else 60.0 * limit_min
     return WorstLoss(
-        interval_steps=min(every * reach, plan.config.train.max_steps) if isinstance(every, int) else None,
+        interval_steps=min(every * reach, plan.max_steps or every * reach) if isinstance(every, int) else None,
         step_s=step_s,
         save_s=None if measured is None else measured.longest_save_s,
         notice_s=notice_s,
@@ -361,12 +380,18 @@ def worst_loss(
 def sweep_rows(plans: Sequence[RunPlan], *, facts: SiteFacts | None, env: Mapping[str, str]) -> list[tuple[str, str]]:
     """Returns the rows of `PlanEstimate` for the kinds of runs that a sweep has, side by side, and the hours of all.
 
-    Runs that differ in seed, name and optimizer alone are of one kind. Three kinds are estimated at most, since past
-    runs are read for each.
+    Runs that differ in seed, name and settings of the optimizer alone are of one kind. Three kinds are estimated at
+    most, since past runs are read for each.
     """
     kinds: dict[str, list[RunPlan]] = {}
     for one in plans:
-        work = replace(one.config, seed=0, run=RunSection(), optim=OptimSection()), one.batch, one.world.size
+        optim = OptimSection(_target_=one.config.optim._target_)
+        work = (
+            replace(one.config, seed=0, run=RunSection(), optim=optim),
+            num_moments(one.config.optim),
+            one.batch,
+            one.world.size,
+        )
         kinds.setdefault(repr(work), []).append(one)
     alike = list(kinds.values())
     estimates = [estimate_run(runs[0], facts=facts, env=env) for runs in alike[:_MOST_KINDS]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from slurm_train.config.batch import solve_batch
@@ -19,6 +19,7 @@ from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.estimate.memory import FLOAT, LayoutFacts, facts_of, fullest_rank
+from slurm_train.frozen_class import frozen
 from slurm_train.launch.placement import World, check_pipeline, pipeline_bubble, plan_layout, spans_nodes
 
 FLOPS = 400e12
@@ -104,7 +105,7 @@ def tokens_per_s(facts: LayoutFacts, world: World) -> float:
     return tokens / ((compute_s + waits) / (1 - idle))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Suggestion:
     """A layout that fits."""
 
@@ -157,8 +158,6 @@ def suggest_layouts(
             f"layouts are suggested for equal nodes, not for {list(world.ranks_per_node)}",
             hint=f"ask for equal ones, e.g. cluster.gpus_per_node={min(world.ranks_per_node)}",
         )
-    if config.train.precision == "auto":
-        config = replace(config, train=replace(config.train, precision="bfloat16"))
     one_rank = solve_batch(config.batch, ranks=1)
     alone = facts_of(config, ParallelLayout(), one_rank, half=False) if config.trains else None
     if alone is None:
@@ -231,7 +230,7 @@ def _legal(config: RunConfig, world: World) -> Iterator[tuple[ParallelLayout, La
 
 def _cuts(config: RunConfig, layout: ParallelLayout) -> Iterator[LayoutFacts]:
     """Yields what is known of a layout for each size of micro-batch that the batch can be cut into."""
-    asked, size, half = config.batch, 1, config.train.precision == "bfloat16"
+    asked, size, half = config.batch, 1, config.train.precision != "float32"
     while asked.local_size is not None or size * layout.data_parallel_size <= (asked.global_size or 1):
         try:
             cut = asked if asked.local_size is not None else replace(asked, local_size=size)

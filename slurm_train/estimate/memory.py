@@ -1,10 +1,10 @@
 """How large the shipped GPT is, and how much memory a rank needs at the fullest moment of a step. Imports no torch.
 
-Formulas from the configuration alone. Parameters, gradients and AdamW's two moments are float32; a data-parallel
-replica is a layout with one axis. Of activations it counts what autograd keeps of a micro-batch until the backward
-pass has used it, operation by operation as the model's `forward` has them. The way of counting is that of Korthikanti
-et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.1; the numbers
-differ, since this model is another one (rotary positions, attention that keeps no matrix of positions).
+Formulas from the configuration alone. Parameters, gradients and what the optimizer keeps of each parameter are float32;
+a data-parallel replica is a layout with one axis. Of activations it counts what autograd keeps of a micro-batch until
+the backward pass has used it, operation by operation as the model's `forward` has them. The way of counting is that of
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.1; the
+numbers differ, since this model is another one (rotary positions, attention that keeps no matrix of positions).
 
 `tests/estimate/test_memory.py` compares with torch's saved tensors, `tests.benchmarks.bench_layout_memory` and
 `bench_memory` with what ranks allocate.
@@ -13,12 +13,13 @@ differ, since this model is another one (rotary positions, attention that keeps 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout, stage_blocks, stages_of
-from slurm_train.config.schema import ParallelSection, RunConfig
+from slurm_train.config.schema import OptimSection, ParallelSection, RunConfig
+from slurm_train.frozen_class import frozen
 from slurm_train.launch.placement import positions_of
 
 FLOAT, HALF, INDEX = 4, 2, 8
@@ -26,7 +27,7 @@ FLOAT, HALF, INDEX = 4, 2, 8
 _GPT = "slurm_train.models.gpt.GPT"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class GptShape:
     """What decides how large the shipped GPT is: arguments of its constructor, with their defaults."""
 
@@ -105,7 +106,7 @@ class GptShape:
         return (table + places if is_first else 0) + (head if is_last else 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LayoutFacts:
     """What memory, traffic and speed of the shipped GPT in a layout are computed from."""
 
@@ -117,6 +118,8 @@ class LayoutFacts:
     """Whether matrix products are in bfloat16; the parameters stay float32."""
     positions: int
     """Of one sample: the data's, which may be shorter than the model's context."""
+    moments: int = 2
+    """Numbers that the optimizer keeps of each parameter."""
 
     @property
     def tokens(self) -> int:
@@ -126,7 +129,9 @@ class LayoutFacts:
     @property
     def gathered_size(self) -> int:
         """Bytes of a number of a shard's parameters once they are gathered."""
-        return HALF if self.settings.gather_dtype == "bfloat16" and self.layout.shard_size > 1 else FLOAT
+        asked = self.settings.gather_dtype
+        is_half = asked == "bfloat16" or (asked == "auto" and self.half)
+        return HALF if is_half and self.layout.shard_size > 1 else FLOAT
 
     @property
     def kept_size(self) -> int:
@@ -229,11 +234,25 @@ def facts_of(config: RunConfig, layout: ParallelLayout, batch: BatchPlan, *, hal
         return None
     positions = positions_of(config.data, default=shape.context)
     return LayoutFacts(
-        shape=shape, layout=layout, batch=batch, settings=config.parallel, half=half, positions=positions
+        shape=shape,
+        layout=layout,
+        batch=batch,
+        settings=config.parallel,
+        half=half,
+        positions=positions,
+        moments=num_moments(config.optim),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def num_moments(optim: OptimSection) -> int:
+    """Returns how many numbers an optimizer keeps of each parameter; two where it is not known."""
+    if optim._target_ == "torch.optim.SGD":
+        return 1 if optim.keywords.get("momentum") else 0
+    # Of embeddings and whatever else AdamW has beside Muon it is two.
+    return 1 if optim._target_ == "torch.optim.Muon" else 2
+
+
+@frozen
 class RankMemory:
     """Bytes on one rank at the fullest moment of a step."""
 
@@ -256,7 +275,7 @@ class RankMemory:
         return state + self.gathered_bytes + self.activation_bytes
 
 
-def replica_memory(*, trained: int, other: int, activations: int, accumulation: int) -> RankMemory:
+def replica_memory(*, trained: int, other: int, activations: int, accumulation: int, moments: int = 2) -> RankMemory:
     """Returns what a rank holds that has a whole model.
 
     Args:
@@ -264,11 +283,12 @@ def replica_memory(*, trained: int, other: int, activations: int, accumulation: 
         other: bytes of buffers and frozen parameters.
         activations: bytes of one micro-batch, at the peak.
         accumulation: micro-batches of a step; the gradients of those before the last are held beside DDP's buckets.
+        moments: numbers that the optimizer keeps of each parameter.
     """
     return RankMemory(
         weight_bytes=trained + other,
         gradient_bytes=trained * (2 if accumulation > 1 else 1),
-        optimizer_bytes=2 * trained,
+        optimizer_bytes=moments * trained,
         activation_bytes=activations,
     )
 
@@ -311,10 +331,10 @@ def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
     return RankMemory(
         weight_bytes=on_device + (shape.buffer_bytes if layout.is_replicated else 0),
         gradient_bytes=copies * on_device,
-        optimizer_bytes=2 * on_device,
+        optimizer_bytes=facts.moments * on_device,
         gathered_bytes=gathered,
         activation_bytes=activations,
-        offloaded_bytes=(3 + copies) * (own - on_device),
+        offloaded_bytes=(1 + facts.moments + copies) * (own - on_device),
     )
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from slurm_train.errors import ClusterError
+from slurm_train.launch.batch_script import sbatch_components
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.script import sbatch_components
 from slurm_train.rundir.events import BAD_NODES_PARTS, list_file, read_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands

@@ -16,10 +16,11 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from slurm_train.assets import read_template
 from slurm_train.errors import ClusterError
+from slurm_train.frozen_class import frozen
 from slurm_train.launch.acceptance import exclude_flags, require_acceptable
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import write_atomic
@@ -43,7 +44,7 @@ _DEFAULT_MAX_ARRAY_SIZE = 1001
 _OWN_FLAGS = ("#SBATCH --job-name=", "#SBATCH --output=", "#SBATCH --array=")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ArrayPlan:
     """One job array as it would be submitted."""
 
@@ -170,8 +171,16 @@ def plan_arrays(
     return arrays
 
 
-def submit_arrays(sweep: SweepDirectory, plans: Sequence[ArrayPlan], *, env: Mapping[str, str]) -> Iterator[str]:
+def submit_arrays(
+    sweep: SweepDirectory, plans: Sequence[ArrayPlan], *, env: Mapping[str, str], depends: str = ""
+) -> Iterator[str]:
     """Submits arrays one after the other and yields their job ids; the table has each by then.
+
+    Args:
+        sweep: the sweep.
+        plans: its arrays.
+        env: the environment.
+        depends: what all of them wait for, e.g. "afterok:12"; "" for nothing.
 
     Raises:
         ClusterError: sbatch refused one; those before it are submitted.
@@ -184,7 +193,8 @@ def submit_arrays(sweep: SweepDirectory, plans: Sequence[ArrayPlan], *, env: Map
         array.logs.mkdir(mode=0o700, parents=True)
         write_atomic(array.runs, "".join(f"{run.path}\n" for run in plan.runs))
         write_atomic(array.script, script, mode=0o700)
-        flags = [] if plan.after is None else [f"--dependency=afterany:{ids[plan.after]}"]
+        waits = [depends, "" if plan.after is None else f"afterany:{ids[plan.after]}"]
+        flags = [f"--dependency={','.join(filter(None, waits))}"] if any(waits) else []
         flags += exclude_flags(script, plan.runs[0], env)[0]
         try:
             ids.append(submit_script(script, folder=array.path / "submitted", env=env, flags=flags))

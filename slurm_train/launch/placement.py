@@ -223,6 +223,11 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
                 "leave ddp.comm at none, or parallel.* alone",
             ),
             (
+                config.ddp.find_unused_parameters,
+                f"ddp.find_unused_parameters=true is a setting of DDP, and the layout is {layout}",
+                "leave it out: shards may lack gradients",
+            ),
+            (
                 misfit is not None and world.num_nodes > 1 and not settings.allow_tp_across_nodes,
                 f"parallel.tp={layout.tp} does not fit into nodes of {misfit} ranks: every layer would wait for the "
                 "network",

@@ -11,7 +11,7 @@ import math
 import re
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,9 @@ from slurm_train.config.batch import (
 )
 from slurm_train.config.frozen import ID_DIGITS, config_hash
 from slurm_train.config.parallel import ParallelLayout
-from slurm_train.config.schema import BatchSection, RunConfig, to_mapping
+from slurm_train.config.schema import SCALABLE_COMMS, BatchSection, RunConfig, to_mapping
 from slurm_train.errors import BatchError, ConfigError
+from slurm_train.frozen_class import frozen
 from slurm_train.launch.placement import Check, World, check_pipeline, plan_layout, plan_world, require_all
 from slurm_train.rundir.lookup import run_of_hash
 from slurm_train.rundir.paths import RunDirectory, require_room
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from slurm_train.config.compose import Composed, Point
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RunPlan:
     """A run as it would be carried out."""
 
@@ -52,6 +53,12 @@ class RunPlan:
     run: RunDirectory
     directory: str
     """Submitting directory; relative paths in a user's code start there."""
+
+    @property
+    def max_steps(self) -> int | None:
+        """Steps of the whole run; None where the ranks count them: of epochs, or in the user's own code."""
+        is_known = self.config.trains and self.config.train.max_epochs is None
+        return self.config.train.max_steps if is_known else None
 
     def as_json(self) -> dict[str, Any]:
         """Returns what `plan.json` holds."""
@@ -78,8 +85,8 @@ class RunPlan:
                 "retune": self.config.optim.lr_retune,
                 "tuned_for_global_size": self.config.optim.lr_global_size or self.batch.global_size,
             },
-            "max_steps": self.config.train.max_steps if self.config.trains else None,
-            "samples": self.batch.global_size * self.config.train.max_steps if self.config.trains else None,
+            "max_steps": self.max_steps,
+            "samples": None if self.max_steps is None else self.batch.global_size * self.max_steps,
             "requeue": {"enabled": self.config.requeue.enabled},
         }
 
@@ -252,6 +259,17 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
             f"{name} has no _target_: there is nothing to build",
             f"set {name}._target_=my_package.name, or choose a shipped one",
         )
+    yield (
+        ddp.find_unused_parameters and ddp.static_graph,
+        "ddp.find_unused_parameters=true looks for other parameters in every step, and ddp.static_graph=true promises "
+        "that they are the same",
+        "set one of them: a static graph may leave parameters out",
+    )
+    yield (
+        config.train.precision == "float16" and ddp.comm not in SCALABLE_COMMS,
+        f"ddp.comm={ddp.comm} does not go with the loss scale of train.precision=float16",
+        f"set ddp.comm to {' or '.join(SCALABLE_COMMS)}, or choose another precision",
+    )
     if ddp.comm == "post_local_sgd":
         # The nodes' parameters differ between two averages, and a gradient may be infinite on one node only.
         every = health.check_replicas_every_steps
@@ -322,7 +340,7 @@ def check_path(key: str, value: str) -> None:
 # --- a sweep: its runs, each planned as if it were typed alone ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SweepPlan:
     """A sweep as it would be carried out."""
 

@@ -20,9 +20,10 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -30,7 +31,7 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
 from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, own_paths
-from slurm_train.rundir.files import read_json, write_atomic
+from slurm_train.rundir.files import is_shared, read_json, share_folder, write_atomic
 from slurm_train.rundir.paths import RunDirectory
 
 # --- what git knows about a folder ---
@@ -207,8 +208,16 @@ class Source:
 
 def names_own_code(config: RunConfig) -> bool:
     """Returns whether a configuration names code that does not ship with this package."""
-    targets = [str(part.get("_target_", "")) for part in (config.model, config.data, config.task) if part]
-    return config.script is not None or any(not target.startswith("slurm_train.") for target in targets)
+    parts = (config.model, config.data, config.task, config.callbacks, asdict(config.optim))
+    return config.script is not None or any(not one.startswith(("slurm_train.", "torch.")) for one in _targets(parts))
+
+
+def _targets(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (str(one) for key, one in value.items() if key == "_target_" and one)
+    if isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _targets(one)
 
 
 def read_source(
@@ -416,12 +425,16 @@ def write_snapshot(source: Source, target: Path, *, index: Path, keep: Path | No
     fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(mode=0o700)
+    # In a shared run the group may read what it may read in the submitting folder.
+    shown = 0o750 if is_shared(fresh.parent) else 0o700
     # str in, str out: paths cost 10x here.
     for folder in sorted({os.path.dirname(name) for name in source.files}):  # noqa: PTH120  # as above
         os.makedirs(fresh / folder, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
     for name, path in source.files.items():
         shutil.copy2(path, fresh / name)
-        os.chmod(fresh / name, os.stat(fresh / name).st_mode & 0o700 & ~_WRITE_BITS)  # noqa: PTH101, PTH116  # as above
+        os.chmod(fresh / name, os.stat(fresh / name).st_mode & shown & ~_WRITE_BITS)  # noqa: PTH101, PTH116  # as above
+    for folder, _, _ in os.walk(fresh) if shown == 0o750 else ():
+        share_folder(Path(folder))
     # The old snapshot of a sweep is shared, and stays where it is.
     if keep is not None and target.exists() and not target.is_symlink() and not keep.exists():
         target.rename(keep)

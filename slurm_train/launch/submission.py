@@ -16,9 +16,9 @@ import submitit
 from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
 
 from slurm_train.errors import ClusterError
-from slurm_train.rundir.files import make_private, write_durable
+from slurm_train.rundir.files import make_folder, write_durable
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.environment import exported
+from slurm_train.slurm.job_variables import exported
 
 
 class ScriptExecutor(submitit.SlurmExecutor):
@@ -29,7 +29,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         script: the script's text.
         env: environment of the job to be; what does not travel is withheld from sbatch, which would pass on all it has.
         flags: further words for sbatch, which win over the script's own.
-        export: further variables that travel, see `slurm.environment`.
+        export: further variables that travel, see `slurm.job_variables`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ def submit_script(
     Raises:
         ClusterError: sbatch refused it, or gave it to another cluster, where it is cancelled.
     """
-    make_private(folder)
+    make_folder(folder)
     try:
         executor = ScriptExecutor(folder, script=script, env=env, flags=flags, export=export)
         job = executor.submit_script()

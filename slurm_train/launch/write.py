@@ -7,7 +7,9 @@ size is never half old and half new to a reader.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,40 +21,89 @@ from slurm_train.launch.plan import RunPlan, SweepPlan
 from slurm_train.launch.snapshot import Source, link_snapshot, write_snapshot
 from slurm_train.rundir.attempts import withdraw_result
 from slurm_train.rundir.events import AcceptedChange, record_change
-from slurm_train.rundir.files import create_private, fsync_directory, fsync_file, make_private, write_atomic
+from slurm_train.rundir.files import (
+    create_empty,
+    fsync_directory,
+    fsync_file,
+    is_shared,
+    make_folder,
+    make_private,
+    share_folder,
+    write_atomic,
+)
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.lookup import refuse_unwritable
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, write_table
 
 
-def require_writable(run: RunDirectory) -> None:
+def require_writable(run: RunDirectory, *, share: str = "private") -> None:
     """Refuses a run directory that could not be written, or that others could change.
 
+    Args:
+        run: the run, or a sweep.
+        share: as `run.share`.
+
     Raises:
-        RunError: the nearest existing folder above it is not writable, or is not a folder; see also `require_private`.
+        RunError: the nearest existing folder above it is not writable, or is not a folder; see also `require_private`
+            and `_require_shareable`.
     """
     refuse_unwritable(run.path, hint="name another place with run.root=DIR")
     require_private(run)
+    if share == "group":
+        _require_shareable(run.path.parent.parent)
+
+
+def _require_shareable(root: Path) -> None:
+    """Refuses `run.share=group` where the group could not enter the root, or is not the one that is meant.
+
+    Raises:
+        RunError: the root, or the folder that it will be made in, is not prepared for a group of this user.
+    """
+    nearest = next(one for one in (root, *root.parents) if one.exists())
+    status = nearest.stat()
+    is_mine = status.st_gid in (os.getegid(), *os.getgroups()) or os.geteuid() == 0
+    if status.st_mode & 0o2050 != 0o2050 or not is_mine:
+        raise RunError(
+            f"run.share=group: {nearest} (mode {stat.filemode(status.st_mode)}, gid {status.st_gid}) is not set up for "
+            "a group of yours: its group must be able to read and enter it, and what is made in it must get its group",
+            hint=f"chgrp GROUP {nearest}; chmod g+rxs {nearest}",
+        )
+
+
+def _share(folder: Path) -> None:
+    """Shares the folder of a run or sweep with the group, and those of this user above it up to the root."""
+    for one in (folder.parent.parent, folder.parent, folder):
+        if not is_shared(one) and one.stat().st_uid == os.geteuid() and not one.stat().st_mode & stat.S_IRGRP:
+            os.chown(one, -1, one.parent.stat().st_gid)
+            share_folder(one)
 
 
 def write_run(
-    plan: RunPlan, code: Source | Path | None, *, script: str | None, change: AcceptedChange | None = None
+    plan: RunPlan,
+    code: Source | RunDirectory | Path | None,
+    *,
+    script: str | None,
+    change: AcceptedChange | None = None,
 ) -> None:
     """Writes everything that the job reads.
 
     Args:
         plan: the run.
-        code: the code to copy, or a snapshot that the run shares with others; None: the snapshot that it has.
+        code: the code to copy, or a snapshot that the run shares with others or with another run; None: the snapshot
+            that it has.
         script: text of submit.sh, None for a local run.
         change: what was accepted in the middle of the run; recorded first, and what it replaces is kept.
     """
     run = plan.run
     try:
-        for folder in (run.path, run.logs, run.checkpoints):
-            make_private(folder)
+        make_private(run.path)
+        if plan.config.run.share == "group":
+            _share(run.path)
+        for folder in (run.logs, run.checkpoints):
+            make_folder(folder)
         # Slurm would make it by the umask of the login shell.
-        create_private(run.logs / "batch.log")
+        create_empty(run.logs / "batch.log")
     except OSError as err:
         hint = "name another place with run.root=DIR"
         raise RunError(f"{run.path} cannot be made: {err.strerror or err}", hint=hint) from err
@@ -61,6 +112,9 @@ def write_run(
     if isinstance(code, Source):
         keep = run.before_change(change.number) / "code" if change is not None and change.code else None
         write_snapshot(code, run.code, index=run.code_index, keep=keep)
+    elif isinstance(code, RunDirectory):
+        for own, other in zip(_snapshot(run), _snapshot(code), strict=True):
+            link_snapshot(own, other)
     elif code is not None:
         link_code(run, code)
     durable = change is not None
@@ -74,7 +128,7 @@ def write_run(
 def put_on_record(run: RunDirectory, change: AcceptedChange) -> None:
     """Keeps what an accepted change is about to replace, and writes the change down; durable when this returns."""
     folder = run.before_change(change.number)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder)
     for path in (run.config, run.plan, run.provenance, run.code_index, run.submit_script):
         if path.exists():
             shutil.copy2(path, folder / path.name)
@@ -96,6 +150,8 @@ def write_table_of(plan: SweepPlan, *, words: Sequence[str]) -> list[Element]:
     A run that was in it keeps its number, and stays in it if this batch of a sweeper is about others.
     """
     sweep = plan.sweep
+    if plan.plans[0].config.run.share == "group":
+        _share(sweep.path)
     table = {element.run: element for element in read_table(sweep)}
     for element in plan.elements:
         record, known = read_job(element.run), table.get(element.run)
@@ -113,7 +169,7 @@ def write_shared_code(sweep: SweepDirectory, source: Source) -> Path:
 
     Next to it lie `<number>.files.json`, its hashes, and `<number>.json`, its provenance.
     """
-    sweep.code.mkdir(mode=0o700, exist_ok=True)
+    make_folder(sweep.code)
     taken = [int(path.name) for path in sweep.code.iterdir() if path.name.isdigit()]
     code = sweep.code / f"{max(taken, default=-1) + 1:03d}"
     write_snapshot(source, code, index=code.with_suffix(".files.json"))
@@ -122,6 +178,10 @@ def write_shared_code(sweep: SweepDirectory, source: Source) -> Path:
 
 def link_code(run: RunDirectory, code: Path) -> None:
     """Makes a run use a shared snapshot from now on."""
-    link_snapshot(run.code, code)
-    link_snapshot(run.code_index, code.with_suffix(".files.json"))
-    link_snapshot(run.provenance, code.with_suffix(".json"))
+    others = (code, code.with_suffix(".files.json"), code.with_suffix(".json"))
+    for own, other in zip(_snapshot(run), others, strict=True):
+        link_snapshot(own, other)
+
+
+def _snapshot(run: RunDirectory) -> tuple[Path, Path, Path]:
+    return run.code, run.code_index, run.provenance

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from slurm_train.formatting import clock
+from slurm_train.frozen_class import frozen
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -22,7 +22,7 @@ _FIRST_LINE_AFTER_S = 2.0
 _LINE_EVERY_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Glance:
     """One moment of a run."""
 
@@ -37,9 +37,13 @@ class Glance:
 
 
 class Display(Protocol):
-    """Shows a run; `due_s` is the time (of `time.monotonic`) from which the next glance is welcome."""
+    """Shows a run; `due_s` is the time (of `time.monotonic`) from which the next glance is welcome.
+
+    `max_steps` may be set until the first glance.
+    """
 
     due_s: float
+    max_steps: int
 
     def show(self, glance: Glance) -> None:
         """Shows one moment."""
@@ -70,12 +74,12 @@ class LineDisplay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.due_s = clock() + _FIRST_LINE_AFTER_S
-        self._stream, self._max_steps, self._every_s, self._clock = stream, max_steps, every_s, clock
+        self._stream, self.max_steps, self._every_s, self._clock = stream, max_steps, every_s, clock
 
     def show(self, glance: Glance) -> None:
         """Writes one line, e.g. "step 120/400  loss 2.3134  41,210 tokens/s  00:01:12 left"."""
         self.due_s = self._clock() + self._every_s
-        self.say(f"step {glance.step}/{self._max_steps}  {words_of(glance, max_steps=self._max_steps)}")
+        self.say(f"step {glance.step}/{self.max_steps}  {words_of(glance, max_steps=self.max_steps)}")
 
     def say(self, text: str) -> None:
         """Writes a line."""
@@ -97,14 +101,14 @@ class BarDisplay:
 
     def __init__(self, stream: TextIO, *, max_steps: int, no_color: bool) -> None:
         self.due_s = 0.0
-        self._stream, self._max_steps, self._no_color = stream, max_steps, no_color
+        self._stream, self.max_steps, self._no_color = stream, max_steps, no_color
         self._bar: tuple[RichProgress, TaskID] | None = None
 
     def show(self, glance: Glance) -> None:
         """Moves the bar."""
         self.due_s = time.monotonic() + _BAR_EVERY_S
         bar, task = self._bar or self._open()
-        bar.update(task, completed=glance.step, words=words_of(glance, max_steps=self._max_steps))
+        bar.update(task, completed=glance.step, words=words_of(glance, max_steps=self.max_steps))
         bar.refresh()
 
     def say(self, text: str) -> None:
@@ -130,7 +134,7 @@ class BarDisplay:
         # No refresh thread: it would take the interpreter away from a step at any moment.
         bar = Progress(*columns, console=console, auto_refresh=False)
         bar.start()
-        self._bar = (bar, bar.add_task("training", total=self._max_steps, words=""))
+        self._bar = (bar, bar.add_task("training", total=self.max_steps, words=""))
         return self._bar
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurm_train.rundir.files import read_lines, write_all
+from slurm_train.rundir.files import open_file, read_lines, write_all
 
 
 class MetricsWriter:
@@ -23,7 +23,7 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        self._descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             # Ends the line that a killed writer left half, so that the next one is not lost with it.

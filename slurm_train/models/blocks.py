@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_train.errors import ConfigError
+from slurm_train.frozen_class import frozen
 
 SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
 _CHOICES = {
@@ -24,7 +24,7 @@ _CHOICES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BlockShape:
     """What all blocks of a model have in common; the meanings are those of `GPT`'s arguments."""
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from slurm_train.errors import ConfigError
 from slurm_train.models.pretrained_names import CONFIG_FILE, require_source
+from slurm_train.models.sampling import sample
 
 PREFIX = "network."
 """Of the names of a `CausalLM`'s parameters, before those that transformers gives them."""
@@ -41,14 +42,25 @@ class CausalLM(nn.Module):
         super().__init__()
         self.network: Any = network
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Returns the logits of the next token at every position, (B, T, V).
 
         Args:
-            tokens_BT: int64 (B, T).
+            input_ids: int64 (B, T).
+            attention_mask: (B, T), 0 at padding.
+            position_ids: int64 (B, T).
         """
-        logits_BTV: Tensor = self.network(input_ids=tokens_BT, use_cache=False).logits
+        others = {"attention_mask": attention_mask, "position_ids": position_ids}
+        given = {name: tensor for name, tensor in others.items() if tensor is not None}
+        logits_BTV: Tensor = self.network(input_ids=input_ids, use_cache=False, **given).logits
         return logits_BTV
+
+    def generate(self, tokens_BT: Tensor, **how: Any) -> Tensor:
+        """Returns the given tokens followed by sampled ones; see `sample`."""
+        context = getattr(self.network.config, "max_position_embeddings", None)
+        return sample(self, tokens_BT, context=context, **how)
 
     def sharding_plan(self) -> tuple[str, ...]:
         """Returns the names of the decoder's blocks: what the library marks as not to be split, else module lists."""
@@ -85,6 +97,11 @@ class CausalLM(nn.Module):
         config = self.network.config
         found = {f"model.config.{name}": getattr(config, name, None) for name in _COUNTS}
         return {name: count for name, count in found.items() if isinstance(count, int)}
+
+    def attention_width(self) -> int:
+        """Returns the widths of all layers together, for the operations per token; 0 where the architecture differs."""
+        config = self.network.config
+        return getattr(config, "num_hidden_layers", 0) * getattr(config, "hidden_size", 0)
 
     def _left_between(self, plan: Mapping[str, str]) -> str:
         """Returns a parameter in the same modules as cut matrices that is not cut, "" where there is none.

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from slurm_train.errors import ConfigError
 from slurm_train.models.blocks import Angles, Block, BlockShape
+from slurm_train.models.sampling import sample
 
 _INIT_STD = 0.02
 
@@ -151,6 +152,10 @@ class GPT(nn.Module):
         """Returns the numbers that tensor parallelism must be able to divide, by their keys."""
         return {f"model.{name}": getattr(self.shape, name) for name in ("num_heads", "num_kv_heads", "hidden")}
 
+    def attention_width(self) -> int:
+        """Returns the widths of all attention layers together, for the operations per token."""
+        return len(self.blocks) * self.shape.width
+
     def sequence_parallel_plan(self) -> dict[str, str]:
         """Returns where the positions are dealt out among the ranks that have a part of each matrix.
 
@@ -175,24 +180,6 @@ class GPT(nn.Module):
         """Returns the parts of the first stage, those that are spread over all stages, and those of the last."""
         return {"first": ("embedding", "dropout"), "spread": ("blocks",), "last": ("norm", "head")}
 
-    @torch.no_grad()
-    def generate(
-        self, tokens_BT: Tensor, *, num_tokens: int, temperature: float = 0.8, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """Returns the given tokens followed by sampled ones, int64 (B, T + num_tokens).
-
-        Args:
-            tokens_BT: int64 (B, T) with T >= 1; only the last `context` tokens are looked at.
-            num_tokens: tokens to add.
-            temperature: divides the logits; 0 takes the most likely token.
-            generator: source of the draws, on the model's device; None for torch's own.
-        """
-        for _ in range(num_tokens):
-            logits_BV = self(tokens_BT[:, -self.context :])[:, -1].float()
-            if temperature > 0:
-                chances_BV = torch.softmax(logits_BV / temperature, dim=-1)
-                next_B1 = torch.multinomial(chances_BV, 1, generator=generator)
-            else:
-                next_B1 = logits_BV.argmax(dim=-1, keepdim=True)
-            tokens_BT = torch.cat((tokens_BT, next_B1), dim=1)
-        return tokens_BT
+    def generate(self, tokens_BT: Tensor, **how: Any) -> Tensor:
+        """Returns the given tokens followed by sampled ones; see `sample`."""
+        return sample(self, tokens_BT, context=self.context, **how)

@@ -3,16 +3,19 @@
 A loss here is always a sum and a count, never a mean: sums over micro-batches and ranks divided by the sum of counts
 give every item the same weight, however a batch was split. A model may bring its own by defining
 
-    training_loss(batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]     # float32 sum, count
-    evaluation_sums(batch: tuple[Tensor, ...]) -> dict[str, Tensor]       # "loss", "count", optionally "correct", ...
+    training_loss(batch: Batch) -> tuple[Tensor, Tensor]     # float32 sum, count
+    evaluation_sums(batch: Batch) -> dict[str, Tensor]       # "loss", "count", optionally "correct", ...
 
 either or both. Otherwise a batch is (inputs, targets) and `model(inputs)` is scored by cross entropy where targets are
-whole numbers (-100 is passed over) and by squared error where they are not.
+whole numbers (-100 is passed over) and by squared error where they are not. Or it is a dict: the model gets its tensors
+by name, and is scored by `labels` in the same way as models of transformers are: by cross entropy, of the next token
+where the labels repeat `input_ids`. Without whole-number labels the model's own `.loss`, a mean over samples, counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -23,8 +26,9 @@ from torch.nn import functional
 
 from slurm_train.errors import ConfigError
 
-Batch = tuple[Tensor, ...]
+Batch = tuple[Tensor, ...] | dict[str, Tensor]
 IGNORED = -100
+_LABELS = "labels"
 Tokens = NDArray[np.unsignedinteger[Any]]
 _ALPHA = 0.1
 # Pairs of tokens counted at once; a block of int64 codes is 8 MB.
@@ -44,12 +48,15 @@ class Objective(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        # Whether labels are the inputs themselves; None while no batch has told.
+        self._repeats: bool | None = None
+        self._takes_labels = False
 
-    def forward(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns the float32 sum of the loss over the counted items, and their number (a scalar tensor)."""
-        own = getattr(self.model, "training_loss", None)
+        own = self._own_loss(batch)
         if own is not None:
-            return cast("tuple[Tensor, Tensor]", own(batch))
+            return own(batch)
         outputs, targets = self._score(batch)
         return default_loss(outputs, targets)
 
@@ -61,19 +68,92 @@ class Objective(nn.Module):
         own = getattr(self.model, "evaluation_sums", None)
         if own is not None:
             return cast("dict[str, Tensor]", own(batch))
-        if hasattr(self.model, "training_loss"):
-            loss, count = self.forward(*batch)
+        own_loss = self._own_loss(batch)
+        if own_loss is not None:
+            loss, count = own_loss(batch)
             return {"loss": loss, "count": count}
         outputs, targets = self._score(batch)
         return default_sums(outputs, targets)
 
+    def look_at(self, batch: Batch) -> None:
+        """Checks a batch before it is trained with, and finds out what its labels are.
+
+        Raises:
+            ConfigError: the targets are the inputs, so that copying them would be learned; or the batch has tensors
+                that the model does not take.
+        """
+        if hasattr(self.model, "training_loss"):
+            return
+        if isinstance(batch, dict):
+            inputs, targets = batch.get("input_ids"), batch.get(_LABELS)
+            self._check_names(batch)
+        else:
+            inputs, targets = batch if len(batch) == 2 else (None, None)
+        if inputs is None or targets is None or inputs.shape != targets.shape or targets.dim() < 2:
+            self._repeats = False
+            return
+        counted = targets != IGNORED
+        is_same = bool((inputs == targets)[counted].all())
+        is_next = bool((inputs[:, 1:] == targets[:, :-1])[counted[:, :-1]].all())
+        # A constant sequence is both, and tells nothing.
+        if is_same == is_next and is_same:
+            return
+        self._repeats = is_same and not targets.is_floating_point()
+        if self._repeats and not isinstance(batch, dict):
+            raise ConfigError(
+                "the targets are the inputs wherever they count, so the model would learn to copy them",
+                hint="give (tokens[:-1], tokens[1:]), or a dict with input_ids and labels, whose labels are shifted "
+                "here as transformers does; define training_loss(batch) on a model that has to copy",
+            )
+
+    def _check_names(self, batch: dict[str, Tensor]) -> None:
+        known = inspect.signature(self.model.forward).parameters
+        self._takes_labels = _LABELS in known and (
+            known[_LABELS].default is inspect.Parameter.empty
+            or getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        )
+        others = [name for name in batch if name not in known and name != _LABELS]
+        if others and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+            raise ConfigError(
+                f"a batch has {', '.join(others)}, which {type(self.model).__name__} does not take "
+                f"(forward takes {', '.join(known)})",
+                hint="leave them out of the samples, or define training_loss(batch) on the model",
+            )
+
+    def _own_loss(self, batch: Batch) -> Callable[[Batch], tuple[Tensor, Tensor]] | None:
+        own = getattr(self.model, "training_loss", None)
+        if own is None and isinstance(batch, dict):
+            labels = batch.get(_LABELS)
+            own = self._mean_over_samples if labels is None or labels.is_floating_point() else None
+        return cast("Callable[[Batch], tuple[Tensor, Tensor]] | None", own)
+
+    def _mean_over_samples(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        loss = getattr(self.model(**batch), "loss", None)
+        if loss is None:
+            raise ConfigError(
+                f"a batch of {', '.join(batch)} has no whole-number labels, and {type(self.model).__name__} gives no "
+                "loss of its own for it",
+                hint="add `labels` to the samples (for a language model a copy of input_ids, shifted here), or "
+                "define training_loss(batch) on the model",
+            )
+        count = torch.full((), len(next(iter(batch.values()))), device=loss.device)
+        return _precise(loss) * count, count
+
     def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if isinstance(batch, dict):
+            if self._repeats is None:
+                self.look_at(batch)
+            labels = batch[_LABELS]
+            outputs = self.model(**{name: one for name, one in batch.items() if name != _LABELS or self._takes_labels})
+            if self._repeats is not False and labels.dim() > 1:
+                labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            return getattr(outputs, "logits", outputs), labels
         if len(batch) != 2:
             raise ConfigError(
                 f"a batch of {len(batch)} tensors has no (inputs, targets)",
                 hint="define training_loss(batch) and evaluation_sums(batch) on the model",
             )
-        outputs: Any = self.model(batch[0])
+        outputs = self.model(batch[0])
         # Models of the transformers library give an object that holds the logits.
         return getattr(outputs, "logits", outputs), batch[1]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import ConfigError
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.files import read_json
 
 CONFIG_FILE = "config.json"
@@ -28,7 +29,7 @@ class Place:
     """Whether inputs come before outputs there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Architecture:
     """Names of an architecture of transformers, by ours."""
 

@@ -20,16 +20,17 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import EXIT_FAILURE, RunError
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.events import first_mark, read_changes
 from slurm_train.rundir.files import (
     append_line,
     fsync_directory,
-    make_private,
+    make_folder,
     read_json,
     read_lines,
     read_record,
@@ -39,7 +40,7 @@ from slurm_train.rundir.paths import RunDirectory, existing_attempts, numbered_e
 from slurm_train.rundir.timing import last_step, read_account
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class AttemptStart:
     """Who opens an attempt, and where."""
 
@@ -65,19 +66,19 @@ def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None 
         start: who opens it, and where.
         follows: the attempt in whose step the ranks were started again by torchrun.
     """
-    run.epochs.mkdir(mode=0o700, exist_ok=True)
+    make_folder(run.epochs)
     facts = asdict(start) | ({} if follows is None else {"follows": follows})
     attempt = max(existing_attempts(run), default=-1) + 1
     while True:
         try:
             secret = json.dumps({**facts, "secret": secrets.token_hex(16)}) + "\n"
-            write_durable(run.epochs / f"attempt_{attempt}", secret)
+            write_durable(run.epochs / f"attempt_{attempt}", secret, is_secret=True)
             break
         except FileExistsError:
             attempt += 1
     fsync_directory(run.epochs)
     _discard_prepared_results(run, below=attempt)
-    make_private(run.attempt_logs(attempt))
+    make_folder(run.attempt_logs(attempt))
     line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts}
     if changes := read_changes(run):
         # The accepted changes that this attempt is the first to carry.
@@ -112,9 +113,9 @@ def rendezvous_secret(run: RunDirectory, *, is_first: bool, wait_s: float) -> st
     """
     path = run.epochs / "lobby"
     if is_first and not path.exists():
-        run.epochs.mkdir(mode=0o700, exist_ok=True)
+        make_folder(run.epochs)
         with contextlib.suppress(FileExistsError):
-            write_durable(path, json.dumps({"secret": secrets.token_hex(16)}) + "\n")
+            write_durable(path, json.dumps({"secret": secrets.token_hex(16)}) + "\n", is_secret=True)
     secret = _await_secret(path, wait_s)
     if secret is None:
         raise RunError(
@@ -246,7 +247,7 @@ def end_publishing(*, within_s: float) -> bool:
     return _under_way.acquire(timeout=within_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Round:
     """What rank 0 writes down when it begins a round."""
 

@@ -1,7 +1,8 @@
 """Durable writes: what is on disk is either the old content or the new, never half of one; JSON lines and records.
 
 Temp file in the same directory, fsync, rename, fsync of the directory (POSIX makes only the rename atomic; the
-directory entry itself is durable after its own fsync). Folders are made 0700 and files 0600, whatever the umask.
+directory entry itself is durable after its own fsync). Folders are made 0700 and files 0600, whatever the umask; in
+a folder that is shared with its group (2750) they are shared as well, unless they are secret.
 
 A record is a dataclass whose fields are the keys of a JSON object. Reading one ignores keys that this version does not
 know; a value that is missing or of another type makes the whole record None.
@@ -17,6 +18,7 @@ import json
 import math
 import os
 import socket
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -44,9 +46,28 @@ def fsync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_durable(path: Path, text: str) -> None:
+def is_shared(folder: Path) -> bool:
+    """Returns whether a folder is one that `share_folder` has prepared: for its group to read, for nobody else."""
+    return folder.stat().st_mode & 0o2077 == 0o2050
+
+
+def share_folder(folder: Path) -> None:
+    """Lets the group of a folder read it and what will be made in it."""
+    folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o007 | 0o2050)
+
+
+def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Opens a file, no link; in a shared folder the group may read it, whatever the umask."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    if flags & os.O_CREAT and is_shared(path.parent):
+        os.fchmod(descriptor, mode | mode >> 3 & 0o050)
+    return descriptor
+
+
+def write_durable(path: Path, text: str, *, is_secret: bool = False) -> None:
     """Writes a new file and fsyncs it; the caller makes the directory entry durable."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    opened = os.open if is_secret else open_file
+    descriptor = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -64,7 +85,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = True, mode: int = 0o6
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+        descriptor = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -98,7 +119,7 @@ def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> 
         OSError: the line is not on disk, or only a part of it.
     """
     line = json.dumps(value, separators=(",", ":")) + "\n"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
@@ -262,6 +283,19 @@ def make_private(path: Path) -> None:
         raise NotADirectoryError(f"{path} is not a directory")
 
 
-def create_private(path: Path) -> None:
-    """Makes an empty file that its user alone may read, or leaves the one that is there; a link is refused."""
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+def make_folder(path: Path) -> None:
+    """Makes a folder, and the missing ones above it, as private or as shared as the one that it is in.
+
+    Raises:
+        OSError: the file system refuses, or something else is in its place.
+    """
+    if not path.parent.exists():
+        make_folder(path.parent)
+    make_private(path)
+    if is_shared(path.parent) and not is_shared(path):
+        share_folder(path)
+
+
+def create_empty(path: Path) -> None:
+    """Makes an empty file, or leaves the one that is there as it is; a link is refused."""
+    os.close(open_file(path, os.O_WRONLY | os.O_CREAT))

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from slurm_train.config.schema import RunConfig
-from slurm_train.rundir.files import create_private, listed, make_private, read_record
+from slurm_train.frozen_class import frozen
+from slurm_train.rundir.files import create_empty, listed, make_folder, open_file, read_record
 from slurm_train.rundir.paths import RunDirectory
 
 _LOOK_AFTER_S = 0.25
@@ -103,7 +104,7 @@ _FLUSH_EVERY_S = 10.0
 _FILE_SIZE = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Beat:
     """One reading of a rank's heartbeat file."""
 
@@ -136,18 +137,21 @@ class Limits:
     start_s: float
     """Until the first step is done (rendezvous, compile)."""
     steady_s: float
-    """From then on; a save is no exception, since the others wait for it in a collective with a time-out."""
+    """From then on."""
+    save_s: float = 0.0
+    """In a save, whose bytes may take long without any other progress."""
 
-    def of(self, *, settled: bool) -> float:
-        """Returns the limit before or after the first step."""
-        return self.steady_s if settled else max(self.start_s, self.steady_s)
+    def of(self, *, settled: bool, phase: str = "step") -> float:
+        """Returns the limit of a phase before or after the first step; going back to a checkpoint is a start."""
+        starts = not settled or phase == "start"
+        return max(self.steady_s, self.start_s if starts else 0.0, self.save_s if phase == "save" else 0.0)
 
 
 def limits_of(config: RunConfig) -> Limits | None:
     """Returns how long ranks may make no progress; None where nobody watches, as with a user's own code."""
     if config.health.hang_timeout_s is None or not config.trains:
         return None
-    return Limits(config.train.start_timeout_s, config.health.hang_timeout_s)
+    return Limits(config.train.start_timeout_s, config.health.hang_timeout_s, config.checkpoint.save_timeout_s)
 
 
 class Heartbeat:
@@ -212,8 +216,8 @@ class _Writer:
         self._stacks, self._flight = run.stacks(attempt, rank), run.flight(attempt, rank)
         self._main = threading.main_thread().ident or 0
         path = run.heartbeat(attempt, rank)
-        make_private(path.parent)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        make_folder(path.parent)
+        self._file = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._beats = 0
         self._last = self._flushed = self._since = heart.clock()
         self._marks, self._dumped = -1, False
@@ -268,7 +272,7 @@ class _Writer:
             return
         if now - self._since > 0.9 * self._limits.of(settled=self._heart.settled) - _EVERY_S:
             self._dumped = True
-            create_private(self._stacks)
+            create_empty(self._stacks)
             with self._stacks.open("w") as file:
                 file.write(f"main thread {self._main:#018x}\n")
                 file.flush()
@@ -282,7 +286,7 @@ class _Writer:
         except Exception:  # a private interface of torch; an autopsy without it is still one
             return
         if record is not None:
-            create_private(self._flight)
+            create_empty(self._flight)
             self._flight.write_bytes(record)
 
 

@@ -20,17 +20,26 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import RunError
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.files import change_times, read_json, read_record, write_atomic, write_durable, write_record
+from slurm_train.rundir.files import (
+    change_times,
+    make_folder,
+    read_json,
+    read_record,
+    write_atomic,
+    write_durable,
+    write_record,
+)
 from slurm_train.rundir.paths import RunDirectory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class JobRecord:
     """The jobs of a run, as `job.json` has them."""
 
@@ -82,7 +91,7 @@ def record_job(run: RunDirectory, job_id: str, *, continues: str | None = None, 
     before = read_job(run)
     if before is not None and job_id in before.job_ids:
         return
-    run.jobs.mkdir(mode=0o700, exist_ok=True)
+    make_folder(run.jobs)
     entry = JobRecord(
         job_ids=(job_id,), submit_time_unix_s=time.time(), continues={job_id: continues} if continues else {}
     )
@@ -167,7 +176,7 @@ _GUARD_WAIT_S = 10.0
 _LOOK_S = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Holder:
     """Who holds a run directory: a Slurm job, or a process on a host."""
 

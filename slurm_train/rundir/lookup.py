@@ -1,20 +1,36 @@
 """Finds runs on disk by what a person types: a path, a run name, a run id (or its beginning), or a job id.
 
+A person's roots, the folders in which runs of theirs lie, are remembered in one small file. It may be lost at any time:
+every start adds its root again.
+
 A run may have a second path where a person wants to find it: a symbolic link, never in the place of something else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from slurm_train.config.frozen import ID_DIGITS
 from slurm_train.errors import ConfigError, RunError
-from slurm_train.rundir.files import change_times, listed, read_json
+from slurm_train.rundir.files import (
+    append_line,
+    change_times,
+    listed,
+    make_private,
+    read_json,
+    read_lines,
+    write_atomic,
+)
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.sweep import find_sweep
 
-_ASK_OWNER = "ask the owner to open it (chmod -R g+rX), or name another root with --root"
+_ASK_OWNER = "ask the owner to open it (run.share=group, or chmod -R g+rX), or name another root with --root"
 
 
 def run_of_hash(folder: Path, full_hash: str) -> RunDirectory:
@@ -58,7 +74,7 @@ def find_runs(root: Path, words: list[str]) -> list[RunDirectory]:
     """
     runs, closed = list_runs(root), ""
     if not runs or words:
-        closed = _closed_places(root)
+        closed = closed_places(root)
     if not runs and closed:
         raise RunError(f"you may not see the runs below {root}: {closed}", hint=_ASK_OWNER)
     if not words:
@@ -76,7 +92,61 @@ def find_runs(root: Path, words: list[str]) -> list[RunDirectory]:
     return found
 
 
-def _closed_places(root: Path) -> str:
+# A job id, a run id or a sweep id (or its beginning), NAME/ID. A name alone may mean something else in each folder.
+_ID = re.compile(r"\d+(?:_\d+)?|(?:[^/]+/)?[0-9a-f]{4,}")
+
+
+def _roots_file(env: Mapping[str, str]) -> Path:
+    home = env.get("HOME", "/")
+    # Whoever has no home of their own, as in containers, has "/": nothing is read or written there.
+    own = f"{home}/.local/state" if home != "/" else os.devnull
+    state = env.get("XDG_STATE_HOME", "")
+    return Path(state if state.startswith("/") else own) / "slurm-train" / "roots.jsonl"
+
+
+def remember_root(root: Path, env: Mapping[str, str]) -> None:
+    """Adds a root to those that are known, where that is possible; several processes may do so at once."""
+    file = _roots_file(env)
+    # A home that is full, read-only or absent keeps nobody from starting a run.
+    with contextlib.suppress(OSError):
+        if not any(line.get("root") == str(root) for line in read_lines(file)):
+            make_private(file.parent)
+            append_line(file, {"root": str(root)})
+
+
+def known_roots(env: Mapping[str, str]) -> list[Path]:
+    """Returns the roots that are known and exist, newest last; forgets those that are gone."""
+    file = _roots_file(env)
+    try:
+        known = list(dict.fromkeys(str(line.get("root")) for line in read_lines(file)))
+    except OSError:
+        return []
+    there = [root for root in known if os.path.isdir(root)]  # noqa: PTH112  # Path.is_dir may raise
+    if there != known:
+        with contextlib.suppress(OSError):
+            write_atomic(file, "".join(json.dumps({"root": root}) + "\n" for root in there), durable=False)
+    return [Path(root) for root in there]
+
+
+def root_of(word: str, root: Path, env: Mapping[str, str]) -> Path:
+    """Returns the root below which a job id, run id or sweep id names something: this one, else one that is known."""
+    if not _ID.fullmatch(word) or os.path.exists(word):  # noqa: PTH110  # as above
+        return root
+    places = (place for place in [root, *reversed(known_roots(env))] if _holds(place, word))
+    return next(places, root)
+
+
+def _holds(root: Path, word: str) -> bool:
+    return any(_matches(run, word) for run in list_runs(root)) or find_sweep(root, word) is not None
+
+
+def newest_runs(roots: Iterable[Path], number: int) -> list[RunDirectory]:
+    """Returns the newest runs below some roots, newest first."""
+    times = change_times(run.path for root in roots for run in list_runs(root))
+    return [RunDirectory(path) for path in sorted(times, key=lambda path: times[path], reverse=True)[:number]]
+
+
+def closed_places(root: Path) -> str:
     """Returns the folders in which runs may lie and which this user may not enter, with their owners; "" for none."""
     root = root.resolve()
     # Not Path.is_dir, which raises where a folder above may not be entered.

@@ -107,6 +107,10 @@ class RunDirectory:
     """What the ranks spent their steps on: one JSON object per window of some seconds."""
     tensorboard = Below("tensorboard")
     """TensorBoard events."""
+    profiles = Below("profiles")
+    """Traces of torch.profiler, which a callback writes."""
+    samples = Below("samples.jsonl")
+    """What a language model wrote on the way, for a callback: one JSON object per prompt."""
     trackers = Below("trackers")
     """What is known of each tracker, their logs, and what they keep here themselves."""
 

@@ -20,11 +20,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from slurm_train.errors import RunError
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.files import change_times, listed, read_json, read_lines, write_atomic
 from slurm_train.rundir.paths import Below, RunDirectory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Element:
     """One run of a sweep."""
 
@@ -156,8 +157,9 @@ def submitting(sweep: SweepDirectory) -> Iterator[None]:
 
 
 def list_sweeps(root: Path) -> list[SweepDirectory]:
-    """Returns all sweeps below a root, newest first."""
-    times = change_times(sweep / "sweep.jsonl" for sweep in listed(root.resolve() / "sweeps"))
+    """Returns all sweeps below a root that this user may read, newest first."""
+    tables = (sweep / "sweep.jsonl" for sweep in listed(root.resolve() / "sweeps"))
+    times = change_times(table for table in tables if os.access(table, os.R_OK))
     return [SweepDirectory(path.parent) for path in sorted(times, key=lambda path: times[path], reverse=True)]
 
 
@@ -172,7 +174,7 @@ def find_sweep(root: Path, word: str) -> SweepDirectory | None:
     a run name that no other run has.
 
     Raises:
-        RunError: the word is the beginning of several ids.
+        RunError: the word is the beginning of several ids, or of one of a sweep that this user may not read.
     """
     if (Path(word) / "sweep.jsonl").is_file():
         return SweepDirectory(Path(word).resolve())
@@ -184,6 +186,11 @@ def find_sweep(root: Path, word: str) -> SweepDirectory | None:
         raise RunError(f"{word!r} is the beginning of several sweeps: {ids}", hint="type more of it")
     if not found and word.isdigit():
         found = [sweep for sweep in sweeps if any(array_job_id(one) == word for one in existing_arrays(sweep))]
+    for path in listed(root.resolve() / "sweeps") if not found and len(short) >= 4 else ():
+        is_closed = not os.access(path, os.X_OK) or (path / "sweep.jsonl").exists()
+        if path.name.startswith(short) and is_closed:
+            hint = "ask its owner: run.share=group shares new sweeps, chmod -R g+rX an old one"
+            raise RunError(f"sweep {path} is not yours, and you may not read it", hint=hint)
     return found[0] if found else _sweep_with_name(root.resolve() / word, sweeps)
 
 

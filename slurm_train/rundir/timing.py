@@ -24,11 +24,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.files import (
     append_line,
     last_lines,
     listed,
-    make_private,
+    make_folder,
     read_lines,
     read_record,
     to_record,
@@ -222,7 +223,7 @@ def warning_lead_s(setting: int | str, run: RunDirectory, *, limit_s: float | No
     return setting if isinstance(setting, int) else math.ceil(lead_s(read_measured(run), limit_s=limit_s))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Notice:
     """What Slurm knows about a job's end; None for what is not known."""
 
@@ -361,7 +362,7 @@ class StepTimes:
         step, data_wait = (replace(one, counts=one.counts.copy()) for one in (self._times.step, self._times.data_wait))
         if step.counts:
             with contextlib.suppress(OSError):
-                make_private(self._path.parent)
+                make_folder(self._path.parent)
                 write_record(self._path, replace(self._times, step=step, data_wait=data_wait))
 
 
@@ -387,7 +388,7 @@ class RankPace(NamedTuple):
     """How much the own time differs from step to step for this rank alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Slowdown:
     """Why steps take longer than they would have to, in words."""
 
@@ -405,7 +406,7 @@ class Slowdown:
     advice: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PaceWindow:
     """One line of the file."""
 

@@ -9,10 +9,10 @@ are put together instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from slurm_train.errors import ClusterError
+from slurm_train.frozen_class import frozen
 from slurm_train.slurm.nodelist import NodeListError, parse_nodelist, parse_tasks_per_node
 
 _Item = TypeVar("_Item", int, str)
@@ -20,7 +20,7 @@ _IN_A_JOB = "run this inside a Slurm job: sbatch run_dir/submit.sh, or salloc fi
 _UNDER_SRUN = "start the process with srun inside the job; a batch script or a login shell has no rank"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Allocation:
     """The nodes and task counts of this step, or of the job where there is no step."""
 
@@ -73,7 +73,7 @@ class Allocation:
         return sum(self.tasks_per_node)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TaskPlace:
     """Which task of its step this process is."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm import policy, records
-from slurm_train.slurm.environment import command_environment
+from slurm_train.slurm.job_variables import command_environment
 from slurm_train.slurm.policy import Association, Partition, Qos, TestVerdict
 from slurm_train.slurm.records import JobState
 
@@ -319,6 +319,16 @@ class SlurmCommands:
     def exclude_nodes(self, job_id: str, nodes: str) -> None:
         """Keeps a waiting job off nodes; Slurm refuses it for a running one."""
         self._update(job_id, f"ExcNodeList={nodes}")
+
+    def hand_dependents(self, job_id: str, successor: str) -> None:
+        """Makes this user's waiting jobs that wait for the success of one job wait for that of another instead."""
+        lines = self._run(["squeue", "-h", "--me", "-t", "PENDING", "-o", "%i|%E"]).splitlines()
+        for waiting, _, dependency in (line.partition("|") for line in lines):
+            # As squeue writes it: "afterok:12(unfulfilled),afterany:13(unfulfilled)".
+            before = re.sub(r"\([^)]*\)", "", dependency)
+            after = re.sub(rf"\bafterok:{job_id}(?![\d_])", f"afterok:{successor}", before)
+            if after != before:
+                self._update(waiting.partition("_[")[0], f"Dependency={after}")
 
     def put_off(self, job_id: str, seconds: int) -> None:
         """Lets a waiting job start no earlier than in so many seconds."""

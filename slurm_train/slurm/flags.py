@@ -12,7 +12,7 @@ import shlex
 
 from slurm_train.config.schema import ClusterSection
 from slurm_train.errors import ConfigError
-from slurm_train.slurm.environment import is_job_variable
+from slurm_train.slurm.job_variables import is_job_variable
 
 Flags = dict[str, str | bool]
 

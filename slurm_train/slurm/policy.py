@@ -8,10 +8,10 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from slurm_train.errors import ClusterError
+from slurm_train.frozen_class import frozen
 from slurm_train.slurm.records import split_rows
 
 SINFO_FORMAT = "%R|%P|%a|%D|%s|%l|%L|%G|%c|%m|%t"
@@ -22,7 +22,7 @@ _USABLE = frozenset({"idle", "mix", "alloc", "comp", "resv", "plnd"})
 _DURATION = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)(?: sec)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NodeGroup:
     """Nodes of one partition that have the same parts and are in the same state."""
 
@@ -36,7 +36,7 @@ class NodeGroup:
     """Slurm's short word, e.g. "idle", "mix", "drain"; a trailing "*" means that the node does not answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Partition:
     """A partition that this user can see."""
 
@@ -160,7 +160,7 @@ def tres_gpus(tres: str) -> int | None:
     return counts.get("gres/gpu", sum(typed) if typed else None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Association:
     """An account that a user may charge, on a cluster."""
 
@@ -176,7 +176,7 @@ class Association:
     """What a job gets that asks for none; "" where the site names none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Qos:
     """A quality of service."""
 
@@ -228,7 +228,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Preemption:
     """What becomes of a job of one QOS and partition when Slurm wants its nodes for another one."""
 
@@ -352,7 +352,7 @@ _ESTIMATE = re.compile(
 _PREFIX = re.compile(r"^(?:sbatch: )?(?:error: |fatal: )?(?:allocation failure: |Batch job submission failed: )?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TestVerdict:
     """Whether Slurm would take a script now, and when it would start it."""
 

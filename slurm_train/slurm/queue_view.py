@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from slurm_train.errors import ClusterError
+from slurm_train.frozen_class import frozen
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import JobState
 
@@ -41,7 +42,7 @@ class _Pace:
         self.due_s = now_s + self._unanswered_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Wanted:
     """The jobs that somebody asks about."""
 
@@ -52,7 +53,7 @@ class Wanted:
     """Those whose end is known from elsewhere: sacct is not asked about them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Look:
     """What is known about jobs."""
 

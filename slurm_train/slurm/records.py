@@ -10,11 +10,12 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import TypeVar
 
 from slurm_train.errors import ClusterError
+from slurm_train.frozen_class import frozen
 from slurm_train.slurm.nodelist import parse_nodelist
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ def phase_of(state: str) -> Phase:
     return _PHASES.get(first.rstrip("+").upper(), Phase.UNKNOWN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class JobState:
     """One job, or one element of an array, in its newest state."""
 

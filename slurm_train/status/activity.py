@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import ClusterError, RunError
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.files import make_private
 from slurm_train.rundir.jobs import (
     Holder,
@@ -31,7 +31,7 @@ from slurm_train.slurm.commands import SlurmCommands, is_job_id
 _SUBMITTER_WAIT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Active:
     """What of a run is queued or running; false where nothing is."""
 

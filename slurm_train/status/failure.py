@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import change_times, listed
@@ -40,7 +40,7 @@ def tracebacks(text: str) -> list[str]:
     return [match[0].rstrip("\n") for match in _CHAIN.finditer(text)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Failure:
     """How an attempt failed."""
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.heartbeat import Beat, read_beats
@@ -113,7 +114,7 @@ def read_states(text: str, *, option: str, of: tuple[RunState, ...] = tuple(RunS
     return frozenset(known[word] for word in words)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RunFiles:
     """What the files of a run say, read once."""
 
@@ -129,6 +130,8 @@ class RunFiles:
     checkpoint_step: int
     """Of the newest checkpoint by name, 0 where there is none; whether it verifies is not checked."""
     is_finished: bool
+    ended_early: str
+    """Why a callback has finished it before its last step, "" if none has."""
     runs_here: bool
     """Whether a living process of this machine holds the run."""
     oldest_beat: Beat | None
@@ -168,15 +171,18 @@ def read_files(run: RunDirectory) -> RunFiles:
     ledger, holder = tuple(read_ledger(run)), read_holder(run.lock)
     is_open = bool(ledger) and "end_time_unix_s" not in ledger[-1]
     attempt = int(ledger[-1]["attempt"]) if ledger else 0
+    line: Mapping[str, Any] = next((line for line in reversed(last_lines(run.metrics)) if "loss" in line), {})
     return RunFiles(
         run=run,
         record=read_job(run),
         holder_job=holder.job_id if holder is not None else None,
         ledger=ledger,
-        line=next((line for line in reversed(last_lines(run.metrics)) if "loss" in line), {}),
-        max_steps=(read_json(run.plan) or {}).get("max_steps") or None,
+        line=line,
+        # Of epochs the ranks have counted them.
+        max_steps=line.get("max_steps") or (read_json(run.plan) or {}).get("max_steps") or None,
         checkpoint_step=next((name_of(path).step for path in list_checkpoints(run.checkpoints)), 0),
         is_finished=run.result.exists(),
+        ended_early=str((read_json(run.result) or {}).get("ended_early", "")),
         runs_here=holder is not None and holder.job_id is None and process_lives(holder),
         oldest_beat=_oldest_beat(run, attempt) if is_open else None,
         slow_because=_slow_because(run, attempt) if is_open else "",
@@ -217,7 +223,7 @@ def subjects_of(elements: Sequence[Element]) -> list[Subject]:
     return [Subject(element.run, element.index, element.overrides) for element in elements]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RunStatus:
     """The status of a run; the attributes that JSON has as well are explained in `JSON_KEYS`."""
 
@@ -429,7 +435,7 @@ def explain(files: RunFiles, job: JobState | None, state: RunState, *, slurm_ans
     if state is RunState.RUNNING:
         return (_HALTED.get(job.word, "") if job is not None else "") or files.slow_because
     if state is RunState.FINISHED:
-        return ""
+        return files.ended_early
     resume = f"`resume {files.run.run_id}`"
     if not last:
         if state is RunState.FAILED and job is not None:
@@ -484,6 +490,32 @@ class Survey:
         if any(one.is_active for one in self.statuses):
             return False
         return not self.look.problem or self.is_settled
+
+
+# Where reading the files takes long, the file system gets as much rest as this times over.
+_REST = 4.0
+# Where nothing is active any more it is looked once more, with a new answer of Slurm's if that comes soon.
+_SURE_AFTER_S, _LONGEST_DOUBT_S = 3.0, 30.0
+
+
+def until_over(look: Callable[[], Survey], *, every_s: float, sleep: Callable[[float], None]) -> Iterator[Survey]:
+    """Yields what a look at some runs finds, again and again, until all of them have ended.
+
+    Args:
+        look: looks at them.
+        every_s: seconds between two looks.
+        sleep: waits so many seconds.
+    """
+    seems_over = False
+    while True:
+        start_s, survey = time.monotonic(), look()
+        yield survey
+        if survey.is_settled or (survey.is_over and seems_over):
+            return
+        # Between two runs of a sweep on this machine, and between two attempts, nothing is active for a moment.
+        seems_over = survey.is_over
+        sure_s = min(_LONGEST_DOUBT_S, max(_SURE_AFTER_S, survey.look.is_due_in_s))
+        sleep(sure_s if seems_over else max(every_s, _REST * (time.monotonic() - start_s)))
 
 
 class Surveyor:

@@ -6,12 +6,13 @@ other job waits for this one's end, and asks then: if this one was cancelled, it
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import ClusterError
 from slurm_train.launch.acceptance import has_enough_without
-from slurm_train.launch.script import renewed_warning
+from slurm_train.launch.batch_script import renewed_warning
 from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
@@ -40,6 +41,9 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: str, env: Ma
     script = run.submit_script.read_text(encoding="utf-8")
     new_id = submit_script(script, folder=run.logs / "submitted", env=env, flags=flags, export=tuple(env))
     record_job(run, new_id, continues=job_id)
+    # This job is about to fail in Slurm's terms, and what waits for its success would wait for ever.
+    with contextlib.suppress(ClusterError):
+        SlurmCommands(env).hand_dependents(job_id, new_id)
     return new_id
 
 

@@ -8,6 +8,9 @@ row without one are counted by what ended them. The count starts again after an 
 the run was stopped and a person started it again. Two such failures in a row on the same node are blamed on the node:
 a broken program fails on any node. Changing nodes does not reset the count, so the third failure ends the run wherever
 it happens.
+
+`supervisor.Supervisor._decide` has the last word: it asks Slurm whether somebody cancelled meanwhile, requeues where
+the ranks cannot be started again in this allocation, and waits where the disk is full.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any, Literal
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.events import GPU_MEMORY
 from slurm_train.slurm.records import WARNED
 
@@ -81,7 +85,7 @@ _KILLED_BY_WARNING = 128 + signal.SIGUSR2
 Action = Literal["finish", "requeue", "relaunch", "leave", "stop"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Outcome:
     """What is known when the ranks have ended."""
 

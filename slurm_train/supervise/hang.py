@@ -14,12 +14,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.heartbeat import Beat, Limits
 from slurm_train.supervise.stragglers import ranks_in_words
 
-# What matters is the gradients' group; torch calls the first one, of all ranks, "0".
-_ALL_RANKS = "0"
+# What torch calls the first group.
+_ALL_RANKS = "default_pg"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,13 @@ class Collective:
     """E.g. "all_reduce"."""
     elements: int
     """Of its input."""
+    group: str = _ALL_RANKS
+    """What torch says of the group, e.g. "mesh_tp"."""
 
     def __str__(self) -> str:
         size = f" of {self.elements:,} elements" if self.elements else ""
-        return f"{self.name} #{self.number}{size}"
+        group = f" in {self.group}" if self.group not in ("", "undefined", _ALL_RANKS) else ""
+        return f"{self.name} #{self.number}{size}{group}"
 
     @property
     def kind(self) -> str:
@@ -45,7 +50,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What one rank has begun of the group of all ranks."""
+    """What one rank has begun of one group."""
 
     begun: int
     """Number of the newest collective that it has begun."""
@@ -60,40 +65,58 @@ class Flight:
         return min(open_ones, key=lambda one: one.number, default=None)
 
 
-def read_flight(text: str | bytes) -> Flight | None:
-    """Returns what a rank has left, None where there is nothing of the group of all ranks.
+Flights = Mapping[str, Flight]
+"""What one rank has begun, by backend and name of the group, e.g. "nccl 0"."""
+
+
+def read_flights(text: str | bytes) -> Flights:
+    """Returns what a rank has left, {} where there is nothing that can be read.
 
     Args:
         text: JSON as `distributed.group` writes it.
     """
+    begun: dict[str, list[Collective]] = {}
+    states: dict[str, Mapping[str, Any] | None] = {}
     try:
-        record = json.loads(text)
-        status = record["pg_status"][_ALL_RANKS]
-        newest = tuple(
-            Collective(
-                int(entry["collective_seq_id"]),
+        for record in json.loads(text):
+            for entry in record["entries"]:
                 # "nccl:all_reduce", "gloo:broadcast"; NCCL's coalesced ones have longer names.
-                entry["profiling_name"].rpartition(":")[2] or entry["profiling_name"],
-                sum(math.prod(sizes) for sizes in entry["input_sizes"] or []),
+                backend, _, name = entry["profiling_name"].rpartition(":")
+                key, elements = f"{backend} {entry['process_group'][0]}", entry["input_sizes"] or []
+                begun.setdefault(key, []).append(
+                    Collective(
+                        int(entry["collective_seq_id"]),
+                        name,
+                        sum(math.prod(sizes) for sizes in elements),
+                        str(entry["process_group"][1]),
+                    )
+                )
+                # Each recorder numbers the groups of its process; their names are alike on all ranks.
+                states[key] = record["pg_status"].get(str(entry["pg_id"]))
+        return {
+            key: Flight(
+                int(state["last_enqueued_collective"]), int(state["last_completed_collective"]), tuple(begun[key])
             )
-            for entry in record["entries"]
-            if str(entry["process_group"][0]) == _ALL_RANKS
-        )
-        return Flight(int(status["last_enqueued_collective"]), int(status["last_completed_collective"]), newest)
+            for key, state in states.items()
+            if state is not None
+        }
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None
+        return {}
 
 
-def disagreement(flights: Mapping[int, Flight]) -> str:
-    """Returns what ranks have begun under the same number but not alike, "" where they agree."""
-    begun: dict[int, dict[str, int]] = {}
-    for rank, flight in sorted(flights.items()):
-        for one in flight.newest:
-            begun.setdefault(one.number, {}).setdefault(one.kind, rank)
-    for number, kinds in sorted(begun.items()):
+def disagreement(flights: Mapping[int, Flights]) -> str:
+    """Returns what ranks have begun under the same number of a group but not alike, "" where they agree."""
+    begun: dict[tuple[str, int], dict[str, tuple[int, Collective]]] = {}
+    for rank, groups in sorted(flights.items()):
+        for key, flight in groups.items():
+            for one in flight.newest:
+                begun.setdefault((key, one.number), {}).setdefault(one.kind, (rank, one))
+    for (_, number), kinds in sorted(begun.items()):
         if len(kinds) > 1:
-            parts = (f"rank {rank} has begun {kind}" for kind, rank in kinds.items())
-            return f"as collective #{number} of all ranks " + ", but ".join(parts)
+            parts = (f"rank {rank} has begun {kind}" for kind, (rank, _) in kinds.items())
+            group = next(iter(kinds.values()))[1].group
+            who = "all ranks" if group in ("", _ALL_RANKS) else group
+            return f"as collective #{number} of {who} " + ", but ".join(parts)
     return ""
 
 
@@ -127,7 +150,7 @@ _IN_WORDS = {"data": "data loading", "evaluate": "the evaluation", "gather": "th
 """What a phase is called in a message, where it is not its own name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Hang:
     """Nobody makes progress."""
 
@@ -197,13 +220,20 @@ class Observer:
             )
 
     def is_hung(self) -> bool:
-        """Returns whether all ranks that are not done have stood still for longer than they may."""
+        """Returns whether all ranks that are not done have stood still for longer than those may that are behind."""
         working = self._working()
         if not working or len(self._seen) < self._world_size:
             return False
-        return all(self._now_s - seen.moved_s > self._limit(seen.beat) for seen in working.values())
+        frozen, earliest = self._frozen(working), min(_point(seen.beat) for seen in working.values())
+        # A process that does not run moves no bytes either, whatever phase it is in.
+        limit_s = min(
+            self._limits.of(settled=seen.beat.settled, phase="step" if rank in frozen else seen.beat.phase)
+            for rank, seen in working.items()
+            if rank in frozen or _point(seen.beat) == earliest
+        )
+        return all(self._now_s - seen.moved_s > limit_s for seen in working.values())
 
-    def explain(self, stacks: Mapping[int, str], flights: Mapping[int, Flight] | None = None) -> Hang:
+    def explain(self, stacks: Mapping[int, str], flights: Mapping[int, Flights] | None = None) -> Hang:
         """Returns who is behind and where.
 
         Args:
@@ -212,7 +242,7 @@ class Observer:
         """
         flights = flights or {}
         working = self._working()
-        frozen = [rank for rank, seen in working.items() if self._now_s - seen.ran_s > 0.5 * self._limit(seen.beat)]
+        frozen = self._frozen(working)
         behind = frozen or _behind(working, stacks, flights)
         first = working[behind[0]]
         others = [rank for rank in working if rank not in behind]
@@ -226,42 +256,63 @@ class Observer:
             host=first.beat.host,
             step=first.beat.step,
             phase=first.beat.phase,
-            what=f"{state}{where}{_waiting(others, stacks, flights, len(behind))}{f'; {differ}' if differ else ''}",
+            what=f"{state}{where}{_waiting(others, stacks, flights, behind)}{f'; {differ}' if differ else ''}",
         )
 
     def _working(self) -> dict[int, _Seen]:
         return {rank: seen for rank, seen in self._seen.items() if seen.beat.phase != "end"}
 
-    def _limit(self, beat: Beat) -> float:
-        return self._limits.of(settled=beat.settled)
+    def _frozen(self, working: Mapping[int, _Seen]) -> list[int]:
+        limits = self._limits
+        return [
+            rank
+            for rank, seen in working.items()
+            if self._now_s - seen.ran_s > 0.5 * limits.of(settled=seen.beat.settled)
+        ]
 
 
-def _behind(working: Mapping[int, _Seen], stacks: Mapping[int, str], flights: Mapping[int, Flight]) -> list[int]:
+def _point(beat: Beat) -> tuple[int, int]:
+    """Returns how far a rank is in the program."""
+    return beat.step, _STAGES.get(beat.phase, 0)
+
+
+def _behind(working: Mapping[int, _Seen], stacks: Mapping[int, str], flights: Mapping[int, Flights]) -> list[int]:
     """Returns the ranks at the earliest point; of several, those that have not come, or that are not in an exchange."""
-    points = {
-        rank: (seen.beat.step, _STAGES.get(seen.beat.phase, 0), seen.beat.marks) for rank, seen in working.items()
-    }
+    points = {rank: (*_point(seen.beat), seen.beat.marks) for rank, seen in working.items()}
     earliest = [rank for rank, point in points.items() if point == min(points.values())]
     # Ranks that have begun fewer collectives than others which wait.
-    furthest = max((flight.begun for flight in flights.values() if flight.waits_in is not None), default=0)
-    absent = [rank for rank in earliest if rank in flights and flights[rank].begun < furthest]
+    furthest: dict[str, int] = {}
+    for groups in flights.values():
+        for key, flight in groups.items():
+            if flight.waits_in is not None:
+                furthest[key] = max(furthest.get(key, 0), flight.begun)
+    own = {rank: flights.get(rank, {}) for rank in earliest}
+    absent = [rank for rank in earliest if any(one.begun < furthest.get(key, 0) for key, one in own[rank].items())]
+    # One that is waited for in a group may itself wait in another.
+    free = [rank for rank in absent if all(one.waits_in is None for one in own[rank].values())]
     if absent:
-        return sorted(absent)
+        return sorted(free or absent)
     busy = [rank for rank in earliest if rank in stacks and exchange_in(stacks[rank]) is None]
     return busy or earliest
 
 
-def _waiting(others: list[int], stacks: Mapping[int, str], flights: Mapping[int, Flight], num_behind: int) -> str:
+def _waiting(others: list[int], stacks: Mapping[int, str], flights: Mapping[int, Flights], behind: list[int]) -> str:
     if not others:
-        return "; no rank stands out" if num_behind > 1 else ""
+        return "; no rank stands out" if len(behind) > 1 else ""
     found = [name for rank in others if rank in stacks and (name := exchange_in(stacks[rank]))]
-    waits = [one for rank in others if rank in flights and (one := flights[rank].waits_in) is not None]
+    waits = {
+        (key, one)
+        for rank in others
+        for key, flight in flights.get(rank, {}).items()
+        if (one := flight.waits_in) is not None
+    }
     name = max(set(found), key=found.count) if found else None
     if waits:
-        # What the most advanced ranks wait in.
-        name = str(max(waits, key=lambda one: one.number))
+        # Of several groups, one of those that are behind; there, what the most advanced ranks wait in.
+        theirs = {(key, one) for key, one in waits if any(key in flights.get(rank, {}) for rank in behind)}
+        name = str(max(theirs or waits, key=lambda wait: (wait[1].number, wait[0]))[1])
     verb = "rank waits" if len(others) == 1 else "ranks wait"
-    return f"; {len(others)} {verb} for {'them' if num_behind > 1 else 'it'}" + (f" in {name}" if name else "")
+    return f"; {len(others)} {verb} for {'them' if len(behind) > 1 else 'it'}" + (f" in {name}" if name else "")
 
 
 def exchange_in(stack: str) -> str | None:

@@ -25,7 +25,7 @@ from typing import TypeVar
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_FAILURE, ClusterError
 from slurm_train.formatting import shorten
-from slurm_train.launch.environment import record_environment
+from slurm_train.launch.provenance import record_environment
 from slurm_train.launch.snapshot import MOST_CHANGES_SHOWN
 from slurm_train.rundir.attempts import newest_round, read_round
 from slurm_train.rundir.events import FailureMark, Finding, append_event, findings_of, leave_mark, read_preflight
@@ -33,7 +33,7 @@ from slurm_train.rundir.files import write_record
 from slurm_train.rundir.heartbeat import Beat, Limits, limits_of, read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice, append_window
-from slurm_train.supervise.hang import Flight, Observer, read_flight
+from slurm_train.supervise.hang import Flights, Observer, read_flights
 from slurm_train.supervise.stragglers import Judge, WindowCutter
 
 T = TypeVar("T")
@@ -341,13 +341,12 @@ class HangWatchdog(_OfRanks):
     def _write_report(self) -> None:
         run, attempt = self._run, self._attempt
         stacks: dict[int, str] = {}
-        flights: dict[int, Flight] = {}
+        flights: dict[int, Flights] = {}
         for rank in self._beats:
             with contextlib.suppress(OSError):
                 stacks[rank] = run.stacks(attempt, rank).read_text(encoding="utf-8", errors="replace")
             with contextlib.suppress(OSError):
-                if (flight := read_flight(run.flight(attempt, rank).read_bytes())) is not None:
-                    flights[rank] = flight
+                flights[rank] = read_flights(run.flight(attempt, rank).read_bytes())
         hang = self._observer.explain(stacks, flights)
         say(f"the ranks hang: {hang}; stacks in {run.attempt_logs(attempt)}; they are ended ({socket.gethostname()})")
         mark = FailureMark(rank=hang.ranks[0], host=hang.host, exit_code=EXIT_FAILURE, message=hang.what)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ClusterError, NodesError, SilentNodesError
+from slurm_train.rundir.files import open_file
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import het_node_counts
 from slurm_train.slurm.commands import SlurmCommands, is_away, run_program
@@ -303,7 +304,7 @@ def start_local(
     for rank in range(num_ranks):
         rank_env = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
         rank_env |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-        log = os.open(run.rank_log(attempt, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        log = open_file(run.rank_log(attempt, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         # A session of its own keeps Ctrl-C on the terminal from reaching the ranks: the parent asks them to stop.
         ranks.processes.append(
             subprocess.Popen(

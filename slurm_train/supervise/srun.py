@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from slurm_train.config.schema import RunConfig
-from slurm_train.distributed.ports import probe_port
+from slurm_train.distributed.master import probe_port
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, NodesError, SilentNodesError
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import newest_round
 from slurm_train.rundir.events import (
     BAD_NODES_PARTS,
@@ -26,7 +27,7 @@ from slurm_train.rundir.events import (
     read_preflight,
     write_preflight,
 )
-from slurm_train.rundir.files import create_private, read_json
+from slurm_train.rundir.files import create_empty, read_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation, het_job_ids
 from slurm_train.supervise.monitor import (
@@ -75,7 +76,7 @@ class _EndOfRanks(Task):
             self.is_overdue |= time.time() - mark.time_unix_s > linger_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SrunLaunch:
     """Starts the ranks of an attempt; calling it with the attempt's number returns their exit code."""
 
@@ -103,7 +104,7 @@ class SrunLaunch:
                 say(f"was found bad before and is checked again: {bad}")
         # Slurm would make them by the umask of the login shell.
         for name in (*self._task_logs(), "batch.log"):
-            create_private(folder / name)
+            create_empty(folder / name)
         with (folder / "batch.log").open("ab") as log:
             try:
                 require_seen_by_all(run, nodes, self.env, attempt=attempt)

@@ -12,11 +12,12 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, RunError
+from slurm_train.frozen_class import frozen
 from slurm_train.launch.snapshot import require_sealed
 from slurm_train.rundir.attempts import (
     AttemptStart,
@@ -46,7 +47,7 @@ from slurm_train.rundir.files import change_times, listed
 from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, release_lock, take_lock
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.timing import last_step, read_account
-from slurm_train.slurm.environment import node_name
+from slurm_train.slurm.job_variables import node_name
 from slurm_train.supervise.decision import (
     CANCELLED,
     Decision,
@@ -85,7 +86,7 @@ Launch = Callable[[int], int]
 """Runs the ranks of the attempt with this number and returns their exit code."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _End:
     """How the ranks of an attempt ended, as far as it can be read."""
 

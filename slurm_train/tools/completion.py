@@ -132,9 +132,9 @@ _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 # Longer lists are of no use, and a folder of runs may be on a slow disk.
 _MOST = 500
 _SIZES = ("1x1", "1x4", "1x8", "2x8", "4x8", "8x8")
-_GROUPS = ("model", "data", "cluster", "experiment")
+_GROUPS = ("model", "data", "optim", "cluster", "experiment")
 _ADDED_GROUPS = ("cluster", "experiment", "site", "container")
-_DEFAULTS = {"model": "gpt", "data": "stdlib"}
+_DEFAULTS = {"model": "gpt", "data": "stdlib", "optim": "adamw"}
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LONGEST_TEXT = 60
 # What flags of settings take, by their target.
@@ -333,9 +333,11 @@ class _Line:
         groups = self._groups()
         for group in sorted(groups):
             yield group, f"{group}=NAME chooses a file" if group != "cluster" else "NxG: nodes x GPUs per node"
-        for group in ("model", "data"):
-            yield f"{group}._target_", "your own class"
-            yield from ((f"{group}.{key}", "") for key in self._keys_of_option(group))
+        for group in _DEFAULTS:
+            own = {f"{group}._target_": "your own class"} | {
+                f"{group}.{key}": "" for key in self._keys_of_option(group)
+            }
+            yield from ((name, about) for name, about in own.items() if name not in self.keys)
         for name, (_, about) in self.keys.items():
             # A single plus adds what is not there yet, and nothing of Hydra's can be taken away.
             if name not in groups and (name.startswith("hydra") or sign != "+") and (sign, name[:5]) != ("~", "hydra"):
@@ -521,11 +523,11 @@ def _takes_key(name: str, kind: object) -> str:
     if name in _PATH_KEYS:
         return "path"
     options = [kind, *get_args(kind)]
-    if any(get_origin(option) is dict for option in options):
+    literals = [str(value) for option in options if get_origin(option) is Literal for value in get_args(option)]
+    if not literals and any(get_origin(option) is dict for option in options):
         return "open"
     if bool in options:
         return "true|false"
-    literals = [str(value) for option in options if get_origin(option) is Literal for value in get_args(option)]
     return "|".join([*literals, "null"] if literals and type(None) in options else literals)
 
 

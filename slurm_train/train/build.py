@@ -11,8 +11,9 @@ import hashlib
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from string import Template
@@ -22,13 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slurm_train.checkpoint.agreement import on_every_rank
+from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
 from slurm_train.checkpoint.commit import Place
-from slurm_train.checkpoint.load import saved_weights, weights_digest
+from slurm_train.checkpoint.load import check_owners, load_tensors, require_fit, saved_weights, weights_digest
 from slurm_train.checkpoint.local import LocalSaves, NodePlace, open_private
 from slurm_train.checkpoint.save import BackgroundSaver
 from slurm_train.checkpoint.state import StagingBuffers, names_of_groups
-from slurm_train.config.batch import planned_lr
+from slurm_train.checkpoint.verify import verify
+from slurm_train.config.batch import planned_lr, total_steps
 from slurm_train.config.frozen import config_hash
 from slurm_train.config.parallel import stages_of
 from slurm_train.config.schema import RunConfig
@@ -37,29 +39,39 @@ from slurm_train.data.batches import BatchStream, GlobalBatches, LengthBatches, 
 from slurm_train.data.build import build_source, prefetch_depth
 from slurm_train.data.order import SampleOrder
 from slurm_train.data.source import SampleSource, lengths_of
-from slurm_train.distributed.group import open_side_group, shutdown
+from slurm_train.data.stream import StreamSource
+from slurm_train.distributed.group import open_side_group, shutdown, use_timeout
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.distributed.seeds import seed_everything
-from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DataError
 from slurm_train.metrics.progress import Display, open_display
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.events import SaveLog, append_event
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import Spent, StepTimes
+from slurm_train.train.callbacks import build_callbacks
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.health import Health, position_after_rollbacks
+from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.metrics import (
     PaceProbe,
     Recorder,
     flops_per_token,
+    format_measures,
     say_finished,
     say_stopped,
     say_text,
     write_result,
 )
-from slurm_train.train.optimizer import begin_state, build_optimizer, build_schedule, can_call_kernel
+from slurm_train.train.optimizer import (
+    begin_state,
+    build_optimizer,
+    build_schedule,
+    can_call_kernel,
+    require_rules_fit,
+)
 from slurm_train.train.saving import Checkpointer, Position, build_continuity, build_save_pace
 from slurm_train.train.step import (
     Exchange,
@@ -71,7 +83,8 @@ from slurm_train.train.step import (
     TrainingModule,
     build_ddp,
 )
-from slurm_train.train.trainer import Stopping, Trainer
+from slurm_train.train.stopping import Stopping
+from slurm_train.train.trainer import Trainer
 
 
 def train(rank: Rank) -> int:
@@ -93,6 +106,8 @@ def train(rank: Rank) -> int:
     rank.join()
     spent.add("rendezvous_s", clock() - joining_s)
     apply_parallelism(parts)
+    if rank.config.train.evaluate_from is not None:
+        return evaluate_checkpoint(parts, Path(rank.config.train.evaluate_from))
     display = open_display(sys.stderr, max_steps=rank.config.train.max_steps, env=rank.env) if is_first else None
     loading_s = clock()
     trainer = build_trainer(parts, display=display, spent=spent)
@@ -106,6 +121,34 @@ def train(rank: Rank) -> int:
     _end(trainer, parts, display, finished=finished)
     shutdown()
     return EXIT_DONE if finished else EXIT_REQUEUE
+
+
+def evaluate_checkpoint(parts: Parts, path: Path) -> int:
+    """Measures the weights of a checkpoint and writes the result; returns the exit code. Collective over all ranks.
+
+    Raises:
+        DataError: there are no held-out samples.
+        CheckpointError: the checkpoint does not verify, or is somebody else's.
+        RunError: its weights do not fit the model.
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    rank, group = parts.rank, dist.group.WORLD
+    if parts.heldout is None:
+        raise DataError("the data have no held-out samples to evaluate", hint="set data.heldout, or take a `split`")
+    manifest = on_rank_zero(group, lambda: verify(path))
+    on_every_rank(group, lambda: check_owners(path, manifest))
+    state = get_model_state_dict(parts.model)
+    require_fit(path, state, is_stage=parts.pipeline is not None)
+    load_tensors(path, {"model": state}, group=group)
+    objective = Objective(parts.model)
+    found = Evaluator(rank=rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline).evaluate()
+    if found is not None and rank.place.is_first:
+        facts = {"step": manifest.step, "samples": manifest.samples, **found, "checkpoint": str(path)}
+        write_result(rank, facts)
+        print(f"step {manifest.step}: {format_measures(found)}", file=sys.stderr, flush=True)
+    shutdown()
+    return EXIT_REQUEUE if found is None else EXIT_DONE
 
 
 def build_parts(rank: Rank) -> Parts:
@@ -122,16 +165,35 @@ def build_parts(rank: Rank) -> Parts:
     # What is cut first need not fit on the device as a whole.
     model = build_model(config, device=rank.device if rank.layout.is_replicated else torch.device("cpu"))
     load_start_weights(model, config, run=rank.run)
-    train_data = build_source(config.data, split="train", seed=config.seed)
+    require_rules_fit(model, optim=config.optim)
+    part = rank.layout.data_parallel_index(rank.place.rank), rank.layout.data_parallel_size
+    train_data = build_source(config.data, split="train", seed=config.seed, part=part)
     assert train_data is not None
+    if isinstance(train_data, StreamSource):
+        _refuse_for_streams(config)
     return Parts(
         rank=rank,
         model=model,
         optimizer=build_optimizer(model, optim=config.optim),
         train_data=train_data,
         heldout=build_source(config.data, split="heldout", seed=config.seed),
-        flops_per_token=flops_per_token(model),
+        flops_per_token=flops_per_token(model, positions=getattr(train_data, "context", 0)),
+        callbacks=build_callbacks(config.callbacks),
     )
+
+
+def _refuse_for_streams(config: RunConfig) -> None:
+    batch, train = config.batch, config.train
+    for is_asked, what in (
+        (train.max_epochs is not None, "train.max_epochs"),
+        (batch.by_length, "batch.by_length"),
+        (batch.shares == "measured", "batch.shares=measured"),
+    ):
+        if is_asked:
+            raise ConfigError(
+                f"{what} was asked, and the data are a stream, whose samples are neither counted nor read by number",
+                hint=f"leave {what} out" + ("; train.max_steps=N" if what == "train.max_epochs" else ""),
+            )
 
 
 def build_model(config: RunConfig, *, device: torch.device) -> nn.Module:
@@ -173,15 +235,33 @@ def apply_parallelism(parts: Parts) -> None:
     Raises:
         ConfigError: the model does not say how it can be cut.
     """
-    from slurm_train.distributed.parallelize import build_mesh, parallelize, prepare_blocks
+    from slurm_train.distributed.parallelize import (
+        build_mesh,
+        gathers_in_bfloat16,
+        has_own_loss,
+        parallelize,
+        prepare_blocks,
+    )
 
     rank, model, config = parts.rank, parts.model, parts.rank.config
     layout, settings = rank.layout, config.parallel
     if layout.is_replicated:
         if settings.activation_checkpointing != "none":
             prepare_blocks(model, settings=settings, compiles=False)
+        if config.ddp.find_unused_parameters:
+            # A checkpoint is asked for the state of every parameter, of one that was never used as well.
+            if not can_call_kernel(parts.optimizer):
+                name = type(parts.optimizer).__name__
+                raise ConfigError(
+                    f"ddp.find_unused_parameters was asked, but {name} keeps nothing of a parameter that is not used",
+                    hint="use optim=adamw",
+                )
+            begin_state(parts.optimizer)
         return
     mesh = build_mesh(layout, device=rank.device)
+    gathers_half = gathers_in_bfloat16(model, layout=layout, settings=settings, autocast=rank.autocast)
+    rank.casts_shards = gathers_half and not has_own_loss(model)
+    settings = replace(settings, gather_dtype="bfloat16" if gathers_half else "float32")
     roots = [model]
     if layout.pp > 1:
         parts.group_names = names_of_groups(model, parts.optimizer)
@@ -192,16 +272,11 @@ def apply_parallelism(parts: Parts) -> None:
         group = mesh["pp"].get_group()
         parts.pipeline = Pipeline(parts=roots, place=place, num_ranks=layout.pp, device=rank.device, group=group)
     parallelize(model, layout=layout, mesh=mesh, roots=roots, settings=settings, compiles=config.train.compile)
+    use_timeout(rank.collective_timeout_s(config.train.start_timeout_s))
     # The parameters are other objects now.
     parts.optimizer = build_optimizer(model, optim=config.optim)
     if can_call_kernel(parts.optimizer):
         begin_state(parts.optimizer)
-    elif layout.tp > 1:
-        raise ConfigError(
-            f"the parameters of {type(model).__name__} are of several types, which tensor parallelism "
-            "cannot update together",
-            hint="give all parameters one type, or leave parallel.tp at 1",
-        )
 
 
 def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Trainer:
@@ -220,22 +295,31 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
     exchange = build_exchange(rank)
     peak_lr = planned_lr(config.optim, global_size=rank.plan.global_size)
     checkpointer = build_checkpointer(parts, exchange=exchange, peak_lr=peak_lr)
+    for callback in parts.callbacks.values():
+        callback.attach(parts)
     position, notes = checkpointer.resume()
+    saved_samples = position.samples
     position.samples, num_rollbacks = position_after_rollbacks(rank.run, position)
+    size = {"num_samples": len(parts.train_data), "global_size": rank.plan.global_size}
+    parts.max_steps = total_steps(config.train, **size, since=position.batch_since)
     batches = build_global_batches(rank, parts.train_data, position)
+    if isinstance(parts.train_data, StreamSource):
+        num_skipped = (position.samples - saved_samples) // layout.data_parallel_size
+        parts.train_data.begin(samples=position.samples, state=checkpointer.stream_state, num_skipped=num_skipped)
     if position.step == 0:
         seed_everything(config.seed, data_parallel_rank=layout.data_parallel_index(rank.place.rank))
     recorder = None
     if display is not None:
         for note in notes:
             display.say(note)
-        spent.first_step = position.step
+        spent.first_step, display.max_steps = position.step, parts.max_steps
         recorder = Recorder(
             rank,
             display=display,
             source=parts.train_data,
             spent=spent,
             flops_per_token=parts.flops_per_token,
+            max_steps=None if config.train.max_epochs is None else parts.max_steps,
         )
         if layout.is_replicated:
             _write_exchange(rank, exchange, parts.model)
@@ -244,12 +328,18 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         from slurm_train.train.shares import build_shares
 
         sizes = build_shares(parts, batches, objective=objective, position=position, display=display)
-    stepper = build_stepper(parts, objective, exchange=exchange, before_change=checkpointer.buffers.hold_changes)
+    stepper = build_stepper(
+        parts,
+        objective,
+        exchange=exchange,
+        before_change=checkpointer.buffers.hold_changes,
+        loss_scale=position.loss_scale,
+    )
     passes = stepper.passes
     evaluator = None
     if parts.heldout is not None and config.train.evaluate:
         evaluator = Evaluator(rank=rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline)
-    total_samples = position.samples_at(config.train.max_steps, global_size=rank.plan.global_size)
+    total_samples = position.samples_at(parts.max_steps, global_size=rank.plan.global_size)
     step_times = StepTimes(rank.run, rank.attempt, rank=rank.place.rank, host=rank.place.host, clock=rank.clock)
     # The heartbeat writes them down now and then.
     rank.heartbeat.also = step_times.keep_when_due
@@ -257,6 +347,7 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         rank=rank,
         position=position,
         model=parts.model,
+        max_steps=parts.max_steps,
         exchange=exchange,
         checkpointer=checkpointer,
         save_pace=build_save_pace(rank, start_step=position.step),
@@ -282,6 +373,7 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
             data_wait_s=lambda: passes.data_wait_s,
             on_device=rank.device.type != "cpu",
         ),
+        callbacks=parts.callbacks,
     )
 
 
@@ -384,7 +476,12 @@ def expand(path: str, env: Mapping[str, str]) -> str:
 
 
 def build_stepper(
-    parts: Parts, objective: Objective, *, exchange: Exchange, before_change: Callable[[], None]
+    parts: Parts,
+    objective: Objective,
+    *,
+    exchange: Exchange,
+    before_change: Callable[[], None],
+    loss_scale: Sequence[float] | None = None,
 ) -> Stepper:
     """Returns what takes steps in this run's layout. Collective: DDP compares the ranks' parameters.
 
@@ -393,21 +490,28 @@ def build_stepper(
         objective: the loss around the model.
         exchange: how gradients are exchanged.
         before_change: called before parameters change: a copy of them may be under way.
+        loss_scale: state of the loss scale in the checkpoint.
     """
     rank, model, optimizer = parts.rank, parts.model, parts.optimizer
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    scale = LossScale(rank.device, loss_scale) if rank.autocast is torch.float16 else None
+    factor = None if scale is None else scale.factor
+    how: dict[str, Any] = {"model": model, "objective": objective, "parameters": parameters, "factor": factor}
     passes: Passes
     if rank.layout.is_replicated:
-        module = TrainingModule(objective, stop=rank.stop, device=rank.device, autocast=rank.autocast)
-        settings = exchange.fit_buckets(rank.config.ddp, parameters, device=rank.device)
-        ddp = build_ddp(module, ddp=settings, device=rank.device)
-        exchange.attach(ddp, module.stats_param, optimizer=optimizer, before_change=before_change)
+        module = TrainingModule(objective, stop=rank.stop, device=rank.device, autocast=rank.autocast, factor=factor)
+        ddp = None
+        # DDP copies gradients into its buckets and cuts compiled graphs, so one rank does without.
+        if rank.place.world_size > 1 or exchange.is_active:
+            settings = exchange.fit_buckets(rank.config.ddp, parameters, device=rank.device)
+            ddp = build_ddp(module, ddp=settings, device=rank.device)
+            exchange.attach(ddp, module.stats_param, optimizer=optimizer, before_change=before_change)
         passes = ReplicaPasses(rank, module, ddp, must_arrange=exchange.is_active)
     elif parts.pipeline is None:
-        passes = ShardPasses(rank, model=model, objective=objective, parameters=parameters)
+        passes = ShardPasses(rank, **how)
     else:
-        passes = PipelinePasses(rank, parts.pipeline, model=model, objective=objective, parameters=parameters)
-    return Stepper(rank, passes, optimizer, before_update=before_change)
+        passes = PipelinePasses(rank, parts.pipeline, **how)
+    return Stepper(rank, passes, optimizer, before_update=before_change, scale=scale)
 
 
 def build_global_batches(rank: Rank, source: SampleSource, position: Position) -> GlobalBatches:
@@ -419,7 +523,7 @@ def build_global_batches(rank: Rank, source: SampleSource, position: Position) -
         DataError: batches by length are asked of samples without lengths.
     """
     config, global_size = rank.config, rank.plan.global_size
-    order = SampleOrder(len(source), seed=config.seed)
+    order = source.order if isinstance(source, StreamSource) else SampleOrder(len(source), seed=config.seed)
     batches = GlobalBatches(order, global_size=global_size)
     if config.batch.by_length:
         first, pool = position.batch_since[1], config.batch.pool
@@ -484,7 +588,10 @@ def _end(trainer: Trainer, parts: Parts, display: Display | None, *, finished: b
     if not finished:
         say_stopped(display.say, trainer)
         return
-    write_result(trainer, weights_digest=digest)
+    position = trainer.position
+    facts = {"step": position.step, "samples": position.samples, "loss": position.loss, **trainer.measures}
+    early = {"ended_early": position.ended} if position.ended else {}
+    write_result(rank, {**facts, "weights_digest": digest, **early})
     say_finished(display.say, trainer)
     say_text(
         display.say,

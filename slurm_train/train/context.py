@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout, solve_layout
-from slurm_train.config.schema import RunConfig
+from slurm_train.config.schema import SCALABLE_COMMS, RunConfig
 from slurm_train.config.target import instantiate
 from slurm_train.data.source import SampleSource
 from slurm_train.distributed.group import (
@@ -28,7 +28,7 @@ from slurm_train.distributed.group import (
     init_group,
     newest_collectives,
     shutdown,
-    use_steady_timeout,
+    use_timeout,
 )
 from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.pipeline import Pipeline
@@ -37,11 +37,22 @@ from slurm_train.distributed.rendezvous import check_gloo_address, open_store
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.distributed.sequence import SequencePart
 from slurm_train.errors import EXIT_DONE, ConfigError
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.train.callbacks import Callback
 from slurm_train.train.signals import StopFlag
 
 _LONGEST_SUSPENSION_S = 7 * 86400.0
+_DETERMINISTIC = {
+    # cuBLAS reads it when its first handle is made; without it, deterministic mode raises on a GPU.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # NCCL chooses by topology and size, and what it chooses decides the order of additions.
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+}
+_AUTOCAST = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Types by name; ranks with different devices use the first that one of them needs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +79,10 @@ class Rank:
     """What this rank says about its progress."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """This rank's device; chosen by `enter_device`."""
+    precision: str = "float32"
+    """What `train.precision=auto` means on the devices of all ranks; agreed on by `join`."""
+    casts_shards: bool = False
+    """Whether shards and all that goes into them are cast; set by `build.apply_parallelism`."""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -81,10 +96,13 @@ class Rank:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Type of the forward pass's matrix products, None for the parameters' own."""
-        precision, on_gpu = self.config.train.precision, self.device.type == "cuda"
-        is_half = precision == "bfloat16" or (precision == "auto" and on_gpu and torch.cuda.is_bf16_supported())
-        return torch.bfloat16 if is_half else None
+        """Type of the forward pass's matrix products, None for the parameters' own; with auto known after `join`."""
+        return _AUTOCAST[self.precision if self.config.train.precision == "auto" else self.config.train.precision]
+
+    @property
+    def forward_autocast(self) -> torch.dtype | None:
+        """Type for `torch.autocast` around a forward pass: on top of shards that are cast it would only cast again."""
+        return None if self.casts_shards else self.autocast
 
     @property
     def sequence_part(self) -> SequencePart | None:
@@ -110,14 +128,16 @@ class Rank:
         """
         train = self.config.train
         if train.deterministic:
-            # cuBLAS reads it when its first handle is made; without it, deterministic mode raises on a GPU.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            for name, value in _DETERMINISTIC.items():
+                os.environ.setdefault(name, value)
             torch.use_deterministic_algorithms(True)
+            # Nothing here reads memory that was not written; to fill it takes time.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in its types
             torch.backends.cudnn.benchmark = False
         bound, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
         share = bound if bound < cores else cores // self.place.local_world_size
         torch.set_num_threads(max(1, share) if train.threads is None else train.threads)
-        self.device = choose_device(self.place)
+        self.device = choose_device(self.place, self.env)
 
     def join(self) -> None:
         """Opens the process group. Collective over all ranks.
@@ -126,12 +146,16 @@ class Rank:
             RendezvousError: the ranks do not find each other, or cannot exchange anything; the message names the node
                 that saw it.
         """
-        if self.device.type == "cpu":
-            check_gloo_address(self.place, self.env)
+        # With GPUs gloo is opened as well, for what the ranks agree on.
+        check_gloo_address(self.place, self.env)
         store, _ = open_store(self.place, self.point)
         timeout_s = self.collective_timeout_s(self.config.train.start_timeout_s)
         init_group(self.place, store, device=self.device, timeout_s=timeout_s)
         self.heartbeat.record = newest_collectives
+        if self.config.train.precision == "auto" and self.device.type == "cuda":
+            self.precision = min(gather(native_precision(self.device)), key=list(_AUTOCAST).index)
+            if self.precision == "float16" and self.config.ddp.comm not in SCALABLE_COMMS:
+                self.precision = "float32"
         if "SLURM_STEP_ID" in self.env and self.config.preflight.enabled and self.place.world_size > 1:
             exchange_once(self.place, device=self.device, timeout_s=self.config.preflight.collective_timeout_s)
 
@@ -146,12 +170,26 @@ class Parts:
     optimizer: Optimizer
     train_data: SampleSource
     heldout: SampleSource | None
-    flops_per_token: float
-    """Of forward and backward pass of the whole model."""
+    flops_per_token: tuple[float, float]
+    """Of forward and backward pass of the whole model, as `metrics.flops_per_token` counts them."""
     group_names: list[list[str]] | None = None
     """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
+    max_steps: int = 0
+    """Steps of the whole run; known when it was resumed."""
     pipeline: Pipeline | None = None
     """This rank's stages; None where every rank computes all layers."""
+    callbacks: dict[str, Callback] = field(default_factory=dict)
+    """By the names of their states, in the order of their calls."""
+
+
+def native_precision(device: torch.device) -> str:
+    """Returns the fastest type of matrix products that a GPU computes by itself: "bfloat16", "float16" or "float32".
+
+    torch emulates bfloat16 on GPUs before Ampere, which is slower than float32. Volta and Turing have float16.
+    """
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bfloat16"
+    return "float16" if torch.cuda.get_device_capability(device) >= (7, 0) else "float32"
 
 
 def gather(own: Any) -> list[Any]:
@@ -161,7 +199,7 @@ def gather(own: Any) -> list[Any]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TaskContext:
     """What a task function gets in addition to its own keywords."""
 
@@ -189,7 +227,7 @@ def run_task(rank: Rank) -> int:
     assert config.task is not None
     rank.enter_device()
     rank.join()
-    use_steady_timeout(config.train.steady_timeout_s)
+    use_timeout(config.train.steady_timeout_s)
     seed_everything(config.seed, data_parallel_rank=rank.place.rank)
     context = TaskContext(
         config=config, run=rank.run, place=rank.place, device=rank.device, stop=rank.stop, attempt=rank.attempt

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from slurm_train.data.batches import evaluation_batches
 from slurm_train.data.source import SampleSource, lengths_of
 from slurm_train.distributed.pipeline import Pipeline
+from slurm_train.frozen_class import frozen
 from slurm_train.models.objective import Objective, default_sums
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.signals import StopFlag
 from slurm_train.train.step import in_precision, to_device
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Evaluator:
     """Measures a model on the held-out samples."""
 
@@ -57,7 +58,7 @@ class Evaluator:
     @torch.no_grad()
     def _sums(self) -> dict[str, float] | None:
         """Returns the sums of this rank's samples, {} without any, None when the evaluation is broken off."""
-        device, part, autocast = self.rank.device, self.rank.sequence_part, self.rank.autocast
+        device, part, autocast = self.rank.device, self.rank.sequence_part, self.rank.forward_autocast
         is_whole, stop = self.rank.layout.is_replicated, self.rank.stop
         totals: dict[str, Tensor] = {}
         for batch, counts in self._batches():
@@ -72,16 +73,18 @@ class Evaluator:
                 totals[name] = totals[name] + value.double() if name in totals else value.double()
         return {name: value.item() for name, value in totals.items()}
 
-    def _sums_of(self, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    def _sums_of(self, batch: Any) -> dict[str, Tensor]:
         """Returns the sums of one batch, {} on all stages but the last."""
         if self.pipeline is None:
             return self.objective.evaluation_sums(batch)
         outputs = self.pipeline.forward(batch[0])
         return {} if outputs is None else default_sums(outputs, batch[1])
 
-    def _batches(self) -> Iterator[tuple[tuple[Tensor, ...], bool]]:
+    def _batches(self) -> Iterator[tuple[Any, bool]]:
         """Yields this rank's batches; with parts of a model then the first sample, which does not count."""
         layout, size, source = self.rank.layout, self.rank.plan.local_size, self.source
+        cap = self.rank.config.train.eval_max_batches
+        most = len(source) if cap is None else min(len(source), cap * self.rank.plan.global_size)
         by_length = self.rank.config.batch.by_length and layout.is_replicated
         own = evaluation_batches(
             source,
@@ -89,12 +92,13 @@ class Evaluator:
             size=layout.data_parallel_size,
             batch_size=size,
             lengths=lengths_of(source) if by_length else None,
+            most=most,
         )
         num_own = 0
         for batch in own:
             num_own += 1
             yield batch, True
-        largest_share = 0 if layout.is_replicated else math.ceil(len(source) / layout.data_parallel_size)
+        largest_share = 0 if layout.is_replicated else math.ceil(most / layout.data_parallel_size)
         for _ in range(num_own, math.ceil(largest_share / size)):
             yield source.batch(np.zeros(1, dtype=np.int64)), False
 

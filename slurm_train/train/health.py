@@ -72,6 +72,11 @@ class Health:
         """
         if not result.num_items:
             refuse(result)
+        if result.overflowed:
+            self._say(
+                f"step {result.facts.step} is not applied: its float16 gradients overflow; the loss scale is halved"
+            )
+            return
         settings, action = self._settings, "log"
         if not result.is_finite or result.is_spike:
             action = settings.on_spike if result.is_finite else settings.on_non_finite
@@ -180,8 +185,9 @@ def refuse(result: StepResult) -> None:
     what = f"loss {result.loss} ({result.num_non_finite} micro-batches)" if result.num_non_finite else "loss is finite"
     raise SlurmTrainError(
         f"step {step} is not finite: {what}, gradient norm {result.grad_norm}, lr {result.facts.lr:.3g}",
-        hint="lower optim.lr or optim.grad_clip_norm, look at the samples of this step (events@*.jsonl), then resume: "
-        "the newest checkpoint is from before it; health.on_non_finite=skip or rollback goes on by itself",
+        hint="lower optim.lr or optim.grad_clip_norm (or leave float16), look at the samples of this step "
+        "(events@*.jsonl), then resume: the newest checkpoint is from before it; health.on_non_finite=skip or rollback "
+        "goes on by itself",
     )
 
 

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.config.target import TARGET, instantiate
+from slurm_train.data.batches import BatchStream
 from slurm_train.data.build import build_source
+from slurm_train.data.source import Batch, Draw, map_tensors
 from slurm_train.models.objective import Objective
 
 _TEXT = ("slurm_train.data.text.build", "slurm_train.data.stdlib.build")
@@ -49,21 +51,27 @@ def measure_model(config: RunConfig, *, batch_size: int, half: bool) -> dict[str
         Exception: whatever building the model or its data raises; models may be anybody's.
     """
     batch = _example(config, batch_size)
-    with FakeTensorMode():
+    with FakeTensorMode() as mode:
         model = instantiate(config.model or {})
+    objective = Objective(model)
+    # Tensors without numbers would not tell what the labels are.
+    objective.look_at(batch)
+    with mode:
         trained = [one for one in model.parameters() if one.requires_grad]
         frozen = [one for one in model.parameters() if not one.requires_grad]
         return {
             "trained_bytes": sum(one.nbytes for one in trained),
             "other_bytes": sum(one.nbytes for one in (*frozen, *model.buffers())),
-            **_try_forward(model, [torch.zeros(one.shape, dtype=one.dtype) for one in batch], half=half),
+            **_try_forward(
+                objective, map_tensors(lambda one: torch.zeros(one.shape, dtype=one.dtype), batch), half=half
+            ),
         }
 
 
-def _try_forward(model: nn.Module, batch: list[Tensor], *, half: bool) -> dict[str, Any]:
+def _try_forward(objective: Objective, batch: Batch, *, half: bool) -> dict[str, Any]:
     # The parameters are known by now, and a model may look at numbers, which are not there.
     try:
-        kept = _kept_bytes(model, batch, half=half)
+        kept = _kept_bytes(objective, batch, half=half)
     except Exception as err:
         return {"problem": f"{type(err).__name__}: {' '.join(str(err).split())[:200]}"}
     # The backward pass goes from the last to the first: what came later is gone by then, and the tensor it is at is
@@ -72,8 +80,8 @@ def _try_forward(model: nn.Module, batch: list[Tensor], *, half: bool) -> dict[s
     return {"activation_bytes": max(peaks, default=0)}
 
 
-def _kept_bytes(model: nn.Module, batch: list[Tensor], *, half: bool) -> list[int]:
-    own = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+def _kept_bytes(objective: Objective, batch: Batch, *, half: bool) -> list[int]:
+    own = {one.untyped_storage()._cdata for one in (*objective.parameters(), *objective.buffers())}
     storages: dict[int, Any] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -85,18 +93,19 @@ def _kept_bytes(model: nn.Module, batch: list[Tensor], *, half: bool) -> list[in
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", dtype=torch.bfloat16, enabled=half),
     ):
-        Objective(model)(*batch)
+        objective(batch)
     return [storage.nbytes() for key, storage in storages.items() if key not in own]
 
 
-def _example(config: RunConfig, batch_size: int) -> tuple[Tensor, ...]:
+def _example(config: RunConfig, batch_size: int) -> Batch:
     """Returns a micro-batch of the run's data; of shipped text its shape alone, since it may not be prepared yet."""
     data = config.data or {}
     if data.get(TARGET) in _TEXT:
         tokens = torch.zeros(batch_size, int(data.get("context", 256)), dtype=torch.int64)
         return tokens, tokens
-    source = build_source(data, split="train", seed=config.seed)
+    source = build_source(data, split="train", seed=config.seed, part=(0, 1))
     assert source is not None
     import numpy as np
 
-    return source.batch(np.arange(min(batch_size, len(source)), dtype=np.int64))
+    indices = np.arange(min(batch_size, len(source)), dtype=np.int64)
+    return next(BatchStream(source, iter([Draw(indices, indices)]))).tensors

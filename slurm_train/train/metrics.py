@@ -24,13 +24,29 @@ from slurm_train.train.context import Rank
 from slurm_train.train.step import StepResult
 
 if TYPE_CHECKING:
+    from slurm_train.data.prepare import Encoding
     from slurm_train.data.text import TokenSource
     from slurm_train.train.trainer import Trainer
 
 # A killed attempt loses what it did since its last account.
 _ACCOUNT_EVERY_S = 2.0
-# Dense bfloat16 peaks per second, from the vendors' data sheets (SXM forms).
-_PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "V100": 125e12}
+# Dense bfloat16 peaks per second, from the vendors' data sheets, where half of what is given with sparsity counts. The
+# first name of which all words are in the device's own is taken.
+_PEAK_FLOPS = {
+    "GB300": 2500e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H20": 148e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "V100": 125e12,
+}
 # A table of all pairs of ids: for bytes, not for a vocabulary of words.
 _LARGEST_BIGRAM_VOCABULARY = 1024
 _NOT_PRINTABLE = "\N{REPLACEMENT CHARACTER}"
@@ -44,7 +60,8 @@ class Recorder:
         display: the progress bar or lines on stderr.
         source: the training samples.
         spent: what this attempt's time was spent on so far.
-        flops_per_token: of a training step; used where samples are text.
+        flops_per_token: of a training step, counted in two ways; used where samples are text.
+        max_steps: steps of the whole run, where the plan does not know them.
         clock: seconds that never run backwards.
     """
 
@@ -55,10 +72,12 @@ class Recorder:
         display: Display,
         source: SampleSource,
         spent: Spent,
-        flops_per_token: float,
+        flops_per_token: tuple[float, float],
+        max_steps: int | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.display, self.spent = display, spent
+        self._length = {} if max_steps is None else {"max_steps": max_steps}
         self._writer = MetricsWriter(rank.run.metrics)
         self._account = rank.run.account(rank.attempt)
         self._clock = rank.clock if clock is None else clock
@@ -66,7 +85,8 @@ class Recorder:
         self._num_samples = len(source)
         peak = peak_flops(rank.device)
         can_count = peak is not None and self._unit == "tokens"
-        self._mfu_per_rate = flops_per_token / (peak * rank.place.world_size) if can_count and peak else None
+        self._peak = peak * rank.place.world_size if can_count and peak else None
+        self._flops, self._papers_flops = flops_per_token
         self._attempt, self._world_size = rank.attempt, rank.place.world_size
         self._shown: tuple[float, int] | None = None
         self._newest: StepResult | None = None
@@ -107,7 +127,8 @@ class Recorder:
             "step_time_s": elapsed_s / steps,
             "data_time_s": data_wait_s / steps,
             f"{self._unit}_per_s": rate,
-            "mfu": None if self._mfu_per_rate is None else rate * self._mfu_per_rate,
+            "mfu": None if self._peak is None else rate * self._flops / self._peak,
+            "mfu_6n_12ltc": rate * self._papers_flops / self._peak if self._peak and self._papers_flops else None,
             **self._tail(),
         }
         self._writer.write(line if digest is None else {**line, "samples_digest": digest})
@@ -159,7 +180,7 @@ class Recorder:
         return {"step": step, "epoch": samples // self._num_samples, "samples": samples}
 
     def _tail(self) -> dict[str, Any]:
-        return {"attempt": self._attempt, "world_size": self._world_size, "time_unix_s": time.time()}
+        return {"attempt": self._attempt, "world_size": self._world_size, "time_unix_s": time.time(), **self._length}
 
     def _keep_account(self) -> None:
         if isinstance(self._clock, AwakeClock):
@@ -179,19 +200,27 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+    return next((peak for words, peak in _PEAK_FLOPS.items() if all(word in name for word in words.split())), None)
 
 
-def flops_per_token(model: nn.Module) -> float:
-    """Returns the floating-point operations of forward and backward per token: six per weight of a matrix product.
+def flops_per_token(model: nn.Module, *, positions: int = 0) -> tuple[float, float]:
+    """Returns the floating-point operations of forward and backward per token, counted in two ways.
 
-    Attention's own products are left out, and so is an embedding that is only looked up; a tied one counts, because
-    the output layer multiplies by it.
+    First six per weight of a matrix product: attention's own products are left out, and so is an embedding that is only
+    looked up; a tied one counts, because the output layer multiplies by it. Then 6 N + 12 L T C, as papers and
+    torchtitan have it: all N parameters, and attention's products of L layers of width C over all T positions; 0 where
+    the model does not say L and C.
+
+    Args:
+        model: all of it.
+        positions: of a sequence; 0: not known.
     """
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     weights = [p for p in model.parameters() if p.dim() >= 2 and (id(p) not in looked_up or id(p) in multiplied)]
-    return 6.0 * sum(weight.numel() for weight in weights)
+    attention: int = positions * getattr(model, "attention_width", int)()
+    papers = 6.0 * sum(weight.numel() for weight in model.parameters()) + 12.0 * attention if attention else 0.0
+    return 6.0 * sum(weight.numel() for weight in weights), papers
 
 
 _AIM_S = 0.25
@@ -290,29 +319,22 @@ def format_measures(measures: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in measures.items())
 
 
-def write_result(trainer: Trainer, *, weights_digest: str) -> None:
+def write_result(rank: Rank, values: Mapping[str, Any]) -> None:
     """Writes result.json, which says that the run is finished.
 
     Raises:
         RunError: a newer attempt has taken over; the result is that attempt's.
     """
-    values: dict[str, Any] = {
-        "step": trainer.position.step,
-        "samples": trainer.position.samples,
-        "loss": trainer.position.loss,
-        **trainer.measures,
-        "weights_digest": weights_digest,
-        "attempt": trainer.rank.attempt,
-        "world_size": trainer.rank.place.world_size,
-        "time_unix_s": time.time(),
-    }
-    publish_result(trainer.rank.run, trainer.rank.attempt, values)
+    facts = {"attempt": rank.attempt, "world_size": rank.place.world_size, "time_unix_s": time.time()}
+    publish_result(rank.run, rank.attempt, {**values, **facts})
 
 
 def say_finished(say: Callable[[str], None], trainer: Trainer) -> None:
     """Prints the held-out numbers, where everything is, and what to do next."""
     nothing = "nothing was evaluated, the data have no held-out samples (set data.heldout, or take a `split`)"
     say(f"finished step {trainer.position.step}: {format_measures(trainer.measures) or nothing}")
+    if trainer.position.ended:
+        say(f"ended early: {trainer.position.ended}")
     say(f"run directory: {trainer.rank.run.path}")
     if sweep_of(trainer.rank.run) is not None:
         return  # The sweep says what is next, once.
@@ -352,24 +374,37 @@ def say_text(
         bits = bigram_bits_per_byte(train_tokens.shards(), shards, vocab_size=vocabulary, bytes_per_target=per_target)
         say(f"a bigram model on the same held-out bytes: {bits:.4f} bits per byte")
     if num_tokens > 0 and hasattr(model, "generate"):
-        text = _sample(model, train_tokens, num_tokens)
+        text = sample_text(model, train_tokens.encoding(), num_tokens=num_tokens)
         # The bytes of a model that has hardly begun are no text, and no news.
         is_text = text.count(_NOT_PRINTABLE) * 4 < len(text)
         say(f"the model writes:\n{text}" if is_text else "the model does not write text yet; train it longer")
 
 
-def _sample(model: Any, source: TokenSource, num_tokens: int) -> str:
-    encoding = source.encoding()
+def sample_text(model: Any, encoding: Encoding, prompt: str = "", *, seed: int = 0, **how: Any) -> str:
+    """Returns what a model writes after a prompt, or at the beginning of a document; the same for equal weights.
+
+    Args:
+        model: has `generate`, as the shipped GPT.
+        encoding: of the text it was trained with.
+        prompt: is not repeated in the text.
+        seed: of the draws.
+        **how: for `generate`: num_tokens, temperature, top_k, end.
+    """
     device = next(model.parameters()).device
     # A document begins after the end of another one.
-    start = torch.full((1, 1), encoding.vocab_size - 1, dtype=torch.int64, device=device)
-    generator = torch.Generator(device=device).manual_seed(0)
+    start = [encoding.end_of_document]
+    if prompt:
+        start += next(iter(encoding.encode([prompt.encode()]))).tolist()
+    tokens = torch.tensor([start], dtype=torch.int64, device=device)
+    generator = torch.Generator(device=device).manual_seed(seed)
     model.eval()
     try:
-        tokens = model.generate(start, num_tokens=num_tokens, generator=generator)
+        # A compiled model would be compiled again for the lengths that a text has as it grows.
+        with torch.compiler.set_stance("force_eager"):
+            found = model.generate(tokens, generator=generator, **how)[0, len(start) :].tolist()
     finally:
         model.train()
-    return printable(encoding.decode(tokens[0, 1:].tolist()))
+    return printable(encoding.decode(found))
 
 
 def printable(text: str) -> str:

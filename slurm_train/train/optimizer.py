@@ -1,63 +1,199 @@
-"""AdamW: which parameters decay, the learning rate over the run, and how gradients are applied.
+"""The optimizer and its groups of parameters, the learning rate over the run, and how gradients are applied.
 
-The division by the number of items, the clipping and AdamW are one pass where torch has it. The optimizer stays torch's
-own and its state is where it always is, so checkpoints see nothing of this. Once the state exists, the fused kernel is
-called directly with the gradients' divisor: that saves a pass over all gradients, and what `Optimizer.step` spends on
-finding its tensors again (0.06 ms a step, measured with two parameter groups; also with its public `grad_scale`).
+Any optimizer of torch's kind will do. With AdamW the division by the number of items, the clipping and the update are
+one pass where torch has it: once the state exists, the fused kernel is called directly with the gradients' divisor. It
+saves a pass over all gradients, and what `Optimizer.step` spends on finding its tensors again (0.06 ms a step with two
+parameter groups; also with its public `grad_scale`). The optimizer stays torch's own and its state is where it always
+is, so checkpoints see nothing of this.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from slurm_train.checkpoint.state import local_part
-from slurm_train.config.schema import OptimSection
+from slurm_train.config.schema import GroupRule, OptimSection
+from slurm_train.config.target import TARGET, accepts_keyword, callable_target, instantiate
 from slurm_train.errors import ConfigError
+from slurm_train.frozen_class import frozen
 
 _FUSED_TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
-_WARMUP_SHARE = 0.05
+_WARMUP_SHARE, _DECAY_SHARE = 0.05, 0.2
+LR_SCALE = "lr_scale"
+"""Of a group of parameters: its learning rate as a multiple of the run's; 1 where it is absent."""
 
 
 def build_optimizer(model: nn.Module, *, optim: OptimSection) -> Optimizer:
-    """Returns AdamW with decay on matrices only, fused where the parameters allow it.
+    """Returns the optimizer of a model's trainable parameters; fused where it is AdamW and they allow it.
+
+    Parameters with the same settings are one group. Where no rule says otherwise, matrices decay and vectors do not.
 
     Raises:
-        ConfigError: the model has nothing to train.
+        ConfigError: the model has nothing to train, or the class does not take these parameters or keywords.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
+    rules, groups = optim.rules(), dict[str, dict[str, Any]]()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            settings = _settings_of(name, parameter, optim=optim, rules=rules)
+            group = groups.setdefault(json.dumps(settings, sort_keys=True), {**settings, "params": []})
+            group["params"].append(parameter)
+    if not groups:
         raise ConfigError(
             f"{type(model).__name__} has no parameter that requires a gradient", hint="check model._target_"
         )
-    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-    others = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [
-        {"params": members, "weight_decay": decay}
-        for members, decay in ((matrices, optim.weight_decay), (others, 0.0))
-        if members
-    ]
-    can_fuse = all(p.dtype in _FUSED_TYPES and p.device.type in ("cpu", "cuda") for p in parameters)
-    return AdamW(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=can_fuse)
+    by_class: dict[str, list[dict[str, Any]]] = {}
+    for group in groups.values():
+        by_class.setdefault(group.pop(TARGET), []).append(group)
+    parts = [_build(path, members, optim=optim) for path, members in by_class.items()]
+    return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def require_rules_fit(model: nn.Module, *, optim: OptimSection) -> None:
+    """Checks that every rule with patterns fits some parameter of a whole model.
+
+    One for another optimizer may fit none: `optim=muon` knows the usual names of embeddings and heads.
+
+    Raises:
+        ConfigError: a rule fits none.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for index, rule in enumerate(optim.rules()):
+        if rule.match and rule._target_ is None and not any(_fits(name, rule) for name in names):
+            raise ConfigError(
+                f"optim.groups[{index}].match={rule.match} fits no parameter of {type(model).__name__}",
+                hint=f"a pattern is compared with the whole name, e.g. {names[0]}; * stands for any text",
+            )
+
+
+def _settings_of(name: str, parameter: Tensor, *, optim: OptimSection, rules: Sequence[GroupRule]) -> dict[str, Any]:
+    """Returns the class of a parameter's optimizer, and its keywords in which groups differ."""
+    decay = optim.weight_decay if parameter.dim() >= 2 else 0.0
+    for rule in rules:
+        if _fits(name, rule) and (not rule.dims or parameter.dim() in _as_list(rule.dims)):
+            scale = rule.lr_scale if rule.lr is None else rule.lr / optim.lr
+            return {
+                TARGET: rule._target_ or optim._target_,
+                "weight_decay": decay if rule.weight_decay is None else rule.weight_decay,
+                **({} if scale == 1.0 else {LR_SCALE: scale}),
+                **rule.keywords,
+            }
+    return {TARGET: optim._target_, "weight_decay": decay}
+
+
+def _fits(name: str, rule: GroupRule) -> bool:
+    return not rule.match or any(fnmatchcase(name, pattern) for pattern in _as_list(rule.match))
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _build(path: str, groups: list[dict[str, Any]], *, optim: OptimSection) -> Optimizer:
+    """Returns one class's optimizer of its groups."""
+    target = callable_target({TARGET: path})
+    keywords: dict[str, Any] = {"lr": optim.lr, **(optim.keywords if path == optim._target_ else {})}
+    # Both, since eps alone is something else to others (Adafactor takes two).
+    if accepts_keyword(target, "betas") and accepts_keyword(target, "eps"):
+        keywords |= {"betas": tuple(optim.betas), "eps": optim.eps}
+    has_decay = accepts_keyword(target, "weight_decay")
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    # Some are cut and others whole: torch's loops over all at once refuse such a mixture.
+    is_mixed = len({hasattr(p, "placements") for p in parameters}) > 1
+    if target is AdamW:
+        can_fuse = all(p.dtype in _FUSED_TYPES and p.device.type in ("cpu", "cuda") for p in parameters)
+        keywords = {"fused": can_fuse} | keywords
+    if is_mixed and accepts_keyword(target, "foreach") and not keywords.get("fused"):
+        keywords = {"foreach": False} | keywords
+    for group in groups:
+        if not has_decay and not group["weight_decay"]:
+            del group["weight_decay"]
+        # torch takes any key of a group without a word.
+        own = {name: value for name, value in group.items() if name not in ("params", LR_SCALE)}
+        instantiate({TARGET: path, "_partial_": True, "_recursive_": False, **own})
+    try:
+        built = instantiate({TARGET: path, "_args_": [groups], "_recursive_": False, **keywords})
+    except (TypeError, ValueError) as err:
+        raise ConfigError(
+            f"{path} does not take these parameters: {err}",
+            hint="`optim.groups` can give some of them to another optimizer, see conf/optim/muon.yaml",
+        ) from err
+    if not isinstance(built, Optimizer):
+        raise ConfigError(
+            f"optim.{TARGET}={path} gave a {type(built).__name__}",
+            hint="name a class that derives from torch.optim.Optimizer",
+        )
+    if any(one.default is one.empty for one in inspect.signature(built.step).parameters.values()):
+        raise ConfigError(
+            f"{path} computes the loss several times in a step, which this trainer does not",
+            hint="use an optimizer whose step needs no closure",
+        )
+    return built
+
+
+def settings_of_groups(optimizer: Optimizer) -> set[str]:
+    """Returns the keys of an optimizer's groups that the configuration gives; others are state, such as Prodigy's d."""
+    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+    kinds = {kind for part in parts for kind in type(part).__mro__ if issubclass(kind, Optimizer)}
+    return {LR_SCALE, *(name for kind in kinds for name in inspect.signature(kind).parameters)}
+
+
+class CombinedOptimizer(Optimizer):
+    """Several optimizers of different parameters as one: its groups and its state are theirs.
+
+    Args:
+        parts: the optimizers.
+    """
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes groups and state that were loaded, and gives the parts theirs."""
+        super().__setstate__(state)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Takes one step of each."""
+        loss = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+
+
+@frozen
 class Schedule:
-    """Linear warm-up, then a cosine or nothing: a pure function of samples, so there is nothing to save or resume."""
+    """Linear warm-up, then a shape: a function of samples alone, so there is nothing to save or resume."""
 
     peak_lr: float
     warmup_samples: int
     """Samples over which the rate rises from 0 to the peak."""
     total_samples: int
-    """Samples of the whole run; the cosine ends there."""
+    """Samples of the whole run; where the rate falls it has fallen by then."""
+    decay_samples: int
+    """Samples of the fall at the end of wsd."""
     min_lr_ratio: float
-    """Last rate of the cosine as a fraction of the peak."""
-    shape: Literal["cosine", "constant"]
+    """The lowest rate after the warm-up, as a fraction of the peak."""
+    shape: str | Callable[..., float]
+    """The name of one, or a function of the user's own that gives the whole factor."""
 
     def lr_at(self, samples: int) -> float:
         """Returns the learning rate of the step that brings the run to so many samples.
@@ -65,13 +201,23 @@ class Schedule:
         Args:
             samples: global samples consumed, the step's own included.
         """
-        if samples < self.warmup_samples:
-            return self.peak_lr * samples / self.warmup_samples
-        if self.shape == "constant":
-            return self.peak_lr
-        done = (samples - self.warmup_samples) / max(self.total_samples - self.warmup_samples, 1)
-        cosine = 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
-        return self.peak_lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine)
+        warmup, total = self.warmup_samples, self.total_samples
+        if callable(self.shape):
+            return self.peak_lr * self.shape(samples, warmup_samples=warmup, total_samples=total)
+        if samples < warmup:
+            return self.peak_lr * samples / warmup
+        done = min((samples - warmup) / max(total - warmup, 1), 1.0)
+        if self.shape == "inverse_sqrt":
+            # Vaswani et al., 2017: with the root of all samples.
+            return self.peak_lr * max(math.sqrt(max(warmup, 1) / max(samples, 1)), self.min_lr_ratio)
+        left = {
+            "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
+            "linear": 1.0 - done,
+            "constant": 1.0,
+            # Warm-up, stable, decay (Hu et al., MiniCPM, 2024).
+            "wsd": min(max(total - samples, 0) / max(self.decay_samples, 1), 1.0),
+        }[self.shape]
+        return self.peak_lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * left)
 
 
 def build_schedule(optim: OptimSection, *, peak_lr: float, total_samples: int) -> Schedule:
@@ -81,14 +227,20 @@ def build_schedule(optim: OptimSection, *, peak_lr: float, total_samples: int) -
         optim: its shape.
         peak_lr: `optim.lr` after the retune of the batch plan.
         total_samples: samples of all steps.
+
+    Raises:
+        ConfigError: a function of the user's own is not there.
     """
-    warmup = optim.warmup_samples if optim.warmup_samples is not None else round(total_samples * _WARMUP_SHARE)
+    shares = ((optim.warmup_samples, _WARMUP_SHARE), (optim.decay_samples, _DECAY_SHARE))
+    warmup, decay = (round(total_samples * share) if asked is None else asked for asked, share in shares)
+    shape = optim.schedule
     return Schedule(
         peak_lr=peak_lr,
         warmup_samples=warmup,
         total_samples=total_samples,
+        decay_samples=decay,
         min_lr_ratio=optim.min_lr_ratio,
-        shape=optim.schedule,
+        shape=shape if isinstance(shape, str) else instantiate({**shape, "_partial_": True}),
     )
 
 
@@ -104,9 +256,10 @@ class Update:
         """All parameters, group after group: the order of the gradients."""
         self._optimizer = optimizer
         self._calls_kernel = can_call_kernel(optimizer)
-        self._known_state: Any = None
-        # Per group: settings, parameters, averages, squares, step counts.
-        self._groups: list[tuple[dict[str, Any], list[list[Tensor]]]] = []
+        self._known: tuple[Any, list[int]] = (None, [])
+        self._all = list(range(len(self.parameters)))
+        # Per group and type: settings, places of the gradients; parameters, averages, squares, step counts.
+        self._groups: list[tuple[dict[str, Any], list[int], list[list[Tensor]]]] = []
         self._steps: list[Tensor] = []
 
     def apply(self, gradients: list[Tensor], divisor: Tensor, *, skip: Tensor | None = None) -> None:
@@ -119,21 +272,23 @@ class Update:
             skip: a float32 scalar there; where it is 1, parameters and state stay as they are, moments and step
                 count too. The kernel masks on the device; `Optimizer.step` waits for the value.
         """
-        if not (self._calls_kernel and len(gradients) == len(self.parameters) and self._find_state()):
+        if not (self._calls_kernel and self._find_state(len(gradients))):
             if skip is not None and skip.item():
                 return
             torch._foreach_div_(gradients, divisor)
-            self._optimizer.step()
+            self._step()
             return
         with torch.no_grad():
-            torch._foreach_add_(self._steps, 1 if skip is None else 1 - skip)
-            start = 0
-            for settings, (params, averages, squares, steps) in self._groups:
-                end = start + len(params)
+            if skip is None:
+                torch._foreach_add_(self._steps, 1)
+            else:
+                # By its full name: torch takes a tensor without dimensions for a number, and reads it on the host.
+                torch.ops.aten._foreach_add_.Tensor(self._steps, 1 - skip)
+            for settings, places, (params, averages, squares, steps) in self._groups:
                 beta1, beta2 = settings["betas"]
                 torch._fused_adamw_(
                     params,
-                    gradients[start:end],
+                    [gradients[place] for place in places],
                     averages,
                     squares,
                     [],
@@ -148,27 +303,43 @@ class Update:
                     grad_scale=divisor,
                     found_inf=skip,
                 )
-                start = end
 
-    def _find_state(self) -> bool:
-        """Looks the optimizer's tensors up, again after a load has replaced them; False before its first step."""
+    def _step(self) -> None:
+        try:
+            self._optimizer.step()
+        except (RuntimeError, NotImplementedError) as err:
+            # torch has no error of its own for what cannot be done with parts of tensors.
+            if "placement" not in str(err) and "DTensor" not in str(err):
+                raise
+            raise ConfigError(
+                f"{type(self._optimizer).__name__} cannot update parameters that are spread over ranks: "
+                f"{str(err).splitlines()[0]}",
+                hint="use optim=adamw, sgd or muon with this layout, or whole replicas (leave `parallel` out)",
+            ) from err
+
+    def _find_state(self, num_gradients: int) -> bool:
+        """Looks up the tensors of what has gradients, again after a load; False before the first step of any."""
         state = self._optimizer.state
-        if state is self._known_state:
+        having = self._all
+        if num_gradients < len(having):
+            having = [number for number in having if self.parameters[number].grad is not None]
+        if state is self._known[0] and having == self._known[1]:
             return True
-        if len(state) < len(self.parameters):
+        place_of = {self.parameters[number]: place for place, number in enumerate(having)}
+        if any(parameter not in state for parameter in place_of):
             return False
-        self._groups = [
-            (
-                group,
-                [
-                    [local_part(param) for param in group["params"]],
-                    *([local_part(state[param][name]) for param in group["params"]] for name in _STATE),
-                ],
-            )
-            for group in self._optimizer.param_groups
-        ]
-        self._steps = [step for _, tensors in self._groups for step in tensors[-1]]
-        self._known_state = state
+        self._groups = []
+        for group in self._optimizer.param_groups:
+            by_type: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter in place_of:
+                    by_type[parameter.dtype].append(parameter)
+            for members in by_type.values():
+                tensors = [[local_part(param) for param in members]]
+                tensors += ([local_part(state[param][name]) for param in members] for name in _STATE)
+                self._groups.append((group, [place_of[param] for param in members], tensors))
+        self._steps = [step for _, _, tensors in self._groups for step in tensors[-1]]
+        self._known = (state, having)
         return True
 
 
@@ -177,12 +348,12 @@ _FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def can_call_kernel(optimizer: Optimizer) -> bool:
-    """Returns whether it is a plain AdamW with `fused=True`, without hooks, of parameters of one type on one device."""
+    """Returns whether it is a plain AdamW with `fused=True`, without hooks, of parameters on one device."""
     groups = optimizer.param_groups
-    kinds = {(param.dtype, param.device) for group in groups for param in group["params"]}
+    devices = {param.device for group in groups for param in group["params"]}
     plain = all(group.get("fused") and not any(group[flag] for flag in _FLAGS) for group in groups)
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return type(optimizer) is AdamW and plain and len(kinds) == 1 and not hooked and hasattr(torch, "_fused_adamw_")
+    return type(optimizer) is AdamW and plain and len(devices) == 1 and not hooked and hasattr(torch, "_fused_adamw_")
 
 
 def begin_state(optimizer: Optimizer) -> None:

@@ -8,6 +8,7 @@ step, and are raised there.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import time
@@ -27,18 +28,22 @@ from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
 from slurm_train.checkpoint.save import BackgroundSaver, Outcome, Saved, save_to
 from slurm_train.checkpoint.state import (
     StagingBuffers,
-    names_of_groups,
+    merge_state,
+    number_groups,
     own_part,
     own_tensors,
     restore_training_state,
-    set_group_names,
+    split_state,
     training_state,
 )
 from slurm_train.config.frozen import trained_settings, training_changes
 from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import RunConfig
+from slurm_train.data.build import ALLOW_WORLD_CHANGE
+from slurm_train.data.stream import StreamSource
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import CheckpointError, DataError, RunError, SlurmTrainError
+from slurm_train.frozen_class import frozen
 from slurm_train.launch.snapshot import digest_code, names_own_code, read_index
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import (
@@ -53,10 +58,10 @@ from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import broadcast_buffers
+from slurm_train.train.optimizer import settings_of_groups
 from slurm_train.train.step import Exchange
 
-# What may have been changed on purpose is the configuration's, not the checkpoint's.
-_CONFIGURED = ("betas", "eps", "weight_decay")
+_CALLBACKS = "callbacks"
 _FIRST_AFTER_STEPS = 10
 # A measured cost of nothing would ask for a save at every step.
 _LEAST_COST_S = 0.01
@@ -78,8 +83,12 @@ class Position:
     """Loss of the newest step that was read."""
     evaluation_due: bool = False
     """The evaluation of this step was broken off by a stop."""
+    ended: str = ""
+    """Why the run ends at this step, before its last; "" where it goes on."""
     recent_losses: list[float] = field(default_factory=list)
     """Newest losses, oldest first; only kept where spikes are looked for."""
+    loss_scale: list[float] | None = None
+    """State of the loss scale; None without float16."""
     batch_since: list[int] = field(default_factory=lambda: [0, 0])
     """Steps and samples done when the global batch got its present size."""
 
@@ -99,7 +108,7 @@ class Position:
         return since_samples + (step - since_step) * global_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Continuity:
     """What this attempt trains; every checkpoint holds all of it.
 
@@ -221,6 +230,8 @@ class Checkpointer:
     fatal: Exception | None = None
     """Set when a save fails in a way that ends the run: the loop then requests a stop, and the save at that stop raises
     this error on every rank."""
+    stream_state: dict[str, Any] | None = None
+    """Where this rank's stream of samples was at the checkpoint; None to begin anew."""
     _news: list[str] = field(default_factory=list)
 
     def resume(self) -> tuple[Position, list[str]]:
@@ -240,9 +251,10 @@ class Checkpointer:
         if choice is None:
             return Position(), []
         manifest = choice.manifest
-        accepted = self.continuity.check(manifest)
+        position, accepted = Position.of(manifest), self.continuity.check(manifest)
+        if accepted:  # who changes a run that a callback has ended wants it to go on
+            position.ended = ""
         accepted += self._restore(choice)
-        position = Position.of(manifest)
         if manifest.batch_plan.get("global_size") != self.parts.rank.plan.global_size:
             position.batch_since = [manifest.step, manifest.samples]
         notes += [f"passed over {passed.path.name}: {passed.reason}" for passed in choice.passed_over]
@@ -260,13 +272,17 @@ class Checkpointer:
         if isinstance(outcome.result, Exception):
             raise _error_of(outcome)
 
-    def save_soon(self, position: Position) -> None:
+    def save_soon(self, position: Position, *, is_kept: bool = False) -> None:
         """Begins a periodic save; returns when this moment is copied. `news` tells if it failed.
+
+        Args:
+            position: of this moment.
+            is_kept: it is to be kept, so it goes into the run directory at once.
 
         Raises:
             SlurmTrainError: the save before it failed in a way that ends the run.
         """
-        self._save(position, local=self.local, waits=False)
+        self._save(position, local=None if is_kept else self.local, waits=False)
 
     def _save(self, position: Position, *, local: LocalSaves | None, waits: bool) -> Outcome | None:
         """Saves once the save before it has ended; returns how, None if it goes on in the background."""
@@ -276,8 +292,8 @@ class Checkpointer:
         # The thread cannot read tensors on a GPU, not even while training waits.
         if in_background and (not waits or self.buffers.is_remote):
             state = self.buffers.stage(state)
-            # The next forward pass changes running statistics already.
-            if any(True for _ in self.parts.model.buffers()):
+            # The next forward pass changes running statistics already; rotary tables are never saved nor changed.
+            if any(name in state["model"] for name, _ in self.parts.model.named_buffers()):
                 self.buffers.hold_changes()
         work, outcome = self._work(state, position, local=local), None
         if in_background:
@@ -370,9 +386,16 @@ class Checkpointer:
         broadcast_buffers(self.parts.model)
         state = training_state(self.parts.model, self.parts.optimizer)
         if self.parts.group_names is not None:
-            set_group_names(state, self.parts.group_names)
+            groups = state["optimizer"]["param_groups"]
+            state["optimizer"]["param_groups"] = number_groups(groups, self.parts.group_names)
+        if tensors := self._callbacks_state()[0]:
+            state[_CALLBACKS] = tensors
         rank, num_ranks = self._share
         return own_part(state, rank=rank, num_ranks=num_ranks)
+
+    def _callbacks_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the tensors of the callbacks, and a copy of their other values."""
+        return split_state({key: callback.state_dict() for key, callback in self.parts.callbacks.items()})
 
     @property
     def _share(self) -> tuple[int, int]:
@@ -384,8 +407,12 @@ class Checkpointer:
         """Returns the save of these tensors with everything else as it is now, into the run directory or a node's."""
         header = self._header(position)
         rank_state: dict[str, Any] = {"rng": rng_state()}
+        if isinstance(source := self.parts.train_data, StreamSource):
+            rank_state["data"] = source.state(position.samples)
         if state := self.exchange.state():
             rank_state["exchange"] = {self.exchange.name: state}
+        if self.parts.callbacks and self.parts.rank.place.is_first:
+            rank_state[_CALLBACKS] = self._callbacks_state()[1]
 
         def work() -> Saved:
             self.buffers.wait_for_copy()
@@ -401,23 +428,60 @@ class Checkpointer:
 
     def _restore(self, choice: Choice) -> list[str]:
         """Restores what a checkpoint holds; returns notes for the user."""
-        layout, groups = self.parts.rank.layout, self.parts.optimizer.param_groups
+        layout = self.parts.rank.layout
         state = training_state(self.parts.model, self.parts.optimizer)
-        settings = [{name: group[name] for name in _CONFIGURED if name in group} for group in groups]
-        require_fit(choice.path, state["model"], is_stage=self.parts.group_names is not None)
+        groups: list[dict[str, Any]] = state["optimizer"].pop("param_groups")
+        numbered = number_groups(groups, self.parts.group_names or [group["params"] for group in groups])
+        # The configuration's settings may have been changed on purpose; what else a group holds is state.
+        settings = settings_of_groups(self.parts.optimizer)
+        kept = {
+            number: own
+            for number, group in numbered.items()
+            if (own := {name: value for name, value in group.items() if name not in settings})
+        }
+        if kept:
+            state["optimizer"]["param_groups"] = kept
+        is_stage = self.parts.group_names is not None
+        require_fit(choice.path, state["model"], kept=state["optimizer"]["state"], is_stage=is_stage)
         load_tensors(choice.path, state, group=dist.group.WORLD)
-        if layout.pp > 1:  # the checkpoint names the parameters of all stages
-            set_group_names(state, names_of_groups(self.parts.model, self.parts.optimizer))
+        pairs = zip(groups, numbered, strict=True)
+        state["optimizer"]["param_groups"] = [group | kept.get(number, {}) for group, number in pairs]
         restore_training_state(self.parts.model, self.parts.optimizer, state)
-        for group, own in zip(self.parts.optimizer.param_groups, settings, strict=True):
-            group.update(own)
         # Random streams belong to samples, not to ranks.
         index = layout.data_parallel_index(self.parts.rank.place.rank)
         reader = ParallelLayout(**choice.manifest.mesh).first_reader(index)
         rank_state = (None if reader is None else load_rank_state(choice.path, reader)) or {}
         if "rng" in rank_state:
             set_rng_state(rank_state["rng"])
-        return self._restore_exchange(choice.manifest, rank_state.get("exchange", {}))
+        notes = self._restore_stream(choice.manifest, rank_state.get("data"))
+        notes += self._restore_callbacks(choice) if self.parts.callbacks else []
+        return notes + self._restore_exchange(choice.manifest, rank_state.get("exchange", {}))
+
+    def _restore_callbacks(self, choice: Choice) -> list[str]:
+        saved = (load_rank_state(choice.path, 0) or {}).get(_CALLBACKS, {})
+        own, tensors = self.parts.callbacks, self._callbacks_state()[0]
+        tensors = {key: value for key, value in tensors.items() if key in saved}
+        if saved:  # on all ranks, also on one whose stage has no tensor of theirs
+            load_tensors(choice.path, {_CALLBACKS: tensors} if tensors else {}, group=dist.group.WORLD)
+        for key in own.keys() & saved.keys():
+            own[key].load_state_dict(merge_state(saved[key], tensors.get(key, {})))
+        step = choice.manifest.step
+        notes = [f"callback {key}: begins at step {step}, where it has no state" for key in own if key not in saved]
+        return notes + [f"callback {key}: left out from step {step} on" for key in saved if key not in own]
+
+    def _restore_stream(self, manifest: Manifest, state: dict[str, Any] | None) -> list[str]:
+        self.stream_state, notes = state, list[str]()
+        was, now = ParallelLayout(**manifest.mesh).data_parallel_size, self.parts.rank.layout.data_parallel_size
+        if was != now and isinstance(self.parts.train_data, StreamSource):
+            if not (self.parts.rank.config.data or {}).get(ALLOW_WORLD_CHANGE):
+                raise DataError(
+                    f"step {manifest.step} was saved with streams of {was} data-parallel ranks, and there are {now}",
+                    hint=f"resume on {was}; or with +data.{ALLOW_WORLD_CHANGE}=true all streams begin anew, so samples "
+                    "of the present pass come again",
+                )
+            self.stream_state = None
+            notes = [f"the streams of {was} ranks fit no {now}: all begin anew, samples of the present pass come again"]
+        return notes
 
     def _restore_exchange(self, manifest: Manifest, states: dict[str, Any]) -> list[str]:
         name, num_ranks = self.exchange.name, self.parts.rank.place.world_size
@@ -431,6 +495,7 @@ class Checkpointer:
 
     def _header(self, position: Position) -> CheckpointHeader:
         rank, place = self.parts.rank, self.parts.rank.place
+        kept = [rule for callback in self.parts.callbacks.values() if (rule := callback.kept_steps()) is not None]
         return CheckpointHeader(
             step=position.step,
             samples=position.samples,
@@ -449,6 +514,7 @@ class Checkpointer:
                 **position.as_extra(),
                 "lr": self.lr,
                 **self.continuity.as_extra(),
+                **({"kept": copy.deepcopy(kept)} if kept else {}),
                 **(tracker_ids(rank.run) if place.is_first else {}),
             },
         )

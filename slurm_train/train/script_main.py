@@ -71,7 +71,7 @@ def tell_supervisor(run_directory: str, code: int, words: str) -> None:
 
     from slurm_train.rundir.events import FailureMark, leave_mark
     from slurm_train.rundir.paths import RunDirectory
-    from slurm_train.slurm.environment import node_name
+    from slurm_train.slurm.job_variables import node_name
 
     env = os.environ
     mark = FailureMark(rank=int(env["RANK"]), host=node_name(env), exit_code=code, message=words.split("\n")[0])

@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from slurm_train.config.batch import MOST, BatchPlan, Choice, sizes_by_speed, sizes_by_weight, sizes_in_words
 from slurm_train.data.batches import BatchStream, GlobalBatches
-from slurm_train.data.source import Draw
+from slurm_train.data.source import Batch, Draw
 from slurm_train.metrics.progress import Display
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.events import append_event
@@ -55,7 +54,7 @@ def build_shares(
     """
     rank, config, plan = parts.rank, parts.rank.config, parts.rank.plan
     shares = config.batch.shares
-    if plan.ranks == 1 or position.step >= config.train.max_steps:
+    if plan.ranks == 1 or position.step >= parts.max_steps:
         return None
     times: tuple[float, ...] = 0.0, 0.0
     if shares == "measured":
@@ -84,7 +83,7 @@ def build_shares(
 
 def time_passes(
     module: TrainingModule,
-    samples: Sequence[tuple[Tensor, ...]],
+    samples: Sequence[Batch],
     *,
     clock: Callable[[], float],
     meet: Callable[[], None],
@@ -112,7 +111,7 @@ def time_passes(
     return tuple(median(times) for times in found)
 
 
-def _read_samples(parts: Parts, batches: GlobalBatches, first: int) -> list[tuple[Tensor, ...]]:
+def _read_samples(parts: Parts, batches: GlobalBatches, first: int) -> list[Batch]:
     """Returns micro-batches of an equal share and of `MOST` times as many samples, the same on every rank."""
     draws, local_size = [], parts.rank.plan.local_size
     for size in (local_size, MOST * local_size):
@@ -121,11 +120,11 @@ def _read_samples(parts: Parts, batches: GlobalBatches, first: int) -> list[tupl
     return [batch.tensors for batch in BatchStream(parts.train_data, iter(draws))]
 
 
-def _pass_s(module: TrainingModule, tensors: tuple[Tensor, ...], *, clock: Callable[[], float]) -> float:
+def _pass_s(module: TrainingModule, tensors: Batch, *, clock: Callable[[], float]) -> float:
     device = module.stats_param.device
     start = clock()
     try:
-        module.backward(module(*tensors))
+        module.backward(module(tensors))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:

@@ -25,7 +25,7 @@ STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 
 
 class StopFlag:
-    """Whether this process was asked to stop; `requested` is 0 or 1 and never goes back.
+    """Whether this process was asked to stop; `requested` is 0 or 1, and goes back only by `withdraw`.
 
     Args:
         clock: seconds that never run backwards, for the pace of looking at the STOP file.
@@ -53,6 +53,13 @@ class StopFlag:
         if not self.requested:
             self.asked_by = by
         self.requested = 1
+
+    def withdraw(self, by: str) -> None:
+        """Takes back what `request` asked for, unless somebody else or a signal has asked first."""
+        if self.requested and self.asked_by == by:
+            self.requested = 0
+            # A signal may come at any moment; it sets both.
+            self.requested = int(bool(self.signal_number))
 
     def ask(self) -> tuple[str, float]:
         """Returns how this process was asked to stop, e.g. "TERM" or "file", and how many seconds ago.

@@ -8,7 +8,7 @@ them; the update applies it, so they are touched once.
 `ReplicaPasses` is DDP over whole models, `ShardPasses` FSDP2, HSDP, tensor and context parallel, `PipelinePasses`
 stages. Nothing waits for a GPU: its reduced values are copied during the next step's work and read one step late, by
 every rank alike. A step that is not finite is never applied: on the CPU the host sees it first, on a GPU the update
-itself is masked.
+itself is masked. Parameters that are offloaded to the host are updated as on the CPU.
 """
 
 from __future__ import annotations
@@ -29,18 +29,22 @@ from slurm_train.checkpoint.state import local_part
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import DdpSection
 from slurm_train.data.batches import MicroBatch
+from slurm_train.data.source import IGNORED, Batch, map_tensors
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import rng_state, set_rng_state
-from slurm_train.models.objective import IGNORED, default_loss
+from slurm_train.errors import ConfigError
+from slurm_train.models.objective import default_loss
 from slurm_train.train.context import Rank
-from slurm_train.train.optimizer import Update
+from slurm_train.train.loss_scale import LossScale
+from slurm_train.train.optimizer import LR_SCALE, Update
 from slurm_train.train.signals import StopFlag
 
 STOP, COUNT, LOSS, NON_FINITE, SQUARES = range(5)
 """The agreed numbers: ranks asked to stop, items, sum of losses, micro-batches with a non-finite loss. With shards also
 the sum of the squared gradients."""
 _EPSILON = 1e-6
-_NORM, _SKIPPED = 4, 5
+_NORM, _SKIPPED, _OVERFLOWED = 4, 5, 6
+_NUM_NAMED = 5
 _ORDER_COUNTS_ABOVE = 2
 """Above this many ranks the order of additions changes the rounding."""
 
@@ -59,39 +63,49 @@ class TrainingModule(nn.Module):
         stop: this rank's stop flag.
         device: where the model is.
         autocast: lower precision of the forward pass, None for none.
+        factor: of the losses that are back-propagated (`LossScale`), None for 1.
     """
 
     def __init__(
-        self, objective: nn.Module, *, stop: StopFlag, device: torch.device, autocast: torch.dtype | None
+        self,
+        objective: nn.Module,
+        *,
+        stop: StopFlag,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        factor: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.objective = objective
         self.stop = stop
         self.autocast = autocast
+        self.is_searched = False
+        """DDP looks through the graph of the loss for the parameters that are used."""
         # The parameters' own type, so that it shares their bucket, but never below float32: a bfloat16 number cannot
         # count to 300. A model in bfloat16 pays for a small bucket of its own.
         first = next((parameter for parameter in objective.parameters() if parameter.requires_grad), None)
         dtype = torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
         self.stats_param = nn.Parameter(torch.zeros(4, dtype=dtype, device=device))
         self._values = torch.zeros_like(self.stats_param, requires_grad=False)
-        self._one = torch.ones((), device=device)
+        self._factor = torch.ones((), device=device) if factor is None else factor
         # Writing through numpy costs a tenth of a tensor operation; only the CPU has it.
         self._host_values: Any = self._values.numpy() if device.type == "cpu" else None
 
-    def forward(self, *batch: Tensor) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """Returns the sum of the loss over this rank's micro-batch (a scalar)."""
         if self.autocast is None:
-            loss, count = self.objective(*batch)
+            loss, count = self.objective(batch)
         else:
             with torch.autocast(self.stats_param.device.type, dtype=self.autocast):
-                loss, count = self.objective(*batch)
+                loss, count = self.objective(batch)
         self._note(loss, count)
-        total: Tensor = loss
+        # DDP must find the numbers, too: adding nothing changes neither loss nor gradients.
+        total: Tensor = loss + 0 * self.stats_param.sum() if self.is_searched else loss
         return total
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of a loss that calling this module (through DDP) gave, and the four numbers."""
-        torch.autograd.backward((loss, self.stats_param), (self._one, self._values))
+        torch.autograd.backward((loss, self.stats_param), (self._factor, self._values))
 
     def _note(self, loss: Tensor, count: Tensor) -> None:
         if (host := self._host_values) is not None:
@@ -114,22 +128,35 @@ class Passes:
 
     Args:
         rank: this rank.
+        objective: the loss around its model.
         num_averaged: ranks that have different items, over which what is reduced is averaged.
     """
 
     ddp: DistributedDataParallel | None = None
     """What is wrapped around the model, if it is DDP."""
 
-    def __init__(self, rank: Rank, *, num_averaged: int) -> None:
+    def __init__(self, rank: Rank, *, objective: nn.Module, num_averaged: int) -> None:
         self.num_averaged = num_averaged
         self.data_wait_s = 0.0
         """Seconds that steps have waited for data on this rank."""
         self._rank, self._part, self._device = rank, rank.sequence_part, rank.device
+        self._objective: Any = objective
         self._mark, self._clock = rank.heartbeat.mark, rank.heartbeat.clock
         self._accumulation, self._on_gpu = rank.plan.accumulation, rank.device.type != "cpu"
 
-    def arrange(self, tensors: tuple[Tensor, ...]) -> None:
-        """Gets ready before the first step, given a micro-batch. Collective."""
+    def arrange(self, batch: Batch) -> None:
+        """Gets ready before the first step, given a micro-batch on the CPU. Collective.
+
+        Raises:
+            ConfigError: the model cannot be trained with it, or its layout cannot cut it.
+        """
+        layout = self._rank.layout
+        if isinstance(batch, dict) and layout.pp * layout.cp > 1:
+            raise ConfigError(
+                f"batches are dicts ({', '.join(batch)}), which a layout of {layout} cannot cut",
+                hint="let the data set give tuples (inputs, targets), or leave parallel.pp and parallel.cp at 1",
+            )
+        self._objective.look_at(batch)
 
     def run(self, batches: Iterator[MicroBatch]) -> None:
         """Adds up the gradients of one step's micro-batches. Collective."""
@@ -145,11 +172,11 @@ class Passes:
     def forget(self) -> None:
         """Drops what the step left apart from the gradients of the model."""
 
-    def take(self, batches: Iterator[MicroBatch]) -> tuple[Tensor, ...]:
+    def take(self, batches: Iterator[MicroBatch]) -> Any:
         """Returns the next micro-batch on the device, and counts the time that it took to come."""
         self._mark("data")
         start = self._clock()
-        tensors = next(batches).tensors
+        tensors: Any = next(batches).tensors
         self.data_wait_s += self._clock() - start
         self._mark("step")
         if self._part is not None:
@@ -163,22 +190,25 @@ class ReplicaPasses(Passes):
     Args:
         rank: this rank.
         module: what is wrapped.
-        ddp: the wrapper.
+        ddp: the wrapper; None for one rank, which has nobody to exchange with.
         must_arrange: what is kept about DDP's buckets has to fit from the first step on.
     """
 
     def __init__(
-        self, rank: Rank, module: TrainingModule, ddp: DistributedDataParallel, *, must_arrange: bool = False
+        self, rank: Rank, module: TrainingModule, ddp: DistributedDataParallel | None, *, must_arrange: bool = False
     ) -> None:
-        super().__init__(rank, num_averaged=rank.place.world_size)
-        self.ddp: DistributedDataParallel = ddp
+        super().__init__(rank, objective=module.objective, num_averaged=rank.place.world_size)
+        self.ddp = ddp
+        self._compute: nn.Module = ddp or module
         # Looked up once: a module's attributes cost half a microsecond each time.
         self._module, self._stats_param, self._must_arrange = module, module.stats_param, must_arrange
         # A static graph is learnt in the first backward pass, and torch asserts that it is a synchronised one (2.13).
         # Reducing after every micro-batch gives the same gradient, so the first step does that with a static graph.
-        self._may_accumulate = not ddp.static_graph
+        self._may_accumulate = ddp is None or not ddp.static_graph
+        settings = rank.config.ddp
+        self._may_lack = settings.find_unused_parameters or settings.static_graph
 
-    def arrange(self, tensors: tuple[Tensor, ...]) -> None:
+    def arrange(self, batch: Batch) -> None:
         """Lets DDP see one backward pass, whose gradients are dropped, before the first step. Collective.
 
         DDP orders its buckets anew after its first pass, and the order in which three or more ranks add depends on
@@ -186,24 +216,39 @@ class ReplicaPasses(Passes):
         a run that was not interrupted. Random streams and buffers are as before afterwards. One or two ranks are
         spared the pass, unless they accumulate over a static graph, whose first step sends what later ones add up.
         """
+        super().arrange(batch)
         is_spared = self.num_averaged <= _ORDER_COUNTS_ABOVE and (self._may_accumulate or self._accumulation == 1)
         if is_spared and not self._must_arrange:
             return
         with without_traces(self._module):
-            self._module.backward(self.ddp(*to_device(tensors, self._device)))
+            self._module.backward(self._compute(to_device(batch, self._device)))
         self._may_accumulate = True
 
     def run(self, batches: Iterator[MicroBatch]) -> None:
         """Adds up the gradients; those of all micro-batches are sent with the last one."""
         for _ in range(self._accumulation - 1):
-            with self.ddp.no_sync() if self._may_accumulate else contextlib.nullcontext():
-                self._module.backward(self.ddp(*self.take(batches)))
-        self._module.backward(self.ddp(*self.take(batches)))
+            with self.ddp.no_sync() if self.ddp and self._may_accumulate else contextlib.nullcontext():
+                self._module.backward(self._compute(self.take(batches)))
+        self._module.backward(self._compute(self.take(batches)))
         self._may_accumulate = True
 
     def reduce(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Returns gradients, numbers and norm; they have been exchanged already."""
+        """Returns gradients, numbers and norm; they have been exchanged already.
+
+        Raises:
+            ConfigError: parameters are unused, and `ddp.find_unused_parameters` is not set.
+        """
         gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+        if len(gradients) < len(parameters) and not self._may_lack:
+            # DDP has not exchanged the buckets that they are in; by itself it raises in the next step.
+            named = self._module.named_parameters()
+            names = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+            raise ConfigError(
+                f"the loss does not depend on {len(names)} parameters of the model, among them "
+                + ", ".join(name.removeprefix("objective.model.") for name in names[:_NUM_NAMED]),
+                hint="if that is meant, set ddp.find_unused_parameters=true, or freeze what is never used: "
+                "requires_grad_(False)",
+            )
         numbers = self._stats_param.grad
         assert numbers is not None
         # What torch.nn.utils.get_total_norm computes for one device, without sorting the gradients by device and type
@@ -226,17 +271,25 @@ class ShardPasses(Passes):
         model: its part of the model.
         objective: the loss around it.
         parameters: what the optimizer has, in its order.
+        factor: of the losses that are back-propagated (`LossScale`), None for 1.
     """
 
-    def __init__(self, rank: Rank, *, model: nn.Module, objective: nn.Module, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        model: nn.Module,
+        objective: nn.Module,
+        parameters: Sequence[Tensor],
+        factor: Tensor | None = None,
+    ) -> None:
         layout = rank.layout
-        super().__init__(rank, num_averaged=layout.reducing_size)
+        super().__init__(rank, objective=objective, num_averaged=layout.reducing_size)
         self._sharded: Any = model if hasattr(model, "set_requires_all_reduce") else None
-        self._objective = objective
-        self._autocast = rank.autocast
+        self._autocast, self._factor = rank.forward_autocast, factor
         self._counts = layout.owns_items(rank.place.rank)
-        weights = [_weight(parameter, layout) for parameter in parameters]
-        self._weights = torch.tensor(weights, dtype=torch.float64, device=self._device)
+        self._shares = [_weight(parameter, layout) for parameter in parameters]
+        self._found: list[int] = []
         self._values = self._no_values()
 
     def run(self, batches: Iterator[MicroBatch]) -> None:
@@ -250,8 +303,8 @@ class ShardPasses(Passes):
                 self._sharded.set_is_last_backward(is_last)
                 self._sharded.set_requires_all_reduce(is_last)
             with in_precision(self._device, self._autocast):
-                loss, count = self._objective(*tensors)
-            loss.backward()
+                loss, count = self._objective(tensors)
+            loss.backward(self._factor)
             if self._counts:
                 values[COUNT] += count
                 values[LOSS] += loss.detach()
@@ -266,9 +319,12 @@ class ShardPasses(Passes):
         found = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
         gradients = [local_part(_settled(parameters[number])) for number in found]
         if gradients:
-            weights = self._weights if len(found) == len(self._weights) else self._weights[found]
             norms = torch.stack(torch._foreach_norm(gradients)).double()
-            values[SQUARES] = (norms.square() * weights).sum()
+            if found != self._found:
+                # Kept, since a copy to a GPU is waited for. Gradients that are offloaded are on the host.
+                shares = [self._shares[number] for number in found]
+                self._found, self._weights = found, torch.tensor(shares, dtype=norms.dtype, device=norms.device)
+            values[SQUARES] = (norms.square() * self._weights).sum().to(values.device)
         dist.all_reduce(values)
         return gradients, values[:SQUARES] / self.num_averaged, values[SQUARES].sqrt()
 
@@ -282,17 +338,13 @@ class PipelinePasses(ShardPasses):
     Args:
         rank: this rank.
         pipeline: its stages.
-        model: all of them.
-        objective: the loss around it.
-        parameters: what the optimizer has, in its order.
+        **how: as for `ShardPasses`.
     """
 
-    def __init__(
-        self, rank: Rank, pipeline: Pipeline, *, model: nn.Module, objective: nn.Module, parameters: Sequence[Tensor]
-    ) -> None:
-        super().__init__(rank, model=model, objective=objective, parameters=parameters)
+    def __init__(self, rank: Rank, pipeline: Pipeline, **how: Any) -> None:
+        super().__init__(rank, **how)
         name = rank.config.parallel.pipeline_schedule
-        self._schedule = pipeline.build_schedule(name=name, num_batches=self._accumulation, loss=_summed_loss)
+        self._schedule = pipeline.build_schedule(name=name, num_batches=self._accumulation, loss=self._scaled_loss)
         self._pipeline = pipeline
         # Lets a schedule give up scores before the step ends; older torch keeps them always.
         has_option = "return_outputs" in inspect.signature(self._schedule.step).parameters
@@ -315,8 +367,12 @@ class PipelinePasses(ShardPasses):
         if self._counts:
             found = torch.stack([loss.detach().double() for loss in losses])
             values[COUNT] = targets.numel() if targets.is_floating_point() else (targets != IGNORED).sum()
-            values[LOSS] = found.sum()
+            values[LOSS] = found.sum() if self._factor is None else found.sum() / self._factor
             values[NON_FINITE] = found.isfinite().logical_not().sum()
+
+    def _scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = default_loss(outputs, targets)[0]
+        return loss if self._factor is None else loss * self._factor
 
 
 class Exchange:
@@ -377,6 +433,7 @@ def build_ddp(module: TrainingModule, *, ddp: DdpSection, device: torch.device) 
 
     Buffers are not broadcast before each forward pass: rank 0's are taken where they matter, at evaluation and save.
     """
+    module.is_searched = ddp.find_unused_parameters
     # torch 2.13 renamed the option, and the old name warns.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     no_broadcast: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
@@ -387,14 +444,15 @@ def build_ddp(module: TrainingModule, *, ddp: DdpSection, device: torch.device) 
         bucket_cap_mb=ddp.bucket_cap_mb,
         gradient_as_bucket_view=True,
         static_graph=ddp.static_graph,
+        find_unused_parameters=ddp.find_unused_parameters,
     )
 
 
-def to_device(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     """Returns copies on a GPU, made while it works; on the CPU the tensors themselves."""
     if device.type == "cpu":
-        return tensors
-    return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
+        return batch
+    return map_tensors(lambda tensor: tensor.pin_memory().to(device, non_blocking=True), batch)
 
 
 def in_precision(device: torch.device, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
@@ -420,10 +478,6 @@ def without_traces(module: nn.Module) -> Iterator[None]:
             for buffer, before in buffers:
                 buffer.copy_(before)
         set_rng_state(streams)
-
-
-def _summed_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return default_loss(outputs, targets)[0]
 
 
 def _settled(parameter: Tensor) -> Tensor:
@@ -476,6 +530,8 @@ class StepResult(NamedTuple):
     """Norm of the gradient of the mean loss, before clipping."""
     applied: bool = True
     """Whether the update was made: it is not where a value is not finite."""
+    overflowed: bool = False
+    """The loss scale was too large for the range of float16; the next step has a smaller one."""
 
     @property
     def is_finite(self) -> bool:
@@ -497,14 +553,23 @@ class Stepper:
         passes: forward and backward of a step's micro-batches.
         optimizer: what uses the gradients.
         before_update: on a GPU, called before the parameters change: a copy of them may be under way.
+        scale: what the losses are multiplied by, with float16.
     """
 
     def __init__(
-        self, rank: Rank, passes: Passes, optimizer: Optimizer, *, before_update: Callable[[], None] = lambda: None
+        self,
+        rank: Rank,
+        passes: Passes,
+        optimizer: Optimizer,
+        *,
+        before_update: Callable[[], None] = lambda: None,
+        scale: LossScale | None = None,
     ) -> None:
-        self.passes = passes
+        self.passes, self.scale = passes, scale
         self._optimizer, self._update = optimizer, Update(optimizer)
-        self._before_update, self._device, self._on_gpu = before_update, rank.device, rank.device.type != "cpu"
+        self._before_update, self._device = before_update, rank.device
+        # Offloaded parameters are updated by the host, which has to wait for their gradients in any case.
+        self._is_masked = local_part(self._update.parameters[0]).device.type != "cpu"
         clip_norm = rank.config.optim.grad_clip_norm
         self._limit = float("inf") if clip_norm is None else clip_norm
         self._applies_spikes = rank.config.health.on_spike == "log"
@@ -521,9 +586,9 @@ class Stepper:
         """
         self.passes.run(batches)
         for group in self._optimizer.param_groups:
-            group["lr"] = facts.lr
+            group["lr"] = facts.lr * group.get(LR_SCALE, 1.0)
         gradients, numbers, norm = self.passes.reduce(self._update.parameters)
-        result = (self._apply_masked if self._on_gpu else self._apply)(facts, gradients, numbers, norm)
+        result = (self._apply_masked if self._is_masked else self._apply)(facts, gradients, numbers, norm)
         for parameter in self._update.parameters:
             parameter.grad = None
         self.passes.forget()
@@ -544,17 +609,21 @@ class Stepper:
 
     def _apply(self, facts: StepFacts, gradients: list[Tensor], numbers: Tensor, norm: Tensor) -> StepResult:
         values = numbers.tolist()
-        result = self._read(facts, [*values, norm.item() / values[COUNT] if values[COUNT] else float("nan")])
+        items = values[COUNT] if self.scale is None else values[COUNT] * self.scale.factor.item()
+        result = self._read(facts, [*values, norm.item() / items if items else float("nan")])
         if result.applied:
-            self._divisor.fill_(values[COUNT] * max(1.0, (result.grad_norm + _EPSILON) / self._limit))
+            self._divisor.fill_(items * max(1.0, (result.grad_norm + _EPSILON) / self._limit))
             self._update.apply(gradients, self._divisor)
+        if self.scale is not None and self.scale.update(numbers[LOSS], norm):
+            result = result._replace(overflowed=True)
         return result
 
     def _apply_masked(
         self, facts: StepFacts, gradients: list[Tensor], numbers: Tensor, norm_of_sum: Tensor
     ) -> StepResult | None:
-        norm = norm_of_sum / numbers[COUNT]
-        divisor = numbers[COUNT] * ((norm + _EPSILON) / self._limit).clamp(min=1.0)
+        items = numbers[COUNT] if self.scale is None else numbers[COUNT] * self.scale.factor
+        norm = norm_of_sum / items
+        divisor = items * ((norm + _EPSILON) / self._limit).clamp(min=1.0)
         self._before_update()
         values = torch.cat((numbers, norm.to(numbers.dtype).reshape(1)))
         # The host will know the values one step late, so the device decides for itself whether to apply them. All
@@ -564,7 +633,8 @@ class Stepper:
             skip = skip | (numbers[LOSS] > facts.loss_limit * numbers[COUNT])
         self._update.apply(gradients, divisor.float(), skip=skip.float())
         previous = self.drain()
-        values = torch.cat((values, skip.to(values.dtype).reshape(1)))
+        flags = [skip] if self.scale is None else [skip, self.scale.update(numbers[LOSS], norm_of_sum)]
+        values = torch.cat((values, torch.stack(flags).to(values.dtype)))
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch says no types here
@@ -586,4 +656,6 @@ class Stepper:
         applied = result.is_finite and (self._applies_spikes or not result.is_spike)
         if len(values) > _SKIPPED:
             applied = not values[_SKIPPED]
+        if len(values) > _OVERFLOWED and values[_OVERFLOWED]:
+            result = result._replace(overflowed=True)
         return result if applied else result._replace(applied=False)

@@ -1,15 +1,14 @@
 """The built-in trainer: the loop over optimizer steps, what happens after each, and when it ends. `build` makes it.
 
 A stop is acted upon only where every rank has read the same reduced value, so all ranks leave at the same boundary.
-Near the time limit rank 0 requests a stop; the request goes out with the next gradient exchange, as after a signal.
-Rank 0 also decides whether there is time to save, once all ranks have stopped.
+`stopping` requests one near the time limit, and decides whether there is time to save.
 """
 
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -17,34 +16,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.data.batches import GlobalBatches, MicroBatch
 from slurm_train.data.order import DIGEST_MODULUS, samples_digest
-from slurm_train.distributed.group import use_steady_timeout
+from slurm_train.distributed.group import use_timeout
 from slurm_train.distributed.seeds import mix
-from slurm_train.rundir.events import append_event
 from slurm_train.rundir.heartbeat import AwakeClock
-from slurm_train.rundir.timing import (
-    Notice,
-    Spent,
-    StepTimes,
-    lead_s,
-    read_measured,
-    read_notice,
-    time_left_s,
-)
-from slurm_train.train.context import Rank
+from slurm_train.rundir.timing import StepTimes
+from slurm_train.train.callbacks import Callback
+from slurm_train.train.context import Rank, gather
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.health import Health, check_replicas
 from slurm_train.train.metrics import PaceProbe, Recorder, format_measures
 from slurm_train.train.optimizer import Schedule
 from slurm_train.train.saving import Checkpointer, Position, SavePace
 from slurm_train.train.step import Exchange, StepFacts, Stepper, StepResult
+from slurm_train.train.stopping import Stopping
 
 _COLLECT_EVERY_STEPS = 100
 # Time to end in order, so that the supervisor can bring the job back.
 _END_S = 3.0
-_READ_NOTICE_EVERY_S = 5.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,6 +46,8 @@ class Trainer:
     """Kept up to date."""
     model: nn.Module
     """Whole, or this rank's part of it."""
+    max_steps: int
+    """Of the whole run."""
     exchange: Exchange
     checkpointer: Checkpointer
     save_pace: SavePace
@@ -73,18 +65,22 @@ class Trainer:
     stopping: Stopping
     step_times: StepTimes
     probe: PaceProbe
+    callbacks: Mapping[str, Callback]
+    newest: StepResult | None = None
+    """The newest step that was read."""
     measures: dict[str, float] = field(default_factory=dict)
     """The newest evaluation."""
     not_saved: str = ""
     """Why the last position is in no checkpoint."""
     _clock: AwakeClock = field(init=False)
-    _max_steps: int = field(init=False)
     _random_stream: int = field(init=False)
     _digests: dict[int, int] = field(default_factory=dict)
     """Of steps whose result has not been read."""
     _digest: int = 0
     """Of this rank's samples of the present step."""
     _stops: bool = False
+    _saves_now: bool = False
+    _end_reason: str = ""
     _settled: bool = False
     _waited_s: float = 0.0
     _checked_step: int = 0
@@ -92,38 +88,43 @@ class Trainer:
     def __post_init__(self) -> None:
         """Looks up what every step needs."""
         rank, config = self.rank, self.rank.config
-        self._clock, self._max_steps = rank.clock, config.train.max_steps
+        self._clock = rank.clock
+        self._stops = bool(self.position.ended)
         by_positions = config.parallel.sequence_parallel
         self._random_stream = rank.layout.random_stream(rank.place.rank, splits_positions=by_positions)
 
     def run(self) -> bool:
-        """Trains; returns True when the last step is done and evaluated, False when the ranks agreed to stop.
+        """Trains; returns True when the run is finished and evaluated, False when the ranks agreed to stop.
 
         Either way the last position is in a durable checkpoint, unless `not_saved` says why not.
         """
+        self._call("on_start")
         if self.recorder is not None:
             self.recorder.restart_window()
         # A run that was killed between its last checkpoint and its result has only the evaluation left.
-        if self.position.evaluation_due or self.position.step >= self._max_steps:
+        if self.position.evaluation_due or self._is_over:
             self._evaluate()
-        if self.position.step < self._max_steps:
+        if not self._is_over:
             self._arrange()
         try:
-            self.advance(self._max_steps)
+            self.advance(self.max_steps)
             self._read_pending()
+            if self.callbacks and self._agrees_to_end():
+                self._evaluate()
         finally:
             gc.unfreeze()
             gc.enable()
             if self.recorder is not None:
                 self.recorder.book(data_wait_s=self._waited())
             self.step_times.keep()
-        finished = self.position.step >= self._max_steps and not self.position.evaluation_due
+        finished = self._is_over and not self.position.evaluation_due
+        self._call("on_end" if finished else "on_stop")
         if finished or self._may_save():
             start = self._clock()
             self._before_save()
             self.checkpointer.save(self.position)
             self._pass_on_news()
-            self._charge(start, "checkpoint_stall_s")
+            self.charge(start, "checkpoint_stall_s")
         if finished:
             self.checkpointer.close()
         return finished
@@ -136,14 +137,47 @@ class Trainer:
                 self._after_step()
             self._pass_on_news()
 
+    def end_early(self, reason: str) -> None:
+        """Asks for the end of the run, as finished: for callbacks, on one rank or on all.
+
+        After an evaluation the ranks agree at once, else with the next step, which is then evaluated.
+
+        Args:
+            reason: for the result, e.g. "eval_loss has not improved".
+        """
+        self._end_reason = self._end_reason or reason
+        self.rank.stop.request("callback")
+
+    def ask_to_save(self) -> None:
+        """Asks for a checkpoint of this step in the run directory: for callbacks, on all ranks at the same step."""
+        self._saves_now = True
+
+    @property
+    def _is_over(self) -> bool:
+        return self.position.step >= self.max_steps or bool(self.position.ended)
+
+    def _call(self, hook: str, *values: object) -> None:
+        for callback in self.callbacks.values():
+            getattr(callback, hook)(self, *values)
+
+    def _agrees_to_end(self) -> bool:
+        """Returns whether the run ends here because a callback of some rank asked for it before now. Collective."""
+        if self._is_over:
+            return False
+        self.position.ended = next(filter(None, gather(self._end_reason)), "")
+        # The request has done its work; the evaluation of the end is not to be broken off by it.
+        self.rank.stop.withdraw("callback")
+        self._stops = self._stops or self._is_over
+        return self._is_over
+
     def _may_save(self) -> bool:
         """Returns whether there is time for the save of a stop; if not, waits for one under way while there is."""
-        left_s, self.not_saved = self.stopping.decide(step=self.position.step)
+        left_s, self.not_saved = self.stopping.decide_save(step=self.position.step)
         if self.not_saved:
             start = self._clock()
             self.checkpointer.finish_within(max(0.0, (left_s or 0.0) - _END_S))
             self._pass_on_news()
-            self._charge(start, "checkpoint_stall_s")
+            self.charge(start, "checkpoint_stall_s")
         return not self.not_saved
 
     def _arrange(self) -> None:
@@ -151,7 +185,7 @@ class Trainer:
         start = self._clock()
         first = next(self.batches)
         self.stepper.passes.arrange(first.tensors)
-        self._charge(start, "compile_s")
+        self.charge(start, "compile_s")
         batches = chain((first,), self.batches)
         self.batches = self._add_digests(batches) if self.rank.config.train.samples_digest else batches
 
@@ -185,7 +219,7 @@ class Trainer:
 
     def _take(self, result: StepResult) -> None:
         """Reads a step's reduced values; on a GPU they are the previous step's, on every rank alike."""
-        step = result.facts.step
+        step, self.newest = result.facts.step, result
         self.health.take(result, self.position)
         if result.applied:
             self.position.items += result.num_items
@@ -197,33 +231,36 @@ class Trainer:
         if self.recorder is None:
             return
         self.recorder.count(result)
-        if step % self.rank.config.train.log_every_steps == 0 or step == self._max_steps:
+        if step % self.rank.config.train.log_every_steps == 0 or step == self.max_steps:
             self.recorder.write(result, items=self.position.items, data_wait_s=self._waited(), digest=digest)
         self.stopping.look()
 
     def _after_step(self) -> None:
         step, eval_every = self.position.step, self.rank.config.train.eval_every_steps
+        if self.callbacks:
+            self._call("on_step_end")
         if not self._settled:
             self._settle()
         elif step % _COLLECT_EVERY_STEPS == 0:
             gc.collect(1)
-        evaluates = step == self._max_steps or bool(eval_every and step % eval_every == 0)
-        saves = self.save_pace.is_due(step) and step < self._max_steps
+        evaluates = step == self.max_steps or bool(eval_every and step % eval_every == 0)
+        saves = self.save_pace.is_due(step)
         # What is evaluated or saved has been read before, so nothing that went wrong gets into it.
-        if (evaluates or saves) and self._read_pending():
+        if (evaluates or saves or self._saves_now) and self._read_pending():
             return
         check_every = self.rank.config.health.check_replicas_every_steps
         if check_every and step % check_every == 0:
             self._check_replicas()
         if evaluates:
             self._evaluate()
-        if saves and not self._stops:
+        if (saves or self._saves_now) and step < self.max_steps and not self._stops:
             start = self._clock()
             self._before_save()
-            self.checkpointer.save_soon(self.position)
+            self.checkpointer.save_soon(self.position, is_kept=self._saves_now)
+            self._saves_now = False
             costs = self.checkpointer
-            self._say(self.save_pace.saved(step, blocked_s=costs.blocked_s, save_s=costs.last_save_s))
-            self._charge(start, "checkpoint_stall_s")
+            self.say(self.save_pace.saved(step, blocked_s=costs.blocked_s, save_s=costs.last_save_s))
+            self.charge(start, "checkpoint_stall_s")
 
     def _read_pending(self) -> bool:
         """Reads the values still under way; returns whether one of them took the run back."""
@@ -242,7 +279,9 @@ class Trainer:
         self.rank.heartbeat.mark("start")
         step_before = self.position.step
         self.position = self.health.roll_back(samples=self.position.samples)
-        self._charge(start, "load_s")
+        if (scale := self.stepper.scale) is not None:
+            scale.restore(self.position.loss_scale)
+        self.charge(start, "load_s")
         if self.recorder is not None:
             self.recorder.spent.rolled_back_steps += step_before - self.position.step
         return True
@@ -254,7 +293,7 @@ class Trainer:
         """
         config = self.rank.config
         self._settled = self.rank.heartbeat.settled = True
-        use_steady_timeout(self.rank.collective_timeout_s(config.train.steady_timeout_s))
+        use_timeout(self.rank.collective_timeout_s(config.train.steady_timeout_s))
         if config.checkpoint.every_steps is not None:
             self.checkpointer.prepare()
         gc.collect()
@@ -267,8 +306,11 @@ class Trainer:
             return
         start = self._clock()
         self.exchange.settle()
-        measures = evaluator.evaluate()
-        self._charge(start, "evaluate_s")
+        with ExitStack() as stack:
+            for callback in self.callbacks.values():
+                stack.enter_context(callback.evaluating())
+            measures = evaluator.evaluate()
+        self.charge(start, "evaluate_s")
         if measures is None:
             self._stops = self.position.evaluation_due = True
             return
@@ -276,9 +318,12 @@ class Trainer:
         self.measures = measures
         if recorder is not None:
             recorder.write_evaluation(self.position.step, self.position.samples, measures)
-            self._say(f"step {self.position.step}: {format_measures(measures)}")
+            self.say(f"step {self.position.step}: {format_measures(measures)}")
             spent = recorder.spent
             spent.longest_evaluation_s = max(spent.longest_evaluation_s, self._clock() - start)
+        if self.callbacks:
+            self._call("on_evaluation", measures)
+            self._agrees_to_end()
 
     def _check_replicas(self) -> None:
         if self._checked_step != self.position.step:
@@ -287,26 +332,29 @@ class Trainer:
 
     def _before_save(self) -> None:
         self.exchange.settle()
+        scale = self.stepper.scale
+        self.position.loss_scale = None if scale is None else scale.state()
         if self.rank.config.health.check_replicas_every_steps:
             self._check_replicas()
+        self._call("on_save")
         self.rank.heartbeat.mark("save")
 
     def _pass_on_news(self) -> None:
         """Passes on what became of background saves; one that ends the run asks for a stop, which all agree on."""
         checkpointer, recorder = self.checkpointer, self.recorder
         for line in checkpointer.news():
-            self._say(line)
+            self.say(line)
         if recorder is not None:
             recorder.spent.longest_save_s = max(recorder.spent.longest_save_s, checkpointer.longest_save_s)
         if checkpointer.fatal is not None:
             self.rank.stop.request()
 
-    def _say(self, text: str | None) -> None:
+    def say(self, text: str | None) -> None:
         """Prints a line, if there is one, on rank 0."""
         if text is not None and self.recorder is not None:
             self.recorder.display.say(text)
 
-    def _charge(self, start: float, cause: str) -> None:
+    def charge(self, start: float, cause: str) -> None:
         """Books the time since `start`, which was no step's."""
         if self.recorder is not None:
             self.recorder.skip(self._clock() - start, cause)
@@ -320,64 +368,6 @@ class Trainer:
         for batch in batches:
             self._digest = (self._digest + samples_digest(batch.indices)) % DIGEST_MODULUS
             yield batch
-
-
-class Stopping:
-    """One rank's part in stopping by the clock, and in the decision whether there is time to save.
-
-    Args:
-        rank: this rank.
-        spent: what rank 0 has measured so far; None on the others, which do not look at the clock.
-        now: seconds since 1970.
-    """
-
-    def __init__(self, rank: Rank, *, spent: Spent | None, now: Callable[[], float] = time.time) -> None:
-        self._rank, self._spent, self._now = rank, spent, now
-        # Before the first save of this attempt the last one's is the best guess.
-        self._before = read_measured(rank.run) if spent is not None else None
-        self._notice, self._next_read_s = Notice(), 0.0
-
-    def look(self) -> None:
-        """Asks for a stop where the STOP file exists, or the end of the time limit comes near. Rank 0 only."""
-        stop = self._rank.stop
-        stop.look_at(self._rank.run.stop_file)
-        notice = self._read()
-        if notice.end_unix_s is None or stop.requested:
-            return
-        if notice.end_unix_s - self._now() <= lead_s(self._measured, limit_s=notice.limit_s):
-            stop.request("clock")
-
-    def decide(self, *, step: int) -> tuple[float | None, str]:
-        """Decides whether to save where the ranks have stopped, and leaves an event that tells why. Collective.
-
-        Returns:
-            Seconds until the ranks are killed, None where that is not known; and why not to save, "" to save.
-        """
-        return on_rank_zero(dist.group.WORLD, lambda: self._decide(step))
-
-    @property
-    def _measured(self) -> Spent | None:
-        """The longest times of this attempt; before its first save those of the attempt before it."""
-        spent = self._spent
-        return spent if spent is not None and spent.longest_save_s else self._before
-
-    def _decide(self, step: int) -> tuple[float | None, str]:
-        (asked_by, since_s), measured = self._rank.stop.ask(), self._measured
-        self._next_read_s = 0.0
-        left_s = time_left_s(self._read(), asked_by=asked_by, since_s=since_s, now_unix_s=self._now())
-        save_s = measured.longest_save_s if measured is not None else None
-        # What is not known does not forbid it.
-        is_made = left_s is None or not save_s or save_s <= left_s
-        facts = {"step": step, "asked_by": asked_by, "left_s": left_s, "save_s": save_s, "saved": is_made}
-        append_event(self._rank.run, "stop", attempt=self._rank.attempt, **facts)
-        return left_s, "" if is_made else f"{left_s:.0f} s are left and a save takes {save_s:.0f} s"
-
-    def _read(self) -> Notice:
-        now = time.monotonic()
-        if now >= self._next_read_s:
-            self._next_read_s = now + _READ_NOTICE_EVERY_S
-            self._notice = read_notice(self._rank.run, self._rank.attempt)
-        return self._notice
 
 
 def _reseed(seed: int) -> None:

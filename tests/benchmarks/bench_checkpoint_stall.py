@@ -118,7 +118,12 @@ class Bench:
         run.path.mkdir()
         rank, data = make_rank(run.path, RunConfig(checkpoint=CheckpointSection(keep=1))), cast("Any", Data())
         parts = Parts(
-            rank=rank, model=self.model, optimizer=self.optimizer, train_data=data, heldout=None, flops_per_token=0.0
+            rank=rank,
+            model=self.model,
+            optimizer=self.optimizer,
+            train_data=data,
+            heldout=None,
+            flops_per_token=(0.0, 0.0),
         )
         return build_checkpointer(parts, exchange=Exchange(), peak_lr=0.1)
 

@@ -35,8 +35,9 @@ class SummedLoss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Returns both for a batch."""
+        inputs, targets = batch
         return cross_entropy(self.model(inputs), targets, reduction="sum"), torch.tensor(len(targets))
 
 
@@ -82,7 +83,7 @@ def bare(hidden: int, layers: int, batch: int) -> Step:
     inputs, targets = make_batch(batch)
 
     def step() -> bool:
-        loss, _ = ddp(inputs, targets)
+        loss, _ = ddp((inputs, targets))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -103,7 +104,7 @@ def with_parameter(hidden: int, layers: int, batch: int) -> Step:
     inputs, targets = make_batch(batch)
 
     def step() -> bool:
-        module.backward(ddp(inputs, targets))
+        module.backward(ddp((inputs, targets)))
         optimizer.step()
         optimizer.zero_grad()
         assert module.stats_param.grad is not None

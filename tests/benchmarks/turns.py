@@ -156,6 +156,8 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     rank = make_rank(Path(os.environ["BENCH_SCRATCH"]), config, plan=plan, rank=number, ranks=RANKS)
     rank.heartbeat.start(rank.run, 0, rank=number, host="here", limits=Limits(600, 300))
     optimizer = build_optimizer(model, optim=config.optim)
-    parts = Parts(rank=rank, model=model, optimizer=optimizer, train_data=source, heldout=None, flops_per_token=0.0)
+    parts = Parts(
+        rank=rank, model=model, optimizer=optimizer, train_data=source, heldout=None, flops_per_token=(0.0, 0.0)
+    )
     display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if number == 0 else None
     return build_trainer(parts, display=display, spent=Spent(begin_unix_s=time.time())), rank.heartbeat

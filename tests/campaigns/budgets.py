@@ -15,7 +15,7 @@ from typing import Any
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Tally
-from tests.campaigns.victims import PATIENCE_S, Fleet, Victim, figures_of, golden_run, newest_attempt
+from tests.campaigns.victims import PATIENCE_S, Fleet, Victim, figures_of, golden_run
 from tests.support.cluster_faults import node_down, preempted_by_urgent, take_nodes
 from tests.support.command_line import TINY, Person
 from tests.support.slurm_runs import at_work, job_state
@@ -41,6 +41,7 @@ class Slow(Tiny):
         # As before Python runs: it dies of the TERM at the limit, and the supervisor has KillWait for the requeue.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        print("building", flush=True)
         time.sleep(3600)
 """
 
@@ -115,7 +116,9 @@ def no_progress(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[s
         with tally.trial("a job that loses its node each time") as problems:
             job, run = _submit(person, "downs-its-node", *slow, "requeue.max_fruitless_returns=1")
             for attempt in range(2):
-                wait_for(lambda a=attempt: newest_attempt(run) == a, within_s=PATIENCE_S, what=f"attempt {attempt}")
+                # A step that has just been launched outlives the batch script: Slurm would find the job still running
+                # on the node that it returns to, and hold it.
+                wait_for(lambda a=attempt: _is_building(run, a), within_s=PATIENCE_S, what=f"attempt {attempt}")
                 with node_down(read_ledger(run)[-1]["nodes"][0]):
                     wait_for(lambda: job_state(job) != "RUNNING", within_s=60, what="the end of the job")
             _wait_until_stopped(job, run, within_s=PATIENCE_S)
@@ -126,6 +129,11 @@ def no_progress(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[s
 
 def _submit(person: Person, name: str, *words: str) -> tuple[str, RunDirectory]:
     return person.types(*TINY, "train.threads=1", f"run.name={name}", *words).job_and_run
+
+
+def _is_building(run: RunDirectory, attempt: int) -> bool:
+    log = run.rank_log(attempt, 0)
+    return log.exists() and "building" in log.read_text()
 
 
 def _wait_until_stopped(job: str, run: RunDirectory, *, within_s: float) -> None:

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from slurm_train.distributed.ports import meeting_ports
+from slurm_train.distributed.master import meeting_ports
 from slurm_train.rundir.attempts import read_ledger
 from tests.campaigns.record import Tally
 from tests.support import meeting_ranks, stranger

@@ -26,13 +26,13 @@ from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from slurm_train.checkpoint.directory import newest_verified
+from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import load_config
-from slurm_train.distributed.ports import probe_port
+from slurm_train.distributed.master import probe_port
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.environment import scrubbed
+from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.supervise.ranks import LocalRanks
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slurm_train.checkpoint.directory import read_manifest
+from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.errors import CheckpointError, ClusterError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_lines

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.launch.script import render_script
+from slurm_train.launch.batch_script import render_script
 from tests.campaigns import hostile_words, secrets
 from tests.campaigns.hostile_words import Bench, Case, Found
 

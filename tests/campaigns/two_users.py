@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.checkpoint.commit import Place
-from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable, open_private
+from slurm_train.checkpoint.verify import verify
 from tests.campaigns.checkpoint_faults import in_memory
 from tests.campaigns.record import Tally
 from tests.support.small_checkpoints import make_header, stage

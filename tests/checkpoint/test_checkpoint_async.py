@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.save import BackgroundSaver, Saved, save_checkpoint
 from slurm_train.checkpoint.state import StagingBuffers, can_pin, own_part, own_tensors, training_state
+from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError, RunError
 from slurm_train.rundir.paths import list_checkpoints
 from tests.support.small_checkpoints import make_header
@@ -130,6 +131,16 @@ def test_the_parts_of_the_ranks_make_the_whole_and_values_are_on_each():
     for part in parts:
         assert part["optimizer"]["param_groups"] is state["optimizer"]["param_groups"]
         assert part["optimizer"]["none"] is None
+
+
+def test_large_buffers_pin_no_more_than_they_need(buffers, monkeypatch):
+    """Torch rounds what it pins up to a power of two: an 8B model's moments would take up to twice their size."""
+    pinned = []
+    runtime = SimpleNamespace(cudaHostRegister=lambda _, size, flags: pinned.append((size, flags)))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(StagingBuffers, "_kind_of", lambda _, tensor: (tensor.shape, tensor.dtype, True))
+    buffers.stage({"weight": torch.zeros(3, 100_000), "moment": torch.zeros(5, 90_000)})
+    assert pinned == [(4 * 300_000, 1), (4 * 450_000, 1)]
 
 
 @pytest.mark.gpu

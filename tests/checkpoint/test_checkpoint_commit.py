@@ -8,8 +8,8 @@ import pytest
 
 from slurm_train.checkpoint import commit as commit_module
 from slurm_train.checkpoint.commit import Place, Pruned, discard
-from slurm_train.checkpoint.directory import newest_verified, verify
 from slurm_train.checkpoint.manifest import FileRecord, Manifest
+from slurm_train.checkpoint.verify import newest_verified, verify
 from slurm_train.errors import CheckpointError, RunError
 from slurm_train.rundir.paths import list_checkpoints, name_of
 from tests.support.small_checkpoints import make_checkpoint, make_header, stage, steps_in

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurm_train.checkpoint import directory
 from slurm_train.checkpoint import save as save_module
+from slurm_train.checkpoint import verify as verify_module
 from slurm_train.checkpoint.commit import committed_path, discard
 from slurm_train.checkpoint.manifest import digest_of, read_record, write_file
 from slurm_train.rundir.paths import list_checkpoints
@@ -135,5 +135,5 @@ def test_every_truncation_flipped_bit_and_hole_is_found(root: Path, monkeypatch:
     def trust(path, expected):
         """Looks at nothing: the check can fail."""
 
-    monkeypatch.setattr(directory, "check_hash", trust)
+    monkeypatch.setattr(verify_module, "check_hash", trust)
     assert damage_everywhere(small, holes).undetected == 3

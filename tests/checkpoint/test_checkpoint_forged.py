@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 
-from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.load import load_rank_state
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, digest_of, read_record
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata, read_metadata
 from slurm_train.checkpoint.save import rank_file
 from slurm_train.checkpoint.tensors import read_tensors, tensor_shapes, write_tensors
+from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError
 from tests.support.small_checkpoints import make_header
 

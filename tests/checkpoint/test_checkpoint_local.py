@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from slurm_train.checkpoint.directory import verify
 from slurm_train.checkpoint.local import (
     NodePlace,
     Reachable,
@@ -18,6 +17,7 @@ from slurm_train.checkpoint.local import (
     open_private,
 )
 from slurm_train.checkpoint.manifest import Manifest, write_file
+from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError
 from tests.campaigns import two_users
 from tests.campaigns.record import Tally

@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from slurm_train.checkpoint import directory
+from slurm_train.checkpoint import verify as verify_module
 from slurm_train.checkpoint.commit import Place
-from slurm_train.checkpoint.directory import newest_committed_step, newest_verified, read_manifest, survey, verify
 from slurm_train.checkpoint.manifest import FileRecord, Manifest
+from slurm_train.checkpoint.verify import newest_committed_step, newest_verified, read_manifest, survey, verify
 from slurm_train.errors import CheckpointError
 from slurm_train.rundir.paths import CheckpointName, list_checkpoints, name_of, parse_name
 from tests.support.small_checkpoints import make_checkpoint, make_header
@@ -182,9 +182,9 @@ def test_one_that_is_renamed_or_removed_while_it_is_read(root, change, expected)
 def test_waiting_for_another_writer_ends_when_it_has_written_or_with_what_to_do(root, monkeypatch):
     writer = threading.Timer(0.05, lambda: (root / "a").mkdir(parents=True))
     writer.start()
-    directory.wait_until_visible(root / "a")
+    verify_module.wait_until_visible(root / "a")
     writer.join()
-    monkeypatch.setattr(directory, "VISIBLE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(verify_module, "VISIBLE_TIMEOUT_S", 0.02)
     with pytest.raises(CheckpointError, match="not visible on this node") as caught:
-        directory.wait_until_visible(root / "b")
+        verify_module.wait_until_visible(root / "b")
     assert "every node mounts" in caught.value.hint

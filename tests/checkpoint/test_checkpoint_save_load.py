@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from slurm_train.checkpoint import commit as commit_module
-from slurm_train.checkpoint.directory import newest_verified, verify
 from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors, weights_digest
 from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.checkpoint.state import restore_training_state, training_state
+from slurm_train.checkpoint.verify import newest_verified, verify
 from slurm_train.errors import CheckpointError
 from tests.support.small_checkpoints import make_checkpoint, make_header, stage
 

@@ -18,11 +18,11 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from slurm_train.checkpoint import directory
-from slurm_train.checkpoint.directory import verify
+from slurm_train.checkpoint import verify as verify_module
 from slurm_train.checkpoint.load import choose_checkpoint, load_tensors
 from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.checkpoint.state import StagingBuffers, own_part
+from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
 from slurm_train.rundir.paths import list_checkpoints, name_of
 from tests.support.small_checkpoints import checkpoint_of, make_header, steps_in
@@ -60,7 +60,7 @@ def failure_scene(root: Path) -> None:
         assert "rank 1" in error and "[Errno 27] File too large" in error and "Traceback" not in error, error
     exists = Path.exists
     if rank == 1:
-        directory.VISIBLE_TIMEOUT_S = 0.0
+        verify_module.VISIBLE_TIMEOUT_S = 0.0
         Path.exists = lambda _: False
     error = error_of(lambda: save(root, 2, state))
     Path.exists = exists

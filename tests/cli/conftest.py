@@ -86,6 +86,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     slurm = SlurmPrograms(tmp_path / "slurm" / "bin")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", slurm.path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "CUDA_"))]:
         monkeypatch.delenv(name)
     return Shell(folder, slurm, capsys, monkeypatch)

@@ -95,7 +95,7 @@ def test_somebody_elses_process_is_not_ours_to_end(shell: Shell) -> None:
 AS_NOBODY = """
 import os, sys
 from slurm_train.verbs import VERBS, run
-VERBS["cancel"].load(), VERBS["status"].load()
+VERBS["cancel"].load(), VERBS["status"].load(), VERBS["collate"].load()
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 print(run(sys.argv[1:]))
 """
@@ -142,3 +142,26 @@ def test_a_word_that_names_none_of_ones_own_says_where_others_are(open_folder: P
         "hint: runs there: mine/3f9a1c07; --root names another root; folders that you may not enter: "
         f"{open_folder}/theirs of root",
     ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else needs root")
+def test_a_closed_sweep_of_somebody_else_is_named_and_is_in_nobodys_way(open_folder: Path) -> None:
+    for number in ("1111aaaa", "2222bbbb", "3333cccc"):
+        (open_folder / "sweeps" / number).mkdir(parents=True)
+        line = {"index": 0, "run": f"gpt/{number}", "overrides": {}, "job": None}
+        (open_folder / "sweeps" / number / "sweep.jsonl").write_text(json.dumps(line))
+        (open_folder / "gpt" / number).mkdir(parents=True)
+        (open_folder / "gpt" / number / "config.yaml").touch()
+    (open_folder / "sweeps" / "1111aaaa" / "sweep.jsonl").chmod(0o600)
+    (open_folder / "sweeps" / "2222bbbb").chmod(0o700)
+    for words, text in (
+        (["collate", "1111"], "error: sweep {}/sweeps/1111aaaa is not yours, and you may not read it"),
+        (["collate", "2222"], "error: sweep {}/sweeps/2222bbbb is not yours"),
+        (["collate", "nothing"], "folders that you may not enter: {}/sweeps/2222bbbb of root"),
+        (["collate", "3333"], "gpt/3333cccc"),
+        (["collate", "gpt"], "gpt/3333cccc"),
+        (["status"], "gpt/1111aaaa"),
+    ):
+        typed = [sys.executable, "-c", AS_NOBODY, *words, "--root", str(open_folder)]
+        done = subprocess.run(typed, capture_output=True, text=True, check=False)
+        assert text.format(open_folder) in done.stdout + done.stderr and "Traceback" not in done.stderr, done

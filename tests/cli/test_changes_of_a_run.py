@@ -83,8 +83,8 @@ def test_what_changes_the_training_is_shown_and_refused(shell: Shell, run: RunDi
         err = shell.refuses(row, f"resume {run.run_id} {words}")
         assert f"a/{run.run_id} has been trained up to step 40; from there on it would be trained differently" in err
         assert f"--accept {names};" in err
-    err = shell.refuses("--accept optim.lrr: there is no such key", f"resume {run.run_id} --accept optim.lrr")
-    assert "optim.lr" in err
+    err = shell.refuses("--accept train.max_step: there is no such key", f"resume {run.run_id} --accept train.max_step")
+    assert "train.max_steps" in err
     shell.refuses("the flag --accept needs a value", "+cluster=4x8 --accept")
     assert shell.slurm.said("submitted.sh") is None and files() == before, "nothing happened"
 
@@ -131,10 +131,17 @@ def test_a_global_batch_that_must_change_takes_the_learning_rate_along(shell: Sh
     assert json.loads(run.plan.read_text())["lr"] == lr
 
 
-def test_the_weights_of_a_shipped_model_do_not_fit_another_width(shell: Shell) -> None:
+@pytest.mark.parametrize(
+    ("words", "row"),
+    [
+        ("model.width=320", "model.width  160 -> 320"),
+        ("optim=sgd", "optim._target_  torch.optim.AdamW -> torch.optim.SGD"),
+    ],
+)
+def test_a_checkpoint_does_not_fit_another_width_or_optimizer(shell: Shell, words: str, row: str) -> None:
     run = submitted(shell, "+cluster=4x8")
-    words = f"resume {run.run_id} model.width=320 --accept config"
-    assert "do not fit another shape of the model" in shell.refuses("model.width  160 -> 320", words)
+    refused = shell.refuses(row, f"resume {run.run_id} {words} --accept config")
+    assert "does not fit another shape of the model or another optimizer" in refused
 
 
 def test_a_finished_run_whose_code_has_changed_says_what_to_type(shell: Shell, run: RunDirectory) -> None:
@@ -201,6 +208,14 @@ def test_a_finished_run_can_be_made_longer(shell: Shell, run: RunDirectory) -> N
     assert run.result.exists()
     shell.submits(f"resume {run.run_id} train.max_steps=400 --accept train.max_steps")
     assert not run.result.exists() and (run.before_change(1) / "result.json").exists()
+
+
+def test_a_run_of_epochs_can_be_made_longer_by_epochs_only(shell: Shell) -> None:
+    run = shell.submits("+cluster=4x8 train.max_epochs=2")
+    shell.slurm.account("4711", "CANCELLED by 0")
+    run.result.write_text("{}")
+    shell.refuses("was given to a run of train.max_epochs=2", f"resume {run.run_id} train.max_steps=900")
+    shell.submits(f"resume {run.run_id} train.max_epochs=3")
 
 
 def test_prepared_text_that_was_made_again_is_found_before_anything_is_submitted(shell: Shell) -> None:

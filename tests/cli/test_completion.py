@@ -78,8 +78,12 @@ OFFERS = {
     "devcluster k": "kill-node",
     "nonsense xyz": "",
     "optim.sch": "optim.schedule=",
-    "plan optim.schedule=": "optim.schedule=constant optim.schedule=cosine",
-    "-m optim.schedule=cosine,": "optim.schedule=cosine,constant",
+    "plan optim.schedule=c": "optim.schedule=constant optim.schedule=cosine",
+    "-m optim.schedule=cosine,c": "optim.schedule=cosine,constant",
+    "opti": "optim. optim=",
+    "optim=": "optim=adamw optim=custom optim=muon optim=sgd",
+    "optim=sgd optim.m": "optim.min_lr_ratio= optim.momentum=",
+    "optim._": "optim._target_=",
     "checkpoint.every_steps=": "checkpoint.every_steps=auto checkpoint.every_steps=null",
     "mod": "model. model=",
     "model=": "model=cnn model=custom model=gpt model=gpt2-124m model=hf model=llama3-70b model=llama3-8b",
@@ -106,7 +110,7 @@ def test_sites_are_those_of_the_persons_own_folder(project: Path, monkeypatch: p
     monkeypatch.setenv("HOME", str(project / "home"))
     (project / "home" / ".config" / "slurm_train" / "site").mkdir(parents=True)
     (project / "home" / ".config" / "slurm_train" / "site" / "jupiter.yaml").touch()
-    assert offered("plan site=") == ["site=jupiter"]
+    assert offered("plan site=") == ["site=jupiter", "site=none"]
     assert offered("plan container=") == ["container=apptainer", "container=pyxis"]
     assert offered("plan launch=in") == ["launch=interactive"]
 

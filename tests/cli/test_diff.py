@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slurm_train.cli import diff
-from slurm_train.launch.environment import write_provenance
+from slurm_train.launch.provenance import write_provenance
 from slurm_train.launch.snapshot import SourceState, read_source
 from slurm_train.launch.write import write_run
 from slurm_train.rundir.paths import RunDirectory

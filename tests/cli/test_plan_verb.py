@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+import pytest
 
 from slurm_train.cli.display import plan_rows
 from tests.cli.conftest import Shell
@@ -67,6 +70,35 @@ def test_the_rows_of_the_table() -> None:
     ]
 
 
+def test_epochs_are_told_with_their_steps_where_the_samples_are_known(tmp_path: Path) -> None:
+    shards = [{"file": "train_00000.bin", "tokens": 2561, "xxh3_128": "0"}]
+    (tmp_path / "index.json").write_text(json.dumps({"splits": {"train": {"shards": shards}}}))
+    text = {"_target_": "slurm_train.data.text.build", "context": 16, "path": str(tmp_path)}
+    for data, said in (
+        (text, "2.5 epochs of 160 samples, 7 steps"),
+        ({"_target_": "my.Data"}, "2.5 epochs; the ranks count the steps when they have opened the data"),
+    ):
+        plan = make_plan(data=data, train={"max_epochs": 2.5})
+        assert dict(plan_rows(plan))["length"] == said
+        assert (plan.as_json()["max_steps"], plan.as_json()["samples"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("optim=adamw", "AdamW 9.7 MiB"),
+        ("optim=sgd", "SGD 4.8 MiB"),
+        ("optim=sgd optim.momentum=0", "activations"),
+        ("optim=muon", "Muon 4.8 MiB"),
+        ("optim._target_=torch.optim.NAdam optim.lr=1e-3", "NAdam 9.7 MiB"),
+    ],
+)
+def test_what_an_optimizer_keeps_is_counted(shell: Shell, words: str, kept: str) -> None:
+    memory = rows_of(shell, f"+cluster=2x4 {words}")["memory"]
+    assert f"gradients 4.8 MiB, {kept}" in memory
+    assert ("numbers per parameter are assumed" in memory) == ("uon" in words or "NAdam" in words)
+
+
 def test_unequal_shares_are_told_and_their_memory_counted(shell: Shell) -> None:
     uneven = "+cluster=2x4 cluster.gpus_per_node=[4,2] batch.global_size=24 batch.shares="
     even, measured, weights = (rows_of(shell, f"{uneven}{shares}") for shares in ("even", "measured", "[2,1]"))
@@ -84,8 +116,8 @@ def test_a_layout_has_memory_traffic_and_a_table_of_ranks(shell: Shell) -> None:
     rows = rows_of(shell, words)
     assert rows["layout"] == "pp 2 x dp_shard 8 x tp 4; 8 read different samples"
     assert rows["global batch"] == "64 = 1 local x 8 ranks x 8 accumulation"
-    assert rows["memory"].startswith("5.0 MiB per rank of stage 0: weights 95.4 KiB, AdamW 191 KiB, gathered 1.8 MiB, ")
-    assert rows["sends"].startswith("per rank of stage 0 and step: ")
+    assert rows["memory"].startswith("3.3 MiB per rank of stage 1: weights 95.5 KiB, AdamW 191 KiB, gathered 1.3 MiB, ")
+    assert rows["sends"].startswith("per rank of stage 1 and step: ")
     assert "along tp (inside nodes)" in rows["sends"] and "along dp_shard (between nodes)" in rows["sends"]
     assert json.loads(shell.types(f"plan --json {words}").out)["memory"]["source"] == "formula, bfloat16"
     table = shell.types(f"plan --ranks {words}").out.splitlines()

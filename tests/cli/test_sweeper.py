@@ -15,7 +15,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 
 from slurm_train.cli.multirun import objective
-from slurm_train.errors import RunError
+from slurm_train.errors import EXIT_REQUEUE, RunError
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, read_table
 from tests.cli.conftest import Shell
@@ -132,3 +132,15 @@ def test_the_value_of_a_run(result: dict[str, Any] | None, key: str | None, expe
     else:
         with pytest.raises(RunError, match=expected):
             objective(run, key)
+
+
+def test_ctrl_c_ends_a_study_whose_runs_may_fail(halving: str, shell: Shell) -> None:
+    started = []
+
+    def stop(_: object, elements: list[object], **__: object) -> int:
+        started.append(len(elements))
+        return EXIT_REQUEUE
+
+    shell.patch.setattr("slurm_train.cli.here.train_each", stop)
+    done = shell.types(halving.replace("+cluster=1x8", "run.processes=1"))
+    assert (done.code, started, FOUND) == (EXIT_REQUEUE, [2], []), done.err

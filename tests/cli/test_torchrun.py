@@ -14,9 +14,9 @@ import pytest
 from slurm_train.cli.rank import _leave_restart
 from slurm_train.cli.torchrun import children_of, granted_ranks, outcome
 from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.distributed.master import probe_port
 from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
-from slurm_train.distributed.ports import probe_port
 from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory

@@ -16,6 +16,7 @@ from slurm_train.config.batch import (
     sizes_by_speed,
     sizes_by_weight,
     solve_batch,
+    total_steps,
 )
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import (
@@ -52,6 +53,27 @@ SOLVED = [
 def test_what_is_not_given_is_solved(asked: Asked, ranks: int, expected: tuple[int, int, int]) -> None:
     plan = solve_batch(section(asked), ranks=ranks)
     assert (plan.local_size, plan.accumulation, plan.global_size) == expected
+
+
+EPOCHS = [
+    # epochs, (steps, samples) done at this global batch of 12, steps: an epoch has 97 samples
+    (None, (0, 0), 50),
+    (1, (0, 0), 9),
+    (2, (0, 0), 17),
+    (0.5, (0, 0), 4),
+    (0.001, (0, 0), 1),
+    (12, (0, 0), 97),
+    (2, (10, 60), 22),
+    (2, (10, 600), 10),
+]
+
+
+@pytest.mark.parametrize(("epochs", "since", "expected"), EPOCHS)
+def test_epochs_are_whole_steps_of_what_is_left_of_their_samples(
+    epochs: float | None, since: tuple[int, int], expected: int
+) -> None:
+    train = TrainSection(max_steps=50, max_epochs=epochs)
+    assert total_steps(train, num_samples=97, global_size=12, since=since) == expected
 
 
 counts = st.one_of(st.none(), st.integers(1, 64))

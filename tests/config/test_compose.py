@@ -19,7 +19,7 @@ from slurm_train.config.compose import (
     compose,
     read_points,
 )
-from slurm_train.config.schema import ContainerSection, RunConfig
+from slurm_train.config.schema import ContainerSection, OptimSection, RunConfig, build_config, to_mapping
 from slurm_train.config.words import Words, prepare_overrides, read_words
 from slurm_train.errors import ConfigError
 
@@ -76,6 +76,38 @@ def test_an_own_model_does_not_inherit_the_arguments_of_the_old_one() -> None:
     assert result.config.data == {"_target_": "my.Data"}
 
 
+def test_an_own_optimizer_takes_the_keywords_that_are_typed() -> None:
+    own = composed("optim._target_=my.Lion", "optim.lr=1e-4", "optim.d=2").config.optim
+    assert (own._target_, own.lr, own.weight_decay, own.keywords) == ("my.Lion", 1e-4, 0.0, {"d": 2})
+    sgd = composed("optim=sgd", "optim.momentum=0.8", "+optim.dampening=0.1").config.optim
+    assert sgd.keywords == {"momentum": 0.8, "nesterov": True, "dampening": 0.1}
+    assert to_mapping(sgd)["momentum"] == 0.8 and build_config(OptimSection, to_mapping(sgd)) == sgd
+
+
+def test_a_schedule_is_a_name_or_a_function_of_ones_own() -> None:
+    words = ("optim.schedule._target_=my.falling", "optim.schedule.power=2")
+    function = {"_target_": "my.falling", "power": 2}
+    config = composed().config
+    assert composed("optim.schedule=wsd").config.optim.schedule == "wsd"
+    assert composed(*words).config.optim.schedule == apply_words(config, words).optim.schedule == function
+
+
+def test_a_sweep_chooses_among_optimizers() -> None:
+    points = read_points(read_words(["optim=adamw,sgd,muon", "optim.schedule=wsd,linear"]))
+    found = [compose(Words(overrides=list(point.overrides))).config.optim for point in points]
+    names = [(one._target_.rpartition(".")[2], one.schedule) for one in found]
+    assert names == [(name, shape) for name in ("AdamW", "SGD", "Muon") for shape in ("wsd", "linear")]
+
+
+@pytest.mark.parametrize("word", ["optim=sgd", "+optim=sgd"])
+def test_an_optimizer_is_chosen_where_the_users_primary_file_has_a_section(tmp_path: Path, word: str) -> None:
+    files = {"mine.yaml": "defaults: [_self_, {model: gpt}, {data: stdlib}]\noptim: {warmup_samples: 7}\n"}
+    words = ["--config-dir", write(tmp_path, files), "--config-name", "mine"]
+    optim = composed(*words, word).config.optim
+    assert (optim._target_, optim.keywords["momentum"]) == ("torch.optim.SGD", 0.9)
+    assert composed(*words).config.optim == OptimSection(warmup_samples=7)
+
+
 def test_a_users_files_shadow_ours(tmp_path: Path) -> None:
     files = {
         "cluster/base.yaml": "partition: gpu\naccount: lab\nnodes: 1\n",
@@ -97,7 +129,7 @@ def test_a_cluster_that_the_users_primary_file_chooses_can_be_replaced(tmp_path:
 
 
 REFUSALS = [
-    ("++optim.lrr=3", "there is no configuration key 'optim.lrr'", "did you mean optim.lr or"),
+    ("++train.max_step=3", "there is no configuration key 'train.max_step'", "did you mean train.max_steps or"),
     ("model.widht=3", "there is no configuration key 'model.widht'", "did you mean model.width or"),
     (
         "model=gptt",

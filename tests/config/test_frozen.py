@@ -258,6 +258,8 @@ CHOSEN = [
     ),
     (["data=text", "data.path=/d"], {"data.path": None}),
     (["model=cnn", "data=digits", "model.features=8"], {"model.features": 32}),
+    (["optim=sgd", "optim.momentum=0.8", "optim.lr=1"], {"optim.lr": 0.1, "optim.momentum": 0.9}),
+    (["optim._target_=my.Own", "optim.lr=1", "optim.d=2"], {"optim._target_": None, "optim.lr": None, "optim.d": None}),
 ]
 
 
@@ -270,5 +272,6 @@ def test_what_was_chosen_is_marked_with_its_default(words: list[str], chosen: di
 def test_the_shipped_files_spell_out_every_key() -> None:
     """They are what `list_settings` takes for the defaults."""
     shipped = set(flat(yaml.safe_load(read_asset("conf", "config.yaml"))))
-    shipped |= {f"cluster.{key}" for key in yaml.safe_load(read_asset("conf/cluster", "base.yaml"))}
+    for group, name in (("cluster", "base"), ("optim", "adamw")):
+        shipped |= {f"{group}.{key}" for key in yaml.safe_load(read_asset(f"conf/{group}", f"{name}.yaml"))}
     assert {key for key in {*LEAVES, "batch.global_size"} if not key.startswith("container.")} <= shipped

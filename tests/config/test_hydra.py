@@ -90,9 +90,13 @@ def test_every_row_of_the_tables_is_tested() -> None:
     ("words", "shown", "hidden"),
     [
         ("--cfg job", "lr: 0.003", "hydra:"),
-        ("--cfg=hydra", "output_subdir: null", "optim:"),
+        ("--cfg=hydra", "output_subdir: null", "batch:"),
         ("-c all optim.lr=0.5", "lr: 0.5", "nothing"),
-        ("--cfg job --package optim optim.lr=0.5", "# @package optim\nlr: 0.5", "max_steps"),
+        (
+            "--cfg job --package optim optim.lr=0.5",
+            "# @package optim\n_target_: torch.optim.AdamW\nlr: 0.5",
+            "max_steps",
+        ),
         ("--cfg job -p model", "context: ${data.context}", "nothing"),
         ("--cfg job -p model --resolve", "context: 128", "${"),
         ("--info", "Config search path", "nothing"),
@@ -198,7 +202,7 @@ def test_words_mean_what_they_mean_to_hydra(
     ("word", "message", "hint"),
     [
         ("+seed=3", "seed is there already, and + adds a key", ""),
-        ("+optim.lrr=3", "there is no configuration key 'optim.lrr'", ""),
+        ("+train.lrr=3", "there is no configuration key 'train.lrr'", ""),
         ("~model.nope", "there is no configuration key 'model.nope'", ""),
         ("optim.lr=a=b", "'optim.lr=a=b' cannot be read: ", "once more"),
         ("seed=1,2", "seed=1,2 has several values", "add -m"),

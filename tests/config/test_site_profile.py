@@ -56,6 +56,23 @@ def test_a_site_fills_what_was_left_open(word: str) -> None:
     assert composed("+cluster=4x8", word).config.site == "big"
 
 
+def test_the_only_site_of_a_person_is_used_unless_another_or_none_is_typed(home: Path, tmp_path: Path) -> None:
+    assert (composed("+cluster=4x8").config.site, cluster_of().account) == ("big", "ml")
+    assert (composed("+cluster=4x8", "site=none").config.site, cluster_of("site=none").account) == ("none", None)
+    folder = write(tmp_path / "own", {"experiment/there.yaml": "# @package _global_\ncluster: {account: nearer}\n"})
+    assert cluster_of("--config-dir", folder, "+experiment=there").account == "nearer"
+    assert composed().config.site is None, "it trains here"
+    other = home / ".config" / "slurm_train" / "site" / "other.yaml"
+    other.write_text("cluster: {account: other}\n")
+    assert composed("+cluster=4x8").config.site is None, "one of several is named"
+    other.with_name("default.yaml").symlink_to("other.yaml")
+    assert (composed("+cluster=4x8").config.site, cluster_of().account) == ("other", "other")
+    assert cluster_of("site=big").account == "ml"
+    other.write_text("cluster: [\n")
+    with pytest.raises(ConfigError):
+        composed("+cluster=4x8")
+
+
 def test_the_command_line_wins() -> None:
     cluster = cluster_of("site=big", "cluster.account=mine", "cluster.cpus_per_gpu=4", "cluster.env.NCCL_DEBUG=INFO")
     assert (cluster.account, cluster.cpus_per_gpu, cluster.time_limit_min) == ("mine", 4, 1440)
@@ -123,7 +140,7 @@ def test_a_primary_file_of_ones_own_may_choose_a_site(tmp_path: Path) -> None:
 
 def test_the_users_folder_shadows_nothing(home: Path) -> None:
     write(home / ".config" / "slurm_train", {"cluster/base.yaml": "account: hidden\n", "model/gpt.yaml": "a: 1\n"})
-    config = composed("+cluster=1x1").config
+    config = composed("+cluster=1x1", "site=none").config
     assert config.cluster is not None and config.cluster.account is None
     assert config.model is not None and "a" not in config.model
 

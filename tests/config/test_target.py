@@ -155,6 +155,9 @@ def search(tmp_path: Path) -> list[str]:
     (tmp_path / "bare" / "deep").mkdir(parents=True)
     (tmp_path / "bare" / "deep" / "nets.py").write_text("class Net: ...\n")
     (tmp_path / "signatures.py").write_text(SIGNATURES)
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "__init__.py").write_text("from .deep import Net as Again\n")
+    (tmp_path / "again" / "deep.py").write_text("from signatures import Net\n")
     return [str(tmp_path)]
 
 
@@ -188,10 +191,13 @@ def test_what_is_not_there_is_refused_with_the_nearest(target: str, text: str, h
 
 SIGNATURES = """
 raise RuntimeError
+from again import Again as Renamed
 class Net(Module):
     def __init__(self, width, depth=2, *, act="relu"): ...
 class Data:
     def __init__(self, path, split="train"): ...
+class Stream:
+    def __init__(self, path, rank, num_ranks): ...
 class Open(Module):
     def __init__(self, **words): ...
 class Inherits(Module): ...
@@ -218,6 +224,8 @@ if fast:
         ("data", "Data", {"path": "x", "zzz": 1}, "unexpected keyword argument 'zzz'", "it takes path, split"),
         ("data", "Data", {}, "missing a required argument: 'path'", "it takes path"),
         ("task", "main", {"round": 1}, "unexpected keyword argument 'round'", "it takes context, rounds"),
+        # Through two modules that import it.
+        ("model", "Renamed", {"width": 1, "depht": 3}, "unexpected keyword argument 'depht'", "it takes width, depth"),
     ],
 )
 def test_wrong_keywords_are_read_from_the_source(
@@ -235,6 +243,7 @@ def test_wrong_keywords_are_read_from_the_source(
         ("model", "Net", {"_args_": [1]}),
         ("model", "Net", {"_partial_": True}),
         ("data", "Data", {"path": "x", "num_workers": 2, "heldout": {"path": "y"}, "keyed_randomness": False}),
+        ("data", "Stream", {"path": "x", "prefetch": 2, "allow_world_change": True}),
         ("task", "main", {}),
         # What the source does not say plainly is left to the rank.
         *(("model", name, {"zzz": 1}) for name in ("Open", "Inherits", "Decorated", "Twice", "wrapped", "late")),

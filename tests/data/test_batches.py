@@ -108,6 +108,22 @@ def test_evaluation_sees_each_sample_once_over_all_ranks(lengths: Any, num_sampl
     assert sorted(seen) == list(range(num_samples))
 
 
+@pytest.mark.parametrize("by_length", [False, True])
+def test_a_capped_evaluation_sees_the_same_samples_on_any_number_of_ranks(by_length: bool) -> None:
+    lengths = np.random.default_rng(4).integers(1, 300, 50) if by_length else None
+    for size in (1, 2, 3):
+        shares = [
+            [number for (numbers,) in batches for number in numbers.tolist()]
+            for batches in (
+                evaluation_batches(Numbers(50), rank=rank, size=size, batch_size=4, lengths=lengths, most=12)
+                for rank in range(size)
+            )
+        ]
+        assert sorted(number for share in shares for number in share) == [0, 4, 8, 12, 16, 20, 25, 29, 33, 37, 41, 45]
+        assert by_length or max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert sum(len(one[0]) for one in evaluation_batches(Numbers(5), rank=0, size=1, batch_size=4, most=12)) == 5
+
+
 def test_shares_differ_by_at_most_one_and_none_is_padded() -> None:
     shares = [[batch.tolist() for batch in evaluation_indices(7, rank=rank, size=3, batch_size=2)] for rank in range(3)]
     assert shares == [[[0, 1]], [[2, 3]], [[4, 5], [6]]]

@@ -124,7 +124,7 @@ def test_collate_of_the_user_is_used() -> None:
 
 def test_batch_that_is_not_a_tuple_of_tensors_is_refused() -> None:
     source = MapStyleSource(Noisy(), collate=lambda items: {"x": items})
-    with pytest.raises(DataError, match="this one is a dict"):
+    with pytest.raises(DataError, match="a tuple or a dict of tensors, this one is a dict"):
         source.batch(np.array([0]))
 
 
@@ -157,3 +157,36 @@ def test_inputs_are_padded_with_zeros_and_targets_with_what_does_not_count() -> 
 def test_values_without_length_are_stacked() -> None:
     inputs, labels = pad([(torch.ones(2, 3), torch.tensor(1)), (torch.ones(1, 3), torch.tensor(0))])
     assert inputs.shape == (2, 2, 3) and labels.tolist() == [1, 0]
+
+
+class Named(Dataset[Any]):
+    """Rows as a tokenized data set of Hugging Face gives them: lists by name, of unequal length."""
+
+    def __init__(self, **others: Any) -> None:
+        self.others = others
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = list(range(1, index + 2))
+        return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": tokens, "row": index, **self.others}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_mappings_become_padded_tensors_by_name(num_workers: int) -> None:
+    (batch,) = read(MapStyleSource(Named(), num_workers=num_workers), count=1)
+    order = np.argsort(batch.indices)
+    assert {name: tensor[order].tolist() for name, tensor in batch.tensors.items()} == {
+        "input_ids": [[1, 0, 0, 0], [1, 2, 0, 0], [1, 2, 3, 0], [1, 2, 3, 4]],
+        "attention_mask": [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]],
+        "labels": [[1, -100, -100, -100], [1, 2, -100, -100], [1, 2, 3, -100], [1, 2, 3, 4]],
+        "row": [0, 1, 2, 3],
+    }
+
+
+def test_a_column_of_text_is_refused_by_its_name() -> None:
+    with pytest.raises(
+        DataError, match=r"'text' of a sample cannot become a tensor: it is a str\nhint: leave text and"
+    ):
+        MapStyleSource(Named(text="hello")).batch(np.array([0]))

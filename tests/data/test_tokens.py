@@ -8,7 +8,7 @@ import torch
 
 from slurm_train.data import stdlib, text
 from slurm_train.data.prepare import PrepareOptions, prepare
-from slurm_train.data.shards import read_index
+from slurm_train.data.shards import known_num_samples, read_index
 from slurm_train.data.source import IGNORED, SampleSource
 from slurm_train.data.text import TokenSource
 from slurm_train.errors import DataError
@@ -39,6 +39,13 @@ def test_targets_are_the_inputs_one_token_later(shards: Path) -> None:
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert inputs.is_contiguous() and targets.is_contiguous()
+
+
+def test_the_number_of_windows_is_known_without_reading_them(shards: Path, tmp_path: Path) -> None:
+    data = {"_target_": "slurm_train.data.text.build", "path": "out", "context": 16}
+    assert known_num_samples(data, cwd=tmp_path) == len(source(shards, "train"))
+    assert known_num_samples({"_target_": "my_data.Mine"}, cwd=tmp_path) is None
+    assert known_num_samples({**data, "path": "nowhere"}, cwd=tmp_path) is None
 
 
 def test_training_takes_whole_windows_of_each_shard_in_order(shards: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slurm_train.distributed.group import shorten_record
-from slurm_train.supervise.hang import read_flight
+from slurm_train.distributed.group import choose_device, newest_collectives, shorten_records, use_timeout
+from slurm_train.errors import PreflightError
+from slurm_train.supervise.hang import read_flights
+from tests.support.ranks import make_rank
 from tests.support.warm_ranks import run_pair
 
 # Rank 1 stays away from the third all-reduce until rank 0 has told what it knows.
@@ -17,7 +21,7 @@ PROGRAM = """
 import json, os, torch
 import torch.distributed as dist
 from slurm_train.distributed.group import newest_collectives
-from slurm_train.supervise.hang import read_flight
+from slurm_train.supervise.hang import read_flights
 from tests.support.waiting import wait_for
 dist.init_process_group("gloo")
 rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
@@ -26,7 +30,7 @@ for _ in range(2):
 
 def is_over():
     # What is over is written down by a thread of gloo's, a little later.
-    flight = read_flight(newest_collectives() or b"")
+    flight = read_flights(newest_collectives() or b"").get("gloo 0")
     return flight is None or flight.over == flight.begun
 
 wait_for(is_over, within_s=20, what="a record of what is over")
@@ -53,14 +57,57 @@ def test_real_ranks_tell_who_has_not_come(tmp_path: Path) -> None:
     texts = run_pair(tmp_path, PROGRAM)
     if not any(text.strip() for text in texts):
         pytest.skip(f"torch {torch.__version__} records nothing between gloo ranks")
-    flights = {rank: flight for rank, text in enumerate(texts) if (flight := read_flight(text)) is not None}
-    assert len(flights) == 2, texts
+    flights = [read_flights(text)["gloo 0"] for text in texts]
     assert str(flights[0].waits_in).endswith(" of 1,000 elements") and flights[1].waits_in is None
     assert (flights[0].begun, flights[0].over, flights[1].begun) == (
         flights[1].begun + 1,
         flights[1].begun,
         flights[1].over,
     )
+
+
+IN_JOB = {"SLURM_JOB_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "files", "is_refused"),
+    [
+        ({}, ["nvidia0", "nvidia1"], True),
+        ({}, ["nvidiactl", "nvidia-uvm"], False),
+        ({}, [], False),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ["nvidia0"], False),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-5f3c"}, ["nvidia0"], True),
+        (IN_JOB, ["nvidia0"], False),
+        ({**IN_JOB, "CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ["nvidia0"], False),
+        ({**IN_JOB, "CUDA_VISIBLE_DEVICES": "0,1"}, ["nvidia0"], True),
+        # A cluster whose GPUs are pretended.
+        ({**IN_JOB, "CUDA_VISIBLE_DEVICES": "0,1"}, [], False),
+    ],
+)
+def test_no_rank_trains_on_the_cpu_of_a_node_whose_gpus_it_was_given(
+    env: dict[str, str], files: list[str], is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    place = make_rank().place
+    if not is_refused:
+        assert choose_device(place, env, devices=tmp_path) == torch.device("cpu")
+        return
+    with pytest.raises(PreflightError, match=rf"has nvidia0.* torch {re.escape(torch.__version__)} \(.*\) finds no"):
+        choose_device(place, env, devices=tmp_path)
+
+
+def test_groups_of_a_mesh_get_the_same_time_out_and_those_of_saves_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [SimpleNamespace(group_desc=name) for name in ("default_pg", "mesh_tp", "undefined")]
+    given: list[tuple[str, float]] = []
+    core = torch.distributed.distributed_c10d
+    monkeypatch.setattr(core, "_world", SimpleNamespace(pg_map=groups))
+    monkeypatch.setattr(
+        core, "_set_pg_timeout", lambda time_out, group: given.append((group.group_desc, time_out.total_seconds()))
+    )
+    use_timeout(60)
+    assert given == [("default_pg", 60), ("mesh_tp", 60)]
 
 
 def test_a_record_is_shortened_to_the_newest_of_each_group() -> None:
@@ -75,9 +122,34 @@ def test_a_record_is_shortened_to_the_newest_of_each_group() -> None:
         for group in (0, 1)
         for number in range(10)
     ]
-    kept = json.loads(shorten_record(json.dumps({"entries": entries, "pg_status": {"0": {}}})) or b"")
+    (kept,) = json.loads(shorten_records([json.dumps({"entries": entries, "pg_status": {"0": {}}})]) or b"")
     assert [(one["pg_id"], one["collective_seq_id"]) for one in kept["entries"]] == [
         (group, number) for group in (0, 1) for number in (5, 6, 7, 8)
     ]
     assert kept["pg_status"] == {"0": {}}
-    assert shorten_record('{"entries": []}') is None
+    assert shorten_records(['{"entries": []}']) is None
+
+
+def test_what_nccl_and_gloo_have_recorded_is_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GPUs torch has two recorders: the one for NCCL has the gradients' exchanges, the other is gloo's."""
+
+    def dump(backend: str, begun: int) -> str:
+        entry = {
+            "pg_id": 0,
+            "process_group": ["0", "default_pg"],
+            "input_sizes": [[5]],
+            "input_dtypes": ["Float"],
+            "collective_seq_id": begun,
+            "profiling_name": f"{backend}:all_reduce",
+        }
+        status = {"last_enqueued_collective": begun, "last_completed_collective": begun - 1}
+        return json.dumps({"entries": [entry], "pg_status": {"0": status}})
+
+    core = torch._C._distributed_c10d
+    monkeypatch.setattr(core, "_dump_nccl_trace_json", lambda: dump("nccl", 8), raising=False)
+    monkeypatch.setattr(core, "_dump_fr_trace_json", lambda: dump("gloo", 3), raising=False)
+    flights = read_flights(newest_collectives() or b"")
+    assert {key: str(flight.waits_in) for key, flight in flights.items()} == {
+        "nccl 0": "all_reduce #8 of 5 elements",
+        "gloo 0": "all_reduce #3 of 5 elements",
+    }

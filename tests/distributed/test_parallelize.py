@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from slurm_train.config.parallel import ParallelLayout
-from slurm_train.config.schema import ParallelSection
-from slurm_train.distributed.parallelize import prepare_blocks
+from slurm_train.config.schema import ParallelSection, RunConfig, TrainSection
+from slurm_train.distributed.parallelize import gathers_in_bfloat16, prepare_blocks
 from slurm_train.models.gpt import GPT
+from tests.support.ranks import make_rank
 
 # In a process of its own: a pretended world of 64 must not meet another test's group.
 PROGRAM = """
@@ -93,14 +95,63 @@ for tied in (False, True):
     assert (left is None) == (not tied)
     model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
 assert seen == {(torch.float32, torch.bfloat16)}, seen
+
+class OwnLoss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+
+    def training_loss(self, batch):
+        inputs, targets = batch
+        assert (inputs.dtype, targets.dtype) == (torch.float32, torch.float32)
+        outputs = self.blocks[0](inputs)
+        assert outputs.dtype == torch.bfloat16
+        return torch.nn.functional.mse_loss(outputs, targets)
+
+own = OwnLoss()
+parallelize(own, layout=layout, mesh=mesh, roots=[own], settings=settings, compiles=False)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    loss = own.training_loss((torch.ones(2, 4), torch.ones(2, 4)))
+assert loss.dtype == torch.float32, loss.dtype
 print("right")
 """
 
 
-def test_ends_are_gathered_apart_and_angles_stay_precise() -> None:
+def test_ends_are_gathered_apart_and_angles_and_own_losses_stay_precise() -> None:
     command = [sys.executable, "-W", "ignore", "-c", SHARDED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "right\n", done.stderr
+
+
+SHARDS, REPLICAS = ParallelLayout(dp_shard=2), ParallelLayout(dp_replicate=2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "autocast", "layout", "expected"),
+    [
+        ("auto", torch.bfloat16, SHARDS, True),
+        ("auto", torch.float16, SHARDS, False),
+        ("auto", None, SHARDS, False),
+        ("auto", torch.bfloat16, REPLICAS, False),
+        ("auto", torch.bfloat16, ParallelLayout(tp=2), False),
+        ("float32", torch.bfloat16, SHARDS, False),
+        ("bfloat16", None, SHARDS, True),
+    ],
+)
+def test_shards_are_gathered_as_the_forward_pass_computes(
+    asked: Any, autocast: torch.dtype | None, layout: ParallelLayout, expected: bool
+) -> None:
+    settings = ParallelSection(gather_dtype=asked)
+    model, with_statistics = torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)
+    assert gathers_in_bfloat16(model, layout=layout, settings=settings, autocast=autocast) == expected
+    found = gathers_in_bfloat16(with_statistics, layout=layout, settings=settings, autocast=autocast)
+    assert found == (expected and asked == "bfloat16")
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_autocast_does_not_lie_on_top_of_shards_that_are_cast(casts: bool) -> None:
+    rank = make_rank(config=RunConfig(train=TrainSection(precision="bfloat16")), casts_shards=casts)
+    assert rank.forward_autocast == (None if casts else torch.bfloat16)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of torch itself

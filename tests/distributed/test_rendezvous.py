@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from slurm_train.distributed.master import candidate_ports
 from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
-from slurm_train.distributed.ports import candidate_ports
 from slurm_train.distributed.rendezvous import agree_on_attempt, check_gloo_address, open_store, resolve_master
 from slurm_train.errors import RendezvousError, RunError
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slurm_train.checkpoint.directory import newest_verified, read_manifest
 from slurm_train.checkpoint.load import load_tensors
+from slurm_train.checkpoint.verify import newest_verified, read_manifest
 from slurm_train.metrics.writer import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory

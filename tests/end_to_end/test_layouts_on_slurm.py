@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.checkpoint.directory import newest_verified
+from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.rundir.attempts import read_ledger
 from tests.support.cluster_faults import start_urgent_job
 from tests.support.command_line import Person

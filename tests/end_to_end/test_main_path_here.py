@@ -15,16 +15,16 @@ from tests.support.command_line import TINY, Person, new_project
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
-WORDS = (*TINY, "run.name=a", "run.processes=2", "train.threads=1", "model.step_s=0.1", "checkpoint.keep=2")
+WORDS = (*TINY, "run.name=a", "run.processes=2", "train.threads=1", "model.step_s=0.3", "checkpoint.keep=3")
 
 
-def test_a_run_is_stopped_continued_verified_compared_and_exported(tmp_path: Path) -> None:
+def test_a_run_is_stopped_continued_exported_and_swept(tmp_path: Path) -> None:
     person = Person(new_project(tmp_path / "project"))
     argv = [sys.executable, "-m", "slurm_train", *WORDS]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(argv, cwd=person.folder, env=person.environment(), stdout=log, stderr=log)
     try:
-        wait_for(lambda: _steps(person) >= 6, within_s=100, what="six steps")
+        wait_for(lambda: _steps(person) >= 5, within_s=100, what="five steps")
         assert person.types("cancel", "a").code == 0
         assert process.wait(timeout=60) == EXIT_REQUEUE
     finally:
@@ -39,8 +39,11 @@ def test_a_run_is_stopped_continued_verified_compared_and_exported(tmp_path: Pat
     assert apart.code == 1 and "layers.0.weight" in apart.out, apart.err
     assert person.types("checkpoint", "export", "a", "model.safetensors").code == 0
     assert (person.folder / "model.safetensors").stat().st_size > 0
-    report = person.types("report", "a")
-    assert report.code == 0, report.err
+    swept = person.types("-m", *TINY, "run.name=s", "optim.lr=0.001,0.002", "run.processes=1", "train.threads=1")
+    assert swept.code == 0, swept.err
+    for name in ("a", "s"):
+        report = person.types("report", name)
+        assert report.code == 0, report.err
 
 
 def _steps(person: Person) -> int:

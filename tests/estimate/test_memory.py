@@ -66,7 +66,7 @@ def kept_bytes(model: nn.Module, *batch: torch.Tensor, half: bool = False) -> in
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
-        Objective(model)(*batch)
+        Objective(model)(batch)
     return sum(seen.values()) - 4
 
 

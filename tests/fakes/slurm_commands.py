@@ -133,6 +133,9 @@ class FakeSlurmCommands:
         self.requeued.append(job_id)
         self.fields[job_id] |= {"JobState": "COMPLETING", "Restarts": str(int(fields["Restarts"]) + 1)}
 
+    def hand_dependents(self, job_id: str, successor: str) -> None:
+        self._fail_if_told()
+
     def allow_requeue(self, job_id: str) -> None:
         self.show_job(job_id)
         self.fields[job_id]["Requeue"] = "1"

@@ -44,6 +44,7 @@ case "$*" in
   "show config") cat {here}/config.out;;
   "show partition") cat {here}/partitions.out;;
   "show job "*) cat {here}/job.out;;
+  "update "*) echo "$@" >> {here}/updated;;
   *) exit 1;;
 esac
 """,

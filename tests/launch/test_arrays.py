@@ -10,7 +10,7 @@ import pytest
 
 from slurm_train.errors import ClusterError
 from slurm_train.launch.arrays import ArrayPlan, cut_arrays, max_array_size, render_array
-from slurm_train.launch.script import render_script
+from slurm_train.launch.batch_script import render_script
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory
 from tests.support.plans import make_plan

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from slurm_train.errors import ConfigError
+from slurm_train.launch.batch_script import render_script
 from slurm_train.launch.container import RankCommand
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.script import render_script
 from tests.support.plans import make_plan
 
 GOLDEN = Path(__file__).parent / "golden"

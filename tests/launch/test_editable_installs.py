@@ -18,7 +18,7 @@ SUBMIT = """
 import json, os, sys
 from pathlib import Path
 from slurm_train.config.schema import RunConfig, RunSection
-from slurm_train.launch.environment import read_environment
+from slurm_train.launch.provenance import read_environment
 from slurm_train.launch.snapshot import read_source, write_snapshot
 from slurm_train.rundir.paths import RunDirectory
 

@@ -113,6 +113,7 @@ def test_what_the_nodes_or_the_model_cannot_do_is_refused(
             {"ddp": DdpSection(comm="bf16")},
             "sends less of whole gradients, which dp_replicate 2 x cp 2 does",
         ),
+        ({"ddp": DdpSection(find_unused_parameters=True)}, "find_unused_parameters=true is a setting of DDP"),
         ({"batch": BatchSection(by_length=True)}, "parallel.cp=2 was asked with batch.by_length=true"),
     ],
 )

@@ -87,6 +87,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": {"width": 3}}, "model has no _target_: there is nothing to build"),
     ({"model": None}, "model has no _target_: there is nothing to build"),
     ({"data": {"_target_": ""}}, "data has no _target_: there is nothing to build"),
+    ({"ddp": {"static_graph": True, "find_unused_parameters": True}}, "ddp.find_unused_parameters=true looks for"),
+    (
+        {"train": {"precision": "float16"}, "ddp": {"comm": "powersgd"}},
+        "ddp.comm=powersgd does not go with the loss scale of train.precision=float16",
+    ),
     ({"parallel": {"dp_shard": -1}}, "parallel asks for dp_replicate -1 x dp_shard -1"),
     *(
         ({"run": {"name": name}}, f"run.name={name!r} cannot be the name of a folder and of a job")

@@ -320,6 +320,13 @@ def source_of(project: Path, state: SourceState | None = None, **sections: Any) 
         ({"script": ["train.sh"]}, True),
         ({"task": {"_target_": "my.main"}}, True),
         ({"data": {"_target_": "my.Data"}}, True),
+        ({"callbacks": [{"_target_": "my.Callback"}]}, True),
+        ({"callbacks": [{"_target_": "slurm_train.train.callbacks.EMA"}]}, False),
+        ({"data": {"_target_": "slurm_train.data.mix.build", "sources": {"a": {"_target_": "my.Data"}}}}, True),
+        ({"optim": {"_target_": "torch.optim.SGD"}}, False),
+        ({"optim": {"_target_": "my.Lion"}}, True),
+        ({"optim": {"schedule": {"_target_": "my.schedule"}}}, True),
+        ({"optim": {"groups": [{"_target_": "my.Lion"}]}}, True),
     ],
 )
 def test_outside_git_code_is_copied_only_where_a_job_needs_it(

@@ -9,6 +9,7 @@ import torch
 
 from slurm_train.errors import ConfigError
 from slurm_train.models.causal_lm import causal_lm
+from slurm_train.models.objective import Objective
 from tests.support.extras import NEEDS_PEFT, NEEDS_TRANSFORMERS
 
 SHAPE = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -25,6 +26,23 @@ def test_logits_and_blocks_of_two_architectures() -> None:
         assert model.training and model(TOKENS).shape == (1, 12, 13)
         assert model.sharding_plan() == (f"{blocks}.0", f"{blocks}.1")
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@NEEDS_TRANSFORMERS
+def test_a_padded_dict_is_scored_as_the_library_does_and_its_parts_add_up() -> None:
+    model = causal_lm(**LLAMA).eval()
+    ids = torch.randint(0, 13, (3, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = mask[2, 2:] = 0
+    batch: Any = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    expected = model.network(**batch).loss
+    # The library's own class, with a head for any keyword, is the same to the objective.
+    for one in (model, model.network):
+        parts = [Objective(one)({key: value[part] for key, value in batch.items()}) for part in (slice(1), slice(1, 3))]
+        assert sum(count for _, count in parts) == 3 + 6 + 1
+        torch.testing.assert_close(sum(loss for loss, _ in parts) / 10, expected)
+    with pytest.raises(ConfigError, match="a batch has token_type_ids, which CausalLM does not take"):
+        Objective(model).look_at({**batch, "token_type_ids": mask})
 
 
 @NEEDS_TRANSFORMERS

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +47,7 @@ def test_parts_of_a_batch_add_up_to_the_whole() -> None:
 
 def test_cross_entropy_counts_what_is_not_passed_over() -> None:
     logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, IGNORED, 4], [0, 2, IGNORED]])
-    loss, count = Objective(Given())(logits, labels)
+    loss, count = Objective(Given())((logits, labels))
     kept = labels != IGNORED
     torch.testing.assert_close(loss, functional.cross_entropy(logits[kept], labels[kept], reduction="sum"))
     assert count == 4 and loss.dtype == torch.float32
@@ -80,7 +82,7 @@ def test_low_precision_outputs_give_a_float32_loss() -> None:
 
 def test_model_may_bring_its_own() -> None:
     batch = (torch.ones(3),)
-    loss, count = Objective(WithOwnLoss())(*batch)
+    loss, count = Objective(WithOwnLoss())(batch)
     assert (loss.item(), count.item()) == (6.0, 3)
     assert {k: v.item() for k, v in Objective(WithOwnLoss()).evaluation_sums(batch).items()} == {"loss": 6, "count": 3}
     assert set(Objective(WithOwnSums()).evaluation_sums(batch)) == {"loss", "count", "blue"}
@@ -95,7 +97,7 @@ def test_logits_inside_an_output_object_are_found() -> None:
         def forward(self, inputs: Tensor) -> Output:
             return Output(inputs)
 
-    loss, _ = Objective(InObject())(torch.zeros(1, 2), torch.tensor([1]))
+    loss, _ = Objective(InObject())((torch.zeros(1, 2), torch.tensor([1])))
     torch.testing.assert_close(loss, torch.tensor(2.0).log())
 
 
@@ -114,7 +116,100 @@ def test_message_of_shapes_that_do_not_fit(outputs: tuple[int, ...], targets: Te
 
 def test_batch_without_targets_needs_an_own_loss() -> None:
     with pytest.raises(ConfigError, match="a batch of 1 tensors has no"):
-        Objective(Given())(torch.zeros(2))
+        Objective(Given())((torch.zeros(2),))
+
+
+class Scores(nn.Module):
+    """Gives the same scores for any tokens, in an object as models of transformers do."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return SimpleNamespace(logits=self.logits[: len(input_ids)])
+
+
+TOKENS = torch.tensor([[1, 2, 3, 4], [2, 0, 4, 1]])
+MASKED = torch.tensor([[IGNORED, 2, 3, 4], [2, 0, 4, IGNORED]])
+AHEAD = torch.tensor([[2, 3, 4, 0], [0, 4, 1, IGNORED]])
+OTHERS = torch.tensor([[0, 1, 1, 0], [1, 0, 0, IGNORED]])
+
+
+@pytest.mark.parametrize(
+    ("labels", "targets"),
+    [
+        (TOKENS, [[2, 3, 4, IGNORED], [0, 4, 1, IGNORED]]),
+        (MASKED, [[2, 3, 4, IGNORED], [0, 4, IGNORED, IGNORED]]),
+        (AHEAD, AHEAD.tolist()),
+        (OTHERS, OTHERS.tolist()),
+    ],
+    ids=["a copy of the inputs", "a copy, some ignored", "the next tokens", "tags of the tokens"],
+)
+def test_labels_of_a_dict_that_repeat_the_inputs_are_compared_with_the_next_token(
+    labels: Tensor, targets: list[list[int]]
+) -> None:
+    logits = torch.randn(2, 4, 5)
+    objective = Objective(Scores(logits))
+    batch = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS), "labels": labels}
+    objective.look_at(batch)
+    expected = default_sums(logits, torch.tensor(targets))
+    assert objective.evaluation_sums(batch) == expected
+    assert objective(batch) == (expected["loss"], expected["count"])
+
+
+def test_a_batch_that_tells_nothing_of_its_labels_does_not_decide_for_later_ones() -> None:
+    objective = Objective(Scores(torch.randn(2, 4, 5)))
+    nothing = torch.full_like(TOKENS, IGNORED)
+    assert objective({"input_ids": TOKENS, "labels": nothing})[1] == 0
+    assert objective({"input_ids": torch.ones_like(TOKENS), "labels": torch.ones_like(TOKENS)})[1] == 6
+    assert objective({"input_ids": TOKENS, "labels": AHEAD})[1] == 7
+
+
+def test_targets_that_are_the_inputs_are_refused_but_for_a_model_with_a_loss_of_its_own() -> None:
+    batch = TOKENS, MASKED
+    with pytest.raises(
+        ConfigError, match=r"the targets are the inputs wherever they count.*\nhint: give \(tokens\[:-1"
+    ):
+        Objective(Given()).look_at(batch)
+    Objective(WithOwnLoss()).look_at(batch)
+    for other in ((TOKENS, AHEAD), (torch.ones_like(TOKENS), torch.ones_like(TOKENS)), (torch.ones(2, 3),) * 2):
+        Objective(Given()).look_at(other)
+
+
+def test_a_dict_without_whole_number_labels_is_scored_by_the_models_own_mean() -> None:
+    class Own(nn.Module):
+        def forward(self, pixels: Tensor, labels: Tensor | None = None) -> Any:
+            return SimpleNamespace(loss=pixels.mean() if labels is None else labels.mean())
+
+    pixels = torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 2.0]])
+    for batch, loss in (({"pixels": pixels}, 6.0), ({"pixels": pixels, "labels": torch.ones(3)}, 3.0)):
+        assert [value.item() for value in Objective(Own())(batch)] == [loss, 3]
+        assert {key: value.item() for key, value in Objective(Own()).evaluation_sums(batch).items()} == {
+            "loss": loss,
+            "count": 3,
+        }
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"input_ids": TOKENS, "idx": TOKENS, "labels": TOKENS},
+            "a batch has idx, which Scores does not take (forward takes input_ids, attention_mask)",
+        ),
+        (
+            {"input_ids": TOKENS},
+            "a batch of input_ids has no whole-number labels, and Scores gives no loss of its own for it",
+        ),
+    ],
+)
+def test_message_of_a_dict_that_the_model_cannot_use(batch: dict[str, Tensor], message: str) -> None:
+    objective = Objective(Scores(torch.zeros(2, 4, 5)))
+    with pytest.raises(ConfigError) as caught:
+        objective.look_at(batch)
+        objective(batch)
+    assert caught.value.message == message
 
 
 def test_bigram_baseline_equals_counting_by_hand() -> None:

@@ -12,7 +12,7 @@ import pytest
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.events import FailureMark, leave_mark
-from slurm_train.rundir.files import append_line, create_private, make_private, write_atomic, write_durable
+from slurm_train.rundir.files import append_line, create_empty, make_private, write_atomic, write_durable
 from slurm_train.rundir.jobs import clear_dead, complete_stop, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory, require_private, require_room
 
@@ -50,7 +50,7 @@ def test_everything_a_run_writes_is_private_whatever_the_umask(tmp_path: Path, r
     take_lock(run.lock, this_process(), is_alive=lambda _: True)
     append_line(run.events, {"a": 1})
     write_durable(run.path / "d", "x")
-    create_private(run.rank_log(attempt, 0))
+    create_empty(run.rank_log(attempt, 0))
     leave_mark(run, attempt, FailureMark(rank=0, host="n", exit_code=1, message="x"))
     assert open_bits(tmp_path / "project") == []
     assert stat.S_IMODE((tmp_path / "project" / "runs").stat().st_mode) == 0o700
@@ -145,7 +145,7 @@ def test_no_write_follows_a_planted_link(run: RunDirectory, tmp_path: Path) -> N
     target = tmp_path / "victim"
     link = run.path / "link"
     link.symlink_to(target)
-    for write in (create_private, lambda path: append_line(path, {}), lambda path: write_durable(path, "x")):
+    for write in (create_empty, lambda path: append_line(path, {}), lambda path: write_durable(path, "x")):
         with pytest.raises(OSError, match=r"symbolic links|File exists"):
             write(link)
     write_atomic(link, "x")

@@ -12,7 +12,7 @@ import pytest
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.environment import scrubbed
+from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.slurm.policy import Refusal
 from slurm_train.slurm.records import Phase
 

@@ -256,6 +256,11 @@ def test_a_waiting_run_has_its_place_and_its_expected_start(has_run: Any) -> Non
     assert found["heartbeat_age_s"] is None and found["time_left_s"] is None
 
 
+def test_steps_that_the_ranks_counted_are_those_of_the_run(has_run: Any) -> None:
+    run = has_run(metrics=({"step": 1, "loss": 2.0, "max_steps": 17},))
+    assert seen(run, Look()).max_steps == 17
+
+
 def test_a_loss_that_is_no_number_is_null_in_json(has_run: Any) -> None:
     run = has_run(metrics=({"step": 1, "loss": float("nan")},))
     found = seen(run, Look()).as_json()

@@ -32,6 +32,7 @@ def test_another_job_takes_over_after_this_one(tmp_path: Path) -> None:
     run.config.write_text(dump_config(RunConfig(cluster=ClusterSection(time_limit_min=60))))
     (slurm.folder / "job_id").write_text("78\n")
     record_job(run, "77")
+    (slurm.folder / "squeue.out").write_text("90|afterok:77(unfulfilled)\n91|afterany:77(unfulfilled)\n")
     assert submit_continuation(run, "77", exclude="node2", env=env) == "78"
     words = (slurm.said("submitted_words") or "").split()
     assert words[:-1] == ["--parsable", "--dependency=afterany:77", "--exclude=node2", "--signal=USR2@120"]
@@ -40,6 +41,7 @@ def test_another_job_takes_over_after_this_one(tmp_path: Path) -> None:
     assert not any(line.startswith("SLURM_JOB_ID=") for line in told)
     record = read_job(run)
     assert record is not None and record.job_id == "78" and record.continues == {"78": "77"}
+    assert slurm.said("updated") == "update JobId=90 Dependency=afterok:78\n", "what waits for the run's success"
 
 
 @pytest.mark.parametrize("env", [{}, {CONTINUES: "77"}], ids=["on record", "from its environment"])

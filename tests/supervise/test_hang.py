@@ -14,14 +14,15 @@ from slurm_train.rundir.heartbeat import Beat, Limits
 from slurm_train.supervise.hang import (
     Collective,
     Flight,
+    Flights,
     Observer,
     disagreement,
     exchange_in,
-    read_flight,
+    read_flights,
     recording_environment,
 )
 
-LIMITS = Limits(600.0, 300.0)
+LIMITS = Limits(600.0, 300.0, 1800.0)
 BACKWARD = """main thread 0x0000000000000002
 Thread 0x0000000000000001 (most recent call first):
   File "/x/threading.py", line 1 in wait
@@ -59,14 +60,29 @@ def test_nobody_hangs_while_anybody_makes_progress() -> None:
     assert not observer.is_hung()
 
 
+IN_STEP, IN_SAVE = beat(1, phase="step"), beat(1, phase="save")
+
+
 @pytest.mark.parametrize(
-    ("phase", "settled", "limit"),
-    [("step", True, 300), ("step", False, 600), ("start", False, 600), ("save", True, 300)],
+    ("phase", "settled", "other", "frozen", "limit"),
+    [
+        ("step", True, None, (), 300),
+        ("step", False, None, (), 600),
+        ("start", False, None, (), 600),
+        ("start", True, None, (), 600),  # back to a checkpoint
+        ("save", True, None, (), 1800),
+        ("save", True, IN_SAVE, (), 1800),
+        ("save", True, IN_SAVE, (1,), 300),  # no process, no bytes
+        ("save", True, IN_STEP, (), 300),  # the others wait in the save for one that has not come
+        ("save", True, beat(1, step=8, phase="data"), (), 1800),
+    ],
 )
-def test_the_limit_is_longer_before_the_first_step(phase: str, settled: bool, limit: int) -> None:
-    one = beat(0, phase=phase, settled=settled)
-    assert not observed(one, for_s=limit - 20).is_hung()
-    assert observed(one, for_s=limit + 20).is_hung()
+def test_the_limit_is_that_of_the_phase_of_whoever_is_behind(
+    phase: str, settled: bool, other: Beat | None, frozen: tuple[int, ...], limit: int
+) -> None:
+    beats = [beat(0, phase=phase, settled=settled), *((other,) if other else ())]
+    assert not observed(*beats, for_s=limit - 20, frozen=frozen).is_hung()
+    assert observed(*beats, for_s=limit + 20, frozen=frozen).is_hung()
 
 
 def test_a_rank_that_is_done_or_not_there_yet_is_no_hang() -> None:
@@ -107,14 +123,16 @@ def test_while_nothing_can_be_read_no_time_passes() -> None:
     assert observer.is_hung()
 
 
-def has_begun(begun: int, over: int, name: str = "all_reduce") -> Flight:
-    return Flight(begun, over, (Collective(over, "all_reduce", 64), Collective(begun, name, 64)))
+def has_begun(begun: int, over: int, name: str = "all_reduce", group: str = "default_pg") -> Flights:
+    newest = (Collective(over, "all_reduce", 64, group), Collective(begun, name, 64, group))
+    return {f"nccl {group}": Flight(begun, over, newest)}
 
 
+CHAIN = {rank: has_begun(7, 7) | has_begun(begun, 4, group="mesh_tp") for rank, begun in ((2, 5), (3, 4))}
 ALL = dict.fromkeys(range(8), BACKWARD)
 EIGHT = [beat(rank) for rank in range(8)]
 AT_STEP, IN_DATA = "in step at step 7 since 310 s", "in data loading at step 7 since 310 s"
-EXPLAINED: dict[str, tuple[list[Beat], tuple[int, ...], dict[int, str], dict[int, Flight], str]] = {
+EXPLAINED: dict[str, tuple[list[Beat], tuple[int, ...], dict[int, str], dict[int, Flights], str]] = {
     "a process that does not run comes first": (
         [beat(rank, phase="data" if rank == 5 else "step") for rank in range(8)],
         *((2,), ALL, {}),
@@ -130,6 +148,25 @@ EXPLAINED: dict[str, tuple[list[Beat], tuple[int, ...], dict[int, str], dict[int
         EIGHT[:4],
         *((), ALL, {rank: has_begun(8, 7) for rank in (0, 1, 3)} | {2: has_begun(7, 7)}),
         f"rank 2 on node2 is {AT_STEP}; 3 ranks wait for it in all_reduce #8 of 64 elements",
+    ),
+    # Ranks 0 and 1 wait for rank 2 in the gradients' group, and that one for rank 3 in another: rank 3 is behind.
+    "in any group, and of a chain its end": (
+        EIGHT[:4],
+        *(
+            (),
+            ALL,
+            {rank: has_begun(8, 7) for rank in (0, 1)}
+            | {
+                2: has_begun(7, 7) | has_begun(5, 4, group="mesh_tp"),
+                3: has_begun(7, 7) | has_begun(4, 4, group="mesh_tp"),
+            },
+        ),
+        f"rank 3 on node2 is {AT_STEP}; 3 ranks wait for it in all_reduce #8 of 64 elements",
+    ),
+    "in a group of few": (
+        EIGHT[:2],
+        *((), ALL, {0: has_begun(5, 4, group="mesh_tp"), 1: has_begun(4, 4, group="mesh_tp")}),
+        f"rank 1 on node1 is {AT_STEP}; 1 rank waits for it in all_reduce #5 of 64 elements in mesh_tp",
     ),
     "then the one outside an exchange": (
         EIGHT[:2],
@@ -148,7 +185,7 @@ EXPLAINED: dict[str, tuple[list[Beat], tuple[int, ...], dict[int, str], dict[int
 
 @pytest.mark.parametrize("case", EXPLAINED.values(), ids=EXPLAINED)
 def test_who_is_behind_is_explained(
-    case: tuple[list[Beat], tuple[int, ...], dict[int, str], dict[int, Flight], str],
+    case: tuple[list[Beat], tuple[int, ...], dict[int, str], dict[int, Flights], str],
 ) -> None:
     beats, frozen, stacks, flights, expected = case
     assert str(observed(*beats, for_s=310, frozen=frozen).explain(stacks, flights)) == expected
@@ -187,30 +224,27 @@ def entry(number: int, name: str = "gloo:all_reduce", size: int = 1310720, group
 def record(*entries: dict[str, Any], begun: int, over: int) -> str:
     numbers = {"last_enqueued": begun, "last_started": -1, "last_completed": over}
     status = {f"{name}_collective": str(number) for name, number in numbers.items()}
-    return json.dumps({"entries": list(entries), "pg_status": {"0": status}})
+    return json.dumps([{"entries": list(entries), "pg_status": {"0": status}}])
 
 
 def test_a_record_tells_what_a_rank_waits_in() -> None:
-    found = read_flight(record(entry(7), entry(8), entry(9, group="1"), begun=8, over=7))
+    found = read_flights(record(entry(7), entry(8), entry(9, group="1"), begun=8, over=7))["gloo 0"]
     assert found == Flight(8, 7, (Collective(7, "all_reduce", 1310720), Collective(8, "all_reduce", 1310720)))
     assert found.waits_in == Collective(8, "all_reduce", 1310720)
     assert str(found.waits_in) == "all_reduce #8 of 1,310,720 elements"
-    done = read_flight(record(entry(8), begun=8, over=8))
-    assert done is not None and done.waits_in is None
+    assert read_flights(record(entry(8), begun=8, over=8))["gloo 0"].waits_in is None
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"pg_status": {}, "entries": []}', '{"pg_status": {"0": {}}, "entries": 3}']
+    "text", ["", "[]", "{}", '[{"pg_status": {}, "entries": []}]', '[{"pg_status": {"0": {}}, "entries": 3}]', "[3]"]
 )
 def test_what_is_no_record_is_passed_over(text: str) -> None:
-    assert read_flight(text) is None
+    assert read_flights(text) == {}
 
 
 def test_sizes_count_only_where_they_have_to_be_alike() -> None:
-    def of(name: str, size: int) -> Flight:
-        found = read_flight(record(entry(3, name, size), begun=3, over=2))
-        assert found is not None
-        return found
+    def of(name: str, size: int) -> Flights:
+        return read_flights(record(entry(3, name, size), begun=3, over=2))
 
     assert disagreement({0: of("nccl:all_gather", 5), 1: of("nccl:all_gather", 6)}) == ""
     assert "all_reduce of 5 elements, but rank 1" in disagreement({0: of("x:all_reduce", 5), 1: of("x:all_reduce", 6)})

@@ -126,7 +126,9 @@ class Person:
 
     def environment(self) -> dict[str, str]:
         """The caller's environment, with the package under test importable from anywhere."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+        # Without bytecode every process compiles the package again, which no installed one does.
+        left_out = ("PYTEST", "PYTHONDONTWRITEBYTECODE")
+        own = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         return own | {"PYTHONPATH": f"{REPOSITORY}:{self.path}".rstrip(":"), "NO_COLOR": "1"}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from slurm_train.checkpoint.directory import verify
+from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError
 
 HOLE_BYTES = 512

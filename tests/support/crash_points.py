@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurm_train.checkpoint.commit import Place
-from slurm_train.checkpoint.directory import newest_verified
 from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable
+from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.errors import CheckpointError
 from slurm_train.rundir.paths import list_checkpoints
 from tests.support.faulty_files import FaultyFiles, PowerCut, count_calls, run_failing, run_killed

@@ -157,7 +157,9 @@ def build_case(rank: Any) -> tuple[Any, Any, Any]:
     config, plan = rank.config, rank.plan
     model, unused = build_model(config, device=rank.device), cast("Any", None)
     optimizer = build_optimizer(model, optim=config.optim)
-    parts = Parts(rank=rank, model=model, optimizer=optimizer, train_data=unused, heldout=None, flops_per_token=0.0)
+    parts = Parts(
+        rank=rank, model=model, optimizer=optimizer, train_data=unused, heldout=None, flops_per_token=(0.0, 0.0)
+    )
     del model, optimizer
     apply_parallelism(parts)
     stepper = build_stepper(parts, Objective(parts.model), exchange=Exchange(), before_change=lambda: None)

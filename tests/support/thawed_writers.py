@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from slurm_train.checkpoint import directory
+from slurm_train.checkpoint import verify as verify_module
 from slurm_train.checkpoint.commit import Place, discard
-from slurm_train.checkpoint.directory import newest_verified, verify
 from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable
+from slurm_train.checkpoint.verify import newest_verified, verify
 from slurm_train.errors import CheckpointError
 from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt, publish_result, withdraw_result
 from slurm_train.rundir.files import read_json
@@ -88,7 +88,7 @@ def save(stage_of_run: Stage, attempt: int) -> Path:
 def save_local(stage_of_run: Stage, attempt: int) -> Path:
     """Saves step NEW on the node and copies it into the run directory; returns the copy."""
     # An overtaken writer would wait so long for the staging directory that its successor has taken away.
-    directory.VISIBLE_TIMEOUT_S = 0.05
+    verify_module.VISIBLE_TIMEOUT_S = 0.05
     tier = stage_of_run.node(attempt)
     tier.fence()
     staging, manifest = stage(tier.root, make_header(NEW, attempt=attempt))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from slurm_train.checkpoint.directory import newest_verified
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.tensors import tensor_shapes
+from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.metrics.writer import read_metrics
 from tests.support.warm_ranks import WarmRank, start_rank
 

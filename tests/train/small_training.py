@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slurm_train.models.gpt import GPT
+from slurm_train.train.callbacks import Callback
 
 NUM_SAMPLES = 97
 FEATURES = 6
@@ -71,6 +73,17 @@ class Net(nn.Module):
         return self.layers(inputs) * (100.0 if inputs.abs().max() > 1e3 else 1.0)
 
 
+class Branches(Net):
+    """Each batch goes through one of two layers, on some ranks the one and on some the other; a third is never used."""
+
+    def __init__(self, **faults: Any) -> None:
+        super().__init__(**faults)
+        self.sides = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3)).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.sides[int(inputs[0, 0] > 0)](inputs))
+
+
 class DoubleGPT(GPT):
     """The shipped transformer, tiny and in double precision, so that layouts differ by almost nothing.
 
@@ -79,14 +92,22 @@ class DoubleGPT(GPT):
         only_in: as for `Net`.
         bad_at: forward pass of training (from 1) whose logits are not finite on every rank; 0 never.
         in_evaluation: the signal is sent in the first evaluation instead.
+        dtype: another precision.
         **shape: what `GPT` takes, in place of the tiny shape.
     """
 
     def __init__(
-        self, *, signal_at: int = 0, only_in: str = "", bad_at: int = 0, in_evaluation: bool = False, **shape: Any
+        self,
+        *,
+        signal_at: int = 0,
+        only_in: str = "",
+        bad_at: int = 0,
+        in_evaluation: bool = False,
+        dtype: str = "float64",
+        **shape: Any,
     ) -> None:
         super().__init__(**{**TINY, **shape})
-        self.double()
+        self.to(getattr(torch, dtype))
         self.signal_at, self.only_in, self.bad_at, self.passes = signal_at, only_in, bad_at, 0
         self.in_evaluation = in_evaluation
         self.is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
@@ -129,6 +150,39 @@ class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.tokens[index, :-1], self.tokens[index, 1:]
+
+
+class NamedTokens(Tokens):
+    """The same sequences by name."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = super().__getitem__(index)
+        return {"tokens_BT": inputs, "labels": targets}
+
+
+class TokenStream:
+    """The same sequences one after the other, a part for each rank, one in eight at random left out.
+
+    Args:
+        rank: whose part.
+        num_ranks: how many parts.
+    """
+
+    def __init__(self, *, rank: int, num_ranks: int) -> None:
+        self.samples, self.numbers, self.place = Tokens(), range(rank, NUM_SAMPLES, num_ranks), 0
+
+    def __iter__(self) -> Any:
+        while self.place < len(self.numbers):
+            self.place += 1
+            if torch.rand(()) > 1 / 8:
+                yield self.samples[self.numbers[self.place - 1]]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
 
 
 class Sequences(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -193,3 +247,99 @@ class LateData(Data):
         if os.environ["RANK"] == "1" and self.late_while.exists():
             time.sleep(0.005)
         return super().__getitem__(index)
+
+
+class Teller(Callback):
+    """Writes down when it is called, and counts the steps.
+
+    Args:
+        also: a number that goes with each line, and where the count begins.
+    """
+
+    def __init__(self, *, also: int = 0) -> None:
+        self.also = self.num_steps = also
+
+    def _tell(self, trainer: Any, hook: str) -> None:
+        newest = None if trainer.newest is None else trainer.newest.facts.step
+        with (trainer.rank.run.path / f"told_{trainer.rank.place.rank}.jsonl").open("a") as file:
+            print(json.dumps([self.also, hook, trainer.position.step, newest]), file=file)
+
+    def on_start(self, trainer: Any) -> None:
+        self._tell(trainer, "start")
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.num_steps += 1
+        self._tell(trainer, "step_end")
+
+    def on_evaluation(self, trainer: Any, measures: Mapping[str, float]) -> None:
+        assert "eval_loss" in measures
+        self._tell(trainer, "evaluation")
+
+    def on_save(self, trainer: Any) -> None:
+        self._tell(trainer, "save")
+
+    def on_stop(self, trainer: Any) -> None:
+        self._tell(trainer, "stop")
+
+    def on_end(self, trainer: Any) -> None:
+        self._tell(trainer, "end")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_steps = state["num_steps"]
+
+
+class Keeper(Callback):
+    """Writes the weights at the start and after each step."""
+
+    def attach(self, parts: Any) -> None:
+        self.model = parts.model
+
+    def on_start(self, trainer: Any) -> None:
+        self.on_step_end(trainer)
+
+    def on_step_end(self, trainer: Any) -> None:
+        torch.save(self.model.state_dict(), trainer.rank.run.path / f"weights_{trainer.position.step:02d}.pt")
+
+
+class Ender(Callback):
+    """Asks on one rank for the end of the run.
+
+    Args:
+        moment: "step_end" or "evaluation".
+        rank: the rank.
+        step: from which step on.
+    """
+
+    def __init__(self, *, moment: str, rank: int, step: int) -> None:
+        self.moment, self.rank, self.step = moment, rank, step
+
+    def _ask(self, trainer: Any, moment: str) -> None:
+        if moment == self.moment and trainer.rank.place.rank == self.rank and trainer.position.step >= self.step:
+            trainer.end_early("it is enough")
+
+    def on_step_end(self, trainer: Any) -> None:
+        self._ask(trainer, "step_end")
+
+    def on_evaluation(self, trainer: Any, measures: Mapping[str, float]) -> None:
+        del measures
+        self._ask(trainer, "evaluation")
+
+
+class Stopper(Callback):
+    """Asks for a stop on the last rank, as a signal would.
+
+    Args:
+        steps: after which of them.
+    """
+
+    def __init__(self, *, steps: Sequence[int]) -> None:
+        self.steps = steps
+
+    def on_step_end(self, trainer: Any) -> None:
+        place = trainer.rank.place
+        # With the next step's exchange the ranks agree.
+        if trainer.position.step + 1 in self.steps and place.rank == place.world_size - 1:
+            trainer.rank.stop.request()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from slurm_train.config.schema import RunConfig, TrainSection
-from slurm_train.errors import ConfigError
+from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import ConfigError, RendezvousError
 from slurm_train.train.context import TaskContext, run_task
 from tests.support.ranks import leave_group, make_rank
 
@@ -23,7 +26,8 @@ SEEN: list[tuple[TaskContext, float]] = []
 @pytest.fixture(autouse=True)
 def closed_group() -> Iterator[None]:
     yield
-    leave_group()
+    if dist.is_initialized():
+        leave_group()
 
 
 def task(*, context: TaskContext, answer: Any = None) -> Any:
@@ -54,3 +58,26 @@ def test_the_function_runs_in_an_open_group_and_gives_the_exit_code(tmp_path: Pa
 def test_another_return_value_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="returned 'done', which is no exit code"):
         call(tmp_path, "done")
+
+
+def test_ranks_with_gpus_need_an_address_for_gloo_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    place = RankPlace.from_env({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
+    rank = replace(make_rank(device=torch.device("cuda")), place=place)
+    with pytest.raises(RendezvousError, match="other nodes could not reach it"):
+        rank.join()
+
+
+def test_deterministic_settings_reach_every_library_and_leave_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"NCCL_PROTO": "LL128"}
+    monkeypatch.setattr(os, "environ", given)
+    try:
+        make_rank(
+            config=RunConfig(train=TrainSection(deterministic=True, threads=torch.get_num_threads()))
+        ).enter_device()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "LL128"}
+    assert {name: given[name] for name in expected} == expected

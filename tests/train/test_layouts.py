@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from slurm_train.checkpoint.directory import read_manifest
+from slurm_train.assets import read_asset
 from slurm_train.checkpoint.load import weights_digest
+from slurm_train.checkpoint.verify import read_manifest
 from tests.support.extras import NEEDS_TRANSFORMERS
 from tests.support.small_checkpoints import checkpoint_of
 from tests.train.small_runs import (
@@ -27,12 +30,14 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 Parallel = dict[str, Any]
 
 
-def layout_config(parallel: Parallel, *, accumulation: int | None = None, **model: Any) -> dict[str, Any]:
+def layout_config(
+    parallel: Parallel, *, accumulation: int | None = None, precision: str = "auto", **model: Any
+) -> dict[str, Any]:
     return config_of(
         model={"_target_": "small_training.DoubleGPT", **model},
         data={"_target_": "small_training.Tokens"},
         batch={"global_size": 16, "accumulation": accumulation},
-        train={"eval_every_steps": 10},
+        train={"eval_every_steps": 10, "precision": precision},
         checkpoint={"keep": 9},
         parallel={"dp_replicate": 1, **parallel},
     )
@@ -118,6 +123,36 @@ def test_a_pipeline_trains_as_one_process(tmp_path: Path, alone: Path, name: str
     assert digest_of(tmp_path / "run") == weights_digest(weights_of(tmp_path / "run").items())
 
 
+SCALED: dict[str, Parallel] = {
+    "DDP": {"dp_replicate": 2},
+    "FSDP2 x TP2": {"dp_shard": 2, "tp": 2},
+    "PP2": {"pp": 2},
+    "PP2 x CP2": {"cp": 2, "pp": 2},
+}
+
+
+@with_untied
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.campaign] if " x " in name else []) for name in SCALED]
+)
+def test_the_loss_scale_of_float16_changes_no_bit_and_is_restored(tmp_path: Path, alone: Path, name: str) -> None:
+    """Autocast leaves double precision alone, and only the scale is left; in float32 it does overflow."""
+    parallel = SCALED[name]
+    half: dict[str, Any] = {"precision": "float16", "tied": False}
+    train(tmp_path / "exact", parallel, **half)
+    assert_same_training(tmp_path / "exact", alone)
+    half["dtype"] = "float32"
+    text = train(tmp_path / "whole", parallel, **half)
+    assert "is not applied: its float16 gradients overflow" in text
+    losses = [line["loss"] for line in steps_of(tmp_path / "whole")]
+    assert 1 <= losses.count(None) <= 2 and losses[-1] is not None
+    half |= {"signal_at": 7, "only_in": str(tmp_path / "sent")}
+    train(tmp_path / "cut", parallel, code=75, **half)
+    train(tmp_path / "cut", parallel, attempt=1, **half)
+    assert digest_of(tmp_path / "cut") == digest_of(tmp_path / "whole")
+    assert_same_steps(tmp_path / "cut", tmp_path / "whole")
+
+
 # Every form that differs from the shipped one, in one model: two runs instead of one for each.
 FORM = {
     "norm": "rmsnorm",
@@ -175,6 +210,22 @@ def test_a_run_goes_on_under_another_layout_and_back(tmp_path: Path, alone: Path
     assert read_manifest(checkpoint_of(run / "checkpoints", 20)).mesh == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
 
 
+@pytest.mark.parametrize(("name", "loss"), [("sgd", 1e-9), ("muon", 1e-2)])
+def test_shipped_optimizers_train_in_parts_and_go_on_in_others(tmp_path: Path, name: str, loss: float) -> None:
+    """Muon multiplies in bfloat16. Of four stages two have no embedding and no head, and so not all of its groups."""
+    optim = yaml.safe_load(read_asset("conf/optim", f"{name}.yaml")) | {"lr": 0.01, "schedule": "wsd"}
+    sent, chain = tmp_path / "sent", [SHARDS_OF_MATRICES, {"pp": 4}, {"dp_replicate": 2}, {"pp": 4}]
+    for attempt, parallel in enumerate([{}, *chain]):
+        sent.unlink(missing_ok=True)
+        is_whole, is_last = attempt == 0, attempt == len(chain)
+        if is_whole or is_last:
+            sent.touch()
+        config = layout_config(parallel, tied=False, signal_at=4, only_in=str(sent)) | {"optim": optim}
+        run, code = tmp_path / ("whole" if is_whole else "parts"), 0 if is_whole or is_last else 75
+        run_to_end(run, config, ranks=ranks_of(parallel), code=code, attempt=max(attempt - 1, 0))
+    assert_same_steps(tmp_path / "parts", tmp_path / "whole", rel=loss)
+
+
 def test_resuming_under_the_same_layout_is_exact_bit_for_bit(tmp_path: Path) -> None:
     train(tmp_path / "whole", SHARDS_OF_MATRICES, dropout=0.2)
     facts = {"dropout": 0.2, "signal_at": 7, "only_in": str(tmp_path / "sent")}
@@ -185,6 +236,72 @@ def test_resuming_under_the_same_layout_is_exact_bit_for_bit(tmp_path: Path) -> 
     saved = weights_of(tmp_path / "cut")
     assert digest_of(tmp_path / "cut") == weights_digest(item for item in saved.items() if item[0] != "head.weight")
     assert_same_steps(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("parallel", [{}, {"dp_replicate": 2}, {"dp_shard": 2}], ids=["one rank", "DDP", "FSDP2"])
+def test_dicts_train_and_resume_bit_for_bit_as_tuples_do(tmp_path: Path, parallel: Parallel) -> None:
+    train(tmp_path / "tuples", parallel, accumulation=2, dropout=0.2)
+    facts = {"dropout": 0.2, "signal_at": 7, "only_in": str(tmp_path / "sent")}
+    config = layout_config(parallel, accumulation=2, **facts)
+    config["data"] = {"_target_": "small_training.NamedTokens"}
+    run_to_end(tmp_path / "dicts", config, ranks=ranks_of(parallel), code=75)
+    run_to_end(tmp_path / "dicts", config, ranks=ranks_of(parallel), attempt=1)
+    assert digest_of(tmp_path / "dicts") == digest_of(tmp_path / "tuples")
+    assert_same_steps(tmp_path / "dicts", tmp_path / "tuples")
+    ours, theirs = ([line["eval_loss"] for line in evaluations_of(tmp_path / name)] for name in ("dicts", "tuples"))
+    assert ours == theirs and len(ours) == 2
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp"])
+def test_dicts_are_refused_where_they_cannot_be_cut(tmp_path: Path, axis: str) -> None:
+    config = layout_config({axis: 2}, tied=False)
+    config["data"] = {"_target_": "small_training.NamedTokens"}
+    text = run_to_end(tmp_path / "run", config, ranks=2, code=1)
+    assert f"batches are dicts (tokens_BT, labels), which a layout of {axis} 2 cannot cut" in text
+
+
+def stream_config(parallel: Parallel, only_in: Path, **data: Any) -> dict[str, Any]:
+    config = layout_config(parallel, accumulation=2, dropout=0.2, signal_at=7, only_in=str(only_in))
+    heldout = {"_target_": "small_training.Tokens", "split": "heldout"}
+    config["data"] = {"_target_": "small_training.TokenStream", "heldout": heldout, **data}
+    config["checkpoint"]["every_steps"] = 5
+    return config
+
+
+@pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, SHARDS_OF_MATRICES], ids=str)
+def test_a_stream_goes_on_bit_for_bit_on_as_many_ranks(tmp_path: Path, parallel: Parallel) -> None:
+    ranks, whole, cut = ranks_of(parallel), tmp_path / "whole", tmp_path / "cut"
+    config = stream_config(parallel, tmp_path / "sent")
+    run_to_end(cut, config, ranks=ranks, code=75)
+    run_to_end(cut, config, ranks=ranks, attempt=1)
+    run_to_end(whole, config, ranks=ranks)
+    # What was saved while training went on is as exact as what was saved at a stop.
+    expected = digest_of(whole)
+    shutil.rmtree(checkpoint_of(whole / "checkpoints", 20))
+    (whole / "result.json").unlink()
+    assert "(step 15)" in run_to_end(whole, config, ranks=ranks, attempt=1)
+    assert digest_of(whole) == digest_of(cut) == expected
+    assert_same_steps(cut, whole)
+    assert len(evaluations_of(cut)) == 2
+
+
+def test_a_stream_on_another_number_of_ranks_is_refused_or_begins_anew(tmp_path: Path) -> None:
+    run, one = tmp_path / "run", {"dp_replicate": 1}
+    run_to_end(run, stream_config({"dp_replicate": 2}, tmp_path / "sent"), ranks=2, code=75)
+    text = run_to_end(run, stream_config(one, tmp_path / "sent"), ranks=1, attempt=1, code=1)
+    assert "step 4 was saved with streams of 2 data-parallel ranks, and there are 1\nhint: resume on 2; or" in text
+    text = run_to_end(run, stream_config(one, tmp_path / "sent", allow_world_change=True), ranks=1, attempt=2)
+    assert "the streams of 2 ranks fit no 1: all begin anew, samples of the present pass come again" in text
+
+
+@pytest.mark.parametrize("sections", [{"train": {"max_epochs": 2}}, {"batch": {"by_length": True}}], ids=str)
+def test_what_needs_numbered_samples_is_refused_for_a_stream(tmp_path: Path, sections: dict[str, Any]) -> None:
+    config = stream_config({"dp_replicate": 1}, tmp_path / "sent")
+    for name, section in sections.items():
+        config[name] = {**config[name], **section}
+    ((name, section),) = sections.items()
+    text = run_to_end(tmp_path / "run", config, ranks=1, code=1)
+    assert f"{name}.{next(iter(section))} was asked, and the data are a stream" in text
 
 
 def test_dropout_belongs_to_the_samples_not_to_the_ranks(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slurm_train.checkpoint.directory import read_manifest
 from slurm_train.checkpoint.local import recent_attempts
+from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints

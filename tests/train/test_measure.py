@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout
@@ -51,6 +52,26 @@ FROZEN = {"_target_": f"{__name__}.Frozen"}
 def test_frozen_parameters_have_no_gradients() -> None:
     found = measured(FROZEN)
     assert (found["trained_bytes"], found["other_bytes"]) == (257 * 8 * 4, 257 * 8 * 4)
+    assert found["activation_bytes"] > 0
+
+
+class Named(Dataset[Any]):
+    """Samples by name, whose labels are to be shifted."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": range(3, 20), "labels": range(3, 20)}
+
+
+class ByName(Frozen):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids)
+
+
+def test_batches_by_name_are_measured_as_well() -> None:
+    found = measured({"_target_": f"{__name__}.ByName"}, data={"_target_": f"{__name__}.Named"})
     assert found["activation_bytes"] > 0
 
 

@@ -23,6 +23,7 @@ from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.config.target import instantiate
 from slurm_train.errors import RunError
 from slurm_train.metrics.progress import LineDisplay
+from slurm_train.models.gpt import GPT
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.heartbeat import Heartbeat, Pace
 from slurm_train.rundir.paths import RunDirectory
@@ -33,8 +34,10 @@ from slurm_train.train.metrics import (
     PaceProbe,
     Recorder,
     flops_per_token,
+    peak_flops,
     printable,
     say_stopped,
+    say_text,
     write_result,
 )
 from slurm_train.train.saving import Position
@@ -47,7 +50,7 @@ def test_the_display_ends_at_the_newest_step(tmp_path: Path) -> None:
     stream, clock, source = io.StringIO(), count(0.0, 1.0).__next__, range(64)
     display = LineDisplay(stream, max_steps=3, every_s=1e9, clock=clock)
     facts: dict[str, Any] = {"display": display, "source": source, "spent": Spent(begin_unix_s=0.0)}
-    recorder = Recorder(make_rank(tmp_path), **facts, flops_per_token=0.0, clock=clock)
+    recorder = Recorder(make_rank(tmp_path), **facts, flops_per_token=(0.0, 0.0), clock=clock)
     for step in (1, 2, 3):
         recorder.count(StepResult(StepFacts(step, 4 * step, 0.1), False, 4, 1.0 / step, 0, 0.5))
     recorder.close()
@@ -67,10 +70,11 @@ def test_only_the_newest_attempt_writes_the_result(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     start = AttemptStart(job_id="7", restart_count=0, nodes=("node1",), world_size=1)
     older, newer = open_attempt(run, start), open_attempt(run, start)
+    facts = {"step": 3, "eval_loss": 0.25}
     with pytest.raises(RunError, match="overtaken by attempt 1"):
-        write_result(trainer_of(make_rank(tmp_path, attempt=older)), weights_digest="0a")
+        write_result(make_rank(tmp_path, attempt=older), facts)
     assert not run.result.exists()
-    write_result(trainer_of(make_rank(tmp_path, attempt=newer)), weights_digest="0a")
+    write_result(make_rank(tmp_path, attempt=newer), facts)
     result = json.loads(run.result.read_text())
     assert (result["step"], result["eval_loss"], result["attempt"]) == (3, 0.25, 1)
 
@@ -116,7 +120,46 @@ def test_a_token_costs_what_torch_counts_of_the_matrix_products(name: str) -> No
     counts = counter.get_flop_counts()["Global"]
     # Attention's own products, which the formula leaves out, are of another operation.
     products = sum(counts.get(operation, 0) for operation in (torch.ops.aten.mm, torch.ops.aten.addmm))
-    assert products > 0 and flops_per_token(model) == products / 32
+    assert products > 0 and flops_per_token(model)[0] == products / 32
+
+
+@pytest.mark.parametrize(("positions", "billions"), [(4096, 54.6), (8192, 61.1), (0, 0.0)])
+def test_a_token_of_llama_8b_costs_what_papers_say(positions: int, billions: float) -> None:
+    with torch.device("meta"):
+        model = instantiate(yaml.safe_load(read_asset("conf/model", "llama3-8b.yaml")))
+    assert flops_per_token(model, positions=positions) == pytest.approx((45.0e9, billions * 1e9), rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB300", 2500),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_each_card_has_its_own_peak(name: str, teraflops: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert peak_flops(torch.device("cuda")) == (None if teraflops is None else teraflops * 1e12)
+
+
+def test_the_text_at_the_end_compiles_nothing() -> None:
+    compiled, said = [], []
+    model = GPT(num_layers=1, width=16, num_heads=2, context=8)
+    model.compile(backend=lambda graph, _: compiled.append(1) or graph.forward)
+    encoding = SimpleNamespace(vocab_size=256, end_of_document=0, decode=lambda tokens: "x" * len(tokens))
+    source: Any = SimpleNamespace(encoding=lambda: encoding, shards=list)
+    say_text(said.append, model, train=source, heldout=None, num_tokens=5)
+    assert (said, compiled) == (["the model writes:\nxxxxx"], [])
 
 
 # Rank 1 computes 80 ms longer in each step; each rank leaves its sums, by kind of DDP.

@@ -6,18 +6,26 @@ import math
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from slurm_train.checkpoint.directory import verify
+from slurm_train.checkpoint.save import BackgroundSaver, Saved
+from slurm_train.checkpoint.state import StagingBuffers
+from slurm_train.checkpoint.verify import verify
+from slurm_train.config.schema import OptimSection
+from slurm_train.models.gpt import GPT
 from slurm_train.rundir.events import read_events, read_saves
 from slurm_train.rundir.files import write_record
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.rundir.timing import Notice, Spent, read_measured, read_step_times
-from slurm_train.train.saving import SavePace, failure_every_s, interval_steps
+from slurm_train.train.optimizer import build_optimizer
+from slurm_train.train.saving import Checkpointer, Position, SavePace, failure_every_s, interval_steps
 from slurm_train.train.signals import StopFlag
-from slurm_train.train.trainer import Stopping
+from slurm_train.train.stopping import Stopping
 from tests.support.ranks import make_rank
 from tests.support.small_checkpoints import steps_in
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start
@@ -164,6 +172,23 @@ def test_auto_measures_from_its_first_save_on(group_of_one: None) -> None:
     assert news[1:] == [None, None]
 
 
+@pytest.mark.parametrize(
+    ("model", "holds"), [(nn.BatchNorm1d(4), True), (GPT(num_layers=1, width=32, num_heads=2), False)]
+)
+def test_only_statistics_that_are_saved_hold_up_the_next_pass(
+    model: nn.Module, holds: bool, group_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[bool] = []
+    monkeypatch.setattr(StagingBuffers, "hold_changes", lambda _: held.append(True))
+    monkeypatch.setattr(Checkpointer, "_work", lambda *_, **__: lambda: Saved(Path(), manifest=None))
+    others: Any = dict.fromkeys(("continuity", "config_hash", "lr", "exchange", "place", "local", "group", "log"))
+    optimizer = build_optimizer(model, optim=OptimSection())
+    parts: Any = SimpleNamespace(rank=make_rank(), model=model, optimizer=optimizer, group_names=None, callbacks={})
+    buffers = StagingBuffers(torch.device("cpu"))
+    Checkpointer(parts=parts, saver=BackgroundSaver(), buffers=buffers, **others).save_soon(Position())
+    assert bool(held) == holds
+
+
 def run_with(folder: Path, notice: Notice) -> RunDirectory:
     run = RunDirectory(folder)
     run.attempt_logs(0).mkdir(parents=True)
@@ -240,7 +265,7 @@ def test_a_stop_file_asks_as_well(tmp_path: Path) -> None:
     stopping = Stopping(make_rank(run.path, stop=flag), spent=Spent(begin_unix_s=0), now=lambda: 1000.0)
     stopping.look()
     assert flag.ask()[0] == "file"
-    assert stopping.decide(step=7) == (None, "") and stop_of(run)["step"] == 7
+    assert stopping.decide_save(step=7) == (None, "") and stop_of(run)["step"] == 7
 
 
 def test_a_warning_that_is_followed_by_term_counts_from_the_term() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,15 +12,29 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurm_train.config.batch import BatchPlan
-from slurm_train.config.schema import DdpSection, OptimSection, RunConfig
-from slurm_train.errors import SlurmTrainError
+from slurm_train.config.schema import DdpSection, HealthSection, OptimSection, RunConfig
+from slurm_train.errors import ConfigError, SlurmTrainError
 from slurm_train.models.objective import Objective
+from slurm_train.train.build import build_stepper
+from slurm_train.train.context import Parts, native_precision
 from slurm_train.train.health import refuse
-from slurm_train.train.optimizer import Update, build_optimizer, build_schedule, can_call_kernel
+from slurm_train.train.loss_scale import LossScale
+from slurm_train.train.optimizer import Update, build_optimizer, can_call_kernel
 from slurm_train.train.signals import StopFlag
-from slurm_train.train.step import ReplicaPasses, StepFacts, Stepper, StepResult, TrainingModule, build_ddp
+from slurm_train.train.step import (
+    Exchange,
+    Passes,
+    ReplicaPasses,
+    ShardPasses,
+    StepFacts,
+    Stepper,
+    StepResult,
+    TrainingModule,
+    build_ddp,
+)
 from tests.support.ranks import make_rank
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -47,14 +63,26 @@ def make_stepper(
     accumulation: int = 1,
     clip_norm: float | None = None,
     world_size: int = 1,
+    health: HealthSection | None = None,
+    wraps: bool = True,
+    shards: bool = False,
+    autocast: torch.dtype | None = None,
+    scale: LossScale | None = None,
     **ddp: Any,
 ) -> Stepper:
-    config = RunConfig(optim=OptimSection(weight_decay=0.0, grad_clip_norm=clip_norm))
+    optim = OptimSection(weight_decay=0.0, grad_clip_norm=clip_norm)
+    config = RunConfig(optim=optim, health=health or HealthSection(), ddp=DdpSection(**ddp))
     plan = BatchPlan(local_size=8, ranks=world_size, accumulation=accumulation)
     rank = make_rank(config=config, plan=plan, ranks=world_size)
-    module = TrainingModule(Objective(model), stop=stop or StopFlag(), device=CPU, autocast=None)
-    passes = ReplicaPasses(rank, module, build_ddp(module, ddp=DdpSection(**ddp), device=CPU))
-    return Stepper(rank, passes, build_optimizer(model, optim=config.optim))
+    factor = None if scale is None else scale.factor
+    module = TrainingModule(Objective(model), stop=stop or StopFlag(), device=CPU, autocast=autocast, factor=factor)
+    wrapped = build_ddp(module, ddp=config.ddp, device=CPU) if wraps else None
+    passes: Passes = ReplicaPasses(rank, module, wrapped)
+    optimizer = build_optimizer(model, optim=config.optim)
+    if shards:
+        parameters = parameters_of(optimizer)
+        passes = ShardPasses(rank, model=model, objective=Objective(model), parameters=parameters, factor=factor)
+    return Stepper(rank, passes, optimizer, scale=scale)
 
 
 def step_of(stepper: Stepper, *batches: Batch) -> StepResult:
@@ -127,6 +155,41 @@ def test_a_bad_step_is_not_applied(spoil: Any, text: str) -> None:
         assert torch.equal(mine, other)
 
 
+class Branches(nn.Module):
+    """Each batch goes through one of two layers; the third is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.layers[int(inputs[0, 0] > 0)](inputs)
+        return scores
+
+
+def test_unused_parameters_are_refused_by_name_unless_they_are_looked_for() -> None:
+    batches = sorted((make_batch(seed) for seed in range(6)), key=lambda batch: bool(batch.tensors[0][0, 0] > 0))
+    pairs = list(zip(batches[:2], batches[-2:], strict=True))
+    with pytest.raises(ConfigError, match=r"not depend on 4 parameters .* layers.1.weight") as caught:
+        step_of(make_stepper(Branches()), batches[0])
+    assert "ddp.find_unused_parameters=true" in caught.value.hint
+    model, plain = Branches(), Branches()
+    stepper = make_stepper(model, accumulation=2, find_unused_parameters=True)
+    optimizer = build_optimizer(plain, optim=OptimSection(lr=FACTS.lr, weight_decay=0.0))
+    for pair in pairs:
+        result = step_of(stepper, *pair)
+        optimizer.zero_grad()
+        losses = [
+            cross_entropy(plain(inputs), targets, reduction="sum") for inputs, targets in (b.tensors for b in pair)
+        ]
+        (sum(losses[1:], losses[0]) / 16).backward()
+        optimizer.step()
+        assert (result.num_items, result.applied) == (16, True)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
 def test_the_pass_before_the_first_step_leaves_nothing_behind() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
@@ -151,6 +214,188 @@ def test_only_ranks_whose_sums_depend_on_it_take_a_pass_before_the_first_step(
     stepper = make_stepper(model, world_size=world_size, accumulation=accumulation, static_graph=static_graph)
     stepper.passes.arrange(make_batch().tensors)
     assert len(seen) == passes
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails where a GPU would have to finish before the host can go on.
+
+    Args:
+        is_first: an optimizer's very first step makes its state, and may wait.
+    """
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        self.is_first = is_first
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal")
+        assert not waits or self.is_first, func
+        # There is no memory to pin without a GPU.
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+class Event:
+    """A GPU's, of which everything before is over."""
+
+    def record(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def as_on_a_gpu(stepper: Stepper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a stepper take the ways of a GPU, on the CPU."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    stepper._is_masked = True
+    if isinstance(stepper.passes, ReplicaPasses):
+        stepper.passes._module._host_values = None
+
+
+class Uneven(nn.Module):
+    """Matrices of two types, and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.unused, self.last = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 3).bfloat16()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        return self.last(hidden.bfloat16()).float()
+
+
+@pytest.mark.parametrize(
+    ("make", "on_spike", "shards", "scales"),
+    [
+        (make_model, "log", False, False),
+        (make_model, "skip", False, True),
+        (Uneven, "skip", False, False),
+        (Uneven, "skip", True, False),
+        (make_model, "log", True, True),
+    ],
+)
+def test_no_step_on_a_gpu_waits_for_a_value(
+    make: Any, on_spike: Any, shards: bool, scales: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health, facts = HealthSection(on_spike=on_spike), FACTS._replace(loss_limit=50.0)
+    settings: Any = {"clip_norm": 0.1, "health": health, "wraps": False, "find_unused_parameters": True}
+    plain, masked = (
+        make_stepper(make(), scale=LossScale(CPU, None) if scales else None, shards=shards, **settings)
+        for _ in range(2)
+    )
+    as_on_a_gpu(masked, monkeypatch)
+    expected: list[StepResult | None] = []
+    found: list[StepResult | None] = []
+    for step in range(5):
+        batch = make_batch(step)
+        if step == 3:
+            batch.tensors[0].fill_(float("inf"))
+        expected.append(plain.step(facts, iter([batch])))
+        with NoWaiting(is_first=step == 0):
+            found.append(masked.step(facts, iter([batch])))
+    found.append(masked.drain())
+    assert [result and result.applied for result in found] == [None, True, True, True, False, True]
+    assert [result and result.facts for result in found[1:]] == [result and result.facts for result in expected]
+    for mine, other in zip(masked._update.parameters, plain._update.parameters, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_offloaded_gradients_are_measured_and_used_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the `meta` device are those on a GPU: with others they do not mix, and their values are not there."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: None)
+    model = make_model()
+    optimizer = build_optimizer(model, optim=OPTIM)
+    parameters = parameters_of(optimizer)
+    rank = make_rank(device=torch.device("meta"))
+    passes = ShardPasses(rank, model=model, objective=Objective(model), parameters=parameters)
+    stepper = Stepper(rank, passes, optimizer)
+    for having in (parameters, parameters[1:]):
+        for parameter in having:
+            parameter.grad = torch.ones_like(parameter)
+        gradients, numbers, norm = passes.reduce(parameters)
+        assert (len(gradients), numbers.device.type, norm.device.type) == (len(having), "meta", "meta")
+        stepper._optimizer.zero_grad()
+    before = parameters[0].clone()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    numbers, norm = torch.tensor([0.0, 8.0, 4.0, 0.0]), torch.tensor(8.0)
+    monkeypatch.setattr(passes, "run", lambda _: None)
+    monkeypatch.setattr(passes, "reduce", lambda _: ([parameter.grad for parameter in parameters], numbers, norm))
+    result = stepper.step(FACTS, iter(()))
+    assert result is not None and (result.loss, result.grad_norm, result.applied) == (0.5, 1.0, True)
+    assert not torch.equal(parameters[0], before)
+
+
+def test_one_rank_exchanges_with_nobody() -> None:
+    model = make_model()
+    parts = Parts(
+        rank=make_rank(),
+        model=model,
+        optimizer=build_optimizer(model, optim=OPTIM),
+        train_data=None,  # type: ignore[arg-type]  # the data is not touched
+        heldout=None,
+        flops_per_token=(1.0, 0.0),
+    )
+    stepper = build_stepper(parts, Objective(model), exchange=Exchange(), before_change=lambda: None)
+    assert stepper.passes.ddp is None
+    assert count_collectives(lambda: step_of(stepper, make_batch())) == 0
+
+
+def test_the_loss_scale_follows_the_gradients() -> None:
+    scale, fine, too_large = LossScale(CPU, None), torch.tensor(1.0), torch.tensor(float("inf"))
+
+    def take(norm: Tensor, loss: Tensor = fine, steps: int = 1) -> tuple[bool, float]:
+        found = [bool(scale.update(loss, norm)) for _ in range(steps)]
+        return found[-1], scale.factor.item()
+
+    assert take(fine, steps=10) == (False, 1024.0), "doubled until the first overflow"
+    assert take(too_large) == (True, 512.0)
+    assert take(too_large, loss=too_large) == (False, 512.0), "a loss that is not finite says nothing about the scale"
+    assert take(fine, steps=1998) == (False, 512.0)
+    scale.restore(scale.state())
+    assert take(fine) == (False, 1024.0)
+    assert take(too_large, steps=34) == (True, 2.0**-24)
+    assert take(too_large) == (False, 2.0**-24), "smaller would not help"
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_gradients_that_overflow_are_not_applied_and_the_next_ones_are_smaller(
+    is_masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale = LossScale(CPU, [2.0**17, 0.0, 1.0])
+    model, plain, batch = make_model(), make_model(), make_batch()
+    stepper = make_stepper(model, autocast=torch.float16, scale=scale, wraps=False)
+    if is_masked:
+        as_on_a_gpu(stepper, monkeypatch)
+    results = list[StepResult | None]()
+    for step in range(5):
+        with NoWaiting(is_first=step < 4) if is_masked else contextlib.nullcontext():
+            results.append(stepper.step(FACTS._replace(step=step), iter([batch])))
+    found = [result for result in (*results, stepper.drain()) if result is not None]
+    skipped = [result.facts.step for result in found if result.overflowed]
+    assert (
+        skipped == list(range(len(skipped))) and 1 <= len(skipped) <= 3 and scale.factor == 2.0 ** (17 - len(skipped))
+    )
+    assert [result.applied for result in found] == [not result.overflowed for result in found]
+    assert all(math.isfinite(result.loss) for result in found)
+    other = make_stepper(plain, wraps=False)
+    for result in found[len(skipped) :]:
+        expected = step_of(other, batch)
+        assert (result.loss, result.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"), [((9, 0), "bfloat16"), ((7, 5), "float16"), ((7, 0), "float16"), ((6, 1), "float32")]
+)
+def test_auto_is_what_a_gpu_computes_without_emulation(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], precision: str
+) -> None:
+    def is_supported(including_emulation: bool = True) -> bool:
+        return including_emulation or capability >= (8, 0)
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert native_precision(torch.device("cuda", 0)) == precision
 
 
 OPTIM = OptimSection(lr=0.01, weight_decay=0.3)
@@ -231,20 +476,3 @@ def test_what_is_not_plain_fused_adamw_goes_torchs_way() -> None:
     parameters = make_model().parameters()
     others = [hooked, torch.optim.SGD(make_model().parameters(), lr=0.1), torch.optim.AdamW(parameters, fused=False)]
     assert not any(can_call_kernel(optimizer) for optimizer in others)
-
-
-def test_only_matrices_decay() -> None:
-    groups = make_optimizer().param_groups
-    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(2, 0.3), (4, 0.0)]
-
-
-@pytest.mark.parametrize(
-    ("samples", "cosine", "constant"),
-    [(0, 0.0, 0.0), (50, 1.0, 1.0), (100, 2.0, 2.0), (600, 1.1, 2.0), (1100, 0.2, 2.0), (5000, 0.2, 2.0)],
-)
-def test_the_learning_rate_rises_linearly_then_falls_as_a_cosine(samples: int, cosine: float, constant: float) -> None:
-    for shape, expected in (("cosine", cosine), ("constant", constant)):
-        section = OptimSection(warmup_samples=100, min_lr_ratio=0.1, schedule=shape)  # type: ignore[arg-type]
-        schedule = build_schedule(section, peak_lr=2.0, total_samples=1100)
-        assert schedule.lr_at(samples) == pytest.approx(expected)
-    assert build_schedule(OptimSection(), peak_lr=1.0, total_samples=2000).warmup_samples == 100

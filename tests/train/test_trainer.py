@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from slurm_train.checkpoint.directory import read_manifest
+from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.config.schema import RunConfig, TrainSection
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.paths import CheckpointName, RunDirectory, list_checkpoints
@@ -73,15 +73,21 @@ def test_batches_by_length_differ_in_size_and_pools_end_where_plain_batches_woul
 @distributed
 @pytest.mark.parametrize(
     ("rank", "ranks", "sections"),
-    [(0, 2, {}), (2, 4, {}), (1, 2, {**BY_LENGTH, "data": {**PADDED, "prefetch": 3}})],
-    ids=["first of two", "third of four", "by length, read ahead"],
+    [
+        (0, 2, {}),
+        (2, 4, {}),
+        (1, 2, {**BY_LENGTH, "data": {**PADDED, "prefetch": 3}}),
+        (1, 3, {"model": {"_target_": "small_training.Branches"}, "ddp": {"find_unused_parameters": True}}),
+    ],
+    ids=["first of two", "third of four", "by length, read ahead", "unused parameters"],
 )
 def test_term_on_one_rank_stops_all_and_resuming_is_bitwise_exact(
     tmp_path: Path, rank: int, ranks: int, sections: dict[str, Any]
 ) -> None:
     sections = {**sections, "train": {"eval_every_steps": 5}}
-    run_to_end(tmp_path / "whole", config_of(**sections, model={"dropout": 0.2}), ranks=ranks)
-    once = {"dropout": 0.2, "signal_at": 7, "signal_rank": rank, "only_in": str(tmp_path / "sent")}
+    model = {**sections.pop("model", {}), "dropout": 0.2}
+    run_to_end(tmp_path / "whole", config_of(**sections, model=model), ranks=ranks)
+    once = {**model, "signal_at": 7, "signal_rank": rank, "only_in": str(tmp_path / "sent")}
     cut = config_of(**sections, model=once)
     text = run_to_end(tmp_path / "cut", cut, ranks=ranks, code=75)
     assert "stopped at step 7" in text and not (tmp_path / "cut" / "result.json").exists()
@@ -130,6 +136,23 @@ def test_a_run_on_other_numbers_of_ranks_trains_as_one_that_never_changed(tmp_pa
     manifests = [read_manifest(path) for path in reversed(list_checkpoints(many / "checkpoints"))]
     assert [(manifest.world_size, manifest.batch_plan["accumulation"]) for manifest in manifests] == list(ATTEMPTS)
     assert [manifest.samples for manifest in manifests] == [manifest.step * 24 for manifest in manifests]
+
+
+@distributed
+def test_a_run_of_epochs_ends_with_their_last_sample_and_an_evaluation_may_be_capped(tmp_path: Path) -> None:
+    def config(epochs: float) -> dict[str, Any]:
+        return config_of(train={"max_steps": 1000, "max_epochs": epochs, "eval_max_batches": 2})
+
+    # 97 samples in batches of 12: two epochs are 17 steps, three 25, the last of which begin the next epoch.
+    for ranks in (1, 2):
+        run_to_end(tmp_path / str(ranks), config(2), ranks=ranks)
+        steps = steps_of(tmp_path / str(ranks))
+        assert [len(steps), steps[-1]["samples"], steps[-1]["max_steps"]] == [17, 204, 17]
+    one, two = (result_of(tmp_path / name)["eval_loss"] for name in ("1", "2"))
+    assert one == pytest.approx(two, rel=1e-12)
+    run_to_end(tmp_path / "whole", config_of(train={"max_steps": 17}))
+    assert digest_of(tmp_path / "whole") == digest_of(tmp_path / "2")
+    assert result_of(tmp_path / "whole")["eval_loss"] != pytest.approx(two, rel=1e-3)
 
 
 @distributed

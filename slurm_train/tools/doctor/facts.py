@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 
 from slurm_train.config.schema import build_config
 from slurm_train.errors import ConfigError
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.events import Finding
 
 T = TypeVar("T")
 _ORDER = ("error", "warning", "note")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RankFacts:
     """One rank, as it sees itself."""
 
@@ -40,7 +41,7 @@ class RankFacts:
     """Soft limit of locked memory in MiB, likewise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class GpuFacts:
     """One GPU that the job was given, as NVML sees it before any rank of ours has touched it."""
 
@@ -57,7 +58,7 @@ class GpuFacts:
     """Why it is not at its best, e.g. "slowed down by heat"."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DiskFacts:
     """One place that ranks of a node write to."""
 
@@ -75,7 +76,7 @@ class DiskFacts:
     """Whether it was not allowed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NodeFacts:
     """One node, as its first rank sees it."""
 
@@ -131,7 +132,7 @@ class NodeFacts:
         return self.own_addresses[0] if self.own_addresses else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ProbeFacts:
     """What one node found when it probed others, once all were there."""
 
@@ -149,7 +150,7 @@ class ProbeFacts:
     clock_error_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SpeedFacts:
     """What one node measured, on request."""
 
@@ -162,7 +163,7 @@ class SpeedFacts:
     """Half a round trip to the nearest node."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Trouble:
     """Written into a shared file by a node whose ranks cannot connect to rank 0."""
 

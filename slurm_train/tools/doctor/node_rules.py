@@ -200,7 +200,9 @@ def _misleading_interfaces(job: Job) -> Iterator[Finding]:
     for node in job.nodes:
         own = shorten([f"{name} ({address})" for name, address in node.addresses.items()]) or "none"
         if missing := _missing_interface(node):
-            seen = f"{missing}: there is no such interface with an address, but {own}"
+            # Without addresses, which differ: the same mistake on several nodes is one finding.
+            names = shorten(list(node.addresses)) or "none"
+            seen = f"{missing}: there is no such interface with an address, but {names}"
             hint = f"set cluster.network_interface={node.interface or 'NAME'}, or drop it"
             yield error("WRONG_INTERFACE", node.node, seen, hint=hint)
         elif (code := _own_name_problem(node)) and not node.gloo_interface:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.config.schema import RunConfig
+from slurm_train.distributed.master import is_under_torchrun
 from slurm_train.distributed.meeting import (
     Channel,
     Meeting,
@@ -38,7 +39,6 @@ from slurm_train.distributed.meeting import (
     listen,
 )
 from slurm_train.distributed.place import RankPlace
-from slurm_train.distributed.ports import is_under_torchrun
 from slurm_train.distributed.rendezvous import allow_files, require_files
 from slurm_train.errors import PreflightError
 from slurm_train.formatting import columns

@@ -2,15 +2,19 @@
 
 Also the site as a table, and what happens to a run there in a few sentences: when it is preempted, how it comes back,
 what can be lost.
+
+To add a rule, write a function that takes the view and yields findings; add it to `_RULES`, what to do about its code
+to `HINTS`, and a section for the code to docs/troubleshooting.md.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from slurm_train.formatting import duration, shorten
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.events import Finding
 from slurm_train.slurm.policy import Partition, Preemption
 from slurm_train.slurm.site import SiteFacts, default_account, default_qos, preempting_qos, preemption_in
@@ -22,7 +26,7 @@ _DEFAULT_DELAY_S = 120.0
 _CRED_EXPIRE = re.compile(r"(?:^|,)cred_expire=(\d+)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SiteView:
     """What was asked on a login node, and what came back."""
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import yaml
 
-from slurm_train.checkpoint.directory import check_sizes, survey
+from slurm_train.checkpoint.verify import check_sizes, survey
 from slurm_train.config.frozen import list_settings
 from slurm_train.errors import SlurmTrainError
 from slurm_train.formatting import byte_size
-from slurm_train.launch.environment import environment_of
+from slurm_train.launch.provenance import environment_of
 from slurm_train.metrics.series import Series, read_series
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import CALM_EVENTS, read_changes, read_events, read_saves
@@ -106,6 +106,7 @@ def run_document(run: RunDirectory, *, state: str, note: str = "", nodelist: str
             "ranks": _rank_plots(ranks["ranks"]) if ranks else [],
             "checkpoints": [_save_plot(saves[-2 * _MOST_ROWS :])] if saves else [],
         },
+        "profiles": [str(path.relative_to(run.path)) for path in sorted(run.profiles.glob("*"))],
         "ranks": ranks,
         "stragglers": stragglers,
         "time": time_by_cause(attempts),
@@ -137,7 +138,7 @@ def _progress(run: RunDirectory, series: Series) -> Fact:
             evaluations.append((key, values[-1], steps[-1]))
     return {
         "step": max(series.last("step") or 0.0, as_float(result.get("step")) or 0.0),
-        "max_steps": as_float((read_json(run.plan) or {}).get("max_steps")),
+        "max_steps": series.last("max_steps") or as_float((read_json(run.plan) or {}).get("max_steps")),
         "evaluations": evaluations,
         **{key: series.last(key) for key in ("loss", "tokens_per_s", "samples_per_s", "mfu")},
     }

@@ -15,6 +15,7 @@ from typing import Literal
 
 from slurm_train.config.batch import recut_batch
 from slurm_train.formatting import byte_size, duration
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.heartbeat import read_beats
@@ -97,7 +98,7 @@ WARM_UP_LINES = 2
 """Lines of metrics at the beginning that are no measure: caches, buckets and clocks are still warming up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Measured:
     """One run of the study."""
 
@@ -212,7 +213,7 @@ _PAYS, _HARDLY = 0.7, 0.5
 _WORTH_A_WORD = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Study:
     """Everything that was measured, sorted."""
 

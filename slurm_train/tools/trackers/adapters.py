@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from slurm_train.config.schema import TrackSection, WandbSection, flat
 from slurm_train.config.secrets import redact
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.paths import RunDirectory
 
 Outcome = Literal["finished", "failed", "paused"]
@@ -30,7 +30,7 @@ Line = Mapping[str, Any]
 _NOT_CURVES = frozenset({"step", "attempt", "world_size", "time_unix_s", "samples_digest"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrackedRun:
     """A run as a tracker gets to know it."""
 

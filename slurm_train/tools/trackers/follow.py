@@ -19,7 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
@@ -28,6 +28,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.secrets import redact
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, SlurmTrainError
+from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import fsync_directory, make_private, read_json, size_of, write_atomic
 from slurm_train.rundir.paths import RunDirectory
@@ -43,7 +44,7 @@ _NICE = 5
 _LONGEST_PROBLEM = 500
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrackerState:
     """What trackers/NAME.json holds: one tracker of one run."""
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from slurm_train.config.schema import TrackSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_WRONG_USE
 from slurm_train.rundir.events import append_event
-from slurm_train.rundir.files import create_private, make_private
+from slurm_train.rundir.files import create_empty, make_private
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.tools.trackers.follow import count_unsent, explain_exit, follower_command, read_state
 
@@ -144,7 +144,7 @@ class Trackers:
         """Returns the exit code of one process, None where it was killed at the deadline."""
         log = self._run.trackers / f"{name}.log"
         make_private(log.parent)
-        create_private(log)
+        create_empty(log)
         # A session of its own: no Ctrl-C of the terminal, and what it starts itself can be killed with it.
         with log.open("ab") as output:
             process = subprocess.Popen(

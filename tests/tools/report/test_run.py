@@ -45,6 +45,15 @@ def test_the_newest_attempts_lines_are_those_that_are_drawn(tmp_path: Path) -> N
     ]
 
 
+def test_profiles_are_named_by_their_place_beside_the_page(tmp_path: Path) -> None:
+    run = RunFiles(ledger=ended(0), metrics=steps(1, 5)).write(run_in(tmp_path))
+    assert run_document(run, state="finished", now_unix_s=1.8e9)["profiles"] == []
+    run.profiles.mkdir()
+    (run.profiles / "step_5_attempt_0_rank_0.json.gz").touch()
+    document = run_document(run, state="finished", now_unix_s=1.8e9)
+    assert document["profiles"] == ["profiles/step_5_attempt_0_rank_0.json.gz"]
+
+
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_hostile_text_anywhere_is_data(text: str, tmp_path: Path) -> None:
     page = Page(render(hostile_document(tmp_path, text)))

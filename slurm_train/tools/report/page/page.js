@@ -221,6 +221,7 @@ const runSections = () => {
       ...plots.speed.map(drawPlot),
       plots.speed.length && !isMfuKnown ? note("MFU is not known: no peak is on record for this device, or no count of operations for this model.") : "",
       ...(report.ranks ? drawRanks(report.ranks) : []),
+      ...report.profiles.map((path) => make("p", {}, ["Profile, for ui.perfetto.dev: ", make("a", { href: path }, path)])),
     ]],
     ["stragglers", "Who holds the others up", () => report.stragglers ? drawStragglers(report.stragglers) : []],
     ["time", "What the hours went to", () => [...drawTime(report.time), ...(attempts.length ? drawTimeline(attempts, events) : [])]],

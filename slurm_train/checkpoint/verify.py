@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -89,6 +89,27 @@ def newest_verified(root: Path) -> Search:
             return Search((path, outcome), tuple(passed_over))
         passed_over.append(PassedOver(path, outcome.message))
     return Search(None, tuple(passed_over))
+
+
+def find_kept(root: Path) -> dict[Path, str]:
+    """Looks which checkpoints stay whatever their age, best first, e.g. {path: "best eval_loss 1.2345"}."""
+    good = {path: found for path, found in survey(root, read_manifest) if isinstance(found, Manifest)}
+    return kept_paths(next(iter(good.values())), list(good)) if good else {}
+
+
+def kept_paths(newest: Manifest, paths: Sequence[Path]) -> dict[Path, str]:
+    """Returns what `find_kept` does.
+
+    Args:
+        newest: of the newest checkpoint: what stays is written down there.
+        paths: the checkpoints that are there and whole, newest first.
+    """
+    kept: dict[Path, str] = {}
+    by_step = {name_of(path).step: path for path in reversed(paths)}
+    for rule in newest.extra.get("kept", ()):
+        found = [(by_step[step], value) for step, value in rule["steps"] if step in by_step]
+        kept |= {path: f"{rule['name']} {value:.4f}" for path, value in found[: rule["keep"]]}
+    return kept
 
 
 def newest_committed_step(root: Path) -> int:

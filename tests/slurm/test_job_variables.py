@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.slurm.environment import command_environment, exported, job_environment, scrubbed
+from slurm_train.slurm.job_variables import command_environment, exported, job_environment, scrubbed
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slurm_train.launch import environment
-from slurm_train.launch.environment import (
+from slurm_train.launch import provenance
+from slurm_train.launch.provenance import (
     EnvironmentChange,
     environment_changes,
     environment_of,
@@ -61,7 +61,7 @@ def test_what_torch_was_built_for_is_read_without_it(text: str, cuda: str | None
 
 
 def test_driver_and_gpus_are_read_where_there_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_DRIVER", tmp_path)
+    monkeypatch.setattr(provenance, "_DRIVER", tmp_path)
     none = read_environment(slurm=None, paths=[])
     assert (none["driver"], none["gpus"]) == (None, [])
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC\n")
@@ -152,7 +152,7 @@ def open_attempt(run: RunDirectory, attempt: int) -> None:
 
 def test_packages_that_change_between_attempts_are_named(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     now = packages(numpy="1.26.4")
-    monkeypatch.setattr(environment, "read_environment", lambda **_words: now)
+    monkeypatch.setattr(provenance, "read_environment", lambda **_words: now)
     write_provenance(run.provenance, Source({"": run.path}), words=[], slurm=None)
     open_attempt(run, 0)
     assert record_environment(run, 0, slurm="22.05.8") == []
@@ -167,6 +167,6 @@ def test_packages_that_change_between_attempts_are_named(run: RunDirectory, monk
 def test_another_interpreter_is_no_change_of_packages(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"environment": {**packages(numpy="1"), "executable": "/other/python"}}
     run.provenance.write_text(json.dumps(facts))
-    monkeypatch.setattr(environment, "read_environment", lambda **_words: packages(numpy="2"))
+    monkeypatch.setattr(provenance, "read_environment", lambda **_words: packages(numpy="2"))
     open_attempt(run, 0)
     assert record_environment(run, 0, slurm=None) == []

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from slurm_train.errors import ConfigError
+from slurm_train.launch.batch_script import job_environment, render_script, sbatch_components, srun_flags
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.script import job_environment, render_script, sbatch_components, srun_flags
 from tests.support.plans import make_plan
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.distributed import ports
-from slurm_train.distributed.ports import candidate_ports, is_under_torchrun, master_of, meeting_ports, probe_port
+from slurm_train.distributed import master
+from slurm_train.distributed.master import candidate_ports, is_under_torchrun, master_of, meeting_ports, probe_port
 from slurm_train.errors import ClusterError
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[5-8]", "SLURM_TASKS_PER_NODE": "2(x4)"}
@@ -81,7 +81,7 @@ def test_probing_passes_over_a_port_that_is_taken() -> None:
 def test_with_all_ports_taken_the_kernel_gives_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as taken:
         all_taken = [taken.getsockname()[1]] * 32
-        monkeypatch.setattr(ports, "candidate_ports", lambda _: all_taken)
+        monkeypatch.setattr(master, "candidate_ports", lambda _: all_taken)
         port = probe_port("a-run", attempt=0, env={})
     assert port not in (0, *all_taken)
 
@@ -105,7 +105,7 @@ def test_the_kernels_range_is_read(
 ) -> None:
     if text is not None:
         (tmp_path / "range").write_text(text)
-    monkeypatch.setattr(ports, "_RANGE_FILE", tmp_path / "range")
+    monkeypatch.setattr(master, "_RANGE_FILE", tmp_path / "range")
     assert candidate_ports("7") == candidate_ports("7", ephemeral_low=high)
 
 

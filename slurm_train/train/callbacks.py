@@ -1,0 +1,409 @@
+"""Code that is called at moments of a training: the protocol, and the callbacks that come with the package.
+
+`callbacks=[{_target_: my_package.Mine, every: 10}]` names classes that derive from `Callback`. Every hook is called on
+every rank, at the same step and in the order of the list, so it may use collectives if all ranks do. Nothing is called
+where there is no callback.
+
+Imported without torch: the login node makes the callbacks of this module, so wrong values are refused before anything
+is submitted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from slurm_train.config.target import TARGET, instantiate
+from slurm_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slurm_train.train.context import Parts
+    from slurm_train.train.trainer import Trainer
+
+# A best checkpoint whose save failed gives way to the next best that is on disk.
+_NUM_SPARE = 3
+
+
+class Callback:
+    """Derive from it and define the hooks that are needed; the others do nothing.
+
+    `trainer.position.step` is the step that was just done, `trainer.newest` the newest result of a step that was read:
+    on a GPU that of the step before, since nothing waits for the device. `trainer.rank` has the configuration, the run
+    directory and the place of this rank. `trainer.end_early` and `trainer.ask_to_save` are for callbacks.
+    """
+
+    def attach(self, parts: Parts) -> None:
+        """Called once, before a checkpoint is loaded: keep `parts.model` here, make the tensors of `state_dict`."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Called once, before the first step of an attempt, when the state of a checkpoint is there."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Called after each optimizer step; must not wait for the GPU at each."""
+
+    def on_evaluation(self, trainer: Trainer, measures: Mapping[str, float]) -> None:
+        """Called after an evaluation; the measures are the same on every rank, e.g. {"eval_loss": 1.2}."""
+
+    def on_save(self, trainer: Trainer) -> None:
+        """Called before each checkpoint; `state_dict` is asked after it."""
+
+    def on_stop(self, trainer: Trainer) -> None:
+        """Called when the ranks have agreed to stop and the run will go on later; a save follows if there is time."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Called when the run is finished, before its last save."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Returns what evaluations run in."""
+        return nullcontext()
+
+    def kept_steps(self) -> dict[str, Any] | None:
+        """Returns which checkpoints stay whatever their age, None for no wish.
+
+        {"name": "best eval_loss", "keep": 1, "steps": [[300, 1.2], [200, 1.3]]}: the first `keep` of these steps that
+        are on disk, each with a value to show. Rank 0's counts.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps.
+
+        Tensors in it, also in nested dictionaries, are saved as those of the model are, shards included; they must be
+        there since `attach` and keep their names and shapes. Of everything else (numbers, texts, lists) rank 0's is
+        saved, for all ranks.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave; its tensors are filled already."""
+
+
+def build_callbacks(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Callback]:
+    """Returns callbacks in their order, by the name of their state: place among those of the same target, and target.
+
+    Args:
+        mappings: `callbacks` of the configuration.
+
+    Raises:
+        ConfigError: one cannot be made, or is no `Callback`.
+    """
+    found: dict[str, Callback] = {}
+    for number, mapping in enumerate(mappings):
+        made, target = instantiate(mapping), str(mapping[TARGET])
+        if not isinstance(made, Callback):
+            raise ConfigError(
+                f"callbacks[{number}].{TARGET}={target} gave a {type(made).__name__}, not a callback",
+                hint="derive the class from slurm_train.train.callbacks.Callback",
+            )
+        found[f"{sum(key.endswith(f' {target}') for key in found)} {target}"] = made
+    return found
+
+
+def _require(key: str, value: float, *, least: float, below: float = math.inf) -> None:
+    kinds, kind = ((int,), "a whole number") if isinstance(least, int) else ((int, float), "a number")
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < below:
+        limit = "" if below == math.inf else f" and below {below:g}"
+        raise ConfigError(
+            f"{key} must be {kind}, at least {least:g}{limit}, got {value!r}", hint="see docs/callbacks.md"
+        )
+
+
+class Monitor(Callback):
+    """What callbacks have in common that compare the measures of evaluations.
+
+    Args:
+        monitor: the measure, e.g. "eval_loss".
+        mode: "min" if less is better, else "max".
+    """
+
+    def __init__(self, *, monitor: str, mode: str) -> None:
+        if mode not in ("min", "max"):
+            raise ConfigError(f"mode must be min or max, got {mode!r}", hint="min: less is better, as for eval_loss")
+        self.monitor, self.sign = monitor, 1.0 if mode == "min" else -1.0
+
+    def read(self, measures: Mapping[str, float]) -> float:
+        """Returns the measure.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        if self.monitor not in measures:
+            raise ConfigError(
+                f"a callback looks at {self.monitor}, which evaluations do not give",
+                hint=f"they give {', '.join(sorted(measures)) or 'nothing: there are no held-out samples'}",
+            )
+        return measures[self.monitor]
+
+
+class EarlyStopping(Monitor):
+    """Ends a run, as finished, when a measure has not improved for some evaluations in a row.
+
+    Args:
+        monitor: the measure.
+        patience: evaluations without improvement after which the run ends.
+        min_delta: a smaller improvement counts as none.
+        mode: "min" if less is better, else "max".
+    """
+
+    def __init__(
+        self, *, monitor: str = "eval_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "min"
+    ) -> None:
+        super().__init__(monitor=monitor, mode=mode)
+        _require("patience", patience, least=1)
+        _require("min_delta", min_delta, least=0.0)
+        self.patience, self.min_delta = patience, min_delta
+        self.best, self.best_step, self.num_worse = math.inf, 0, 0
+
+    def on_evaluation(self, trainer: Trainer, measures: Mapping[str, float]) -> None:
+        """Compares, and asks for the end."""
+        value = self.sign * self.read(measures)
+        self.num_worse += 1
+        if value < self.best - self.min_delta:
+            self.best, self.best_step, self.num_worse = value, trainer.position.step, 0
+        if self.num_worse >= self.patience:
+            best = f"best {self.sign * self.best:.4f} at step {self.best_step}"
+            trainer.end_early(f"{self.monitor} has not improved in {self.num_worse} evaluations, {best}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the best value, its step, and the evaluations since."""
+        return {"best": self.best, "best_step": self.best_step, "num_worse": self.num_worse}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes them over."""
+        self.best, self.best_step, self.num_worse = state["best"], state["best_step"], state["num_worse"]
+
+
+class BestCheckpoint(Monitor):
+    """Saves after an evaluation that is among the best, and keeps the best checkpoints beyond `checkpoint.keep`.
+
+    Args:
+        monitor: the measure.
+        mode: "min" if less is better, else "max".
+        keep: how many stay.
+    """
+
+    def __init__(self, *, monitor: str = "eval_loss", mode: str = "min", keep: int = 1) -> None:
+        super().__init__(monitor=monitor, mode=mode)
+        _require("keep", keep, least=1)
+        self.keep = keep
+        self.steps: list[list[Any]] = []
+
+    def on_evaluation(self, trainer: Trainer, measures: Mapping[str, float]) -> None:
+        """Sorts the step in, and asks for a save if it is one to keep."""
+        value, step = self.read(measures), trainer.position.step
+        if not math.isfinite(value):
+            return
+        others = [entry for entry in self.steps if entry[0] != step]
+        self.steps = sorted([*others, [step, value]], key=lambda entry: self.sign * entry[1])
+        del self.steps[self.keep + _NUM_SPARE :]
+        if [step, value] in self.steps[: self.keep]:
+            trainer.ask_to_save()
+
+    def kept_steps(self) -> dict[str, Any] | None:
+        """Returns the best steps."""
+        return {"name": f"best {self.monitor}", "keep": self.keep, "steps": self.steps}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the best steps with their values."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes them over."""
+        self.steps = state["steps"]
+
+
+class EMA(Callback):
+    """Exponential moving average of the trained parameters, of which each rank has its own part.
+
+    The average follows faster at the beginning: update n decays by (1 + n) / (10 + n) at most. It is kept in the
+    parameters' type, at least float32; buffers are not averaged. `checkpoint export --ema` writes it.
+
+    Args:
+        decay: what stays of the average at each step.
+        evaluate: evaluate the averaged parameters in place of the trained ones.
+    """
+
+    def __init__(self, *, decay: float = 0.999, evaluate: bool = False) -> None:
+        _require("decay", decay, least=0.0, below=1.0)
+        self.decay, self.evaluate = decay, evaluate
+        self.num_updates: int | None = None
+
+    def attach(self, parts: Parts) -> None:
+        """Makes the average, of the same shards as the parameters.
+
+        Raises:
+            ConfigError: the ranks' parameters differ between exchanges.
+        """
+        import torch
+
+        if parts.rank.config.ddp.comm == "post_local_sgd":
+            raise ConfigError(
+                "EMA averages parameters that all ranks have alike, which they are not with ddp.comm=post_local_sgd",
+                hint="drop one of the two",
+            )
+        self.model = parts.model
+        self.parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+        self.average = [
+            one.detach().clone().to(torch.promote_types(one.dtype, torch.float32)) for one in self.parameters
+        ]
+
+    def on_start(self, _trainer: Trainer) -> None:
+        """Begins with the parameters as they are, unless a checkpoint had an average."""
+        if self.num_updates is None:
+            self.num_updates = 0
+            _copy(self.average, self.parameters)
+
+    def on_step_end(self, _trainer: Trainer) -> None:
+        """Moves the average towards the parameters."""
+        import torch
+
+        assert self.num_updates is not None
+        self.num_updates += 1
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        average = _local(self.average)
+        now = [one.to(own.dtype) for one, own in zip(_local(self.parameters), average, strict=True)]
+        torch._foreach_lerp_(average, now, 1 - decay)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        trained = [parameter.detach().clone() for parameter in self.parameters]
+        # What FSDP2 has gathered is of other values.
+        sharded: list[Any] = [module for module in self.model.modules() if hasattr(module, "reshard")]
+        try:
+            _copy(self.parameters, self.average)
+            for module in sharded:
+                module.reshard()
+            yield
+        finally:
+            _copy(self.parameters, trained)
+            for module in sharded:
+                module.reshard()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Returns a context with the averaged parameters in the model; the trained ones come back bit for bit."""
+        return self._averaged() if self.evaluate else nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the average by the parameters' names."""
+        average = {id(parameter): one for parameter, one in zip(self.parameters, self.average, strict=True)}
+        names = self.model.named_parameters(remove_duplicate=False)
+        named = {name: average[id(parameter)] for name, parameter in names if id(parameter) in average}
+        return {"num_updates": self.num_updates, "average": named}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over the count; the average is filled already."""
+        self.num_updates = state["num_updates"]
+
+
+def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    from slurm_train.checkpoint.state import local_part
+
+    return [local_part(tensor.detach()) for tensor in tensors]
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies what this rank holds of tensors into others."""
+    for target, source in zip(_local(targets), _local(sources), strict=True):
+        target.copy_(source)
+
+
+class ProfilerWindow(Callback):
+    """Profiles some steps with torch.profiler; the traces lie in `profiles/` of the run directory.
+
+    Args:
+        start_step: the first step of the window; not the first of an attempt, which is start-up.
+        steps: how many steps.
+        ranks: which ranks.
+    """
+
+    def __init__(self, *, start_step: int = 20, steps: int = 5, ranks: Sequence[int] = (0,)) -> None:
+        _require("start_step", start_step, least=1)
+        _require("steps", steps, least=1)
+        for rank in ranks:
+            _require("ranks", rank, least=0)
+        self.first, self.last, self.ranks = start_step, start_step + steps - 1, ranks
+        self._profiler: Any = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Opens the window, if the next step is in it."""
+        self.on_step_end(trainer)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Opens the window before its first step, and closes it after its last."""
+        is_inside = self.first <= trainer.position.step + 1 <= self.last
+        if self._profiler is not None and not is_inside:
+            self._close(trainer)
+        elif self._profiler is None and is_inside and trainer.rank.place.rank in self.ranks:
+            import torch
+
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+
+    def on_stop(self, trainer: Trainer) -> None:
+        """Closes the window."""
+        self._close(trainer)
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Closes the window."""
+        self._close(trainer)
+
+    def _close(self, trainer: Trainer) -> None:
+        if self._profiler is None:
+            return
+        rank, (profiler, self._profiler) = trainer.rank, (self._profiler, None)
+        profiler.stop()
+        rank.run.profiles.mkdir(exist_ok=True)
+        path = rank.run.profiles / f"step_{self.first}_attempt_{rank.attempt}_rank_{rank.place.rank}.json.gz"
+        profiler.export_chrome_trace(str(path))
+        trainer.say(f"profile up to step {trainer.position.step}: {path}")
+
+
+class TextSamples(Callback):
+    """Lets a language model continue prompts every n steps, into `samples.jsonl` of the run directory.
+
+    The data must be prepared text, which gives the encoding, and the model must have `generate`; else, and with
+    pipeline or context parallelism, a line says so and nothing is written.
+
+    Args:
+        every_steps: steps between samples.
+        prompts: text or texts to continue; "" is the beginning of a document.
+        num_tokens: length of a continuation.
+    """
+
+    def __init__(self, *, every_steps: int = 500, prompts: str | Sequence[str] = "", num_tokens: int = 100) -> None:
+        _require("every_steps", every_steps, least=1)
+        _require("num_tokens", num_tokens, least=1)
+        self.every_steps, self.num_tokens = every_steps, num_tokens
+        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+
+    def attach(self, parts: Parts) -> None:
+        """Keeps model and data."""
+        self.parts, layout = parts, parts.rank.layout
+        can_generate = hasattr(parts.model, "generate") and hasattr(parts.train_data, "encoding")
+        self.is_possible = can_generate and layout.pp == layout.cp == 1
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Says if there will be no samples."""
+        if not self.is_possible:
+            trainer.say("no text samples: they need prepared text, a model with generate, and no pp or cp")
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Writes the samples of a step, when they are due."""
+        rank, step = trainer.rank, trainer.position.step
+        # Of a model that is cut all ranks compute the same.
+        takes_part = rank.place.is_first or not rank.layout.is_replicated
+        if step % self.every_steps or not self.is_possible or not takes_part:
+            return
+        from slurm_train.train.metrics import sample_text
+
+        start, encoding = rank.clock(), self.parts.train_data.encoding()  # type: ignore[attr-defined]  # it is possible
+        found = [sample_text(self.parts.model, encoding, prompt, num_tokens=self.num_tokens) for prompt in self.prompts]
+        if rank.place.is_first:
+            with rank.run.samples.open("a", encoding="utf-8") as file:
+                for prompt, text in zip(self.prompts, found, strict=True):
+                    print(json.dumps({"step": step, "prompt": prompt, "text": text}), file=file)
+        trainer.charge(start, "evaluate_s")

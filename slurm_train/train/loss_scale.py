@@ -1,0 +1,60 @@
+"""Dynamic loss scaling: what float16 needs to hold the small gradients of a backward pass.
+
+Each rank back-propagates the sum of its losses times a factor, the same on all ranks and always a power of two, so that
+dividing by it again is exact. Where gradients of a finite loss overflow, the step is not applied and the factor is
+halved. It starts at 1, is doubled with every step until the first overflow, and then after every 2000 steps without
+one. It stays on the device and follows the reduced numbers there: no step waits for the host, and no rank differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_LEAST, _MOST = 2.0**-24, 2.0**30
+_GROWTH_STEPS = 2000
+
+
+class LossScale:
+    """The factor and what decides about the next one.
+
+    Args:
+        device: where the gradients are.
+        state: what `state` gave; None begins anew.
+    """
+
+    def __init__(self, device: torch.device, state: Sequence[float] | None) -> None:
+        # The factor, steps since it changed, whether there was an overflow.
+        self._values = torch.zeros(3, device=device)
+        self.factor = self._values[0]
+        """What the losses are multiplied by; changes in place."""
+        self.restore(state)
+
+    def restore(self, state: Sequence[float] | None) -> None:
+        """Takes over what `state` gave; None begins anew."""
+        self._values.copy_(torch.tensor(state or (1.0, 0.0, 0.0)))
+
+    def update(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Sets the factor of the next step; returns whether it was too large for this one (a scalar).
+
+        Args:
+            loss: of the step, over all ranks.
+            norm: of the gradients, over all ranks.
+        """
+        factor, streak, has_overflowed = self._values
+        is_fine = norm.isfinite()
+        overflows = loss.isfinite() & is_fine.logical_not()
+        grows = is_fine & ((has_overflowed == 0) | (streak + 1 >= _GROWTH_STEPS))
+        # Below the least, the gradients are not finite for another reason.
+        is_too_large: Tensor = overflows & (factor > _LEAST)
+        following = torch.where(overflows, factor / 2, torch.where(grows, factor * 2, factor)).clamp(_LEAST, _MOST)
+        streak = torch.where(overflows | grows, 0.0, streak + 1)
+        self._values.copy_(torch.stack((following, streak, torch.maximum(has_overflowed, overflows.float()))))
+        return is_too_large
+
+    def state(self) -> list[float]:
+        """Returns what a checkpoint has to hold; waits for the device."""
+        values: list[float] = self._values.tolist()
+        return values

@@ -1,0 +1,82 @@
+"""Examples on this machine: a loop of one's own that is interrupted, and an adapter that peft loads."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from slurm_train.checkpoint.load import load_tensors
+from slurm_train.checkpoint.verify import verify
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
+from tests.support.command_line import REPOSITORY, Person
+from tests.support.extras import NEEDS_PEFT
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def example(folder: Path, name: str) -> Person:
+    shutil.copy(REPOSITORY / "examples" / name, folder)
+    return Person(folder)
+
+
+def interrupt_and_continue(person: Person, *words: str) -> None:
+    """Runs `stopped`, interrupted after its first checkpoint and continued, and `whole`."""
+    argv = [sys.executable, "-m", "slurm_train", *words, "run.name=stopped"]
+    process = subprocess.Popen(
+        argv, cwd=person.folder, env=person.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    folder = person.folder / "runs" / "stopped"
+    wait_for(lambda: list(folder.glob("*/checkpoints/*/COMPLETE")), within_s=120, what="the first checkpoint")
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    run = RunDirectory(next(folder.iterdir()))
+    assert process.returncode == 75 and not run.result.exists(), out
+    done = person.types(*words, "run.name=stopped")
+    assert done.code == 0 and run.result.exists() and "resuming from" in done.out + done.err
+    assert [line.get("exit_code") for line in read_ledger(run)] == [75, 0]
+    assert person.types(*words, "run.name=whole").code == 0
+
+
+def weights(person: Person, name: str) -> dict[str, torch.Tensor]:
+    (path,) = (person.folder / "runs" / name).iterdir()
+    newest = list_checkpoints(RunDirectory(path).checkpoints)[0]
+    assert verify(newest).step == 300
+    shapes = {"0.weight": (32, 1), "0.bias": (32,), "2.weight": (1, 32), "2.bias": (1,)}
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    load_tensors(newest, tensors)
+    return tensors
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    person = example(tmp_path, "own_loop.py")
+    # Slow enough to be interrupted in the middle.
+    path, step = tmp_path / "own_loop.py", "        step += 1\n"
+    path.write_text(path.read_text().replace(step, f"{step}        __import__('time').sleep(0.02)\n"))
+    interrupt_and_continue(
+        person, "task._target_=own_loop.main", "task.steps=300", "task.save_every=20", "run.processes=2"
+    )
+    stopped, whole = weights(person, "stopped"), weights(person, "whole")
+    assert all(torch.equal(stopped[name], whole[name]) for name in whole)
+
+
+@NEEDS_PEFT
+def test_a_fine_tuned_adapter_is_exported_and_loaded_by_peft(tmp_path: Path) -> None:
+    person = example(tmp_path, "finetune.py")
+    assert person.runs(sys.executable, "finetune.py", "make").code == 0
+    short = ("run.name=a", "train.max_steps=60", "batch.global_size=8")
+    alone = ("run.processes=1", "train.threads=1", "data.context=64", f"data.cache={tmp_path / 'cache'}")
+    words = ("model=hf", "model.path=llama", "model.lora={r: 8}", "data=hf", "data.path=chats.jsonl")
+    assert person.types(*words, *short, *alone).code == 0
+    assert person.types("checkpoint", "export", "a", "adapter", "--format", "hf").code == 0
+    asked = person.runs(sys.executable, "finetune.py", "ask")
+    said = re.search(r"loss ([\d.]+) without the adapter, ([\d.]+) with it", asked.out)
+    assert said is not None and float(said[2]) < float(said[1]), asked.err

@@ -1,0 +1,374 @@
+"""Callbacks: when they are called, what a checkpoint keeps of them, and those that come with the package."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slurm_train.checkpoint.load import load_rank_state, read_model
+from slurm_train.checkpoint.verify import find_kept, newest_verified
+from slurm_train.config.schema import DdpSection, RunConfig
+from slurm_train.data.prepare import PrepareOptions, prepare
+from slurm_train.errors import ConfigError
+from slurm_train.rundir.events import AcceptedChange, record_change
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.train.callbacks import BestCheckpoint, Callback, EarlyStopping, build_callbacks
+from tests.support.ranks import make_rank
+from tests.train.small_runs import (
+    BASE,
+    assert_same_steps,
+    config_of,
+    digest_of,
+    evaluations_of,
+    finish,
+    result_of,
+    run_to_end,
+    start,
+)
+
+distributed = pytest.mark.distributed
+SHIPPED = "slurm_train.train.callbacks"
+EMA = {"_target_": f"{SHIPPED}.EMA", "decay": 0.9}
+TELLER = {"_target_": "small_training.Teller"}
+
+
+def with_callbacks(*callbacks: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    return {**config_of(**sections), "callbacks": list(callbacks)}
+
+
+def told(run: Path, rank: int) -> list[list[Any]]:
+    """Returns what `Teller` wrote on a rank: hook, step, step of the newest result."""
+    return [json.loads(line) for line in (run / f"told_{rank}.jsonl").read_text().splitlines()]
+
+
+def state_of(run: Path, name: str) -> dict[str, Any]:
+    """Returns what the newest checkpoint has of a callback, without its tensors."""
+    found = newest_verified(run / "checkpoints").found
+    assert found is not None
+    state: dict[str, Any] = (load_rank_state(found[0], 0) or {})["callbacks"][name]
+    return state
+
+
+def averages_of(run: Path) -> dict[str, torch.Tensor]:
+    found = newest_verified(run / "checkpoints").found
+    assert found is not None
+    return read_model(found[0], averaged=True)[1]
+
+
+@distributed
+def test_hooks_are_called_on_every_rank_at_the_same_steps_and_the_state_goes_on(tmp_path: Path) -> None:
+    sections = {"train": {"eval_every_steps": 8}, "checkpoint": {"every_steps": 6}}
+    once = {"signal_at": 10, "signal_rank": 1, "only_in": str(tmp_path / "sent")}
+    config = with_callbacks(TELLER, {**TELLER, "also": 3}, **sections, model=once)
+    run = tmp_path / "run"
+    run_to_end(run, config, code=75)
+    run_to_end(run, config, attempt=1)
+    calls = told(run, 0)
+    assert calls == told(run, 1)
+    mine = [call for call in calls if call[0] == 0]
+    # Both callbacks, one after the other, at each moment.
+    assert [call[1:] for call in calls if call[0] == 3] == [call[1:] for call in mine]
+    steps = [[0, "step_end", step, step] for step in range(1, 21)]
+    expected = [
+        [0, "start", 0, None],
+        *steps[:6],
+        [0, "save", 6, 6],
+        *steps[6:8],
+        [0, "evaluation", 8, 8],
+        *steps[8:10],
+    ]
+    expected += [[0, "stop", 10, 10], [0, "save", 10, 10], [0, "start", 10, None], *steps[10:12], [0, "save", 12, 12]]
+    expected += [*steps[12:16], [0, "evaluation", 16, 16], *steps[16:18], [0, "save", 18, 18], *steps[18:]]
+    assert mine == [*expected, [0, "evaluation", 20, 20], [0, "end", 20, 20], [0, "save", 20, 20]]
+    # The count went on: of both of the same class, each its own.
+    assert [state_of(run, f"{number} small_training.Teller")["num_steps"] for number in (0, 1)] == [20, 23]
+
+
+@distributed
+@pytest.mark.parametrize("sections", [{}, {"parallel": {"dp_shard": 2}}], ids=["whole", "sharded"])
+def test_an_average_is_restored_bit_for_bit_and_equals_that_of_one_rank(
+    tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    one, whole, cut = tmp_path / "one", tmp_path / "whole", tmp_path / "cut"
+    config = with_callbacks({**EMA, "evaluate": True}, **sections, train={"eval_every_steps": 5})
+    run_to_end(one, {**config, "parallel": {}}, ranks=1)
+    run_to_end(whole, config)
+    once = {"signal_at": 7, "signal_rank": 1, "only_in": str(tmp_path / "sent")}
+    stopped = {**config, "model": {**config["model"], **once}, "checkpoint": {"every_steps": 3, "background": False}}
+    run_to_end(cut, stopped, code=75)
+    # Then rank 0 is killed, and rank 1 with it, as the supervisor would.
+    ranks = start(cut, stopped, attempt=1, fault={"kill_rank": 0, "kill_step": 14})
+    finish(ranks[:1])
+    ranks[1].kill()
+    finish(ranks[1:])
+    assert "(step 12)" in run_to_end(cut, stopped, attempt=2)
+    expected, found, alone = averages_of(whole), averages_of(cut), averages_of(one)
+    assert digest_of(cut) == digest_of(whole)
+    for name, average in expected.items():
+        assert torch.equal(found[name], average), name
+        assert alone[name].numpy() == pytest.approx(average.numpy(), rel=1e-10), name
+    assert state_of(cut, f"0 {EMA['_target_']}") == {"num_updates": 20, "average": {}}
+    # What was evaluated are the averages, and they left no trace in the training.
+    lines = {run: [line["eval_loss"] for line in evaluations_of(run)] for run in (one, whole, cut)}
+    assert lines[cut] == lines[whole] and lines[one] == pytest.approx(lines[whole], rel=1e-10)
+    plain = tmp_path / "plain"
+    run_to_end(plain, config_of(**sections, train={"eval_every_steps": 5}))
+    assert digest_of(plain) == digest_of(whole)
+    assert_same_steps(whole, plain)
+    trained = [line["eval_loss"] for line in evaluations_of(plain)]
+    assert all(averaged > last for averaged, last in zip(lines[whole], trained, strict=True))
+
+
+def test_an_average_is_that_of_the_formula(tmp_path: Path) -> None:
+    saved = [{name: t.clone() for name, t in one.items()} for one in _weights_by_step(tmp_path)]
+    average = saved[0]
+    for number, now in enumerate(saved[1:], start=1):
+        decay = min(0.9, (1 + number) / (10 + number))
+        average = {name: decay * old + (1 - decay) * now[name] for name, old in average.items()}
+    found = averages_of(tmp_path / "run")
+    for name, value in average.items():
+        assert found[name].numpy() == pytest.approx(value.numpy(), rel=1e-12), name
+
+
+def _weights_by_step(folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Returns the weights before the first step and after each."""
+    run = folder / "run"
+    run_to_end(run, with_callbacks(EMA, TELLER, {"_target_": "small_training.Keeper"}), ranks=1)
+    return [torch.load(path) for path in sorted(run.glob("weights_*.pt"))]
+
+
+@distributed
+@pytest.mark.parametrize(
+    ("moment", "rank", "step", "evaluated"),
+    [("evaluation", 0, 10, [5, 10]), ("evaluation", 1, 10, [5, 10]), ("step_end", 1, 9, [5, 9])],
+)
+def test_ranks_agree_on_an_early_end_that_one_of_them_asks_for(
+    tmp_path: Path, moment: str, rank: int, step: int, evaluated: list[int]
+) -> None:
+    """After an evaluation at that step; after a step with the next one, which is then evaluated."""
+    run, ender = tmp_path / "run", {"moment": moment, "rank": rank, "step": 8}
+    config = with_callbacks({"_target_": "small_training.Ender", **ender}, train={"eval_every_steps": 5})
+    text = run_to_end(run, config)
+    result = result_of(run)
+    assert (result["step"], result["ended_early"]) == (step, "it is enough")
+    assert [line["step"] for line in evaluations_of(run)] == evaluated
+    assert result["eval_loss"] == evaluations_of(run)[-1]["eval_loss"]
+    assert f"finished step {step}" in text and "ended early: it is enough" in text
+    assert [name_of(path).step for path in list_checkpoints(run / "checkpoints")] == [step]
+    # Killed before its result: the next attempt finishes it and trains nothing.
+    (run / "result.json").unlink()
+    run_to_end(run, config, attempt=1)
+    assert {**result_of(run), "attempt": 0, "time_unix_s": 0} == {**result, "time_unix_s": 0}
+    # Without the callback, as accepted, it goes on to its last step.
+    (run / "result.json").unlink()
+    record_change(
+        RunDirectory(run), AcceptedChange(number=1, step=step, config={"callbacks": [config["callbacks"], []]})
+    )
+    text = run_to_end(run, {**config, "callbacks": []}, attempt=2)
+    assert result_of(run)["step"] == 20 and "ended_early" not in result_of(run)
+
+
+# Where periodic saves go, and the checkpoints in the run directory at the end.
+@distributed
+@pytest.mark.parametrize(
+    ("tier", "steps"), [({}, [16, 15, 4]), ({"local_dir": "$NODE_DISK", "copy_every": 99}, [16, 10, 4])]
+)
+def test_a_run_ends_early_where_its_measure_stops_improving_and_the_best_checkpoint_stays(
+    tmp_path: Path, tier: dict[str, Any], steps: list[int]
+) -> None:
+    run, once = tmp_path / "run", {"signal_at": 10, "signal_rank": 1, "only_in": str(tmp_path / "sent")}
+    # The loss falls, so the first evaluation stays the best of those that ask for a high one.
+    stopping = {"_target_": f"{SHIPPED}.EarlyStopping", "patience": 3, "mode": "max"}
+    best = {"_target_": f"{SHIPPED}.BestCheckpoint", "mode": "max"}
+    sections: dict[str, Any] = {"train": {"eval_every_steps": 4}, "checkpoint": {"every_steps": 3, "keep": 2, **tier}}
+    config = with_callbacks(stopping, best, **sections, model=once)
+    run_to_end(run, config, code=75, disks=tmp_path / "disks")
+    run_to_end(run, config, attempt=1, disks=tmp_path / "disks")
+    value = evaluations_of(run)[0]["eval_loss"]
+    assert result_of(run)["step"] == 16
+    reason = f"eval_loss has not improved in 3 evaluations, best {value:.4f} at step 4"
+    assert result_of(run)["ended_early"] == reason
+    kept = find_kept(run / "checkpoints")
+    assert {name_of(path).step: text for path, text in kept.items()} == {4: f"best eval_loss {value:.4f}"}
+    assert [name_of(path).step for path in list_checkpoints(run / "checkpoints")] == steps
+
+
+@distributed
+def test_a_run_that_goes_back_to_a_checkpoint_takes_its_callbacks_back(tmp_path: Path) -> None:
+    run, sections = (
+        tmp_path / "run",
+        {"health": {"on_non_finite": "rollback"}, "checkpoint": {"every_steps": 3, "background": False}},
+    )
+    text = run_to_end(run, with_callbacks(TELLER, EMA, **sections, data={"bad": [7]}))
+    assert "back to step" in text
+    told_steps = [call[2] for call in told(run, 1) if call[1] == "step_end"]
+    assert len(told_steps) > 20 and told_steps[-1] == 20
+    assert state_of(run, "0 small_training.Teller")["num_steps"] == 20
+    assert state_of(run, f"0 {EMA['_target_']}")["num_updates"] == 20
+    assert all(average.isfinite().all() for average in averages_of(run).values())
+
+
+@distributed
+@pytest.mark.parametrize(
+    ("first", "then", "notes"),
+    [
+        ([EMA], [TELLER, EMA], ["callback 0 small_training.Teller: begins at step 7, where it has no state"]),
+        ([TELLER, EMA], [EMA], ["callback 0 small_training.Teller: left out from step 7 on"]),
+    ],
+)
+def test_another_list_is_refused_until_it_is_accepted_and_what_stays_goes_on(
+    tmp_path: Path, first: list[dict[str, Any]], then: list[dict[str, Any]], notes: list[str]
+) -> None:
+    run, once = tmp_path / "run", {"signal_at": 7, "only_in": str(tmp_path / "sent")}
+    run_to_end(run, with_callbacks(*first, model=once), ranks=1, code=75)
+    config = with_callbacks(*then, model=once)
+    text = run_to_end(run, config, ranks=1, attempt=1, code=1)
+    assert "is not what step 7 was trained with: callbacks: [" in text and "--accept config" in text
+    record_change(RunDirectory(run), AcceptedChange(number=1, step=7, config={"callbacks": [first, then]}))
+    text = run_to_end(run, config, ranks=1, attempt=2)
+    assert all(note in text for note in notes)
+    assert state_of(run, f"0 {EMA['_target_']}")["num_updates"] == 20
+
+
+def test_a_weight_with_two_names_has_one_average_under_both() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    callback: Any = build_callbacks([EMA])[f"0 {EMA['_target_']}"]
+    callback.attach(SimpleNamespace(model=model, rank=make_rank()))
+    average = callback.state_dict()["average"]
+    assert list(average) == ["0.weight", "1.weight"] and average["0.weight"] is average["1.weight"]
+    other = make_rank(config=RunConfig(ddp=DdpSection(comm="post_local_sgd")))
+    with pytest.raises(ConfigError, match=r"not with ddp\.comm=post_local_sgd"):
+        callback.attach(SimpleNamespace(model=model, rank=other))
+
+
+@distributed
+def test_an_average_is_the_same_in_every_layout_that_shares_out_the_model(tmp_path: Path) -> None:
+    """Attempts of one run: whole, then in stages, then in columns of matrices."""
+    layouts: list[dict[str, Any]] = [{}, {"pp": 2}, {"tp": 2}]
+    whole, many = tmp_path / "whole", tmp_path / "many"
+    model, data = {"_target_": "small_training.DoubleGPT", "tied": False}, {"_target_": "small_training.Tokens"}
+    sections: dict[str, Any] = {"model": model, "data": data, "batch": {"accumulation": 2}}
+    stopping = {"_target_": "small_training.Stopper", "steps": [7, 14]}
+    for number, parallel in enumerate(layouts):
+        degrees = {"parallel": {"dp_replicate": 1, **parallel}} if parallel else {}
+        config = with_callbacks(EMA, stopping, **sections, **degrees)
+        run_to_end(many, config, attempt=number, ranks=2 if parallel else 1, code=0 if number == 2 else 75)
+    run_to_end(whole, with_callbacks(EMA, **sections), ranks=1)
+    expected, found = averages_of(whole), averages_of(many)
+    assert expected.keys() == found.keys() and len(expected) > 20
+    for name, average in expected.items():
+        assert found[name].numpy() == pytest.approx(average.numpy(), rel=1e-9, abs=1e-12), name
+
+
+@distributed
+@pytest.mark.parametrize("parallel", [{}, {"dp_shard": 2}, {"pp": 2}])
+def test_samples_are_written_where_a_model_can_generate_and_change_nothing(
+    tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    (tmp_path / "a.txt").write_text("to be or not to be\n" * 99)
+    prepare([tmp_path / "a.txt"], out=tmp_path / "text", options=PrepareOptions(held_out=0))
+    model = {"_target_": "small_training.DoubleGPT", "vocab_size": 257, "tied": "pp" not in parallel}
+    data = {"_target_": "slurm_train.data.text.build", "path": str(tmp_path / "text"), "context": 8}
+    sections: dict[str, Any] = {"model": model, "data": data, "batch": {"accumulation": 2}}
+    sections |= {"parallel": {"dp_replicate": 1, **parallel}} if parallel else {}
+    samples = {"_target_": f"{SHIPPED}.TextSamples", "every_steps": 8, "prompts": ["to be", ""], "num_tokens": 5}
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    text = run_to_end(run, with_callbacks(samples, **sections))
+    if "pp" in parallel:
+        assert "no text samples: they need prepared text, a model with generate, and no pp or cp" in text
+        assert not (run / "samples.jsonl").exists()
+        return
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in lines] == [(8, "to be"), (8, ""), (16, "to be"), (16, "")]
+    assert all(line["text"] for line in lines)
+    run_to_end(plain, config_of(**sections))
+    assert digest_of(run) == digest_of(plain)
+
+
+def test_a_profile_is_written_for_its_window_and_its_ranks(tmp_path: Path) -> None:
+    window = {"_target_": f"{SHIPPED}.ProfilerWindow", "start_step": 5, "steps": 2}
+    text = run_to_end(tmp_path / "run", with_callbacks(window, {**window, "start_step": 19, "steps": 9}), ranks=1)
+    profiles = sorted((tmp_path / "run" / "profiles").iterdir())
+    assert [path.name for path in profiles] == [f"step_{step}_attempt_0_rank_0.json.gz" for step in (19, 5)]
+    with gzip.open(profiles[1], "rt") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count("Optimizer.step#AdamW.step") <= 2 and any("addmm" in str(name) for name in names)
+    assert f"profile up to step 6: {profiles[1]}" in text
+
+
+# What evaluations gave, one after the other, and after which of them (from 1) the run ends.
+@pytest.mark.parametrize(
+    ("values", "settings", "end"),
+    [
+        ([3, 2, 2, 2], {"patience": 2}, 4),
+        ([3, 2, 1, 2], {"patience": 2}, None),
+        ([3, 2.95, 2.9], {"patience": 2, "min_delta": 0.2}, 3),
+        ([1, 2, 3, 3], {"patience": 1, "mode": "max"}, 4),
+        ([3, math.nan, math.nan], {"patience": 2}, 3),
+    ],
+)
+def test_early_stopping_waits_for_its_patience(values: list[float], settings: dict[str, Any], end: int | None) -> None:
+    asked, reasons, callback = list[int](), list[str](), EarlyStopping(**settings)
+    for number, value in enumerate(values, start=1):
+        # As after a restart: what it knows comes from its state.
+        callback, before = EarlyStopping(**settings), callback
+        callback.load_state_dict(before.state_dict())
+        trainer: Any = SimpleNamespace(position=SimpleNamespace(step=number), end_early=reasons.append)
+        callback.on_evaluation(trainer, {"eval_loss": value})
+        asked += [number] if reasons else []
+    assert asked == ([] if end is None else [end])
+
+
+def test_the_best_are_sorted_in_and_asked_for_and_nan_is_none(tmp_path: Path) -> None:
+    asked: list[int] = []
+    callback, position = BestCheckpoint(keep=2), SimpleNamespace(step=0)
+    trainer: Any = SimpleNamespace(position=position, ask_to_save=lambda: asked.append(position.step))
+    for step, value in enumerate([3, math.nan, 2, 4, 1, 2], start=1):
+        position.step = step
+        callback.on_evaluation(trainer, {"eval_loss": value})
+    assert asked == [1, 3, 5]
+    kept = {"name": "best eval_loss", "keep": 2, "steps": [[5, 1], [3, 2], [6, 2], [1, 3], [4, 4]]}
+    assert callback.kept_steps() == kept
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        ({"_target_": f"{SHIPPED}.EarlyStopping", "patience": 0}, "patience must be a whole number, at least 1, got 0"),
+        ({"_target_": f"{SHIPPED}.EarlyStopping", "mode": "less"}, "mode must be min or max, got 'less'"),
+        ({"_target_": f"{SHIPPED}.EarlyStoping"}, "EarlyStoping"),
+        (
+            {"_target_": f"{SHIPPED}.BestCheckpoint", "keep": "all"},
+            "keep must be a whole number, at least 1, got 'all'",
+        ),
+        ({"_target_": f"{SHIPPED}.EMA", "decay": 1.0}, "decay must be a number, at least 0 and below 1, got 1.0"),
+        ({"_target_": f"{SHIPPED}.ProfilerWindow", "ranks": ["all"]}, "ranks must be a whole number, at least 0"),
+        ({"_target_": f"{SHIPPED}.EMA", "beta": 0.9}, "unexpected keyword argument 'beta'"),
+        ({"patience": 3}, "has no _target_"),
+        ({"_target_": "collections.OrderedDict"}, "callbacks[0]._target_=collections.OrderedDict gave a OrderedDict"),
+    ],
+)
+def test_what_is_no_callback_or_has_wrong_values_is_refused(callback: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=r".*") as error:
+        build_callbacks([callback])
+    assert message in error.value.message and error.value.hint
+
+
+def test_a_measure_that_evaluations_do_not_give_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        EarlyStopping(monitor="accuracy").read({"eval_loss": 1.0, "eval_accuracy": 0.5})
+    assert "accuracy" in error.value.message and "eval_accuracy, eval_loss" in error.value.hint
+
+
+def test_hooks_that_are_not_defined_do_nothing() -> None:
+    assert (Callback().state_dict(), Callback().kept_steps()) == ({}, None)
+    assert "callbacks" not in BASE

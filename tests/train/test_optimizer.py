@@ -1,0 +1,240 @@
+"""Which parameters get which settings, the learning rate over a run, and that any optimizer is resumed exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slurm_train.checkpoint.load import require_fit
+from slurm_train.checkpoint.verify import newest_verified
+from slurm_train.config.schema import OptimSection, build_config
+from slurm_train.errors import ConfigError, RunError
+from slurm_train.train.optimizer import (
+    CombinedOptimizer,
+    build_optimizer,
+    build_schedule,
+    require_rules_fit,
+    settings_of_groups,
+)
+from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start, weights_of
+
+MUON = {
+    "_target_": "torch.optim.Muon",
+    "momentum": 0.95,
+    "groups": [
+        {"match": ["embed*"], "_target_": "torch.optim.AdamW"},
+        {"dims": [0, 1], "_target_": "torch.optim.AdamW"},
+    ],
+}
+
+
+def no_optimizer(parameters: list[Any], *, lr: float) -> list[Any]:
+    return parameters
+
+
+def section(**optim: Any) -> OptimSection:
+    return build_config(OptimSection, optim, path="optim.")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hidden, self.norm = nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+
+def groups_of(model: nn.Module, **optim: Any) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Returns the settings of each group by the names of its parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    built = build_optimizer(model, optim=section(**optim))
+    return {tuple(names[id(one)] for one in group["params"]): group for group in built.param_groups}
+
+
+VECTORS = ("hidden.bias", "norm.weight", "norm.bias")
+
+
+def test_without_rules_matrices_decay_and_vectors_do_not() -> None:
+    found = groups_of(Net(), weight_decay=0.3)
+    assert {names: group["weight_decay"] for names, group in found.items()} == {
+        ("embedding.weight", "hidden.weight"): 0.3,
+        VECTORS: 0.0,
+    }
+    assert all(group["fused"] and group["betas"] == (0.9, 0.95) for group in found.values())
+
+
+def test_the_first_rule_that_fits_decides() -> None:
+    rules = [
+        {"match": "embed*", "lr_scale": 0.1, "betas": [0.5, 0.6]},
+        {"dims": 1, "weight_decay": 0.2},
+        {"match": ["no*", "hid*"], "lr": 0.04},
+    ]
+    found = groups_of(Net(), lr=0.02, weight_decay=0.3, groups=rules)
+    assert {names: (group.get("lr_scale"), group["weight_decay"]) for names, group in found.items()} == {
+        ("embedding.weight",): (0.1, 0.3),
+        ("hidden.weight",): (2.0, 0.3),
+        VECTORS: (None, 0.2),
+    }
+    assert found[("embedding.weight",)]["betas"] == [0.5, 0.6]
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"match": "embed"}, "optim.groups[0].match=embed fits no parameter of Net"),
+        (
+            {"match": "embed*", "wieght_decay": 0.1},
+            "torch.optim.AdamW got an unexpected keyword argument 'wieght_decay'",
+        ),
+        ({"dims": "two"}, "optim.groups[0].dims must be a whole number, or a list, got 'two'"),
+    ],
+)
+def test_a_rule_that_would_do_nothing_is_refused(rule: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        optim = section(groups=[rule])
+        require_rules_fit(Net(), optim=optim)
+        build_optimizer(Net(), optim=optim)
+    assert caught.value.message == message
+
+
+def test_what_a_class_keeps_in_its_groups_is_state_and_its_keywords_are_settings() -> None:
+    kept = {
+        name: set(group) - settings_of_groups(built)
+        for name, built in OWN_STATE.items()
+        for group in built.param_groups
+    }
+    assert kept == {"AdamW": set(), "Muon and AdamW": set(), "Counting": {"count"}}
+
+
+def test_rules_can_give_parameters_to_another_optimizer() -> None:
+    built = build_optimizer(Net(), optim=section(**MUON))
+    assert isinstance(built, CombinedOptimizer)
+    assert [len(group["params"]) for group in built.param_groups] == [1, 3, 1]
+    for group in built.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    before = [parameter.clone() for group in built.param_groups for parameter in group["params"]]
+    built.step()
+    after = [parameter for group in built.param_groups for parameter in group["params"]]
+    assert not any(old.equal(new) for old, new in zip(before, after, strict=True))
+    assert {tuple(sorted(entry)) for entry in built.state.values()} == {
+        ("exp_avg", "exp_avg_sq", "step"),
+        ("momentum_buffer",),
+    }
+
+
+@pytest.mark.parametrize(
+    ("optim", "message"),
+    [
+        ({"_target_": "torch.optim.Adamw"}, "torch.optim has no 'Adamw'"),
+        ({"_target_": "torch.nn.Linear"}, "torch.nn.Linear got an unexpected keyword argument 'weight_decay'"),
+        ({"momentum": 0.9}, "torch.optim.AdamW got an unexpected keyword argument 'momentum'"),
+        ({"_target_": "torch.optim.Muon"}, "torch.optim.Muon does not take these parameters: Muon only supports 2D"),
+        ({"lr": -1.0}, "torch.optim.AdamW does not take these parameters: Invalid learning rate: -1.0"),
+        ({"_target_": "torch.optim.LBFGS", "weight_decay": 0.0}, "LBFGS computes the loss several times in a step"),
+        ({"_target_": "torch.optim.LBFGS"}, "torch.optim.LBFGS got an unexpected keyword argument 'weight_decay'"),
+        ({"_target_": f"{__name__}.no_optimizer", "weight_decay": 0.0}, "gave a list"),
+    ],
+)
+def test_what_is_no_optimizer_of_these_parameters_is_refused(optim: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_optimizer(nn.Linear(2, 2), optim=section(**optim))
+    assert message in str(caught.value)
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no parameter that requires a gradient"):
+        build_optimizer(nn.Identity(), optim=OptimSection())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("cosine", {0: 0.0, 50: 1.0, 100: 2.0, 600: 1.1, 1100: 0.2, 5000: 0.2}),
+        ("linear", {50: 1.0, 100: 2.0, 600: 1.1, 1100: 0.2, 5000: 0.2}),
+        ("constant", {50: 1.0, 100: 2.0, 600: 2.0, 5000: 2.0}),
+        ("wsd", {50: 1.0, 100: 2.0, 900: 2.0, 1000: 1.1, 1100: 0.2, 5000: 0.2}),
+        ("inverse_sqrt", {50: 1.0, 100: 2.0, 400: 1.0, 10_000: 0.2, 10**7: 0.2}),
+        ({"_target_": f"{__name__}.own_schedule", "factor": 3}, {0: 6.0, 1100: 600.0}),
+    ],
+)
+def test_the_learning_rate_over_a_run(schedule: Any, expected: dict[int, float]) -> None:
+    optim = section(warmup_samples=100, decay_samples=200, min_lr_ratio=0.1, schedule=schedule)
+    built = build_schedule(optim, peak_lr=2.0, total_samples=1100)
+    assert {samples: built.lr_at(samples) for samples in expected} == pytest.approx(expected)
+
+
+def own_schedule(samples: int, *, warmup_samples: int, total_samples: int, factor: float) -> float:
+    return factor * (warmup_samples if samples == total_samples else 1.0)
+
+
+def test_shares_of_the_run_are_taken_where_no_samples_are_given() -> None:
+    built = build_schedule(OptimSection(schedule="wsd"), peak_lr=1.0, total_samples=2000)
+    assert (built.warmup_samples, built.decay_samples) == (100, 400)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number in its groups, as Prodigy and schedule-free optimizers do, and acts on it."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **others: Any) -> None:
+        super().__init__(params, lr=lr, **others)
+        for group in self.param_groups:
+            group["count"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] += 1
+            group["momentum"] = 1.0 - 1.0 / (1 + group["count"])
+        return super().step(closure)
+
+
+OWN_STATE = {
+    "AdamW": build_optimizer(Net(), optim=OptimSection()),
+    "Muon and AdamW": build_optimizer(Net(), optim=section(**MUON)),
+    "Counting": Counting(Net().parameters()),
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"_target_": "torch.optim.SGD", "momentum": 0.9, "nesterov": True},
+    "SGD without state": {"_target_": "torch.optim.SGD", "schedule": "linear"},
+    "Muon": MUON,
+    "Adafactor": {"_target_": "torch.optim.Adafactor"},
+    "groups": {"groups": [{"match": "*weight", "lr": 0.02}, {"dims": 1, "weight_decay": 0.1}], "schedule": "wsd"},
+    "a number in the groups": {"_target_": f"{__name__}.Counting", "weight_decay": 0.0},
+}
+
+
+def resumed_run(folder: Path, layout: dict[str, int], **optim: Any) -> None:
+    """Checks that a run that was interrupted ends with the bits of one that was not."""
+    sections = {"optim": optim, "parallel": layout}
+    run_to_end(folder / "whole", config_of(**sections))
+    cut = config_of(**sections, model={"signal_at": 7, "only_in": str(folder / "sent")})
+    run_to_end(folder / "cut", cut, code=75)
+    run_to_end(folder / "cut", cut, attempt=1)
+    assert digest_of(folder / "cut") == digest_of(folder / "whole")
+    assert_same_steps(folder / "cut", folder / "whole")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [{}, {"dp_shard": 2}], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_is_resumed_bit_for_bit(tmp_path: Path, name: str, layout: dict[str, int]) -> None:
+    optim = OPTIMIZERS[name]
+    if layout and name == "Adafactor":
+        _, text = finish(start(tmp_path / "run", config_of(optim=optim, parallel=layout)))
+        assert "Adafactor cannot update parameters that are spread over ranks" in text
+        return
+    resumed_run(tmp_path, layout, **optim)
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_without_what_an_optimizer_keeps_now_is_refused(tmp_path: Path) -> None:
+    run_to_end(tmp_path, config_of(optim={"_target_": "torch.optim.SGD"}))
+    found = newest_verified(tmp_path / "checkpoints").found
+    assert found is not None
+    weights = weights_of(tmp_path)
+    require_fit(found[0], weights, kept={name: {} for name in weights})
+    with pytest.raises(RunError, match=r"the optimizer keeps momentum_buffer of .* now, which checkpoint_0000020"):
+        require_fit(found[0], weights, kept={name: {"momentum_buffer": weight} for name, weight in weights.items()})
