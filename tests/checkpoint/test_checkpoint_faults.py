@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from slurm_train.checkpoint import save as save_module
 from slurm_train.checkpoint import verify as verify_module
@@ -79,15 +80,23 @@ def test_killed_at_every_fifth_call_of_torch(scene: Scene, fast_path: Path) -> N
     assert problems_of(killed_everywhere(scene, fast_path, every=5), least=50) == []
 
 
+# torch's streams are closed once more when they are collected, and Python 3.13 reports what that raises.
+closes_twice = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@closes_twice
 @in_torch_scenes
 def test_refused_at_any_call_of_torch(scene: Scene, fast_path: Path) -> None:
     assert problems_of(refused_everywhere(scene, fast_path, errno.EIO), least=50) == []
 
 
+@closes_twice
 def test_power_lost_after_any_call_of_a_torch_save(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems_of(power_lost_everywhere(SAVE, fast_path), least=50) == []
-    # The check can fail: torch alone does not make its files durable.
+    # The check can fail, if nobody makes the files durable: torch 2.15 does it itself, 2.13 before it has written all.
     monkeypatch.setattr(save_module, "seal_file", read_record)
+    not_synced = property(lambda _: False, lambda *_: None)
+    monkeypatch.setattr(FileSystemWriter, "sync_files", not_synced, raising=False)
     assert any("found step" in one for one in problems_of(power_lost_everywhere(SAVE, fast_path)))
 
 
