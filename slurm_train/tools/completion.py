@@ -19,9 +19,10 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from slurm_train import __version__
-from slurm_train.verbs import PUBLIC_VERBS, VERBS, parse
+from slurm_train.verbs import PUBLIC_VERBS, VERBS, Argument, Verb, parse
 
 _BASH = """\
 # Completion of slurm-train and `python -m slurm_train` for bash.
@@ -172,8 +173,9 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-Candidate = tuple[str, str, bool]
-"""What may be put in place of the word at the cursor, what it means, and whether more of the same word follows."""
+Candidate = tuple[str, str]
+"""What may be put in place of the word at the cursor, and what it means; more of the same word follows `_UNFINISHED`."""
+_UNFINISHED = (".", "=", "/")
 
 
 def complete(words: Sequence[str]) -> int:
@@ -183,8 +185,10 @@ def complete(words: Sequence[str]) -> int:
         lines = _bash_lines(*rest)
     else:
         found = _plain_candidates(rest[:-1], rest[-1])
-        kinds = {"zsh": {True: "more\t", False: "done\t"}}.get(shell, {True: "", False: ""})
-        lines = [f"{kinds[goes_on]}{text}\t{' '.join(about.split())}" for text, about, goes_on in found]
+        lines = [f"{text}\t{' '.join(about.split())}" for text, about in found]
+        if shell == "zsh":
+            kinds = ("more" if text.endswith(_UNFINISHED) else "done" for text, _ in found)
+            lines = [f"{kind}\t{line}" for kind, line in zip(kinds, lines, strict=True)]
     print("\n".join(lines))
     return 0
 
@@ -198,7 +202,7 @@ def _bash_lines(line: str, breaks: str) -> list[str]:
     # Inside quotes the shell takes everything since the quote for the word.
     start = 0 if quote else max((words[-1].rfind(mark) for mark in breaks if not mark.isspace()), default=-1) + 1
     found = _plain_candidates(words[1:-1], words[-1])
-    return [text[start:] + ("" if goes_on else quote + " ") for text, _, goes_on in found]
+    return [text[start:] + ("" if text.endswith(_UNFINISHED) else f"{quote} ") for text, _ in found]
 
 
 def _plain_candidates(words: Sequence[str], current: str) -> list[Candidate]:
@@ -232,8 +236,8 @@ def candidates(words: Sequence[str], current: str) -> list[Candidate]:
         current: the word up to the cursor, e.g. "optim.l".
     """
     # A section is offered once for all its keys.
-    fitting = {one[0]: one for one in _Line(words).candidates(current) if one[0].startswith(current)}
-    return list(fitting.values())[:_MOST]
+    fitting = dict(one for one in _Line(words).candidates(current) if one[0].startswith(current))
+    return list(fitting.items())[:_MOST]
 
 
 class _Line:
@@ -242,26 +246,21 @@ class _Line:
     def __init__(self, words: Sequence[str]) -> None:
         self.words, self.table = words, read_table()
         self.keys, self.flags = self.table["keys"], self.table["flags"]
-        self.verb_words: list[str] = []
-        """What the words of the verb take; "..." after one that may be repeated."""
         verb, num_names = VERBS.get(words[0]) if words else None, 1
         if verb is not None and verb.actions:
-            self.verb_words, self.flags = ["|".join(verb.actions)], {}
-            verb, num_names = verb.actions.get(words[1]) if len(words) > 1 else None, 2
-        self.has_settings = not self.verb_words and (verb is None or verb.arguments is None)
-        if verb is not None and verb.arguments is not None:
+            action = Argument("action", takes="|".join(verb.actions))
+            verb, num_names = verb.actions.get("".join(words[1:2]), Verb("", arguments=[action])), 2
+        self.has_settings = verb is None or verb.arguments is None
+        arguments = (verb.arguments if verb is not None else None) or ()
+        if not self.has_settings:
             self.flags = {"--help": ("-", "show flags and examples")}
-            self.flags |= {one.names[-1]: (one.takes, one.about) for one in verb.arguments if one.is_flag and one.about}
-            self.verb_words = [
-                one.takes + ("..." if one.options.get("nargs") in ("*", "+") else "")
-                for one in verb.arguments
-                if not one.is_flag
-            ]
+            self.flags |= {one.names[-1]: (one.takes, one.about) for one in arguments if one.is_flag and one.about}
+        self.verb_words = [one for one in arguments if not one.is_flag]
         self.bare: list[str] = []
         """The words that are neither flags nor values of flags."""
         self.open_flag = ""
         """The flag whose value comes next."""
-        for word in words[0 if self.has_settings else num_names :]:
+        for word in words[0 if verb is None else num_names :]:
             if not self.open_flag and not word.startswith("-"):
                 self.bare.append(word)
             takes_value = not self.open_flag and self.flags.get(word, ("-", ""))[0] != "-"
@@ -277,15 +276,15 @@ class _Line:
         elif flag.startswith("--") and equals and flag in self.flags:
             yield from _prefixed(f"{flag}=", self._of_kind(self.flags[flag][0], value))
         elif current.startswith("-"):
-            yield from ((name, _short(about), False) for name, (_, about) in self.flags.items())
+            yield from ((name, _short(about)) for name, (_, about) in self.flags.items())
         elif self.has_settings:
             if not self.words:
-                yield from ((name, verb.about, False) for name, verb in PUBLIC_VERBS.items())
+                yield from ((name, verb.about) for name, verb in PUBLIC_VERBS.items())
             yield from self._settings(current)
         else:
-            kind = self.verb_words[min(len(self.bare), len(self.verb_words) - 1)] if self.verb_words else ""
-            if len(self.bare) < len(self.verb_words) or kind.endswith("..."):
-                yield from self._of_kind(kind.removesuffix("..."), current)
+            repeated = [one for one in self.verb_words[-1:] if one.options.get("nargs") in ("*", "+")]
+            for one in (self.verb_words[len(self.bare) :] or repeated)[:1]:
+                yield from self._of_kind(one.takes, current)
             if self.may_have_settings:
                 yield from self._settings(current)
 
@@ -305,7 +304,7 @@ class _Line:
             return _in_list(current, self.table[kind])
         if "," in kind:
             return _in_list(current, kind.split(","))
-        return [(choice, "", False) for choice in kind.split("|") if choice not in ("", "-", "open")]
+        return _named(choice for choice in kind.split("|") if choice not in ("", "-", "open"))
 
     def _settings(self, current: str) -> Iterator[Candidate]:
         bare = current.lstrip("+~")
@@ -322,11 +321,10 @@ class _Line:
             dot = text.find(".", len(current))
             if dot >= 0:
                 # Up to its next dot, so that a list is never longer than a screen.
-                yield text[: dot + 1], "", True
+                yield text[: dot + 1], ""
             else:
                 is_mapping = name not in _GROUPS and self.keys.get(name, ("", ""))[0] == "open"
-                ending = "." if is_mapping else "=" if sign != "~" else ""
-                yield text + ending, about, bool(ending)
+                yield text + ("." if is_mapping else "=" if sign != "~" else ""), about
 
     def _names(self, sign: str) -> Iterator[tuple[str, str]]:
         """Yields the keys and groups there are, with what they mean."""
@@ -334,10 +332,8 @@ class _Line:
         for group in sorted(groups):
             yield group, f"{group}=NAME chooses a file" if group != "cluster" else "NxG: nodes x GPUs per node"
         for group in _DEFAULTS:
-            own = {f"{group}._target_": "your own class"} | {
-                f"{group}.{key}": "" for key in self._keys_of_option(group)
-            }
-            yield from ((name, about) for name, about in own.items() if name not in self.keys)
+            own = [("_target_", "your own class"), *_named(self._keys_of_option(group))]
+            yield from (one for one in _prefixed(f"{group}.", own) if one[0] not in self.keys)
         for name, (_, about) in self.keys.items():
             # A single plus adds what is not there yet, and nothing of Hydra's can be taken away.
             if name not in groups and (name.startswith("hydra") or sign != "+") and (sign, name[:5]) != ("~", "hydra"):
@@ -372,14 +368,18 @@ class _Line:
         return []
 
 
+def _named(names: Iterable[str], about: str = "") -> Iterator[Candidate]:
+    return ((name, about) for name in names)
+
+
 def _prefixed(prefix: str, found: Iterable[Candidate]) -> Iterator[Candidate]:
-    return ((prefix + text, about, goes_on) for text, about, goes_on in found)
+    return ((prefix + text, about) for text, about in found)
 
 
 def _in_list(current: str, names: Iterable[str]) -> Iterator[Candidate]:
     """Yields names for the last item of a list with commas, e.g. for "failed,mis"."""
     before = current[: current.rfind(",") + 1]
-    return ((before + name, "", False) for name in names if name and name not in before.split(","))
+    return _named(before + name for name in names if name and name not in before.split(","))
 
 
 def _list(folder: str) -> list[tuple[str, bool]]:
@@ -408,29 +408,24 @@ def _runs(line: _Line, current: str) -> Iterator[Candidate]:
     for name in [name for name, is_folder in _list(root) if is_folder and name != "sweeps"]:
         ids = [run_id for run_id, is_folder in _list(f"{root}/{name}") if is_folder]
         if "/" in current:
-            yield from ((f"{name}/{run_id}", "", False) for run_id in ids)
+            yield from _named(f"{name}/{run_id}" for run_id in ids)
         elif ids:
-            yield name, f"runs: {len(ids)}", False
-            yield from ((run_id, name, False) for run_id in ids)
+            yield name, f"runs: {len(ids)}"
+            yield from _named(ids, name)
 
 
 def _sweeps(line: _Line, _current: str) -> Iterator[Candidate]:
-    return ((name, "sweep", False) for name, is_folder in _list(f"{_root(line)}/sweeps") if is_folder)
-
-
-def _runs_and_sweeps(line: _Line, current: str) -> Iterator[Candidate]:
-    yield from _runs(line, current)
-    yield from _sweeps(line, current)
+    return _named((name for name, is_folder in _list(f"{_root(line)}/sweeps") if is_folder), "sweep")
 
 
 def _paths(_line: _Line, current: str) -> Iterator[Candidate]:
     folder = current[: current.rfind("/") + 1]
     for name, is_folder in _list(os.path.expanduser(folder)):
-        yield f"{folder}{name}{'/' if is_folder else ''}", "", is_folder
+        yield f"{folder}{name}{'/' if is_folder else ''}", ""
 
 
 def _primary_files(line: _Line, _current: str) -> Iterator[Candidate]:
-    return ((name, "", False) for folder in line.folders() for name in _yaml_names(folder))
+    return _named(name for folder in line.folders() for name in _yaml_names(folder))
 
 
 def _changes(line: _Line, current: str) -> Iterator[Candidate]:
@@ -440,7 +435,7 @@ def _changes(line: _Line, current: str) -> Iterator[Candidate]:
 _READERS: dict[str, Callable[[_Line, str], Iterator[Candidate]]] = {
     "run": _runs,
     "sweep": _sweeps,
-    "run or sweep": _runs_and_sweeps,
+    "run or sweep": lambda line, current: chain(_runs(line, current), _sweeps(line, current)),
     "path": _paths,
     "primary file": _primary_files,
     "changes": _changes,

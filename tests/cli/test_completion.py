@@ -53,7 +53,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def offered(line: str) -> list[str]:
     """Returns what a line ending at the cursor is completed to, e.g. for "status 3f"."""
     *words, current = line.split(" ")
-    return [text for text, _, _ in candidates(words, current)]
+    return [text for text, _ in candidates(words, current)]
 
 
 RUNS = "3f9a1c07 44aa1c07 55aa1c07 gpt-stdlib mine"
