@@ -21,7 +21,9 @@ from slurm_train.cli.scaling import read_series
 from slurm_train.config.compose import Point, compose, read_points
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import SlurmTrainError
-from slurm_train.status.run_status import JSON_KEYS, RunState
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.queue_view import Look
+from slurm_train.status.run_status import RunState, Subject, read_files, status_of
 from slurm_train.tools.doctor import node_rules, site_rules
 from slurm_train.verbs import PUBLIC_VERBS, parse
 from tests.support.browser import missing_browser, open_browser
@@ -258,10 +260,12 @@ def rows_under(heading: str, page: str) -> list[tuple[str, str]]:
     return re.findall(r"^\| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)
 
 
-def test_the_page_about_watching_has_every_state_and_every_key_of_the_json() -> None:
+def test_the_page_about_watching_has_every_state_and_every_key_of_the_json(tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "watching.md").read_text(encoding="utf-8")
-    assert rows_under("States", page) == [(state.value, state.meaning) for state in RunState]
-    assert rows_under("JSON", page) == list(JSON_KEYS.items())
+    assert [word for word, _ in rows_under("States", page)] == [state.value for state in RunState]
+    run = RunDirectory(tmp_path)
+    keys = status_of(Subject(run), read_files(run), Look(), now_unix_s=0.0).as_json()
+    assert sorted(key for key, _ in rows_under("JSON", page)) == sorted(keys)
 
 
 def message_templates() -> list[str]:

@@ -10,14 +10,14 @@ import enum
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.files import last_lines, read_json
+from slurm_train.rundir.files import change_times, last_lines, read_json
 from slurm_train.rundir.heartbeat import Beat, read_beats
 from slurm_train.rundir.jobs import JobRecord, has_stopped, process_lives, read_holder, read_job
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
@@ -35,40 +35,45 @@ SILENT_AFTER_S = 60.0
 class RunState(enum.Enum):
     """The state of a run; the value is the word in JSON and on the command line."""
 
-    meaning: str
-    """For the documentation."""
-
-    def __new__(cls, word: str, meaning: str) -> RunState:
-        """Makes a state of its word and what it means."""
-        state = object.__new__(cls)
-        state._value_, state.meaning = word, meaning
-        return state
-
-    NOT_STARTED = "not_started", "no attempt has begun, and no job waits"
-    QUEUED = "queued", "the job waits; the reason says for what"
-    RUNNING = "running", "an attempt is under way"
-    FINISHING = "finishing", "the job gives its nodes back"
-    FINISHED = "finished", "it has a result"
-    FAILED = "failed", "a rank or the batch script failed, and nothing starts it again"
-    TIMEOUT = "timeout", "the time limit ended it"
-    CANCELLED = "cancelled", "somebody cancelled the job"
-    PREEMPTED = "preempted", "another job took its nodes"
-    NODE_FAILURE = "node_failure", "a node was lost"
-    OUT_OF_MEMORY = "out_of_memory", "it needed more memory than it had"
-    STOPPED = "stopped", "it was asked to save and stop"
-    REQUEUED = "requeued", "Slurm has put the job back into the queue"
-    LOST = "lost", "the batch script was killed, and the next attempt noticed"
-    INTERRUPTED = (
-        "interrupted",
-        "an attempt began, did not record how it ended, and none of its processes is alive",
-    )
-    COMPLETED = "completed", "Slurm calls the job completed, but there is no result"
-    UNKNOWN = "unknown", "the run saved itself, or Slurm uses a word that is not known here"
+    NOT_STARTED = "not_started"
+    """No attempt has begun, and no job waits."""
+    QUEUED = "queued"
+    """The job waits; the reason says for what."""
+    RUNNING = "running"
+    """An attempt is under way."""
+    FINISHING = "finishing"
+    """The job gives its nodes back."""
+    FINISHED = "finished"
+    """It has a result."""
+    FAILED = "failed"
+    """A rank or the batch script failed, and nothing starts it again."""
+    TIMEOUT = "timeout"
+    """The time limit ended it."""
+    CANCELLED = "cancelled"
+    """Somebody cancelled the job."""
+    PREEMPTED = "preempted"
+    """Another job took its nodes."""
+    NODE_FAILURE = "node_failure"
+    """A node was lost."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """It needed more memory than it had."""
+    STOPPED = "stopped"
+    """It was asked to save and stop."""
+    REQUEUED = "requeued"
+    """Slurm has put the job back into the queue."""
+    LOST = "lost"
+    """The batch script was killed, and the next attempt noticed."""
+    INTERRUPTED = "interrupted"
+    """An attempt began, did not record how it ended, and none of its processes is alive."""
+    COMPLETED = "completed"
+    """Slurm calls the job completed, but there is no result."""
+    UNKNOWN = "unknown"
+    """The run saved itself, or Slurm uses a word that is not known here."""
 
     @property
     def label(self) -> str:
         """For people, e.g. "not started"."""
-        return self.value.replace("_", " ")  # type: ignore[no-any-return]  # the value is the word
+        return self.value.replace("_", " ")
 
 
 RESUMABLE = tuple(
@@ -161,10 +166,6 @@ class RunFiles:
         """Whether the files say how the run ended, and that nothing follows."""
         return self.is_finished or has_stopped(self.ledger, self.record)
 
-    def number(self, key: str) -> float | None:
-        """Returns a number of the newest line, e.g. "loss"."""
-        return _number(self.line, key)
-
 
 def read_files(run: RunDirectory) -> RunFiles:
     """Returns what the files of a run say; of files that are torn or missing nothing is known."""
@@ -225,7 +226,7 @@ def subjects_of(elements: Sequence[Element]) -> list[Subject]:
 
 @frozen
 class RunStatus:
-    """The status of a run; the attributes that JSON has as well are explained in `JSON_KEYS`."""
+    """The status of a run; what is not known is None. docs/watching.md explains what JSON has as well."""
 
     subject: Subject
     state: RunState
@@ -286,59 +287,30 @@ class RunStatus:
         return unix_s(self.job.start) if self.job is not None and self.job.phase is Phase.QUEUED else None
 
     def as_json(self) -> dict[str, Any]:
-        """Returns a JSON object with `JSON_KEYS`; numbers that JSON does not have (a loss of NaN) are null."""
+        """Returns a JSON object, always with all keys; numbers that JSON does not have (a loss of NaN) are null."""
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NOT_IN_JSON}
         job = self.job
-        special = {
+        values = own | {
             "run": self.label,
             "path": str(self.run.path),
             "index": self.subject.index,
             "overrides": dict(self.subject.overrides),
             "state": self.state.value,
-            "slurm_state": job.word if job is not None else None,
-            "slurm_reason": (job.reason or None) if job is not None else None,
-            "slurm_source": job.source if job is not None else None,
-            "partition": (job.partition or None) if job is not None else None,
+            "is_active": self.is_active,
+            "time_left_s": self.time_left_s,
+            "expected_start_unix_s": self.expected_start_unix_s,
+            "slurm_state": job and job.word,
+            "slurm_reason": (job and job.reason) or None,
+            "slurm_source": job and job.source,
+            "partition": (job and job.partition) or None,
         }
-        values = {key: special[key] if key in special else getattr(self, key) for key in JSON_KEYS}
-        return {key: None if _is_not_finite(value) else value for key, value in values.items()}
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
 
 
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-JSON_KEYS = {
-    "run": 'name and id, e.g. "gpt-stdlib/3f9a1c07"',
-    "path": "the run directory",
-    "index": "its number in the sweep; null for a run that was not named by its sweep",
-    "overrides": "what the sweep gave to it, empty for such a run",
-    "state": "one of the words above",
-    "note": 'why it waits, is slow, or ended, in words; "" where there is nothing to say',
-    "is_active": "queued, running, or giving its nodes back",
-    "job_id": 'its newest job, e.g. "12" or "12_3"',
-    "slurm_state": 'Slurm\'s own word, e.g. "PENDING"',
-    "slurm_reason": 'Slurm\'s own word, e.g. "Resources"',
-    "slurm_source": 'where that was read: "squeue" or "sacct"',
-    "partition": "of the job",
-    "nodelist": 'nodes of a running attempt, e.g. "node[1-4]"',
-    "jobs_ahead": "of a waiting job: jobs in line before it in its partition",
-    "expected_start_unix_s": "of a waiting job, where Slurm has worked it out",
-    "submit_time_unix_s": "when the newest job was submitted",
-    "attempt_start_time_unix_s": "when the newest attempt began",
-    "attempts": "how many attempts were begun",
-    "step": "of the newest line that was logged, or of the newest checkpoint",
-    "max_steps": "steps of the whole run",
-    "loss": "of that line",
-    "tokens_per_s": "over all ranks",
-    "samples_per_s": "over all ranks, where the data has no tokens",
-    "mfu": "share of the GPUs' peak that the model uses, from 0 to 1, where the peak is known",
-    "step_time_s": "seconds per step",
-    "time_left_s": "seconds of training that are left, while it runs",
-    "heartbeat_age_s": "since the rank whose heartbeat is oldest wrote it, while the run runs",
-    "heartbeat_rank": "that rank",
-    "heartbeat_host": "its node",
-}
-"""The keys of `status --json`, always all of them: key -> meaning; what is not known is null."""
+_NOT_IN_JSON = ("subject", "job", "is_settled")
 
 
 def status_of(subject: Subject, files: RunFiles, look: Look, *, now_unix_s: float) -> RunStatus:
@@ -360,24 +332,20 @@ def status_of(subject: Subject, files: RunFiles, look: Look, *, now_unix_s: floa
     )
     job = None if is_old else newest_job_state(files.job_ids, look.jobs)
     job_id = job.job_id if job is not None else files.job_ids[-1] if files.job_ids else None
-    state = infer_state(files, job, now_unix_s=now_unix_s, slurm_answers=answers)
+    state, note = infer_state(files, job, now_unix_s=now_unix_s, slurm_answers=answers)
     is_running = state is RunState.RUNNING
     beat = files.oldest_beat if is_running else None
     nodes = (job.nodelist if job is not None else "") or ",".join(map(str, last.get("nodes") or ()))
     return RunStatus(
         subject=subject,
         state=state,
-        note=explain(files, job, state, slurm_answers=answers),
+        note=note,
         is_settled=files.is_settled,
         job=job,
         job_id=job_id,
         step=max(int(files.line.get("step", 0)), files.checkpoint_step),
         max_steps=files.max_steps,
-        loss=files.number("loss"),
-        tokens_per_s=files.number("tokens_per_s"),
-        samples_per_s=files.number("samples_per_s"),
-        mfu=files.number("mfu"),
-        step_time_s=files.number("step_time_s"),
+        **{key: _number(files.line, key) for key in ("loss", "tokens_per_s", "samples_per_s", "mfu", "step_time_s")},
         attempts=len(files.ledger),
         heartbeat_age_s=None if beat is None else max(0.0, now_unix_s - beat.written_unix_s),
         heartbeat_rank=None if beat is None else beat.rank,
@@ -395,8 +363,10 @@ def newest_job_state(job_ids: Sequence[str], jobs: Mapping[str, JobState]) -> Jo
     return active[-1] if active else jobs.get(job_ids[-1]) if job_ids else None
 
 
-def infer_state(files: RunFiles, job: JobState | None, *, now_unix_s: float, slurm_answers: bool = True) -> RunState:
-    """Returns the state of a run.
+def infer_state(
+    files: RunFiles, job: JobState | None, *, now_unix_s: float, slurm_answers: bool
+) -> tuple[RunState, str]:
+    """Returns the state of a run, and why it waits, is slow, or has ended; "" where there is nothing to say.
 
     Args:
         files: what its files say.
@@ -405,64 +375,50 @@ def infer_state(files: RunFiles, job: JobState | None, *, now_unix_s: float, slu
         slurm_answers: whether Slurm was asked and answered at all.
     """
     if files.is_finished:
-        return RunState.FINISHED
-    phase_state = None if job is None else _STATES[job.phase.value.replace(" ", "_")]
-    if phase_state is not None and job is not None and (job.is_active or not files.ledger):
-        return phase_state
-    if files.runs_here:
-        return RunState.RUNNING
-    if files.ledger and not files.is_open:
-        if _is_cancelled_since(job, files.last_attempt):
-            return RunState.CANCELLED
-        reason = str(files.last_attempt.get("reason"))
-        return _STATES.get(_OF_REASON.get(reason, reason), RunState.UNKNOWN)
-    if phase_state is not None:
-        return phase_state
+        return RunState.FINISHED, files.ended_early
+    last, resume = files.last_attempt, f"`resume {files.run.run_id}`"
+    comes_back, reason = last.get("action") in ("requeue", "leave"), str(last.get("reason"))
+    by_slurm = None if job is None else _STATES[job.phase.value.replace(" ", "_")]
+    if job is not None and by_slurm is not None and (job.is_active or not last):
+        if by_slurm is RunState.QUEUED:
+            waits = "its nodes are made ready" if job.word == "CONFIGURING" else explain_reason(job.reason)
+            # Not for a run that somebody has submitted again.
+            again = _CAME_BACK.get(reason, "") if comes_back else ""
+            return by_slurm, "; ".join(filter(None, [again, waits]))
+        if by_slurm is RunState.RUNNING:
+            return by_slurm, _HALTED.get(job.word, files.slow_because)
+        if not last:
+            return by_slurm, never_began(job) if by_slurm is RunState.FAILED else ""
+    elif files.runs_here:
+        return RunState.RUNNING, files.slow_because
+    if last and not files.is_open:
+        if by_slurm is RunState.CANCELLED and comes_back:
+            # No process was there to record it.
+            return by_slurm, f"the job was cancelled while it waited to come back; {resume} continues"
+        ended = _STATES.get(_OF_REASON.get(reason, reason), RunState.UNKNOWN)
+        return by_slurm if by_slurm is RunState.FINISHING else ended, str(last.get("note", ""))
     beat = files.oldest_beat
-    if not slurm_answers and beat is not None and abs(now_unix_s - beat.written_unix_s) < SILENT_AFTER_S:
-        return RunState.RUNNING
-    return RunState.INTERRUPTED if files.ledger else RunState.NOT_STARTED
-
-
-def explain(files: RunFiles, job: JobState | None, state: RunState, *, slurm_answers: bool = True) -> str:
-    """Returns why a run waits, is slow, or has ended, in words; "" where there is nothing to say."""
-    last = files.last_attempt
-    if state is RunState.QUEUED and job is not None:
-        # "" for a run that somebody has submitted again.
-        again = _CAME_BACK.get(str(last.get("reason")), "") if last.get("action") in ("requeue", "leave") else ""
-        waits = "its nodes are made ready" if job.word == "CONFIGURING" else explain_reason(job.reason)
-        return "; ".join(filter(None, [again, waits]))
-    if state is RunState.RUNNING:
-        return (_HALTED.get(job.word, "") if job is not None else "") or files.slow_because
-    if state is RunState.FINISHED:
-        return files.ended_early
-    resume = f"`resume {files.run.run_id}`"
+    if not slurm_answers and job is None and beat and abs(now_unix_s - beat.written_unix_s) < SILENT_AFTER_S:
+        return RunState.RUNNING, files.slow_because
     if not last:
-        if state is RunState.FAILED and job is not None:
-            return never_began(job)
-        if state is RunState.NOT_STARTED and files.record is not None:
-            job_id = files.record.job_id
-            gone = f"Slurm does not know job {job_id} any more; {resume} submits it again"
-            return gone if slurm_answers else f"job {job_id} was submitted"
-        return ""
-    if _is_cancelled_since(job, last):
-        return f"the job was cancelled while it waited to come back; {resume} continues"
-    if not files.is_open:
-        return str(last.get("note", ""))
-    # The supervisor did not live to record how the attempt ended.
+        if files.record is None:
+            return RunState.NOT_STARTED, ""
+        job_id = files.record.job_id
+        gone = f"Slurm does not know job {job_id} any more; {resume} submits it again"
+        return RunState.NOT_STARTED, gone if slurm_answers else f"job {job_id} was submitted"
+    return by_slurm or RunState.INTERRUPTED, _not_recorded(files, job, slurm_answers=slurm_answers)
+
+
+def _not_recorded(files: RunFiles, job: JobState | None, *, slurm_answers: bool) -> str:
+    """Returns why the supervisor did not live to record how an attempt ended; "" where the state says it."""
+    continues = f"; `resume {files.run.run_id}` continues"
     if job is not None and job.phase in (Phase.PREEMPTED, Phase.NODE_FAIL):
         return ""
     if files.record is None:
-        return f"its process is gone; {resume} continues"
+        return f"its process is gone{continues}"
     if job is None and not slurm_answers:
         return "no recent heartbeat from its ranks, and Slurm does not answer or is not installed here"
-    slurm_says = f" (Slurm: {job.word})" if job is not None else ""
-    return f"the batch script was killed{slurm_says}; {resume} continues"
-
-
-def _is_cancelled_since(job: JobState | None, entry: Mapping[str, object]) -> bool:
-    """Whether a job that was to come back after an attempt was cancelled first; no process was there to record it."""
-    return job is not None and job.phase is Phase.CANCELLED and entry.get("action") in ("requeue", "leave")
+    return f"the batch script was killed{f' (Slurm: {job.word})' if job is not None else ''}{continues}"
 
 
 def never_began(job: JobState) -> str:
@@ -528,7 +484,7 @@ class Surveyor:
 
     def __init__(self, view: QueueView, *, now: Callable[[], float] = time.time) -> None:
         self._view, self._now = view, now
-        self._ended: dict[RunDirectory, tuple[tuple[int, ...], RunFiles]] = {}
+        self._ended: dict[RunDirectory, tuple[dict[Path, float], RunFiles]] = {}
 
     def look(self, subjects: Sequence[Subject]) -> Survey:
         """Returns the status of runs now; Slurm is asked once about all of them."""
@@ -539,21 +495,13 @@ class Surveyor:
 
     def read(self, run: RunDirectory) -> RunFiles:
         """Returns what the files of a run say now."""
-        signature = tuple(_changed_ns(path) for path in (run.attempts, run.job, run.result))
-        known = self._ended.get(run)
+        signature, known = change_times([run.attempts, run.job, run.result]), self._ended.get(run)
         if known is not None and known[0] == signature:
             return known[1]
         files = read_files(run)
         if files.is_settled:
             self._ended[run] = signature, files
         return files
-
-
-def _changed_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 def wanted_of(files: Sequence[RunFiles]) -> Wanted:
