@@ -9,7 +9,7 @@ import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -64,30 +64,21 @@ def read_series(path: Path) -> Series:
     columns: dict[str, Column[float]] = {}
     lines = metric_lines(path)
     while chunk := list(islice(lines, _CHUNK)):
-        _append(columns, chunk, num_before=len(heads))
+        for key in dict.fromkeys(chain(columns, *chunk)):
+            # A column that is new starts with what the lines before it lack.
+            column = columns.setdefault(key, array("d", [math.nan]) * len(heads))
+            column.extend(_number(line.get(key)) for line in chunk)
         heads += map(head_of, chunk)
     positions = counting(heads)
-    if positions != list(range(len(heads))):
-        columns = {key: array("d", [column[place] for place in positions]) for key, column in columns.items()}
-    return Series(columns, num_superseded=len(heads) - len(positions))
+    counted = {key: array("d", [column[place] for place in positions]) for key, column in columns.items()}
+    with_numbers = {key: column for key, column in counted.items() if not all(map(math.isnan, column))}
+    return Series(with_numbers, num_superseded=len(heads) - len(positions))
 
 
 def _number(value: Any) -> float:
     # A comparison of types: true and false are numbers to isinstance.
     kind = type(value)
     return value if kind is float or kind is int else math.nan
-
-
-def _append(columns: dict[str, Column[float]], lines: list[dict[str, Any]], *, num_before: int) -> None:
-    """Adds lines; a column that is new starts with what the lines before it lack."""
-    keys = dict.fromkeys(key for line in lines for key in line)
-    for key in (*columns, *(key for key in keys if key not in columns)):
-        values = [_number(line.get(key)) for line in lines]
-        if key not in columns:
-            if all(value != value for value in values):
-                continue
-            columns[key] = array("d", [math.nan]) * num_before
-        columns[key].extend(values)
 
 
 def largest_is_best(name: str) -> bool:

@@ -7,6 +7,7 @@ resume the newer attempt's lines supersede the older ones, and `read_metrics` re
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -78,23 +79,16 @@ def counting(heads: Sequence[Head]) -> list[int]:
     for position, head in enumerate(heads):
         positions.setdefault(head.attempt, []).append(position)
     kept: list[int] = []
-    first_step = first_evaluation = float("inf")
+    # The first step, and the first step that was evaluated, of all newer attempts.
+    first = {True: math.inf, False: math.inf}
     for attempt in sorted(positions, reverse=True):
         of_attempt = _newest_of(positions[attempt], heads)
-        steps = [position for position in of_attempt if heads[position].trains]
-        evaluations = [position for position in of_attempt if not heads[position].trains]
         # An attempt may begin by repeating the evaluation of the very step it resumed from; that step itself stays.
-        limit = min(first_step, first_evaluation)
-        kept = (
-            sorted(
-                [position for position in steps if heads[position].step < first_step]
-                + [position for position in evaluations if heads[position].step < limit],
-                key=lambda position: heads[position].step,
-            )
-            + kept
-        )
-        first_step = min([first_step, *(heads[position].step for position in steps)])
-        first_evaluation = min([first_evaluation, *(heads[position].step for position in evaluations)])
+        limit = {True: first[True], False: min(first.values())}
+        counted = [position for position in of_attempt if heads[position].step < limit[heads[position].trains]]
+        kept = sorted(counted, key=lambda position: heads[position].step) + kept
+        for _, step, trains in (heads[position] for position in of_attempt):
+            first[trains] = min(first[trains], step)
     return kept
 
 

@@ -174,7 +174,7 @@ def main(words: Sequence[str]) -> int:
 
 
 Candidate = tuple[str, str]
-"""What may be put in place of the word at the cursor, and what it means; more of the same word follows `_UNFINISHED`."""
+"""What may be put in place of the word at the cursor, and what it means; behind `_UNFINISHED` the word goes on."""
 _UNFINISHED = (".", "=", "/")
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slurm_train.data.source import SampleSource
-from slurm_train.metrics.progress import Display, Glance
+from slurm_train.metrics.progress import Display
 from slurm_train.metrics.writer import MetricsWriter
 from slurm_train.rundir.attempts import publish_result
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
@@ -191,7 +191,7 @@ class Recorder:
         step = result.facts.step
         step_time_s = max(now - since, 1e-9) / max(step - step_then, 1)
         rate = result.num_items / step_time_s
-        self.display.show(Glance(step=step, loss=result.loss, rate=rate, unit=self._unit, step_time_s=step_time_s))
+        self.display.show(step, loss=result.loss, rate=rate, unit=self._unit, step_time_s=step_time_s)
         self._shown = (now, step)
 
 

@@ -143,7 +143,7 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     """
     from slurm_train.config.batch import BatchPlan
     from slurm_train.config.schema import CheckpointSection, RunConfig, TrainSection
-    from slurm_train.metrics.progress import LineDisplay
+    from slurm_train.metrics.progress import Display
     from slurm_train.rundir.heartbeat import Limits
     from slurm_train.rundir.timing import Spent
     from slurm_train.train.build import build_trainer
@@ -159,5 +159,5 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     parts = Parts(
         rank=rank, model=model, optimizer=optimizer, train_data=source, heldout=None, flops_per_token=(0.0, 0.0)
     )
-    display = LineDisplay(io.StringIO(), max_steps=10**6, every_s=0.5) if number == 0 else None
+    display = Display(io.StringIO(), max_steps=10**6, every_s=0.5) if number == 0 else None
     return build_trainer(parts, display=display, spent=Spent(begin_unix_s=time.time())), rank.heartbeat

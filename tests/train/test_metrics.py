@@ -22,7 +22,7 @@ from slurm_train.assets import read_asset
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.config.target import instantiate
 from slurm_train.errors import RunError
-from slurm_train.metrics.progress import LineDisplay
+from slurm_train.metrics.progress import Display
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.heartbeat import Heartbeat, Pace
@@ -48,7 +48,7 @@ from tests.support.warm_ranks import run_pair
 
 def test_the_display_ends_at_the_newest_step(tmp_path: Path) -> None:
     stream, clock, source = io.StringIO(), count(0.0, 1.0).__next__, range(64)
-    display = LineDisplay(stream, max_steps=3, every_s=1e9, clock=clock)
+    display = Display(stream, max_steps=3, every_s=1e9, clock=clock)
     facts: dict[str, Any] = {"display": display, "source": source, "spent": Spent(begin_unix_s=0.0)}
     recorder = Recorder(make_rank(tmp_path), **facts, flops_per_token=(0.0, 0.0), clock=clock)
     for step in (1, 2, 3):
