@@ -311,7 +311,7 @@ The same command again starts what is missing, waits for what runs, and prints t
 """,
     ),
     "generate": Verb(
-        "cli.generate",
+        "cli.evaluate:generate",
         "let a language model continue a text, on this machine",
         [
             Argument("run RUN|CHECKPOINT", _CHECKPOINT, takes="run"),
@@ -372,7 +372,7 @@ The same command again starts what is missing, waits for what runs, and prints t
   python -m slurm_train checkpoint gc gpt-stdlib --keep 1
 """,
     ),
-    "write": Verb("cli.write", "write a run directory and start nothing, for a launcher of your own (torchrun)"),
+    "write": Verb("cli.run:write", "write a run directory and start nothing, for a launcher of your own (torchrun)"),
     "prepare": Verb(
         "cli.prepare",
         "turn text, JSONL and Parquet files into token shards",

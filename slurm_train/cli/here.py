@@ -1,7 +1,11 @@
-"""Trains runs on this machine: opens an attempt, starts the ranks, passes Ctrl-C on as a polite stop.
+"""Runs that a person waits for: on this machine, or with `launch=interactive` in an allocation of one's own.
 
-The runs of a sweep are trained one after the other, or some at a time, each in a process of its own: a run that fails
-ends no other. Ctrl-C, or a closed terminal, asks what is at work to save and stop; the same command continues.
+Ctrl-C, or a closed terminal, asks what is at work to save and stop; the same command continues. The runs of a sweep are
+trained one after the other, or some at a time, each in a process of its own: a run that fails ends no other.
+
+Inside an salloc (or a job of any kind) an interactive run uses that; outside it makes an allocation and gives it back
+at the end. Its directory is that of any other run: the same words with launch=slurm, or `resume RUN launch=slurm`,
+continue it as a job. Nothing is requeued: a person is waiting.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from slurm_train.checkpoint.verify import newest_committed_step
+from slurm_train.cli.logs import LogPrinter, choose_log
 from slurm_train.cli.terminal import note, outlive_terminal
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
@@ -100,6 +105,49 @@ def on_stop(act: Callable[[], object]) -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+# --- in an allocation ---
+
+
+def attend(run: RunDirectory, command: Sequence[str], *, env: Mapping[str, str]) -> int:
+    """Runs bash with the run's script, or salloc, to its end; prints rank 0's output; returns the exit code.
+
+    The first Ctrl-C, or a closed terminal, asks the ranks to save and stop; the second one does not wait.
+    """
+    before = max(existing_attempts(run), default=-1)
+    # A session of its own keeps Ctrl-C on the terminal from reaching srun, which would kill the ranks.
+    process = subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True)
+    asked, num_done = list[None](), 0
+
+    def is_over() -> bool:
+        """Does what was asked since the last call, and returns whether the process has ended."""
+        nonlocal num_done
+        if len(asked) > num_done and process.poll() is None:
+            is_first, num_done = num_done == 0, len(asked)
+            # Nothing can be printed to a closed terminal.
+            with contextlib.suppress(OSError):
+                if not is_first:
+                    os.killpg(process.pid, signal.SIGTERM)
+                    note("ending the ranks")
+                elif max(existing_attempts(run), default=-1) > before:
+                    run.stop_file.touch()
+                    note("saving and stopping; Ctrl-C once more ends the ranks at once")
+                else:
+                    # Without a new attempt there is nothing to save.
+                    process.terminate()
+                    note("nothing has begun; giving it up")
+        return process.poll() is not None
+
+    with on_stop(lambda: asked.append(None)):
+        # Rank 0's log of the newest attempt that began here, else what srun says.
+        LogPrinter(run, 0, attempt=None, env=env).follow(
+            lambda: choose_log(run, attempt=None, rank=0, after=before), until=is_over
+        )
+    code = process.wait()
+    if code and not run.result.exists():
+        note(f"ended with exit code {code}; `status {run.run_id}` says why, and the same command continues the run")
+    return 128 - code if code < 0 else code
 
 
 # --- the runs of a sweep ---

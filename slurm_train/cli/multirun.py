@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.cli.display import plan_rows, say_source
-from slurm_train.cli.inputs import refuse_missing_inputs
-from slurm_train.cli.outputs import RunOutput, plan_outputs, say_outputs
+from slurm_train.cli.preview import RunOutput, plan_outputs, plan_rows, refuse_missing_inputs, say_outputs, say_source
 from slurm_train.cli.start import Start
 from slurm_train.cli.terminal import note
 from slurm_train.config.compose import Point, read_points, unquoted

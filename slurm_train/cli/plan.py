@@ -9,9 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.cli.display import plan_rows, print_rows
-from slurm_train.cli.inputs import read_settings_of, refuse_missing_inputs
-from slurm_train.cli.outputs import plan_outputs, say_outputs
+from slurm_train.cli.preview import (
+    plan_outputs,
+    plan_rows,
+    print_rows,
+    read_settings_of,
+    refuse_missing_inputs,
+    say_outputs,
+)
 from slurm_train.cli.terminal import note
 from slurm_train.config.words import read_words
 from slurm_train.errors import ClusterError, ConfigError

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_train.cli.display import print_plan, say_source
 from slurm_train.cli.drift import check_drift, check_names, tell_of_other_code
+from slurm_train.cli.preview import plan_rows, print_rows, say_source
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.start import Start
 from slurm_train.config.frozen import load_config
@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> int:
         plan = replace(plan, directory=str(here))
         source = read_source(run, config, here, env=env)
         say_source(source)
-    print_plan(plan)
+    print_rows(plan_rows(plan))
     return start.run(plan, source)
 
 

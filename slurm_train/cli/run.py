@@ -1,23 +1,25 @@
-"""No verb: the words are a run. With a cluster it is submitted, without one it is trained here."""
+"""No verb: the words are a run. With a cluster it is submitted, without one it is trained here; `write` starts nothing.
+
+What a start needs is imported while git is asked about the folder.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.inputs import read_settings_of
 from slurm_train.cli.terminal import answer, note
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError
-from slurm_train.launch.snapshot import Source, SourceState, ask_git, read_source
+from slurm_train.launch.snapshot import ask_git
 from slurm_train.rundir.files import read_json
 
 if TYPE_CHECKING:
-    from slurm_train.cli.outputs import RunOutput
     from slurm_train.config.schema import RunConfig
     from slurm_train.launch.plan import RunPlan
     from slurm_train.rundir.paths import RunDirectory
@@ -49,6 +51,8 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
         Composer(flags).show()
         return EXIT_DONE, None
     git = ask_git(cwd, env)
+    from slurm_train.cli.preview import look_at, make_outputs, plan_outputs, read_settings_of, say_outputs
+
     settings = read_settings_of(flags)
     flags = settings.words
     if flags.wait and not flags.multirun:
@@ -60,7 +64,6 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
 
         check = require_submission if only_submits else None
         return multirun(flags, words, settings=settings, env=env, cwd=cwd, git=git, check=check)
-    from slurm_train.cli.outputs import make_outputs, plan_outputs, say_outputs
     from slurm_train.cli.start import Start
     from slurm_train.launch.plan import plan_run
 
@@ -92,40 +95,6 @@ def require_submission(config: RunConfig) -> None:
         )
 
 
-def look_at(
-    plan: RunPlan,
-    git: Callable[[], SourceState],
-    *,
-    env: Mapping[str, str],
-    cwd: Path,
-    outputs: Sequence[RunOutput] = (),
-) -> Source:
-    """Refuses what a run misses on this machine, prints its plan, and returns its code; touches nothing.
-
-    Args:
-        plan: the run.
-        git: gives what git says about the folder.
-        env: the environment.
-        cwd: the folder that the words were typed in.
-        outputs: what the run shall have besides its own directory.
-    """
-    from slurm_train.cli.display import print_plan, say_source
-    from slurm_train.cli.drift import tell_of_another
-    from slurm_train.cli.inputs import refuse_missing_inputs, warn_unexported_keys
-    from slurm_train.cli.outputs import say_outputs
-    from slurm_train.launch.write import require_writable
-
-    require_writable(plan.run, share=plan.config.run.share)
-    refuse_missing_inputs(plan, cwd=cwd)
-    tell_of_another(plan)
-    print_plan(plan)
-    say_outputs(outputs)
-    warn_unexported_keys(plan.config, env)
-    source = read_source(plan.run, plan.config, cwd, git(), env=env)
-    say_source(source)
-    return source
-
-
 def _show_result(plan: RunPlan, cwd: Path) -> None:
     from slurm_train.cli.drift import changed_files
 
@@ -140,3 +109,66 @@ def _show_result(plan: RunPlan, cwd: Path) -> None:
     else:
         note(f"for another run of the same settings, with any code: add run.name={name}, or seed=N")
     answer(json.dumps(result))
+
+
+# --- a run directory for a launcher of your own ---
+
+_WRITE_HELP = """\
+usage: python -m slurm_train write [settings]
+
+Writes the run directory and prints its path; nothing is started. For torchrun on machines without Slurm that all see
+the directory:
+
+  python -m slurm_train write run.root=/shared/runs batch.global_size=48
+
+once, and then on each machine
+
+  cd RUN_DIR/code
+  torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 3 --rdzv-backend c10d \\
+    --rdzv-endpoint FIRST_HOST:29400 --rdzv-id RUN_ID -m slurm_train worker RUN_DIR
+"""
+
+
+def write(words: Sequence[str]) -> int:
+    """Writes a run directory for a launcher of the person's own, prints its path and returns 0; starts nothing.
+
+    The number of ranks is the launcher's; the global batch is what is planned here.
+    """
+    flags = read_words(words)
+    if flags.help:
+        print(_WRITE_HELP, end="")
+        return EXIT_DONE
+    if flags.multirun:
+        raise ConfigError("`write` is for one run", hint="drop -m and give each key one value")
+    env, cwd = dict(os.environ), Path.cwd()
+    git = ask_git(cwd, env)
+    from slurm_train.cli.preview import look_at, read_settings_of
+    from slurm_train.cli.start import Start
+    from slurm_train.launch.placement import require_all
+    from slurm_train.launch.plan import plan_run
+
+    settings = read_settings_of(flags)
+    flags = settings.words
+    plan = plan_run(settings.compose(), cwd=cwd, env=env)
+    require_all(
+        [
+            (
+                plan.config.cluster is not None,
+                "`write` is for a launcher of your own, and a cluster is asked for",
+                "drop +cluster; with it, `plan` prints the batch script and the words alone submit it",
+            ),
+            (
+                plan.config.container is not None,
+                "`write` is for a launcher of your own, which does not know of the container",
+                "drop container=, and start torchrun inside the image",
+            ),
+        ]
+    )
+    source = look_at(plan, git, env=env, cwd=cwd)
+    Start(words=["write", *words], env=env, accept=flags.accept).write(plan, source)
+    run = plan.run
+    note(f"written; on each machine that sees it:\n  cd {run.code}")
+    note(f"  torchrun --nnodes N --nproc-per-node M --max-restarts 3 --rdzv-backend c10d --rdzv-id {run.run_id} \\")
+    note(f"    --rdzv-endpoint {socket.gethostname()}:29400 -m slurm_train worker {run.path}")
+    answer(str(run.path))
+    return EXIT_DONE

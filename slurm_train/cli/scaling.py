@@ -48,7 +48,7 @@ def _make(
     series: Series, plans: Mapping[Point, RunPlan], *, words: Sequence[str], env: Mapping[str, str], cwd: Path
 ) -> bool:
     """Makes the runs that are not there yet, or submits them; returns whether there were any."""
-    from slurm_train.cli.inputs import refuse_missing_inputs
+    from slurm_train.cli.preview import refuse_missing_inputs
     from slurm_train.cli.start import Start
     from slurm_train.launch.snapshot import read_git, read_source
     from slurm_train.launch.write import require_writable

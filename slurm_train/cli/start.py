@@ -18,10 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.display import say_source
 from slurm_train.cli.drift import check_drift
-from slurm_train.cli.inputs import warn_unexported_keys
-from slurm_train.cli.outputs import RunOutput, make_outputs
+from slurm_train.cli.preview import RunOutput, make_outputs, say_source, warn_unexported_keys
 from slurm_train.cli.terminal import answer, note
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
@@ -132,7 +130,7 @@ class Start:
             return supervise_here(run, config, world_size=plan.world.size, env=self.env)
         require_slurm(self.commands, self.env)
         if config.launch == "interactive":
-            from slurm_train.cli.interactive import attend
+            from slurm_train.cli.here import attend
 
             script = self.write(plan, source, inside=self.env.get("SLURM_JOB_ID"))
             if "SLURM_JOB_ID" in self.env:

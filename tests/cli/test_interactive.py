@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli import interactive
+from slurm_train.cli import here
 from slurm_train.config.schema import RunConfig
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
@@ -37,7 +37,7 @@ def attend(run: RunDirectory, *lines: str, begins: bool = True) -> int:
     """Attends a command that opens attempt 1 as a supervisor would, and then does as the lines say."""
     begin = [f"mkdir -p {run.attempt_logs(1)}", f"touch {run.epochs / 'attempt_1'}", f"log={run.rank_log(1, 0)}"]
     command = ["sh", "-c", "\n".join([*(begin if begins else []), *lines])]
-    return interactive.attend(run, command, env={"PATH": os.environ["PATH"]})
+    return here.attend(run, command, env={"PATH": os.environ["PATH"]})
 
 
 @pytest.mark.parametrize(("log", "code"), [("rank_0.log", 0), ("batch.log", 1)])

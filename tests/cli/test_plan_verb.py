@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.cli.display import plan_rows
+from slurm_train.cli.preview import plan_rows
 from tests.cli.conftest import Shell
 from tests.support.command_line import REPOSITORY, TINY_MODULE
 from tests.support.plans import make_plan

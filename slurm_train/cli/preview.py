@@ -1,0 +1,350 @@
+"""What is looked at and printed before a start: what a run needs from this machine, its plan as one table, its code.
+
+What Hydra's words ask for besides the run directory (a path that leads there, and Hydra's files about it) is looked at
+before anything is written, and made as soon as the run directory stands.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slurm_train.cli.drift import tell_of_another
+from slurm_train.cli.terminal import note
+from slurm_train.config.batch import largest_local_size, planned_sizes, sizes_in_words, total_steps
+from slurm_train.config.schema import OptimSection, RunConfig, TrackSection
+from slurm_train.data.shards import known_num_samples, require_readable
+from slurm_train.errors import ConfigError
+from slurm_train.formatting import shorten
+from slurm_train.launch.placement import CAUSAL_LM, layout_rows
+from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.snapshot import Source, SourceState, read_source
+from slurm_train.launch.write import require_writable
+from slurm_train.models.pretrained_names import num_token_ids, require_source
+from slurm_train.rundir.files import make_private, write_atomic
+from slurm_train.rundir.lookup import make_alias, require_free
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.job_variables import exported
+
+if TYPE_CHECKING:
+    from slurm_train.config.hydra import HydraSettings, Output
+    from slurm_train.config.words import Words
+
+
+def read_settings_of(flags: Words) -> HydraSettings:
+    """Returns what the words and the person's own files set of Hydra itself; prints which of it is unused.
+
+    Raises:
+        ConfigError: something that cannot do here what it does under Hydra.
+    """
+    from slurm_train.config.hydra import read_settings
+
+    settings = read_settings(flags)
+    for text in settings.notes:
+        note(text)
+    return settings
+
+
+def look_at(
+    plan: RunPlan,
+    git: Callable[[], SourceState],
+    *,
+    env: Mapping[str, str],
+    cwd: Path,
+    outputs: Sequence[RunOutput] = (),
+) -> Source:
+    """Refuses what a run misses on this machine, prints its plan, and returns its code; touches nothing.
+
+    Args:
+        plan: the run.
+        git: gives what git says about the folder.
+        env: the environment.
+        cwd: the folder that the words were typed in.
+        outputs: what the run shall have besides its own directory.
+    """
+    require_writable(plan.run, share=plan.config.run.share)
+    refuse_missing_inputs(plan, cwd=cwd)
+    tell_of_another(plan)
+    print_rows(plan_rows(plan))
+    say_outputs(outputs)
+    warn_unexported_keys(plan.config, env)
+    source = read_source(plan.run, plan.config, cwd, git(), env=env)
+    say_source(source)
+    return source
+
+
+# --- what a run needs from this machine ---
+
+
+def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
+    """Refuses data that cannot be read, a `_target_` that does not exist and missing packages, as far as it can tell.
+
+    Raises:
+        DataError: prepared text is asked for, and there is none.
+        ConfigError: a `_target_` names a module or a name that does not exist, or a tracker is not installed.
+    """
+    config = plan.config
+    # Another interpreter may have what this one lacks.
+    if config.track != TrackSection() and (config.cluster is None or config.cluster.python is None):
+        from slurm_train.tools.trackers import require_installed
+
+        require_installed(config.track)
+    if config.trains and (config.model or {}).get("_target_") == CAUSAL_LM:
+        _require_causal_lm(config, cwd=cwd)
+    if config.trains:
+        require_readable(config.data or {}, vocab_size=num_token_ids(config.model or {}, cwd=cwd), cwd=cwd)
+        weights = config.train.init_from
+        if weights is not None and not (cwd / Path(weights).expanduser()).exists():
+            raise ConfigError(
+                f"train.init_from={weights} is not there",
+                hint="name a directory with config.json and model.safetensors, or one safetensors file",
+            )
+    from slurm_train.config.target import require_target
+
+    # A rank's Python starts in this directory, or in the snapshot of it.
+    search = [str(cwd), *sys.path]
+    own: dict[str, dict[str, Any] | None]
+    own = {"task": config.task} if config.task else {"model": config.model, "data": config.data}
+    own |= {f"callbacks[{number}]": mapping for number, mapping in enumerate(config.callbacks)}
+    # Where ranks have a Python of their own, torch may be in that one alone.
+    if config.trains and importlib.util.find_spec("torch") is not None:
+        own |= _calls_of(config.optim)
+    for key, mapping in own.items() if config.script is None else ():
+        require_target(key, mapping, search=search)
+    if config.callbacks:
+        _check_callbacks(config)
+
+
+def _check_callbacks(config: RunConfig) -> None:
+    """Makes the callbacks that come with this package, which finds wrong values of theirs."""
+    from slurm_train.train.callbacks import Monitor, build_callbacks
+
+    if not config.trains:
+        raise ConfigError(
+            "callbacks are called by the built-in trainer, not by a task or a script", hint="leave callbacks out"
+        )
+    shipped = [one for one in config.callbacks if str(one.get("_target_", "slurm_train.")).startswith("slurm_train.")]
+    compares = any(isinstance(callback, Monitor) for callback in build_callbacks(shipped).values())
+    if compares and not (config.train.evaluate and config.train.eval_every_steps):
+        raise ConfigError(
+            "a callback compares evaluations, and the run makes none on its way",
+            hint="set train.eval_every_steps=100, and leave train.evaluate at true",
+        )
+
+
+def _calls_of(optim: OptimSection) -> dict[str, dict[str, Any] | None]:
+    """Returns by key what an optimizer's classes and a schedule of the user's own will be called with."""
+    given: dict[str, Any] = {"_target_": optim._target_, "_args_": [None]}
+    calls: dict[str, dict[str, Any] | None] = {}
+    # The default with keywords that every torch knows need not be looked up.
+    if optim.keywords or optim._target_ != OptimSection()._target_:
+        calls["optim"] = {**given, "lr": optim.lr, **optim.keywords}
+    for index, rule in enumerate(optim.rules()):
+        own = {} if rule._target_ is None else {"_target_": rule._target_}
+        calls[f"optim.groups[{index}]"] = {**given, **own, **rule.keywords}
+    if isinstance(optim.schedule, dict):
+        passed = {"_args_": [0], "warmup_samples": 0, "total_samples": 0}
+        calls["optim.schedule"] = {"_target_": None, **optim.schedule, **passed}
+    return calls
+
+
+def _require_causal_lm(config: RunConfig, *, cwd: Path) -> None:
+    model = config.model or {}
+    require_source(model_type=model.get("model_type"), path=model.get("path"), cwd=cwd)
+    has_other_python = config.cluster is not None and config.cluster.python is not None
+    if not has_other_python and importlib.util.find_spec("transformers") is None:
+        raise ConfigError("model=hf needs transformers, which is not installed", hint="pip install 'slurm-train[hf]'")
+
+
+def warn_unexported_keys(config: RunConfig, env: Mapping[str, str]) -> None:
+    """Prints which keys of trackers are set in this shell and do not travel into the job."""
+    if config.cluster is None or config.track == TrackSection():
+        return
+    from slurm_train.tools.trackers import unexported_keys
+
+    names = unexported_keys(config.track, env, exported(env, config.cluster.export))
+    if names:
+        note(f"{', '.join(names)} stays in this shell; the job gets it with cluster.export=[{','.join(names)}]")
+
+
+# --- the plan as a table ---
+
+
+def print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """Prints names and texts as two columns."""
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        note(f"  {name:<{width}}  {text}")
+
+
+def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Returns the rows of the plan's table."""
+    config, world = plan.config, plan.world
+    place = "this machine" if config.cluster is None else world.nodes_in_words
+    rows = [("run", str(plan.run.path)), ("ranks", f"{world.size} = {place}")]
+    if config.trains:
+        rows += [
+            ("global batch", plan.batch.as_sum()),
+            *_shares_rows(plan),
+            ("length", _length_text(plan)),
+            ("peak lr", _lr_text(plan)),
+            ("checkpoints", _checkpoint_text(plan)),
+        ]
+        per_rank = config.parallel.stages_per_rank
+        rows[2:2] = layout_rows(plan.layout, world, plan.batch, stages_per_rank=per_rank)
+    if config.track != TrackSection():
+        from slurm_train.tools.trackers import asked_trackers
+
+        rows.append(("trackers", ", ".join(asked_trackers(config.track)) or "none"))
+    if config.container is not None:
+        rows.append(("container", f"{config.container.kind} {config.container.image}"))
+    if config.cluster is not None:
+        rows += [("site", config.site)] if config.site else []
+        rows.append(("requeue", _requeue_text(plan)))
+    return rows
+
+
+def _shares_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    if plan.config.batch.shares == "even":
+        return []
+    batch, ranks_per_node = plan.batch, plan.world.ranks_per_node
+    sizes = planned_sizes(plan.config, batch, ranks_per_node=ranks_per_node)
+    if sizes is None:
+        most = largest_local_size(plan.config, batch, ranks_per_node=ranks_per_node)
+        return [("shares", f"by speed, measured at each start; a rank has at most {most} samples of a micro-batch")]
+    nodes = [f"node {number}:" for number in range(1, plan.world.num_nodes + 1)]
+    words = sizes_in_words(sizes, ranks_per_node=ranks_per_node, nodes=nodes)
+    return [("shares", f"{words} of the {sum(sizes)} samples of a micro-batch")]
+
+
+def _requeue_text(plan: RunPlan) -> str:
+    if plan.config.launch == "interactive":
+        return "never: launch=interactive"
+    return "after preemption, time limit, node failure" if plan.config.requeue.enabled else "never"
+
+
+def _length_text(plan: RunPlan) -> str:
+    train, global_size = plan.config.train, plan.batch.global_size
+    if train.max_epochs is None:
+        return f"{train.max_steps} steps, {global_size * train.max_steps:,} samples"
+    num_samples, epochs = known_num_samples(plan.config.data or {}, cwd=Path(plan.directory)), f"{train.max_epochs:g}"
+    if num_samples is None:
+        return f"{epochs} epochs; the ranks count the steps when they have opened the data"
+    steps = total_steps(train, num_samples=num_samples, global_size=global_size)
+    return f"{epochs} epochs of {num_samples:,} samples, {steps} steps"
+
+
+def _lr_text(plan: RunPlan) -> str:
+    optim = plan.config.optim
+    if plan.lr == optim.lr:
+        return f"{plan.lr:g}"
+    return f"{plan.lr:g} ({optim.lr_retune} rule: {optim.lr:g} was tuned for a global batch of {optim.lr_global_size})"
+
+
+def _checkpoint_text(plan: RunPlan) -> str:
+    settings = plan.config.checkpoint
+    if settings.every_steps == "auto":
+        return f"as often as pays off with an interruption every {settings.failure_every_h:g} h, {settings.keep} kept"
+    when = f"every {settings.every_steps} steps" if settings.every_steps else "at a stop and at the end only"
+    return f"{when}, {settings.keep} kept"
+
+
+def say_source(source: Source) -> None:
+    """Prints which of the user's code a run would not have a copy of."""
+    if source.left_out:
+        note(f"not copied into the run: {shorten(source.left_out)}")
+    if source.elsewhere:
+        places = ",".join(source.elsewhere)
+        note(f"imported from where it is edited, not from a copy in the run: {places.replace(',', ', ')}")
+        note(f"to have the run copy it as well: run.snapshot_folders=[{places}]")
+
+
+# --- where Hydra's words want a run to be found ---
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutput:
+    """What one run shall have."""
+
+    run: RunDirectory
+    alias: Path | None
+    output: Output
+
+
+def plan_outputs(
+    settings: HydraSettings,
+    plans: Sequence[RunPlan],
+    words: Sequence[Sequence[str]],
+    *,
+    cwd: Path,
+    first: int = 0,
+) -> list[RunOutput]:
+    """Returns what is asked for each run; empty where Hydra was told nothing. Touches nothing.
+
+    Args:
+        settings: what was said to Hydra.
+        plans: the runs.
+        words: the words of each.
+        cwd: where the words were typed.
+        first: the number of the first run in the sweep.
+
+    Raises:
+        ConfigError: a path that cannot be told, or the same for two runs.
+        RunError: something lies there.
+    """
+    from slurm_train.config.hydra import read_output
+
+    found = []
+    for number, (plan, own) in enumerate(zip(plans, words, strict=True), start=first):
+        output = read_output(settings, plan.config, own, number=number if settings.words.multirun else None)
+        if output is not None:
+            found.append(RunOutput(plan.run, _alias(output.path, cwd), output))
+    _refuse_same(found)
+    for one in found:
+        if one.alias is not None:
+            require_free(one.alias, one.run)
+    return found
+
+
+def make_outputs(outputs: Sequence[RunOutput]) -> None:
+    """Makes the links and writes the files.
+
+    Raises:
+        RunError: something has come to lie there, or nothing can be written.
+    """
+    for one in outputs:
+        if one.output.folder is not None:
+            folder = one.run.path / one.output.folder
+            make_private(folder)
+            for name, text in one.output.files.items():
+                write_atomic(folder / name, text, durable=False)
+        if one.alias is not None:
+            make_alias(one.alias, one.run)
+
+
+def say_outputs(outputs: Sequence[RunOutput]) -> None:
+    """Says where runs are found besides their own directories."""
+    aliases = [one.alias for one in outputs if one.alias is not None]
+    if aliases:
+        more = f" (and {len(aliases) - 1} more)" if len(aliases) > 1 else ""
+        note(f"  found at      {aliases[0]}{more}: a link to the run directory")
+
+
+def _alias(path: str | None, cwd: Path) -> Path | None:
+    """Returns the asked path; None for the folder that the words were typed in, which is Hydra's way to say nowhere."""
+    alias = None if path is None else Path(cwd, Path(path).expanduser())
+    return None if alias is None or alias.resolve() == cwd.resolve() else alias
+
+
+def _refuse_same(outputs: Sequence[RunOutput]) -> None:
+    seen: dict[Path, RunOutput] = {}
+    for one in outputs:
+        if one.alias is not None and seen.setdefault(one.alias, one).run != one.run:
+            raise ConfigError(
+                f"two runs of the sweep would both be at {one.alias}",
+                hint="put ${hydra.job.num} or ${hydra.job.override_dirname} into hydra.sweep.subdir",
+            )
