@@ -254,7 +254,7 @@ def apply_parallelism(parts: Parts) -> None:
                 name = type(parts.optimizer).__name__
                 raise ConfigError(
                     f"ddp.find_unused_parameters was asked, but {name} keeps nothing of a parameter that is not used",
-                    hint="use optim=adamw",
+                    hint="use optim=adamw or optim=sgd",
                 )
             begin_state(parts.optimizer)
         return

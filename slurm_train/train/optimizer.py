@@ -1,10 +1,10 @@
 """The optimizer and its groups of parameters, the learning rate over the run, and how gradients are applied.
 
-Any optimizer of torch's kind will do. With AdamW the division by the number of items, the clipping and the update are
-one pass where torch has it: once the state exists, the fused kernel is called directly with the gradients' divisor. It
-saves a pass over all gradients, and what `Optimizer.step` spends on finding its tensors again (0.06 ms a step with two
-parameter groups; also with its public `grad_scale`). The optimizer stays torch's own and its state is where it always
-is, so checkpoints see nothing of this.
+Any optimizer of torch's kind will do. With AdamW and SGD the division by the number of items, the clipping and the
+update are one pass where torch has it: once the state exists, the fused kernel is called directly with the gradients'
+divisor. It saves a pass over all gradients, and what `Optimizer.step` spends on finding its tensors again (0.06 ms a
+step with two parameter groups; also with its public `grad_scale`), and a GPU decides by itself whether a step is
+skipped. The optimizer stays torch's own and its state is where it always is, so checkpoints see nothing of this.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import inspect
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from slurm_train.checkpoint.state import local_part
 from slurm_train.config.schema import GroupRule, OptimSection
@@ -34,7 +34,7 @@ LR_SCALE = "lr_scale"
 
 
 def build_optimizer(model: nn.Module, *, optim: OptimSection) -> Optimizer:
-    """Returns the optimizer of a model's trainable parameters; fused where it is AdamW and they allow it.
+    """Returns the optimizer of a model's trainable parameters; fused where it is AdamW or SGD and they allow it.
 
     Parameters with the same settings are one group. Where no rule says otherwise, matrices decay and vectors do not.
 
@@ -109,7 +109,9 @@ def _build(path: str, groups: list[dict[str, Any]], *, optim: OptimSection) -> O
     parameters = [parameter for group in groups for parameter in group["params"]]
     # Some are cut and others whole: torch's loops over all at once refuse such a mixture.
     is_mixed = len({hasattr(p, "placements") for p in parameters}) > 1
-    if target is AdamW:
+    # SGD's first buffer is a whole gradient, which zeros make of the second formula only without dampening.
+    is_damped = any({**keywords, **group}.get("dampening") for group in groups)
+    if target in _KEPT and not is_damped and not keywords.get("foreach"):
         can_fuse = all(p.dtype in _FUSED_TYPES and p.device.type in ("cpu", "cuda") for p in parameters)
         keywords = {"fused": can_fuse} | keywords
     if is_mixed and accepts_keyword(target, "foreach") and not keywords.get("fused"):
@@ -258,7 +260,7 @@ class Update:
         self._calls_kernel = can_call_kernel(optimizer)
         self._known: tuple[Any, list[int]] = (None, [])
         self._all = list(range(len(self.parameters)))
-        # Per group and type: settings, places of the gradients; parameters, averages, squares, step counts.
+        # Per group and type: settings, places of the gradients; parameters, and a list for each name of `_kept_by`.
         self._groups: list[tuple[dict[str, Any], list[int], list[list[Tensor]]]] = []
         self._steps: list[Tensor] = []
 
@@ -279,30 +281,23 @@ class Update:
             self._step()
             return
         with torch.no_grad():
-            if skip is None:
+            if self._steps and skip is None:
                 torch._foreach_add_(self._steps, 1)
-            else:
+            elif self._steps and skip is not None:
                 # By its full name: torch takes a tensor without dimensions for a number, and reads it on the host.
                 torch.ops.aten._foreach_add_.Tensor(self._steps, 1 - skip)
-            for settings, places, (params, averages, squares, steps) in self._groups:
-                beta1, beta2 = settings["betas"]
-                torch._fused_adamw_(
-                    params,
-                    [gradients[place] for place in places],
-                    averages,
-                    squares,
-                    [],
-                    steps,
-                    lr=settings["lr"],
-                    beta1=beta1,
-                    beta2=beta2,
-                    weight_decay=settings["weight_decay"],
-                    eps=settings["eps"],
-                    amsgrad=False,
-                    maximize=False,
-                    grad_scale=divisor,
-                    found_inf=skip,
-                )
+            for settings, places, (params, *state) in self._groups:
+                parts = [gradients[place] for place in places]
+                how: dict[str, Any] = {name: settings[name] for name in ("lr", "weight_decay")}
+                how |= {"maximize": False, "grad_scale": divisor, "found_inf": skip}
+                if isinstance(self._optimizer, SGD):
+                    how |= {name: settings[name] for name in ("momentum", "dampening", "nesterov")}
+                    torch._fused_sgd_(params, parts, *(state or [[]]), is_first_step=False, **how)
+                else:
+                    averages, squares, steps = state
+                    (beta1, beta2), eps = settings["betas"], settings["eps"]
+                    how |= {"beta1": beta1, "beta2": beta2, "eps": eps, "amsgrad": False}
+                    torch._fused_adamw_(params, parts, averages, squares, [], steps, **how)
 
     def _step(self) -> None:
         try:
@@ -326,45 +321,53 @@ class Update:
         if state is self._known[0] and having == self._known[1]:
             return True
         place_of = {self.parameters[number]: place for place, number in enumerate(having)}
-        if any(parameter not in state for parameter in place_of):
-            return False
-        self._groups = []
+        groups = []
         for group in self._optimizer.param_groups:
+            used = [param for param in group["params"] if param in place_of]
+            names = _kept_by(self._optimizer, group)
+            if any(name not in state.get(param, ()) for param in used for name in names):
+                return False
             by_type: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-            for parameter in group["params"]:
-                if parameter in place_of:
-                    by_type[parameter.dtype].append(parameter)
+            for param in used:
+                by_type[param.dtype].append(param)
             for members in by_type.values():
                 tensors = [[local_part(param) for param in members]]
-                tensors += ([local_part(state[param][name]) for param in members] for name in _STATE)
-                self._groups.append((group, [place_of[param] for param in members], tensors))
-        self._steps = [step for _, _, tensors in self._groups for step in tensors[-1]]
-        self._known = (state, having)
+                tensors += ([local_part(state[param][name]) for param in members] for name in names)
+                groups.append((group, [place_of[param] for param in members], tensors))
+        has_steps = isinstance(self._optimizer, AdamW)
+        self._steps = [step for _, _, tensors in groups for step in tensors[-1] if has_steps]
+        self._groups, self._known = groups, (state, having)
         return True
 
 
-_STATE = ("exp_avg", "exp_avg_sq", "step")
+_KEPT: Mapping[Any, tuple[str, ...]] = {AdamW: ("exp_avg", "exp_avg_sq", "step"), SGD: ("momentum_buffer",)}
 _FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
+def _kept_by(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns what a kernel's optimizer keeps of each parameter of a group."""
+    return () if group.get("momentum") == 0 else _KEPT[type(optimizer)]
+
+
 def can_call_kernel(optimizer: Optimizer) -> bool:
-    """Returns whether it is a plain AdamW with `fused=True`, without hooks, of parameters on one device."""
+    """Returns whether it is a plain AdamW or SGD with `fused=True`, without hooks, of parameters on one device."""
     groups = optimizer.param_groups
     devices = {param.device for group in groups for param in group["params"]}
-    plain = all(group.get("fused") and not any(group[flag] for flag in _FLAGS) for group in groups)
+    plain = all(group.get("fused") and not any(map(group.get, _FLAGS)) for group in groups)
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return type(optimizer) is AdamW and plain and len(devices) == 1 and not hooked and hasattr(torch, "_fused_adamw_")
+    return type(optimizer) in _KEPT and plain and len(devices) == 1 and not hooked
 
 
 def begin_state(optimizer: Optimizer) -> None:
-    """Makes the state of a fused AdamW as its first step would, so that `Update` calls the kernel from the start.
+    """Makes the state of what `can_call_kernel` as the first step would, so that `Update` calls it from the start.
 
-    AdamW's own first step asks for parameters that are cut alike; here some are cut and others whole.
+    torch's own first step asks for parameters that are cut alike; here some are cut and others whole.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
             optimizer.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32, device=local_part(param).device),
-                "exp_avg": torch.zeros_like(param),
-                "exp_avg_sq": torch.zeros_like(param),
+                name: torch.zeros((), dtype=torch.float32, device=local_part(param).device)
+                if name == "step"
+                else torch.zeros_like(param)
+                for name in _kept_by(optimizer, group)
             }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurm_train.config.batch import BatchPlan
-from slurm_train.config.schema import DdpSection, HealthSection, OptimSection, RunConfig
+from slurm_train.config.schema import DdpSection, HealthSection, OptimSection, RunConfig, build_config
 from slurm_train.errors import ConfigError, SlurmTrainError
 from slurm_train.models.objective import Objective
 from slurm_train.train.build import build_stepper
@@ -68,9 +69,10 @@ def make_stepper(
     shards: bool = False,
     autocast: torch.dtype | None = None,
     scale: LossScale | None = None,
+    optim: OptimSection | None = None,
     **ddp: Any,
 ) -> Stepper:
-    optim = OptimSection(weight_decay=0.0, grad_clip_norm=clip_norm)
+    optim = replace(optim or OptimSection(weight_decay=0.0), grad_clip_norm=clip_norm)
     config = RunConfig(optim=optim, health=health or HealthSection(), ddp=DdpSection(**ddp))
     plan = BatchPlan(local_size=8, ranks=world_size, accumulation=accumulation)
     rank = make_rank(config=config, plan=plan, ranks=world_size)
@@ -264,21 +266,30 @@ class Uneven(nn.Module):
         return self.last(hidden.bfloat16()).float()
 
 
+SGD, PLAIN_SGD = (
+    build_config(OptimSection, {"_target_": "torch.optim.SGD", "momentum": momentum}, path="optim.")
+    for momentum in (0.9, 0.0)
+)
+
+
 @pytest.mark.parametrize(
-    ("make", "on_spike", "shards", "scales"),
+    ("make", "on_spike", "shards", "scales", "optim"),
     [
-        (make_model, "log", False, False),
-        (make_model, "skip", False, True),
-        (Uneven, "skip", False, False),
-        (Uneven, "skip", True, False),
-        (make_model, "log", True, True),
+        (make_model, "log", False, False, None),
+        (make_model, "skip", False, True, None),
+        (Uneven, "skip", False, False, None),
+        (Uneven, "skip", True, False, None),
+        (make_model, "log", True, True, None),
+        (Uneven, "skip", True, False, SGD),
+        (make_model, "skip", False, True, SGD),
+        (Uneven, "skip", False, False, PLAIN_SGD),
     ],
 )
 def test_no_step_on_a_gpu_waits_for_a_value(
-    make: Any, on_spike: Any, shards: bool, scales: bool, monkeypatch: pytest.MonkeyPatch
+    make: Any, on_spike: Any, shards: bool, scales: bool, optim: OptimSection | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     health, facts = HealthSection(on_spike=on_spike), FACTS._replace(loss_limit=50.0)
-    settings: Any = {"clip_norm": 0.1, "health": health, "wraps": False, "find_unused_parameters": True}
+    settings: Any = {"clip_norm": 0.1, "health": health, "wraps": False, "find_unused_parameters": True, "optim": optim}
     plain, masked = (
         make_stepper(make(), scale=LossScale(CPU, None) if scales else None, shards=shards, **settings)
         for _ in range(2)
@@ -401,10 +412,10 @@ def test_auto_is_what_a_gpu_computes_without_emulation(
 OPTIM = OptimSection(lr=0.01, weight_decay=0.3)
 
 
-def make_optimizer(dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+def make_optimizer(dtype: torch.dtype = torch.float32, optim: OptimSection = OPTIM) -> torch.optim.Optimizer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).to(dtype)
-    return build_optimizer(model, optim=OPTIM)
+    return build_optimizer(model, optim=optim)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -433,9 +444,10 @@ def assert_equal(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> No
         assert all(torch.equal(my_state[name], their_state[name]) for name in their_state)
 
 
+@pytest.mark.parametrize("optim", [OPTIM, SGD, PLAIN_SGD], ids=["AdamW", "SGD", "SGD without state"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_kernel_gives_what_torchs_own_step_gives(dtype: torch.dtype) -> None:
-    ours, theirs = make_optimizer(dtype), make_optimizer(dtype)
+def test_the_kernel_gives_what_torchs_own_step_gives(dtype: torch.dtype, optim: OptimSection) -> None:
+    ours, theirs = make_optimizer(dtype, optim), make_optimizer(dtype, optim)
     assert can_call_kernel(ours)
     # A power of two divides without rounding, so equality can be asked for bit for bit.
     take_steps(ours, range(6), update=Update(ours))
@@ -453,10 +465,11 @@ def test_a_loaded_state_is_used_after_the_load() -> None:
     assert_equal(whole, cut)
 
 
+@pytest.mark.parametrize("optim", [OPTIM, SGD], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("calls_kernel", [True, False])
-def test_a_masked_step_leaves_parameters_moments_and_step_count_alone(calls_kernel: bool) -> None:
+def test_a_masked_step_leaves_parameters_moments_and_step_count_alone(calls_kernel: bool, optim: OptimSection) -> None:
     """What a GPU does with a step that is not finite: the verdict is a tensor, and NaNs are in the gradients."""
-    masked, plain = make_optimizer(), make_optimizer()
+    masked, plain = make_optimizer(optim=optim), make_optimizer(optim=optim)
     update = Update(masked)
     take_steps(masked, range(3), update=update)
     take_steps(plain, range(3))
@@ -474,5 +487,6 @@ def test_what_is_not_plain_fused_adamw_goes_torchs_way() -> None:
     hooked = make_optimizer()
     hooked.register_step_post_hook(lambda *_: None)
     parameters = make_model().parameters()
-    others = [hooked, torch.optim.SGD(make_model().parameters(), lr=0.1), torch.optim.AdamW(parameters, fused=False)]
+    damped = build_config(OptimSection, {**SGD.keywords, "_target_": SGD._target_, "dampening": 0.1}, path="optim.")
+    others = [hooked, make_optimizer(optim=damped), torch.optim.AdamW(parameters, fused=False)]
     assert not any(can_call_kernel(optimizer) for optimizer in others)
