@@ -79,11 +79,14 @@ class Selection:
 
 
 def parse_runs(verb: str, words: Sequence[str]) -> argparse.Namespace:
-    """Returns what was typed behind a verb; its root is that of the runs that ids name, wherever it is typed.
-
-    A root that is typed is the only one that is looked at.
-    """
+    """Returns what was typed behind a verb; its root is that of the runs that ids name, wherever it is typed."""
     arguments = parse(verb, words)
+    find_root(arguments)
+    return arguments
+
+
+def find_root(arguments: argparse.Namespace) -> None:
+    """Sets the root to that of the runs that ids name; a root that is typed is the only one that is looked at."""
     if arguments.root == DEFAULT_ROOT:
         named = [getattr(arguments, name, None) for name in _NAMED]
         for word in (word for one in named for word in ([one] if isinstance(one, str) else one or [])):
@@ -92,7 +95,6 @@ def parse_runs(verb: str, words: Sequence[str]) -> argparse.Namespace:
                 note(f"{word} is below {place}")
                 arguments.root = str(place)
                 break
-    return arguments
 
 
 def read_selection(arguments: argparse.Namespace, words: Sequence[str]) -> Selection:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TextIO
 
 from slurm_train.checkpoint.verify import find_kept
-from slurm_train.cli.selection import Selection, build_surveyor, look_once, parse_runs, read_selection, summary
+from slurm_train.cli.selection import Selection, build_surveyor, find_root, look_once, read_selection, summary
 from slurm_train.cli.terminal import BOLD, BOLD_RED, FAINT, note, painted, takes_escapes, width_of
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import clock, count, duration, table
@@ -32,7 +32,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import list_sweeps, read_table
 from slurm_train.rundir.timing import goodput, held_s
 from slurm_train.status.run_status import SILENT_AFTER_S, RunState, RunStatus, Survey, Surveyor, until_over
-from slurm_train.verbs import DEFAULT_ROOT
+from slurm_train.verbs import DEFAULT_ROOT, parse
 
 _MOST_SWEEPS, _MOST_ATTEMPTS, _MOST_ELSEWHERE = 3, 5, 10
 _EVERY_ON_TERMINAL_S, _EVERY_ELSEWHERE_S = 5.0, 30.0
@@ -60,8 +60,10 @@ _TROUBLE = BOLD_RED
 
 def main(words: Sequence[str]) -> int:
     """Prints the table to stdout and returns 0."""
-    arguments = parse_runs("status", words)
-    every_s, runs = _read_watch(arguments)
+    arguments = parse("status", words)
+    every_s, arguments.runs = _read_watch(arguments)
+    find_root(arguments)
+    runs = arguments.runs
     if not runs and arguments.root == DEFAULT_ROOT and not list_runs(Path(DEFAULT_ROOT)):
         runs = [str(run.path) for run in newest_runs(known_roots(os.environ), arguments.last or _MOST_ELSEWHERE)]
         if runs:

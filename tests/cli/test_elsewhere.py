@@ -73,6 +73,14 @@ def test_status_without_runs_here_shows_the_newest_elsewhere(run: RunDirectory, 
     assert "no such run below" in shell.types("status --root .").err
 
 
+@pytest.mark.parametrize("words", ["-w 4711", "4711 -w", "4711 -w 9", "-w 9 4711", "-w {run.run_id}"])
+def test_status_finds_a_run_from_any_folder_on_either_side_of_w(words: str, run: RunDirectory, shell: Shell) -> None:
+    run.result.write_text("{}")
+    done = shell.types(f"status --json {words.format(run=run)}")
+    assert (done.code, "is below" in done.err) == (0, True), done
+    assert [one["run"] for one in json.loads(done.out)] == [f"{run.name}/{run.run_id}"]
+
+
 def test_the_list_is_short_forgets_what_is_gone_and_may_be_lost(tmp_path: Path) -> None:
     env, file = {"XDG_STATE_HOME": str(tmp_path / "state")}, tmp_path / "state" / "slurm-train" / "roots.jsonl"
     roots = [tmp_path / name for name in "abc"]
