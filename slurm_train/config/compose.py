@@ -167,25 +167,39 @@ class Composer:
         Raises:
             HydraException: what Hydra itself would say.
         """
-        words = [str(one.input_line) for one in groups if not one.is_sweep_override()]
+        single = [one for one in groups if not one.is_sweep_override()]
+        words = [str(one.input_line) for one in single]
         key = (mode, "\n".join(words))
         if key not in self._bases:
             self._store_sizes(words)
             try:
                 self._bases[key] = self._load(words, mode)
-            except ConfigCompositionException as err:
-                # A group that the user's own primary file chooses already is replaced, not added a second time.
-                chosen = re.search(r"Multiple values for (\w+)\.", str(err))
-                if chosen is not None:
-                    plus = f"+{chosen[1]}="
-                    words = [word[word.startswith(plus) :] for word in words]
-                elif "Could not override 'optim'" in str(err):
-                    # A primary file of the user's own may have these values as a section.
-                    words = [f"+{word}" if word.startswith("optim=") else word for word in words]
-                else:
+            except ConfigCompositionException:
+                if (fitting := self._with_fitting_plus(single, mode)) == words:
                     raise
-                self._bases[key] = self._load(words, mode)
+                self._bases[key] = self._load(fitting, mode)
         return self._bases[key]
+
+    def _with_fitting_plus(self, groups: Sequence[Override], mode: RunMode) -> list[str]:
+        """Returns words with + where they add a group, without where they replace one of the user's primary file.
+
+        Which of the two, Hydra wants to be told; which groups that file chooses, the other words alone show.
+        """
+        plain = [one for one in groups if re.fullmatch(r"\+?\w+=.*", str(one.input_line))]
+        try:
+            chosen = self._load([str(one.input_line) for one in groups if one not in plain], mode).hydra.runtime.choices
+        except ConfigCompositionException:
+            return [str(one.input_line) for one in groups]
+        words = []
+        for one in groups:
+            word, group = str(one.input_line), one.key_or_group
+            if one in plain and group in chosen:
+                word = word.lstrip("+")
+            elif one in plain and group in _GROUPS:
+                # The file may have a section in its place.
+                word = f"+{word.lstrip('+')}"
+            words.append(word)
+        return words
 
     def _load(self, words: list[str], mode: RunMode) -> DictConfig:
         try:

@@ -106,6 +106,12 @@ def test_an_optimizer_is_chosen_where_the_users_primary_file_has_a_section(tmp_p
     optim = composed(*words, word).config.optim
     assert (optim._target_, optim.keywords["momentum"]) == ("torch.optim.SGD", 0.9)
     assert composed(*words).config.optim == OptimSection(warmup_samples=7)
+    both = composed(*words, word, "+model=cnn", "data=digits")
+    assert (both.config.optim._target_, both.choices["model"], both.choices["data"]) == (
+        optim._target_,
+        "cnn",
+        "digits",
+    )
 
 
 def test_a_users_files_shadow_ours(tmp_path: Path) -> None:
