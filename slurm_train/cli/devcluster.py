@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from slurm_train.cli.terminal import note
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE
-from slurm_train.tools.devcluster import cluster
+from slurm_train.tools.devcluster import cluster, root
 from slurm_train.tools.devcluster.plan import ClusterPlan
 from slurm_train.verbs import parse
 
@@ -20,10 +22,14 @@ def main(words: Sequence[str]) -> int:
         ClusterError: the command cannot be done here; its text says why.
     """
     arguments = parse("devcluster", words)
-    state, action = Path(arguments.state).resolve(), arguments.action
+    action = arguments.action
+    if action != "status":
+        cluster.require_root(action)
+    if "slurm" in arguments and arguments.slurm:
+        return _in_root(root.find_root(arguments.slurm), arguments)
+    state = Path(arguments.state).resolve()
     if action == "status":
         return _status(state)
-    cluster.require_root(action)
     if action == "up":
         _up(ClusterPlan(arguments.nodes, arguments.gpus, state), arguments.user)
     elif action == "down":
@@ -50,6 +56,32 @@ def _up(plan: ClusterPlan, users: Sequence[str]) -> None:
         return
     note(f"up: {plan.describe()} in {time.monotonic() - started:.1f} s; all nodes idle")
     note(f"next: python -m slurm_train +cluster={plan.nodes}x{plan.gpus}   (or: srun --nodes={plan.nodes} hostname)")
+
+
+def _in_root(its_root: root.Root, arguments: Namespace) -> int:
+    """Carries out what was typed with --slurm."""
+    if arguments.action == "exec":
+        return root.enter(its_root, arguments.command)
+    with cluster.state_lock(its_root.tree):
+        if arguments.action == "up":
+            return _up_in_root(its_root, arguments)
+        was_up = root.stop(its_root)
+    kept = f"; its packages stay in {its_root.tree}" if its_root.tree.exists() else ""
+    note(f"{'down: nothing left' if was_up else 'nothing is up'} in the root of Debian {its_root.suite}{kept}")
+    return EXIT_DONE
+
+
+def _up_in_root(its_root: root.Root, arguments: Namespace) -> int:
+    was_up = its_root.init() is not None
+    root.start(its_root, say=note)
+    users = (word for name in arguments.user for word in ("--user", name))
+    shape = ("--nodes", str(arguments.nodes), "--gpus", str(arguments.gpus), "--state", arguments.state)
+    code = root.enter(its_root, [sys.executable, "-m", "slurm_train", "devcluster", "up", *shape, *users])
+    if code == EXIT_DONE:
+        note(f"commands there: python -m slurm_train devcluster exec --slurm {its_root.suite} -- COMMAND")
+    elif not was_up:
+        root.stop(its_root)
+    return code
 
 
 def _status(state: Path) -> int:

@@ -1,7 +1,7 @@
 """Runs campaigns: `python -m tests.campaigns [NAME ...] [--seed 1] [--trials N] [--keep]`; all of them without a name.
 
 Ends with 1 if any promise was broken. `--keep` puts the result into results.json here and rewrites
-docs/reliability.md.
+the pages that have them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.campaigns.catalogue import CAMPAIGNS, PAGE, render
+from tests.campaigns.catalogue import CAMPAIGNS, pages
 from tests.campaigns.record import keep_record, read_records
 
 
@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CAMPAIGNS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--trials", type=int, help="instead of the campaign's full number")
-    parser.add_argument("--keep", action="store_true", help="keep the results and rewrite docs/reliability.md")
+    parser.add_argument("--keep", action="store_true", help="keep the results and rewrite the pages that have them")
     asked = parser.parse_args()
     if unknown := [name for name in asked.names if name not in CAMPAIGNS]:
         parser.error(f"no campaign {', '.join(unknown)}; there are {', '.join(CAMPAIGNS)}")
@@ -48,7 +48,8 @@ def try_one(name: str, asked: argparse.Namespace) -> bool:
     if asked.keep:
         today = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
         keep_record(name, found, date=today, seed=asked.seed, wall_s=wall_s, revision=revision())
-        PAGE.write_text(render(read_records()), encoding="utf-8")
+        for page, text in pages(read_records()).items():
+            page.write_text(text, encoding="utf-8")
     if found.is_kept:
         shutil.rmtree(folder, ignore_errors=True)
     return found.is_kept

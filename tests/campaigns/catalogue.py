@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 from tests.campaigns.record import Tally
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+_BEGIN, _END = (
+    "<!-- versions: written by `python -m tests.campaigns versions --keep` -->\n",
+    "<!-- end of versions -->\n",
+)
 
 _HEAD = """# What was promised, and how often it was tried
 
@@ -215,12 +219,42 @@ CAMPAIGNS: dict[str, Campaign] = {
         "hostile_neighbours:pairs",
         20,
     ),
+    "versions": Campaign(
+        "the main flows on every version of Slurm that Debian has ([table](slurm.md#versions-of-slurm))",
+        "versions:run",
+        4,
+        needs_cluster=False,
+    ),
     "secrets": Campaign(
         "a canary in environment, words and configuration is nowhere in run directory, script, logs, manifests",
         "secrets:run",
         1,
     ),
 }
+
+
+def pages(records: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
+    """Returns the text of every page that has results of campaigns."""
+    slurm = PAGE.with_name("slurm.md")
+    before, after = slurm.read_text(encoding="utf-8").split(_BEGIN)
+    return {
+        PAGE: render(records),
+        slurm: before + _BEGIN + _versions(records.get("versions")) + _END + after.split(_END)[1],
+    }
+
+
+def _versions(record: Mapping[str, Any] | None) -> str:
+    """Returns the table of flows and versions of Slurm."""
+    if record is None:
+        return "\nNot run.\n\n"
+    table: Mapping[str, Mapping[str, str]] = record["result"]["table"]
+    head = f"| {record['date']}, `{record['revision']}` | {' | '.join(table)} |\n|---|{'---|' * len(table)}\n"
+    flows = next(iter(table.values()))
+    return (
+        f"\n{head}"
+        + "".join(f"| {flow} | {' | '.join(one[flow] for one in table.values())} |\n" for flow in flows)
+        + "\n"
+    )
 
 
 def render(records: Mapping[str, Mapping[str, Any]]) -> str:

@@ -27,12 +27,14 @@ class Tally:
         held: how often it held.
         problems: one line for each that was found, with its trial.
         figures: what was measured, by name, in words for the page.
+        table: cells of a table on a page of the campaign's own, by column and row.
     """
 
     trials: int = 0
     held: int = 0
     problems: list[str] = field(default_factory=list)
     figures: Mapping[str, str] = field(default_factory=dict)
+    table: dict[str, dict[str, str]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -86,5 +88,6 @@ def read_records(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
 def keep_record(name: str, found: Tally, path: Path = RESULTS, **facts: object) -> None:
     """Puts a result, with where and when it was had (date, seed, wall_s, revision), in the place of the older one."""
     result = {key: getattr(found, key) for key in ("trials", "held", "figures", "problems")}
+    result |= {"table": found.table} if found.table else {}
     records = {**read_records(path), name: {"name": name, **facts, "result": result}}
     path.write_text(json.dumps(dict(sorted(records.items())), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -3,15 +3,31 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.campaigns.catalogue import CAMPAIGNS, PAGE, render
+from tests.campaigns.catalogue import CAMPAIGNS, pages, render
 from tests.campaigns.record import Tally, keep_record, read_records
 
 FOUND = Tally(trials=100, held=99, figures={"longest": "3.1 s"}, problems=["trial 7: lost step 12"])
 FACTS = {"date": "2026-01-02", "seed": 5, "wall_s": 90.0, "revision": "abc1234"}
 
 
-def test_the_page_says_what_the_kept_results_say() -> None:
-    assert PAGE.read_text(encoding="utf-8") == render(read_records()), "run `python -m tests.campaigns --keep`"
+def test_the_pages_say_what_the_kept_results_say() -> None:
+    for page, text in pages(read_records()).items():
+        assert page.read_text(encoding="utf-8") == text, "run `python -m tests.campaigns --keep`"
+
+
+def test_the_table_of_versions_has_a_row_per_flow_and_a_column_per_slurm() -> None:
+    cells = {"20.11.4": {"`plan`": "3 s", "torchrun": "not reached"}, "24.11.5": {"`plan`": "2 s", "torchrun": "9 s"}}
+    records = {"versions": {**FACTS, "result": {"table": cells}}}
+    (text,) = (text for page, text in pages({**read_records(), **records}).items() if page.name == "slurm.md")
+    assert (
+        """
+| 2026-01-02, `abc1234` | 20.11.4 | 24.11.5 |
+|---|---|---|
+| `plan` | 3 s | 2 s |
+| torchrun | not reached | 9 s |
+"""
+        in text
+    )
 
 
 def test_a_record_takes_the_place_of_the_older_and_a_broken_promise_stands_on_the_page(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pwd
+import re
 import secrets
 import shlex
 import shutil
@@ -27,7 +28,8 @@ from slurm_train.tools.devcluster.system import RESTART_HINT, ProcessRecord, run
 APT_LINE = (
     "apt-get install --no-install-recommends slurmctld slurmd slurm-client slurmdbd munge mariadb-server iproute2"
 )
-_PROGRAMS = {
+# Program -> the Debian package that has it.
+PACKAGES = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
     "sinfo": "slurm-client",
@@ -366,7 +368,7 @@ def _node_states(plan: ClusterPlan) -> dict[str, str]:
 
 def missing_packages(search_path: str = system.SYSTEM_PATH) -> list[str]:
     """Returns the Debian packages of which a program is not on the search path."""
-    return [package for program, package in _PROGRAMS.items() if shutil.which(program, path=search_path) is None]
+    return [package for program, package in PACKAGES.items() if shutil.which(program, path=search_path) is None]
 
 
 def missing_here() -> str:
@@ -508,7 +510,9 @@ def _write_configuration(plan: ClusterPlan) -> None:
     for name in ("etc", "log", "pid", "run", "spool", "devices", "database"):
         (plan.state_dir / name).mkdir(mode=0o700 if name == "database" else 0o777, exist_ok=True)
     nsswitch = _SYSTEM_NSSWITCH.read_text() if _SYSTEM_NSSWITCH.exists() else ""
-    for name, text in configuration(plan, nsswitch=nsswitch).items():
+    # "slurm-wlm 24.11.5" from Debian, "slurm 24.11.5" from others; sinfo would want a configuration first.
+    version = tuple(int(number) for number in re.findall(r"\d+", run_command(["slurmctld", "-V"]))[:2])
+    for name, text in configuration(plan, nsswitch=nsswitch, slurm=version).items():
         # slurmdbd refuses a configuration that others can read.
         mode = 0o600 if name == "slurmdbd.conf" else 0o644
         write_atomic(plan.conf_dir / name, text, durable=False, mode=mode)

@@ -120,12 +120,13 @@ def load_plan(state_dir: Path) -> ClusterPlan | None:
         return None
 
 
-def configuration(plan: ClusterPlan, *, nsswitch: str = "") -> dict[str, str]:
+def configuration(plan: ClusterPlan, *, nsswitch: str = "", slurm: tuple[int, ...] = (22, 5)) -> dict[str, str]:
     """Returns file name -> text of every configuration file; the same plan gives the same bytes.
 
     Args:
         plan: the cluster.
         nsswitch: the machine's nsswitch.conf; the nodes get it with host names from /etc/hosts alone.
+        slurm: version of Slurm, e.g. (24, 11).
     """
     nodelist, sockets = compact_nodelist(plan.node_names), 2 if plan.cpus % 2 == 0 else 1
     shape = f"CPUs={plan.cpus} Sockets={sockets} CoresPerSocket={plan.cpus // sockets} ThreadsPerCore=1"
@@ -139,7 +140,9 @@ def configuration(plan: ClusterPlan, *, nsswitch: str = "") -> dict[str, str]:
         "nodelist": nodelist,
         "gpu_files": compact_nodelist([f"gpu{index}" for index in range(plan.gpus)]),
     }
-    texts = {name: text.format(**values) for name, text in _TEMPLATES.items() if name != "gres.conf" or plan.gpus}
+    # Slurm before 21.08 stops at a key that it does not know.
+    left_out = {name for name, is_read in (("gres.conf", plan.gpus), ("cgroup.conf", slurm >= (21, 8))) if not is_read}
+    texts = {name: text.format(**values) for name, text in _TEMPLATES.items() if name not in left_out}
     kept = [line for line in nsswitch.splitlines() if not line.startswith("hosts:")]
     return {"gres.conf": _HEAD, **texts, "nsswitch.conf": "\n".join([*kept, "hosts: files"]) + "\n"}
 

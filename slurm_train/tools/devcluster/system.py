@@ -141,12 +141,16 @@ def read_process(pid: int) -> ProcessRecord | None:
 
 
 def find_marked(state_dir: Path) -> list[ProcessRecord]:
-    """Returns the processes that were started with the mark of a cluster in their environment."""
-    wanted = f"{MARK}={state_dir}".encode()
+    """Returns the processes of this machine that were started with the mark of a cluster in their environment.
+
+    A container's processes are seen here, too; the cluster that they are of is another one, in the container's files.
+    """
+    wanted, own_space = f"{MARK}={state_dir}".encode(), Path("/proc/self/ns/pid").readlink()
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
-            if entry.name.isdecimal() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+            is_marked = entry.name.isdecimal() and wanted in (entry / "environ").read_bytes().split(b"\0")
+            if is_marked and (entry / "ns/pid").readlink() == own_space:
                 found.append(read_process(int(entry.name)))
     return [process for process in found if process is not None]
 
@@ -252,7 +256,7 @@ ip link set {bridge} up
 """
 _NODE_SCRIPT = """\
 ip netns add {node}
-ip netns exec {node} sysctl -qw net.ipv6.conf.all.disable_ipv6=1 net.ipv6.conf.default.disable_ipv6=1
+ip netns exec {node} sh -ec 'for one in all default; do echo 1 >/proc/sys/net/ipv6/conf/$one/disable_ipv6; done'
 ip link add {link} type veth peer name {interface} netns {node}
 ip link set {link} master {bridge} up
 ip -n {node} link set lo up

@@ -54,3 +54,10 @@ def test_gpus_are_as_many_files_as_nodes_claim():
     without, one = (configuration(ClusterPlan(nodes=2, gpus=gpus)) for gpus in (0, 1))
     assert "Gres=" not in without["slurm.conf"] and "Name=gpu" not in without["gres.conf"]
     assert "File=/var/lib/slurm-train-devcluster/devices/gpu0\n" in one["gres.conf"]
+
+
+def test_a_slurm_that_does_not_know_a_key_is_not_given_it():
+    plan = ClusterPlan(nodes=2, gpus=1)
+    assert "cgroup.conf" not in configuration(plan, slurm=(20, 11))
+    assert configuration(plan, slurm=(26, 5)) == configuration(plan)
+    assert "CgroupPlugin=cgroup/v1\n" in configuration(plan)["cgroup.conf"]
