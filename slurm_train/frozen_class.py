@@ -1,12 +1,13 @@
 """Immutable value classes that are made quickly.
 
-`dataclasses` compiles six functions per frozen class; with eighty classes on the way from Enter to job id that took
-27 ms of 290. Here only `__init__` is compiled, and the rest is shared.
+`dataclasses` compiles six functions per frozen class, which takes 0.4 ms; with a hundred classes on the way from Enter
+to job id that is a tenth of the time. Here nothing is compiled: the methods are shared.
 """
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, dataclass, field, fields
+import functools
+from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -24,15 +25,56 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def frozen(cls: type[T]) -> type[T]:
     """Makes a dataclass with slots and keyword arguments, whose fields are set once; it is compared by them."""
-    made = dataclass(slots=True, kw_only=True, repr=False, eq=False)(cls)
+    return _with_shared_methods(cls, kw_only=True)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def frozen_positional(cls: type[T]) -> type[T]:
+    """Makes the same with arguments that may be positional."""
+    return _with_shared_methods(cls, kw_only=False)
+
+
+def _with_shared_methods(cls: type[T], *, kw_only: bool) -> type[T]:
+    # Without a docstring `dataclass` would look at the signature to write one.
+    cls.__doc__ = cls.__doc__ or cls.__name__
+    made = dataclass(slots=True, kw_only=kw_only, init=False, repr=False, eq=False)(cls)
     for name, method in _SHARED.items():
         if name not in vars(cls):
             setattr(made, name, method)
     return made
 
 
+_fields = functools.cache(fields)
+
+
+def _initialize(self: Any, *values: Any, **named: Any) -> None:
+    name, known = type(self).__qualname__, _fields(self.__class__)
+    if values:
+        names = [each.name for each in known if not each.kw_only]
+        if len(values) > len(names):
+            raise TypeError(f"{name}() takes {len(names)} positional arguments, got {len(values)}")
+        given = dict(zip(names, values, strict=False))
+        if twice := given.keys() & named:
+            raise TypeError(f"{name}() got {', '.join(twice)} twice")
+        named |= given
+    for each in known:
+        if each.name in named:
+            value = named.pop(each.name)
+        elif each.default is not MISSING:
+            value = each.default
+        elif each.default_factory is not MISSING:
+            value = each.default_factory()
+        else:
+            raise TypeError(f"{name}() misses the argument {each.name!r}")
+        object.__setattr__(self, each.name, value)
+    if named:
+        raise TypeError(f"{name}() got unexpected arguments: {', '.join(named)}")
+    if hasattr(self, "__post_init__"):
+        self.__post_init__()
+
+
 def _values(one: Any) -> tuple[Any, ...]:
-    return tuple(getattr(one, each.name) for each in fields(one) if each.compare)
+    return tuple(getattr(one, each.name) for each in _fields(one.__class__) if each.compare)
 
 
 def _is_equal(self: Any, other: object) -> Any:
@@ -44,7 +86,7 @@ def _hash(self: Any) -> int:
 
 
 def _text(self: Any) -> str:
-    shown = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if each.repr)
+    shown = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in _fields(self.__class__) if each.repr)
     return f"{type(self).__qualname__}({shown})"
 
 
@@ -59,6 +101,7 @@ def _refuse_deletion(_self: Any, name: str) -> None:
 
 
 _SHARED = {
+    "__init__": _initialize,
     "__eq__": _is_equal,
     "__hash__": _hash,
     "__repr__": _text,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.frozen_class import frozen
+from slurm_train.frozen_class import frozen, frozen_positional
 
 
 @frozen
@@ -51,6 +51,37 @@ def test_values_compare_copy_and_print_alike(kind: Any) -> None:
     with pytest.raises(FrozenInstanceError):
         del one.number
     assert one.number == 1
+
+
+@frozen_positional
+class Pair:
+    left: int
+    right: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.left < 0:
+            raise ValueError(self.left)
+
+
+def test_positional_arguments_defaults_and_checks() -> None:
+    assert Pair(1, [2]) == Pair(1, right=[2]) == Pair(left=1, right=[2])
+    assert Pair(1).right == [] and Pair(1).right is not Pair(1).right
+    with pytest.raises(ValueError, match="-1"):
+        Pair(-1)
+
+
+@pytest.mark.parametrize(
+    ("values", "named", "message"),
+    [
+        ((), {}, r"Pair\(\) misses the argument 'left'"),
+        ((1, [], 2), {}, r"Pair\(\) takes 2 positional arguments, got 3"),
+        ((1,), {"left": 1}, r"Pair\(\) got left twice"),
+        ((1,), {"width": 1}, r"Pair\(\) got unexpected arguments: width"),
+    ],
+)
+def test_wrong_arguments_are_named(values: Any, named: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Pair(*values, **named)
 
 
 def test_a_class_keeps_its_own_methods_and_differs_from_its_base() -> None:

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import stat
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field, fields
 from io import FileIO
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -22,7 +22,7 @@ from typing import Any, get_origin, get_type_hints
 import xxhash
 
 from slurm_train.errors import CheckpointError
-from slurm_train.frozen_class import frozen
+from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.files import is_shared, open_file, write_all
 
 FORMAT_VERSION = 1
@@ -35,7 +35,7 @@ COMPLETE_FILE = "COMPLETE"
 _CHUNK_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class FileRecord:
     """Size and hash of one file.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from slurm_train.config.schema import OptimSection, RunConfig, TrackSection
 from slurm_train.data.shards import known_num_samples, require_readable
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import shorten
+from slurm_train.frozen_class import frozen_positional
 from slurm_train.launch.placement import CAUSAL_LM, layout_rows
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import Source, SourceState, read_source
@@ -266,7 +266,7 @@ def say_source(source: Source) -> None:
 # --- where Hydra's words want a run to be found ---
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class RunOutput:
     """What one run shall have."""
 

@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import yaml
@@ -43,6 +42,7 @@ from slurm_train.config.site_profile import settle_site, user_config_dir
 from slurm_train.config.synonyms import advise
 from slurm_train.config.words import Words, cluster_sizes, is_one_value, prepare_overrides, quoted, split_word
 from slurm_train.errors import ConfigError
+from slurm_train.frozen_class import frozen_positional
 
 TASK_NAME = "slurm_train"
 """What Hydra takes for the name of a job that is given none."""
@@ -53,7 +53,7 @@ _GROUPS = ("optim", "model", "data", "cluster", "site", "container")
 _OWN_PLACES = ("--config-path", "--config-dir", "hydra.searchpath")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Composed:
     """A composed configuration: the typed value and the plain mapping it was built from."""
 
@@ -63,7 +63,7 @@ class Composed:
     """The chosen option of each config group, e.g. {"model": "gpt"}."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Point:
     """One run of a sweep."""
 
@@ -94,6 +94,7 @@ class Composer:
         OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)
         OmegaConf.register_new_resolver("hydra", _read_hydra, replace=True)
         self._bases: dict[tuple[RunMode, str], DictConfig] = {}
+        self._parsed: dict[str, Override] = {}
         for source in self.hydra.config_loader.get_sources():
             if source.provider in _OWN_PLACES and not source.available():
                 hint = "name a folder with your YAML files, or pkg:// and a package that Python can import"
@@ -135,7 +136,7 @@ class Composer:
         Raises:
             HydraException: what Hydra itself would say.
         """
-        parsed = OverridesParser.create().parse_overrides(list(prepared))
+        parsed = self.parse(prepared)
         ConfigLoaderImpl.validate_sweep_overrides_legal(overrides=parsed, run_mode=RunMode.RUN, from_shell=True)
         groups, values = self.split(parsed)
         full = copy.deepcopy(self.base(groups))
@@ -150,6 +151,17 @@ class Composer:
         # What ${hydra:runtime.cwd} and the like are read from.
         HydraConfig.instance().cfg = full  # type: ignore[assignment]  # Hydra itself puts a DictConfig there
         return full, dict(full.hydra.runtime.choices)
+
+    def parse(self, prepared: Sequence[str]) -> list[Override]:
+        """Returns the words as Hydra reads them; one that several points of a sweep share is read once.
+
+        Raises:
+            HydraException: what Hydra itself would say.
+        """
+        for word in prepared:
+            if word not in self._parsed:
+                (self._parsed[word],) = OverridesParser.create().parse_overrides([word])
+        return [self._parsed[word] for word in prepared]
 
     def split(self, parsed: Sequence[Override]) -> tuple[list[Override], list[Override]]:
         """Returns the words that choose groups or set Hydra itself, and those that set single values."""
@@ -232,6 +244,9 @@ class Composer:
     @contextmanager
     def explaining(self) -> Iterator[None]:
         """Turns what Hydra does not accept into errors in the user's terms; leaves no global state of Hydra's."""
+        # OmegaConf reads files with a subclass of it; libyaml takes a tenth of the time.
+        slow_loader = yaml.SafeLoader
+        yaml.SafeLoader = getattr(yaml, "CSafeLoader", slow_loader)  # type: ignore[misc]
         try:
             yield
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as err:
@@ -242,6 +257,7 @@ class Composer:
             newest = next(reversed(self._bases.values()), OmegaConf.create())
             raise own or _explain(err, known=newest, words=self.words.overrides) from err
         finally:
+            yaml.SafeLoader = slow_loader  # type: ignore[misc]
             GlobalHydra.instance().clear()
             HydraConfig.instance().cfg = None
 

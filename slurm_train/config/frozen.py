@@ -15,7 +15,6 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ import yaml
 from slurm_train.assets import asset_dir
 from slurm_train.config.schema import OptimSection, RunConfig, all_keys, build_config, flat, nested, to_mapping
 from slurm_train.errors import RunError
+from slurm_train.frozen_class import frozen_positional
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -160,7 +160,7 @@ def config_hash(config: RunConfig, *, global_size: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Change:
     """One key that is not what it was."""
 
@@ -298,7 +298,7 @@ def _pairs(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> 
             yield f"{prefix}{key}", was, now
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Setting:
     """One key of a run's configuration."""
 

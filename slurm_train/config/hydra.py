@@ -21,7 +21,6 @@ import yaml
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException
 from hydra.plugins.launcher import Launcher
@@ -191,7 +190,7 @@ class HydraSettings:
 
     def fixed_keys(self) -> set[str]:
         """Returns the keys that have one value in all points."""
-        parsed = OverridesParser.create().parse_overrides(self.sweep_arguments)
+        parsed = self.composer.parse(self.sweep_arguments)
         return {override.key_or_group for override in parsed if not override.is_sweep_override()}
 
     def drive_sweeper(self, launch: Callable[[list[list[str]]], list[Any]]) -> Any:
@@ -330,7 +329,7 @@ def _refuse(key: str, value: Any, choices: Mapping[str, Any]) -> None:
 
 def _compose(composer: Composer, prepared: list[str]) -> tuple[DictConfig, bool]:
     """Returns what is common to all runs, and whether it is a sweep: the flag, a setting or a file may say so."""
-    parsed = OverridesParser.create().parse_overrides(prepared)
+    parsed = composer.parse(prepared)
     groups, _ = composer.split(parsed)
     is_multirun = composer.words.multirun
     mode = RunMode.MULTIRUN if is_multirun or any(one.is_sweep_override() for one in parsed) else RunMode.RUN

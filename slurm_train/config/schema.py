@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import re
 import types
@@ -571,6 +570,8 @@ def unknown_key_error(key: str, known: Iterable[str], *, value: object = None) -
         known: the keys that there are.
         value: what was typed for it, for the hint.
     """
+    import difflib
+
     hint = advise(key, value)
     if not hint:
         nearest = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)
@@ -605,6 +606,8 @@ _TYPES: Mapping[Any, tuple[str, str]] = {
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
+    import difflib
+
     origin, options = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in options:

@@ -15,7 +15,6 @@ one that a job reads.
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import importlib
 import inspect
@@ -67,6 +66,8 @@ def resolve_target(path: str) -> Any:
         ConfigError: the path is not dotted, a module of it does not exist, the module has no such name, or it acts on
             the machine.
     """
+    import difflib
+
     words = _split_path(path)
     module, rest = _import_longest(path, words)
     found: Any = module
@@ -211,6 +212,8 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
     Raises:
         ConfigError: there is no such module, it has no such name, or that takes other keywords.
     """
+    import difflib
+
     for nested in _targets_in(mapping):
         _refuse_path(nested)
     if not mapping or TARGET not in mapping or str(mapping[TARGET]).startswith("slurm_train."):

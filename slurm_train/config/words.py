@@ -9,7 +9,6 @@ probably meant.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -166,6 +165,8 @@ def _read_flag(word: str, rest: list[str], values: dict[str, Any]) -> None:
 
 def _hint_for_flag(typed: str, value: str) -> str:
     """Returns what to type instead of a flag that there is not: a setting is written without dashes."""
+    import difflib
+
     if _is_setting(key := typed.lstrip("-").replace("-", "_")):
         return f"a setting has no dashes: write {key}={value if _is_value(value) else 'VALUE'}"
     if advice := advise(typed, value if _is_value(value) else None):
@@ -192,6 +193,8 @@ def _unknown_word_error(word: str, before: str, after: Sequence[str]) -> ConfigE
         before: the setting in front of it, "" if there is none.
         after: the words behind it.
     """
+    import difflib
+
     following = [*after, ""][0]
     value, key = following.lstrip("=") or [*after, "", ""][1], word.rstrip("=:")
     hint = "settings are written key=value, e.g. optim.lr=3e-4; `python -m slurm_train --help` lists the verbs"

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from slurm_train.data.order import mix64
 from slurm_train.errors import DataError
+from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import read_json
 
 _JSONL, _PARQUET, _ARROW = (".jsonl", ".ndjson"), (".parquet",), (".arrow",)
@@ -30,7 +31,7 @@ _ROWS_AT_ONCE = 1024
 _COLUMN_HINT = "name the column of the text: data.text_column=NAME, of `prepare` --text-column NAME"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Document:
     """A file that holds text, or a part of a text file.
 

@@ -16,7 +16,6 @@ import importlib
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from slurm_train.data.shards import (
     write_shards,
 )
 from slurm_train.errors import DataError
+from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import fsync_directory, read_json
 
 TOKENIZER = "tokenizer.json"
@@ -46,7 +46,7 @@ _END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 _BYTES_AT_ONCE = 4 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class PrepareOptions:
     """How text becomes shards.
 

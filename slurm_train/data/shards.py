@@ -14,13 +14,11 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-import xxhash
-
 from slurm_train.errors import DataError
+from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import fsync_directory, read_json, write_durable
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ _PACKING = ("path", "text_column", "tokenizer", "held_out", "cache")
 Tokens: TypeAlias = "NDArray[np.unsignedinteger[Any]]"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Shard:
     """One file of tokens.
 
@@ -53,7 +51,7 @@ class Shard:
     xxh3_128: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class SplitIndex:
     """One of the two halves of a corpus.
 
@@ -70,7 +68,7 @@ class SplitIndex:
     shards: tuple[Shard, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class ShardIndex:
     """The content of `index.json`.
 
@@ -107,6 +105,7 @@ def write_shards(
         first: the token of context of the first shard: the end of a document.
     """
     import numpy as np
+    import xxhash
 
     shards: list[Shard] = []
     data = np.array([first], dtype=dtype).tobytes()
@@ -190,6 +189,8 @@ def default_path() -> Path:
 
 def fingerprint_of(hashes: Iterable[str], *, context: int) -> str:
     """Returns the fingerprint of prepared text: its shards' hashes and the length of a window, 32 hex digits."""
+    import xxhash
+
     return xxhash.xxh3_128_hexdigest(f"{context} {' '.join(hashes)}".encode())
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
@@ -18,7 +18,7 @@ from slurm_train.errors import SlurmTrainError
 from slurm_train.estimate.layouts import traffic
 from slurm_train.estimate.memory import FLOAT, RankMemory, facts_of, fullest_rank, num_moments, replica_memory
 from slurm_train.formatting import byte_size, duration, number
-from slurm_train.frozen_class import frozen
+from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.launch.placement import count_local_gpus, spans_nodes
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import last_lines, read_json
@@ -32,7 +32,7 @@ _MOST_RUNS = 20
 _MOST_LINES = 50
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Speed:
     """A measured step time."""
 

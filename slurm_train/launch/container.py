@@ -9,13 +9,13 @@ pyxis, where the image's own values win, those that the launch sets are named.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from slurm_train.assets import package_dir
 from slurm_train.config.schema import ContainerSection, RunConfig
 from slurm_train.errors import ConfigError
+from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.paths import RunDirectory
 
 INSIDE = "/opt/slurm_train"
@@ -28,7 +28,7 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 _CACHE, _CACHING = "~/.cache/slurm_train", ("slurm_train.data.stdlib.build", "slurm_train.data.text.build_packed")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class RankCommand:
     """What decides the command of a run's ranks."""
 

@@ -11,13 +11,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import AXES, ParallelLayout, solve_layout
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import BatchError, ConfigError
+from slurm_train.frozen_class import frozen_positional
 from slurm_train.slurm.commands import run_program
 
 _LISTING_TIMEOUT_S = 20.0
@@ -40,7 +40,7 @@ def require_all(checks: Iterable[Check]) -> None:
 # --- the world: ranks on nodes ---
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class NodeGroup:
     """Nodes next to each other in rank order that have equally many ranks."""
 
@@ -48,7 +48,7 @@ class NodeGroup:
     ranks_per_node: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class World:
     """Ranks per node, in rank order."""
 

@@ -11,7 +11,6 @@ from somebody else: `run_git` starts git so that none of them is run.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import json
 import os
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ import xxhash
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
+from slurm_train.frozen_class import frozen_positional
 from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, own_paths
 from slurm_train.rundir.files import is_shared, read_json, share_folder, write_atomic
 from slurm_train.rundir.paths import RunDirectory
@@ -64,7 +64,7 @@ _SECRET_FILES = (
 _EXAMPLES = (".env.example", ".env.sample", ".env.template", "example.env")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class SourceState:
     """What git says about a folder: the files that belong to the code, the commit, and the uncommitted difference."""
 
@@ -184,7 +184,7 @@ _MAX_ENTRIES = 20_000
 _MOST_NAMED = 5
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Source:
     """The code of a submission before it is copied."""
 
@@ -376,7 +376,7 @@ Locate = Callable[[str], Path]
 """Gives the place of a file of the code by its name."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Code:
     """One side of a comparison of code."""
 
@@ -397,7 +397,7 @@ class Code:
             return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class FileChange:
     """One file that differs."""
 
@@ -535,6 +535,8 @@ def require_sealed(run: RunDirectory) -> None:
 
 def compare_code(old: Code, new: Code) -> list[FileChange]:
     """Returns the files that differ, by name."""
+    import difflib
+
     found = []
     for name in sorted({*old.index, *new.index}):
         if old.index.get(name) == new.index.get(name):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from slurm_train.frozen_class import frozen_positional
 from slurm_train.metrics.writer import Head, counting, head_of, metric_lines
 
 # Of all others the smallest is the best.
@@ -24,7 +24,7 @@ _CHUNK = 4096
 _HUGE = 1e100
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Series:
     """The lines of a run that count, in step order, by column."""
 

@@ -7,18 +7,18 @@ nothing is reordered. Imports no torch and no transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen
+from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.files import read_json
 
 CONFIG_FILE = "config.json"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Place:
     """Where a parameter lies in the other layout."""
 

@@ -19,11 +19,11 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 from slurm_train.config.schema import RunConfig
-from slurm_train.frozen_class import frozen
+from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.files import create_empty, listed, make_folder, open_file, read_record
 from slurm_train.rundir.paths import RunDirectory
 
@@ -130,7 +130,7 @@ class Beat:
     """What its sampled steps were spent on."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Limits:
     """How long a rank may make no progress, in seconds."""
 

@@ -16,11 +16,11 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 
 from slurm_train.errors import RunError
-from slurm_train.frozen_class import frozen
+from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.files import change_times, listed, read_json, read_lines, write_atomic
 from slurm_train.rundir.paths import Below, RunDirectory
 
@@ -37,7 +37,7 @@ class Element:
     """Its newest job when the table was written, e.g. "12_3"; None on this machine."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class ArrayDirectory:
     """Paths of one job array."""
 
@@ -57,7 +57,7 @@ class ArrayDirectory:
         return int(self.path.name)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class SweepDirectory:
     """Paths below `<root>/sweeps/<id>/`; the disk is not looked at."""
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurm_train.frozen_class import frozen
+from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.files import (
     append_line,
     last_lines,
@@ -148,7 +148,7 @@ def _add_unbooked(spent: Spent, run: RunDirectory, attempt: int) -> None:
         step = int(line["step"])
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Goodput:
     """How much of the time that nodes were held went into steps that count."""
 
@@ -306,7 +306,7 @@ class Histogram:
         return self.longest_s
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class RankTimes:
     """What one rank's steps took in one attempt."""
 

@@ -15,10 +15,10 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import ClusterError
+from slurm_train.frozen_class import frozen_positional
 from slurm_train.slurm import policy, records
 from slurm_train.slurm.job_variables import command_environment
 from slurm_train.slurm.policy import Association, Partition, Qos, TestVerdict
@@ -45,7 +45,7 @@ class ControllerAway(ClusterError):
     """Slurm's controller does not answer; asking again later may help."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Finished:
     """A process that has ended."""
 

@@ -10,12 +10,12 @@ import enum
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import ClusterError, ConfigError
-from slurm_train.frozen_class import frozen
+from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import change_times, last_lines, read_json
 from slurm_train.rundir.heartbeat import Beat, read_beats
@@ -209,7 +209,7 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Subject:
     """A run whose status is asked for, and what its sweep gave to it where it was named by its sweep."""
 
@@ -427,7 +427,7 @@ def never_began(job: JobState) -> str:
     return f"ended before it began: does {host} see the run directory? (run.root=/shared/path)"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Survey:
     """What one look at some runs has found."""
 

@@ -19,12 +19,11 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
-from slurm_train.frozen_class import frozen
+from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.events import GPU_MEMORY
 from slurm_train.slurm.records import WARNED
 
@@ -121,7 +120,7 @@ class Outcome:
     """Whether the attempt before failed with the same exception at the same place, and no checkpoint came between."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Decision:
     """What happened and what follows from it."""
 

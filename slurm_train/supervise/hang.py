@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_train.frozen_class import frozen
+from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.heartbeat import Beat, Limits
 from slurm_train.supervise.stragglers import ranks_in_words
 
@@ -24,7 +24,7 @@ from slurm_train.supervise.stragglers import ranks_in_words
 _ALL_RANKS = "default_pg"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Collective:
     """One collective that a rank has begun."""
 
@@ -48,7 +48,7 @@ class Collective:
         return f"{self.name} of {self.elements:,} elements" if self.name in ("all_reduce", "broadcast") else self.name
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Flight:
     """What one rank has begun of one group."""
 

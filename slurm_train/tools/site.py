@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import yaml
@@ -15,6 +15,7 @@ import yaml
 from slurm_train.config.schema import ClusterSection, build_config
 from slurm_train.config.site_profile import SiteFile, SitePartition, SiteQos, with_site
 from slurm_train.errors import ConfigError
+from slurm_train.frozen_class import frozen_positional
 from slurm_train.slurm.flags import resource_flags, sbatch_line
 from slurm_train.slurm.policy import (
     Association,
@@ -36,7 +37,7 @@ Ask = Callable[[str], TestVerdict]
 """Gives Slurm's verdict on a script."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Question:
     """What only the person knows."""
 

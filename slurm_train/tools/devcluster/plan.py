@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from slurm_train.errors import ClusterError
+from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import read_json
 from slurm_train.slurm.nodelist import compact_nodelist
 from slurm_train.verbs import DEVCLUSTER_STATE_DIR
@@ -24,7 +25,7 @@ MARK = "SLURM_TRAIN_DEVCLUSTER"
 _SAFE_PATH = re.compile(r"/[A-Za-z0-9._/+-]{1,70}")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class ClusterPlan:
     """Shape and place of a one-machine Slurm cluster.
 

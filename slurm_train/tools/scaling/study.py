@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal
 
 from slurm_train.config.batch import recut_batch
 from slurm_train.formatting import byte_size, duration
-from slurm_train.frozen_class import frozen
+from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.heartbeat import read_beats
@@ -24,7 +23,7 @@ from slurm_train.rundir.paths import RunDirectory, existing_attempts
 Mode = Literal["local", "global"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Size:
     """So many nodes with so many ranks each."""
 
@@ -40,7 +39,7 @@ class Size:
         return f"{self.nodes}x{self.per_node}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Point:
     """One run of the study."""
 
@@ -159,7 +158,7 @@ def measure(run: RunDirectory, point: Point) -> Measured | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen_positional
 class Model:
     """What an exchange costs."""
 
