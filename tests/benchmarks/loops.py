@@ -1,0 +1,249 @@
+"""Training loops that are measured in turns on one device: each a process that waits for its turns.
+
+A process of its own keeps compiled code, memory and settings of one loop away from the others. What lasts between turns
+is on the device; what a loop's allocator only keeps for later is given back after each turn.
+
+A benchmark calls `serve` in the process of a loop and `Loop` in its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import selectors
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Run = Callable[[int], None]
+"""Takes so many optimizer steps."""
+Figures = dict[str, Any]
+
+
+class Loop:
+    """A loop in a process of its own.
+
+    Args:
+        module: is started again for the loop, e.g. "tests.benchmarks.bench_gpt2".
+        name: of the loop, for the table.
+        order: what the process needs to know, as plain values; it finds it in argv as JSON, behind "--loop".
+        log: where it may print.
+    """
+
+    def __init__(self, module: str, name: str, order: Mapping[str, Any], *, log: Path) -> None:
+        self.name = name
+        self.turns: list[Figures] = []
+        self.facts: Figures = {}
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, "--loop", json.dumps(order)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+            )
+        assert self._process.stdout is not None and self._process.stdin is not None
+        self._answers, self._orders = self._process.stdout, self._process.stdin
+        self._log = log
+
+    def await_ready(self, *, timeout_s: float) -> None:
+        """Waits until the loop is built and warm.
+
+        Raises:
+            RuntimeError: it ended, or takes longer.
+        """
+        self.facts = self._answer(timeout_s)
+
+    def turn(self, steps: int, *, timeout_s: float = 300.0) -> Figures:
+        """Lets the loop take steps and returns what it measured: seconds per step, peak bytes."""
+        self.turns.append(self.ask({"steps": steps}, timeout_s=timeout_s))
+        return self.turns[-1]
+
+    def ask(self, order: Mapping[str, Any], *, timeout_s: float = 300.0) -> Figures:
+        """Sends an order and returns the answer."""
+        self._orders.write(json.dumps(order).encode() + b"\n")
+        self._orders.flush()
+        return self._answer(timeout_s)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
+        self._answers.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._orders.close()
+
+    def _answer(self, timeout_s: float) -> Figures:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._answers, selectors.EVENT_READ)
+            line = self._answers.readline() if selector.select(timeout_s) else b""
+        if not line:
+            said = self._log.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"the loop {self.name!r} gave no answer within {timeout_s:.0f} s:\n{said}")
+        found: Figures = json.loads(line)
+        return found
+
+
+def serve(build: Callable[[Mapping[str, Any]], tuple[Run, Figures]], order: Mapping[str, Any]) -> None:
+    """Builds a loop and takes its turns, until the process is ended.
+
+    Args:
+        build: returns what takes steps, and facts about the loop; with "save" among them, a function that measures a
+            save when it is asked for.
+        order: what `Loop` was given; "warm_up" is the steps before the first turn (3).
+    """
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    # Whatever prints to stdout from here on does not disturb the answers.
+    os.dup2(2, 1)
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    sync: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+    began_s = time.perf_counter()
+    run, facts = build(order)
+    save: Callable[[], Figures] | None = facts.pop("save", None)
+    run(int(order.get("warm_up", 3)))
+    sync()
+    facts = {**facts, "start_s": time.perf_counter() - began_s}
+    while True:
+        if on_gpu:
+            torch.cuda.empty_cache()
+        print(json.dumps(facts), file=channel)
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(0)
+        asked = json.loads(line)
+        run(1)  # memory that was given back is taken again
+        sync()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        if "trace" in asked:
+            facts = _trace(run, int(asked["steps"]), Path(asked["trace"]), sync)
+            continue
+        if asked.get("save"):
+            assert save is not None
+            facts = {"save": save()}
+            continue
+        start_s, cpu_s = time.perf_counter(), time.process_time()
+        run(int(asked["steps"]))
+        host_s = time.perf_counter() - start_s
+        sync()
+        took_s = time.perf_counter() - start_s
+        facts = {
+            "step_s": took_s / asked["steps"],
+            # What the host was busy for: near the step's time, the device waits for it.
+            "host_cpu_s": (time.process_time() - cpu_s) / asked["steps"],
+            "host_ahead_s": took_s - host_s,
+            "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        }
+
+
+def _trace(run: Run, steps: int, path: Path, sync: Callable[[], None]) -> Figures:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities) as found:
+        run(steps)
+        sync()
+    found.export_chrome_trace(str(path))
+    return {"trace": str(path)}
+
+
+@contextlib.contextmanager
+def opened(loops: Sequence[Loop]) -> Iterator[Sequence[Loop]]:
+    """Ends the processes of loops whatever happens."""
+    try:
+        yield loops
+    finally:
+        for loop in loops:
+            loop.close()
+
+
+def take_turns(loops: Sequence[Loop], *, rounds: int, steps: int, until_s: float = float("inf")) -> int:
+    """Lets every loop have one turn a round, each round begun by another one; returns the rounds that were made.
+
+    Args:
+        loops: ready ones.
+        rounds: how many.
+        steps: of a turn.
+        until_s: time of `time.monotonic` after which no further round begins.
+    """
+    for number in range(rounds):
+        if number and time.monotonic() > until_s:
+            return number
+        first = number % len(loops)
+        for loop in (*loops[first:], *loops[:first]):
+            loop.turn(steps)
+    return rounds
+
+
+def row(loop: Loop, *, base: Loop, tokens: int, flops: Sequence[float], peak: float | None) -> Figures:
+    """Returns a line of the table.
+
+    Args:
+        loop: what is shown.
+        base: what it is compared with, round by round.
+        tokens: of an optimizer step.
+        flops: per token: ours, and 6 N + 12 L T C.
+        peak: of the device per second, None where it is not known.
+    """
+    step_s = statistics.median(turn["step_s"] for turn in loop.turns)
+    rate = tokens / step_s
+    ratios = [mine["step_s"] / other["step_s"] for other, mine in zip(loop.turns, base.turns, strict=False)]
+    return {
+        "loop": loop.name,
+        "tokens_per_s": rate,
+        "step_ms": 1e3 * step_s,
+        f"speed_against_{base.name.replace(' ', '_')}": statistics.median(ratios),
+        "mfu": rate * flops[0] / peak if peak else None,
+        "mfu_6n_12ltc": rate * flops[1] / peak if peak else None,
+        "peak_gb": max(turn["peak_bytes"] for turn in loop.turns) / 1e9,
+        "host_cpu_ms": 1e3 * statistics.median(turn["host_cpu_s"] for turn in loop.turns),
+        "start_s": loop.facts.get("start_s"),
+        "rounds": len(loop.turns),
+    }
+
+
+def machine() -> Figures:
+    """Returns versions and the card: what a figure is worth nothing without."""
+    import torch
+
+    found: Figures = {"torch": torch.__version__, "python": platform.python_version(), "device": "cpu"}
+    for name in ("triton", "lightning", "accelerate", "transformers"):
+        with contextlib.suppress(Exception):
+            found[name] = __import__("importlib.metadata", fromlist=["version"]).version(name)
+    if torch.cuda.is_available():
+        found |= {"device": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
+        found |= {"cudnn": torch.backends.cudnn.version(), "gpus": torch.cuda.device_count()}
+    return found
+
+
+def markdown(title: str, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> str:
+    """Returns rows with the same keys as a table, under a line of facts."""
+    keys = list(rows[0]) if rows else []
+    dry = [] if facts.get("device") != "cpu" else ["**On a CPU, in a tiny form: this shows that it runs, no speed.**"]
+    head = ", ".join(f"{key} {value}" for key, value in facts.items() if value not in (None, ""))
+    lines = [f"| {' | '.join(keys)} |", "|---|" + "--:|" * (len(keys) - 1)]
+    lines += [f"| {' | '.join(_cell(one.get(key)) for key in keys)} |" for one in rows]
+    return "\n\n".join([f"# {title}", *dry, head, "\n".join(lines), *notes])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+    return "" if value is None else str(value)
+
+
+def keep(out: Path | None, name: str, document: Mapping[str, Any], text: str) -> None:
+    """Prints the Markdown, and keeps it with the same as JSON where a folder is given."""
+    print(text)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.md").write_text(text + "\n")
+        (out / f"{name}.json").write_text(json.dumps(document, indent=1, default=str) + "\n")

@@ -1,0 +1,109 @@
+"""The GPU checks in the order of their value, and how one of them is run: `python -m tests.gpu.catalogue NAME FOLDER`.
+
+NCCL refuses two ranks on one GPU, so with a single card a check has one rank with NCCL, or two ranks over gloo on the
+same card, or one rank of 64 over torch's fake backend, which computes in earnest and exchanges nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: a function `(Stage) -> figures` that raises where something is not as it should be."""
+
+    name: str
+    module: str
+    """Of `tests.gpu` that has the function of this name."""
+    usual_s: float
+    """Seconds that it is expected to take; without so many left it is not begun."""
+    limit_s: float
+    """Seconds after which it is ended."""
+    asserts: str
+    runs_on_cpu: bool = True
+    """Whether its code has a meaning without a GPU."""
+
+
+CHECKS = (
+    Check("cli_end_to_end", "system_checks", 30, 90, "one command trains over NCCL, stops, saves, resumes, finishes"),
+    Check("no_sync", "training_checks", 15, 90, "no step waits for the device, in six settings"),
+    Check("resume_bits", "training_checks", 40, 150, "deterministic: an interrupted run has the bits of another"),
+    Check("nan_is_masked", "training_checks", 8, 45, "a step with an infinite gradient changes nothing"),
+    Check("save_race", "training_checks", 15, 90, "a background save has the values of its own step"),
+    Check("save_overlaps", "training_checks", 20, 90, "a step that saves takes at most 1.1 times the GPU time"),
+    Check("two_ranks", "two_rank_checks", 40, 120, "DDP equals accumulation; stop, replicas, bf16, PowerSGD"),
+    Check("gpt2_quick", "speed_checks", 75, 200, "GPT-2 124M: at least as fast as a tuned plain loop"),
+    Check("fsdp_one_rank", "training_checks", 20, 75, "FSDP in bfloat16 near unsharded; float32 angles; offload"),
+    Check("compiled_everywhere", "training_checks", 40, 180, "graphs for every checkpointing and layout; loss inside"),
+    Check("attention_kernels", "speed_checks", 12, 75, "a fused attention kernel runs; chunks equal the whole"),
+    Check("flight_is_nccl", "system_checks", 8, 45, "NCCL's flight recorder has 8 all_reduces"),
+    Check("device_choice", "system_checks", 15, 75, "device 0, a UUID, none; no silent training on the CPU"),
+    Check("hang_sentence", "two_rank_checks", 25, 90, "the sentence about a hang names the rank whose GPU is busy"),
+    Check("memory_plan", "speed_checks", 45, 150, "peak memory within 10 % of the plan: 8B and 70B, 64 ranks"),
+    Check("nvml", "system_checks", 6, 30, "NVML answers; the card's peak is known", runs_on_cpu=False),
+    Check("loss", "speed_checks", 15, 90, "milliseconds and memory of head and loss, eager and compiled"),
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a check runs."""
+
+    folder: Path
+    """Of its own, empty."""
+    on_gpu: bool
+
+    @property
+    def device(self) -> torch.device:
+        """The device that is checked."""
+        return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
+
+    def sync(self) -> None:
+        """Waits for the GPU."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def size(self, on_gpu: Any, on_cpu: Any) -> Any:
+        """Returns a size for the GPU, or a small one that only shows that the code runs."""
+        return on_gpu if self.on_gpu else on_cpu
+
+
+class Unmet(Exception):
+    """A check found something that is not as it should be."""
+
+
+def require(holds: object, text: str) -> None:
+    """Raises where something does not hold."""
+    if not holds:
+        raise Unmet(text)
+
+
+def main() -> None:
+    """Runs one check and writes what it found; ends without waiting for the threads of process groups."""
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    check = next(one for one in CHECKS if one.name == name)
+    found: dict[str, Any] = {}
+    try:
+        function = getattr(importlib.import_module(f"tests.gpu.{check.module}"), name)
+        found["figures"] = function(Stage(folder, on_gpu=torch.cuda.is_available()))
+    except BaseException as err:
+        traceback.print_exc()
+        found["error"] = str(err) if isinstance(err, Unmet) else traceback.format_exc(limit=-6)
+    (folder / "result.json").write_text(json.dumps(found, default=str))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if "error" in found else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Checks of kernels, speed and memory."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from slurm_train.config.batch import solve_batch
+from slurm_train.config.parallel import solve_layout
+from slurm_train.config.schema import RunConfig, build_config
+from slurm_train.distributed import sequence
+from slurm_train.estimate.memory import facts_of, rank_memory
+from slurm_train.models.gpt import GPT
+from slurm_train.models.objective import Objective
+from slurm_train.train.build import apply_parallelism, build_parts, build_stepper
+from slurm_train.train.step import Exchange, StepFacts
+from tests.gpu.catalogue import Stage, require
+from tests.gpu.training import SMALL, sections_of
+from tests.support.ranks import leave_group, make_rank
+
+_FUSED = ("flash", "fmha", "cudnn")
+
+
+def gpt2_quick(stage: Stage) -> dict[str, Any]:
+    """GPT-2 124M takes no longer than a tuned plain loop of equal work, in turns in one run."""
+    from tests.benchmarks.bench_gpt2 import quick
+
+    plain, ours = quick(stage.folder, tiny=not stage.on_gpu)
+    ratio = ours["tokens_per_s"] / plain["tokens_per_s"]
+    if stage.on_gpu:
+        require(ratio >= 1.0, f"ours makes {ratio:.3f} of the tokens per second of the plain loop")
+    keys = ("tokens_per_s", "mfu", "mfu_6n_12ltc", "peak_gb", "host_cpu_ms")
+    return {"ratio": ratio, **{key: ours[key] for key in keys}, "plain": plain, "ours": ours}
+
+
+def attention_kernels(stage: Stage) -> dict[str, Any]:
+    """Attention runs in a fused kernel, forward and backward; in chunks of the positions it gives the same."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.manual_seed(0)
+    model = GPT(**{**SMALL, "width": 512, "num_heads": 8, "context": 256}).to(stage.device)  # type: ignore[arg-type]
+    tokens = torch.randint(0, 512, (4, 256), device=stage.device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if stage.on_gpu else [])]
+    with profile(activities=activities) as found, torch.autocast(stage.device.type, dtype=torch.bfloat16):
+        model(tokens).float().square().mean().backward()
+        stage.sync()
+    names = {event.key for event in found.key_averages()}
+    kernels = sorted(name for name in names if any(word in name.lower() for word in _FUSED))
+    require(kernels, f"no fused attention among {len(names)} names")
+    if stage.on_gpu:
+        on_device = [event.key for event in found.key_averages() if event.device_type.name == "CUDA"]
+        fused = [name for name in on_device if any(word in name.lower() for word in _FUSED)]
+        require(len(fused) >= 2, f"fused kernels on the device: {fused}; all: {sorted(on_device)[:40]}")
+    farthest = max(_chunk_error(stage, heads=heads) for heads in (8, 2))
+    require(farthest < 0.03, f"attention by chunks is up to {farthest:.3g} from the whole")
+    return {"farthest_of_chunks": farthest, "kernels": [name[:100] for name in kernels[:6]]}
+
+
+def _chunk_error(stage: Stage, *, heads: int) -> float:
+    """Returns how far context parallelism's attention of both of two parts is from the whole, in bfloat16."""
+    generator = torch.Generator(device=stage.device).manual_seed(1)
+    how = {"device": stage.device, "generator": generator, "dtype": torch.bfloat16}
+    query = torch.randn(2, 8, 128, 64, **how)  # type: ignore[call-overload]
+    key, value = (torch.randn(2, heads, 128, 64, **how) for _ in range(2))  # type: ignore[call-overload]
+    whole = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads < 8)
+    gather = sequence._gather_chunks
+    # What the ranks would give each other.
+    sequence._gather_chunks = lambda _both, **_: (list(key.chunk(4, dim=2)), list(value.chunk(4, dim=2)))
+    try:
+        farthest = 0.0
+        for place in range(2):
+            part = sequence.SequencePart(place, 2)
+            rows = part.positions(128).to(stage.device)
+            own = (tensor.index_select(2, rows) for tensor in (query, key, value))
+            found = sequence.attend(*own, part=part, mesh=None, is_causal=True, enable_gqa=heads < 8)  # type: ignore[arg-type]
+            farthest = max(farthest, (found - whole.index_select(2, rows)).abs().max().item())
+        return farthest
+    finally:
+        sequence._gather_chunks = gather
+
+
+_LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "tied": False, "rope_theta": 5e5}
+_SIZES = {
+    "8B": {"vocab_size": 128256, "num_heads": 32, "num_kv_heads": 8, "width": 4096, "hidden": 14336, "num_layers": 4},
+    "70B": {"vocab_size": 128256, "num_heads": 64, "num_kv_heads": 8, "width": 8192, "hidden": 28672, "num_layers": 2},
+}
+_SMALL_SIZE = {"vocab_size": 512, "num_heads": 16, "num_kv_heads": 8, "width": 128, "hidden": 256, "num_layers": 2}
+_WORLD = 64
+_LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("8B", {"dp_shard": 64}),
+    ("8B", {"dp_replicate": 8, "dp_shard": 8}),
+    ("8B", {"dp_shard": 64, "activation_checkpointing": "selective"}),
+    ("70B", {"dp_shard": 64, "activation_checkpointing": "full"}),
+    ("70B", {"dp_shard": 8, "tp": 8}),
+    ("70B", {"dp_shard": 8, "tp": 8, "sequence_parallel": True, "activation_checkpointing": "full"}),
+)
+
+
+def memory_plan(stage: Stage) -> dict[str, Any]:
+    """What a rank of 64 takes on the device is within 10 % of the plan: slices of 8B and 70B, in six layouts."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=_WORLD)
+    found: dict[str, Any] = {}
+    off = {}
+    for size, parallel in _LAYOUTS:
+        name = f"{size} {' '.join(f'{key}={value}' for key, value in parallel.items())}"
+        peak, planned = _peak_of(stage, size, parallel)
+        found[name] = {"peak_gb": peak / 1e9, "planned_gb": planned / 1e9}
+        off[name] = peak / planned - 1 if stage.on_gpu else 0.0
+    leave_group()
+    worst = max(off, key=lambda name: abs(off[name]))
+    far = {name: f"{value:+.1%}" for name, value in off.items() if abs(value) > 0.1}
+    require(not far, f"the peak is farther from the plan than 10 %: {far}; {found}")
+    return {"layouts": len(off), "farthest": off[worst], "farthest_layout": worst, **found}
+
+
+def _peak_of(stage: Stage, size: str, parallel: dict[str, Any]) -> tuple[int, int]:
+    """Returns the most bytes that a rank's third step has allocated, 0 without a GPU, and the bytes planned."""
+    shape = {**_LLAMA, **stage.size(_SIZES[size], _SMALL_SIZE), "context": stage.size(4096, 64)}
+    sections = sections_of(
+        shape, local_size=1, parallel={"dp_replicate": 1, **parallel}, train={"precision": "bfloat16"}
+    )
+    config = build_config(RunConfig, sections)
+    layout = solve_layout(config.parallel, world_size=_WORLD)
+    plan = solve_batch(config.batch, ranks=layout.data_parallel_size, stages=layout.pp)
+    rank = make_rank(config=config, plan=plan, ranks=_WORLD, device=stage.device)
+    gc.collect()
+    if stage.on_gpu:
+        torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated() if stage.on_gpu else 0
+    with stage.device:  # drawing billions of numbers takes a minute on the host
+        parts = build_parts(rank)
+    apply_parallelism(parts)
+    stepper = build_stepper(parts, Objective(parts.model), exchange=Exchange(), before_change=lambda: None)
+    batch = next(iter(_batches(parts)))
+    for step in range(1, 4):
+        if stage.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        stepper.step(StepFacts(step, step, 1e-4), iter([batch]))
+    stepper.drain()
+    stage.sync()
+    peak = torch.cuda.max_memory_allocated() - before if stage.on_gpu else 0
+    facts = facts_of(config, layout, plan, half=True)
+    assert facts is not None
+    return peak, rank_memory(facts, stage=0).total_bytes
+
+
+def _batches(parts: Any) -> Any:
+    from slurm_train.data.batches import MicroBatch
+
+    indices = torch.arange(1).numpy()
+    yield MicroBatch(indices=indices, tensors=parts.train_data.batch(indices))
+
+
+def loss(stage: Stage) -> dict[str, Any]:
+    """How long head and loss of GPT-2 take, forward and backward, and how much memory: eager and compiled."""
+    rows, shape = stage.size((32, {"vocab_size": 50257, "context": 1024, "width": 768}), (1, SMALL))
+    shape = {**shape, "num_layers": 0, "num_heads": 4}
+    torch.manual_seed(0)
+    tokens = torch.randint(0, shape["vocab_size"], (rows, shape["context"]), device=stage.device)
+    found: dict[str, Any] = {}
+    values = []
+    for name in ("eager", "compiled"):
+        torch.manual_seed(1)
+        model = GPT(**shape).to(stage.device)
+        objective: Any = Objective(model)
+        if name == "compiled":
+            objective.compile()
+        times = []
+        for _ in range(stage.size(12, 2)):
+            model.zero_grad(set_to_none=True)
+            stage.sync()
+            if stage.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            with torch.autocast(stage.device.type, dtype=torch.bfloat16):
+                total, count = objective((tokens, tokens))
+            total.backward()
+            stage.sync()
+            times.append(time.perf_counter() - start)
+        values.append((total / count).item())
+        found[f"{name}_ms"] = 1e3 * statistics.median(times)
+        found[f"{name}_gb"] = (torch.cuda.max_memory_allocated() if stage.on_gpu else 0) / 1e9
+        del model, objective, total
+    require(abs(values[0] - values[1]) < 0.02, f"the losses are {values[0]} eager and {values[1]} compiled")
+    return found

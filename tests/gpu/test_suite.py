@@ -1,0 +1,145 @@
+"""The acceptance suite of the GPU checks: what it runs, what it leaves out, and what it says of that."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import __main__ as suite
+from tests.gpu.catalogue import CHECKS, Check
+
+CHECK = Check("no_sync", "training_checks", usual_s=10, limit_s=20, asserts="no step waits")
+MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "device": "cuda"}
+
+
+def program(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Puts a shell script in the place of Python; $4 is the folder of the check."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+def run(folder: Path, *, check: Check = CHECK, left_s: float = 100.0, **env: str) -> suite.Outcome:
+    (folder / "scratch").mkdir()
+    return suite.run(check, env, left_s=left_s, out=folder, scratch=folder / "scratch")
+
+
+def test_every_check_has_a_function_a_limit_above_its_usual_time_and_a_name_of_its_own() -> None:
+    assert len({check.name for check in CHECKS}) == len(CHECKS) == 17
+    for check in CHECKS:
+        text = Path(__file__).with_name(f"{check.module}.py").read_text()
+        assert f"\ndef {check.name}(stage: Stage)" in text
+        assert check.usual_s < check.limit_s
+
+
+def test_the_usual_times_of_all_checks_fit_into_one_command() -> None:
+    assert sum(check.usual_s for check in CHECKS) < 560
+
+
+def test_a_check_without_enough_time_is_left_out(tmp_path: Path) -> None:
+    assert run(tmp_path, left_s=9.0) == suite.Outcome("no_sync", "left out: no budget")
+
+
+def test_a_check_that_means_nothing_on_a_cpu_is_not_run_there(tmp_path: Path) -> None:
+    only_gpu = Check("nvml", "system_checks", 1, 2, "", runs_on_cpu=False)
+    assert run(tmp_path, check=only_gpu, CUDA_VISIBLE_DEVICES="").status == "not run: needs a GPU"
+
+
+def test_figures_of_a_check_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, monkeypatch, """echo said; echo '{"figures": {"steps": 9}}' > $4/result.json""")
+    found = run(tmp_path)
+    assert (found.status, found.figures, found.error) == ("passed", {"steps": 9}, "")
+    assert (tmp_path / "log.txt").read_text() == "==== no_sync\nsaid\n"
+
+
+def test_a_run_on_a_cpu_never_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, monkeypatch, """echo '{"figures": {}}' > $4/result.json""")
+    assert run(tmp_path, CUDA_VISIBLE_DEVICES="").status == "ran on the CPU: no result"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("""echo '{"error": "moments changed"}' > $4/result.json; exit 1""", "moments changed"),
+        ("exit 3", "it ended with exit code 3 and without a result; see log.txt"),
+        ("""echo '{"figures": {}}' > $4/result.json; exit 134""", "it ended with exit code 134"),
+    ],
+)
+def test_a_check_fails_by_its_word_or_by_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str
+) -> None:
+    program(tmp_path, monkeypatch, body)
+    found = run(tmp_path)
+    assert found.status == "FAILED" and found.error.startswith(said)
+
+
+def test_a_check_that_takes_too_long_ends_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path, monkeypatch, "sleep 300 & sleep 300")
+    found = run(tmp_path, check=Check("no_sync", "training_checks", 0.1, 0.5, ""))
+    assert (found.status, found.error) == ("TIMED OUT", "not done within 0 s; see log.txt")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [
+        (["passed", "left out: no budget"], 0),
+        (["passed", "FAILED"], 1),
+        (["TIMED OUT"], 1),
+        (["ran on the CPU: no result", "not run: needs a GPU"], 0),
+        (["left out: no budget"], 2),
+    ],
+)
+def test_exit_code(statuses: list[str], code: int) -> None:
+    assert suite.exit_code([suite.Outcome("no_sync", status) for status in statuses]) == code
+
+
+def test_results_are_written_after_each_check(tmp_path: Path) -> None:
+    outcomes = [
+        suite.Outcome("no_sync", "passed", 12.3, {"steps": 9, "ratio": 1.23456, "all": [1]}),
+        suite.Outcome("save_race", "FAILED", 4.0, error="step_3 has other values"),
+    ]
+    suite.write(outcomes, MACHINE, out=tmp_path, seconds=17.0)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["machine"] == MACHINE
+    assert [one["status"] for one in found["checks"]] == ["passed", "FAILED"]
+    text = (tmp_path / "summary.md").read_text()
+    assert "| `no_sync` | passed | 12 | no step waits for the device, in six settings | steps 9, ratio 1.235 |" in text
+    assert "## save_race\n\n```\nstep_3 has other values\n```" in text
+    assert "CPU" not in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "summary.md"]
+
+
+def test_a_summary_of_a_cpu_says_that_it_is_no_result() -> None:
+    text = suite.summary([suite.Outcome("no_sync", suite.DRY)], {**MACHINE, "device": "cpu"})
+    assert "**On the CPU: this tries the checks themselves and is no result.**" in text
+
+
+def test_the_checks_see_the_repository_the_wheels_and_no_job(tmp_path: Path) -> None:
+    env: dict[str, Any] = {"PYTHONPATH": "/mine", "SLURM_JOB_ID": "1", "HOME": "/root"}
+    found = suite.environment(env, device="cpu", site=tmp_path)
+    assert found["PYTHONPATH"] == f"{suite.REPOSITORY}:{tmp_path}:/mine"
+    assert found["CUDA_VISIBLE_DEVICES"] == "" and "SLURM_JOB_ID" not in found
+    assert "CUDA_VISIBLE_DEVICES" not in suite.environment(env, device="cuda", site=None)
+
+
+def test_an_empty_folder_of_wheels_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="has no wheels"):
+        suite.install(tmp_path, tmp_path / "site")
+
+
+@pytest.mark.slow
+def test_a_check_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["gpu", "--out", str(tmp_path), "--device", "cpu", "--only", "nan_is_masked", "nvml"]
+    )
+    assert suite.main() == 0
+    found = json.loads((tmp_path / "results.json").read_text())["checks"]
+    assert [one["status"] for one in found] == [suite.DRY, suite.NEEDS_GPU]
+    assert found[0]["figures"]["tensors"] == 72

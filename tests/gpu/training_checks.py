@@ -1,0 +1,364 @@
+"""Checks of the training itself, each on one rank with NCCL: bits, masks, saves, FSDP, compilation."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from slurm_train.checkpoint.load import load_tensors, weights_digest
+from slurm_train.checkpoint.state import training_state
+from slurm_train.config.parallel import ParallelLayout
+from slurm_train.config.schema import ParallelSection
+from slurm_train.distributed.parallelize import build_mesh, prepare_blocks, shard
+from slurm_train.metrics.writer import read_metrics
+from slurm_train.models.blocks import Angles
+from slurm_train.models.gpt import GPT
+from slurm_train.models.objective import Objective
+from slurm_train.rundir.paths import list_checkpoints
+from slurm_train.train.optimizer import build_optimizer
+from slurm_train.train.step import ShardPasses, StepFacts, Stepper
+from slurm_train.train.trainer import Trainer
+from tests.gpu.catalogue import Stage, require
+from tests.gpu.training import (
+    GPT2,
+    SMALL,
+    RandomTokens,
+    Sections,
+    open_rank,
+    release,
+    sections_of,
+    training_of,
+)
+
+# Dropout is on, so that random streams are compared as well.
+_DROPPING = {**SMALL, "dropout": 0.1}
+_ROPE = {**SMALL, "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied": False}
+
+
+def no_sync(stage: Stage) -> dict[str, Any]:
+    """No step waits for the device, in any setting that changes what a step does."""
+    settings: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "no clipping": {"optim": {"grad_clip_norm": None}},
+        "spikes are skipped": {"health": {"spike_factor": 3.0, "on_spike": "skip", "on_non_finite": "skip"}},
+        "two micro-batches": {"batch": {"accumulation": 2}},
+        "dropout": {"model": _DROPPING},
+        "compiled": {"train": {"compile": True}},
+    }
+    for name, changes in settings.items():
+        trainer = training_of(sections_of(**changes), stage.folder / name.replace(" ", "_"))
+        trainer.advance(3)
+        stage.sync()
+        with _refused_syncs(stage):
+            trainer.advance(12)
+        trainer.stepper.drain()
+        release(trainer)
+    return {"settings": len(settings), "steps": 9}
+
+
+@contextlib.contextmanager
+def _refused_syncs(stage: Stage) -> Iterator[None]:
+    """torch raises where the host would wait for the GPU; `Event.synchronize` of the step before is not among them."""
+    if stage.on_gpu:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if stage.on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def resume_bits(stage: Stage) -> dict[str, Any]:
+    """20 steps give the bits of 10, a stop, a resume and 10 more; without `train.deterministic` it is only reported."""
+    found: dict[str, Any] = {}
+    for name, train in (
+        ("default", {}),
+        ("deterministic", {"deterministic": True}),
+        ("deterministic, compiled", {"deterministic": True, "compile": True}),
+    ):
+        steps = {"max_steps": stage.size(20, 6), "log_every_steps": 1}
+        sections = sections_of({**_DROPPING, "num_layers": stage.size(2, 1)}, train={**steps, **train})
+        folder = stage.folder / name.replace(", ", "_")
+        whole = _train(sections, folder / "whole")
+        _train(sections, folder / "parts", stop_at=stage.size(10, 3))
+        parts = _train(sections, folder / "parts", attempt=1)
+        found[name] = {"equal": whole == parts, "farthest_loss": _farthest(whole[1], parts[1])}
+        if name != "default":
+            require(whole[1] == parts[1], f"{name}: losses differ by up to {found[name]['farthest_loss']:.3g}")
+            require(whole[0] == parts[0], f"{name}: the weights differ after equal losses")
+    return {**found, "equal_by_default": found["default"]["equal"]}
+
+
+def _train(sections: Sections, folder: Path, *, stop_at: int = 0, attempt: int = 0) -> tuple[str, list[float]]:
+    """Returns the digest of the weights at the end, and the losses of the run's steps so far."""
+    trainer = training_of(sections, folder, attempt=attempt)
+    if stop_at:
+        trainer.advance(stop_at - 1)
+        trainer.rank.stop.request()
+    finished = trainer.run()
+    require(finished != bool(stop_at), f"the run ended at step {trainer.position.step}: {trainer.not_saved}")
+    if attempt:
+        first = read_metrics(trainer.rank.run.metrics)
+        require({line["attempt"] for line in first} == {0, attempt}, "the second attempt did not resume")
+    digest = weights_digest(trainer.model.named_parameters())
+    losses = [line["loss"] for line in read_metrics(trainer.rank.run.metrics)]
+    release(trainer)
+    return digest, losses
+
+
+def _farthest(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def nan_is_masked(stage: Stage) -> dict[str, Any]:
+    """An infinite gradient leaves parameters, moments and step counts as they are, and the next step works again."""
+    trainer = training_of(sections_of(health={"on_non_finite": "skip"}), stage.folder / "run")
+    trainer.advance(3)
+    trainer.stepper.drain()
+    before = _copies(trainer)
+    parameter = next(trainer.model.parameters())
+    hook = parameter.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+    trainer.advance(4)
+    result = trainer.stepper.drain() or trainer.newest
+    hook.remove()
+    require(result is not None and not result.applied, f"the step was applied: {result}")
+    changed = [name for name, tensor in _copies(trainer).items() if not torch.equal(tensor, before[name])]
+    require(not changed, f"changed by a step that is not finite: {', '.join(changed[:5])}")
+    trainer.advance(6)
+    trainer.stepper.drain()
+    after = _copies(trainer)
+    same = [name for name, tensor in after.items() if torch.equal(tensor, before[name])]
+    broken = [name for name, tensor in after.items() if not tensor.isfinite().all()]
+    require(not same and not broken, f"after it: {len(same)} tensors stand still, {len(broken)} are not finite")
+    return {"tensors": len(before)}
+
+
+def _copies(trainer: Trainer) -> dict[str, Tensor]:
+    """Returns copies of parameters and optimizer state by name."""
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    found = dict(trainer.model.named_parameters())
+    for parameter, state in trainer.checkpointer.parts.optimizer.state.items():
+        found |= {f"{names[id(parameter)]}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def save_race(stage: Stage) -> dict[str, Any]:
+    """What is saved in the background is the state of its step, though the next update and poison follow at once."""
+    model = stage.size({**SMALL, "width": 1024, "num_heads": 16, "num_layers": 12, "vocab_size": 32768}, SMALL)
+    trainer = training_of(sections_of(model, local_size=2), stage.folder / "run")
+    trainer.advance(2)
+    parts, checkpointer = trainer.checkpointer.parts, trainer.checkpointer
+    for _ in range(3):
+        trainer.stepper.drain()
+        live = _tensors_to_save(parts)
+        expected = tree_map(_clone, live)
+        checkpointer.save_soon(trainer.position)
+        trainer.advance(trainer.position.step + 1)
+        checkpointer.buffers.hold_changes()
+        with torch.no_grad():
+            # No update may follow this: only the copy of the save protects what is written.
+            tree_map(lambda value: value.fill_(-7) if isinstance(value, Tensor) else value, _tensors_to_save(parts))
+        checkpointer.finish()
+        newest = list_checkpoints(trainer.rank.run.checkpoints)[0]
+        read = tree_map(
+            lambda value: torch.zeros_like(value, device="cpu") if isinstance(value, Tensor) else value, live
+        )
+        load_tensors(newest, read)
+        _require_equal(read, expected, where=newest.name)
+        with torch.no_grad():
+            tree_map(lambda to, value: to.copy_(value) if isinstance(to, Tensor) else to, live, expected)
+    num_bytes = trainer.checkpointer.buffers.num_bytes
+    return {"saves": 3, "copied_gb": num_bytes / 1e9, "stall_s_per_save": checkpointer.blocked_s / 3}
+
+
+def _tensors_to_save(parts: Any) -> dict[str, Any]:
+    state = training_state(parts.model, parts.optimizer)
+    return {"model": state["model"], "optimizer": {"state": state["optimizer"]["state"]}}
+
+
+def _clone(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _require_equal(read: Any, expected: Any, *, where: str, name: str = "") -> None:
+    if isinstance(expected, dict):
+        for key, value in expected.items():
+            _require_equal(read[key], value, where=where, name=f"{name}.{key}")
+    elif isinstance(expected, Tensor):
+        require(torch.equal(read, expected.cpu()), f"{where} has other values of {name} than those of its step")
+
+
+def save_overlaps(stage: Stage) -> dict[str, Any]:
+    """A step during which a save copies takes at most 1.1 times the GPU time of one without a save."""
+    model, local_size = stage.size((GPT2, 24), (SMALL, 2))
+    trainer = training_of(sections_of(model, local_size=local_size, batch={"accumulation": 2}), stage.folder / "run")
+    checkpointer = trainer.checkpointer
+    trainer.advance(5)
+    checkpointer.prepare()
+    plain, saving, stalls = [], [], []
+    for number in range(24):
+        saves = number % 6 == 5
+        trainer.stepper.drain()
+        checkpointer.finish()
+        stage.sync()
+        before_s = checkpointer.blocked_s
+        with _timed(stage) as took:
+            if saves:
+                checkpointer.save_soon(trainer.position)
+            trainer.advance(trainer.position.step + 1)
+        # What was saved first had its memory made.
+        if number > 6:
+            (saving if saves else plain).append(took[0])
+        stalls += [checkpointer.blocked_s - before_s] if saves else []
+    checkpointer.finish()
+    ratio = statistics.median(saving) / statistics.median(plain)
+    if stage.on_gpu:
+        require(ratio <= 1.1, f"a step that saves takes {ratio:.2f} times as long as one that does not")
+    figures = {"step_ms": 1e3 * statistics.median(plain), "saving_step_ms": 1e3 * statistics.median(saving)}
+    saved = {"state_gb": checkpointer.buffers.num_bytes / 1e9, "save_s": checkpointer.longest_save_s}
+    return {**figures, "ratio": ratio, "host_stall_ms": 1e3 * statistics.median(stalls[1:]), **saved}
+
+
+@contextlib.contextmanager
+def _timed(stage: Stage) -> Iterator[list[float]]:
+    """Gives the seconds that a piece of work takes on the GPU, from its first to its last kernel."""
+    took: list[float] = []
+    if not stage.on_gpu:
+        start = time.perf_counter()
+        yield took
+        took.append(time.perf_counter() - start)
+        return
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    yield took
+    end.record()
+    end.synchronize()
+    took.append(begin.elapsed_time(end) / 1e3)
+
+
+def fsdp_one_rank(stage: Stage) -> dict[str, Any]:
+    """FSDP with a bfloat16 policy stays near the unsharded model, turns by float32 angles, and can offload."""
+    plain = training_of(sections_of(_ROPE, train={"precision": "bfloat16"}), stage.folder / "plain")
+    plain.advance(1)
+    expected = _next_losses(plain, 6)
+    release(plain)
+    seen: set[torch.dtype] = set()
+    rotate = Angles.rotate
+
+    def noted(self: Angles, x_BHTD: Tensor) -> Tensor:
+        seen.add(self.cos_TD.dtype)
+        return rotate(self, x_BHTD)
+
+    Angles.rotate = noted  # type: ignore[method-assign]
+    found = {}
+    try:
+        for name, offload in (("sharded", False), ("offloaded", True)):
+            losses = _sharded_losses(stage, stage.folder / name, steps=7, offload=offload)[1:]
+            found[name] = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
+    finally:
+        Angles.rotate = rotate  # type: ignore[method-assign]
+    require(seen == {torch.float32}, f"angles came as {seen}")
+    for name, farthest in found.items():
+        require(farthest < 0.02, f"{name}: losses are up to {farthest:.1%} from the unsharded model's")
+    return {f"{name}_farthest": farthest for name, farthest in found.items()}
+
+
+def _next_losses(trainer: Trainer, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        trainer.advance(trainer.position.step + 1)
+        result = trainer.stepper.drain() or trainer.newest
+        assert result is not None
+        losses.append(result.loss)
+    return losses
+
+
+def _sharded_losses(stage: Stage, folder: Path, *, steps: int, offload: bool) -> list[float]:
+    """Returns the losses of a model that FSDP has wrapped over a mesh of one rank."""
+    sections = sections_of(_ROPE, train={"precision": "bfloat16"})
+    rank = open_rank(sections, folder)
+    # Every batch in the order in which the trainer takes them.
+    reference = training_of(sections, folder / "order")
+    batches = reference.batches
+    torch.manual_seed(rank.config.seed)
+    model = GPT(**{key: value for key, value in sections["model"].items() if key != "_target_"})
+    settings = ParallelSection(gather_dtype="bfloat16", cpu_offload=offload)
+    layout = ParallelLayout()
+    mesh = build_mesh(layout, device=stage.device)
+    shard(model, layout=layout, mesh=mesh, roots=[model], settings=settings)
+    rank.casts_shards = True
+    optimizer = build_optimizer(model, optim=rank.config.optim)
+    objective = Objective(model)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if offload:
+        require(parameters[0].device.type == "cpu", "the parameters are not on the host")
+    passes = ShardPasses(rank, model=model, objective=objective, parameters=parameters)
+    stepper = Stepper(rank, passes, optimizer)
+    losses = []
+    for step in range(1, steps + 1):
+        lr = reference.schedule.lr_at(step * rank.plan.global_size)
+        result = stepper.step(StepFacts(step, step, lr), batches) or stepper.drain()
+        assert result is not None
+        losses.append(result.loss)
+    release(reference)
+    return losses
+
+
+def compiled_everywhere(stage: Stage) -> dict[str, Any]:
+    """Whatever is recomputed and however parameters are held, blocks are compiled, and the loss with them."""
+    from torch._dynamo.utils import counters
+
+    found: dict[str, Any] = {}
+    for kind in ("none", "selective", "full"):
+        for layout in ("replica", "sharded"):
+            torch._dynamo.reset()
+            counters.clear()
+            name = f"{layout}, {kind}"
+            operations = _compiled_step(stage, kind=kind, layout=layout)
+            graphs = counters["stats"].get("unique_graphs", 0)
+            found[name] = graphs
+            require(graphs > 0, f"{name}: nothing was compiled")
+            if layout == "replica" and kind == "none":
+                eager = [one for one in operations if one in ("aten::_log_softmax", "aten::nll_loss_forward")]
+                found["eager_operations_of_the_loss"] = len(eager)
+                if stage.on_gpu:
+                    require(not eager, f"the loss is not compiled: {', '.join(eager)} ran by themselves")
+    return {**found, "graphs": sum(value for key, value in found.items() if ", " in key)}
+
+
+def _compiled_step(stage: Stage, *, kind: str, layout: str) -> list[str]:
+    """Returns the names of torch's own operations in a compiled step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    folder = stage.folder / f"{layout}_{kind}"
+    settings = {"activation_checkpointing": kind}
+    # One block says as much as many, and a CPU takes long to compile.
+    model = {**SMALL, "num_layers": stage.size(2, 1)}
+    if layout == "replica":
+        trainer = training_of(sections_of(model, train={"compile": True}, parallel=settings), folder)
+        trainer.advance(2)
+        stage.sync()
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            trainer.advance(3)
+            stage.sync()
+        release(trainer)
+        return [event.key for event in profiled.key_averages()]
+    rank = open_rank(sections_of(model), folder)
+    module = GPT(**model)  # type: ignore[arg-type]
+    section = ParallelSection(gather_dtype="bfloat16", activation_checkpointing=kind)  # type: ignore[arg-type]
+    prepare_blocks(module, settings=section, compiles=True)
+    mesh = build_mesh(ParallelLayout(), device=rank.device)
+    shard(module, layout=ParallelLayout(), mesh=mesh, roots=[module], settings=section)
+    inputs, targets = RandomTokens(vocab_size=512, context=128).batch(torch.arange(2).numpy())
+    objective: nn.Module = Objective(module)
+    loss, _ = objective((inputs.to(rank.device), targets.to(rank.device)))
+    loss.backward()
+    return []
