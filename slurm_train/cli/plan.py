@@ -227,7 +227,7 @@ def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[s
 
 def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, Any]:
     """Returns what Slurm "says" about a script, in words, and where there is a verdict what it holds."""
-    from slurm_train.launch.acceptance import advice, slurm_verdict, too_long
+    from slurm_train.launch.acceptance import advice, slurm_verdict, too_long, unchecked
     from slurm_train.slurm.commands import SlurmCommands
 
     commands = SlurmCommands(env)
@@ -241,6 +241,8 @@ def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, 
             says = f"would refuse it: {verdict.message}; {advice(verdict, commands, plan)}"
         elif waits is not None:
             says = f"would let it wait for ever: {waits.message}; {waits.hint}"
+        elif left_open := unchecked(plan, commands):
+            says = f"{says}; {left_open}"
     except ClusterError as err:
         return {"says": f"does not answer, so the script is not checked: {err.message}"}
     names = ("is_accepted", "start", "nodelist", "partition", "message")

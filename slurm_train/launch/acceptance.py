@@ -122,6 +122,27 @@ def too_long(plan: RunPlan, commands: SlurmCommands) -> ClusterError | None:
     )
 
 
+def unchecked(plan: RunPlan, commands: SlurmCommands) -> str:
+    """Returns which of a job's account and QOS Slurm takes without a look, in words; "" for none.
+
+    Raises:
+        ClusterError: no answer from the controller.
+    """
+    cluster = plan.config.cluster
+    named = {name: getattr(cluster, name, None) for name in ("account", "qos")}
+    if not any(named.values()):
+        return ""
+    setting = commands.show_config().get("AccountingStorageEnforce", "")
+    enforced = set(setting.lower().replace(" ", "").split(","))
+    # All other words but "none" and "nojobs,nosteps" imply associations.
+    checks = {
+        "account": enforced & {"all", "associations", "limits", "qos", "safe", "wckeys"},
+        "qos": enforced & {"all", "qos"},
+    }
+    passed = [f"cluster.{name}={value}" for name, value in named.items() if value and not checks[name]]
+    return f"{' and '.join(passed)} not checked: AccountingStorageEnforce={setting or 'none'} here" if passed else ""
+
+
 def _partition_of(plan: RunPlan, partitions: Sequence[Partition]) -> Partition | None:
     name = plan.config.cluster and plan.config.cluster.partition
     return next((part for part in partitions if (part.name == name if name else part.is_default)), None)

@@ -34,6 +34,9 @@ _WHOLE_JOB_NAMES = frozenset(
     }
 )
 _WHOLE_JOB_PREFIXES = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_HET_", "SLURM_SUBMIT_", "SLURM_TRAIN_")
+# What srun of 20.11 and of 23.11 on reads as options, and those between do not. An allocation may have more CPUs per
+# task than the run wants; what the run wants is in the words of srun.
+_CPU_NAMES = frozenset({"SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK"})
 # What programs need to start and libraries are tuned by.
 _EXPORTED_NAMES = frozenset(
     {
@@ -79,12 +82,12 @@ def command_environment(env: Mapping[str, str]) -> dict[str, str]:
 def job_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of a job for the processes that a supervisor in it starts, srun above all.
 
-    Left-over ranks and options of srun are removed. In a batch script the rest stays: sbatch hands its own options on
-    to srun by such variables (SLURM_HINT and the like). In a shell that srun has started (`srun --pty bash`) they are
-    those of the shell's step (CPU binding, distribution, one task on one node), and srun would read them as options:
-    there only what is about the whole job stays.
+    Left-over ranks, options of srun, and CPUs per task are removed. In a batch script the rest stays: sbatch hands its
+    own options on to srun by such variables (SLURM_HINT and the like). In a shell that srun has started (`srun --pty
+    bash`) they are those of the shell's step (CPU binding, distribution, one task on one node), and srun would read
+    them as options: there only what is about the whole job stays.
     """
-    slurm = {name: value for name, value in env.items() if name.startswith("SLURM")}
+    slurm = {name: value for name, value in env.items() if name.startswith("SLURM") and name not in _CPU_NAMES}
     if not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(slurm):
         kept = {name: value for name, value in slurm.items() if not name.startswith("SLURM_STEP_")}
         return scrubbed(env) | kept

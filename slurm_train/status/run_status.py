@@ -30,6 +30,8 @@ from slurm_train.slurm.records import JobState, Phase, explain_reason, unix_s
 
 SILENT_AFTER_S = 60.0
 """A heartbeat is written twice a second; a network file system may keep it back for half a minute."""
+# A job without a time limit counts as a year long in Slurm's forecast for those behind it: nothing is known of them.
+_LONGEST_FORECAST_S = 180 * 86400.0
 
 
 class RunState(enum.Enum):
@@ -249,6 +251,8 @@ class RunStatus:
     heartbeat_host: str | None
     nodelist: str | None
     jobs_ahead: int | None
+    expected_start_unix_s: float | None
+    """When Slurm expects a waiting job to start; None where it has not worked that out."""
     submit_time_unix_s: float | None
     attempt_start_time_unix_s: float | None
 
@@ -280,11 +284,6 @@ class RunStatus:
         if self.state is not RunState.RUNNING or self.max_steps is None or self.step_time_s is None:
             return None
         return max(0, self.max_steps - self.step) * self.step_time_s
-
-    @property
-    def expected_start_unix_s(self) -> float | None:
-        """When Slurm expects a waiting job to start; None where it has not worked that out."""
-        return unix_s(self.job.start) if self.job is not None and self.job.phase is Phase.QUEUED else None
 
     def as_json(self) -> dict[str, Any]:
         """Returns a JSON object, always with all keys; numbers that JSON does not have (a loss of NaN) are null."""
@@ -352,9 +351,15 @@ def status_of(subject: Subject, files: RunFiles, look: Look, *, now_unix_s: floa
         heartbeat_host=None if beat is None else beat.host,
         nodelist=nodes or None if is_running else None,
         jobs_ahead=look.jobs_ahead.get(job_id) if job_id is not None else None,
+        expected_start_unix_s=_expected_start(job, now_unix_s),
         submit_time_unix_s=files.record.submit_time_unix_s if files.record is not None else None,
         attempt_start_time_unix_s=_number(last, "time_unix_s"),
     )
+
+
+def _expected_start(job: JobState | None, now_unix_s: float) -> float | None:
+    start_unix_s = None if job is None or job.phase is not Phase.QUEUED else unix_s(job.start)
+    return None if start_unix_s is None or start_unix_s > now_unix_s + _LONGEST_FORECAST_S else start_unix_s
 
 
 def newest_job_state(job_ids: Sequence[str], jobs: Mapping[str, JobState]) -> JobState | None:

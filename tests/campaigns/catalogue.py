@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slurm_train.tools.devcluster.root import SUITES
 from tests.campaigns.record import Tally
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
-_BEGIN, _END = (
-    "<!-- versions: written by `python -m tests.campaigns versions --keep` -->\n",
-    "<!-- end of versions -->\n",
-)
+_BEGIN = "<!-- written by `python -m tests.campaigns versions-VERSION --keep` -->\n\n"
+_END = "\n<!-- end of what is written -->\n"
 
 _HEAD = """# What was promised, and how often it was tried
 
@@ -219,12 +218,15 @@ CAMPAIGNS: dict[str, Campaign] = {
         "hostile_neighbours:pairs",
         20,
     ),
-    "versions": Campaign(
-        "the main flows on every version of Slurm that Debian has ([table](slurm.md#versions-of-slurm))",
-        "versions:run",
-        4,
-        needs_cluster=False,
-    ),
+    **{
+        f"versions-{version}": Campaign(
+            f"the main flows on Slurm {version}, of Debian {suite} ([table](slurm.md#versions-of-slurm))",
+            f"versions:{suite}",
+            15,
+            needs_cluster=False,
+        )
+        for suite, (version, _) in SUITES.items()
+    },
     "secrets": Campaign(
         "a canary in environment, words and configuration is nowhere in run directory, script, logs, manifests",
         "secrets:run",
@@ -236,25 +238,22 @@ CAMPAIGNS: dict[str, Campaign] = {
 def pages(records: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
     """Returns the text of every page that has results of campaigns."""
     slurm = PAGE.with_name("slurm.md")
-    before, after = slurm.read_text(encoding="utf-8").split(_BEGIN)
-    return {
-        PAGE: render(records),
-        slurm: before + _BEGIN + _versions(records.get("versions")) + _END + after.split(_END)[1],
-    }
+    before, _, rest = slurm.read_text(encoding="utf-8").partition(_BEGIN)
+    after = rest.partition(_END)[2]
+    return {PAGE: render(records), slurm: before + _BEGIN + _versions(records) + _END + after}
 
 
-def _versions(record: Mapping[str, Any] | None) -> str:
+def _versions(records: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the table of flows and versions of Slurm."""
-    if record is None:
-        return "\nNot run.\n\n"
-    table: Mapping[str, Mapping[str, str]] = record["result"]["table"]
-    head = f"| {record['date']}, `{record['revision']}` | {' | '.join(table)} |\n|---|{'---|' * len(table)}\n"
-    flows = next(iter(table.values()))
-    return (
-        f"\n{head}"
-        + "".join(f"| {flow} | {' | '.join(one[flow] for one in table.values())} |\n" for flow in flows)
-        + "\n"
-    )
+    found = [records[name] for name in CAMPAIGNS if name.startswith("versions-") and name in records]
+    tables = [table for one in found for table in one["result"]["table"].items()]
+    rows = [
+        ("", *(version for version, _ in tables)),
+        ("---",) * (1 + len(tables)),
+        *((flow, *(cells.get(flow, "") for _, cells in tables)) for flow in (tables[0][1] if tables else ())),
+        ("date, commit", *(f"{one['date']}, `{one['revision']}`" for one in found)),
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def render(records: Mapping[str, Mapping[str, Any]]) -> str:

@@ -51,6 +51,23 @@ def test_slurms_verdict_is_told(shell: Shell) -> None:
     assert shell.types("plan +cluster=4x8").out.startswith("#!/bin/bash\n")
 
 
+@pytest.mark.parametrize(
+    ("enforced", "said"),
+    [
+        ("associations,limits,qos", ""),
+        ("all", ""),
+        ("associations,limits", "; cluster.qos=urgent not checked: AccountingStorageEnforce=associations,limits here"),
+        ("none", "; cluster.account=lab and cluster.qos=urgent not checked: AccountingStorageEnforce=none here"),
+    ],
+)
+def test_what_slurm_takes_without_a_look_is_told(shell: Shell, enforced: str, said: str) -> None:
+    config = shell.slurm.folder / "config.out"
+    config.write_text(f"{config.read_text()}AccountingStorageEnforce = {enforced}\n")
+    row = rows_of(shell, "+cluster=4x8 cluster.account=lab cluster.qos=urgent")["Slurm"]
+    assert row == f"would take it; estimated start not told on ?{said}"
+    assert "not checked" not in rows_of(shell, "+cluster=4x8")["Slurm"]
+
+
 def test_the_rows_of_the_table() -> None:
     plan = make_plan(
         cluster={"nodes": 4, "gpus_per_node": 8},

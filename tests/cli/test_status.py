@@ -16,7 +16,6 @@ from slurm_train.cli.status import note_of, table_lines
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.status.run_status import RunState, RunStatus, Subject
 from tests.cli.conftest import Shell
-from tests.fakes.slurm_commands import job_state
 from tests.support.run_facts import attempt, beat
 
 LINE = {"step": 120, "loss": 1.23456, "tokens_per_s": 51234.5, "step_time_s": 0.5}
@@ -92,7 +91,7 @@ def test_states_that_need_a_person_are_red() -> None:
     assert re.sub(r"\x1b\[[\d;]+m", "", "\n".join(shown)) == "\n".join(lines_of(*rows)), "only colour is added"
 
 
-START = {"job": job_state("12", "PENDING", start="2027-01-15T10:00:00")}
+START = {"expected_start_unix_s": datetime(2027, 1, 15, 10).timestamp()}
 NOTES = [
     ({"jobs_ahead": 1}, 10, "other jobs come first (Priority); 1 job ahead"),
     ({"note": "", **START}, 10, "expected start Fri 15 Jan 10:00, in 5 d 10 h"),

@@ -103,6 +103,13 @@ def test_in_a_batch_script_what_sbatch_hands_on_to_srun_stays() -> None:
     assert job_environment({**of_batch, "SRUN_CPUS_PER_TASK": "1", "RANK": "0"}) == of_batch
 
 
+def test_an_allocations_cpus_per_task_are_no_option_of_the_ranks() -> None:
+    """What salloc --cpus-per-task=4 of 24.11 sets: with it, two ranks would ask for eight of a node's four CPUs."""
+    of_salloc = {"SLURM_JOB_ID": "44", "SLURM_JOB_CPUS_PER_NODE": "4(x2)", "PATH": "/bin"}
+    asked = {"SLURM_CPUS_PER_TASK": "4", "SLURM_TRES_PER_TASK": "cpu=4"}
+    assert job_environment(of_salloc | asked) == of_salloc
+
+
 def test_a_command_sees_neither_the_users_formats_nor_cut_off_arrays() -> None:
     env = {"PATH": "/bin", "SQUEUE_FORMAT": "%i", "SACCT_FORMAT": "x", "SINFO_PARTITION": "p", "SCANCEL_STATE": "R"}
     assert command_environment(env | {"SLURM_BITSTR_LEN": "64", "SLURM_CONF": "/c"}) == {

@@ -256,6 +256,13 @@ def test_a_waiting_run_has_its_place_and_its_expected_start(has_run: Any) -> Non
     assert found["heartbeat_age_s"] is None and found["time_left_s"] is None
 
 
+def test_behind_a_job_without_a_limit_no_start_is_expected(has_run: Any) -> None:
+    """Slurm takes such a job to last a year: 20.11 says 364 days."""
+    start = datetime.fromtimestamp(time.time() + 364 * 86400).isoformat(timespec="seconds")
+    look = Look(jobs={"12": job_state("12", "PENDING", reason="Resources", start=start)}, age_s=0.0)
+    assert seen(has_run(job_ids=("12",)), look).as_json()["expected_start_unix_s"] is None
+
+
 def test_steps_that_the_ranks_counted_are_those_of_the_run(has_run: Any) -> None:
     run = has_run(metrics=({"step": 1, "loss": 2.0, "max_steps": 17},))
     assert seen(run, Look()).max_steps == 17

@@ -31,7 +31,7 @@ SUITES = {
 # What this machine's Python is linked against, by whatever name the suite has it: python3 depends on all of it.
 _FURTHER_PACKAGES = ("python3", "ca-certificates")
 _MIRROR = "http://deb.debian.org/debian"
-_PREFERENCES = "Package: slurm* libslurm*\\nPin: release n={}\\nPin-Priority: 1001\\n"
+_PIN = "Package: {}\\nPin: release n={}\\nPin-Priority: 1001\\n\\n"
 # $1 folder of the root, $2 its host name, then what of this machine it sees. SIGCHLD stays ignored after the exec, so
 # that the kernel reaps the orphans that process 1 inherits.
 _BECOME_ROOT = """
@@ -217,13 +217,17 @@ def install_words(suite: str, *, target: Path, libc: tuple[int, ...]) -> list[st
     """
     later = list(SUITES)[list(SUITES).index(suite) :]
     base = next((one for one in later if SUITES[one][1] >= libc), later[-1])
+    pins = {"slurm* libslurm*": suite} if base != suite else {}
+    if base == "sid":
+        # slurmdbd ends at the first answer of MariaDB's client library 11.8.9.
+        pins["mariadb* libmariadb*"] = "trixie"
     options = ["--variant=minbase", f"--include={','.join([*PACKAGES.values(), *_FURTHER_PACKAGES])}"]
-    options += (
-        [f"--setup-hook=printf '{_PREFERENCES.format(suite)}' >\"$1/etc/apt/preferences\""] if base != suite else []
-    )
+    if pins:
+        preferences = "".join(_PIN.format(*one) for one in pins.items())
+        options.append(f"--setup-hook=printf '{preferences}' >\"$1/etc/apt/preferences\"")
     # A mirror of a suite that changes or is archived may be older than its list of packages is valid.
     options += ['--aptopt=Acquire::Check-Valid-Until "false"', "--dpkgopt=path-exclude=/usr/share/doc/*"]
-    sources = [f"deb {_MIRROR} {one} main" for one in dict.fromkeys((base, suite))]
+    sources = [f"deb {_MIRROR} {one} main" for one in dict.fromkeys((base, *pins.values()))]
     return ["mmdebstrap", *options, base, str(target), *sources]
 
 

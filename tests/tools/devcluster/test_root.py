@@ -44,9 +44,10 @@ def test_an_unknown_slurm_is_refused_with_those_that_there_are():
 )
 def test_this_python_finds_a_libc_that_is_new_enough(suite, libc, base):
     words = install_words(suite, target=Path("/target"), libc=libc)
-    sources = [f"deb http://deb.debian.org/debian {one} main" for one in dict.fromkeys((base, suite))]
+    suites = dict.fromkeys((base, "trixie" if base == "sid" else suite))
+    sources = [f"deb http://deb.debian.org/debian {one} main" for one in suites]
     assert words[words.index("/target") - 1 :] == [base, "/target", *sources]
-    pinned = [word for word in words if f"Pin: release n={suite}\\n" in word]
+    pinned = [word for word in words if f"Package: slurm* libslurm*\\nPin: release n={suite}\\n" in word]
     assert bool(pinned) is (base != suite), "Slurm is of the suite that was asked for"
 
 
@@ -55,7 +56,7 @@ def test_the_preferences_are_what_apt_reads(tmp_path):
     (hook,) = (word for word in install_words("bullseye", target=tmp_path, libc=(2, 36)) if "hook" in word)
     subprocess.run(["sh", "-c", hook.partition("=")[2], "sh", str(tmp_path)], check=True)
     text = (tmp_path / "etc/apt/preferences").read_text()
-    assert text == "Package: slurm* libslurm*\nPin: release n=bullseye\nPin-Priority: 1001\n"
+    assert text == "Package: slurm* libslurm*\nPin: release n=bullseye\nPin-Priority: 1001\n\n"
 
 
 def test_a_command_needs_a_cluster(cache):
