@@ -135,15 +135,16 @@ class Pipeline:
             return ScheduleInterleaved1F1B(list(stages), **options)
         return (Schedule1F1B if name == "1f1b" else ScheduleGPipe)(stages[0], **options)
 
-    def forward(self, inputs: Tensor) -> Tensor | None:
+    def forward(self, inputs: Tensor, **more: Tensor) -> Tensor | None:
         """Returns the outputs of one batch on the last rank, None on the others; without gradients. Collective.
 
         Args:
             inputs: the model's; only the first rank looks at them.
+            **more: what every part of the model takes besides.
         """
         for number, part in enumerate(self.parts):
             carried = inputs if self.is_first and number == 0 else self._receive()
-            outputs: Tensor = part(carried)
+            outputs: Tensor = part(carried, **more)
             if self.is_last and number == len(self.parts) - 1:
                 return outputs
             self._send(outputs)

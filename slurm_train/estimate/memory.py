@@ -24,6 +24,8 @@ from slurm_train.launch.placement import positions_of
 
 FLOAT, HALF, INDEX = 4, 2, 8
 """Bytes of a number in float32, in bfloat16, and of a token id."""
+PLAIN_SCORES, CHUNK_SCORES = 2**22, 2**27
+"""Scores of a micro-batch above which they exist in chunks, and those of one chunk on a GPU (`models.head`)."""
 _GPT = "slurm_train.models.gpt.GPT"
 
 
@@ -192,16 +194,35 @@ class LayoutFacts:
         widest = max(feed_forward, 4 * cp * shape.keys_width // tp if cp > 1 else 0)
         return self.tokens * FLOAT * widest * self._scale
 
+    @property
+    def scores(self) -> int:
+        """Scores of a micro-batch on a rank; each exists for a moment only if they come in chunks."""
+        return self.tokens * self.shape.vocab_size
+
     def kept_at_end(self) -> int:
         """Bytes that last norm, head and loss keep of a micro-batch, with the input and target tokens."""
-        per_token = self._kept_in_norm + FLOAT * self.shape.vocab_size + self.kept_size * self.shape.width + 2 * INDEX
-        return self.tokens * per_token
+        kept = self.tokens * (self._kept_in_norm + self.kept_size * self.shape.width + INDEX)
+        if self.scores <= PLAIN_SCORES:
+            return kept + self.tokens * INDEX + FLOAT * self.scores
+        # In chunks the forward pass ends with both gradients, and the targets are not needed again.
+        return kept + FLOAT * self._table
+
+    def passing_at_end(self) -> tuple[int, int]:
+        """Bytes held for a moment: when the loss is differentiated beside what is kept, and in the head's backward."""
+        behind = FLOAT * self.tokens * 2 * self.shape.width
+        if self.scores <= PLAIN_SCORES:
+            return 2 * FLOAT * self.scores, behind + FLOAT * self.scores
+        one_chunk = min(self.scores, CHUNK_SCORES) * (self.kept_size + FLOAT)
+        copy = HALF * self._table if self.half else 0
+        # The kept gradient of the weight is multiplied, which makes another.
+        return max(one_chunk + copy, FLOAT * self._table), behind + FLOAT * self._table
 
     def casts(self, stage: int) -> int:
         """Bytes of the bfloat16 copies of matrices that autocast keeps for the backward pass."""
         if not self.half or self.gathered_size == HALF:
             return 0
-        head = self.shape.vocab_size * self.shape.width if stage == self.layout.pp - 1 else 0
+        keeps_head = stage == self.layout.pp - 1 and self.scores <= PLAIN_SCORES
+        head = self._table if keeps_head else 0
         return HALF * (self.blocks(stage) * self.shape.matrices_in_block(tp=self.layout.tp) + head)
 
     def in_flight(self, stage: int) -> float:
@@ -215,6 +236,10 @@ class LayoutFacts:
         if self.settings.pipeline_schedule == "gpipe":
             return self.batch.accumulation
         return min(self.batch.accumulation, ranks - stage)
+
+    @property
+    def _table(self) -> int:
+        return self.shape.vocab_size * self.shape.width
 
     @property
     def _kept_in_norm(self) -> int:
@@ -319,9 +344,8 @@ def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
         (tokens * block + passing + (facts.casts(stage) if layout.pp > 1 else 0), 4 - early, max(1, before)),
     ]
     if stage == layout.pp - 1:
-        scores = FLOAT * tokens * shape.vocab_size
-        moments.append((kept + facts.kept_at_end() + 2 * scores, 2, before))
-        moments.append((kept + FLOAT * tokens * 2 * shape.width + scores, 0, before))
+        loss, behind = facts.passing_at_end()
+        moments += [(kept + facts.kept_at_end() + loss, 2, before), (kept + behind, 0, before)]
     own = FLOAT * -(-facts.held(stage) // layout.shard_size)
     on_device = 0 if facts.settings.cpu_offload else own
     activations, gathered, copies = max(
@@ -368,7 +392,7 @@ def _gradients_before(facts: LayoutFacts, stage: int) -> int:
 
 
 def _passed_on(facts: LayoutFacts, stage: int) -> float:
-    """Returns what a pipeline keeps for its neighbours: room for every micro-batch, and what was sent; the last scores.
+    """Returns what a pipeline keeps for its neighbours: room for every micro-batch, and what was sent.
 
     GPipe has the last parts of all micro-batches under way at once, the others those of one.
     """
@@ -382,8 +406,7 @@ def _passed_on(facts: LayoutFacts, stage: int) -> float:
     if stage < ranks - 1:
         return passed
     ends = batches if facts.settings.pipeline_schedule == "gpipe" else 1
-    scores = FLOAT * facts.tokens * facts.shape.vocab_size
-    return passed + ends * scores + (ends - 1) * facts.kept_at_end()
+    return passed + (ends - 1) * facts.kept_at_end()
 
 
 def _gathered(facts: LayoutFacts, stage: int, *, num_blocks: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from slurm_train.errors import ConfigError
 from slurm_train.models.blocks import Angles, Block, BlockShape
+from slurm_train.models.head import Head
 from slurm_train.models.sampling import sample
 
 _INIT_STD = 0.02
@@ -47,6 +48,7 @@ class GPT(nn.Module):
         ConfigError: the heads do not divide the width into even parts or each other, or a choice is unknown.
     """
 
+    takes_targets = True
     cos_TD: Tensor | None
     sin_TD: Tensor | None
 
@@ -80,7 +82,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(num_layers))
         self.norm = shape.build_norm()
-        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head = Head(width, vocab_size)
         self.initialise()
         if tied:
             self.head.weight = self.embedding.weight
@@ -100,14 +102,15 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Returns the logits of the next token at every position.
+    def forward(self, tokens_BT: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Returns the logits of the next token at every position, or how far they are from its targets.
 
         Args:
             tokens_BT: int64 (B, T) with T <= context.
+            targets: int64 (B, T), the next tokens; -100 where one does not count.
 
         Returns:
-            (B, T, V); float32, or bfloat16 under autocast.
+            (B, T, V), float32, or bfloat16 under autocast; with targets what `head.linear_cross_entropy` gives.
         """
         positions = tokens_BT.shape[1]
         if positions > self.context:
@@ -121,8 +124,8 @@ class GPT(nn.Module):
             angles = Angles(self.cos_TD[:positions], self.sin_TD[:positions])
         for block in self.blocks:
             x_BTC = block(x_BTC, angles)
-        logits_BTV: Tensor = self.head(self.norm(x_BTC))
-        return logits_BTV
+        given: Tensor = self.head(self.norm(x_BTC), targets)
+        return given
 
     def sharding_plan(self) -> tuple[str, ...]:
         """Returns the parts whose parameters are gathered together, as patterns of names; the rest is one more."""

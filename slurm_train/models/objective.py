@@ -7,7 +7,9 @@ give every item the same weight, however a batch was split. A model may bring it
     evaluation_sums(batch: Batch) -> dict[str, Tensor]       # "loss", "count", optionally "correct", ...
 
 either or both. Otherwise a batch is (inputs, targets) and `model(inputs)` is scored by cross entropy where targets are
-whole numbers (-100 is passed over) and by squared error where they are not. Or it is a dict: the model gets its tensors
+whole numbers (-100 is passed over) and by squared error where they are not. A language model whose last layer computes
+the cross entropy itself (`models.head`) has `takes_targets = True` and is called as `model(inputs, targets=targets)`.
+Or a batch is a dict: the model gets its tensors
 by name, and is scored by `labels` in the same way as models of transformers are: by cross entropy, of the next token
 where the labels repeat `input_ids`. Without whole-number labels the model's own `.loss`, a mean over samples, counts.
 """
@@ -48,6 +50,12 @@ class Objective(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        # Of a class derived from such a model `forward` may have the inputs alone.
+        self.takes_targets = (
+            hasattr(model, "takes_targets") and "targets" in inspect.signature(model.forward).parameters
+        )
+        """Whether `model(inputs, targets=targets)` gives what `models.head.linear_cross_entropy` does."""
+        self.default_loss = default_loss
         # Whether labels are the inputs themselves; None while no batch has told.
         self._repeats: bool | None = None
         self._takes_labels = False
@@ -58,7 +66,7 @@ class Objective(nn.Module):
         if own is not None:
             return own(batch)
         outputs, targets = self._score(batch)
-        return default_loss(outputs, targets)
+        return self.loss_of(outputs, targets)
 
     def evaluation_sums(self, batch: Batch) -> dict[str, Tensor]:
         """Returns sums over the items of a batch: "loss", "count", "correct" for a classifier, or the model's own.
@@ -72,7 +80,18 @@ class Objective(nn.Module):
         if own_loss is not None:
             loss, count = own_loss(batch)
             return {"loss": loss, "count": count}
-        outputs, targets = self._score(batch)
+        return self.sums_of(*self._score(batch))
+
+    def loss_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what `forward` does, from what the model gave for the inputs (and targets, if it takes them)."""
+        if self.takes_targets:
+            return outputs[0], (targets != IGNORED).sum()
+        return self.default_loss(outputs, targets)
+
+    def sums_of(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Returns what `evaluation_sums` does, from what the model gave."""
+        if self.takes_targets:
+            return {"loss": outputs[0], "count": (targets != IGNORED).sum(), "correct": outputs[1]}
         return default_sums(outputs, targets)
 
     def look_at(self, batch: Batch) -> None:
@@ -153,6 +172,8 @@ class Objective(nn.Module):
                 f"a batch of {len(batch)} tensors has no (inputs, targets)",
                 hint="define training_loss(batch) and evaluation_sums(batch) on the model",
             )
+        if self.takes_targets:
+            return self.model(batch[0], targets=batch[1]), batch[1]
         outputs = self.model(batch[0])
         # Models of the transformers library give an object that holds the logits.
         return getattr(outputs, "logits", outputs), batch[1]

@@ -45,7 +45,8 @@ from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DataError
 from slurm_train.metrics.progress import Display, open_display
-from slurm_train.models.objective import Objective
+from slurm_train.models.head import Head
+from slurm_train.models.objective import Objective, default_loss
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.events import SaveLog, append_event
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
@@ -290,8 +291,15 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
     rank, config, layout = parts.rank, parts.rank.config, parts.rank.layout
     objective = Objective(parts.model)
     if layout.is_replicated and config.train.compile:
-        # In place, so parameter names stay. Blocks of a model that is cut are compiled one by one, when it is.
+        # In place, so parameter names stay. The model by itself is what evaluation calls.
+        objective.compile()
         parts.model.compile()
+    elif config.train.compile:
+        # Blocks have been compiled one by one; what follows them is left.
+        objective.default_loss = torch.compile(default_loss)
+        for module in parts.model.modules():
+            if isinstance(module, Head):
+                module.compile()
     exchange = build_exchange(rank)
     peak_lr = planned_lr(config.optim, global_size=rank.plan.global_size)
     checkpointer = build_checkpointer(parts, exchange=exchange, peak_lr=peak_lr)

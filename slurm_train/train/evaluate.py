@@ -21,7 +21,7 @@ from slurm_train.data.batches import evaluation_batches
 from slurm_train.data.source import SampleSource, lengths_of
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.frozen_class import frozen
-from slurm_train.models.objective import Objective, default_sums
+from slurm_train.models.objective import Objective
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.signals import StopFlag
 from slurm_train.train.step import in_precision, to_device
@@ -77,8 +77,10 @@ class Evaluator:
         """Returns the sums of one batch, {} on all stages but the last."""
         if self.pipeline is None:
             return self.objective.evaluation_sums(batch)
-        outputs = self.pipeline.forward(batch[0])
-        return {} if outputs is None else default_sums(outputs, batch[1])
+        inputs, targets = batch
+        more = {"targets": targets} if self.objective.takes_targets else {}
+        outputs = self.pipeline.forward(inputs, **more)
+        return {} if outputs is None else self.objective.sums_of(outputs, targets)
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
         """Yields this rank's batches; with parts of a model then the first sample, which does not count."""

@@ -33,7 +33,6 @@ from slurm_train.data.source import IGNORED, Batch, map_tensors
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import ConfigError
-from slurm_train.models.objective import default_loss
 from slurm_train.train.context import Rank
 from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.optimizer import LR_SCALE, Update
@@ -361,6 +360,7 @@ class PipelinePasses(ShardPasses):
                 *((inputs,) if self._pipeline.is_first else ()),
                 target=targets if is_last else None,
                 losses=losses if is_last else None,
+                **({"targets": targets} if is_last and self._objective.takes_targets else {}),
                 **self._options,
             )
         self._values = values = self._no_values()
@@ -371,7 +371,7 @@ class PipelinePasses(ShardPasses):
             values[NON_FINITE] = found.isfinite().logical_not().sum()
 
     def _scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = default_loss(outputs, targets)[0]
+        loss: Tensor = self._objective.loss_of(outputs, targets)[0]
         return loss if self._factor is None else loss * self._factor
 
 

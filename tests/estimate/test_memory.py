@@ -18,6 +18,7 @@ from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.parallelize import prepare_blocks
 from slurm_train.distributed.pipeline import keep_stages
+from slurm_train.estimate import memory
 from slurm_train.estimate.layouts import traffic
 from slurm_train.estimate.memory import (
     GptShape,
@@ -27,6 +28,7 @@ from slurm_train.estimate.memory import (
     rank_memory,
     replica_memory,
 )
+from slurm_train.models import head
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
 
@@ -79,6 +81,18 @@ def test_a_gpt_keeps_what_the_formula_says(half: bool, form: dict[str, Any]) -> 
     assert facts.shape.buffer_bytes == sum(one.nbytes for one in model.buffers())
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_scores_in_chunks_keep_two_gradients(monkeypatch: pytest.MonkeyPatch, half: bool) -> None:
+    assert (memory.PLAIN_SCORES, memory.CHUNK_SCORES) == (head._PLAIN_SCORES, head._CHUNK_SCORES)
+    monkeypatch.setattr(head, "_PLAIN_SCORES", 0)
+    monkeypatch.setattr(memory, "PLAIN_SCORES", 0)
+    model, facts = build({}), facts_of(ParallelLayout(), half=half)
+    tokens = torch.randint(0, facts.shape.vocab_size, (3, facts.positions))
+    assert kept_bytes(model, tokens, tokens.clone(), half=half) == pytest.approx(
+        kept_by_forward(facts, stage=0), abs=64
+    )
+
+
 def test_the_defaults_are_those_of_the_constructor() -> None:
     parameters, shape = inspect.signature(GPT.__init__).parameters, GptShape()
     assert {one.name: parameters[one.name].default for one in fields(shape)} == asdict(shape)
@@ -117,9 +131,9 @@ def test_stages_hold_the_parameters_that_the_formula_says(pp: int, form: dict[st
         if pp > 1:
             keep_stages(model, stages=[stage], num_stages=pp)
         facts = facts_of(ParallelLayout(pp=pp), form=form)
-        memory, trained = rank_memory(facts, stage=stage), 4 * sum(one.numel() for one in model.parameters())
-        assert memory.weight_bytes == trained + (facts.shape.buffer_bytes if pp == 1 else 0)
-        assert memory.optimizer_bytes == 2 * trained
+        found, trained = rank_memory(facts, stage=stage), 4 * sum(one.numel() for one in model.parameters())
+        assert found.weight_bytes == trained + (facts.shape.buffer_bytes if pp == 1 else 0)
+        assert found.optimizer_bytes == 2 * trained
 
 
 def test_a_whole_model_holds_gradients_twice_where_micro_batches_add_up() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slurm_train.models import head
 from slurm_train.models.gpt import GPT
 from slurm_train.train.callbacks import Callback
 
@@ -93,6 +94,7 @@ class DoubleGPT(GPT):
         bad_at: forward pass of training (from 1) whose logits are not finite on every rank; 0 never.
         in_evaluation: the signal is sent in the first evaluation instead.
         dtype: another precision.
+        in_chunks: scores exist for a few tokens at a time only, of a padded vocabulary.
         **shape: what `GPT` takes, in place of the tiny shape.
     """
 
@@ -104,22 +106,25 @@ class DoubleGPT(GPT):
         bad_at: int = 0,
         in_evaluation: bool = False,
         dtype: str = "float64",
+        in_chunks: bool = False,
         **shape: Any,
     ) -> None:
         super().__init__(**{**TINY, **shape})
         self.to(getattr(torch, dtype))
         self.signal_at, self.only_in, self.bad_at, self.passes = signal_at, only_in, bad_at, 0
         self.in_evaluation = in_evaluation
+        if in_chunks:
+            head._PLAIN_SCORES, head._CHUNK_SCORES_ON_CPU, head._ALIGNMENT_ON_CPU = 0, 200, 8
         self.is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        logits_BTV = super().forward(tokens_BT)
+    def forward(self, tokens_BT: Tensor, targets: Tensor | None = None) -> Tensor:
+        given = super().forward(tokens_BT, targets)
         self.passes += self.training
         due = not self.training if self.in_evaluation else self.training and self.passes == self.signal_at
         if due and self.only_in and self.is_last and not Path(self.only_in).exists():
             Path(self.only_in).touch()
             os.kill(os.getpid(), signal.SIGTERM)
-        return logits_BTV * float("nan") if self.training and self.passes == self.bad_at else logits_BTV
+        return given * float("nan") if self.training and self.passes == self.bad_at else given
 
 
 def double_llama() -> nn.Module:

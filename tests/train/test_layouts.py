@@ -123,6 +123,23 @@ def test_a_pipeline_trains_as_one_process(tmp_path: Path, alone: Path, name: str
     assert digest_of(tmp_path / "run") == weights_digest(weights_of(tmp_path / "run").items())
 
 
+# Of a padded vocabulary, for a few tokens at a time.
+IN_CHUNKS: dict[str, Parallel] = {
+    "FSDP2 over 2, two micro-batches": {"dp_shard": 2},
+    "CP2": {"cp": 2},
+    "PP2": {"pp": 2},
+    "PP2 x DP2, two stages each": {"dp_shard": 2, "pp": 2, "stages_per_rank": 2},
+}
+
+
+@with_untied
+@pytest.mark.parametrize("name", IN_CHUNKS)
+def test_a_loss_in_chunks_trains_as_the_plain_one(tmp_path: Path, alone: Path, name: str) -> None:
+    accumulation = 2 if "micro" in name else None
+    train(tmp_path / "run", IN_CHUNKS[name], tied=False, in_chunks=True, accumulation=accumulation)
+    assert_same_training(tmp_path / "run", alone)
+
+
 SCALED: dict[str, Parallel] = {
     "DDP": {"dp_replicate": 2},
     "FSDP2 x TP2": {"dp_shard": 2, "tp": 2},
