@@ -22,9 +22,9 @@ def test_a_run_that_a_callback_ends_is_finished_until_a_change_is_accepted(tmp_p
         shutil.copy(REPOSITORY / "examples" / name, tmp_path)
     person = Person(tmp_path)
     done = person.types(*WORDS, f"+callbacks={LIST}")
-    assert done.code == 0 and "ended early: the loss is below 0.02" in done.err, done.err
+    assert done.code == 0 and "ended early: the mean loss is below 0.02" in done.err, done.err
     status = person.types("status", "a").out
-    assert "finished" in status and "the loss is below 0.02" in status and "best eval_loss 0." in status
+    assert "finished" in status and "the mean loss is below 0.02" in status and "best eval_loss 0." in status
     assert "complete, best eval_loss 0." in person.types("checkpoint", "ls", "a").out
     weights = []
     for words in (("a@best", "best.safetensors"), ("a@best", "ema.safetensors", "--ema")):
@@ -34,9 +34,9 @@ def test_a_run_that_a_callback_ends_is_finished_until_a_change_is_accepted(tmp_p
     assert weights[0].keys() == weights[1].keys()
     assert all((weights[0][name] != average).any() for name, average in weights[1].items())
     again = person.types(*WORDS, f"callbacks={LIST}")
-    assert again.code == 0 and '"ended_early": "the loss is below 0.02"' in again.out
+    assert again.code == 0 and '"ended_early": "the mean loss is below 0.02"' in again.out
     refused = person.types("resume", "a")
-    assert refused.code == 2 and "is finished (the loss is below 0.02); there is nothing to resume" in refused.err
+    assert refused.code == 2 and "is finished (the mean loss is below 0.02); there is nothing to resume" in refused.err
     assert "callbacks=[] --accept callbacks" in refused.err
     longer = person.types("resume", "a", "callbacks=[]", "--accept", "callbacks")
     assert longer.code == 0 and "finished step 60" in longer.err, longer.err
