@@ -188,6 +188,7 @@ _WORDS = {
     "list[str]": "list of strings",
     "list[dict[str, Any]]": "list of mappings",
     "dict[str, Any]": "mapping",
+    "dict[str, Count]": "mapping of whole numbers from 1",
     "Count": "whole number from 1",
     "Degree": "whole number from 1, -1",
     "Positive": "number above 0",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from slurm_train.cli.drift import tell_of_another
 from slurm_train.cli.terminal import note
 from slurm_train.config.batch import largest_local_size, planned_sizes, sizes_in_words, total_steps
-from slurm_train.config.schema import OptimSection, RunConfig, TrackSection
+from slurm_train.config.schema import BatchSection, OptimSection, RunConfig, TrackSection
 from slurm_train.data.shards import known_num_samples, require_readable
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import shorten
@@ -188,7 +188,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     rows = [("run", str(plan.run.path)), ("ranks", f"{world.size} = {place}")]
     if config.trains:
         rows += [
-            ("global batch", plan.batch.as_sum()),
+            ("global batch", ", ".join([plan.batch.as_sum(), *_growth(config.batch)])),
             *_shares_rows(plan),
             ("length", _length_text(plan)),
             ("peak lr", _lr_text(plan)),
@@ -227,14 +227,18 @@ def _requeue_text(plan: RunPlan) -> str:
     return "after preemption, time limit, node failure" if plan.config.requeue.enabled else "never"
 
 
+def _growth(batch: BatchSection) -> list[str]:
+    return [f"x {factor} after step {after}" for after, factor in batch.growth.items()]
+
+
 def _length_text(plan: RunPlan) -> str:
     train, global_size = plan.config.train, plan.batch.global_size
-    if train.max_epochs is None:
-        return f"{train.max_steps} steps, {global_size * train.max_steps:,} samples"
+    if plan.num_samples is not None:
+        return f"{train.max_steps} steps, {plan.num_samples:,} samples"
     num_samples, epochs = known_num_samples(plan.config.data or {}, cwd=Path(plan.directory)), f"{train.max_epochs:g}"
     if num_samples is None:
         return f"{epochs} epochs; the ranks count the steps when they have opened the data"
-    steps = total_steps(train, num_samples=num_samples, global_size=global_size)
+    steps = total_steps(plan.config, num_samples=num_samples, global_size=global_size)
     return f"{epochs} epochs of {num_samples:,} samples, {steps} steps"
 
 

@@ -11,13 +11,14 @@ slowest rank's time the shortest possible, which rounding shares to whole sample
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from slurm_train.config.parallel import ParallelLayout
-from slurm_train.config.schema import BatchSection, OptimSection, RunConfig, TrainSection
+from slurm_train.config.schema import BatchSection, OptimSection, RunConfig
 from slurm_train.errors import BatchError
 from slurm_train.formatting import shorten
 from slurm_train.frozen_class import frozen
@@ -147,20 +148,31 @@ def nearest_multiples(value: int, unit: int) -> tuple[int, int]:
     return value // unit * unit, -(-value // unit) * unit
 
 
-def total_steps(train: TrainSection, *, num_samples: int, global_size: int, since: Sequence[int] = (0, 0)) -> int:
+def num_batches(growth: Mapping[str, int], step: int) -> int:
+    """Returns how many global batches the steps up to this one take, e.g. 1002 up to step 1001 of {"1000": 2}."""
+    total, before = step, 1
+    for after, factor in sorted((int(after), factor) for after, factor in growth.items()):
+        total += (factor - before) * max(0, step - after)
+        before = factor
+    return total
+
+
+def total_steps(config: RunConfig, *, num_samples: int, global_size: int, since: Sequence[int] = (0, 0)) -> int:
     """Returns the steps of a whole run; the last one of `max_epochs` may begin the next epoch.
 
     Args:
-        train: how long it is to be.
+        config: how long it is to be, and how its steps grow.
         num_samples: samples of an epoch.
-        global_size: samples per optimizer step.
+        global_size: samples of a global batch.
         since: steps and samples done when the global batch got this size.
     """
-    if train.max_epochs is None:
-        return train.max_steps
+    if config.train.max_epochs is None:
+        return config.train.max_steps
     done_steps, done_samples = since
-    left = round(train.max_epochs * num_samples) - done_samples
-    return max(1, done_steps + max(0, -(-left // global_size)))
+    left = max(0, -(-(round(config.train.max_epochs * num_samples) - done_samples) // global_size))
+    done, growth = num_batches(config.batch.growth, done_steps), config.batch.growth
+    more = bisect.bisect_left(range(left), done + left, key=lambda steps: num_batches(growth, done_steps + steps))
+    return max(1, done_steps + more)
 
 
 def planned_lr(optim: OptimSection, *, global_size: int) -> float:
@@ -183,6 +195,16 @@ def check_batch(config: RunConfig, plan: BatchPlan, *, layout: ParallelLayout, r
     if not config.trains:
         return
     parts, shares = plan.ranks * plan.accumulation, config.batch.shares
+    if wrong := [after for after in config.batch.growth if not after.isdecimal()]:
+        raise BatchError(
+            f"batch.growth has {wrong[0]!r} where a number of steps is wanted",
+            hint='write for example "batch.growth={1000: 2}": after 1000 steps each takes two global batches',
+        )
+    if config.batch.growth and layout.pp > 1:
+        raise BatchError(
+            f"batch.growth in a pipeline of {layout.pp} stages, whose schedule has a fixed number of micro-batches",
+            hint="leave batch.growth out, or parallel.pp at 1",
+        )
     if config.batch.by_length and layout.pp > 1:
         raise BatchError(
             f"batch.by_length=true in a pipeline of {layout.pp} stages, which exchange micro-batches of one shape",

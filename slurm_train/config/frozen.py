@@ -61,7 +61,7 @@ NOT_IDENTITY = (
 )
 # Ways of training that few runs use: at these values the hash does not know them.
 _UNUSED: Mapping[str, Mapping[str, Any]] = {
-    "batch": {"by_length": False, "pool": 64},
+    "batch": {"by_length": False, "pool": 64, "growth": {}},
     "optim": {"_target_": "torch.optim.AdamW", "groups": [], "decay_samples": None},
     "ddp": {"comm": "none", "comm_start_step": 100, "powersgd_rank": 2, "average_every_steps": 8},
     "train": {"max_epochs": None, "evaluate_from": None},
@@ -90,6 +90,7 @@ _CONSEQUENCES = {
     "data": "what is left of this epoch is drawn from other samples",
     "batch.by_length": _OTHER_BATCHES,
     "batch.pool": _OTHER_BATCHES,
+    "batch.growth": "steps of another size; the schedule is stretched or cut from here on",
     "batch.global_size": "other steps; optim.lr_retune says what becomes of the learning rate",
     **dict.fromkeys(("train.max_steps", "train.max_epochs"), "the schedule is stretched or cut from here on"),
 }

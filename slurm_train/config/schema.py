@@ -89,6 +89,8 @@ class BatchSection:
     """Samples per optimizer step over all ranks."""
     default_global_size: Count = 32
     """Global batch if none of the three is set, rounded to the nearest size that the ranks can share."""
+    growth: dict[str, Count] = field(default_factory=dict)
+    """Global batches of a step, by the steps before it, e.g. {1000: 2, 3000: 4}: two from step 1001 on."""
     shares: Literal["even", "measured"] | list[float] = "even"
     """Samples of a micro-batch per rank: even; by speed, measured at each start; or by weights of nodes or ranks."""
     by_length: bool = False

@@ -23,7 +23,7 @@ from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen
 from slurm_train.verbs import PUBLIC_VERBS
 
-_OPEN_MAPPINGS = ("cluster.sbatch.", "cluster.srun.", "cluster.env.", "task.", "optim.schedule.")
+_OPEN_MAPPINGS = ("cluster.sbatch.", "cluster.srun.", "cluster.env.", "task.", "optim.schedule.", "batch.growth.")
 _CUSTOM_GROUPS = ("model", "data", "optim")
 # The shipped primary file chooses none of these, so a choice of one is an addition in Hydra's terms.
 _OPTIONAL_GROUPS = ("cluster", "experiment", "site", "container")

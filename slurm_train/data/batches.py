@@ -69,10 +69,6 @@ class GlobalBatches:
         """Returns the number of samples of the global batch that begins at a position."""
         return self._global_size
 
-    def size_before(self, _samples: int) -> int:
-        """Returns the number of samples of the global batch that ends at a position."""
-        return self._global_size
-
     def align(self, samples: int) -> int:
         """Returns the first position from here on at which a global batch begins."""
         return samples
@@ -134,11 +130,6 @@ class LengthBatches(GlobalBatches):
         """Returns the samples of the global batch that begins at a position."""
         pool, offset = self._find(samples)
         return int(pool.borders[np.searchsorted(pool.borders, offset, side="right")]) - offset
-
-    def size_before(self, samples: int) -> int:
-        """Returns the samples of the global batch that ends at a position."""
-        pool, offset = self._find(samples - 1)
-        return offset + 1 - int(pool.borders[np.searchsorted(pool.borders, offset, side="right") - 1])
 
     def align(self, samples: int) -> int:
         """Returns the first position from here on at which a global batch begins.

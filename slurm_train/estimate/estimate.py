@@ -242,6 +242,8 @@ def in_half(config: RunConfig, *, on_gpu: bool) -> bool:
 def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the fields of `PlanEstimate` about memory and traffic."""
     config, layout = plan.config, plan.layout
+    growth = max(config.batch.growth.values(), default=1)
+    batch = replace(plan.batch, accumulation=plan.batch.accumulation * growth)
     if not config.trains or config.model is None:
         return {"memory_note": "only your own code knows"}
     lower = "float16" if config.train.precision == "float16" else "bfloat16"
@@ -259,13 +261,13 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
             trained=trained,
             other=other,
             activations=kept,
-            accumulation=plan.batch.accumulation,
+            accumulation=batch.accumulation,
             moments=moments,
         )
         found = {"memory_source": f"measured, {kind}"}
     else:
         largest = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
-        facts = facts_of(config, layout, replace(plan.batch, local_size=largest), half=half)
+        facts = facts_of(config, layout, replace(batch, local_size=largest), half=half)
         if facts is None and layout.is_replicated:
             return {"memory_note": "`plan --measure` builds your model without its memory and looks"}
         if facts is None:

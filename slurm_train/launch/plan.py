@@ -19,6 +19,7 @@ from slurm_train.config.batch import (
     BatchPlan,
     check_batch,
     nearest_multiples,
+    num_batches,
     planned_lr,
     planned_sizes,
     recut_batch,
@@ -60,6 +61,12 @@ class RunPlan:
         is_known = self.config.trains and self.config.train.max_epochs is None
         return self.config.train.max_steps if is_known else None
 
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of all steps, None where they are not known yet."""
+        steps = self.max_steps
+        return None if steps is None else self.batch.global_size * num_batches(self.config.batch.growth, steps)
+
     def as_json(self) -> dict[str, Any]:
         """Returns what `plan.json` holds."""
         sizes = planned_sizes(self.config, self.batch, ranks_per_node=self.world.ranks_per_node)
@@ -86,7 +93,7 @@ class RunPlan:
                 "tuned_for_global_size": self.config.optim.lr_global_size or self.batch.global_size,
             },
             "max_steps": self.max_steps,
-            "samples": None if self.max_steps is None else self.batch.global_size * self.max_steps,
+            "samples": self.num_samples,
             "requeue": {"enabled": self.config.requeue.enabled},
         }
 

@@ -309,7 +309,7 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
     saved_samples = position.samples
     position.samples, num_rollbacks = position_after_rollbacks(rank.run, position)
     size = {"num_samples": len(parts.train_data), "global_size": rank.plan.global_size}
-    parts.max_steps = total_steps(config.train, **size, since=position.batch_since)
+    parts.max_steps = total_steps(config, **size, since=position.batch_since)
     batches = build_global_batches(rank, parts.train_data, position)
     if isinstance(parts.train_data, StreamSource):
         num_skipped = (position.samples - saved_samples) // layout.data_parallel_size
@@ -347,7 +347,8 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
     evaluator = None
     if parts.heldout is not None and config.train.evaluate:
         evaluator = Evaluator(rank=rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline)
-    total_samples = position.samples_at(parts.max_steps, global_size=rank.plan.global_size)
+    global_size, growth = rank.plan.global_size, config.batch.growth
+    total_samples = position.samples_at(parts.max_steps, global_size=global_size, growth=growth)
     step_times = StepTimes(rank.run, rank.attempt, rank=rank.place.rank, host=rank.place.host, clock=rank.clock)
     # The heartbeat writes them down now and then.
     rank.heartbeat.also = step_times.keep_when_due

@@ -129,8 +129,7 @@ class Health:
 
     def _write(self, result: StepResult, kind: str, action: str) -> None:
         facts = result.facts
-        size = self._batches.size_before(facts.samples)
-        first = facts.samples - size
+        first = facts.samples - facts.size
         append_event(
             self._rank.run,
             kind,
@@ -138,7 +137,7 @@ class Health:
             action=action,
             step=facts.step,
             samples=[first, facts.samples],
-            sample_ids=self._batches.sample_ids(first, min(size, _MOST_IDS)).tolist(),
+            sample_ids=self._batches.sample_ids(first, min(facts.size, _MOST_IDS)).tolist(),
             value=result.loss,
             grad_norm=result.grad_norm,
             limit=facts.loss_limit,

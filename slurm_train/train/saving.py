@@ -36,6 +36,7 @@ from slurm_train.checkpoint.state import (
     split_state,
     training_state,
 )
+from slurm_train.config.batch import num_batches
 from slurm_train.config.frozen import trained_settings, training_changes
 from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import RunConfig
@@ -102,10 +103,10 @@ class Position:
         """Returns what a manifest keeps of it besides step and samples."""
         return {key: value for key, value in asdict(self).items() if key not in ("step", "samples")}
 
-    def samples_at(self, step: int, *, global_size: int) -> int:
+    def samples_at(self, step: int, *, global_size: int, growth: Mapping[str, int]) -> int:
         """Returns the samples that the run will have seen at a step, as planned."""
         since_step, since_samples = self.batch_since
-        return since_samples + (step - since_step) * global_size
+        return since_samples + (num_batches(growth, step) - num_batches(growth, since_step)) * global_size
 
 
 @frozen
@@ -255,7 +256,8 @@ class Checkpointer:
         if accepted:  # who changes a run that a callback has ended wants it to go on
             position.ended = ""
         accepted += self._restore(choice)
-        if manifest.batch_plan.get("global_size") != self.parts.rank.plan.global_size:
+        growth = manifest.batch_plan.get("growth", {})
+        if (manifest.batch_plan.get("global_size"), growth) != tuple(self._batch_sizes.values()):
             position.batch_since = [manifest.step, manifest.samples]
         notes += [f"passed over {passed.path.name}: {passed.reason}" for passed in choice.passed_over]
         return position, [*notes, *accepted, f"resuming from {choice.path.name} (step {position.step})"]
@@ -493,6 +495,11 @@ class Checkpointer:
         kept = f"what {manifest.world_size} ranks have kept of their gradients fits no {num_ranks}"
         return [f"{name}: {kept}, so it begins anew"]
 
+    @property
+    def _batch_sizes(self) -> dict[str, Any]:
+        rank = self.parts.rank
+        return {"global_size": rank.plan.global_size, "growth": rank.config.batch.growth}
+
     def _header(self, position: Position) -> CheckpointHeader:
         rank, place = self.parts.rank, self.parts.rank.place
         kept = [rule for callback in self.parts.callbacks.values() if (rule := callback.kept_steps()) is not None]
@@ -502,7 +509,7 @@ class Checkpointer:
             epoch=position.samples // self.continuity.num_samples,
             world_size=place.world_size,
             mesh=rank.layout.as_mapping,
-            batch_plan={**asdict(rank.plan), "global_size": rank.plan.global_size},
+            batch_plan={**asdict(rank.plan), **self._batch_sizes},
             config_hash=self.config_hash,
             data_fingerprint=self.continuity.data,
             torch_version=str(torch.__version__),

@@ -157,8 +157,8 @@ class Passes:
             )
         self._objective.look_at(batch)
 
-    def run(self, batches: Iterator[MicroBatch]) -> None:
-        """Adds up the gradients of one step's micro-batches. Collective."""
+    def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
+        """Adds up the gradients of one step's micro-batches, those of so many global batches. Collective."""
         raise NotImplementedError
 
     def reduce(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -216,16 +216,17 @@ class ReplicaPasses(Passes):
         spared the pass, unless they accumulate over a static graph, whose first step sends what later ones add up.
         """
         super().arrange(batch)
-        is_spared = self.num_averaged <= _ORDER_COUNTS_ABOVE and (self._may_accumulate or self._accumulation == 1)
+        adds_up = self._accumulation > 1 or self._rank.config.batch.growth
+        is_spared = self.num_averaged <= _ORDER_COUNTS_ABOVE and (self._may_accumulate or not adds_up)
         if is_spared and not self._must_arrange:
             return
         with without_traces(self._module):
             self._module.backward(self._compute(to_device(batch, self._device)))
         self._may_accumulate = True
 
-    def run(self, batches: Iterator[MicroBatch]) -> None:
+    def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients; those of all micro-batches are sent with the last one."""
-        for _ in range(self._accumulation - 1):
+        for _ in range(self._accumulation * num_batches - 1):
             with self.ddp.no_sync() if self.ddp and self._may_accumulate else contextlib.nullcontext():
                 self._module.backward(self._compute(self.take(batches)))
         self._module.backward(self._compute(self.take(batches)))
@@ -291,14 +292,14 @@ class ShardPasses(Passes):
         self._found: list[int] = []
         self._values = self._no_values()
 
-    def run(self, batches: Iterator[MicroBatch]) -> None:
+    def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients, one micro-batch after the other."""
         values = self._no_values()
-        for number in range(1, self._accumulation + 1):
+        for number in range(self._accumulation * num_batches, 0, -1):
             tensors = self.take(batches)
             # Shards are reduced in every backward pass, or a whole gradient would have to stay; copies of shards once.
             if self._sharded is not None:
-                is_last = number == self._accumulation
+                is_last = number == 1
                 self._sharded.set_is_last_backward(is_last)
                 self._sharded.set_requires_all_reduce(is_last)
             with in_precision(self._device, self._autocast):
@@ -349,8 +350,9 @@ class PipelinePasses(ShardPasses):
         has_option = "return_outputs" in inspect.signature(self._schedule.step).parameters
         self._options = {"return_outputs": False} if has_option else {}
 
-    def run(self, batches: Iterator[MicroBatch]) -> None:
+    def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients; all micro-batches of the step are under way at once."""
+        assert num_batches == 1, "the schedule has a fixed number of micro-batches"
         taken = [self.take(batches) for _ in range(self._accumulation)]
         inputs, targets = (torch.cat(parts) for parts in zip(*taken, strict=True))
         is_last = self._pipeline.is_last
@@ -512,6 +514,10 @@ class StepFacts(NamedTuple):
     lr: float
     loss_limit: float = float("inf")
     """A loss above it is a spike."""
+    size: int = 0
+    """Samples of this step."""
+    num_batches: int = 1
+    """Global batches that they are, each of one accumulation."""
 
 
 class StepResult(NamedTuple):
@@ -584,7 +590,7 @@ class Stepper:
             facts: number, samples and learning rate of the step.
             batches: this rank's micro-batches; those of one accumulation are taken.
         """
-        self.passes.run(batches)
+        self.passes.run(batches, num_batches=facts.num_batches)
         for group in self._optimizer.param_groups:
             group["lr"] = facts.lr * group.get(LR_SCALE, 1.0)
         gradients, numbers, norm = self.passes.reduce(self._update.parameters)

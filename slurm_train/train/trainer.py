@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slurm_train.config.batch import num_batches
 from slurm_train.data.batches import GlobalBatches, MicroBatch
 from slurm_train.data.order import DIGEST_MODULUS, samples_digest
 from slurm_train.distributed.group import use_timeout
@@ -191,10 +192,14 @@ class Trainer:
 
     def _step(self) -> None:
         position = self.position
-        step, samples = position.step + 1, position.samples + self.global_batches.size_at(position.samples)
+        step, samples, growth = position.step + 1, position.samples, self.rank.config.batch.growth
+        num_taken = num_batches(growth, step) - num_batches(growth, step - 1)
+        for _ in range(num_taken):
+            samples += self.global_batches.size_at(samples)
         # Dropout is keyed by the step, so a resumed run draws what an uninterrupted one would have drawn.
         _reseed(mix(self.rank.config.seed, step, self._random_stream))
-        facts = StepFacts(step, samples, self.schedule.lr_at(samples), self.health.loss_limit(position))
+        limit, lr = self.health.loss_limit(position), self.schedule.lr_at(samples)
+        facts = StepFacts(step, samples, lr, limit, size=samples - position.samples, num_batches=num_taken)
         self.rank.heartbeat.step = step
         self._digest = 0
         self.probe.begin()

@@ -100,6 +100,13 @@ def test_epochs_are_told_with_their_steps_where_the_samples_are_known(tmp_path: 
         assert (plan.as_json()["max_steps"], plan.as_json()["samples"]) == (None, None)
 
 
+def test_steps_that_grow_are_told_with_all_their_samples_and_their_gradients(shell: Shell) -> None:
+    rows = rows_of(shell, "+cluster=2x4 train.max_steps=100 'batch.growth={60: 2, 90: 4}'")
+    assert rows["global batch"].endswith("x 1 accumulation, x 2 after step 60, x 4 after step 90")
+    assert rows["length"] == f"100 steps, {32 * (60 + 2 * 30 + 4 * 10):,} samples"
+    assert "gradients 9.7 MiB" in rows["memory"], "a sum is held beside DDP's buckets"
+
+
 @pytest.mark.parametrize(
     ("words", "kept"),
     [

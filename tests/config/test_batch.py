@@ -12,6 +12,7 @@ from slurm_train.config.batch import (
     BatchPlan,
     assign_samples,
     check_batch,
+    num_batches,
     planned_lr,
     sizes_by_speed,
     sizes_by_weight,
@@ -72,8 +73,44 @@ EPOCHS = [
 def test_epochs_are_whole_steps_of_what_is_left_of_their_samples(
     epochs: float | None, since: tuple[int, int], expected: int
 ) -> None:
-    train = TrainSection(max_steps=50, max_epochs=epochs)
-    assert total_steps(train, num_samples=97, global_size=12, since=since) == expected
+    config = RunConfig(train=TrainSection(max_steps=50, max_epochs=epochs))
+    assert total_steps(config, num_samples=97, global_size=12, since=since) == expected
+
+
+@given(
+    st.dictionaries(st.integers(0, 12).map(str), st.integers(1, 4), max_size=3),
+    st.integers(0, 400),
+    st.integers(0, 5),
+)
+def test_epochs_of_steps_that_grow_are_the_first_steps_that_have_their_samples(
+    growth: dict[str, int], samples: int, done_steps: int
+) -> None:
+    def step_size(step: int) -> int:
+        return (
+            12 * max(((int(after), factor) for after, factor in growth.items() if int(after) < step), default=(0, 1))[1]
+        )
+
+    done = sum(map(step_size, range(1, done_steps + 1)))
+    config = RunConfig(train=TrainSection(max_epochs=1.0), batch=BatchSection(growth=growth))
+    steps = done_steps
+    while 12 * num_batches(growth, steps) < samples or steps < 1:
+        steps += 1
+    assert 12 * num_batches(growth, steps) == sum(map(step_size, range(1, steps + 1)))
+    found = total_steps(config, num_samples=samples, global_size=12, since=(done_steps, done))
+    assert found == max(1, steps if done < samples else done_steps)
+
+
+@pytest.mark.parametrize(
+    ("growth", "layout", "text"),
+    [
+        ({"soon": 2}, ParallelLayout(), "batch.growth has 'soon' where a number of steps is wanted"),
+        ({"5": 2}, ParallelLayout(pp=2), "batch.growth in a pipeline of 2 stages"),
+    ],
+)
+def test_growth_that_makes_no_sense_is_refused(growth: dict[str, int], layout: ParallelLayout, text: str) -> None:
+    config = RunConfig(batch=BatchSection(growth=growth))
+    with pytest.raises(BatchError, match=text):
+        check_batch(config, BatchPlan(local_size=4, ranks=1, accumulation=4), layout=layout, ranks_per_node=[1])
 
 
 counts = st.one_of(st.none(), st.integers(1, 64))

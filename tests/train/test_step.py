@@ -330,7 +330,7 @@ def test_offloaded_gradients_are_measured_and_used_on_the_host(monkeypatch: pyte
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     numbers, norm = torch.tensor([0.0, 8.0, 4.0, 0.0]), torch.tensor(8.0)
-    monkeypatch.setattr(passes, "run", lambda _: None)
+    monkeypatch.setattr(passes, "run", lambda _, **_how: None)
     monkeypatch.setattr(passes, "reduce", lambda _: ([parameter.grad for parameter in parameters], numbers, norm))
     result = stepper.step(FACTS, iter(()))
     assert result is not None and (result.loss, result.grad_norm, result.applied) == (0.5, 1.0, True)

@@ -31,6 +31,7 @@ from tests.train.small_runs import (
 
 distributed = pytest.mark.distributed
 BY_LENGTH = {"batch": {"global_size": 16, "by_length": True, "pool": 4}, "data": PADDED}
+GROWTH = {"growth": {"4": 2, "9": 3}}
 # Ranks, sections of the configuration, and how much the order of additions, in float32, may matter.
 SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
@@ -40,6 +41,11 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "lengths": (1, BY_LENGTH),
     "lengths, two ranks, two micro-batches": (2, {**BY_LENGTH, "batch": {**BY_LENGTH["batch"], "accumulation": 2}}),
     "lengths, sharded over two ranks": (2, {**BY_LENGTH, "parallel": {"dp_shard": 2}}),
+    "growth": (1, {"batch": GROWTH}),
+    "growth, two ranks, three micro-batches": (2, {"batch": {**GROWTH, "accumulation": 3}}),
+    "growth, sharded over two ranks": (2, {"batch": GROWTH, "parallel": {"dp_shard": 2}}),
+    "growth of lengths": (1, {**BY_LENGTH, "batch": {**BY_LENGTH["batch"], **GROWTH}}),
+    "growth of lengths, two ranks": (2, {**BY_LENGTH, "batch": {**BY_LENGTH["batch"], **GROWTH}}),
 }
 
 
@@ -105,6 +111,21 @@ def test_a_run_killed_before_its_result_is_finished_by_the_next_attempt(tmp_path
     run_to_end(tmp_path / "run", config_of(), attempt=1)
     found = result_of(tmp_path / "run")
     assert {**found, "attempt": 0, "time_unix_s": expected["time_unix_s"]} == expected
+
+
+@distributed
+def test_steps_that_grow_are_counted_and_resumed_bit_for_bit(tmp_path: Path) -> None:
+    sections = {"batch": GROWTH, "ddp": {"static_graph": True}, "health": {"on_spike": "log", "spike_factor": 1.01}}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run_to_end(whole, config_of(**sections))
+    stopped = config_of(**sections, model={"signal_at": 10, "only_in": str(tmp_path / "sent")})
+    run_to_end(cut, stopped, code=75)
+    run_to_end(cut, stopped, attempt=1)
+    assert digest_of(cut) == digest_of(whole)
+    assert_same_steps(cut, whole)
+    size = config_of()["batch"]["global_size"]
+    batches = [min(step, 4) + 2 * min(max(step - 4, 0), 5) + 3 * max(step - 9, 0) for step in range(1, 21)]
+    assert [line["samples"] for line in steps_of(whole)] == [size * number for number in batches]
 
 
 # Ranks and micro-batches per step; all but the last attempt are stopped in their fifth forward pass.
