@@ -73,7 +73,7 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
     """
     closes = False
     try:
-        _let_torch_record()
+        _prepare_torch()
         if is_under_torchrun(env):
             _require_visible(run, node_name(env))
             closes = _ATTEMPT not in env and RankPlace.from_env(env).is_first
@@ -209,11 +209,27 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag) -> int:
     return train(rank)
 
 
-def _let_torch_record() -> None:
+def _prepare_torch() -> None:
     # Before torch is imported: what collectives a rank has begun is asked in an autopsy.
     with contextlib.suppress(PackageNotFoundError):
-        for name, value in recording_environment(version("torch")).items():
+        torch_version = version("torch")
+        variables = recording_environment(torch_version) | allocator_environment(torch_version, os.environ)
+        for name, value in variables.items():
             os.environ.setdefault(name, value)
+
+
+def allocator_environment(torch_version: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable that lets segments of a GPU's memory grow, so that sizes which vary do not fragment it.
+
+    Args:
+        torch_version: e.g. "2.8.0+cu128". From 2.9 on the variable has another name, and the former one still counts.
+        env: {} is returned where either is set.
+    """
+    former, present = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    if former in env or present in env:
+        return {}
+    major, minor = map(int, torch_version.split(".")[:2])
+    return {former if (major, minor) < (2, 9) else present: "expandable_segments:True"}
 
 
 def _start_heartbeat(

@@ -186,8 +186,8 @@ class TrainSection:
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Autocast type; float16 uses dynamic loss scaling. auto is the fastest that all GPUs of the run have: bfloat16
     (Ampere and later), float16 (Volta, Turing), else float32; on CPUs float32."""
-    compile: bool = False
-    """Compiles the model with torch.compile."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compiles model and loss with torch.compile; auto: on GPUs. The first step of each attempt then takes longer."""
     deterministic: bool = False
     """Uses deterministic kernels, and one algorithm of NCCL: repeatable bit for bit on the same hardware and software,
     but slower. Without it, attention and additions in parallel may round differently on a GPU from run to run."""
@@ -206,6 +206,10 @@ class TrainSection:
     """Path of a checkpoint that is evaluated, and nothing is trained; `evaluate` sets it."""
     sample_tokens: int = 0
     """Length of the text that is generated at the end of a run, if the model can generate; 0: none."""
+
+    def compiles(self, *, on_gpu: bool) -> bool:
+        """Returns what `compile` means on such devices."""
+        return on_gpu if self.compile == "auto" else self.compile
 
 
 @frozen

@@ -117,6 +117,8 @@ class PlanEstimate:
     """What is known of a run before it begins."""
 
     on_gpu: bool
+    compiles: bool
+    """Whether model and loss are compiled; false for a user's own function or script."""
     rank: str = "rank"
     """Whose memory it is: "rank", or "rank of stage 1" where a pipeline's stages differ."""
     memory: RankMemory | None = None
@@ -151,6 +153,7 @@ class PlanEstimate:
     def rows(self) -> list[tuple[str, str]]:
         """Returns the rows of the plan's table."""
         rows = {
+            "torch.compile": "yes, in the first step of each attempt" if self.compiles else "",
             "memory": "; ".join(filter(None, (self._memory_text(), self.memory_note))),
             "sends": self.sends,
             self.cost_unit: self.cost.in_words if self.returns or self.cost.left_h is not None else "",
@@ -183,6 +186,7 @@ class PlanEstimate:
             bytes_by_name = {**asdict(self.memory), "host_copy_bytes": self.save_bytes, "total_bytes": self.total_bytes}
             memory = {"source": self.memory_source, "on_gpu": self.on_gpu, **bytes_by_name}
         return {
+            "compiles": self.compiles,
             "memory": memory,
             "memory_note": self.memory_note,
             "cost": {"unit": self.cost_unit, **asdict(self.cost)},
@@ -222,6 +226,7 @@ def estimate_run(
     step_s = None if cost.speed is None else cost.speed.step_s
     return PlanEstimate(
         on_gpu=on_gpu,
+        compiles=config.trains and config.train.compiles(on_gpu=on_gpu),
         **_memory(plan, half=in_half(config, on_gpu=on_gpu), on_gpu=on_gpu, measured=measured),
         cost=cost,
         returns=returns,

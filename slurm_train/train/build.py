@@ -272,7 +272,7 @@ def apply_parallelism(parts: Parts) -> None:
         roots = split_stages(model, stages=stages, num_stages=num_stages)
         group = mesh["pp"].get_group()
         parts.pipeline = Pipeline(parts=roots, place=place, num_ranks=layout.pp, device=rank.device, group=group)
-    parallelize(model, layout=layout, mesh=mesh, roots=roots, settings=settings, compiles=config.train.compile)
+    parallelize(model, layout=layout, mesh=mesh, roots=roots, settings=settings, compiles=rank.compiles)
     use_timeout(rank.collective_timeout_s(config.train.start_timeout_s))
     # The parameters are other objects now.
     parts.optimizer = build_optimizer(model, optim=config.optim)
@@ -290,11 +290,11 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
     """
     rank, config, layout = parts.rank, parts.rank.config, parts.rank.layout
     objective = Objective(parts.model)
-    if layout.is_replicated and config.train.compile:
+    if layout.is_replicated and rank.compiles:
         # In place, so parameter names stay. The model by itself is what evaluation calls.
         objective.compile()
         parts.model.compile()
-    elif config.train.compile:
+    elif rank.compiles:
         # Blocks have been compiled one by one; what follows them is left.
         objective.default_loss = torch.compile(default_loss)
         for module in parts.model.modules():

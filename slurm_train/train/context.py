@@ -95,6 +95,11 @@ class Rank:
         return self.heartbeat.clock
 
     @property
+    def compiles(self) -> bool:
+        """Whether model and loss are compiled."""
+        return self.config.train.compiles(on_gpu=self.device.type != "cpu")
+
+    @property
     def autocast(self) -> torch.dtype | None:
         """Type of the forward pass's matrix products, None for the parameters' own; with auto known after `join`."""
         return _AUTOCAST[self.precision if self.config.train.precision == "auto" else self.config.train.precision]

@@ -60,7 +60,7 @@ def build_shares(
     if shares == "measured":
         module = TrainingModule(objective, stop=rank.stop, device=rank.device, autocast=rank.autocast)
         # What is compiled outside of DDP's forward is not cut at its buckets, and would be used in it all the same.
-        is_compiled = config.train.compile
+        is_compiled = rank.compiles
         with torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext():
             samples = _read_samples(parts, batches, position.samples)
             times = time_passes(module, samples, clock=rank.clock, meet=_meet)

@@ -139,9 +139,10 @@ def test_a_layout_has_memory_traffic_and_a_table_of_ranks(shell: Shell) -> None:
     words = "+cluster=16x4 parallel={dp_shard:8,tp:4,pp:2} model.tied=false"
     rows = rows_of(shell, words)
     assert rows["layout"] == "pp 2 x dp_shard 8 x tp 4; 8 read different samples"
+    assert rows["torch.compile"] == "yes, in the first step of each attempt"
     assert rows["global batch"] == "64 = 1 local x 8 ranks x 8 accumulation"
-    assert rows["memory"].startswith("3.3 MiB per rank of stage 1: weights 95.5 KiB, AdamW 191 KiB, gathered 1.3 MiB, ")
-    assert rows["sends"].startswith("per rank of stage 1 and step: ")
+    assert rows["memory"].startswith("3.3 MiB per rank of stage 0: weights 95.4 KiB, AdamW 191 KiB, gathered 1.3 MiB, ")
+    assert rows["sends"].startswith("per rank of stage 0 and step: ")
     assert "along tp (inside nodes)" in rows["sends"] and "along dp_shard (between nodes)" in rows["sends"]
     assert json.loads(shell.types(f"plan --json {words}").out)["memory"]["source"] == "formula, bfloat16"
     table = shell.types(f"plan --ranks {words}").out.splitlines()

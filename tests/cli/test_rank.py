@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.cli.rank import place_of
+from slurm_train.cli.rank import allocator_environment, place_of
 
 
 def raised(err: BaseException) -> BaseException:
@@ -32,3 +32,18 @@ def test_only_an_exception_of_the_program_has_a_place(err: BaseException, is_kno
     place = place_of(raised(err))
     assert (place.startswith("test_rank.py:") and place.endswith(" in raised")) == is_known
     assert is_known or place == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "env", "expected"),
+    [
+        ("2.8.0+cu128", {}, "PYTORCH_CUDA_ALLOC_CONF"),
+        ("2.13.0", {}, "PYTORCH_ALLOC_CONF"),
+        ("2.13.0", {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, None),
+        ("2.8.0", {"PYTORCH_ALLOC_CONF": ""}, None),
+    ],
+)
+def test_segments_grow_unless_the_user_has_set_the_allocator(
+    version: str, env: dict[str, str], expected: str | None
+) -> None:
+    assert allocator_environment(version, env) == ({expected: "expandable_segments:True"} if expected else {})

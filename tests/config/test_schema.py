@@ -105,3 +105,12 @@ def test_the_ranges_of_the_real_keys_are_checked() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"{section}\.{key} must be .*(at least|above) \d"):
             build_config(RunConfig, {section: {key: value}})
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_gpu", "expected"),
+    [("auto", True, True), ("auto", False, False), (True, False, True), (False, True, False)],
+)
+def test_models_are_compiled_on_gpus_by_default(asked: bool | str, on_gpu: bool, expected: bool) -> None:
+    assert RunConfig().train.compile == "auto"
+    assert build_config(RunConfig, {"train": {"compile": asked}}).train.compiles(on_gpu=on_gpu) == expected
