@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 import re
 import types
@@ -116,6 +117,13 @@ class GroupRule:
     """Another optimizer for these."""
     keywords: dict[str, Any] = field(default_factory=dict)
 
+    def fits(self, name: str, *, dims: int | None = None) -> bool:
+        """Returns whether it is for a parameter of this name and, if given, so many dimensions."""
+        patterns = [self.match] if isinstance(self.match, str) else self.match
+        counts = [self.dims] if isinstance(self.dims, int) else self.dims
+        is_named = not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        return is_named and (dims is None or not counts or dims in counts)
+
 
 @frozen
 class OptimSection:
@@ -165,6 +173,15 @@ class OptimSection:
             ConfigError: a value that does not fit.
         """
         return [build_config(GroupRule, one, path=f"optim.groups[{index}].") for index, one in enumerate(self.groups)]
+
+    def num_kept(self, name: str, *, dims: int) -> int:
+        """Returns how many numbers the optimizer keeps for each one of a parameter; two where it is not known."""
+        rule = next((one for one in self.rules() if one.fits(name, dims=dims)), GroupRule())
+        target = rule._target_ or self._target_
+        own = self.keywords if target == self._target_ else {}
+        if target == "torch.optim.SGD":
+            return 1 if {**own, **rule.keywords}.get("momentum") else 0
+        return 1 if target == "torch.optim.Muon" else 2
 
 
 @frozen

@@ -16,7 +16,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import OptimSection, RunConfig, RunSection
 from slurm_train.errors import SlurmTrainError
 from slurm_train.estimate.layouts import traffic
-from slurm_train.estimate.memory import FLOAT, RankMemory, facts_of, fullest_rank, num_moments, replica_memory
+from slurm_train.estimate.memory import FLOAT, RankMemory, facts_of, fullest_rank, num_averages, replica_memory
 from slurm_train.formatting import byte_size, duration, number
 from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.launch.placement import count_local_gpus, spans_nodes
@@ -171,6 +171,7 @@ class PlanEstimate:
             "weights": memory.weight_bytes,
             "gradients": memory.gradient_bytes,
             self.optimizer: memory.optimizer_bytes,
+            "average": memory.average_bytes,
             "gathered": memory.gathered_bytes,
             "activations": memory.activation_bytes,
         }
@@ -253,9 +254,11 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
         return {"memory_note": "only your own code knows"}
     lower = "float16" if config.train.precision == "float16" else "bfloat16"
     kind, note = lower if half else "float32", "CUDA and NCCL come on top" if on_gpu else ""
-    moments, optimizer = num_moments(config.optim), config.optim._target_.rpartition(".")[2]
-    if optimizer not in ("AdamW", "Adam", "SGD"):
-        note = "; ".join(filter(None, [note, f"of {optimizer}, {moments} numbers per parameter are assumed"]))
+    targets = [config.optim._target_, *(rule._target_ for rule in config.optim.rules() if rule._target_)]
+    classes = list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
+    if unknown := [name for name in classes if name not in ("AdamW", "Adam", "SGD", "Muon")]:
+        note = "; ".join(filter(None, [note, f"of {', '.join(unknown)}, 2 numbers per parameter are assumed"]))
+    averages = num_averages(config)
     if measured is not None and layout.is_replicated:
         if "trained_bytes" not in measured:
             return {"memory_note": measured["problem"]}
@@ -267,7 +270,8 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
             other=other,
             activations=kept,
             accumulation=batch.accumulation,
-            moments=moments,
+            optimizer=measured["optimizer_bytes"],
+            averages=averages,
         )
         found = {"memory_source": f"measured, {kind}"}
     else:
@@ -289,8 +293,8 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
     return {
         "memory": memory,
         "memory_note": note,
-        "save_bytes": ((1 + moments) * trained + other) * copies,
-        "optimizer": optimizer,
+        "save_bytes": ((1 + averages) * trained + memory.optimizer_bytes + other) * copies,
+        "optimizer": " and ".join(classes),
         **found,
     }
 
@@ -392,10 +396,10 @@ def sweep_rows(plans: Sequence[RunPlan], *, facts: SiteFacts | None, env: Mappin
     """
     kinds: dict[str, list[RunPlan]] = {}
     for one in plans:
-        optim = OptimSection(_target_=one.config.optim._target_)
+        optim = OptimSection(_target_=one.config.optim._target_, groups=one.config.optim.groups)
         work = (
             replace(one.config, seed=0, run=RunSection(), optim=optim),
-            num_moments(one.config.optim),
+            bool(one.config.optim.keywords.get("momentum")),
             one.batch,
             one.world.size,
         )

@@ -13,8 +13,8 @@ numbers differ, since this model is another one (rotary positions, attention tha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from dataclasses import field, fields
+from typing import Any, NamedTuple
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout, stage_blocks, stages_of
@@ -26,7 +26,16 @@ FLOAT, HALF, INDEX = 4, 2, 8
 """Bytes of a number in float32, in bfloat16, and of a token id."""
 PLAIN_SCORES, CHUNK_SCORES = 2**22, 2**27
 """Scores of a micro-batch above which they exist in chunks, and those of one chunk on a GPU (`models.head`)."""
-_GPT = "slurm_train.models.gpt.GPT"
+_GPT, _EMA = "slurm_train.models.gpt.GPT", "slurm_train.train.callbacks.EMA"
+
+
+class Part(NamedTuple):
+    """A parameter, of all blocks the first one's."""
+
+    name: str
+    dims: int
+    numbers: int
+    """How many a rank holds."""
 
 
 @frozen
@@ -89,23 +98,42 @@ class GptShape:
         """Bytes of the tables that positions are looked up in."""
         return self.context * (INDEX if self.positions == "learned" else 2 * FLOAT * (self.width // self.num_heads))
 
+    def block_parts(self, *, tp: int) -> list[Part]:
+        """The parameters of one block, of which a rank holds its part of the matrices and the whole of the norms."""
+        width, hidden = self.width, self.hidden_width
+        by_outputs = {"attention.q": width, "attention.k": self.keys_width, "attention.v": self.keys_width}
+        by_outputs |= {"feed_forward.gate": hidden} if self.activation == "swiglu" else {}
+        by_outputs |= {"feed_forward.up": hidden}
+        by_inputs = {"attention.out": width, "feed_forward.out": hidden}
+        parts = [Part(f"{name}.weight", 2, width * size // tp) for name, size in (by_outputs | by_inputs).items()]
+        if self.bias:
+            parts += [Part(f"{name}.bias", 1, size // tp) for name, size in by_outputs.items()]
+            parts += [Part(f"{name}.bias", 1, width) for name in by_inputs]
+        parts += [Part(f"{name}_norm.weight", 1, self.norm_parameters) for name in ("attention", "feed_forward")]
+        return [Part(f"blocks.0.{name}", dims, numbers) for name, dims, numbers in parts]
+
     def block_parameters(self, *, tp: int) -> int:
-        """Numbers in one block, of which a rank holds its part of the matrices and the whole of the norms."""
-        by_outputs = self.width + 2 * self.keys_width + self.inner_width
-        biases = by_outputs // tp + 2 * self.width if self.bias else 0
-        return self.matrices_in_block(tp=tp) + biases + 2 * self.norm_parameters
+        """Numbers in one block."""
+        return sum(part.numbers for part in self.block_parts(tp=tp))
 
     def matrices_in_block(self, *, tp: int) -> int:
         """Numbers in one block's matrices that a rank holds."""
-        by_outputs = self.width + 2 * self.keys_width + self.inner_width
-        return self.width * (by_outputs + self.width + self.hidden_width) // tp
+        return sum(part.numbers for part in self.block_parts(tp=tp) if part.dims == 2)
 
-    def end_parameters(self, *, is_first: bool, is_last: bool) -> int:
-        """Numbers that a stage holds of the embeddings (first stage), and of the last norm and the head (last)."""
+    def end_parts(self, *, is_first: bool, is_last: bool) -> list[Part]:
+        """What a stage holds of the embeddings (first stage), and of the last norm and the head (last)."""
         table = self.vocab_size * self.width
         places = self.context * self.width if self.positions == "learned" else 0
-        head = self.norm_parameters + (0 if self.tied and is_first else table)
-        return (table + places if is_first else 0) + (head if is_last else 0)
+        first = [Part("embedding.weight", 2, table), Part("embedding.positions.weight", 2, places)]
+        last = [
+            Part("norm.weight", 1, self.norm_parameters),
+            Part("head.weight", 2, 0 if self.tied and is_first else table),
+        ]
+        return [*(first if is_first else []), *(last if is_last else [])]
+
+    def end_parameters(self, *, is_first: bool, is_last: bool) -> int:
+        """Numbers in them."""
+        return sum(part.numbers for part in self.end_parts(is_first=is_first, is_last=is_last))
 
 
 @frozen
@@ -120,8 +148,9 @@ class LayoutFacts:
     """Whether matrix products are in bfloat16; the parameters stay float32."""
     positions: int
     """Of one sample: the data's, which may be shorter than the model's context."""
-    moments: int = 2
-    """Numbers that the optimizer keeps of each parameter."""
+    optim: OptimSection = field(default_factory=OptimSection)
+    num_averages: int = 0
+    """Averages of the parameters, e.g. of a callback `EMA`."""
 
     @property
     def tokens(self) -> int:
@@ -153,6 +182,13 @@ class LayoutFacts:
     def held(self, stage: int) -> int:
         """Numbers that such a rank would hold without sharding."""
         return self.blocks(stage) * self.shape.block_parameters(tp=self.layout.tp) + self.ends(stage)
+
+    def kept_by_optimizer(self, stage: int) -> int:
+        """Numbers that the optimizer of such a rank would keep without sharding."""
+        ends = self.shape.end_parts(is_first=stage == 0, is_last=stage == self.layout.pp - 1)
+        parts = [(self.blocks(stage), part) for part in self.shape.block_parts(tp=self.layout.tp)]
+        parts += [(1, part) for part in ends]
+        return sum(many * part.numbers * self.optim.num_kept(part.name, dims=part.dims) for many, part in parts)
 
     def kept_in_block(self, recompute: str) -> float:
         """Bytes that one block keeps for the backward pass per position.
@@ -265,16 +301,14 @@ def facts_of(config: RunConfig, layout: ParallelLayout, batch: BatchPlan, *, hal
         settings=config.parallel,
         half=half,
         positions=positions,
-        moments=num_moments(config.optim),
+        optim=config.optim,
+        num_averages=num_averages(config),
     )
 
 
-def num_moments(optim: OptimSection) -> int:
-    """Returns how many numbers an optimizer keeps of each parameter; two where it is not known."""
-    if optim._target_ == "torch.optim.SGD":
-        return 1 if optim.keywords.get("momentum") else 0
-    # Of embeddings and whatever else AdamW has beside Muon it is two.
-    return 1 if optim._target_ == "torch.optim.Muon" else 2
+def num_averages(config: RunConfig) -> int:
+    """Returns how many averages of the parameters callbacks keep."""
+    return sum(callback.get("_target_") == _EMA for callback in config.callbacks)
 
 
 @frozen
@@ -286,6 +320,8 @@ class RankMemory:
     gradient_bytes: int
     """Those that are held at that moment."""
     optimizer_bytes: int
+    average_bytes: int = 0
+    """Averages of the parameters (callback `EMA`)."""
     gathered_bytes: int = 0
     """Whole parameters where a rank holds a shard: while one block is computed and the next is fetched."""
     activation_bytes: int
@@ -296,11 +332,13 @@ class RankMemory:
     @property
     def total_bytes(self) -> int:
         """All of it on the device."""
-        state = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        state = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.average_bytes
         return state + self.gathered_bytes + self.activation_bytes
 
 
-def replica_memory(*, trained: int, other: int, activations: int, accumulation: int, moments: int = 2) -> RankMemory:
+def replica_memory(
+    *, trained: int, other: int, activations: int, accumulation: int, optimizer: int, averages: int = 0
+) -> RankMemory:
     """Returns what a rank holds that has a whole model.
 
     Args:
@@ -308,12 +346,14 @@ def replica_memory(*, trained: int, other: int, activations: int, accumulation: 
         other: bytes of buffers and frozen parameters.
         activations: bytes of one micro-batch, at the peak.
         accumulation: micro-batches of a step; the gradients of those before the last are held beside DDP's buckets.
-        moments: numbers that the optimizer keeps of each parameter.
+        optimizer: bytes of what the optimizer keeps.
+        averages: averages of the parameters.
     """
     return RankMemory(
         weight_bytes=trained + other,
         gradient_bytes=trained * (2 if accumulation > 1 else 1),
-        optimizer_bytes=moments * trained,
+        optimizer_bytes=optimizer,
+        average_bytes=averages * trained,
         activation_bytes=activations,
     )
 
@@ -346,8 +386,11 @@ def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
     if stage == layout.pp - 1:
         loss, behind = facts.passing_at_end()
         moments += [(kept + facts.kept_at_end() + loss, 2, before), (kept + behind, 0, before)]
-    own = FLOAT * -(-facts.held(stage) // layout.shard_size)
-    on_device = 0 if facts.settings.cpu_offload else own
+    own, optimizer = (
+        FLOAT * -(-numbers // layout.shard_size) for numbers in (facts.held(stage), facts.kept_by_optimizer(stage))
+    )
+    is_here = not facts.settings.cpu_offload
+    on_device = own * is_here
     activations, gathered, copies = max(
         ((int(kept), _gathered(facts, stage, num_blocks=count), copies) for kept, count, copies in moments),
         key=lambda moment: moment[0] + moment[1] + moment[2] * on_device,
@@ -355,10 +398,11 @@ def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
     return RankMemory(
         weight_bytes=on_device + (shape.buffer_bytes if layout.is_replicated else 0),
         gradient_bytes=copies * on_device,
-        optimizer_bytes=facts.moments * on_device,
+        optimizer_bytes=optimizer * is_here,
+        average_bytes=facts.num_averages * on_device,
         gathered_bytes=gathered,
         activation_bytes=activations,
-        offloaded_bytes=(1 + facts.moments + copies) * (own - on_device),
+        offloaded_bytes=0 if is_here else (1 + facts.num_averages + copies) * own + optimizer,
     )
 
 

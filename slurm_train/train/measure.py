@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def measure_model(config: RunConfig, *, batch_size: int, half: bool) -> dict[str, Any]:
-    """Returns `trained_bytes` and `other_bytes` of a model and, where a batch passes through it, `activation_bytes`.
+    """Returns bytes of a model: `trained_bytes`, `optimizer_bytes`, `other_bytes`; of a batch `activation_bytes`.
 
     Args:
         config: the run's configuration.
@@ -61,6 +61,11 @@ def measure_model(config: RunConfig, *, batch_size: int, half: bool) -> dict[str
         frozen = [one for one in model.parameters() if not one.requires_grad]
         return {
             "trained_bytes": sum(one.nbytes for one in trained),
+            "optimizer_bytes": sum(
+                one.nbytes * config.optim.num_kept(name, dims=one.dim())
+                for name, one in model.named_parameters()
+                if one.requires_grad
+            ),
             "other_bytes": sum(one.nbytes for one in (*frozen, *model.buffers())),
             **_try_forward(
                 objective, map_tensors(lambda one: torch.zeros(one.shape, dtype=one.dtype), batch), half=half

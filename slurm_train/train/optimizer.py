@@ -14,7 +14,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ def require_rules_fit(model: nn.Module, *, optim: OptimSection) -> None:
     """
     names = [name for name, _ in model.named_parameters()]
     for index, rule in enumerate(optim.rules()):
-        if rule.match and rule._target_ is None and not any(_fits(name, rule) for name in names):
+        if rule.match and rule._target_ is None and not any(rule.fits(name) for name in names):
             raise ConfigError(
                 f"optim.groups[{index}].match={rule.match} fits no parameter of {type(model).__name__}",
                 hint=f"a pattern is compared with the whole name, e.g. {names[0]}; * stands for any text",
@@ -79,7 +78,7 @@ def _settings_of(name: str, parameter: Tensor, *, optim: OptimSection, rules: Se
     """Returns the class of a parameter's optimizer, and its keywords in which groups differ."""
     decay = optim.weight_decay if parameter.dim() >= 2 else 0.0
     for rule in rules:
-        if _fits(name, rule) and (not rule.dims or parameter.dim() in _as_list(rule.dims)):
+        if rule.fits(name, dims=parameter.dim()):
             scale = rule.lr_scale if rule.lr is None else rule.lr / optim.lr
             return {
                 TARGET: rule._target_ or optim._target_,
@@ -88,14 +87,6 @@ def _settings_of(name: str, parameter: Tensor, *, optim: OptimSection, rules: Se
                 **rule.keywords,
             }
     return {TARGET: optim._target_, "weight_decay": decay}
-
-
-def _fits(name: str, rule: GroupRule) -> bool:
-    return not rule.match or any(fnmatchcase(name, pattern) for pattern in _as_list(rule.match))
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _build(path: str, groups: list[dict[str, Any]], *, optim: OptimSection) -> Optimizer:

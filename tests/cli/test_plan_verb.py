@@ -113,14 +113,15 @@ def test_steps_that_grow_are_told_with_all_their_samples_and_their_gradients(she
         ("optim=adamw", "AdamW 9.7 MiB"),
         ("optim=sgd", "SGD 4.8 MiB"),
         ("optim=sgd optim.momentum=0", "activations"),
-        ("optim=muon", "Muon 4.8 MiB"),
+        ("optim=muon", "Muon and AdamW 5.0 MiB"),
+        ("callbacks=[{_target_:slurm_train.train.callbacks.EMA}]", "AdamW 9.7 MiB, average 4.8 MiB"),
         ("optim._target_=torch.optim.NAdam optim.lr=1e-3", "NAdam 9.7 MiB"),
     ],
 )
 def test_what_an_optimizer_keeps_is_counted(shell: Shell, words: str, kept: str) -> None:
     memory = rows_of(shell, f"+cluster=2x4 {words}")["memory"]
     assert f"gradients 4.8 MiB, {kept}" in memory
-    assert ("numbers per parameter are assumed" in memory) == ("uon" in words or "NAdam" in words)
+    assert ("of NAdam, 2 numbers per parameter are assumed" in memory) == ("NAdam" in words)
 
 
 def test_unequal_shares_are_told_and_their_memory_counted(shell: Shell) -> None:
@@ -183,7 +184,7 @@ def test_json_holds_all_of_it_and_nothing_else_is_printed(shell: Shell) -> None:
     assert (done.code, done.err) == (0, "")
     assert facts["script"] == shell.types("plan +cluster=2x4").out and facts["world"]["size"] == 8
     memory = facts["memory"]
-    parts = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
+    parts = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "average_bytes", "activation_bytes")
     assert memory["total_bytes"] == sum(memory[name] for name in parts) and memory["host_copy_bytes"] > 0
     assert facts["slurm"]["is_accepted"] is True and facts["worst_loss"]["notice_s"] == 20.0
     cost = {"unit": "GPU-hours", "per_attempt_h": 8.0, "limit_min": 60, "left_h": None, "left_steps": 300}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import nn
 from slurm_train.assets import read_asset
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout
-from slurm_train.config.schema import ParallelSection
+from slurm_train.config.schema import OptimSection, ParallelSection, build_config
 from slurm_train.distributed.parallelize import prepare_blocks
 from slurm_train.distributed.pipeline import keep_stages
 from slurm_train.estimate import memory
@@ -31,6 +31,7 @@ from slurm_train.estimate.memory import (
 from slurm_train.models import head
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
+from slurm_train.train.optimizer import build_optimizer
 
 GPT_TARGET = "slurm_train.models.gpt.GPT"
 SHAPE = {"vocab_size": 300, "context": 64, "num_layers": 3, "num_heads": 4, "width": 64, "hidden": 96, "tied": False}
@@ -136,8 +137,38 @@ def test_stages_hold_the_parameters_that_the_formula_says(pp: int, form: dict[st
         assert found.optimizer_bytes == 2 * trained
 
 
+OPTIMS: dict[str, dict[str, Any]] = {
+    **{name: yaml.safe_load(read_asset("conf/optim", f"{name}.yaml")) for name in ("adamw", "sgd", "muon")},
+    "plain sgd": {"_target_": "torch.optim.SGD"},
+    "rules": {"groups": [{"match": "*attention*", "dims": 2, "_target_": "torch.optim.Muon"}, {"match": "*head*"}]},
+}
+
+
+@forms
+@pytest.mark.parametrize("name", OPTIMS)
+def test_the_optimizer_keeps_what_the_formula_says(name: str, form: dict[str, Any]) -> None:
+    model, optim = build(form), build_config(OptimSection, OPTIMS[name], path="optim.")
+    optimizer = build_optimizer(model, optim=optim)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    kept = [one for state in optimizer.state.values() for one in state.values() if one is not None and one.dim() > 0]
+    facts = replace(facts_of(ParallelLayout(), form=form), optim=optim)
+    assert facts.kept_by_optimizer(0) == sum(one.numel() for one in kept)
+    assert rank_memory(facts, stage=0).optimizer_bytes == sum(one.nbytes for one in kept)
+
+
+def test_averages_are_divided_as_the_parameters_are() -> None:
+    for layout in (ParallelLayout(), ParallelLayout(dp_shard=4), ParallelLayout(tp=2, dp_shard=2)):
+        memory = rank_memory(replace(facts_of(layout), num_averages=2), stage=0)
+        assert memory.average_bytes == memory.optimizer_bytes
+        assert memory.total_bytes == rank_memory(facts_of(layout), stage=0).total_bytes + memory.average_bytes
+
+
 def test_a_whole_model_holds_gradients_twice_where_micro_batches_add_up() -> None:
-    one, four = (replica_memory(trained=10, other=1, activations=50, accumulation=count) for count in (1, 4))
+    one, four = (
+        replica_memory(trained=10, other=1, activations=50, accumulation=count, optimizer=20) for count in (1, 4)
+    )
     assert (one.weight_bytes, one.gradient_bytes, one.optimizer_bytes, one.total_bytes) == (11, 10, 20, 91)
     assert four.gradient_bytes == 20
 

@@ -27,6 +27,7 @@ def test_a_measured_gpt_is_what_the_formula_says(half: bool) -> None:
     found, facts = measured(GPT, half=half), facts_of(config, ParallelLayout(), batch, half=half)
     assert facts is not None
     assert (found["trained_bytes"], found["other_bytes"]) == (4 * facts.shape.parameters, facts.shape.buffer_bytes)
+    assert found["optimizer_bytes"] == 4 * facts.kept_by_optimizer(0)
     assert found["activation_bytes"] == pytest.approx(rank_memory(facts, stage=0).activation_bytes, rel=0.1)
 
 
