@@ -18,7 +18,7 @@ A message says what was asked, what was found and what to do; `hint` carries the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 EXIT_DONE = 0
 EXIT_FAILURE = 1
@@ -70,6 +70,17 @@ class ClusterError(SlurmTrainError):
     """Slurm is absent, refuses the request, or has not what was asked."""
 
     exit_code = EXIT_WRONG_USE
+
+
+Check = tuple[bool, str, str]
+"""Whether something is wrong, what, and what to do."""
+
+
+def require_all(checks: Iterable[Check], kind: type[SlurmTrainError] = ConfigError) -> None:
+    """Raises an error of this kind for the first check that found something wrong."""
+    for is_wrong, message, hint in checks:
+        if is_wrong:
+            raise kind(message, hint=hint)
 
 
 class RunError(SlurmTrainError):

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 from slurm_train.cli.selection import filter_where, parse_runs, summary
 from slurm_train.cli.terminal import note
@@ -27,7 +26,7 @@ from slurm_train.status.run_status import read_statuses, subjects_of
 def main(words: Sequence[str]) -> int:
     """Cancels the named runs and returns 0; a run that is not active is an error."""
     arguments = parse_runs("cancel", words)
-    root, commands = Path(arguments.root), SlurmCommands(os.environ)
+    root, commands = arguments.root, SlurmCommands(os.environ)
     if len(arguments.runs) == 1 and (sweep := find_sweep(root, arguments.runs[0])) is not None:
         cancel_sweep(sweep, commands, where=arguments.where)
         return 0

@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     check_bytes = arguments.action == "verify"
     good = "verified" if check_bytes else "complete"
-    root = find_run(Path(arguments.root), arguments.run).checkpoints
+    root = find_run(arguments.root, arguments.run).checkpoints
     kept = find_kept(root)
     rows: list[tuple[str, ...]] = []
     for path, found in survey(root, verify if check_bytes else read_manifest):
@@ -86,7 +86,7 @@ def find_checkpoint(word: str, *, root: Path) -> Path:
 def _diff(arguments: argparse.Namespace) -> int:
     from slurm_train.checkpoint.load import differences, read_model
 
-    paths = [find_checkpoint(word, root=Path(arguments.root)) for word in (arguments.first, arguments.second)]
+    paths = [find_checkpoint(word, root=arguments.root) for word in (arguments.first, arguments.second)]
     (one, tensors), (other, other_tensors) = (read_model(path) for path in paths)
     mine, theirs = asdict(one), asdict(other)
     changed = [key for key in mine if key != "files" and mine[key] != theirs[key]]
@@ -101,7 +101,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
-    run = find_run(Path(arguments.root), arguments.run)
+    run = find_run(arguments.root, arguments.run)
     keep = load_config(run.config).checkpoint.keep if arguments.keep is None else arguments.keep
     commands, holder = SlurmCommands(os.environ), this_process()
     take_lock(run.lock, holder, is_alive=lambda current: holder_lives(current, commands))
@@ -132,7 +132,7 @@ def _collect(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from slurm_train.checkpoint.load import export_model, export_to, read_model
 
-    path, target = find_checkpoint(arguments.checkpoint, root=Path(arguments.root)), Path(arguments.target)
+    path, target = find_checkpoint(arguments.checkpoint, root=arguments.root), Path(arguments.target)
     if arguments.format == "hf":
         from slurm_train.models.pretrained import write_pretrained
 

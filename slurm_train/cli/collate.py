@@ -30,7 +30,7 @@ Cells = dict[str, Any]
 def main(words: Sequence[str]) -> int:
     """Prints or writes the table and returns 0."""
     arguments = parse_runs("collate", words)
-    sweep = _find(Path(arguments.root), arguments.sweep)
+    sweep = _find(arguments.root, arguments.sweep)
     statuses = look_once(subjects_of(read_table(sweep)), os.environ)
     rows = collate(statuses)
     _put_out(rows, arguments.format, arguments.out)

@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
     parts = list(PARTS) if arguments.only is None else read_names(arguments.only)
     if unknown := [name for name in parts if name not in PARTS]:
         raise ConfigError(f"--only {unknown[0]}: there is no such part", hint=f"parts: {', '.join(PARTS)}")
-    root = Path(arguments.root)
+    root = arguments.root
     old = find_run(root, arguments.run)
     new = find_run(root, arguments.other) if arguments.other else None
     found = compare(old, new, parts=parts, env=os.environ)

@@ -38,7 +38,13 @@ def main(words: Sequence[str]) -> int:
     arguments = parse("doctor", words)
     if arguments.settings:
         return _check_nodes(arguments.settings, dict(os.environ), as_json=arguments.json)
-    view = _ask_site(os.environ)
+    commands, view = SlurmCommands(os.environ, timeout_s=20.0), SiteView(has_slurm=False)
+    if commands.is_available():
+        runtimes = [name for name in _RUNTIMES if shutil.which(name)]
+        try:
+            view = SiteView(facts=gather_facts(commands, user=login_name()), runtimes=runtimes)
+        except ClusterError as err:
+            view = SiteView(away=err.message)
     findings = find_site_facts(view)
     table, sentences = (site_table(view), in_words(view)) if view.settings else ({}, [])
     if arguments.json:
@@ -55,21 +61,6 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.flush()
         note("the nodes themselves: python -m slurm_train doctor +cluster=NxG")
     return EXIT_FAILURE if any(finding.level == "error" for finding in findings) else EXIT_DONE
-
-
-def _ask_site(env: Mapping[str, str]) -> SiteView:
-    """Returns what Slurm's commands say on this machine."""
-    commands = SlurmCommands(env, timeout_s=20.0)
-    if not commands.is_available():
-        return SiteView(has_slurm=False)
-    try:
-        facts = gather_facts(commands, user=login_name())
-    except ClusterError as err:
-        return SiteView(away=err.message)
-    return SiteView(
-        facts=facts,
-        runtimes=[name for name in _RUNTIMES if shutil.which(name, path=env.get("PATH"))],
-    )
 
 
 def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bool) -> int:

@@ -9,7 +9,6 @@ of the run's data, and a GPU of this machine if there is one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ _NAME = "evaluations"
 def main(words: Sequence[str]) -> int:
     """Evaluates here and prints the result, or submits the evaluation; a second time it prints what is known."""
     arguments = parse_runs("evaluate", words)
-    checkpoint, run = find_saved(arguments.run, root=Path(arguments.root))
+    checkpoint, run = find_saved(arguments.run, root=arguments.root)
     plan = _plan(run, checkpoint, settings=arguments.settings, config_dir=arguments.config_dir)
     if not plan.run.result.exists():
         require_writable(plan.run)
@@ -110,19 +109,15 @@ def generate(words: Sequence[str]) -> int:
             raise ConfigError(f"{flag} must be at least {bound}, got {value}", hint=f"for example {flag} {bound}")
     if arguments.tokenizer is not None:
         arguments.tokenizer = str(Path(arguments.tokenizer).resolve())
-    checkpoint, run = find_saved(arguments.run, root=Path(arguments.root))
+    checkpoint, run = find_saved(arguments.run, root=arguments.root)
     import_from_snapshot(str(run.path), python_path=os.environ.get("PYTHONPATH", ""))
-    answer(_write(load_config(run.config), checkpoint, arguments))
-    return EXIT_DONE
-
-
-def _write(config: RunConfig, checkpoint: Path, arguments: argparse.Namespace) -> str:
     import torch
 
     from slurm_train.checkpoint.load import read_model, require_fit
     from slurm_train.train.build import build_model
     from slurm_train.train.metrics import sample_text
 
+    config = load_config(run.config)
     model = build_model(config, device=torch.device("cpu"))
     if not hasattr(model, "generate"):
         raise ConfigError(
@@ -145,7 +140,8 @@ def _write(config: RunConfig, checkpoint: Path, arguments: argparse.Namespace) -
         top_k=arguments.top_k,
         end=encoding.end_of_document,
     )
-    return prompt + text.removesuffix("\n\n")
+    answer(prompt + text.removesuffix("\n\n"))
+    return EXIT_DONE
 
 
 def _encoding(config: RunConfig, tokenizer: str | None) -> Encoding:

@@ -34,7 +34,7 @@ _POLL_S = 0.3
 def main(words: Sequence[str]) -> int:
     """Prints the log to stdout; with -f goes on until the run is finished or Ctrl-C."""
     arguments = parse_runs("logs", words)
-    run, attempt, rank = find_run(Path(arguments.root), arguments.run), arguments.attempt, arguments.rank
+    run, attempt, rank = find_run(arguments.root, arguments.run), arguments.attempt, arguments.rank
     printer = LogPrinter(run, rank, attempt=attempt, env=os.environ)
     log = choose_log(run, attempt=attempt, rank=rank)
     if arguments.follow:

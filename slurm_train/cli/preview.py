@@ -89,14 +89,19 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
     """
     config = plan.config
     # Another interpreter may have what this one lacks.
-    if config.track != TrackSection() and (config.cluster is None or config.cluster.python is None):
+    has_this_python = config.cluster is None or config.cluster.python is None
+    if config.track != TrackSection() and has_this_python:
         from slurm_train.tools.trackers import require_installed
 
         require_installed(config.track)
-    if config.trains and (config.model or {}).get("_target_") == CAUSAL_LM:
-        _require_causal_lm(config, cwd=cwd)
     if config.trains:
-        require_readable(config.data or {}, vocab_size=num_token_ids(config.model or {}, cwd=cwd), cwd=cwd)
+        model = config.model or {}
+        if model.get("_target_") == CAUSAL_LM:
+            require_source(model_type=model.get("model_type"), path=model.get("path"), cwd=cwd)
+            if has_this_python and importlib.util.find_spec("transformers") is None:
+                hint = "pip install 'slurm-train[hf]'"
+                raise ConfigError("model=hf needs transformers, which is not installed", hint=hint)
+        require_readable(config.data or {}, vocab_size=num_token_ids(model, cwd=cwd), cwd=cwd)
         weights = config.train.init_from
         if weights is not None and not (cwd / Path(weights).expanduser()).exists():
             raise ConfigError(
@@ -150,14 +155,6 @@ def _calls_of(optim: OptimSection) -> dict[str, dict[str, Any] | None]:
         passed = {"_args_": [0], "warmup_samples": 0, "total_samples": 0}
         calls["optim.schedule"] = {"_target_": None, **optim.schedule, **passed}
     return calls
-
-
-def _require_causal_lm(config: RunConfig, *, cwd: Path) -> None:
-    model = config.model or {}
-    require_source(model_type=model.get("model_type"), path=model.get("path"), cwd=cwd)
-    has_other_python = config.cluster is not None and config.cluster.python is not None
-    if not has_other_python and importlib.util.find_spec("transformers") is None:
-        raise ConfigError("model=hf needs transformers, which is not installed", hint="pip install 'slurm-train[hf]'")
 
 
 def warn_unexported_keys(config: RunConfig, env: Mapping[str, str]) -> None:
@@ -302,15 +299,23 @@ def plan_outputs(
     """
     from slurm_train.config.hydra import read_output
 
-    found = []
+    found, taken = list[RunOutput](), dict[Path, RunDirectory]()
     for number, (plan, own) in enumerate(zip(plans, words, strict=True), start=first):
         output = read_output(settings, plan.config, own, number=number if settings.words.multirun else None)
-        if output is not None:
-            found.append(RunOutput(plan.run, _alias(output.path, cwd), output))
-    _refuse_same(found)
-    for one in found:
-        if one.alias is not None:
-            require_free(one.alias, one.run)
+        if output is None:
+            continue
+        alias = None if output.path is None else Path(cwd, Path(output.path).expanduser())
+        # The folder that the words were typed in is Hydra's way to say nowhere.
+        if alias is None or alias.resolve() == cwd.resolve():
+            alias = None
+        elif taken.setdefault(alias, plan.run) != plan.run:
+            raise ConfigError(
+                f"two runs of the sweep would both be at {alias}",
+                hint="put ${hydra.job.num} or ${hydra.job.override_dirname} into hydra.sweep.subdir",
+            )
+        found.append(RunOutput(plan.run, alias, output))
+    for alias, run in taken.items():
+        require_free(alias, run)
     return found
 
 
@@ -336,19 +341,3 @@ def say_outputs(outputs: Sequence[RunOutput]) -> None:
     if aliases:
         more = f" (and {len(aliases) - 1} more)" if len(aliases) > 1 else ""
         note(f"  found at      {aliases[0]}{more}: a link to the run directory")
-
-
-def _alias(path: str | None, cwd: Path) -> Path | None:
-    """Returns the asked path; None for the folder that the words were typed in, which is Hydra's way to say nowhere."""
-    alias = None if path is None else Path(cwd, Path(path).expanduser())
-    return None if alias is None or alias.resolve() == cwd.resolve() else alias
-
-
-def _refuse_same(outputs: Sequence[RunOutput]) -> None:
-    seen: dict[Path, RunOutput] = {}
-    for one in outputs:
-        if one.alias is not None and seen.setdefault(one.alias, one).run != one.run:
-            raise ConfigError(
-                f"two runs of the sweep would both be at {one.alias}",
-                hint="put ${hydra.job.num} or ${hydra.job.override_dirname} into hydra.sweep.subdir",
-            )

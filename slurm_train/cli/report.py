@@ -13,7 +13,6 @@ from slurm_train.cli.terminal import note
 from slurm_train.errors import RunError
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.lookup import find_run
-from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep, sweep_of
 from slurm_train.status.run_status import Subject, subjects_of
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 def main(words: Sequence[str]) -> int:
     """Writes the page, prints its path and returns 0."""
     arguments = parse_runs("report", words)
-    root, png = Path(arguments.root), arguments.png and Path(arguments.png)
+    root, png = arguments.root, arguments.png and Path(arguments.png)
     if png:
         from slurm_train.tools.report.pictures import require_matplotlib
 
@@ -36,7 +35,11 @@ def main(words: Sequence[str]) -> int:
         run = find_run(root, arguments.what)
         if arguments.what in (None, run.name) and (of := sweep_of(run)) is not None:
             note(f"the newest run, one of a sweep; all of it: `report {of.sweep_id}`")
-        document, default = read_run(run), run.report
+        from slurm_train.tools.report.run import run_document
+
+        (one,) = look_once([Subject(run)], os.environ)
+        facts = {"state": one.state.label, "note": one.note, "nodelist": one.nodelist or ""}
+        document, default = run_document(run, **facts, now_unix_s=time.time()), run.report
     _put_out(document, Path(arguments.out) if arguments.out else default, is_shared=bool(arguments.out))
     if png:
         from slurm_train.tools.report.pictures import write_pictures
@@ -44,14 +47,6 @@ def main(words: Sequence[str]) -> int:
         for path in write_pictures(document, png):
             print(path)
     return 0
-
-
-def read_run(run: RunDirectory) -> Document:
-    """Returns everything that is known of a run."""
-    from slurm_train.tools.report.run import run_document
-
-    (one,) = look_once([Subject(run)], os.environ)
-    return run_document(run, state=one.state.label, note=one.note, nodelist=one.nodelist or "", now_unix_s=time.time())
 
 
 def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> Document:

@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> int:
     """Submits the run's own script again, or trains on here; prints `<job id> <run directory>`."""
     arguments = parse_runs("resume", words)
     settings: list[str] = arguments.settings
-    env, root = dict(os.environ), Path(arguments.root)
+    env, root = dict(os.environ), arguments.root
     accept = {name for text in arguments.accept for name in read_names(text)}
     check_names(accept)
     start = Start(words=["resume", *words], env=env, accept=accept)

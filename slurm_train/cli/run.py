@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import answer, note
 from slurm_train.config.words import read_words
-from slurm_train.errors import EXIT_DONE, ConfigError, RunError
+from slurm_train.errors import EXIT_DONE, ConfigError, RunError, require_all
 from slurm_train.launch.snapshot import ask_git
 from slurm_train.rundir.files import read_json
 
@@ -40,8 +40,7 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
     """
     flags = read_words(words)
     env, cwd = dict(os.environ), Path.cwd()
-    if flags.json or flags.measure or flags.suggest is not None:
-        flag = "--json" if flags.json else "--measure" if flags.measure else "--suggest"
+    if flag := next((f"--{name}" for name in ("json", "measure", "suggest") if getattr(flags, name)), ""):
         raise ConfigError(f"{flag} goes with `plan`", hint=f"write `plan {flag} ...` to look at the run first")
     if flags.only_prints:
         from slurm_train.config.compose import Composer
@@ -144,7 +143,6 @@ def write(words: Sequence[str]) -> int:
     git = ask_git(cwd, env)
     from slurm_train.cli.preview import look_at, read_settings_of
     from slurm_train.cli.start import Start
-    from slurm_train.launch.placement import require_all
     from slurm_train.launch.plan import plan_run
 
     settings = read_settings_of(flags)

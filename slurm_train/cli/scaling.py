@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import note
 from slurm_train.config.words import Words, read_words, split_word
-from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, require_all
 from slurm_train.frozen_class import frozen
 from slurm_train.rundir.jobs import read_job
 from slurm_train.slurm.commands import SlurmCommands
@@ -200,28 +200,27 @@ def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) 
 
 
 def _require_something_to_time(plan: RunPlan) -> None:
-    refusals = (
-        (not plan.config.trains, "a function or script of your own measures nothing", "scaling is for the trainer"),
-        (
-            not plan.layout.is_replicated,
-            f"scaling times whole replicas, parallel asks for {plan.layout}",
-            "leave parallel.* out: a cut model does not fit the smallest size, and sends other things",
-        ),
-        (
-            not plan.world.is_even or plan.world.min_nodes is not None,
-            f"scaling compares numbers of equal nodes, the words ask for {plan.world.nodes_in_words}",
-            "give one number of nodes and one number of GPUs for all of them, e.g. +cluster=4x8",
-        ),
-        (
-            plan.config.batch.shares != "even",
-            "scaling gives all ranks equal shares, batch.shares was set",
-            "leave batch.shares out: unequal shares would hide what a slow rank costs",
-        ),
-        (plan.world.size == 1, "scaling needs two ranks or more", "write +cluster=NxG, e.g. +cluster=4x8"),
+    require_all(
+        [
+            (not plan.config.trains, "a function or script of your own measures nothing", "scaling is for the trainer"),
+            (
+                not plan.layout.is_replicated,
+                f"scaling times whole replicas, parallel asks for {plan.layout}",
+                "leave parallel.* out: a cut model does not fit the smallest size, and sends other things",
+            ),
+            (
+                not plan.world.is_even or plan.world.min_nodes is not None,
+                f"scaling compares numbers of equal nodes, the words ask for {plan.world.nodes_in_words}",
+                "give one number of nodes and one number of GPUs for all of them, e.g. +cluster=4x8",
+            ),
+            (
+                plan.config.batch.shares != "even",
+                "scaling gives all ranks equal shares, batch.shares was set",
+                "leave batch.shares out: unequal shares would hide what a slow rank costs",
+            ),
+            (plan.world.size == 1, "scaling needs two ranks or more", "write +cluster=NxG, e.g. +cluster=4x8"),
+        ]
     )
-    for is_so, message, hint in refusals:
-        if is_so:
-            raise ConfigError(message, hint=hint)
 
 
 def plan_of(flags: Words, *, env: Mapping[str, str], cwd: Path) -> RunPlan:

@@ -87,13 +87,13 @@ def parse_runs(verb: str, words: Sequence[str]) -> argparse.Namespace:
 
 def find_root(arguments: argparse.Namespace) -> None:
     """Sets the root to that of the runs that ids name; a root that is typed is the only one that is looked at."""
-    if arguments.root == DEFAULT_ROOT:
+    arguments.root, default = Path(arguments.root), Path(DEFAULT_ROOT)
+    if arguments.root == default:
         named = [getattr(arguments, name, None) for name in _NAMED]
         for word in (word for one in named for word in ([one] if isinstance(one, str) else one or [])):
-            place = root_of(word.partition("@")[0], Path(DEFAULT_ROOT), os.environ)
-            if place != Path(DEFAULT_ROOT):
-                note(f"{word} is below {place}")
-                arguments.root = str(place)
+            arguments.root = root_of(word.partition("@")[0], default, os.environ)
+            if arguments.root != default:
+                note(f"{word} is below {arguments.root}")
                 break
 
 
@@ -106,7 +106,7 @@ def read_selection(arguments: argparse.Namespace, words: Sequence[str]) -> Selec
     if arguments.last is not None and arguments.last < 1:
         raise ConfigError(f"--last must be at least 1, got {arguments.last}", hint="write --last 5")
     return Selection(
-        root=Path(arguments.root),
+        root=arguments.root,
         words=words,
         where=arguments.where,
         states=read_states(arguments.state, option="--state") if arguments.state is not None else None,

@@ -25,8 +25,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
 from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, require_slurm, salloc_words
-from slurm_train.launch.batch_script import render_script, renewed_warning
-from slurm_train.launch.container import RankCommand
+from slurm_train.launch.batch_script import RankCommand, render_script, renewed_warning
 from slurm_train.launch.plan import RunPlan, SweepPlan, replan_run
 from slurm_train.launch.snapshot import Source, read_source
 from slurm_train.launch.write import link_code, put_on_record, write_run, write_shared_code, write_table_of
@@ -273,7 +272,12 @@ class Start:
                 held.enter_context(submitting_sweep(sweep))
                 if plan.uses_cluster:
                     find_lost_arrays(sweep, commands)
-            missing = _missing_runs([one.run for one in plan.plans], commands)
+            runs = {one.run for one in plan.plans}
+            finished = {run for run in runs if run.result.exists()}
+            active = set(find_active([one.run for one in plan.plans if one.run not in finished], commands))
+            missing = runs - finished - active
+            if len(missing) < len(runs):
+                note(f"{len(finished)} runs are finished, {len(active)} active; {len(missing)} to submit")
             todo = [(run, script) for run, script in scripts.items() if run in missing]
             arrays = plan_arrays(sweep, todo, commands, max_parallel=plan.max_parallel, example=plan.plans[0])
             if not is_known:
@@ -415,16 +419,6 @@ class Start:
 
         answer(f"- {sweep.path}")
         return train_each(sweep, elements, num_parallel=config.sweep.max_parallel or 1, env=self.env)
-
-
-def _missing_runs(runs: Sequence[RunDirectory], commands: SlurmCommands) -> set[RunDirectory]:
-    """Returns the runs that are neither finished nor active, and prints how many of each there are."""
-    finished = {run for run in runs if run.result.exists()}
-    active = set(find_active([run for run in runs if run not in finished], commands))
-    missing = set(runs) - finished - active
-    if len(missing) < len(runs):
-        note(f"{len(finished)} runs are finished, {len(active)} active; {len(missing)} to submit")
-    return missing
 
 
 def wait_for_runs(

@@ -64,7 +64,7 @@ def main(words: Sequence[str]) -> int:
     every_s, arguments.runs = _read_watch(arguments)
     find_root(arguments)
     runs = arguments.runs
-    if not runs and arguments.root == DEFAULT_ROOT and not list_runs(Path(DEFAULT_ROOT)):
+    if not runs and arguments.root == Path(DEFAULT_ROOT) and not list_runs(Path(DEFAULT_ROOT)):
         runs = [str(run.path) for run in newest_runs(known_roots(os.environ), arguments.last or _MOST_ELSEWHERE)]
         if runs:
             note(f"no run below {Path(DEFAULT_ROOT).resolve()}; your newest runs elsewhere:")

@@ -106,18 +106,14 @@ def _stand_by(run: RunDirectory, attempt: int, agent: threading.Thread, *, paren
             due_s = time.monotonic() + FENCE_EVERY_S
             # A file system that refuses now is asked again in a moment.
             with contextlib.suppress(OSError):
-                _look_at_attempt(run, attempt)
+                newest = newest_round(run, attempt)
+                if max(existing_attempts(run), default=newest) > newest:
+                    _end_ranks(EXIT_FAILURE, f"attempt {newest} was overtaken by a newer one")
+                mark = first_mark(run, newest)
+                if mark is not None and mark.exit_code == EXIT_WRONG_USE:
+                    # The same input fails the same way, so nothing is started again.
+                    _end_ranks(EXIT_WRONG_USE, str(mark))
     return asked
-
-
-def _look_at_attempt(run: RunDirectory, attempt: int) -> None:
-    newest = newest_round(run, attempt)
-    if max(existing_attempts(run), default=newest) > newest:
-        _end_ranks(EXIT_FAILURE, f"attempt {newest} was overtaken by a newer one")
-    mark = first_mark(run, newest)
-    if mark is not None and mark.exit_code == EXIT_WRONG_USE:
-        # The same input fails the same way, so nothing is started again.
-        _end_ranks(EXIT_WRONG_USE, str(mark))
 
 
 def children_of(parent: int) -> list[int]:

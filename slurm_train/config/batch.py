@@ -14,12 +14,12 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, OptimSection, RunConfig
-from slurm_train.errors import BatchError
+from slurm_train.errors import BatchError, Check, require_all
 from slurm_train.formatting import shorten
 from slurm_train.frozen_class import frozen
 
@@ -194,57 +194,63 @@ def check_batch(config: RunConfig, plan: BatchPlan, *, layout: ParallelLayout, r
     """
     if not config.trains:
         return
-    parts, shares = plan.ranks * plan.accumulation, config.batch.shares
-    if wrong := [after for after in config.batch.growth if not after.isdecimal()]:
-        raise BatchError(
-            f"batch.growth has {wrong[0]!r} where a number of steps is wanted",
-            hint='write for example "batch.growth={1000: 2}": after 1000 steps each takes two global batches',
+    require_all(_conflicts(config, plan, layout), BatchError)
+    planned_sizes(config, plan, ranks_per_node=ranks_per_node)
+
+
+def _conflicts(config: RunConfig, plan: BatchPlan, layout: ParallelLayout) -> Iterator[Check]:
+    parts, shares, cluster = plan.ranks * plan.accumulation, config.batch.shares, config.cluster
+    for after in config.batch.growth:
+        yield (
+            not after.isdecimal(),
+            f"batch.growth has {after!r} where a number of steps is wanted",
+            'write for example "batch.growth={1000: 2}": after 1000 steps each takes two global batches',
         )
-    if config.batch.growth and layout.pp > 1:
-        raise BatchError(
+        yield (
+            layout.pp > 1,
             f"batch.growth in a pipeline of {layout.pp} stages, whose schedule has a fixed number of micro-batches",
-            hint="leave batch.growth out, or parallel.pp at 1",
+            "leave batch.growth out, or parallel.pp at 1",
         )
-    if config.batch.by_length and layout.pp > 1:
-        raise BatchError(
+    if config.batch.by_length:
+        yield (
+            layout.pp > 1,
             f"batch.by_length=true in a pipeline of {layout.pp} stages, which exchange micro-batches of one shape",
-            hint="leave batch.by_length at false, or parallel.pp at 1",
+            "leave batch.by_length at false, or parallel.pp at 1",
         )
-    if config.batch.by_length and parts > 1 and plan.global_size < LEAST_SHARE * parts:
-        raise BatchError(
+        yield (
+            parts > 1 and plan.global_size < LEAST_SHARE * parts,
             f"batch.by_length=true with a global batch of {plan.as_sum()}: a batch of long samples has as few as "
             f"{max(1, plan.global_size // LEAST_SHARE)} of them, for {parts} micro-batches",
-            hint=f"set batch.global_size to {LEAST_SHARE * parts} or more, or lower batch.accumulation",
+            f"set batch.global_size to {LEAST_SHARE * parts} or more, or lower batch.accumulation",
         )
-    if shares != "even":
-        for is_so, what, hint in _conflicts(config, layout):
-            if is_so:
-                raise BatchError(f"batch.shares={_shown(shares)} was asked with {what}", hint=hint)
-        planned_sizes(config, plan, ranks_per_node=ranks_per_node)
-
-
-def _conflicts(config: RunConfig, layout: ParallelLayout) -> list[tuple[bool, str, str]]:
-    """Returns what unequal shares exclude: whether it is asked for, what it is, and what to do."""
-    is_measured, cluster = config.batch.shares == "measured", config.cluster
-    return [
-        (not layout.is_replicated, f"a layout of {layout}", "leave batch.shares at even, or use dp_replicate alone"),
-        (config.batch.by_length, "batch.by_length=true, which shares out by length", "leave one of the two out"),
-        (
-            config.ddp.comm == "post_local_sgd",
-            "ddp.comm=post_local_sgd, whose averages give every node the same weight",
-            "leave batch.shares at even, or choose another ddp.comm",
-        ),
-        (
-            is_measured and config.train.deterministic,
-            "train.deterministic=true, and what is measured differs from start to start",
-            "give weights, e.g. batch.shares=[2,1]",
-        ),
-        (
-            not is_measured and cluster is not None and cluster.launcher == "torchrun",
-            "cluster.launcher=torchrun, which numbers the nodes anew at each start",
-            "use batch.shares=measured, or cluster.launcher=srun",
-        ),
-    ]
+    if shares == "even":
+        return
+    asked = f"batch.shares={_shown(shares)} was asked with"
+    yield (
+        not layout.is_replicated,
+        f"{asked} a layout of {layout}",
+        "leave batch.shares at even, or use dp_replicate alone",
+    )
+    yield (
+        config.batch.by_length,
+        f"{asked} batch.by_length=true, which shares out by length",
+        "leave one of the two out",
+    )
+    yield (
+        config.ddp.comm == "post_local_sgd",
+        f"{asked} ddp.comm=post_local_sgd, whose averages give every node the same weight",
+        "leave batch.shares at even, or choose another ddp.comm",
+    )
+    yield (
+        shares == "measured" and config.train.deterministic,
+        f"{asked} train.deterministic=true, and what is measured differs from start to start",
+        "give weights, e.g. batch.shares=[2,1]",
+    )
+    yield (
+        shares != "measured" and cluster is not None and cluster.launcher == "torchrun",
+        f"{asked} cluster.launcher=torchrun, which numbers the nodes anew at each start",
+        "use batch.shares=measured, or cluster.launcher=srun",
+    )
 
 
 @frozen

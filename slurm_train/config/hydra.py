@@ -32,7 +32,7 @@ from slurm_train.config.compose import TASK_NAME, Composed, Composer
 from slurm_train.config.frozen import NOT_IDENTITY, is_below
 from slurm_train.config.schema import RunConfig, flat, to_mapping
 from slurm_train.config.words import Words, prepare_overrides, split_word
-from slurm_train.errors import ConfigError
+from slurm_train.errors import ConfigError, require_all
 from slurm_train.frozen_class import frozen
 
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -145,16 +145,21 @@ class HydraSettings:
         Raises:
             ConfigError: as said.
         """
-        if self.stays_here and config.cluster is not None:
-            raise ConfigError(
-                "hydra/launcher=basic runs here, but a cluster is asked for",
-                hint="drop hydra/launcher=basic to go through Slurm, or +cluster to run here",
-            )
-        if self.stays_here and (config.sweep.max_parallel or 1) > 1:
-            raise ConfigError(
-                f"hydra/launcher=basic runs one after the other, but sweep.max_parallel={config.sweep.max_parallel}",
-                hint="drop hydra/launcher=basic, or sweep.max_parallel",
-            )
+        at_once, name = config.sweep.max_parallel or 1, "hydra/launcher=basic"
+        require_all(
+            [
+                (
+                    self.stays_here and config.cluster is not None,
+                    f"{name} runs here, but a cluster is asked for",
+                    f"drop {name} to go through Slurm, or +cluster to run here",
+                ),
+                (
+                    self.stays_here and at_once > 1,
+                    f"{name} runs one after the other, but sweep.max_parallel={at_once}",
+                    f"drop {name}, or sweep.max_parallel",
+                ),
+            ]
+        )
 
     @property
     def sweeper_needs_values(self) -> bool:

@@ -384,9 +384,9 @@ class TrackSection:
 
     tensorboard: bool = False
     """Writes TensorBoard events into the run directory (extra: tensorboard)."""
-    wandb: WandbSection = field(default_factory=WandbSection)
-    mlflow: MlflowSection = field(default_factory=MlflowSection)
-    trackio: TrackioSection = field(default_factory=TrackioSection)
+    wandb: WandbSection = WandbSection()
+    mlflow: MlflowSection = MlflowSection()
+    trackio: TrackioSection = TrackioSection()
     timeout_s: float = 120.0
     """Seconds that a tracker may take to start or to accept lines; then it is ended and started again later."""
     close_timeout_s: float = 15.0
@@ -503,21 +503,21 @@ class RunConfig:
 
     seed: int = 0
     launch: Launch = "slurm"
-    run: RunSection = field(default_factory=RunSection)
+    run: RunSection = RunSection()
     model: dict[str, Any] | None = None
     data: dict[str, Any] | None = None
-    batch: BatchSection = field(default_factory=BatchSection)
-    optim: OptimSection = field(default_factory=OptimSection)
-    train: TrainSection = field(default_factory=TrainSection)
-    ddp: DdpSection = field(default_factory=DdpSection)
-    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
-    health: HealthSection = field(default_factory=HealthSection)
-    preflight: PreflightSection = field(default_factory=PreflightSection)
-    requeue: RequeueSection = field(default_factory=RequeueSection)
-    sweep: SweepSection = field(default_factory=SweepSection)
-    track: TrackSection = field(default_factory=TrackSection)
+    batch: BatchSection = BatchSection()
+    optim: OptimSection = OptimSection()
+    train: TrainSection = TrainSection()
+    ddp: DdpSection = DdpSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    health: HealthSection = HealthSection()
+    preflight: PreflightSection = PreflightSection()
+    requeue: RequeueSection = RequeueSection()
+    sweep: SweepSection = SweepSection()
+    track: TrackSection = TrackSection()
     callbacks: list[dict[str, Any]] = field(default_factory=list)
-    parallel: ParallelSection = field(default_factory=ParallelSection)
+    parallel: ParallelSection = ParallelSection()
     cluster: ClusterSection | None = None
     site: str | None = None
     container: ContainerSection | None = None

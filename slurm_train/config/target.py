@@ -214,7 +214,7 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
     """
     import difflib
 
-    for nested in _targets_in(mapping):
+    for nested in targets_in(mapping):
         _refuse_path(nested)
     if not mapping or TARGET not in mapping or str(mapping[TARGET]).startswith("slurm_train."):
         return
@@ -253,15 +253,15 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
         _check_call(f"{key}.{TARGET}={target}", signature, positional, given, is_partial=is_partial)
 
 
-def _targets_in(value: Any) -> Iterator[str]:
-    """Yields every `_target_` of a mapping, also inside lists and other mappings."""
+def targets_in(value: Any) -> Iterator[str]:
+    """Yields every `_target_` that is set in a mapping, also inside lists and other mappings."""
     if isinstance(value, Mapping):
-        if TARGET in value:
+        if value.get(TARGET):
             yield str(value[TARGET])
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _targets_in(inner)
+            yield from targets_in(inner)
 
 
 def _find_longest(words: Sequence[str], search: Sequence[str]) -> tuple[ModuleSpec | None, list[str]]:

@@ -267,8 +267,10 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
             continue
         # With the dot, the mapping as a whole is one as well: cluster.env={A: 1}.
         is_open = f"{key}.".startswith(_OPEN_MAPPINGS) or ("." in key and key.split(".")[0] in custom)
-        if not sign and not is_open:
-            _check_key(key, value)
+        # A group, with or without a package, has options of its own.
+        is_group = "/" in key or re.split(r"[.@]", key)[0] in (*_CUSTOM_GROUPS, "experiment", "hydra")
+        if not (sign or is_open or is_group or key in all_keys(RunConfig)):
+            raise unknown_key_error(key, all_keys(RunConfig), value=value)
         added = "++" if is_open else "+" if key in _OPTIONAL_GROUPS else ""
         prepared.append(f"{sign or added}{key}={_as_typed(key, value)}")
     return prepared
@@ -302,13 +304,6 @@ def _minutes(text: str) -> int:
         f"cluster.time={text} is no time limit",
         hint="write it as Slurm does, D-HH:MM:SS, HH:MM:SS or minutes: cluster.time=4:00:00",
     )
-
-
-def _check_key(key: str, value: str) -> None:
-    head = key.split(".")[0].split("@")[0]
-    known = all_keys(RunConfig)
-    if "/" not in key and head not in (*_CUSTOM_GROUPS, "experiment", "hydra") and key not in known:
-        raise unknown_key_error(key, known, value=value)
 
 
 def _as_typed(key: str, value: str) -> str:

@@ -37,7 +37,7 @@ from slurm_train.rundir.sweep import (
     write_table,
 )
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.flags import sbatch_line
+from slurm_train.slurm.flags import flag_word
 
 _DEFAULT_MAX_ARRAY_SIZE = 1001
 # An array has a name and a log of its own.
@@ -128,7 +128,7 @@ def render_array(plan: ArrayPlan, sweep: SweepDirectory, number: int) -> str:
     own = {"job-name": name, "array": spec, "output": str(array.logs / "%a.log")}
     return read_template("array.sh").format(
         title=f"{name}: {len(plan.runs)} runs",
-        sbatch="\n".join([*(sbatch_line(*flag) for flag in own.items()), *plan.directives]),
+        sbatch="\n".join([*(f"#SBATCH {flag_word(*flag)}" for flag in own.items()), *plan.directives]),
         runs=shlex.quote(str(array.runs)),
     )
 

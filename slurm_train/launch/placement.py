@@ -10,13 +10,13 @@ import math
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import AXES, ParallelLayout, solve_layout
 from slurm_train.config.schema import RunConfig
-from slurm_train.errors import BatchError, ConfigError
+from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.frozen_class import frozen_positional
 from slurm_train.slurm.commands import run_program
 
@@ -25,17 +25,6 @@ _GPT = "slurm_train.models.gpt.GPT"
 _CNN = "slurm_train.models.cnn.CNN"
 CAUSAL_LM = "slurm_train.models.causal_lm.causal_lm"
 """The target of model=hf."""
-
-Check = tuple[bool, str, str]
-"""Whether something is wrong, what, and what to do."""
-
-
-def require_all(checks: Iterable[Check]) -> None:
-    """Raises a ConfigError for the first check that found something wrong."""
-    for is_wrong, message, hint in checks:
-        if is_wrong:
-            raise ConfigError(message, hint=hint)
-
 
 # --- the world: ranks on nodes ---
 

@@ -28,9 +28,9 @@ from slurm_train.config.batch import (
 from slurm_train.config.frozen import ID_DIGITS, config_hash
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import SCALABLE_COMMS, BatchSection, RunConfig, to_mapping
-from slurm_train.errors import BatchError, ConfigError
+from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.frozen_class import frozen
-from slurm_train.launch.placement import Check, World, check_pipeline, plan_layout, plan_world, require_all
+from slurm_train.launch.placement import World, check_pipeline, plan_layout, plan_world
 from slurm_train.rundir.lookup import run_of_hash
 from slurm_train.rundir.paths import RunDirectory, require_room
 from slurm_train.rundir.sweep import Element, SweepDirectory
@@ -227,14 +227,10 @@ def default_name(composed: Composed) -> str:
         return Path(config.script[0]).stem
     if config.task:
         return str(config.task.get("_target_", "task")).rpartition(".")[2]
-    return "-".join(_part_name(composed, group) for group in ("model", "data"))
-
-
-def _part_name(composed: Composed, group: str) -> str:
-    choice = composed.choices.get(group)
-    if choice != "custom":
-        return str(choice)
-    return str(composed.mapping[group]["_target_"]).rpartition(".")[2].lower()
+    names = {group: str(composed.choices.get(group)) for group in ("model", "data")}
+    for group in (group for group in names if names[group] == "custom"):
+        names[group] = str(composed.mapping[group]["_target_"]).rpartition(".")[2].lower()
+    return "-".join(names.values())
 
 
 def _conflicts(config: RunConfig) -> Iterator[Check]:

@@ -19,10 +19,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, field, replace
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -208,16 +207,11 @@ class Source:
 
 def names_own_code(config: RunConfig) -> bool:
     """Returns whether a configuration names code that does not ship with this package."""
+    from slurm_train.config.target import targets_in
+
     parts = (config.model, config.data, config.task, config.callbacks, asdict(config.optim))
-    return config.script is not None or any(not one.startswith(("slurm_train.", "torch.")) for one in _targets(parts))
-
-
-def _targets(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        yield from (str(one) for key, one in value.items() if key == "_target_" and one)
-    if isinstance(value, (dict, list, tuple)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _targets(one)
+    own = (one for one in targets_in(parts) if not one.startswith(("slurm_train.", "torch.")))
+    return config.script is not None or any(own)
 
 
 def read_source(

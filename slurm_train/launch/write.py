@@ -112,9 +112,6 @@ def write_run(
     if isinstance(code, Source):
         keep = run.before_change(change.number) / "code" if change is not None and change.code else None
         write_snapshot(code, run.code, index=run.code_index, keep=keep)
-    elif isinstance(code, RunDirectory):
-        for own, other in zip(_snapshot(run), _snapshot(code), strict=True):
-            link_snapshot(own, other)
     elif code is not None:
         link_code(run, code)
     durable = change is not None
@@ -176,12 +173,11 @@ def write_shared_code(sweep: SweepDirectory, source: Source) -> Path:
     return code
 
 
-def link_code(run: RunDirectory, code: Path) -> None:
-    """Makes a run use a shared snapshot from now on."""
-    others = (code, code.with_suffix(".files.json"), code.with_suffix(".json"))
-    for own, other in zip(_snapshot(run), others, strict=True):
+def link_code(run: RunDirectory, code: Path | RunDirectory) -> None:
+    """Makes a run use a shared snapshot, or that of another run, from now on."""
+    if isinstance(code, RunDirectory):
+        others = (code.code, code.code_index, code.provenance)
+    else:
+        others = (code, code.with_suffix(".files.json"), code.with_suffix(".json"))
+    for own, other in zip((run.code, run.code_index, run.provenance), others, strict=True):
         link_snapshot(own, other)
-
-
-def _snapshot(run: RunDirectory) -> tuple[Path, Path, Path]:
-    return run.code, run.code_index, run.provenance

@@ -89,14 +89,14 @@ def check_flag_value(value: str) -> str:
     return shlex.quote(value)
 
 
-def sbatch_line(name: str, value: str | None) -> str:
-    """Returns one directive without line end: `#SBATCH --name=value`, or `#SBATCH --name` for None.
+def flag_word(name: str, value: str | bool) -> str:
+    """Returns a flag as it stands in a directive or a command: `--name=value`, or `--name` for True.
 
     Raises:
         ConfigError: as `check_flag_name` and `check_flag_value`.
     """
-    flag = f"#SBATCH --{check_flag_name(name)}"
-    return flag if value is None else f"{flag}={check_flag_value(value)}"
+    flag = f"--{check_flag_name(name)}"
+    return flag if value is True else f"{flag}={check_flag_value(str(value))}"
 
 
 def check_env_name(name: str) -> str:

@@ -88,7 +88,19 @@ def parse_sinfo(text: str) -> list[Partition]:
     found = []
     for name, lines in rows.items():
         _, starred, state, _, job_size, max_time, default_time, *_ = lines[0]
-        most = job_size.rpartition("-")[2]
+        most, groups = job_size.rpartition("-")[2], list[NodeGroup]()
+        for _, _, _, num_nodes, *_, gres, cpus, memory, node_state in lines:
+            gpus_per_node, gpu_type = parse_gpus(gres)
+            group = NodeGroup(
+                num_nodes=int(num_nodes),
+                gpus_per_node=gpus_per_node,
+                gpu_type=gpu_type,
+                # "64+" where nodes of one line differ: the smallest of them.
+                cpus_per_node=int(cpus.rstrip("+")),
+                memory_per_node_mb=int(memory.rstrip("+")),
+                state=node_state,
+            )
+            groups += [group] if group.num_nodes else []
         found.append(
             Partition(
                 name=name,
@@ -97,24 +109,10 @@ def parse_sinfo(text: str) -> list[Partition]:
                 max_nodes=int(most) if most.isdigit() else None,
                 max_time_min=time_limit_min(max_time),
                 default_time_min=time_limit_min(default_time),
-                groups=tuple(_node_group(line) for line in lines if line[3] != "0"),
+                groups=tuple(groups),
             )
         )
     return found
-
-
-def _node_group(row: list[str]) -> NodeGroup:
-    num_nodes, gres, cpus, memory, state = row[3], row[7], row[8], row[9], row[10]
-    gpus_per_node, gpu_type = parse_gpus(gres)
-    return NodeGroup(
-        num_nodes=int(num_nodes),
-        gpus_per_node=gpus_per_node,
-        gpu_type=gpu_type,
-        # "64+" where nodes of one line differ: the smallest of them.
-        cpus_per_node=int(cpus.rstrip("+")),
-        memory_per_node_mb=int(memory.rstrip("+")),
-        state=state,
-    )
 
 
 def time_limit_min(text: str) -> int | None:
@@ -319,31 +317,20 @@ class Refusal(enum.Enum):
     OTHER = "run `sbatch --test-only` on the script by hand"
 
 
-# Searched in order in the lower-cased text: the first that occurs decides.
-_NEEDLES = {
+# Searched in order, in text of any case: the first that occurs decides.
+_PATTERNS = {
     # First: its explanation mentions time limits too.
-    "accounting/qos policy": Refusal.POLICY,
-    "partition name": Refusal.PARTITION,
-    "invalid partition": Refusal.PARTITION,
-    "not permitted to use this partition": Refusal.PARTITION,
-    "invalid qos": Refusal.QOS,
-    "invalid account": Refusal.ACCOUNT,
-    "time limit": Refusal.TIME_LIMIT,
-    "--time specification": Refusal.TIME_LIMIT,
-    "invalid node name": Refusal.NODE_NAME,
-    "feature specification": Refusal.FEATURE,
-    "reservation": Refusal.RESERVATION,
-    "node configuration is not available": Refusal.RESOURCES,
-    "partition configuration not available": Refusal.RESOURCES,
-    "node count": Refusal.RESOURCES,
-    "more processors": Refusal.RESOURCES,
-    "generic resource": Refusal.RESOURCES,
-    "gres": Refusal.RESOURCES,
-    "memory specification": Refusal.RESOURCES,
-    "option": Refusal.OPTION,
-    "specification": Refusal.OPTION,
-    "directive": Refusal.OPTION,
-    "unmatched": Refusal.OPTION,
+    Refusal.POLICY: "accounting/qos policy",
+    Refusal.PARTITION: "partition name|invalid partition|not permitted to use this partition",
+    Refusal.QOS: "invalid qos",
+    Refusal.ACCOUNT: "invalid account",
+    Refusal.TIME_LIMIT: "time limit|--time specification",
+    Refusal.NODE_NAME: "invalid node name",
+    Refusal.FEATURE: "feature specification",
+    Refusal.RESERVATION: "reservation",
+    Refusal.RESOURCES: "(node|partition) configuration (is )?not available|node count|more processors|generic resource"
+    "|gres|memory specification",
+    Refusal.OPTION: "option|specification|directive|unmatched",
 }
 _ESTIMATE = re.compile(
     # A heterogeneous job's line has neither "nodes" nor the partition.
@@ -381,5 +368,6 @@ def read_verdict(return_code: int, text: str) -> TestVerdict:
     lines = [_PREFIX.sub("", line.strip()) for line in text.splitlines()]
     messages = [line for line in lines if line and not line.startswith("Try ")]
     message = "; ".join(messages[-2:]) or "sbatch gave no reason"
-    refusal = next((refusal for needle, refusal in _NEEDLES.items() if needle in message.lower()), Refusal.OTHER)
+    found = (refusal for refusal, pattern in _PATTERNS.items() if re.search(pattern, message, re.IGNORECASE))
+    refusal = next(found, Refusal.OTHER)
     return TestVerdict(is_accepted=False, refusal=refusal, message=message)

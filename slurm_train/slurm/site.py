@@ -72,20 +72,17 @@ def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:
     partitions = commands.partitions()
     records = ask("partitions", commands.show_partitions) or []
     associations = ask("accounts", lambda: commands.associations(user)) or []
+    # The database writes names in lower case, scontrol as they were configured.
+    cluster = settings.get("ClusterName", "").lower()
+    mine = [one for one in associations if one.cluster.lower() == cluster]
     return SiteFacts(
         settings=settings,
         partitions=partitions,
         records=records,
-        associations=_of_cluster(associations, settings.get("ClusterName", "")),
+        associations=mine or associations,
         qos=ask("QOS", commands.all_qos) or [],
         problems=problems,
     )
-
-
-def _of_cluster(associations: Sequence[Association], cluster: str) -> list[Association]:
-    # The database writes names in lower case, scontrol as they were configured.
-    mine = [one for one in associations if one.cluster.lower() == cluster.lower()]
-    return mine or list(associations)
 
 
 def preemption_in(facts: SiteFacts, qos: str, partition: str) -> Preemption:

@@ -16,7 +16,7 @@ from slurm_train.config.schema import ClusterSection, build_config
 from slurm_train.config.site_profile import SiteFile, SitePartition, SiteQos, with_site
 from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen_positional
-from slurm_train.slurm.flags import resource_flags, sbatch_line
+from slurm_train.slurm.flags import flag_word, resource_flags
 from slurm_train.slurm.policy import (
     Association,
     NodeGroup,
@@ -327,7 +327,7 @@ def trial_script(site: SiteFile, partition: str, changes: Mapping[str, Any] | No
     per_node = site.partitions[partition].gpus_per_node or 1
     flags = resource_flags(build_config(ClusterSection, given), per_node=per_node)
     flags = {"nodes": "1", "ntasks-per-node": str(per_node), **flags}
-    return "\n".join(["#!/bin/sh", *(sbatch_line(name, str(value)) for name, value in flags.items()), "true", ""])
+    return "\n".join(["#!/bin/sh", *(f"#SBATCH {flag_word(*flag)}" for flag in flags.items()), "true", ""])
 
 
 def try_site(site: SiteFile, partitions: Mapping[str, Partition], ask: Ask) -> tuple[SiteFile, list[str]]:

@@ -26,7 +26,7 @@ sleep 0.5; echo $job
 """
 
 
-@pytest.mark.parametrize("words", [("+cluster=1x1",), ("resume", "3f9a1c07")], ids=["first command", "resume"])
+@pytest.mark.parametrize("words", [("+cluster=1x1",), ("resume", "3f9a1c07")])
 def test_of_two_who_type_the_same_at_once_one_submits(words: tuple[str, ...], shell: Shell) -> None:
     (shell.slurm.folder / "sbatch").write_text(SBATCH.format(here=shell.slurm.folder))
     if words[0] == "resume":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_train.rundir.files import read_json
 from slurm_train.rundir.jobs import Holder, release_lock, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory
 from tests.cli.conftest import Shell
@@ -37,9 +38,9 @@ def test_every_active_job_is_cancelled_the_newest_first(
         shell.slurm.queue(job_id, word)
     done = shell.types("cancel 3f9a1c07")
     assert done.code == 0 and "`resume 3f9a1c07` continues it" in done.err
-    assert (shell.slurm.said("cancelled") or "").split() == cancelled
+    assert shell.slurm.said("cancelled").split() == cancelled
     stop = {"jobs": sorted(cancelled), "newest_job": int(cancelled[0])}
-    assert json.loads(run.stop_file.read_text()) == stop, "a job that is on its way must not take over"
+    assert read_json(run.stop_file) == stop, "a job that is on its way must not take over"
 
 
 def test_a_job_that_nobody_recorded_is_found_by_the_lock_and_by_its_script(shell: Shell) -> None:
@@ -52,7 +53,7 @@ def test_a_job_that_nobody_recorded_is_found_by_the_lock_and_by_its_script(shell
         shell.slurm.queue(job_id, "PENDING")
     assert shell.types("cancel 3f9a1c07").code == 0
     assert shell.slurm.said("cancelled") == "22 21 20\n"
-    assert json.loads(run.stop_file.read_text())["newest_job"] == 23, "a job of this number is on its way already"
+    assert read_json(run.stop_file)["newest_job"] == 23, "a job of this number is on its way already"
 
 
 def test_what_is_not_active_or_not_named_clearly_is_left_alone(shell: Shell) -> None:

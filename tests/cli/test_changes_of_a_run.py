@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.data.shards import known_fingerprint
 from slurm_train.errors import DataError, RunError
 from slurm_train.rundir.events import read_changes
+from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.saving import Continuity, build_continuity
 from tests.cli.conftest import Shell
@@ -24,13 +24,13 @@ CODE = "class Model: ...\nclass Data: ...\n"
 
 def continuity_of(run: RunDirectory) -> Continuity:
     """Returns what the ranks of a run compare, as it is configured now."""
-    size = json.loads(run.plan.read_text())["batch"]["global_size"]
+    size = read_json(run.plan)["batch"]["global_size"]
     return build_continuity(run, load_config(run.config), global_size=size, data="d1", num_samples=100)
 
 
 def save(run: RunDirectory, step: int = 40, **changes: Any) -> Manifest:
     """Leaves a checkpoint of the run as it is configured now, without weights."""
-    plan = json.loads(run.plan.read_text())
+    plan = read_json(run.plan)
     facts: dict[str, Any] = {
         "step": step,
         "samples": step * plan["batch"]["global_size"],
@@ -100,7 +100,7 @@ def test_what_was_accepted_is_on_record_and_what_it_replaced_is_kept(shell: Shel
     assert (change.number, change.step, change.config) == (1, 40, {"optim.lr": [0.003, 0.0001]})
     assert (run.before_change(1) / "config.yaml").read_bytes() == old
     assert load_config(run.config).optim.lr == 1e-4
-    assert json.loads(run.plan.read_text())["lr"]["planned"] == 1e-4
+    assert read_json(run.plan)["lr"]["planned"] == 1e-4
     shell.slurm.account("4711", "CANCELLED by 0")
     assert shell.types("resume", run.run_id).code == 0, "accepted once is enough"
 
@@ -113,7 +113,7 @@ def test_another_size_keeps_the_global_batch_and_no_more_samples_on_a_rank(
     word: str, shell: Shell, run: RunDirectory
 ) -> None:
     shell.submits(f"resume {run.run_id} {word} cluster.partition=small")
-    plan = json.loads(run.plan.read_text())
+    plan = read_json(run.plan)
     found = (plan["world"]["size"], plan["batch"]["local_size"], plan["batch"]["accumulation"])
     assert found == SIZES[word] and plan["batch"]["global_size"] == 96
     script = shell.slurm.said("submitted.sh") or ""
@@ -128,7 +128,7 @@ def test_a_global_batch_that_must_change_takes_the_learning_rate_along(shell: Sh
     shell.submits(f"{words} --accept batch.global_size,optim.lr_retune")
     planned = pytest.approx(0.003 * 98 / 96)
     lr = {"planned": planned, "configured": 0.003, "retune": "linear", "tuned_for_global_size": 96}
-    assert json.loads(run.plan.read_text())["lr"] == lr
+    assert read_json(run.plan)["lr"] == lr
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 
 from slurm_train.tools.completion import candidates, read_table
 from slurm_train.verbs import PUBLIC_VERBS
-from tests.support.command_line import Person
+from tests.support.command_line import Person, write
 
 
 @pytest.fixture(scope="session")
@@ -39,13 +39,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "runs" / run).mkdir(parents=True)
     (tmp_path / "runs" / "odd" / "$(reboot)").mkdir(parents=True)
     (tmp_path / "other" / "far" / "66aa1c07").mkdir(parents=True)
-    for name, text in {
-        "study.yaml": "",
-        "model/own.yaml": "_target_: x\nhidden: 3\n",
-        "cluster/jupiter.yaml": "",
-    }.items():
-        (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "site" / name).write_text(text)
+    own = {"study.yaml": "", "model/own.yaml": "_target_: x\nhidden: 3\n", "cluster/jupiter.yaml": ""}
+    write(tmp_path / "site", own)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -306,7 +301,7 @@ KEYS = (
 )
 
 
-@pytest.mark.parametrize(("name", "argv", "start"), SHELLS, ids=[name for name, _, _ in SHELLS])
+@pytest.mark.parametrize(("name", "argv", "start"), SHELLS)
 def test_a_person_types_tab(
     name: str,
     argv: list[str],

@@ -43,27 +43,22 @@ def test_a_controller_that_does_not_answer_is_an_error(site: Any) -> None:
 
 
 def test_settings_without_a_cluster_are_refused(shell: Any) -> None:
-    done = shell.types("doctor", "optim.lr=1")
-    assert done.code == 2 and "asks for no nodes" in done.err
+    shell.refuses("asks for no nodes", "doctor optim.lr=1")
 
 
 def test_under_torchrun_there_is_nothing_to_look_with(site: Any) -> None:
-    done = site.types("doctor", "+cluster=2x1", "cluster.launcher=torchrun")
-    assert (
-        done.code == 2 and "under which there is no preflight" in done.err and "add cluster.launcher=srun" in done.err
-    )
+    err = site.refuses("under which there is no preflight", "doctor +cluster=2x1 cluster.launcher=torchrun")
+    assert "add cluster.launcher=srun" in err
 
 
 def test_a_job_that_slurm_would_not_take_is_refused(site: Any) -> None:
     site.slurm.refuse("sbatch: error: invalid partition specified: nowhere")
-    done = site.types("doctor", "+cluster=2x1", "cluster.partition=nowhere")
-    assert done.code == 2 and "Slurm would not take this job" in done.err
+    site.refuses("Slurm would not take this job", "doctor +cluster=2x1 cluster.partition=nowhere")
 
 
 def test_the_job_of_the_doctor_looks_and_does_not_train(site: Any) -> None:
-    done = site.types("doctor", "+cluster=2x1")
     # The fake job ends at once without a word.
-    assert done.code == 2 and "the job ended without a report on its nodes" in done.err
+    site.refuses("the job ended without a report on its nodes", "doctor +cluster=2x1")
     script = site.slurm.said("submitted.sh")
     assert "#SBATCH --job-name=.doctor-" in script and "#SBATCH --no-requeue" in script
     (config,) = site.folder.glob("runs/.doctor/*/config.yaml")

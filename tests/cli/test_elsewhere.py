@@ -39,7 +39,7 @@ def test_resume_logs_after_and_python_find_it_as_well(run: RunDirectory, shell: 
     shell.refuses("is active already", "resume 4711")
     shell.slurm.next_job(4712)
     shell.submits("+cluster=2x8 seed=2 after=4711")
-    assert "--dependency=afterok:4711" in (shell.slurm.said("submitted_words") or "")
+    assert "--dependency=afterok:4711" in shell.slurm.said("submitted_words")
     assert slurm_train.find("4711") == slurm_train.find(run.run_id) == slurm_train.Run(run.path)
 
 

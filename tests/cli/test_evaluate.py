@@ -44,7 +44,6 @@ def test_an_evaluation_is_a_run_of_its_own_below_the_run(shell: Shell, run: RunD
     assert own.path.parent == run.path / "evaluations"
     config = load_config(own.config)
     assert (config.train.evaluate_from or "").startswith(f"{run.checkpoints}/checkpoint_0000001_")
-    assert config.cluster is not None
     assert (config.cluster.nodes, config.cluster.partition) == (1, "gpu"), "another size of the run's cluster"
     assert [name for name in shell.left() if name not in before and "/evaluations" not in name] == []
     assert shell.submits("evaluate gpt-stdlib@2 +cluster=1x8") != own, "another checkpoint is another record"

@@ -39,7 +39,7 @@ def test_a_submission_is_that_of_the_command_line_and_prints_nothing(shell: Shel
     run = submits("+cluster=2x4", "optim.lr=3e-4")
     assert shell.capture.readouterr() == ("", "")
     assert (run.job_id, run.path.name) == ("4711", run.run_id)
-    assert "--nodes=2" in (shell.slurm.said("submitted.sh") or "")
+    assert "--nodes=2" in shell.slurm.said("submitted.sh")
     provenance = json.loads((run.path / "provenance.json").read_text())
     assert provenance["words"] == ["+cluster=2x4", "optim.lr=3e-4"]
     shell.slurm.queue("4711", "PENDING", reason="Resources")
@@ -66,7 +66,6 @@ def test_verbose_prints_the_plan_and_the_quiet_ends_with_the_call(shell: Shell) 
         (["+cluster=1x1", "--cfg", "job"], ConfigError, "submit nothing"),
         (["+cluster=1x1", "optim.lrr=1"], ConfigError, "optim.lr"),
     ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
 def test_what_is_no_submission_is_refused_before_anything_is_written(
     words: list[str], kind: type[SlurmTrainError], text: str, shell: Shell

@@ -44,7 +44,7 @@ def test_a_site_file_is_written_and_chosen_by_its_name(shell: Any, home: Path) -
 def test_the_name_is_the_clusters_own_unless_one_is_given(shell: Any, home: Path) -> None:
     assert shell.types("init", "--yes").out.endswith("site/devcluster.yaml\n")
     assert shell.types("init", "other", "--yes").out.endswith("site/other.yaml\n")
-    assert shell.types("init", "a/b", "--yes").code == 2
+    shell.refuses("cannot be the name of a site", "init a/b --yes")
 
 
 def test_it_can_be_written_elsewhere_and_found_there(shell: Any, home: Path) -> None:
@@ -56,29 +56,23 @@ def test_it_can_be_written_elsewhere_and_found_there(shell: Any, home: Path) -> 
 
 def test_without_slurm_there_is_nothing_to_look_at(shell: Any, home: Path) -> None:
     shell.leaves_slurm()
-    done = shell.types("init", "--yes")
-    assert done.code == 2 and "no sbatch on the PATH" in done.err and not home.exists()
+    shell.refuses("no sbatch on the PATH", "init --yes")
+    assert not home.exists()
 
 
 def test_an_existing_file_is_compared_and_kept_without_force(shell: Any, home: Path) -> None:
     path = Path(shell.types("init", "--yes").out.strip())
     assert "is up to date" in shell.types("init", "--yes").err
     path.write_text(path.read_text().replace("account: dev", "account: mine"))
-    done = shell.types("init", "--yes")
-    assert done.code == 2 and "-  account: mine\n+  account: dev" in done.err and "--force replaces it" in done.err
+    assert "--force replaces it" in shell.refuses("-  account: mine\n+  account: dev", "init --yes")
     assert "account: mine" in path.read_text()
     done = shell.types("init", "--yes", "--force")
     assert done.code == 0 and "+  account: dev" in done.err and "account: dev" in path.read_text()
 
 
-def test_without_a_terminal_and_without_yes_nothing_is_asked(shell: Any, home: Path) -> None:
-    done = shell.types("init")
-    assert done.code == 2 and "there is no terminal to answer at" in done.err and "--yes" in done.err
-    assert not home.exists()
-
-
-def test_printing_takes_the_defaults_without_a_terminal(shell: Any, home: Path) -> None:
-    printed = shell.types("init", "--print")
+def test_without_a_terminal_nothing_is_asked_and_printing_takes_the_defaults(shell: Any, home: Path) -> None:
+    assert "--yes" in shell.refuses("there is no terminal to answer at", "init")
+    printed = shell.types("init --print")
     assert printed.code == 0 and yaml.safe_load(printed.out)["cluster"]["qos"] == "normal" and not home.exists()
 
 
@@ -102,8 +96,8 @@ def test_a_person_answers_and_silence_is_the_default(shell: Any, home: Path, mon
 
 def test_answers_that_end_early_write_nothing(shell: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", Terminal("\n"))
-    done = shell.types("init")
-    assert done.code == 2 and "the answers ended early" in done.err and not home.exists()
+    shell.refuses("the answers ended early", "init")
+    assert not home.exists()
 
 
 def test_commands_that_refuse_are_told_in_the_file_and_here(shell: Any, home: Path) -> None:
@@ -123,12 +117,8 @@ def test_a_controller_that_is_away_costs_the_trial_alone(shell: Any, home: Path)
 
 def test_a_site_that_does_not_exist_is_named_with_those_that_do(shell: Any, home: Path) -> None:
     shell.types("init", "--yes")
-    done = shell.types("plan", "+cluster=1x1", "site=nowhere")
-    assert (
-        done.code == 2
-        and "there is no configuration 'site/nowhere'" in done.err
-        and "there are: devcluster" in done.err
-    )
+    err = shell.refuses("there is no configuration 'site/nowhere'", "plan +cluster=1x1 site=nowhere")
+    assert "there are: devcluster" in err
 
 
 def test_a_later_edit_of_the_file_changes_no_run(shell: Any, home: Path) -> None:

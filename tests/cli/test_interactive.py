@@ -89,7 +89,7 @@ def test_ctrl_c_before_anything_has_begun_gives_the_request_back(run: RunDirecto
 
 def test_outside_an_allocation_one_is_made(shell: Shell) -> None:
     assert shell.types("+cluster=2x4 launch=interactive cluster.time_limit_min=30").code == 7
-    words = (shell.slurm.said("salloc_words") or "").split()
+    words = shell.slurm.said("salloc_words").split()
     (run,) = [path.parent for path in (shell.folder / "runs").rglob("submit.sh")]
     assert words[-2:] == ["bash", str(run / "submit.sh")]
     assert {"--nodes=2", "--ntasks=8", "--gpus-per-node=4", "--time=30"} <= set(words)
@@ -105,8 +105,8 @@ def test_inside_one_the_script_runs_here_if_there_is_room(shell: Shell) -> None:
     lacks = "too small for this run: 1 nodes, 2 asked; 2 GPUs, 4 asked"
     assert "salloc --job-name" in shell.refuses(lacks, "+cluster=2x2 launch=interactive") and shell.left() == []
     assert shell.types("+cluster=1x2 launch=interactive").code == 0
-    assert (shell.slurm.said("bash_words") or "").strip().endswith("/submit.sh")
-    assert "SLURM_JOB_ID=55" in (shell.slurm.said("bash_env") or "")
+    assert shell.slurm.said("bash_words").strip().endswith("/submit.sh")
+    assert "SLURM_JOB_ID=55" in shell.slurm.said("bash_env")
     assert shell.slurm.said("salloc_words") is None
 
 

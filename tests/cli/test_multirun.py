@@ -38,7 +38,7 @@ def test_a_sweep_is_one_array_and_every_run_has_its_directory(shell: Shell) -> N
     assert read_runs(sweep.array(0)) == [element.run for element in found]
     for index, element in enumerate(found):
         record = read_job(element.run)
-        assert record is not None and record.job_id == element.job == f"4711_{index}"
+        assert record.job_id == element.job == f"4711_{index}"
         assert element.run.config.exists() and element.run.submit_script.exists() and element.run.logs.is_dir()
         assert element.run.code.resolve() == sweep.code / "000"
         assert json.loads(element.run.provenance.read_text())["words"] == [*SWEEP.split(), "sweep.max_parallel=2"]

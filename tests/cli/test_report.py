@@ -61,15 +61,9 @@ def test_pictures_are_written_beside(shell: Any) -> None:
 def test_what_cannot_be_done_is_said(shell: Any, monkeypatch: Any) -> None:
     shell.has_run(metrics=METRICS)
     path = Path(shell.types(*SWEEP).out.split()[1])
-    cases = [
-        (("report", "nothing"), "no run matches 'nothing'"),
-        (("report", "3f9a1c07", "--out", "no/such/page.html"), "no/such/page.html cannot be written"),
-        (("report", path.name, "--metric", "bleu"), "--metric bleu: no run has it"),
-    ]
-    for words, text in cases:
-        done = shell.types(*words)
-        assert done.code == 2 and text in done.err, words
+    shell.refuses("no run matches 'nothing'", "report nothing")
+    shell.refuses("no/such/page.html cannot be written", "report 3f9a1c07 --out no/such/page.html")
+    shell.refuses("--metric bleu: no run has it", f"report {path.name} --metric bleu")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = shell.types("report", "3f9a1c07", "--png", "x")
-    assert done.code == 2 and "pip install matplotlib" in done.err
+    shell.refuses("pip install matplotlib", "report 3f9a1c07 --png x")
     assert not (shell.folder / "x").exists()

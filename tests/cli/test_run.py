@@ -18,6 +18,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.words import read_words
 from slurm_train.launch.plan import plan_run
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.files import read_json
 from slurm_train.rundir.jobs import clear_dead, read_job, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory
 from tests.cli.conftest import Shell
@@ -35,7 +36,7 @@ def test_a_submission_prints_job_and_run_and_nothing_else_on_stdout(shell: Shell
     assert (done.code, done.out) == (0, f"4711 {run.path}\n")
     assert shell.slurm.said("submitted.sh") == shell.slurm.said("tested.sh") == run.submit_script.read_text()
     record = read_job(run)
-    assert record is not None and record.job_id == "4711"
+    assert record.job_id == "4711"
     assert load_config(run.config).cluster is not None
     assert json.loads(run.provenance.read_text())["words"] == words.split()
     for text in ("global batch  32 = 1 local x 32 ranks x 1 accumulation", f"status {run.run_id}", "logs -f", "cancel"):
@@ -52,7 +53,7 @@ def test_the_same_command_points_to_a_job_and_submits_again_at_any_size_after_it
     shell.slurm.queue("4711", "CANCELLED")
     shell.slurm.next_job(4712)
     assert shell.submits("+cluster=2x8") == run
-    assert json.loads(run.job.read_text())["job_ids"] == ["4711", "4712"]
+    assert read_json(run.job)["job_ids"] == ["4711", "4712"]
     assert "#SBATCH --nodes=2" in run.submit_script.read_text()
 
 

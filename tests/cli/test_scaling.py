@@ -42,7 +42,7 @@ def test_a_cluster_from_a_file_is_one_and_its_settings_count(tmp_path: Path) -> 
     assert (str(series.size), series.uses_cluster) == ("2x2", True)
     for point in series.points:
         plan = plan_of(series.words(point), env={}, cwd=tmp_path)
-        assert plan.config.cluster is not None and plan.config.cluster.partition == "big"
+        assert plan.config.cluster.partition == "big"
         assert plan.world.ranks_per_node == (point.size.per_node,) * point.size.nodes
 
 

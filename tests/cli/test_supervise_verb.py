@@ -86,7 +86,7 @@ def test_the_step_gets_its_attempt_and_where_to_meet(batch: Batch) -> None:
     (line,) = read_ledger(batch.run)
     assert (line["reason"], line["nodes"], line["world_size"]) == ("done", ["node2", "node3"], 8)
     record = read_job(batch.run)
-    assert record is not None and record.job_id == "77", "a script submitted by hand is this run's job from now on"
+    assert record.job_id == "77", "a script submitted by hand is this run's job from now on"
 
 
 def test_a_job_that_does_not_get_the_run_does_not_hide_the_one_that_has_it(batch: Batch) -> None:
@@ -96,7 +96,7 @@ def test_a_job_that_does_not_get_the_run_does_not_hide_the_one_that_has_it(batch
     done = batch.supervises()
     assert done.code == 2 and f"{batch.run.path} is being run by Slurm job 80" in done.err
     record = read_job(batch.run)
-    assert record is not None and record.job_ids == ("76",)
+    assert record.job_ids == ("76",)
     assert batch.run.stop_file.read_text() == "", "what is asked of another job is not this one's business"
 
 
@@ -150,7 +150,7 @@ def test_a_failing_rank_names_its_node_as_slurm_does(batch: Batch) -> None:
     env = {"SLURM_TRAIN_ATTEMPT": "0", "SLURM_PROCID": "3", "SLURMD_NODENAME": "gpu-a7"}
     assert batch.person.types("worker", str(batch.run.path), env=env).code != 0
     mark = first_mark(batch.run, 0)
-    assert mark is not None and (mark.rank, mark.host) == (3, "gpu-a7"), "--exclude takes no host names"
+    assert (mark.rank, mark.host) == (3, "gpu-a7"), "--exclude takes no host names"
 
 
 def plant(code: Path, canary: Path) -> None:
@@ -160,7 +160,7 @@ def plant(code: Path, canary: Path) -> None:
         (code / f"{name}.py").write_text(f"open({str(canary)!r}, 'a').write({name!r})\n")
 
 
-@pytest.mark.parametrize("is_open", [False, True], ids=["touched", "open to others"])
+@pytest.mark.parametrize("is_open", [False, True])
 def test_no_code_of_a_changed_copy_is_run_before_it_is_refused(shell: Shell, is_open: bool) -> None:
     job_id, run = shell.types("+cluster=2x4").job_and_run
     batch, canary = Batch(shell, run), shell.folder / "canary"

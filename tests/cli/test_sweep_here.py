@@ -53,7 +53,6 @@ def test_ctrl_c_stops_the_run_at_work_and_starts_no_other(person: Person) -> Non
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None
     sweep = SweepDirectory(Path(process.stdout.readline().split()[1]))
     first, second = (element.run for element in read_table(sweep))
     wait_for(lambda: read_ledger(first), within_s=60, what="the first run")

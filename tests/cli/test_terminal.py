@@ -69,7 +69,6 @@ def test_what_is_printed_to_a_pipe_that_nobody_reads_goes_on_in_a_file(tmp_path:
     log, pipe = tmp_path / "out.log", subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-c", code, str(log)], stdin=pipe, stdout=pipe, stderr=pipe)
     for stream in (process.stdout, process.stderr, process.stdin):
-        assert stream is not None
         stream.close()
     assert process.wait(timeout=60) == 7
     assert sorted(log.read_text().split()) == ["one", "three", "two"]

@@ -30,6 +30,7 @@ from slurm_train.config.schema import (
     TrainSection,
 )
 from slurm_train.errors import BatchError
+from tests.support.refusals import refusal
 
 Asked = tuple[int | None, int | None, int | None]
 
@@ -138,7 +139,6 @@ def test_a_plan_multiplies_up_and_keeps_what_was_asked(
 def check_refusal(err: BatchError, asked: BatchSection, ranks: int) -> None:
     """Every size that a refusal names must work."""
     sizes = re.search(r"batch\.global_size=(\d+)(?: or (\d+))?", err.hint)
-    assert sizes is not None
     for size in filter(None, sizes.groups()):
         assert solve_batch(replace(asked, global_size=int(size)), ranks=ranks).global_size == int(size)
 
@@ -175,9 +175,8 @@ REFUSED = [
 def test_what_does_not_multiply_up_is_refused_with_the_nearest_that_do(
     asked: Asked, ranks: int, message: str, hint: str
 ) -> None:
-    with pytest.raises(BatchError) as caught:
-        solve_batch(section(asked), ranks=ranks)
-    assert (caught.value.message, caught.value.hint) == (message, hint)
+    error = refusal(BatchError, solve_batch, section(asked), ranks=ranks)
+    assert (error.message, error.hint) == (message, hint)
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("none", 1e-3), ("linear", 4e-3), ("sqrt", 2e-3)])
@@ -238,9 +237,7 @@ def test_weights_are_of_nodes_or_of_ranks(
 
 
 def test_weights_that_do_not_fit_are_refused_with_what_would() -> None:
-    with pytest.raises(BatchError) as caught:
-        sizes_by_weight([2, 1, 1], SIX, ranks_per_node=FOUR_AND_TWO)
-    assert str(caught.value) == (
+    assert str(refusal(BatchError, sizes_by_weight, [2, 1, 1], SIX, ranks_per_node=FOUR_AND_TWO)) == (
         "batch.shares=[2,1,1] has 3 weights, for 6 ranks on nodes of 4 + 2\n"
         "hint: give one weight for each node or for each rank, or batch.shares=measured or even"
     )

@@ -22,6 +22,8 @@ from slurm_train.config.compose import (
 from slurm_train.config.schema import ContainerSection, OptimSection, RunConfig, build_config, to_mapping
 from slurm_train.config.words import Words, prepare_overrides, read_words
 from slurm_train.errors import ConfigError
+from tests.support.command_line import write
+from tests.support.refusals import refusal
 
 
 def composed(*words: str) -> Composed:
@@ -30,13 +32,6 @@ def composed(*words: str) -> Composed:
 
 def cluster_of(*words: str) -> Any:
     return composed(*words).config.cluster
-
-
-def write(folder: Path, files: dict[str, str]) -> str:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return str(folder)
 
 
 @pytest.mark.parametrize(
@@ -159,12 +154,11 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("word", "message", "hint"), REFUSALS, ids=[word for word, _, _ in REFUSALS])
+@pytest.mark.parametrize(("word", "message", "hint"), REFUSALS)
 def test_a_refusal_says_what_was_asked_and_what_to_do(word: str, message: str, hint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        composed(word)
-    assert caught.value.message.startswith(message) and caught.value.hint.startswith(hint)
-    assert caught.value.exit_code == 2
+    error = refusal(ConfigError, composed, word)
+    assert error.message.startswith(message) and error.hint.startswith(hint)
+    assert error.exit_code == 2
 
 
 @pytest.mark.parametrize("name", ["WANDB_API_KEY", "my_secret"])
@@ -176,10 +170,9 @@ def test_a_reference_to_a_secret_is_refused_before_it_is_resolved(
 ) -> None:
     monkeypatch.setenv(name, "canary")
     monkeypatch.setenv("W", name)
-    with pytest.raises(ConfigError) as caught:
-        composed("+cluster=1x1", f"cluster.env.X={form.format(name)}")
-    assert caught.value.message.startswith(f"${{oc.env:{name}}} refers to a secret")
-    assert "canary" not in str(caught.value)
+    error = refusal(ConfigError, composed, "+cluster=1x1", f"cluster.env.X={form.format(name)}")
+    assert error.message.startswith(f"${{oc.env:{name}}} refers to a secret")
+    assert "canary" not in str(error)
 
 
 def test_broken_yaml_of_a_user_is_an_error_with_its_place(tmp_path: Path) -> None:
@@ -270,9 +263,7 @@ NO_POINTS = [
 
 @pytest.mark.parametrize(("words", "message"), NO_POINTS, ids=str)
 def test_what_names_no_points_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        points(*words)
-    assert caught.value.message.startswith(message) and caught.value.hint
+    assert refusal(ConfigError, points, *words).message.startswith(message)
 
 
 # Words on top of a frozen configuration
@@ -289,9 +280,7 @@ CONFIG = composed("+cluster=4x8").config
     ],
 )
 def test_words_that_make_no_sense_for_a_run_that_exists_are_refused(word: str, text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        apply_words(CONFIG, [word])
-    assert text in str(caught.value)
+    assert text in str(refusal(ConfigError, apply_words, CONFIG, [word]))
 
 
 def test_a_cluster_keeps_what_it_had_at_another_size() -> None:
@@ -306,7 +295,7 @@ def test_a_cluster_keeps_what_it_had_at_another_size() -> None:
 
 def test_a_group_is_replaced_together_with_its_settings() -> None:
     data = apply_words(CONFIG, ["data=text", "data.path=/corpus"]).data
-    assert data is not None and data["path"] == "/corpus" and "text" in data["_target_"]
+    assert data["path"] == "/corpus" and "text" in data["_target_"]
 
 
 def test_a_run_is_started_in_another_way() -> None:

@@ -66,7 +66,7 @@ def round_trip(config: RunConfig, path: Path) -> RunConfig:
     return load_config(path)
 
 
-@pytest.mark.parametrize("config", [RunConfig(), FULL], ids=["defaults", "everything"])
+@pytest.mark.parametrize("config", [RunConfig(), FULL])
 def test_every_key_is_spelled_out_and_survives_the_disk(config: RunConfig, tmp_path: Path) -> None:
     assert round_trip(config, tmp_path / "config.yaml") == config
     assert {key.partition(".")[0] for key in all_keys(RunConfig)} == set(yaml.safe_load(dump_config(config)))
@@ -263,7 +263,7 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.parametrize(("words", "chosen"), CHOSEN, ids=lambda value: " ".join(value) or "nothing")
+@pytest.mark.parametrize(("words", "chosen"), CHOSEN)
 def test_what_was_chosen_is_marked_with_its_default(words: list[str], chosen: dict[str, object]) -> None:
     frozen = yaml.safe_load(dump_config(compose(read_words(words)).config))
     assert {one.key: one.default for one in list_settings(frozen) if one.is_chosen} == chosen

@@ -22,6 +22,7 @@ from slurm_train.config.hydra import HydraSettings, Output, read_output, read_se
 from slurm_train.config.schema import OptimSection, RunConfig, flat, to_mapping
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError
+from tests.support.command_line import write
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 habit = pytest.mark.habit
@@ -51,13 +52,6 @@ def refusal(*words: str) -> ConfigError:
             settings.compose()
     assert caught.value.hint and caught.value.exit_code == 2
     return caught.value
-
-
-def write(folder: Path, files: dict[str, str]) -> str:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return str(folder)
 
 
 def own_file(folder: Path, hydra: str, *, defaults: str = "config, _self_") -> list[str]:
@@ -258,7 +252,7 @@ SWEEPS = [
 
 @habit("`key=1,2`, `choice(1,2)`, `range(8)`, `glob(*)`, `sort(...)`, `shuffle(...)`")
 @habit("`interval(0,1)`")
-@pytest.mark.parametrize(("word", "values"), SWEEPS, ids=[word for word, _ in SWEEPS])
+@pytest.mark.parametrize(("word", "values"), SWEEPS)
 def test_several_values_make_several_runs(word: str, values: list[str]) -> None:
     key = word.partition("=")[0]
     assert [point.values[key] for point in read_points(read_words(["-m", word]))] == values
@@ -483,7 +477,7 @@ REFUSED = [
 @habit("`hydra.runtime.*`, `hydra.job.num`, `hydra.job.id`, `hydra.overrides.*`")
 @habit("`hydra.run.dir` with `-m`, `hydra.sweep.dir` without it")
 @habit("`hydra.sweeper.max_batch_size=N`")
-@pytest.mark.parametrize(("words", "message", "hint"), REFUSED, ids=[words for words, _, _ in REFUSED])
+@pytest.mark.parametrize(("words", "message", "hint"), REFUSED)
 def test_what_cannot_do_here_what_it_does_there_is_refused(words: str, message: str, hint: str) -> None:
     error = refusal(*(words.split() if words.startswith("-m") else [words]))
     assert error.message.startswith(message) and hint in error.hint
@@ -501,7 +495,7 @@ FILES = [
 
 @habit("`hydra.callbacks`")
 @habit("`hydra/launcher=submitit_slurm`")
-@pytest.mark.parametrize(("text", "message"), FILES, ids=[text for text, _ in FILES])
+@pytest.mark.parametrize(("text", "message"), FILES)
 def test_a_file_of_ones_own_is_refused_for_the_same_reasons(text: str, message: str, tmp_path: Path) -> None:
     assert refusal(*own_file(tmp_path, text)).message.startswith(message)
 

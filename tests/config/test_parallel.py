@@ -7,6 +7,7 @@ import pytest
 from slurm_train.config.parallel import AXES, Coordinates, ParallelLayout, solve_layout, stage_blocks
 from slurm_train.config.schema import ParallelSection
 from slurm_train.errors import ConfigError
+from tests.support.refusals import refusal
 
 CUBE = ParallelLayout(dp_shard=8, tp=4, pp=2)
 
@@ -34,9 +35,7 @@ def test_what_is_left_open_is_solved(asked: dict[str, int], ranks: int, expected
     ],
 )
 def test_degrees_that_do_not_fit_are_refused(asked: dict[str, int], ranks: int, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        solve_layout(ParallelSection(**asked), world_size=ranks)  # type: ignore[arg-type]
-    assert str(caught.value).startswith(message)
+    assert str(refusal(ConfigError, solve_layout, ParallelSection(**asked), world_size=ranks)).startswith(message)
 
 
 def test_tensor_parallel_ranks_are_neighbours_and_stages_are_farthest() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from slurm_train.config.schema import Bound, Count, Degree, Positive, RunConfig, build_config
 from slurm_train.errors import ConfigError
+from tests.support.refusals import refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +81,12 @@ REFUSED = [
 
 @pytest.mark.parametrize(("key", "value", "message"), REFUSED)
 def test_values_that_do_not_fit_are_refused_by_name(key: str, value: object, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build_config(Sample, {key: value})
-    assert caught.value.message == message and caught.value.hint
+    assert refusal(ConfigError, build_config, Sample, {key: value}).message == message
 
 
 def test_a_hint_has_an_example_or_the_nearest_names() -> None:
     for key, hint in (("words", 'for example "words=[x]"'), ("nubmer", "did you mean number or inner?")):
-        with pytest.raises(ConfigError) as caught:
-            build_config(Sample, {key: "x"})
-        assert caught.value.hint == hint
+        assert refusal(ConfigError, build_config, Sample, {key: "x"}).hint == hint
 
 
 def test_the_ranges_of_the_real_keys_are_checked() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from slurm_train.config.secrets import is_secret_name, is_secret_value, redact, refuse_secrets
 from slurm_train.errors import ConfigError
+from tests.support.refusals import refusal
 
 # fmt: off
 SECRET_NAMES = [
@@ -78,10 +79,9 @@ def test_a_harmless_text_stays(text: str) -> None:
     ],
 )
 def test_a_secret_under_a_telling_name_is_refused_and_not_repeated(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        refuse_secrets(config)
-    assert "canary" not in str(caught.value)
-    assert "cluster.export" in caught.value.hint
+    error = refusal(ConfigError, refuse_secrets, config)
+    assert "canary" not in str(error)
+    assert "cluster.export" in error.hint
 
 
 @pytest.mark.parametrize(

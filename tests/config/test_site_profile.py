@@ -11,6 +11,8 @@ from slurm_train.config.schema import ClusterSection
 from slurm_train.config.site_profile import read_site
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError
+from tests.support.command_line import write
+from tests.support.refusals import refusal
 
 SITE = """
 slurm_version: 23.02.7
@@ -41,9 +43,7 @@ def composed(*words: str) -> Composed:
 
 
 def cluster_of(*words: str) -> ClusterSection:
-    cluster = composed("+cluster=4x8", *words).config.cluster
-    assert cluster is not None
-    return cluster
+    return composed("+cluster=4x8", *words).config.cluster
 
 
 @pytest.mark.parametrize("word", ["site=big", "+site=big"])
@@ -73,13 +73,10 @@ def test_the_only_site_of_a_person_is_used_unless_another_or_none_is_typed(home:
         composed("+cluster=4x8")
 
 
-def test_the_command_line_wins() -> None:
+def test_the_command_line_wins_also_with_a_default() -> None:
     cluster = cluster_of("site=big", "cluster.account=mine", "cluster.cpus_per_gpu=4", "cluster.env.NCCL_DEBUG=INFO")
     assert (cluster.account, cluster.cpus_per_gpu, cluster.time_limit_min) == ("mine", 4, 1440)
     assert cluster.env == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": 4}
-
-
-def test_the_command_line_wins_also_with_a_default() -> None:
     cluster = cluster_of(
         "site=big", "cluster.time_limit_min=null", "cluster.gpu_flag=gpus-per-node", "cluster.setup=[]"
     )
@@ -111,13 +108,6 @@ def test_without_a_cluster_a_site_has_nothing_to_say() -> None:
     assert (config.cluster, config.site) == (None, "big")
 
 
-def write(folder: Path, files: dict[str, str]) -> str:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return str(folder)
-
-
 def test_a_file_in_config_dir_comes_before_the_users_own(tmp_path: Path) -> None:
     folder = write(tmp_path / "own", {"site/big.yaml": "cluster: {account: nearer}\n"})
     assert cluster_of("--config-dir", folder, "site=big").account == "nearer"
@@ -135,13 +125,13 @@ def test_a_primary_file_of_ones_own_may_choose_a_site(tmp_path: Path) -> None:
     folder = write(tmp_path / "own", {"mine.yaml": text.replace("site: null\n", "")})
     words = ["--config-dir", folder, "--config-name", "mine", "cluster=1x2"]
     cluster = composed(*words).config.cluster
-    assert cluster is not None and cluster.account == "ml"
+    assert cluster.account == "ml"
 
 
 def test_the_users_folder_shadows_nothing(home: Path) -> None:
     write(home / ".config" / "slurm_train", {"cluster/base.yaml": "account: hidden\n", "model/gpt.yaml": "a: 1\n"})
     config = composed("+cluster=1x1", "site=none").config
-    assert config.cluster is not None and config.cluster.account is None
+    assert config.cluster.account is None
     assert config.model is not None and "a" not in config.model
 
 
@@ -153,10 +143,9 @@ def test_show_prints_the_values_that_a_run_would_have(capsys: pytest.CaptureFixt
 
 
 def test_an_absent_site_is_an_error_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError) as caught:
-        composed("+cluster=1x1", "site=huge")
-    assert "there is no configuration 'site/huge'" in caught.value.message
-    assert "there are: big" in caught.value.hint and "init huge" in caught.value.hint
+    error = refusal(ConfigError, composed, "+cluster=1x1", "site=huge")
+    assert "there is no configuration 'site/huge'" in error.message
+    assert "there are: big" in error.hint and "init huge" in error.hint
 
 
 @pytest.mark.parametrize(
@@ -173,9 +162,7 @@ def test_an_absent_site_is_an_error_with_those_that_there_are() -> None:
     ],
 )
 def test_a_mistake_in_a_site_file_is_named_with_its_place(mapping: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_site(mapping, name="x")
-    assert message in caught.value.message and caught.value.hint
+    assert message in refusal(ConfigError, read_site, mapping, name="x").message
 
 
 def test_a_secret_in_a_site_file_is_refused(home: Path) -> None:
@@ -190,9 +177,8 @@ def test_a_run_that_exists_moves_to_another_site() -> None:
     moved = apply_words(config, ["site=big"])
     assert moved.site == "big" and moved.cluster == cluster_of("site=big")
     moved = apply_words(config, ["site=big", "cluster=2x4", "cluster.partition=debug"])
-    assert moved.cluster is not None
     assert (moved.cluster.nodes, moved.cluster.gpus_per_node, moved.cluster.time_limit_min) == (2, 4, 30)
     assert apply_words(moved, ["site=null"]).cluster == moved.cluster
     open_size = composed("+cluster=base", "cluster.nodes=2-4", "cluster.launcher=torchrun").config
     moved = apply_words(open_size, ["site=big"])
-    assert moved.cluster is not None and (moved.cluster.nodes, moved.cluster.launcher) == ("2-4", "torchrun")
+    assert (moved.cluster.nodes, moved.cluster.launcher) == ("2-4", "torchrun")

@@ -10,6 +10,7 @@ import pytest
 
 from slurm_train.config.target import instantiate, require_target, resolve_target
 from slurm_train.errors import ConfigError
+from tests.support.refusals import refusal
 
 
 @pytest.fixture
@@ -54,9 +55,7 @@ def test_name_of_the_package_wins_over_a_module_of_that_name(package: str) -> No
     ],
 )
 def test_message_of_a_wrong_path(package: str, path: str, text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve_target(path.format(p=package))
-    assert str(caught.value) == text.format(p=package)
+    assert str(refusal(ConfigError, resolve_target, path.format(p=package))) == text.format(p=package)
 
 
 def test_nested_targets_are_built_first(package: str) -> None:
@@ -73,9 +72,7 @@ def test_nested_targets_are_built_first(package: str) -> None:
     ],
 )
 def test_message_of_wrong_keywords(package: str, words: dict[str, int], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        instantiate({"_target_": f"{package}.Point", **words})
-    assert str(caught.value) == text.format(p=package)
+    assert str(refusal(ConfigError, instantiate, {"_target_": f"{package}.Point", **words})) == text.format(p=package)
 
 
 def test_mapping_without_target_and_target_that_is_no_callable(package: str) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from slurm_train.config.compose import Composer
 from slurm_train.config.words import Words, prepare_overrides, read_words
 from slurm_train.errors import ConfigError
+from tests.support.refusals import refusal
 
 FLAGS = [
     (["--config-dir", "site"], Words(config_dir="site")),
@@ -19,7 +20,7 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "expected"), FLAGS, ids=lambda value: " ".join(value) if type(value) is list else "")
+@pytest.mark.parametrize(("words", "expected"), FLAGS)
 def test_flags_and_overrides_are_told_apart(words: list[str], expected: Words) -> None:
     assert read_words(words) == expected
 
@@ -32,14 +33,9 @@ BAD_FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"), BAD_FLAGS, ids=lambda value: " ".join(value) if type(value) is list else ""
-)
+@pytest.mark.parametrize(("words", "message"), BAD_FLAGS)
 def test_wrong_flags_are_refused_with_what_there_is(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_words(words)
-    assert caught.value.message == message
-    assert caught.value.hint
+    assert refusal(ConfigError, read_words, words).message == message
 
 
 OVERRIDES = [
@@ -67,7 +63,7 @@ OVERRIDES = [
 ]
 
 
-@pytest.mark.parametrize(("word", "prepared"), OVERRIDES, ids=[word for word, _ in OVERRIDES])
+@pytest.mark.parametrize(("word", "prepared"), OVERRIDES)
 def test_an_override_reaches_hydra_in_its_spelling(word: str, prepared: list[str]) -> None:
     assert prepare_overrides([word]) == prepared
 

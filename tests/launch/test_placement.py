@@ -25,6 +25,7 @@ from slurm_train.launch.placement import (
     spans_nodes,
     table_rows,
 )
+from tests.support.refusals import refusal
 from tests.support.waiting import wait_for
 
 GPT = {"_target_": "slurm_train.models.gpt.GPT", "num_layers": 4, "num_heads": 4, "width": 160, "tied": False}
@@ -100,9 +101,7 @@ def test_the_layout_of_eight_ranks_on_two_nodes() -> None:
 def test_what_the_nodes_or_the_model_cannot_do_is_refused(
     model: dict[str, Any], parallel: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_layout(config_of(model, **parallel), World((4, 4)))
-    assert str(caught.value).startswith(message)
+    assert str(refusal(ConfigError, plan_layout, config_of(model, **parallel), World((4, 4)))).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -213,10 +212,9 @@ NO_WORLDS = [
 
 @pytest.mark.parametrize(("values", "message", "hint"), NO_WORLDS)
 def test_a_world_that_cannot_be_is_refused(values: dict[str, Any], message: str, hint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_world(build_config(RunConfig, values), {})
-    assert caught.value.message.startswith(message)
-    assert caught.value.hint.startswith(hint)
+    error = refusal(ConfigError, plan_world, build_config(RunConfig, values), {})
+    assert error.message.startswith(message)
+    assert error.hint.startswith(hint)
 
 
 @pytest.mark.parametrize(

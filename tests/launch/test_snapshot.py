@@ -28,6 +28,7 @@ from slurm_train.launch.snapshot import (
 )
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.plans import make_plan
+from tests.support.refusals import refusal
 
 IDENTITY = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
 
@@ -138,13 +139,12 @@ def test_outside_git_the_code_is_told_by_its_ending(tmp_path: Path) -> None:
 def test_too_much_code_is_refused_naming_the_largest(project: Path) -> None:
     (project / "big.bin").write_bytes(b"x" * (3 << 20))
     (project / "small.bin").write_bytes(b"x" * (1 << 20))
-    with pytest.raises(ConfigError) as caught:
-        snapshot_of(project, limit_mb=2)
-    assert caught.value.message == (
+    error = refusal(ConfigError, snapshot_of, project, limit_mb=2)
+    assert error.message == (
         f"the code in {project} is 4.0 MiB, more than run.snapshot_limit_mb=2; largest: big.bin (3.0 MiB), "
         "small.bin (1.0 MiB)"
     )
-    assert "run.snapshot_limit_mb" in caught.value.hint
+    assert "run.snapshot_limit_mb" in error.hint
 
 
 def test_a_home_folder_is_not_searched_for_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from slurm_train.launch.snapshot import Source
 from slurm_train.launch.write import require_writable, write_run
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.plans import make_plan
+from tests.support.refusals import refusal
 
 
 def test_everything_that_a_job_reads_is_written(tmp_path: Path) -> None:
@@ -56,10 +57,9 @@ def test_writing_again_keeps_what_the_run_has_done_and_drops_the_stop_request(tm
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     plan = make_plan(tmp_path)
-    with pytest.raises(RunError) as caught:
-        require_writable(plan.run)
-    assert caught.value.message == f"{plan.run.path} cannot be made: {tmp_path}/runs is not a directory"
-    assert caught.value.hint == "name another place with run.root=DIR"
+    error = refusal(RunError, require_writable, plan.run)
+    assert error.message == f"{plan.run.path} cannot be made: {tmp_path}/runs is not a directory"
+    assert error.hint == "name another place with run.root=DIR"
 
 
 AS_NOBODY = """

@@ -6,6 +6,7 @@ import pytest
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.allocation import Allocation, TaskPlace, het_job_ids, het_node_counts
+from tests.support.refusals import refusal
 
 Recorded = Callable[[str], dict[str, str]]
 
@@ -103,9 +104,7 @@ def test_a_step_on_parts_of_components_is_refused(recorded_env: Recorded) -> Non
 def test_a_batch_script_has_no_place_although_slurm_gives_it_rank_0(recorded_env: Recorded) -> None:
     env = recorded_env("batch")
     assert env["SLURM_PROCID"] == "0"
-    with pytest.raises(ClusterError) as caught:
-        TaskPlace.from_env(env)
-    assert str(caught.value) == (
+    assert str(refusal(ClusterError, TaskPlace.from_env, env)) == (
         "SLURM_STEP_ID is not set\n"
         "hint: start the process with srun inside the job; a batch script or a login shell has no rank"
     )
@@ -132,10 +131,7 @@ def test_a_batch_script_has_no_place_although_slurm_gives_it_rank_0(recorded_env
     ],
 )
 def test_an_allocation_error_names_variable_and_value(env: dict[str, str], message: str) -> None:
-    with pytest.raises(ClusterError) as caught:
-        Allocation.from_env(env)
-    assert caught.value.message == message
-    assert caught.value.hint
+    assert refusal(ClusterError, Allocation.from_env, env).message == message
 
 
 @pytest.mark.parametrize(
@@ -150,7 +146,6 @@ def test_an_allocation_error_names_variable_and_value(env: dict[str, str], messa
     ],
 )
 def test_a_place_error_names_variable_and_value(changes: dict[str, str], message: str) -> None:
-    with pytest.raises(ClusterError) as caught:
-        TaskPlace.from_env(TASK | changes)
-    assert caught.value.message == message
-    assert "srun" in caught.value.hint
+    error = refusal(ClusterError, TaskPlace.from_env, TASK | changes)
+    assert error.message == message
+    assert "srun" in error.hint

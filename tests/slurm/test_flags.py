@@ -6,7 +6,8 @@ import shlex
 import pytest
 
 from slurm_train.errors import ConfigError
-from slurm_train.slurm.flags import check_env_name, check_env_value, check_flag_name, check_flag_value, sbatch_line
+from slurm_train.slurm.flags import check_env_name, check_env_value, check_flag_name, check_flag_value, flag_word
+from tests.support.refusals import refusal
 
 
 @pytest.mark.parametrize(
@@ -48,10 +49,7 @@ def test_flag_values_are_quoted_where_needed(value: str, text: str) -> None:
     ],
 )
 def test_flag_values_that_would_not_arrive_are_refused(value: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_flag_value(value)
-    assert caught.value.message == message
-    assert caught.value.hint
+    assert refusal(ConfigError, check_flag_value, value).message == message
 
 
 @pytest.mark.parametrize(
@@ -69,8 +67,7 @@ def test_directives_and_names_that_are_fine() -> None:
         "PMIX_MCA_gds",
     ]
     assert check_env_value("C:\\x") == "'C:\\x'"
-    assert sbatch_line("job-name", "my run") == "#SBATCH --job-name='my run'"
-    assert sbatch_line("exclusive", None) == "#SBATCH --exclusive"
+    assert (flag_word("job-name", "my run"), flag_word("exclusive", True)) == ("--job-name='my run'", "--exclusive")
 
 
 @pytest.mark.parametrize(
@@ -88,9 +85,7 @@ def test_directives_and_names_that_are_fine() -> None:
     ],
 )
 def test_environment_names_that_cannot_be_set_are_refused(name: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_env_name(name)
-    assert caught.value.message == message
+    assert refusal(ConfigError, check_env_name, name).message == message
 
 
 def _hostile(rng: random.Random) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from slurm_train.errors import ConfigError
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.flags import check_flag_value, sbatch_line
+from slurm_train.slurm.flags import check_flag_value, flag_word
 
 pytestmark = pytest.mark.slurm
 
@@ -38,7 +38,8 @@ def test_accepted_values_arrive_byte_for_byte(real_slurm: SlurmCommands, tmp_pat
     try:
         for index, value in enumerate(values):
             script = tmp_path / f"{index}.sh"
-            lines = [sbatch_line("hold", None), sbatch_line("comment", value), sbatch_line("job-name", f"j {value}")]
+            flags = {"hold": True, "comment": value, "job-name": f"j {value}"}
+            lines = [f"#SBATCH {flag_word(*flag)}" for flag in flags.items()]
             script.write_text("\n".join(["#!/bin/bash", *lines, "true", ""]), encoding="utf-8")
             argv = ["sbatch", "--parsable", str(script)]
             done = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=tmp_path)

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_train.slurm.nodelist import NodeListError, compact_nodelist, parse_nodelist, parse_tasks_per_node
+from tests.support.refusals import refusal
 
 
 @pytest.mark.parametrize(
@@ -64,9 +65,7 @@ def test_text_after_the_last_bracket_is_part_of_each_host() -> None:
     ],
 )
 def test_a_malformed_list_is_refused_naming_the_part(text: str, problem: str) -> None:
-    with pytest.raises(NodeListError) as caught:
-        parse_nodelist(text)
-    assert caught.value.message == f"{text!r} is not a Slurm list: {problem}"
+    assert refusal(NodeListError, parse_nodelist, text).message == f"{text!r} is not a Slurm list: {problem}"
 
 
 def test_the_largest_range_of_slurm_is_accepted() -> None:

@@ -53,7 +53,7 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize(("reason", "words"), REASONS, ids=[reason or "none" for reason, _ in REASONS])
+@pytest.mark.parametrize(("reason", "words"), REASONS)
 def test_a_reason_in_words(reason: str, words: str) -> None:
     assert explain_reason(reason) == words
 

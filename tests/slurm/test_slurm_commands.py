@@ -12,6 +12,7 @@ from slurm_train.slurm.commands import ControllerAway, Finished, SlurmCommands, 
 from slurm_train.slurm.policy import Refusal
 from slurm_train.slurm.records import Phase
 from tests.fakes.slurm_commands import FakeSlurmCommands
+from tests.support.refusals import refusal
 
 RUNNING_7 = "7|RUNNING|None|node1|2026-01-01T00:00:00|2026-01-01T01:00:00|main\n"
 ENDED_8 = "8|COMPLETED|None|node1|2026-01-01T00:00:00|2026-01-01T01:00:00|main|0:0\n"
@@ -92,12 +93,11 @@ def test_the_queue_is_one_squeue_about_these_jobs_or_about_all() -> None:
 
 def test_without_any_answer_the_error_is_that_of_squeue() -> None:
     script = Script(squeue=bad(AWAY), sacct=bad("sacct: error: no database\n"))
-    with pytest.raises(ClusterError) as caught:
-        slurm(script).job_states(["8"])
+    error = refusal(ClusterError, slurm(script).job_states, ["8"])
     assert list(slurm(Script(squeue=bad(AWAY), sacct=ok(ENDED_8))).job_states(["8"])) == ["8"]
     gone = Script(squeue=bad(GONE), sacct=bad("Slurm accounting storage is disabled\n"))
     assert slurm(gone).job_states(["8"]) == {}
-    assert caught.value.message == (
+    assert error.message == (
         "`squeue -h -t all -r -o '%i|%T|%r|%N|%S|%e|%P' -j 8` ended with exit code 1: "
         "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     )
@@ -198,9 +198,7 @@ def test_availability_is_what_the_path_has(tmp_path: Path) -> None:
 
 
 def test_a_missing_command_says_where_to_go(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError) as caught:
-        SlurmCommands({"PATH": str(tmp_path)}).partitions()
-    assert str(caught.value) == (
+    assert str(refusal(ClusterError, SlurmCommands({"PATH": str(tmp_path)}).partitions)) == (
         "there is no sinfo on this machine\n"
         "hint: run this where Slurm's commands are (a login node), or without +cluster to train on this machine"
     )

@@ -149,6 +149,14 @@ def somebody_else(folder: Path, user: str = "nobody") -> Person | str:
     return f"no Python with torch that {user} may run"
 
 
+def write(folder: Path, files: dict[str, str]) -> str:
+    """Writes files by their paths in a folder, and returns the folder."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return str(folder)
+
+
 def new_project(folder: Path) -> Path:
     """Makes a folder with the tiny model and data in it and returns it."""
     folder.mkdir(parents=True, exist_ok=True)
