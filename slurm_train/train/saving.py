@@ -290,14 +290,15 @@ class Checkpointer:
         """Saves once the save before it has ended; returns how, None if it goes on in the background."""
         start, in_background = self.parts.rank.clock(), self.parts.rank.config.checkpoint.background
         self.finish()
-        state = self._own_state()
+        tensors, values = self._callbacks_state()
+        state = self._own_state(tensors)
         # The thread cannot read tensors on a GPU, not even while training waits.
         if in_background and (not waits or self.buffers.is_remote):
             state = self.buffers.stage(state)
             # The next forward pass changes running statistics already; rotary tables are never saved nor changed.
             if any(name in state["model"] for name, _ in self.parts.model.named_buffers()):
                 self.buffers.hold_changes()
-        work, outcome = self._work(state, position, local=local), None
+        work, outcome = self._work(state, values, position, local=local), None
         if in_background:
             self.saver.start(work, step=position.step)
             outcome = self.saver.wait() if waits else None
@@ -384,14 +385,14 @@ class Checkpointer:
                 f"the checkpoint of step {outcome.step} failed, training goes on; the one before is untouched: {result}"
             )
 
-    def _own_state(self) -> dict[str, Any]:
+    def _own_state(self, callback_tensors: dict[str, Any]) -> dict[str, Any]:
         broadcast_buffers(self.parts.model)
         state = training_state(self.parts.model, self.parts.optimizer)
         if self.parts.group_names is not None:
             groups = state["optimizer"]["param_groups"]
             state["optimizer"]["param_groups"] = number_groups(groups, self.parts.group_names)
-        if tensors := self._callbacks_state()[0]:
-            state[_CALLBACKS] = tensors
+        if callback_tensors:
+            state[_CALLBACKS] = callback_tensors
         rank, num_ranks = self._share
         return own_part(state, rank=rank, num_ranks=num_ranks)
 
@@ -405,7 +406,9 @@ class Checkpointer:
         peers = self.parts.rank.layout.members([axis for axis in AXES if axis != "pp"], self.parts.rank.place.rank)
         return peers.index(self.parts.rank.place.rank), len(peers)
 
-    def _work(self, tensors: dict[str, Any], position: Position, *, local: LocalSaves | None) -> Callable[[], Saved]:
+    def _work(
+        self, tensors: dict[str, Any], callback_values: dict[str, Any], position: Position, *, local: LocalSaves | None
+    ) -> Callable[[], Saved]:
         """Returns the save of these tensors with everything else as it is now, into the run directory or a node's."""
         header = self._header(position)
         rank_state: dict[str, Any] = {"rng": rng_state()}
@@ -414,7 +417,7 @@ class Checkpointer:
         if state := self.exchange.state():
             rank_state["exchange"] = {self.exchange.name: state}
         if self.parts.callbacks and self.parts.rank.place.is_first:
-            rank_state[_CALLBACKS] = self._callbacks_state()[1]
+            rank_state[_CALLBACKS] = callback_values
 
         def work() -> Saved:
             self.buffers.wait_for_copy()

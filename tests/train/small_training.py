@@ -255,7 +255,7 @@ class LateData(Data):
 
 
 class Teller(Callback):
-    """Writes down when it is called, and counts the steps.
+    """Writes down when it is called, and counts the steps and how often its state is asked.
 
     Args:
         also: a number that goes with each line, and where the count begins.
@@ -263,6 +263,7 @@ class Teller(Callback):
 
     def __init__(self, *, also: int = 0) -> None:
         self.also = self.num_steps = also
+        self.num_asked = 0
 
     def _tell(self, trainer: Any, hook: str) -> None:
         newest = None if trainer.newest is None else trainer.newest.facts.step
@@ -290,10 +291,11 @@ class Teller(Callback):
         self._tell(trainer, "end")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self.num_steps}
+        self.num_asked += 1
+        return {"num_steps": self.num_steps, "num_asked": self.num_asked}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_steps = state["num_steps"]
+        self.num_steps, self.num_asked = state["num_steps"], state["num_asked"]
 
 
 class Keeper(Callback):

@@ -89,7 +89,9 @@ def test_hooks_are_called_on_every_rank_at_the_same_steps_and_the_state_goes_on(
     expected += [*steps[12:16], [0, "evaluation", 16, 16], *steps[16:18], [0, "save", 18, 18], *steps[18:]]
     assert mine == [*expected, [0, "evaluation", 20, 20], [0, "end", 20, 20], [0, "save", 20, 20]]
     # The count went on: of both of the same class, each its own.
-    assert [state_of(run, f"{number} small_training.Teller")["num_steps"] for number in (0, 1)] == [20, 23]
+    states = [state_of(run, f"{number} small_training.Teller") for number in (0, 1)]
+    assert [state["num_steps"] for state in states] == [20, 23]
+    assert [state["num_asked"] for state in states] == [len([call for call in mine if call[1] == "save"])] * 2
 
 
 @distributed
