@@ -164,6 +164,34 @@ class SpeedFacts:
 
 
 @frozen
+class GpuSpeed:
+    """What one GPU measured, on request."""
+
+    name: str
+    """Its index on the node."""
+    kind: str
+    """E.g. "NVIDIA H200"."""
+    tflops: float
+    """Of a matrix product in bfloat16."""
+    copy_gb_per_s: float
+    """Read and written by a copy within its memory."""
+
+
+@frozen
+class GpuSpeeds:
+    """What the GPUs of one node measured, on request."""
+
+    node: str
+    gpus: list[GpuSpeed] = field(default_factory=list)
+    all_reduce_gb_per_s: float | None = None
+    """Over the busiest link between them; None for one GPU."""
+    diagnosis: str = ""
+    """What DCGM found, "" where it found nothing or is not installed."""
+    error: str = ""
+    """Why there are no figures."""
+
+
+@frozen
 class Trouble:
     """Written into a shared file by a node whose ranks cannot connect to rank 0."""
 
@@ -201,6 +229,7 @@ class Job:
     nodes: list[NodeFacts] = field(default_factory=list)
     probes: list[ProbeFacts] = field(default_factory=list)
     speeds: list[SpeedFacts] = field(default_factory=list)
+    gpu_speeds: list[GpuSpeeds] = field(default_factory=list)
     troubles: list[Trouble] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
     """Nodes of which some ranks never connected."""

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from slurm_train.distributed.rendezvous import files_needed, is_loopback
 from slurm_train.formatting import shorten
 from slurm_train.rundir.events import Finding
-from slurm_train.tools.doctor.facts import Job, NodeFacts, error, merge, warning
+from slurm_train.tools.doctor.facts import GpuSpeed, Job, NodeFacts, error, merge, warning
 
 HINTS = {
     "RANK_MISMATCH": "look for RANK, WORLD_SIZE or SLURM_* set by a module, a prolog or a shell's start file there",
@@ -43,6 +43,8 @@ HINTS = {
     "GPU_BUSY": "end what is left over there (`nvidia-smi`), or ask for whole nodes: cluster.sbatch.exclusive=true",
     "GPU_SICK": "have the node drained; `nvidia-smi -q` and `dmesg` there say more",
     "SLOW_NODE": "look for other processes and for clock limits there, or leave it out with cluster.exclude",
+    "SLOW_GPU": "`nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE` there shows limits, `nvidia-smi topo -m` the links; "
+    "leave the node out with cluster.exclude",
     "SLOW_LINK": "look at the cable, the switch port and the speed that was agreed on (`ethtool`)",
 }
 """Each code, and what to do about it unless a finding says something else."""
@@ -72,6 +74,10 @@ _MUST_AGREE = ("torch", "nccl", "cuda", "slurm_train")
 _BUSY_MB = 2048
 _SLOW = 1.6
 _SLOW_LINK = 0.5
+# GPUs of a kind differ by a few percent; all_reduce within a node also by what else the node does.
+_SLOW_GPU = 0.85
+_SLOW_ALL_REDUCE = 0.7
+_FEW_OTHERS = 2
 # One connection alone reaches a fraction of a fast network.
 _SHARE_OF_NOMINAL = 0.05
 _HIGH_LATENCY_US = 500.0
@@ -388,9 +394,50 @@ def slow_nodes(job: Job) -> Iterator[Finding]:
                 yield warning("SLOW_LINK", node, f"{latency:.0f} us to the nearest node, the other nodes {usual:.0f}")
 
 
+def _slow_gpus(job: Job) -> Iterator[Finding]:
+    """Yields GPUs that are slower than the others of their kind, and nodes whose GPUs exchange more slowly.
+
+    Of two that differ either may be at fault, so there must be two others.
+    """
+    for found in job.gpu_speeds:
+        if found.error:
+            yield warning(
+                "SLOW_GPU", found.node, found.error, hint="run `python -m slurm_train.tools.doctor.gpu_speed`"
+            )
+        if found.diagnosis:
+            yield warning("GPU_SICK", found.node, f"DCGM: {found.diagnosis}")
+    all_gpus = [(found.node, gpu) for found in job.gpu_speeds for gpu in found.gpus]
+    for node, gpu in all_gpus:
+        others = [one for _, one in all_gpus if one is not gpu and one.kind == gpu.kind]
+        if len(others) < _FEW_OTHERS:
+            continue
+        tflops, copied = (statistics.median(values) for values in zip(*_speeds_of(others), strict=True))
+        if gpu.tflops < _SLOW_GPU * tflops:
+            seen = f"computes {gpu.tflops:.0f} TFLOP/s in bfloat16, the others {tflops:.0f}"
+        elif gpu.copy_gb_per_s < _SLOW_GPU * copied:
+            seen = f"copies {gpu.copy_gb_per_s:.0f} GB/s within its memory, the others {copied:.0f}"
+        else:
+            continue
+        yield warning("SLOW_GPU", node, f"GPU {gpu.name} ({gpu.kind}) {seen}")
+    for found in job.gpu_speeds:
+        rate, kinds = found.all_reduce_gb_per_s, [gpu.kind for gpu in found.gpus]
+        rates = [
+            one.all_reduce_gb_per_s
+            for one in job.gpu_speeds
+            if one is not found and one.all_reduce_gb_per_s is not None and [gpu.kind for gpu in one.gpus] == kinds
+        ]
+        if rate is not None and len(rates) >= _FEW_OTHERS and rate < _SLOW_ALL_REDUCE * statistics.median(rates):
+            seen = f"all_reduce between its {len(kinds)} GPUs moves {rate:.0f} GB/s, on the other nodes"
+            yield warning("SLOW_GPU", found.node, f"{seen} {statistics.median(rates):.0f}")
+
+
+def _speeds_of(gpus: Iterable[GpuSpeed]) -> list[tuple[float, float]]:
+    return [(gpu.tflops, gpu.copy_gb_per_s) for gpu in gpus]
+
+
 _RULES = (
     *(_mismatched_ranks, _scarce_resources, _unreached_rank_0, _taken_port, _absent_nodes, _misleading_interfaces),
-    *(_between_nodes, _other_files, _odd_nodes, _unwritable_places, _faulty_gpus, slow_nodes),
+    *(_between_nodes, _other_files, _odd_nodes, _unwritable_places, _faulty_gpus, _slow_gpus, slow_nodes),
 )
 
 

@@ -48,6 +48,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.tools.doctor import gather
 from slurm_train.tools.doctor.facts import (
+    GpuSpeeds,
     Job,
     NodeFacts,
     ProbeFacts,
@@ -57,6 +58,7 @@ from slurm_train.tools.doctor.facts import (
     decode,
     warning,
 )
+from slurm_train.tools.doctor.gpu_speed import read_speeds
 from slurm_train.tools.doctor.node_rules import (
     as_ranges,
     find_faults,
@@ -243,9 +245,11 @@ class Preflight:
         return self._folder / f"node_{node_rank}.json"
 
     def _answer(self, question: str, peers: Sequence[Peer]) -> dict[str, Any]:
-        """Returns what this node finds when it does what rank 0 has asked for: "probe" or "measure"."""
+        """Returns what this node finds when it does what rank 0 has asked for: "probe", "measure" or "gpus"."""
         if question == "measure":
             return asdict(measure(self.point, self.place.host, peers))
+        if question == "gpus":
+            return {"node": self.place.host, **read_speeds(timeout_s=self.config.preflight.collective_timeout_s)}
         return asdict(probe(self.point, self.place.host, peers, folder=self._folder, master=self.nodes[0]))
 
     # All ranks but 0.
@@ -386,8 +390,8 @@ class Preflight:
         }
         leaders = {rank.rank: rank.node for rank in job.ranks if rank.local_rank == 0 and rank.node in peers}
 
-        def ask(question: str, names: Mapping[int, str]) -> Iterator[Any]:
-            deadline = time.monotonic() + self.config.preflight.budget_s
+        def ask(question: str, names: Mapping[int, str], *, more_s: float = 0.0) -> Iterator[Any]:
+            deadline = time.monotonic() + self.config.preflight.budget_s + more_s
             for leader, name in names.items():
                 if leader > 0:
                     meeting.send(leader, {question: [asdict(peer) for peer in peers[name]]})
@@ -409,6 +413,10 @@ class Preflight:
             # A node that was slow once may have been disturbed for a moment; one that is slow each time is slow.
             if not any(slow_nodes(job)):
                 break
+        with_gpus = {leader: name for leader, name in leaders.items() if job.node(name).gpus}
+        if self.config.preflight.bandwidth and with_gpus:
+            found_there = ask("gpus", with_gpus, more_s=self.config.preflight.collective_timeout_s)
+            job.gpu_speeds = [found for value in found_there for found in decode(GpuSpeeds, value)]
 
     def conclude(self, job: Job, findings: Sequence[Finding]) -> Verdict:
         """Prints what was found, writes it down, and returns the verdict.
