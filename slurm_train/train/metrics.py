@@ -4,6 +4,7 @@ rank what a step is spent on.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -30,9 +31,8 @@ if TYPE_CHECKING:
 
 # A killed attempt loses what it did since its last account.
 _ACCOUNT_EVERY_S = 2.0
-# Dense bfloat16 peaks per second, from the vendors' data sheets, where half of what is given with sparsity counts. The
-# first name of which all words are in the device's own is taken.
-_PEAK_FLOPS = {
+_READ_GPU_EVERY_S = 2.0
+PEAK_FLOPS = {
     "GB300": 2500e12,
     "GB200": 2500e12,
     "B300": 2250e12,
@@ -47,6 +47,8 @@ _PEAK_FLOPS = {
     "L40S": 362e12,
     "V100": 125e12,
 }
+"""Dense bfloat16 peaks per second, from the vendors' data sheets, where half of what is given with sparsity counts. The
+first name of which all words are in the device's own is taken."""
 # A table of all pairs of ids: for bytes, not for a vocabulary of words.
 _LARGEST_BIGRAM_VOCABULARY = 1024
 _NOT_PRINTABLE = "\N{REPLACEMENT CHARACTER}"
@@ -83,10 +85,12 @@ class Recorder:
         self._clock = rank.clock if clock is None else clock
         self._unit = "tokens" if hasattr(source, "bytes_per_target") else "samples"
         self._num_samples = len(source)
+        self._gpu = GpuReader(rank.device, clock=time.monotonic) if rank.device.type == "cuda" else None
         peak = peak_flops(rank.device)
         can_count = peak is not None and self._unit == "tokens"
         self._peak = peak * rank.place.world_size if can_count and peak else None
         self._flops, self._papers_flops = flops_per_token
+        self._gpu = GpuReader(rank.device, clock=time.monotonic) if rank.device.type == "cuda" else None
         self._attempt, self._world_size = rank.attempt, rank.place.world_size
         self._shown: tuple[float, int] | None = None
         self._newest: StepResult | None = None
@@ -129,6 +133,8 @@ class Recorder:
             f"{self._unit}_per_s": rate,
             "mfu": None if self._peak is None else rate * self._flops / self._peak,
             "mfu_6n_12ltc": rate * self._papers_flops / self._peak if self._peak and self._papers_flops else None,
+            **({} if self._gpu is None else self._gpu.read()),
+            **({} if self._gpu is None else self._gpu.read()),
             **self._tail(),
         }
         self._writer.write(line if digest is None else {**line, "samples_digest": digest})
@@ -195,12 +201,56 @@ class Recorder:
         self._shown = (now, step)
 
 
+class GpuReader:
+    """Reads memory, power, temperature and clock of one GPU for the log; waits for nothing on it.
+
+    NVML (extra: gpu) has what torch does not; where it is missing, or does not support a question, the value is left
+    out. Its answers take up to a millisecond, so most lines of fast steps go without them.
+
+    Args:
+        device: a GPU.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(self, device: torch.device, *, clock: Callable[[], float]) -> None:
+        self._device, self._clock, self._due_s = device, clock, 0.0
+        self._nvml: Any = None
+        # NVML's errors get their classes at run time; none of them may end a training.
+        with contextlib.suppress(Exception):
+            import pynvml
+
+            pynvml.nvmlInit()
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            self._handle, self._nvml = pynvml.nvmlDeviceGetHandleByUUID(uuid), pynvml
+
+    def read(self) -> dict[str, float]:
+        """Returns what is known now; nothing within two seconds of the last time.
+
+        The keys are `gpu_memory_gb` (the most that torch has allocated so far), `gpu_power_w`, `gpu_temperature_c` and
+        `gpu_sm_clock_mhz`.
+        """
+        now, nvml = self._clock(), self._nvml
+        if now < self._due_s:
+            return {}
+        self._due_s = now + _READ_GPU_EVERY_S
+        found = {"gpu_memory_gb": torch.cuda.max_memory_allocated(self._device) / 1e9}
+        questions: dict[str, Callable[[], float]] = {
+            "gpu_power_w": lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,
+            "gpu_temperature_c": lambda: nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU),
+            "gpu_sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
+        }
+        for name, ask in {} if nvml is None else questions.items():
+            with contextlib.suppress(Exception):
+                found[name] = float(ask())
+        return found
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Returns the dense bfloat16 peak of one device per second, None where it is not known (a CPU, another GPU)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for words, peak in _PEAK_FLOPS.items() if all(word in name for word in words.split())), None)
+    return next((peak for words, peak in PEAK_FLOPS.items() if all(word in name for word in words.split())), None)
 
 
 def flops_per_token(model: nn.Module, *, positions: int = 0) -> tuple[float, float]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 import time
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from slurm_train.rundir.timing import Spent
 from slurm_train.train.context import Rank
 from slurm_train.train.evaluate import measures
 from slurm_train.train.metrics import (
+    GpuReader,
     PaceProbe,
     Recorder,
     flops_per_token,
@@ -229,3 +231,42 @@ def test_a_step_between_samples_costs_less_than_two_microseconds() -> None:
         return (time.perf_counter() - start) / 10_000
 
     assert min(cost_s() for _ in range(20)) < 2e-6
+
+
+class Nvml(ModuleType):
+    """NVML of one GPU that does not tell its clock."""
+
+    NVML_TEMPERATURE_GPU = 0
+
+    def nvmlInit(self) -> None: ...
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        assert handle == "GPU-aa-bb"
+        return 512_345
+
+    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
+        return 61
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3_000_000_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="aa-bb"))
+    return torch.device("cuda", 0)
+
+
+def test_a_gpu_is_read_as_far_as_it_answers_and_not_too_often(
+    monkeypatch: pytest.MonkeyPatch, gpu: torch.device
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml("pynvml"))
+    times = iter([10.0, 11.9, 12.0])
+    reader = GpuReader(gpu, clock=lambda: next(times))
+    known = {"gpu_memory_gb": 3.0, "gpu_power_w": 512.345, "gpu_temperature_c": 61.0}
+    assert [reader.read() for _ in range(3)] == [known, {}, known]
+
+
+def test_without_nvml_the_memory_that_torch_counts_is_left(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert GpuReader(gpu, clock=lambda: 10.0).read() == {"gpu_memory_gb": 3.0}
