@@ -248,6 +248,11 @@ def test_the_configuration_page_is_up_to_date() -> None:
     assert writer.PAGE.read_text(encoding="utf-8") == writer.render(), message
 
 
+def test_the_tables_of_what_a_gpu_could_reach_are_up_to_date() -> None:
+    writer = load_module("write_speed_page")
+    assert writer.PAGE.read_text(encoding="utf-8") == writer.render(), "run: python .ci/write_speed_page.py"
+
+
 def test_the_page_of_commands_lists_every_verb() -> None:
     text = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([a-z]+)\b[^|]*\|", text, re.MULTILINE)

@@ -1,0 +1,101 @@
+"""Writes the tables of docs/how-fast.md: models' shapes, the trainer's count of operations, the cards' peaks.
+
+    python .ci/write_speed_page.py            # writes the tables into the page
+
+Everything here is arithmetic; nothing is measured. A test compares the page with what this gives.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+import yaml
+
+from slurm_train.models.gpt import GPT
+from slurm_train.train.metrics import PEAK_FLOPS, flops_per_token
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = REPOSITORY / "docs" / "how-fast.md"
+MODELS = {"gpt2-124m": "GPT-2 124M", "llama3-8b": "Llama 3 8B", "llama3-70b": "Llama 3 70B"}
+# Memory bandwidth in bytes per second, from the vendors' data sheets.
+BANDWIDTH = {
+    "A100": 2.04e12,
+    "H100 PCIe": 2.0e12,
+    "H100 NVL": 3.9e12,
+    "H100": 3.35e12,
+    "H20": 4.0e12,
+    "H200": 4.8e12,
+    "B200": 8.0e12,
+    "L40S": 0.864e12,
+}
+# float32: the gradient is read; parameter and two moments are read and written.
+UPDATE_BYTES = 4 * (1 + 2 * 3)
+
+
+def counts() -> dict[str, tuple[int, int, float, float]]:
+    """Returns parameters, tokens of a sequence, and operations per token in both ways, by model."""
+    found = {}
+    for name in MODELS:
+        settings = yaml.safe_load((REPOSITORY / "conf" / "model" / f"{name}.yaml").read_text())
+        shape = {key: value for key, value in settings.items() if key != "_target_"}
+        with torch.device("meta"):
+            model = GPT(**shape)
+        own, papers = flops_per_token(model, positions=shape["context"])
+        found[name] = sum(one.numel() for one in model.parameters()), shape["context"], own, papers
+    return found
+
+
+def tables() -> dict[str, str]:
+    """Returns the tables of the page by name."""
+    models = counts()
+    operations = [
+        f"| {MODELS[name]} | {size:,} | {context:,} | {own / 1e9:.2f} | {papers / 1e9:.2f} | {papers / own:.2f} |"
+        for name, (size, context, own, papers) in models.items()
+    ]
+    limits = [
+        f"| {card} | {peak / 1e12:,.0f} | "
+        + " | ".join(f"{peak / papers:,.0f} | {peak / papers / 2:,.0f}" for _, _, _, papers in models.values())
+        + " |"
+        for card, peak in PEAK_FLOPS.items()
+    ]
+    memory = [
+        f"| {card} | {rate / 1e12:.2f} | {PEAK_FLOPS[card] / rate:,.0f} | "
+        + " | ".join(f"{1e3 * UPDATE_BYTES * size / rate:,.1f}" for size, _, _, _ in models.values())
+        + " |"
+        for card, rate in BANDWIDTH.items()
+    ]
+    names = list(MODELS.values())
+    return {
+        "operations": _table(
+            ["model", "parameters", "context", "`mfu`: GFLOP per token", "`mfu_6n_12ltc`: GFLOP per token", "ratio"],
+            operations,
+        ),
+        "limits": _table(
+            ["card", "peak, TFLOP/s", *(f"{name}: {what}" for name in names for what in ("limit", "half of it"))],
+            limits,
+        ),
+        "memory": _table(
+            ["card", "TB/s", "tokens per weight", *(f"{name}: update, ms" for name in names)],
+            memory,
+        ),
+    }
+
+
+def _table(head: list[str], rows: list[str]) -> str:
+    return "\n".join([f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1), *rows])
+
+
+def render() -> str:
+    """Returns the page with the tables as they are now."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, table in tables().items():
+        mark = f"<!-- {name}: written by .ci/write_speed_page.py -->\n"
+        text, number = re.subn(rf"{re.escape(mark)}(\|.*\n)*", lambda _, t=f"{mark}{table}\n": t, text)
+        assert number == 1, f"{PAGE} has no place for the table {name!r}"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
