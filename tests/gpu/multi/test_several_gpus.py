@@ -1,0 +1,167 @@
+"""What needs two GPUs and more: NCCL between them, layouts that send, copies of shards, and the end of a hang.
+
+    python -m pytest tests/gpu/multi -m gpu
+    GPU_TESTS_ON_CPU=1 python -m pytest tests/gpu/multi     # the same programs with gloo ranks: tries them, no result
+
+Each test starts the command line as a person does. Losses are compared with those of one rank of the same global batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from slurm_train.metrics.writer import read_metrics
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+REPOSITORY = Path(__file__).resolve().parents[3]
+ON_CPU = bool(os.environ.get("GPU_TESTS_ON_CPU"))
+STEPS = 12
+WORDS = (
+    *("model.width=64", "model.num_layers=4", "data.context=64", "batch.global_size=16", f"train.max_steps={STEPS}"),
+    *("train.log_every_steps=1", "train.evaluate=false", "train.sample_tokens=0", "checkpoint.every_steps=null"),
+    *("optim.warmup_samples=0", "train.precision=float32"),
+)
+# Of rounding alone: the order of additions differs.
+CLOSE = 5e-3
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "DDP": (2, ()),
+    "DDP, compiled": (2, ("train.compile=true",)),
+    "FSDP": (2, ("parallel.dp_shard=2",)),
+    "tensor": (2, ("parallel.tp=2",)),
+    "tensor by positions": (2, ("parallel.tp=2", "parallel.sequence_parallel=true")),
+    "pipeline": (2, ("parallel.pp=2", "batch.local_size=4")),
+    "pipeline, two stages each": (2, ("parallel.pp=2", "parallel.stages_per_rank=2", "batch.local_size=4")),
+    "context": (2, ("parallel.cp=2",)),
+    "HSDP": (4, ("parallel.dp_replicate=2", "parallel.dp_shard=2")),
+    "pipeline of tensor": (4, ("parallel.pp=2", "parallel.tp=2", "batch.local_size=4")),
+}
+
+
+def environment(num_gpus: int) -> dict[str, str]:
+    """Returns the environment of so many ranks; skips with what is missing."""
+    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": paths}
+    if ON_CPU:
+        return {**env, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    if (found := torch.cuda.device_count()) < num_gpus:
+        pytest.skip(f"{num_gpus} GPUs are needed, torch finds {found}")
+    return env
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the standard library's text is kept, made once."""
+    return tmp_path_factory.mktemp("text") / "stdlib"
+
+
+def command(folder: Path, text: Path, *words: str, ranks: int) -> list[str]:
+    where = (f"run.root={folder / 'runs'}", f"data.path={text}", f"run.processes={ranks}")
+    return [sys.executable, "-m", "slurm_train", *WORDS, *where, *words]
+
+
+def losses_of(folder: Path, text: Path, *words: str, ranks: int) -> list[float]:
+    """Trains; returns the losses of all steps."""
+    code = folder / "code"
+    code.mkdir(parents=True)
+    words = tuple(command(folder, text, *words, ranks=ranks))
+    done = subprocess.run(words, env=environment(ranks), capture_output=True, text=True, cwd=code)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (metrics,) = folder.glob("runs/*/*/metrics.jsonl")
+    losses = [line["loss"] for line in read_metrics(metrics)]
+    assert len(losses) == STEPS
+    return losses
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory, text: Path) -> list[float]:
+    """The losses of one rank."""
+    return losses_of(tmp_path_factory.mktemp("one"), text, ranks=1)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_has_the_losses_of_one_rank(
+    name: str, tmp_path: Path, text: Path, request: pytest.FixtureRequest
+) -> None:
+    ranks, words = LAYOUTS[name]
+    environment(ranks)
+    expected: list[float] = request.getfixturevalue("expected")
+    found = losses_of(tmp_path, text, *words, ranks=ranks)
+    farthest = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+    assert farthest < CLOSE, f"{found} instead of {expected}"
+
+
+COPIES = """
+import json, time, torch
+count, size, found = torch.cuda.device_count(), 1 << 28, {}
+
+def wait():
+    for device in range(count):
+        torch.cuda.synchronize(device)
+
+for a in range(count):
+    for b in range(count):
+        if a == b:
+            continue
+        source = torch.ones(size, dtype=torch.uint8, device=f"cuda:{a}")
+        target = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{b}")
+        for _ in range(3):
+            wait()
+            began_s = time.perf_counter()
+            target.copy_(source)
+            wait()
+            took_s = time.perf_counter() - began_s
+        assert bool((target == 1).all())
+        found[f"{a} to {b}"] = [torch.cuda.can_device_access_peer(a, b), size / took_s / 1e9]
+print(json.dumps(found))
+"""
+
+
+def test_gpus_copy_to_each_other_and_no_link_is_far_slower() -> None:
+    if ON_CPU:
+        pytest.skip("copies between GPUs have no meaning on a CPU")
+    env = environment(2)
+    done = subprocess.run([sys.executable, "-c", COPIES], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    links = json.loads(done.stdout)
+    rates = [rate for _, rate in links.values()]
+    assert min(rates) > 0.5 * max(rates), f"direct access and GB/s from GPU to GPU: {links}"
+
+
+BLOCKING = """
+import time
+from slurm_train.train.callbacks import Callback
+
+
+class Block(Callback):
+    def on_step_end(self, trainer):
+        if trainer.position.step == 5 and trainer.rank.place.rank == 1:
+            if trainer.rank.device.type == "cuda":
+                import torch
+
+                torch.cuda._sleep(10**12)
+                torch.cuda.synchronize()
+            time.sleep(600)
+"""
+
+
+def test_a_hang_is_named_and_ended_and_frees_the_gpus(tmp_path: Path, text: Path) -> None:
+    env, code = environment(2), tmp_path / "code"
+    code.mkdir()
+    (code / "blocking.py").write_text(BLOCKING)
+    words = ("callbacks=[{_target_: blocking.Block}]", "health.hang_timeout_s=20")
+    done = subprocess.run(
+        command(tmp_path, text, *words, ranks=2), env=env, capture_output=True, text=True, cwd=code, timeout=240
+    )
+    assert done.returncode != 0, done.stderr[-3000:]
+    lines = [line for path in tmp_path.glob("runs/*/*/events@*") for line in path.read_text().splitlines()]
+    (hang,) = [event for event in map(json.loads, lines) if event["event"] == "hang"]
+    assert hang["ranks"] == [1], hang
+    # The next run gets the GPUs at once.
+    assert len(losses_of(tmp_path / "next", text, ranks=2)) == STEPS
