@@ -6,12 +6,13 @@ A run without a checkpoint has nothing to protect. Nothing here writes.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_train.cli.terminal import note
-from slurm_train.config.frozen import Change, all_changes, is_below, load_config, unaccepted
+from slurm_train.config.frozen import Change, all_changes, in_words, is_below, load_config, unaccepted
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.data.shards import known_fingerprint
 from slurm_train.errors import CheckpointError, ConfigError, RunError, SlurmTrainError
@@ -148,9 +149,15 @@ def tell_of_another(plan: RunPlan) -> None:
         return
     trained = [change for change in found if change.kind != "harmless"]
     if manifest is not None and 0 < len(trained) <= _ALIKE:
-        words = " ".join(f"{change.key}={change.new}" for change in trained)
+        # Hydra, which a run that is made anew has loaded already.
+        from slurm_train.config.compose import spelled
+
+        words = shlex.join(f"{change.key}={spelled(change.new)}" for change in trained)
         names = ",".join(change.key for change in trained)
-        run, has = others[0], ", ".join(f"{change.key}={change.old} instead of {change.new}" for change in trained)
+        run, has = (
+            others[0],
+            ", ".join(f"{change.key}={in_words(change.old)} instead of {in_words(change.new)}" for change in trained),
+        )
         note(f"a new run; {run.name}/{run.run_id} (unfinished, step {manifest.step}) has {has}")
         if all(change.kind == "training" for change in trained):
             note(f"to continue that one with the change: resume {run.run_id} {words} --accept {names}")

@@ -525,13 +525,13 @@ def _values(override: Override) -> list[str]:
             f"{override.input_line}: an interval names no points",
             hint="use range(start,stop,step) or choice(a,b,c), or a sweeper that chooses points: hydra/sweeper=...",
         )
-    values = [f"{override.get_key_element()}={value}" for value in override.sweep_iterator(transformer=_spelled)]
+    values = [f"{override.get_key_element()}={value}" for value in override.sweep_iterator(transformer=spelled)]
     if not values:
         raise ConfigError(f"{override.input_line} gives no value: the sweep is empty", hint="widen it, or drop it")
     return values
 
 
-def _spelled(value: Any) -> str:
+def spelled(value: Any) -> str:
     """Returns a value in Hydra's spelling; a text that needs escapes is quoted, which means the same everywhere."""
     escaped = Transformer.str(value)
     return quoted(value) if isinstance(value, str) and escaped != value else str(escaped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -199,6 +200,16 @@ def test_other_values_under_the_same_name_are_another_run_and_it_says_so(shell: 
     assert done.job_and_run[1] != run
     assert f"a new run; a/{run.run_id} (unfinished, step 40) has optim.lr=0.003 instead of 0.1" in done.err
     assert f"resume {run.run_id} optim.lr=0.1 --accept optim.lr" in done.err
+
+
+def test_what_continues_it_with_the_change_can_be_typed_as_it_is(shell: Shell, run: RunDirectory) -> None:
+    told = shell.types(
+        f"+cluster=4x8 {OWN} 'callbacks=[{{_target_: slurm_train.train.callbacks.EMA, decay: 0.9}}]'"
+    ).err
+    (line,) = (line for line in told.splitlines() if "to continue that one" in line)
+    typed = shlex.split(line.partition("with the change: ")[2])
+    assert typed[2] == "callbacks=[{_target_:slurm_train.train.callbacks.EMA,decay:0.9}]"
+    assert shell.types(*typed).job_and_run[1] == run
 
 
 def test_a_finished_run_can_be_made_longer(shell: Shell, run: RunDirectory) -> None:
