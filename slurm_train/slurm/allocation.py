@@ -119,19 +119,12 @@ class TaskPlace:
             raise _disagrees("SLURM_LOCALID", self.local_rank, f"{self.local_world_size} tasks on this node")
 
 
-def het_node_counts(env: Mapping[str, str]) -> tuple[int, ...]:
-    """Returns the number of nodes of each component of a heterogeneous job, in rank order; () in any other job.
+def het_job_ids(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the job id of each component of a heterogeneous job, the leader's first; () in any other job.
 
     Raises:
         ClusterError: a variable is missing or malformed.
     """
-    return tuple(
-        len(_listed(env, parse_nodelist, f"SLURM_JOB_NODELIST_HET_GROUP_{index}")) for index in _components(env)
-    )
-
-
-def het_job_ids(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the job id of each component of a heterogeneous job, the leader's first; () in any other job."""
     return tuple(str(_int(env, f"SLURM_JOB_ID_HET_GROUP_{index}")) for index in _components(env))
 
 

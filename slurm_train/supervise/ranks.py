@@ -26,7 +26,7 @@ from typing import BinaryIO
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ClusterError, NodesError, SilentNodesError
 from slurm_train.rundir.files import open_file
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.allocation import het_node_counts
+from slurm_train.slurm.allocation import het_job_ids
 from slurm_train.slurm.commands import SlurmCommands, is_away, run_program
 
 # --- does every node see the run ---
@@ -113,11 +113,11 @@ def _ask(run: RunDirectory, num_nodes: int, env: Mapping[str, str], *, newest: s
     """
     # The working directory may be what is missing, so the step starts at the root.
     question = ["--chdir=/", "/bin/sh", "-c", _QUESTION, "sh", str(run.path), newest, str(_LATE_S)]
-    command = ["srun"]
-    # Each component of a heterogeneous job has a number of nodes of its own, and so a command of its own.
-    for number, count in enumerate(het_node_counts(env) or [num_nodes]):
-        component = [*([":"] if number else []), f"--het-group={number}"] if het_node_counts(env) else []
-        command += [*component, f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", *question]
+    flags = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
+    if components := het_job_ids(env):
+        # Each has a number of nodes of its own. 20.11 refuses a command for each, so one for all ranks asks.
+        flags = [f"--het-group={','.join(map(str, range(len(components))))}"]
+    command = ["srun", *flags, *question]
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:

@@ -232,7 +232,7 @@ def daemon_names(plan: ClusterPlan) -> list[str]:
     return [*list(_DAEMONS)[:-1], *(f"slurmd-{node}" for node in plan.node_names)]
 
 
-def start_daemon(plan: ClusterPlan, name: str, *, timeout_s: float = 20.0) -> None:
+def start_daemon(plan: ClusterPlan, name: str, *, timeout_s: float = 60.0) -> None:
     """Starts a daemon unless it runs, and waits until it answers.
 
     Raises:
