@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from slurm_train.config.schema import RunConfig, build_config
-from slurm_train.metrics.progress import LineDisplay
+from slurm_train.metrics.progress import Display
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.build import apply_parallelism, build_parts, build_trainer
 from slurm_train.train.context import Rank
@@ -116,7 +116,7 @@ def build_of(rank: Rank) -> Trainer:
     """Returns the trainer of a rank, at its newest checkpoint. Collective."""
     parts = build_parts(rank)
     apply_parallelism(parts)
-    display = LineDisplay(io.StringIO(), max_steps=1000) if rank.place.is_first else None
+    display = Display(io.StringIO(), max_steps=1000) if rank.place.is_first else None
     return build_trainer(parts, display=display, spent=Spent(begin_unix_s=time.time()))
 
 
