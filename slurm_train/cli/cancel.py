@@ -20,7 +20,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, array_job_id, existing_arrays, find_sweep, read_table
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.activity import Active, find_active, newest_job, no_submitter
-from slurm_train.status.run_status import read_statuses, subjects_of
+from slurm_train.status.run_status import read_statuses
 
 
 def main(words: Sequence[str]) -> int:
@@ -85,7 +85,7 @@ def cancel_sweep(sweep: SweepDirectory, commands: SlurmCommands, *, where: Seque
         RunError: none of them is active.
         ClusterError: Slurm refused, or does not answer.
     """
-    subjects = subjects_of(read_table(sweep))
+    subjects = read_table(sweep)
     active = find_active([one.run for one in subjects], commands)
     meant = [one.run for one in filter_where(subjects, where) if one.run in active]
     if not where and any(one.process is not None for one in active.values()):

@@ -20,7 +20,7 @@ from slurm_train.rundir.lookup import closed_places
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep, list_sweeps, read_table, sweeps_named
 from slurm_train.rundir.timing import goodput, held_s
-from slurm_train.status.run_status import RunStatus, subjects_of
+from slurm_train.status.run_status import RunStatus
 
 _FORMATS = {"csv": "csv", "md": "markdown", "parquet": "parquet"}
 
@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> int:
     """Prints or writes the table and returns 0."""
     arguments = parse_runs("collate", words)
     sweep = _find(arguments.root, arguments.sweep)
-    statuses = look_once(subjects_of(read_table(sweep)), os.environ)
+    statuses = look_once(read_table(sweep), os.environ)
     rows = collate(statuses)
     _put_out(rows, arguments.format, arguments.out)
     if line := best_line(rows, [one.subject.overrides for one in statuses]):

@@ -25,9 +25,9 @@ from slurm_train.rundir.files import read_json
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.lookup import find_run, root_of
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.sweep import SweepDirectory, find_sweep, read_table
+from slurm_train.rundir.sweep import Element, SweepDirectory, find_sweep, read_table
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.status.run_status import RunStatus, Subject, subjects_of, until_over
+from slurm_train.status.run_status import RunStatus, until_over
 from slurm_train.verbs import DEFAULT_ROOT
 
 _POLL_S = 5.0
@@ -53,7 +53,7 @@ class Run:
 
     def status(self) -> RunStatus:
         """Returns what is known now: `state`, `note`, `step`, `loss` and so on; `as_json()` has all of it."""
-        return _look([Subject(self._files)])[0]
+        return _look([Element(run=self._files)])[0]
 
     def wait(self, *, timeout_s: float | None = None) -> RunStatus:
         """Returns the status when the run has ended, however it has; a requeued run has not.
@@ -66,7 +66,7 @@ class Run:
         Raises:
             TimedOutError: it has not ended by then, and goes on.
         """
-        return _wait([Subject(self._files)], timeout_s)[0]
+        return _wait([Element(run=self._files)], timeout_s)[0]
 
     def result(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Waits, and returns the final measures: `result.json`, e.g. {"step": 1000, "eval_loss": 1.25, ...}.
@@ -147,8 +147,8 @@ class Sweep:
         return SweepDirectory(self.path)
 
     @property
-    def _subjects(self) -> list[Subject]:
-        return subjects_of(read_table(self._files))
+    def _subjects(self) -> list[Element]:
+        return read_table(self._files)
 
 
 def submit(words: Sequence[str], *, after: Sequence[Run | Sweep] = (), verbose: bool = False) -> Run | Sweep:
@@ -187,11 +187,11 @@ def find(word: str, *, root: str | None = None) -> Run | Sweep:
     return Run(find_run(place, word).path) if sweep is None else Sweep(sweep.path)
 
 
-def _look(subjects: Sequence[Subject]) -> list[RunStatus]:
+def _look(subjects: Sequence[Element]) -> list[RunStatus]:
     return list(build_surveyor(os.environ).look(subjects).statuses)
 
 
-def _wait(subjects: Sequence[Subject], timeout_s: float | None) -> list[RunStatus]:
+def _wait(subjects: Sequence[Element], timeout_s: float | None) -> list[RunStatus]:
     surveyor = build_surveyor(os.environ)
     deadline_s = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
 

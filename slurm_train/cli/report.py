@@ -13,8 +13,7 @@ from slurm_train.cli.terminal import note
 from slurm_train.errors import RunError
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.lookup import find_run
-from slurm_train.rundir.sweep import SweepDirectory, find_sweep, sweep_of
-from slurm_train.status.run_status import Subject, subjects_of
+from slurm_train.rundir.sweep import Element, SweepDirectory, find_sweep, sweep_of
 
 if TYPE_CHECKING:
     from slurm_train.tools.report.page import Document
@@ -37,7 +36,7 @@ def main(words: Sequence[str]) -> int:
             note(f"the newest run, one of a sweep; all of it: `report {of.sweep_id}`")
         from slurm_train.tools.report.run import run_document
 
-        (one,) = look_once([Subject(run)], os.environ)
+        (one,) = look_once([Element(run=run)], os.environ)
         facts = {"state": one.state.label, "note": one.note, "nodelist": one.nodelist or ""}
         document, default = run_document(run, **facts, now_unix_s=time.time()), run.report
     _put_out(document, Path(arguments.out) if arguments.out else default, is_shared=bool(arguments.out))
@@ -60,7 +59,7 @@ def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> Document:
     from slurm_train.tools.report.sweep import read_trial, sweep_document
 
     elements, now = read_table(sweep), time.time()
-    rows = look_once(subjects_of(elements), os.environ)
+    rows = look_once(elements, os.environ)
     trials = [
         read_trial(element, cells, state=one.state.label, note=one.note, is_active=one.is_active, now_unix_s=now)
         for element, one, cells in zip(elements, rows, collate(rows), strict=True)

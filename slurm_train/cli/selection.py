@@ -20,10 +20,10 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.lookup import find_runs, root_of
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.sweep import SweepDirectory, find_sweep, read_table
+from slurm_train.rundir.sweep import Element, SweepDirectory, find_sweep, read_table
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import QueueView
-from slurm_train.status.run_status import RunState, RunStatus, Subject, Surveyor, read_states, subjects_of
+from slurm_train.status.run_status import RunState, RunStatus, Surveyor, read_states
 from slurm_train.verbs import DEFAULT_ROOT, parse
 
 # What a command that answers a person at a prompt waits for.
@@ -50,20 +50,20 @@ class Selection:
         """Returns the sweep that is meant, None where runs are, or several things."""
         return find_sweep(self.root, self.words[0]) if len(self.words) == 1 else None
 
-    def subjects(self) -> list[Subject]:
+    def subjects(self) -> list[Element]:
         """Returns the runs that exist now and may be meant; which states they are in is checked later.
 
         Raises:
             RunError: a word names nothing.
             ConfigError: a condition makes no sense.
         """
-        found = [] if self.words else [Subject(run) for run in find_runs(self.root, [])]
+        found = [] if self.words else [Element(run=run) for run in find_runs(self.root, [])]
         for word in self.words:
             sweep = find_sweep(self.root, word)
             if sweep is None:
-                found += [Subject(run) for run in find_runs(self.root, [word])]
+                found += [Element(run=run) for run in find_runs(self.root, [word])]
             else:
-                found += subjects_of(read_table(sweep))
+                found += read_table(sweep)
         # A run that is named twice is shown once, as it was named first.
         by_run = {one.run: one for one in reversed(found)}
         found = filter_where([one for one in found if by_run[one.run] is one], self.where)
@@ -143,7 +143,7 @@ def read_since(text: str, *, now_unix_s: float) -> float:
         raise ConfigError(f"--since {text} is neither a span of time nor a date", hint=hint) from None
 
 
-def filter_where(subjects: Iterable[Subject], conditions: Sequence[str]) -> list[Subject]:
+def filter_where(subjects: Iterable[Element], conditions: Sequence[str]) -> list[Element]:
     """Returns the runs for which every condition holds, e.g. ["optim.lr=1e-3", "seed=2"]; numbers are compared as such.
 
     A key is one of the run's sweep or of its configuration.
@@ -164,7 +164,7 @@ def filter_where(subjects: Iterable[Subject], conditions: Sequence[str]) -> list
     return chosen
 
 
-def _value_of(subject: Subject, key: str) -> str | None:
+def _value_of(subject: Element, key: str) -> str | None:
     """Returns a value as it would be typed, None where the run has no such key or no configuration."""
     if key in subject.overrides:
         return subject.overrides[key]
@@ -194,7 +194,7 @@ def build_surveyor(env: Mapping[str, str]) -> Surveyor:
     return Surveyor(QueueView(SlurmCommands(env, timeout_s=_SLURM_TIMEOUT_S)))
 
 
-def look_once(subjects: Sequence[Subject], env: Mapping[str, str]) -> tuple[RunStatus, ...]:
+def look_once(subjects: Sequence[Element], env: Mapping[str, str]) -> tuple[RunStatus, ...]:
     """Returns the status of runs; prints a note where Slurm does not answer and the files alone were read."""
     survey = build_surveyor(env).look(subjects)
     if survey.look.problem:

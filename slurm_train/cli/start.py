@@ -323,15 +323,14 @@ class Start:
         """
         from slurm_train.cli.selection import filter_where, summary
         from slurm_train.launch.arrays import find_lost_arrays, plan_arrays
-        from slurm_train.status.run_status import read_statuses, subjects_of
+        from slurm_train.status.run_status import read_statuses
 
         commands = self.commands
         with submitting_sweep(sweep):
             if commands.is_available():
                 find_lost_arrays(sweep, commands)
             elements = read_table(sweep)
-            subjects = subjects_of(elements)
-            named, rows = filter_where(subjects, where), read_statuses(subjects, commands)
+            named, rows = filter_where(elements, where), read_statuses(elements, commands)
             meant = [one for one in rows if one.subject in named and (only is None or one.state in only)]
             runs = [one.run for one in meant if not one.is_finished and not one.is_active]
             if not runs:

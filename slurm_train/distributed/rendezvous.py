@@ -238,7 +238,7 @@ def resolve_master(place: RankPlace, master_addr: str) -> list[str]:
         RendezvousError: the name does not resolve here, or to this machine itself although rank 0 is elsewhere.
     """
     try:
-        addresses = sorted(_resolve(master_addr), key=lambda address: (":" in address, address))
+        addresses = addresses_of(master_addr)
     except OSError as err:
         raise RendezvousError(
             f"node {place.host} (rank {place.rank}) cannot resolve the master address {master_addr!r}: {err}",
@@ -265,19 +265,25 @@ def check_gloo_address(place: RankPlace, env: Mapping[str, str]) -> None:
     """
     if not place.spans_nodes or env.get("GLOO_SOCKET_IFNAME"):
         return
-    name, addresses = socket.gethostname(), set[str]()
+    name, addresses = socket.gethostname(), list[str]()
     with contextlib.suppress(OSError):
-        addresses = _resolve(name)
+        addresses = addresses_of(name)
     if all(map(is_loopback, addresses)):
-        found = ", ".join(sorted(addresses)) or "nothing"
+        found = ", ".join(addresses) or "nothing"
         raise RendezvousError(
             f"node {place.host} resolves its own name {name!r} to {found}: other nodes could not reach it",
             hint="name the interface of the cluster's network: cluster.network_interface=eth0 (see `ip -br addr`)",
         )
 
 
-def _resolve(name: str) -> set[str]:
-    return {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+def addresses_of(name: str) -> list[str]:
+    """Returns the addresses of a name as seen from this node, IPv4 first.
+
+    Raises:
+        OSError: the name does not resolve here.
+    """
+    found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    return sorted(found, key=lambda address: (":" in address, address))
 
 
 def is_loopback(address: str) -> bool:

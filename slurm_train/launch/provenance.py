@@ -64,9 +64,6 @@ def read_environment(*, slurm: str | None, paths: Sequence[str] | None = None) -
             packages[name] = item.version or "?"
             if source := _source_of(item):
                 sources[name] = source
-    builds = (_found(r"(?m)^(cuda|hip)\b[^=]*=\s*'([^']+)'", Path(folder, "torch/version.py")) for folder in folders)
-    build = next(filter(None, builds), None)
-    driver = _found(r"\s(\d+\.\d+(?:\.\d+)?)\s", _DRIVER / "version")
     models = (_found(r"(?m)^Model:\s*(.+?)\s*$", path) for path in sorted(_DRIVER.glob("gpus/*/information")))
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -74,12 +71,22 @@ def read_environment(*, slurm: str | None, paths: Sequence[str] | None = None) -
         "platform": " ".join((kernel.sysname, kernel.release, kernel.machine)),
         "host": socket.gethostname(),
         "torch": packages.get("torch"),
-        "cuda": build and (build[2] if build[1] == "cuda" else f"rocm {build[2]}"),
-        "driver": driver and driver[1],
+        **read_gpu_software(folders),
         "gpus": ["unknown" if model is None else model[1] for model in models],
         "slurm": slurm,
         "packages": dict(sorted(packages.items())),
         "sources": dict(sorted(sources.items())),
+    }
+
+
+def read_gpu_software(folders: Sequence[str]) -> dict[str, str | None]:
+    """Returns "cuda", what the torch in some folders was built for, and "driver"; see `read_environment`."""
+    builds = (_found(r"(?m)^(cuda|hip)\b[^=]*=\s*'([^']+)'", Path(folder, "torch/version.py")) for folder in folders)
+    build = next(filter(None, builds), None)
+    driver = _found(r"\s(\d+\.\d+(?:\.\d+)?)\s", _DRIVER / "version")
+    return {
+        "cuda": build and (build[2] if build[1] == "cuda" else f"rocm {build[2]}"),
+        "driver": driver and driver[1],
     }
 
 

@@ -30,7 +30,7 @@ from slurm_train.rundir.files import (
     read_json,
     read_lines,
     read_shared,
-    to_record,
+    to_records,
     write_atomic,
 )
 from slurm_train.rundir.paths import RunDirectory
@@ -89,8 +89,7 @@ class AcceptedChange:
 
 def read_changes(run: RunDirectory) -> list[AcceptedChange]:
     """Returns the accepted changes of a run, oldest first."""
-    found = (to_record(AcceptedChange, line) for line in read_lines(run.changes))
-    return [change for change in found if change is not None]
+    return to_records(AcceptedChange, read_lines(run.changes))
 
 
 def record_change(run: RunDirectory, change: AcceptedChange) -> None:
@@ -212,8 +211,7 @@ def read_preflight(run: RunDirectory, attempt: int) -> dict[str, Any]:
 
 def findings_of(record: Mapping[str, Any]) -> list[Finding]:
     """Returns the findings of a record, the worst first."""
-    found = (to_record(Finding, value) for value in record.get("findings", ()))
-    return [finding for finding in found if finding is not None]
+    return to_records(Finding, record.get("findings", ()))
 
 
 def codes_of(findings: Sequence[Finding]) -> str:
@@ -288,9 +286,7 @@ def read_bad_nodes(run: RunDirectory, *, now_unix_s: float) -> list[BadNode]:
     """Returns the nodes that are on the list now, the last line about each counting."""
     found: dict[str, BadNode] = {}
     with contextlib.suppress(OSError):
-        for line in read_shared(list_file(run)):
-            if (bad := to_record(BadNode, line)) is not None:
-                found[bad.node] = bad
+        found = {bad.node: bad for bad in to_records(BadNode, read_shared(list_file(run)))}
     return [bad for bad in found.values() if bad.until_unix_s > now_unix_s]
 
 
@@ -332,8 +328,7 @@ def leave_mark(run: RunDirectory, attempt: int, mark: FailureMark) -> None:
 def read_marks(run: RunDirectory, attempt: int) -> list[FailureMark]:
     """Returns the marks of an attempt, the earliest first."""
     lines = read_shared(run.attempt_logs(attempt) / "failures.jsonl")
-    marks = (to_record(FailureMark, line) for line in lines)
-    return sorted((mark for mark in marks if mark is not None), key=lambda mark: mark.time_unix_s)
+    return sorted(to_records(FailureMark, lines), key=lambda mark: mark.time_unix_s)
 
 
 def first_mark(run: RunDirectory, attempt: int) -> FailureMark | None:

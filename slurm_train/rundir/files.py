@@ -162,10 +162,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     with file:
-        yield from _objects(file)
+        yield from parse_lines(file)
 
 
-def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def parse_lines(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects among lines; what is none is passed over."""
     for line in lines:
         try:
             value = json.loads(line)
@@ -217,14 +218,18 @@ _TAIL_BYTES = 65536
 
 def last_lines(path: Path, *, tail_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
     """Returns the JSON objects at the end of a file of lines, oldest first; whole lines only."""
+    # The rest of a line that began before the tail is no JSON.
+    return list(parse_lines(read_tail(path, tail_bytes).splitlines()))
+
+
+def read_tail(path: Path, num_bytes: int) -> str:
+    """Returns the end of a file as text, "" where it is gone, or may not be read."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - tail_bytes))
-            text = file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return []
-    return list(_objects(text.splitlines()[1 if size > tail_bytes else 0 :]))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+            return file.read().decode(errors="replace")
+    except (FileNotFoundError, PermissionError):
+        return ""
 
 
 def write_record(path: Path, record: Any, *, durable: bool = False) -> None:
@@ -246,6 +251,11 @@ def to_record(kind: type[R], value: Any) -> R | None:
     return found
 
 
+def to_records(kind: type[R], values: Iterable[Any]) -> list[R]:
+    """Returns those of some JSON values that are such records, see `to_record`."""
+    return [record for value in values if (record := to_record(kind, value)) is not None]
+
+
 _hints = functools.cache(get_type_hints)
 
 
@@ -253,8 +263,8 @@ def _decode(kind: Any, value: Any) -> Any:
     origin, of = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return None if value is None else _decode(of[0], value)
-    if origin is tuple:
-        return tuple(_decode(of[0], one) for one in value)
+    if origin in (tuple, list):
+        return origin(_decode(of[0], one) for one in value)
     if origin in (dict, Mapping):
         # The keys of a JSON object are always text.
         return {of[0](key): _decode(of[1], one) for key, one in dict(value).items()}

@@ -27,10 +27,11 @@ from slurm_train.rundir.paths import Below, RunDirectory
 
 @frozen
 class Element:
-    """One run of a sweep."""
+    """One run, and what its sweep gave to it where it was named by its sweep."""
 
-    index: int
     run: RunDirectory
+    index: int | None = None
+    """Its number in the sweep."""
     overrides: Mapping[str, str] = field(default_factory=dict)
     """What the sweep gave to it, e.g. {"optim.lr": "0.001"}."""
     job: str | None = None

@@ -30,9 +30,10 @@ from slurm_train.rundir.files import (
     last_lines,
     listed,
     make_folder,
+    read_json,
     read_lines,
     read_record,
-    to_record,
+    to_records,
     write_record,
 )
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
@@ -369,8 +370,7 @@ class StepTimes:
 def read_step_times(run: RunDirectory, attempt: int) -> list[RankTimes]:
     """Returns what the ranks of an attempt have left, by rank; a file that is none is passed over."""
     paths = [path for path in listed(run.attempt_logs(attempt)) if re.fullmatch(r"step_times_\d+\.json", path.name)]
-    found = (read_record(path, RankTimes) for path in paths)
-    return sorted((times for times in found if times is not None), key=lambda times: times.rank)
+    return sorted(to_records(RankTimes, map(read_json, paths)), key=lambda times: times.rank)
 
 
 class RankPace(NamedTuple):
@@ -430,13 +430,12 @@ def append_window(run: RunDirectory, window: PaceWindow) -> None:
 
 def read_windows(run: RunDirectory) -> list[PaceWindow]:
     """Returns all windows, oldest first; a line that is none is passed over."""
-    return [window for line in read_lines(run.stragglers) if (window := to_record(PaceWindow, line)) is not None]
+    return to_records(PaceWindow, read_lines(run.stragglers))
 
 
 def newest_window(run: RunDirectory) -> PaceWindow | None:
     """Returns the newest window without reading the others, None before the first."""
-    windows = (to_record(PaceWindow, line) for line in reversed(last_lines(run.stragglers)))
-    return next((window for window in windows if window is not None), None)
+    return next(reversed(to_records(PaceWindow, last_lines(run.stragglers))), None)
 
 
 def all_findings(windows: Sequence[PaceWindow]) -> list[tuple[PaceWindow, Slowdown]]:

@@ -7,14 +7,13 @@ taken. A traceback is what Python prints, chained ones included; one that was cu
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import first_mark
-from slurm_train.rundir.files import change_times, listed
+from slurm_train.rundir.files import change_times, listed, read_tail
 from slurm_train.rundir.paths import RunDirectory
 
 HEADLINE = "Traceback (most recent call last):"
@@ -92,9 +91,9 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
     log = log if log is not None and log.is_file() else None
     excerpt, kind = "", ""
     if rank is not None and run.stacks(attempt, rank).is_file():
-        excerpt, kind = _tail(run.stacks(attempt, rank)).rstrip(), "stacks"
+        excerpt, kind = read_tail(run.stacks(attempt, rank), _TAIL_BYTES).rstrip(), "stacks"
     elif log is not None:
-        text = _tail(log)
+        text = read_tail(log, _TAIL_BYTES)
         excerpt, kind = _traceback_of(text, message), "traceback"
         if not excerpt:
             excerpt = "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])
@@ -123,7 +122,7 @@ def _first_log_with_traceback(run: RunDirectory, attempt: int) -> int | None:
     times = change_times(listed(run.attempt_logs(attempt)))
     names = {path: re.fullmatch(r"rank_(\d+)\.log", path.name) for path in times}
     logs = sorted((times[path], int(match[1]), path) for path, match in names.items() if match)
-    return next((rank for _, rank, path in logs if tracebacks(_tail(path))), None)
+    return next((rank for _, rank, path in logs if tracebacks(read_tail(path, _TAIL_BYTES))), None)
 
 
 def _traceback_of(text: str, message: str) -> str:
@@ -134,12 +133,3 @@ def _traceback_of(text: str, message: str) -> str:
     found, said = tracebacks(text), message.partition(": ")[2] or message
     named = [block for block in found if said and said in block]
     return (named or found or [""])[-1]
-
-
-def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""

@@ -10,7 +10,7 @@ import enum
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -211,26 +211,11 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-@frozen_positional
-class Subject:
-    """A run whose status is asked for, and what its sweep gave to it where it was named by its sweep."""
-
-    run: RunDirectory
-    index: int | None = None
-    """Its number in the sweep."""
-    overrides: Mapping[str, str] = field(default_factory=dict)
-
-
-def subjects_of(elements: Sequence[Element]) -> list[Subject]:
-    """Returns the runs of a sweep."""
-    return [Subject(element.run, element.index, element.overrides) for element in elements]
-
-
 @frozen
 class RunStatus:
     """The status of a run; what is not known is None. docs/watching.md explains what JSON has as well."""
 
-    subject: Subject
+    subject: Element
     state: RunState
     note: str
     is_settled: bool
@@ -312,7 +297,7 @@ class RunStatus:
 _NOT_IN_JSON = ("subject", "job", "is_settled")
 
 
-def status_of(subject: Subject, files: RunFiles, look: Look, *, now_unix_s: float) -> RunStatus:
+def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: float) -> RunStatus:
     """Returns the status of a run.
 
     Args:
@@ -491,7 +476,7 @@ class Surveyor:
         self._view, self._now = view, now
         self._ended: dict[RunDirectory, tuple[dict[Path, float], RunFiles]] = {}
 
-    def look(self, subjects: Sequence[Subject]) -> Survey:
+    def look(self, subjects: Sequence[Element]) -> Survey:
         """Returns the status of runs now; Slurm is asked once about all of them."""
         files = [self.read(subject.run) for subject in subjects]
         look, now_unix_s = self._view.look(wanted_of(files)), self._now()
@@ -519,7 +504,7 @@ def wanted_of(files: Sequence[RunFiles]) -> Wanted:
     )
 
 
-def read_statuses(subjects: Sequence[Subject], commands: SlurmCommands) -> list[RunStatus]:
+def read_statuses(subjects: Sequence[Element], commands: SlurmCommands) -> list[RunStatus]:
     """Returns the status of runs for somebody who acts upon it, so an answer from the files alone is not enough.
 
     Raises:

@@ -6,7 +6,7 @@ from datetime import datetime
 
 from slurm_train.cli.selection import filter_where, read_since
 from slurm_train.errors import ConfigError
-from slurm_train.status.run_status import Subject
+from slurm_train.rundir.sweep import Element
 from tests.cli.conftest import Shell
 from tests.support.refusals import refusal
 
@@ -29,9 +29,11 @@ REFUSED = {
 
 def test_runs_are_chosen_by_their_values(shell: Shell) -> None:
     subjects = [
-        Subject(shell.has_run(run_id="aaaa0000"), 0, {"optim.lr": "0.001", "seed": "1", "data": "text"}),
-        Subject(shell.has_run(run_id="bbbb0000"), 1, {"optim.lr": "0.0003", "seed": "1"}),
-        Subject(shell.has_run(run_id="cccc0000", cluster=False)),
+        Element(
+            run=shell.has_run(run_id="aaaa0000"), index=0, overrides={"optim.lr": "0.001", "seed": "1", "data": "text"}
+        ),
+        Element(run=shell.has_run(run_id="bbbb0000"), index=1, overrides={"optim.lr": "0.0003", "seed": "1"}),
+        Element(run=shell.has_run(run_id="cccc0000", cluster=False)),
     ]
     found = {asked: "".join(one.run.run_id[0] for one in filter_where(subjects, asked)) for asked in CHOICES}
     assert found == CHOICES

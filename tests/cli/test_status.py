@@ -14,7 +14,8 @@ import pytest
 
 from slurm_train.cli.status import note_of, table_lines
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.status.run_status import RunState, RunStatus, Subject
+from slurm_train.rundir.sweep import Element
+from slurm_train.status.run_status import RunState, RunStatus
 from tests.cli.conftest import Shell
 from tests.support.run_facts import attempt, beat
 
@@ -25,7 +26,7 @@ NOW_S = 1_800_000_000.0
 def status(run_id: str = "3f9a1c07", index: int | None = None, given: Any = None, **facts: Any) -> Any:
     """Returns the status of a running run; what is not named is not known."""
     values: dict[str, Any] = {
-        "subject": Subject(RunDirectory(Path("/runs/gpt-stdlib") / run_id), index, given or {}),
+        "subject": Element(run=RunDirectory(Path("/runs/gpt-stdlib") / run_id), index=index, overrides=given or {}),
         "state": RunState.RUNNING,
         "note": "",
         "job_id": "12",

@@ -11,13 +11,13 @@ import pytest
 
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.rundir.jobs import Holder, take_lock, this_process
+from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import PaceWindow, Slowdown, append_window
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
 from slurm_train.slurm.records import Phase
 from slurm_train.status.run_status import (
     RunState,
     RunStatus,
-    Subject,
     Survey,
     Surveyor,
     read_files,
@@ -34,7 +34,7 @@ LINE = {"step": 120, "loss": 1.25, "tokens_per_s": 51234.5, "step_time_s": 0.5, 
 
 
 def seen(run: Any, look: Look, **values: Any) -> RunStatus:
-    return status_of(Subject(run, **values), read_files(run), look, now_unix_s=time.time())
+    return status_of(Element(run=run, **values), read_files(run), look, now_unix_s=time.time())
 
 
 def status(has_run: Any, job: Any = None, *, answers: bool = True, **facts: Any) -> RunStatus:
@@ -306,7 +306,7 @@ def test_files_of_a_run_that_has_ended_are_read_once_until_they_change(has_run: 
 
 
 def test_a_survey_asks_slurm_once_about_all_runs(has_run: Any) -> None:
-    subjects = [Subject(has_run(f"{number}aaa0000", job_ids=(str(number),))) for number in range(1, 4)]
+    subjects = [Element(run=has_run(f"{number}aaa0000", job_ids=(str(number),))) for number in range(1, 4)]
     asked = []
 
     class Slurm(FakeSlurmCommands):
@@ -339,7 +339,7 @@ def test_an_answer_from_before_the_end_is_about_the_past(has_run: Any) -> None:
 
 
 def test_who_acts_upon_a_status_is_refused_while_slurm_does_not_answer(has_run: Any) -> None:
-    slurm, subject = FakeSlurmCommands([job_state("12")]), Subject(has_run(job_ids=("12",)))
+    slurm, subject = FakeSlurmCommands([job_state("12")]), Element(run=has_run(job_ids=("12",)))
     assert [one.state for one in read_statuses([subject], slurm)] == [RunState.RUNNING]  # type: ignore[arg-type]  # the fake
     slurm.error = ClusterError("nobody there")
     with pytest.raises(ClusterError, match="nobody there"):

@@ -1,21 +1,17 @@
 """What ranks and nodes report of themselves and of each other, and the findings that rules make of it: plain values.
 
 A rank reports little, since there are many; the first rank of each node reports for the node. Reports travel as JSON:
-`asdict` of a value here, `decode` on the other side. "" and None mean not known, and what is not known is no finding.
+`asdict` of a value here, `to_records` on the other side. "" and None mean not known; what is not known is no finding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
-from slurm_train.config.schema import build_config
-from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen
 from slurm_train.rundir.events import Finding
 
-T = TypeVar("T")
 _ORDER = ("error", "warning", "note")
 
 
@@ -251,14 +247,6 @@ class Job:
     def node(self, name: str) -> NodeFacts:
         """Returns a node by name, with nothing known of one that has not reported."""
         return next((node for node in self.nodes if node.node == name), NodeFacts(node=name, node_rank=0))
-
-
-def decode(cls: type[T], value: Any) -> list[T]:
-    """Returns the facts that a rank or node has sent or written, [] where they are missing or damaged."""
-    try:
-        return [build_config(cls, value)]
-    except (ConfigError, TypeError, AttributeError):
-        return []
 
 
 def error(code: str, node: str, seen: str, *, blames: bool = False, hint: str = "") -> Finding:

@@ -31,8 +31,11 @@ from slurm_train import __version__
 from slurm_train.config.schema import RunConfig
 from slurm_train.data.shards import known_fingerprint, read_index
 from slurm_train.distributed.place import RankPlace
+from slurm_train.distributed.rendezvous import addresses_of
 from slurm_train.errors import DataError
-from slurm_train.rundir.files import read_json
+from slurm_train.launch import snapshot
+from slurm_train.launch.imports import own_paths
+from slurm_train.launch.provenance import read_gpu_software
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor.facts import DiskFacts, GpuFacts, NodeFacts, RankFacts
 
@@ -43,9 +46,6 @@ _HASHING_S = 1.0
 _LONGEST_LIST = 20
 _PATH_KEY = re.compile(r"(.*_)?(path|root|dir|folder|directory|file)")
 _TEXT_TARGET = "slurm_train.data.text.build"
-_CUDA = re.compile(r"^cuda(?:: Optional\[str\])? = '([^']+)'", re.MULTILINE)
-_DRIVER = Path("/proc/driver/nvidia/version")
-_DRIVER_NUMBER = re.compile(r"Kernel Module(?: for \S+)?\s+(\S+)")
 # The Xid errors that are about hardware; the others are mostly a program's own.
 _HARDWARE_XIDS = {"48", "62", "64", "74", "79", "92", "95", "110", "119", "120", "140"}
 # A record is "priority,sequence,microseconds since boot,flags;text".
@@ -122,15 +122,12 @@ def read_versions(*, driver: str = "") -> dict[str, str]:
     Args:
         driver: the GPU driver's version if NVML gave it.
     """
-    if not driver and _DRIVER.exists():
-        driver = "".join(_DRIVER_NUMBER.findall(_DRIVER.read_text(errors="replace"))[:1])
-    versions = {"slurm_train": __version__, "python": platform.python_version(), "driver": driver}
+    software = read_gpu_software(own_paths())
+    versions = {**software, "slurm_train": __version__, "python": platform.python_version()}
+    versions["driver"] = driver or software["driver"]
     for package in ("torch", "nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
         with contextlib.suppress(metadata.PackageNotFoundError, KeyError, ValueError):
             versions["torch" if package == "torch" else "nccl"] = metadata.version(package)
-    with contextlib.suppress(metadata.PackageNotFoundError, OSError, ValueError):
-        path = metadata.distribution("torch").locate_file("torch/version.py")
-        versions["cuda"] = "".join(_CUDA.findall(Path(str(path)).read_text(encoding="utf-8"))[:1])
     return {name: version for name, version in versions.items() if version}
 
 
@@ -163,10 +160,9 @@ def read_network(place: RankPlace, env: Mapping[str, str], *, peer: str) -> dict
 def resolve(name: str) -> tuple[list[str], str]:
     """Returns the addresses of a name as seen from here, IPv4 first, and why there are none."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        return addresses_of(name), ""
     except OSError as err:
         return [], str(err.strerror or err)
-    return sorted({str(entry[4][0]) for entry in found}, key=lambda address: (":" in address, address)), ""
 
 
 def interface_addresses() -> dict[str, str]:
@@ -244,8 +240,8 @@ def read_files(
         directory: what relative paths of the data start from.
         hashing_s: seconds that the code's files may take.
     """
-    files = (read_json(run.code_index) or {}).get("files")
-    changes = _code_changes(run.code, files, hashing_s) if isinstance(files, dict) else []
+    files = snapshot.read_index(run) or {}
+    changes = _code_changes(run.code, files, hashing_s)
     data = (config.data or {}) if config.trains else {}
     paths = _data_paths(data)
     missing = [f"{path} is not there" for path in paths if not path.exists()]
@@ -256,8 +252,8 @@ def read_files(
             missing = [err.message]
     hashes = {
         # Changed files are named one by one, whatever the list says.
-        "code": _digest(json.dumps(files, sort_keys=True).encode()) if files and not changes else None,
-        "config": _digest(*(_content(path) or b"" for path in (run.config, run.plan))),
+        "code": _digest(files) if files and not changes else None,
+        "config": _digest(snapshot.index_code(run.path.joinpath, [run.config.name, run.plan.name])),
         "data": known_fingerprint(data, cwd=directory),
     }
     return {
@@ -268,28 +264,19 @@ def read_files(
     }
 
 
-def _code_changes(code: Path, files: Mapping[str, Any], hashing_s: float) -> list[str]:
+def _code_changes(code: Path, files: Mapping[str, str], hashing_s: float) -> list[str]:
     deadline, found = time.monotonic() + hashing_s, list[str]()
     for name in sorted(files, key=lambda name: (not name.endswith(".py"), name)):
         if time.monotonic() > deadline or len(found) >= _LONGEST_LIST:
             break
-        content = _content(code / name)
-        if content is None:
-            found.append(f"{name} (gone)")
-        elif _digest(content) != files[name]:
-            found.append(name)
+        content = snapshot.index_code(code.joinpath, [name]).get(name)
+        if content != files[name]:
+            found.append(name if content else f"{name} (gone)")
     return found
 
 
-def _content(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return None
-
-
-def _digest(*parts: bytes) -> str:
-    return xxhash.xxh3_128(b"".join(parts)).hexdigest()
+def _digest(hashes: Mapping[str, str]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(hashes, sort_keys=True).encode())
 
 
 def _data_paths(data: Mapping[str, Any]) -> list[Path]:

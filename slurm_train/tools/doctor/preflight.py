@@ -43,7 +43,7 @@ from slurm_train.distributed.rendezvous import allow_files, require_files
 from slurm_train.errors import PreflightError
 from slurm_train.formatting import columns
 from slurm_train.rundir.events import Finding, errors_of, findings_of, write_preflight
-from slurm_train.rundir.files import read_json, write_atomic
+from slurm_train.rundir.files import read_json, to_records, write_atomic
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.tools.doctor import gather
@@ -55,7 +55,6 @@ from slurm_train.tools.doctor.facts import (
     RankFacts,
     SpeedFacts,
     Trouble,
-    decode,
     warning,
 )
 from slurm_train.tools.doctor.gpu_speed import read_speeds
@@ -353,10 +352,9 @@ class Preflight:
         missing_ranks = meeting.missing
         meeting.gather_reports(deadline=time.monotonic() + _REPORT_S)
         job.ranks.clear()
-        for _, report in sorted({0: self.report, **meeting.reports}.items()):
-            if isinstance(report, dict):
-                job.ranks += decode(RankFacts, report.get("rank"))
-                job.nodes += decode(NodeFacts, report.get("node"))
+        reports = [one for _, one in sorted({0: self.report, **meeting.reports}.items()) if isinstance(one, dict)]
+        job.ranks += to_records(RankFacts, (report.get("rank") for report in reports))
+        job.nodes += to_records(NodeFacts, (report.get("node") for report in reports))
         known = {rank.rank for rank in job.ranks} | {*missing_ranks}
         job.mute = self.nodes_of([rank for rank in range(meeting.world_size) if rank not in known])
         missing, came = self.nodes_of(missing_ranks), {node.node for node in job.nodes}
@@ -402,13 +400,12 @@ class Preflight:
                 yield value
 
         if spans_nodes:
-            job.probes = [found for value in ask("probe", leaders) for found in decode(ProbeFacts, value)]
+            job.probes = to_records(ProbeFacts, ask("probe", leaders))
         groups = [{leader: name} for leader, name in leaders.items()] if len(leaders) <= _FEW_NODES else [leaders]
         best: dict[str, SpeedFacts] = {}
         for _ in range(_ROUNDS if self.config.preflight.bandwidth else 0):
-            for value in (value for group in groups for value in ask("measure", group)):
-                for found in decode(SpeedFacts, value):
-                    best[found.node] = better(found, best.get(found.node, found))
+            for found in to_records(SpeedFacts, (value for group in groups for value in ask("measure", group))):
+                best[found.node] = better(found, best.get(found.node, found))
             job.speeds = list(best.values())
             # A node that was slow once may have been disturbed for a moment; one that is slow each time is slow.
             if not any(slow_nodes(job)):
@@ -416,7 +413,7 @@ class Preflight:
         with_gpus = {leader: name for leader, name in leaders.items() if job.node(name).gpus}
         if self.config.preflight.bandwidth and with_gpus:
             found_there = ask("gpus", with_gpus, more_s=self.config.preflight.collective_timeout_s)
-            job.gpu_speeds = [found for value in found_there for found in decode(GpuSpeeds, value)]
+            job.gpu_speeds = to_records(GpuSpeeds, found_there)
 
     def conclude(self, job: Job, findings: Sequence[Finding]) -> Verdict:
         """Prints what was found, writes it down, and returns the verdict.
@@ -484,9 +481,9 @@ class AbsentNodes:
 
     def _read(self, name: str) -> Iterator[Trouble]:
         value = self._preflight.read(self._preflight.nodes.index(name))
-        for facts in decode(NodeFacts, value.get("node")):
+        for facts in to_records(NodeFacts, [value.get("node")]):
             self.facts[name] = facts
-        for trouble in decode(Trouble, value.get("trouble")):
+        for trouble in to_records(Trouble, [value.get("trouble")]):
             first = self._first_tries.setdefault(name, trouble.tries)
             if trouble.port in (0, self._job.bound_port) and trouble.tries >= first + _BELIEVED_TRIES:
                 yield trouble

@@ -18,10 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from slurm_train.checkpoint.verify import check_sizes, survey
-from slurm_train.config.frozen import list_settings
+from slurm_train.config.frozen import list_settings, load_values
 from slurm_train.errors import SlurmTrainError
 from slurm_train.formatting import byte_size
 from slurm_train.launch.provenance import environment_of
@@ -149,11 +147,9 @@ def _progress(run: RunDirectory, series: Series) -> Fact:
 
 def read_config(path: Path) -> Mapping[str, Any]:
     """Returns a frozen configuration as it is written: one of another version is shown all the same."""
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return values if isinstance(values, dict) else {}
+    with contextlib.suppress(*_DAMAGE):
+        return load_values(path)
+    return {}
 
 
 def read_settings(run: RunDirectory, *, leave_out: Collection[str] = ()) -> list[Fact]:

@@ -8,7 +8,6 @@ even code that never releases the interpreter cannot hold it); whoever started i
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import select
@@ -19,7 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -30,7 +29,15 @@ from slurm_train.config.secrets import redact
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, SlurmTrainError
 from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.files import fsync_directory, make_private, read_json, size_of, write_atomic
+from slurm_train.rundir.files import (
+    fsync_directory,
+    make_private,
+    parse_lines,
+    read_json,
+    read_record,
+    size_of,
+    write_record,
+)
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import sweep_of
 from slurm_train.tools.trackers import require_installed
@@ -171,16 +178,12 @@ def run_outcome(run: RunDirectory) -> Outcome:
 
 def read_state(run: RunDirectory, name: str) -> TrackerState | None:
     """Returns what is known of a tracker, None where nothing was ever sent to it."""
-    found = read_json(run.trackers / f"{name}.json")
-    if found is None or "key" not in found:
-        return None
-    names = TrackerState.__dataclass_fields__
-    return TrackerState(**{key: value for key, value in found.items() if key in names})
+    return read_record(run.trackers / f"{name}.json", TrackerState)
 
 
 def write_state(run: RunDirectory, name: str, state: TrackerState, *, durable: bool = False) -> None:
     """Replaces what is known of a tracker."""
-    write_atomic(run.trackers / f"{name}.json", json.dumps(asdict(state)) + "\n", durable=durable)
+    write_record(run.trackers / f"{name}.json", state, durable=durable)
 
 
 def load_or_create_state(run: RunDirectory, name: str) -> TrackerState:
@@ -195,7 +198,7 @@ def load_or_create_state(run: RunDirectory, name: str) -> TrackerState:
     return found if found.sure_bytes <= size_of(run.metrics) else replace(found, sure_bytes=0)
 
 
-def read_new_lines(path: Path, offset: int) -> tuple[list[Line], int]:
+def read_new_lines(path: Path, offset: int) -> tuple[Sequence[Line], int]:
     """Returns whole lines of metrics behind an offset, and the offset behind them; a part of a file at a time.
 
     Args:
@@ -209,14 +212,7 @@ def read_new_lines(path: Path, offset: int) -> tuple[list[Line], int]:
     except FileNotFoundError:
         return [], offset
     whole = data[: data.rfind(b"\n") + 1]
-    lines: list[Line] = []
-    for text in whole.splitlines():
-        try:
-            value = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(value, dict) and isinstance(value.get("step"), int):
-            lines.append(value)
+    lines = [line for line in parse_lines(whole.splitlines()) if isinstance(line.get("step"), int)]
     return lines, offset + len(whole)
 
 

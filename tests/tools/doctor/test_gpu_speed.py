@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from slurm_train.tools.doctor.facts import GpuSpeed, GpuSpeeds, Job, decode
+from slurm_train.rundir.files import to_records
+from slurm_train.tools.doctor.facts import GpuSpeed, GpuSpeeds, Job
 from slurm_train.tools.doctor.gpu_speed import diagnose, failures_of, read_speeds
 from slurm_train.tools.doctor.node_rules import _slow_gpus
 
@@ -125,4 +126,4 @@ def test_a_program_that_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) 
 def test_facts_survive_the_way_to_rank_0() -> None:
     gpu = {"name": "0", "kind": "NVIDIA H200", "tflops": 780.5, "copy_gb_per_s": 4100.0}
     value = {"node": "node1", "gpus": [gpu], "all_reduce_gb_per_s": None, "diagnosis": ""}
-    assert decode(GpuSpeeds, value) == [GpuSpeeds(node="node1", gpus=[GpuSpeed(**gpu)])]
+    assert to_records(GpuSpeeds, [value]) == [GpuSpeeds(node="node1", gpus=[GpuSpeed(**gpu)])]

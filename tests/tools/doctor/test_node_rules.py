@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slurm_train.rundir.files import to_records
 from slurm_train.tools.doctor.facts import (
     DiskFacts,
     GpuFacts,
@@ -18,7 +19,6 @@ from slurm_train.tools.doctor.facts import (
     RankFacts,
     SpeedFacts,
     Trouble,
-    decode,
     error,
     merge,
     warning,
@@ -355,8 +355,7 @@ def test_a_link_far_from_its_nominal_speed_is_named_though_the_node_has_but_one_
 def test_facts_travel_as_json() -> None:
     full = both(trouble("node3"), speeds((30, 900, 50)))(healthy())
     for values in (full.ranks, full.nodes, healthy().probes, full.speeds, full.troubles):
-        for one in values:
-            assert decode(type(one), json.loads(json.dumps(asdict(one)))) == [one]
+        assert to_records(type(values[0]), json.loads(json.dumps(list(map(asdict, values))))) == values
 
 
 @pytest.mark.parametrize(
