@@ -20,7 +20,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.rendezvous import NodeRanks, run_ranks
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, EXIT_WRONG_USE, RunError
-from slurm_train.launch.placement import count_visible
+from slurm_train.launch.placement import visible_gpus
 from slurm_train.rundir.attempts import newest_round, was_saved
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import read_json
@@ -82,7 +82,8 @@ def granted_ranks(env: Mapping[str, str], plan: Mapping[str, Any], *, node: int)
     granted = env.get("SLURM_GPUS_ON_NODE", "")
     if granted.isdigit() and int(granted):
         return int(granted)
-    return count_visible(env.get("CUDA_VISIBLE_DEVICES", "")) or int(plan["world"]["ranks_per_node"][node])
+    gpus = visible_gpus(env.get("CUDA_VISIBLE_DEVICES"))
+    return len(gpus or ()) or int(plan["world"]["ranks_per_node"][node])
 
 
 def _stand_by(run: RunDirectory, attempt: int, agent: threading.Thread, *, parent: int) -> set[int]:

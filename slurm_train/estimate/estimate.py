@@ -25,7 +25,7 @@ from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.lookup import list_runs
 from slurm_train.rundir.timing import read_measured, warning_lead_s
 from slurm_train.slurm.policy import Preemption, return_in_words
-from slurm_train.slurm.site import SiteFacts, default_account, default_qos, preemption_in
+from slurm_train.slurm.site import SiteFacts, default_qos, preemption_in
 
 _MOST_KINDS = 3
 _MOST_RUNS = 20
@@ -311,8 +311,8 @@ def _site_policy(config: RunConfig, facts: SiteFacts | None) -> tuple[int | None
         limit_min = partition.default_time_min or partition.max_time_min
     if not facts.settings:
         return limit_min, None
-    account = cluster.account or default_account(facts.associations)
-    return limit_min, preemption_in(facts, cluster.qos or default_qos(facts, account, name), name)
+    qos = cluster.qos or default_qos(facts, name, account=cluster.account)
+    return limit_min, preemption_in(facts, qos, name)
 
 
 def estimate_cost(plan: RunPlan, *, limit_min: int | None) -> Cost:

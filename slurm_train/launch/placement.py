@@ -146,9 +146,9 @@ def count_local_gpus(env: Mapping[str, str]) -> int:
     Raises:
         ConfigError: nvidia-smi hangs or cannot be started.
     """
-    visible = env.get("CUDA_VISIBLE_DEVICES")
+    visible = visible_gpus(env.get("CUDA_VISIBLE_DEVICES"))
     if visible is not None:
-        return count_visible(visible)
+        return len(visible)
     if shutil.which("nvidia-smi", path=env.get("PATH")) is None:
         return 0
     try:
@@ -161,9 +161,12 @@ def count_local_gpus(env: Mapping[str, str]) -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def count_visible(devices: str) -> int:
-    """Returns how many devices a value of CUDA_VISIBLE_DEVICES names."""
-    return len([device for device in devices.split(",") if device.strip() not in ("", "-1")])
+def visible_gpus(setting: str | None) -> list[str] | None:
+    """Returns the devices of CUDA_VISIBLE_DEVICES, None where it is not set; CUDA stops at the first that is none."""
+    if setting is None:
+        return None
+    names = [part.strip() for part in setting.split(",")]
+    return list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
 
 
 # --- the layout: which ranks share what ---

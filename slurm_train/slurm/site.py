@@ -120,7 +120,7 @@ def default_account(associations: Sequence[Association]) -> str:
     return next((one.account for one in sorted(associations, key=lambda one: not one.is_default)), "")
 
 
-def default_qos(facts: SiteFacts, account: str, partition: str) -> str:
+def default_qos(facts: SiteFacts, partition: str, *, account: str | None = None) -> str:
     """Returns the QOS that a job gets where it asks for none; "" where it is not known.
 
     As slurmctld chooses it: what the association names, the only one that it has, else "normal". An association for
@@ -128,9 +128,10 @@ def default_qos(facts: SiteFacts, account: str, partition: str) -> str:
 
     Args:
         facts: what Slurm has said.
-        account: the account that the job is charged to.
-        partition: the partition that it goes to.
+        partition: the partition that the job goes to.
+        account: the account that it is charged to; None or "" for the one that is charged where none is named.
     """
+    account = account or default_account(facts.associations)
     mine = [one for one in facts.associations if one.account == account and one.partition in (partition, "")]
     own = max(mine, key=lambda one: bool(one.partition), default=None)
     if own is not None and (own.default_qos or len(own.qos) == 1):

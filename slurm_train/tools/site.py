@@ -82,7 +82,7 @@ def open_questions(facts: SiteFacts, answers: Mapping[str, str]) -> list[Questio
         found.append(Question("account", "Which account is charged? (empty: Slurm's default)", ""))
     qos = _qos_names(facts.associations, account)
     if len(qos) > 1:
-        default = default_qos(facts, account, answers.get("partition") or names[0])
+        default = default_qos(facts, answers.get("partition") or names[0], account=account)
         found.append(Question("qos", "Which QOS?", default, qos))
     longest = str(_LONGEST_DEFAULT_MIN)
     return [
@@ -118,7 +118,7 @@ def build_profile(facts: SiteFacts, answers: Mapping[str, str]) -> SiteFile:
         raise ConfigError(f"time_limit_min={limit!r} is no number of minutes", hint="e.g. 1440 for a day")
     partitions, account = usable_partitions(facts), _account(facts, given)
     partition = given.get("partition", partitions[0].name)
-    qos = given.get("qos") or default_qos(facts, account, partition)
+    qos = given.get("qos") or default_qos(facts, partition, account=account)
     # --gpus-per-node is an option of cons_tres; other selectors know GPUs as generic resources alone.
     select = facts.settings.get("SelectType", "select/cons_tres")
     gpu_flag = "gpus-per-node" if select in ("select/cons_tres", "select/cray_aries") else "gres"

@@ -52,4 +52,4 @@ def association(default_qos: str = "", *qos: str, partition: str = "", account: 
 )
 def test_the_qos_of_a_job_that_asks_for_none(associations: list[Association], known: list[str], expected: str) -> None:
     facts = SiteFacts(associations=associations, qos=[Qos(name=name) for name in known])
-    assert default_qos(facts, "lab", "a100") == expected
+    assert default_qos(facts, "a100", account="lab") == expected

@@ -35,6 +35,7 @@ from slurm_train.distributed.rendezvous import addresses_of
 from slurm_train.errors import DataError
 from slurm_train.launch import snapshot
 from slurm_train.launch.imports import own_paths
+from slurm_train.launch.placement import visible_gpus
 from slurm_train.launch.provenance import read_gpu_software
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor.facts import DiskFacts, GpuFacts, NodeFacts, RankFacts
@@ -338,15 +339,6 @@ def _try_to_write(folder: Path) -> OSError | None:
 
 
 # GPUs. A question that a GPU does not support is no finding.
-
-
-def visible_gpus(setting: str | None) -> list[str] | None:
-    """Returns the devices of CUDA_VISIBLE_DEVICES, None where it is not set; CUDA stops at the first that is none."""
-    if setting is None:
-        return None
-    names = [part.strip() for part in setting.split(",")]
-    end = next((index for index, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
-    return names[:end]
 
 
 def read_gpus(names: Sequence[str] | None) -> tuple[list[GpuFacts] | None, int | None, str]:

@@ -10,6 +10,7 @@ cannot reach each other, either may be at fault.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from slurm_train.distributed.rendezvous import files_needed, is_loopback
 from slurm_train.formatting import shorten
 from slurm_train.rundir.events import Finding
+from slurm_train.slurm.nodelist import compact_nodelist
 from slurm_train.tools.doctor.facts import GpuSpeed, Job, NodeFacts, error, merge, warning
 
 HINTS = {
@@ -477,10 +479,4 @@ def common_end(pairs: Collection[tuple[str, str]], *, num_nodes: int) -> str:
 
 def as_ranges(numbers: Iterable[int]) -> str:
     """Returns numbers in short: [0, 1, 2, 5] -> "0-2,5"."""
-    parts: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return re.sub(r"[][]", "", compact_nodelist([str(number) for number in sorted(set(numbers))]))

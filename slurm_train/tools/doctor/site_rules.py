@@ -17,7 +17,7 @@ from slurm_train.formatting import duration, shorten
 from slurm_train.frozen_class import frozen
 from slurm_train.rundir.events import Finding
 from slurm_train.slurm.policy import Partition, Preemption
-from slurm_train.slurm.site import SiteFacts, default_account, default_qos, preempting_qos, preemption_in
+from slurm_train.slurm.site import SiteFacts, default_qos, preempting_qos, preemption_in
 from slurm_train.tools.doctor.facts import error, merge, note, warning
 
 _OLDEST = (21, 8)
@@ -51,16 +51,13 @@ class SiteView:
     @property
     def qos(self) -> str:
         """What a job of this user gets that asks for nothing; "" where it is not known."""
-        return "" if self.usual is None else self._qos(self.usual)
-
-    def _qos(self, partition: Partition) -> str:
-        return default_qos(self.facts, default_account(self.facts.associations), partition.name)
+        return "" if self.usual is None else default_qos(self.facts, self.usual.name)
 
     def preemption(self, partition: Partition | None) -> Preemption | None:
         """Returns how a job in a partition that names no QOS is preempted, None where Slurm does not say."""
         if not self.settings or partition is None:
             return None
-        return preemption_in(self.facts, self._qos(partition), partition.name)
+        return preemption_in(self.facts, default_qos(self.facts, partition.name), partition.name)
 
 
 HINTS = {

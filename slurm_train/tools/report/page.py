@@ -169,6 +169,11 @@ def plot(key: str, title: str, curves: Sequence[Curve], *, unit: str = "", linea
     return found | {"x": list(map(_short, x)), "curves": [_as_block(curve, x, factor) for curve in shown]}
 
 
+def drawn(plots: Sequence[Block]) -> list[Block]:
+    """Returns the plots that have something to show."""
+    return [block for block in plots if block["curves"]]
+
+
 def _as_block(curve: Curve, x: Sequence[float], factor: float) -> Block:
     found: Block = {"name": curve.name, "colour": curve.colour, "kind": curve.kind, "run": curve.run}
     columns: dict[str, Sequence[Any]] = {"y": curve.y, "low": curve.low, "high": curve.high}

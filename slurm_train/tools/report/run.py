@@ -39,7 +39,7 @@ from slurm_train.rundir.timing import (
     read_windows,
 )
 from slurm_train.slurm.nodelist import compact_nodelist
-from slurm_train.tools.report.page import Block, Curve, Document, as_float, line, plot
+from slurm_train.tools.report.page import Block, Curve, Document, as_float, drawn, line, plot
 
 Fact = dict[str, Any]
 """Of one attempt, run, rank, ...: JSON."""
@@ -84,10 +84,14 @@ def run_document(run: RunDirectory, *, state: str, note: str = "", nodelist: str
     """
     attempts = read_attempts(run, until_unix_s=now_unix_s if state == "running" else None)
     series, events, saves, settings = read_series(run.metrics), read_events(run), read_saves(run), read_settings(run)
-    ranks, stragglers = _ranks(run, attempts), _stragglers(read_windows(run))
-    stored = []
+    ranks, changes, stored = _ranks(run, attempts), [], []
     with contextlib.suppress(*_DAMAGE):
-        stored = _stored(run)
+        changes = [asdict(change) for change in read_changes(run)]
+        for path, found in survey(run.checkpoints, check_sizes):
+            stored.append((name_of(path).step, None if isinstance(found, SlurmTrainError) else found.num_bytes))
+    for event in events:
+        event.pop("sample_ids", None)
+        event["is_calm"] = event.get("event") in CALM_EVENTS
     return {
         "kind": "run",
         "title": f"{run.name}/{run.run_id}: {state}",
@@ -106,18 +110,16 @@ def run_document(run: RunDirectory, *, state: str, note: str = "", nodelist: str
         },
         "profiles": [str(path.relative_to(run.path)) for path in sorted(run.profiles.glob("*"))],
         "ranks": ranks,
-        "stragglers": stragglers,
+        "stragglers": _stragglers(read_windows(run)),
         "time": time_by_cause(attempts),
         "attempts": attempts,
         "num_superseded": series.num_superseded,
-        "changes": _changes(run),
+        "changes": changes,
         "saves": saves[-_MOST_ROWS:],
-        "stored": stored,
+        # Step and bytes of each checkpoint on disk, oldest first; None for one that is not whole.
+        "stored": stored[::-1],
         "num_events": len(events),
-        "events": [
-            {key: value for key, value in event.items() if key != "sample_ids"} | {"is_calm": _is_calm(event)}
-            for event in events[-_MOST_ROWS:]
-        ],
+        "events": events[-_MOST_ROWS:],
         "settings": settings,
         "provenance": provenance(read_json(run.provenance) or {}),
         "environment": environment_of(run),
@@ -176,11 +178,7 @@ def provenance(value: Any) -> Any:
 
 def _column(series: Series, key: str, name: str, *, factor: float = 1.0, **more: Any) -> Curve:
     steps, values = series.points(key)
-    return line(name, steps, [factor * value for value in values] if factor != 1 else values, **more)
-
-
-def _drawn(plots: Sequence[Block]) -> list[Block]:
-    return [block for block in plots if block["curves"]]
+    return line(name, steps, [factor * value for value in values], **more)
 
 
 def _training_plots(series: Series, events: Sequence[Fact]) -> list[Block]:
@@ -192,7 +190,7 @@ def _training_plots(series: Series, events: Sequence[Fact]) -> list[Block]:
     for event in events[-_MOST_EVENT_MARKS:]:
         if (step := as_float(event.get("step"))) is not None:
             name = str(event.get("event")).replace("_", " ")
-            marks.append((step, f"{name} at step {step:.0f}", "calm" if _is_calm(event) else "event"))
+            marks.append((step, f"{name} at step {step:.0f}", "calm" if event["is_calm"] else "event"))
     names = {key: key.removeprefix("eval_").replace("_", " ") for key in series.evaluations if key != "eval_loss"}
     evaluations = [plot(key, f"Held-out {of}", [_column(series, key, of, colour="two")]) for key, of in names.items()]
     rate, norm = "Learning rate", "Gradient norm before clipping"
@@ -202,7 +200,7 @@ def _training_plots(series: Series, events: Sequence[Fact]) -> list[Block]:
         plot("lr", rate, rates, from_zero=True, linear=True),
         plot("grad_norm", norm, [_column(series, "grad_norm", norm)]),
     ]
-    return [plot("loss", "Loss", curves, marks=marks, is_wide=True), *_drawn(others)]
+    return [plot("loss", "Loss", curves, marks=marks, is_wide=True), *drawn(others)]
 
 
 _SPEEDS = {
@@ -213,20 +211,13 @@ _SPEEDS = {
 
 
 def _speed_plots(series: Series) -> list[Block]:
-    plots = [
-        plot(
-            key,
-            title,
-            [_column(series, key, title, factor=factor, colour="four")],
-            unit=unit,
-            from_zero=True,
-            linear=True,
-        )
-        for key, (title, unit, factor) in _SPEEDS.items()
-    ]
+    plots = []
+    for key, (title, unit, factor) in _SPEEDS.items():
+        curve = _column(series, key, title, factor=factor, colour="four")
+        plots.append(plot(key, title, [curve], unit=unit, from_zero=True, linear=True))
     times = {"step_time_s": ("step", "one"), "data_time_s": ("waiting for data", "two")}
     curves = [_column(series, key, name, colour=colour) for key, (name, colour) in times.items()]
-    return _drawn([*plots, plot("step_time", "Step time on rank 0", curves, unit="s", from_zero=True)])
+    return drawn([*plots, plot("step_time", "Step time on rank 0", curves, unit="s", from_zero=True)])
 
 
 def _save_plot(saves: Sequence[Fact]) -> Block:
@@ -236,35 +227,12 @@ def _save_plot(saves: Sequence[Fact]) -> Block:
             (step, seconds, byte_size(as_float(save.get("bytes")) or 0.0))
             for save in saves
             if not save.get("error")
-            and (seconds := as_float(save.get(key))) is not None
-            and (step := as_float(save.get("step"))) is not None
+            for step, seconds in [(as_float(save.get("step")), as_float(save.get(key)))]
+            if step is not None and seconds is not None
         )
         x, y, labels = ([one[place] for one in points] for place in range(3))
         curves.append(Curve(name=name, x=x, y=y, kind="dots", colour=colour, labels=labels))  # type: ignore[arg-type]
     return plot("saves", "Time of a save", curves, unit="s", from_zero=True)
-
-
-# Events, checkpoints, changes.
-
-
-def _is_calm(event: Mapping[str, Any]) -> bool:
-    """Returns whether an event was asked for rather than wrong."""
-    return event.get("event") in CALM_EVENTS
-
-
-def _stored(run: RunDirectory) -> list[tuple[int, int | None]]:
-    """Returns step and bytes of each checkpoint on disk, oldest first; None for one that is not whole."""
-    found = [
-        (name_of(path).step, None if isinstance(outcome, SlurmTrainError) else outcome.num_bytes)
-        for path, outcome in survey(run.checkpoints, check_sizes)
-    ]
-    return found[::-1]
-
-
-def _changes(run: RunDirectory) -> list[Fact]:
-    with contextlib.suppress(*_DAMAGE):
-        return [asdict(change) for change in read_changes(run)]
-    return []
 
 
 # Attempts and their time.
@@ -398,14 +366,13 @@ def _rank_plots(ranks: Sequence[Fact]) -> list[Block]:
 
 def _stragglers(windows: Sequence[PaceWindow]) -> Fact | None:
     """Returns who held the others up, and the map of the attempt with the longest record; None without a record."""
-    seconds = Counter[int]()
-    for window in windows:
-        if len(window.ranks) > 1:
-            seconds[window.attempt] += window.end_unix_s - window.begin_unix_s  # type: ignore[assignment]  # of floats
-    if not seconds:
+    several, seconds = [window for window in windows if len(window.ranks) > 1], Counter[int]()
+    for window in several:
+        seconds[window.attempt] += window.end_unix_s - window.begin_unix_s  # type: ignore[assignment]  # of floats
+    if not several:
         return None
     attempt = max(seconds, key=lambda one: (seconds[one], one))
-    own = [window for window in windows if window.attempt == attempt and len(window.ranks) > 1]
+    own = [window for window in several if window.attempt == attempt]
     # Ranks do not change within an attempt; a line that says otherwise is damaged.
     own = [window for window in own if len(window.ranks) == len(own[0].ranks)]
     findings = []

@@ -13,7 +13,7 @@ from slurm_train.formatting import number
 from slurm_train.metrics.series import largest_is_best, read_series
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.sweep import Element, SweepDirectory
-from slurm_train.tools.report.page import Block, Curve, Document, as_float, line, plot
+from slurm_train.tools.report.page import Block, Curve, Document, as_float, drawn, line, plot
 from slurm_train.tools.report.run import Fact, provenance, read_attempts, read_config, read_settings, time_by_cause
 
 _MOST_POINTS = 40_000
@@ -121,19 +121,14 @@ def grade(trials: Sequence[Fact], metric: str) -> list[Fact]:
     found = {trial["index"]: as_float(trial["cells"].get(f"{_BEST}{metric}")) for trial in trials}
     values = {index: value for index, value in found.items() if value is not None}
     order = sorted(values, key=values.__getitem__, reverse=largest_is_best(metric))
-    facts = {
-        index: {
-            "value": values[index],
-            "place": place,
-            "colour": f"q{sum(place >= max(1, part * len(order)) for part in _GRADES)}",
-        }
-        for place, index in enumerate(order)
-    }
-    nothing = {"value": None, "place": None}
-    return [
-        trial | facts.get(trial["index"], {**nothing, "colour": "failed" if trial["has_failed"] else "quiet"})
-        for trial in trials
-    ]
+    places = {index: place for place, index in enumerate(order)}
+    graded = []
+    for trial in trials:
+        place, colour = places.get(trial["index"]), "failed" if trial["has_failed"] else "quiet"
+        if place is not None:
+            colour = f"q{sum(place >= max(1, part * len(order)) for part in _GRADES)}"
+        graded.append(trial | {"value": values.get(trial["index"]), "place": place, "colour": colour})
+    return graded
 
 
 def _best_last(runs: Sequence[Fact]) -> list[Fact]:
@@ -155,12 +150,7 @@ def _parallel(runs: Sequence[Fact], metric: str) -> Block | None:
     axes, places = zip(*(_axis(name, values) for name, values in columns.items()), strict=True)
     at = dict(zip((run["index"] for run in runs), zip(*places, strict=True), strict=True))
     lines = [
-        {
-            "run": run["index"],
-            "colour": run["colour"],
-            "has_value": run["value"] is not None,
-            "at": at[run["index"]],
-        }
+        {"run": run["index"], "colour": run["colour"], "has_value": run["value"] is not None, "at": at[run["index"]]}
         for run in _best_last(runs)
     ]
     return {"key": "parallel", "title": "Values and result", "axes": axes, "runs": lines}
@@ -191,16 +181,16 @@ def _axis(name: str, values: Sequence[float | str | None]) -> tuple[Block, list[
 
 def _as_number(value: str | None) -> float | str | None:
     try:
-        found = float(value) if value is not None else None
+        found = float(value or "")
     except ValueError:
         return value
-    return found if found is None or abs(found) < 1e100 else value
+    return found if abs(found) < 1e100 else value
 
 
 def _best_so_far(runs: Sequence[Fact], metric: str) -> Block:
     """Returns each run's best value in the order in which the runs ended, and the best up to then."""
     order = sorted((run["attempts"][-1]["end_time_unix_s"], run["index"], run) for run in runs if run["attempts"])
-    ended = list(enumerate((run for _, _, run in order), 1))
+    ended = [(place, run) for place, (_, _, run) in enumerate(order, 1)]
     valued = [(place, run) for place, run in ended if run["value"] is not None]
     x, y = [place for place, _ in valued], [run["value"] for _, run in valued]
     best = list(accumulate(y, max if largest_is_best(metric) else min))
@@ -224,8 +214,7 @@ def _curves(elements: Sequence[Element], runs: Sequence[Fact], metric: str) -> l
         for key, of_key in curves.items():
             style = {"colour": run["colour"], "run": run["index"]}
             of_key.append(line(run["label"], *series.points(key), most=most, band=False, **style))
-    plots = [plot(f"runs_{key}", titles[key], of_key) for key, of_key in curves.items()]
-    return [block for block in plots if block["curves"]]
+    return drawn([plot(f"runs_{key}", titles[key], of_key) for key, of_key in curves.items()])
 
 
 def _own_settings(configs: Sequence[Mapping[str, Any]], given: Sequence[str]) -> set[str]:

@@ -15,10 +15,11 @@ import pytest
 
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.distributed.place import RankPlace
+from slurm_train.launch.placement import visible_gpus
 from slurm_train.launch.snapshot import index_code
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor import gather
-from slurm_train.tools.doctor.gather import logged_errors, read_gpus, visible_gpus
+from slurm_train.tools.doctor.gather import logged_errors, read_gpus
 
 PLACE = RankPlace(rank=1, local_rank=1, node_rank=0, world_size=2, local_world_size=2, host="here")
 
