@@ -65,7 +65,7 @@ def test_traffic_is_counted_along_each_axis() -> None:
     config = config_of({"_target_": GPT, "context": 64, "width": 64, "tied": False}, local_size=3, accumulation=4)
     layout = ParallelLayout(dp_shard=2, tp=2, pp=2)
     facts = facts_of(config, layout, solve_batch(config.batch, ranks=2, stages=2), half=False)
-    assert facts is not None and set(traffic(facts)) == {"pp", "dp_shard", "tp"}
+    assert set(traffic(facts)) == {"pp", "dp_shard", "tp"}
     # Four micro-batches of 3 x 64 positions of 64 float32, there and back.
     assert traffic(facts)["pp"] == 2 * 4 * 3 * 64 * 64 * 4
 

@@ -46,7 +46,6 @@ forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 def facts_of(layout: ParallelLayout, *, half: bool = False, form: dict[str, Any] | None = None, **options: Any) -> Any:
     shape = GptShape.of({"_target_": GPT_TARGET, **SHAPE, **(form or {})})
-    assert shape is not None
     batch = BatchPlan(local_size=3, ranks=layout.data_parallel_size, accumulation=4)
     settings = ParallelSection(**options)
     return LayoutFacts(shape=shape, layout=layout, batch=batch, settings=settings, half=half, positions=shape.context)
@@ -107,7 +106,7 @@ def test_the_defaults_are_those_of_the_constructor() -> None:
 def test_published_shapes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
     mapping = yaml.safe_load(read_asset("conf/model", f"{name}.yaml"))
     shape = GptShape.of(mapping)
-    assert shape is not None and shape.parameters == parameters
+    assert shape.parameters == parameters
     with torch.device("meta"):
         model = GPT(**{key: value for key, value in mapping.items() if key != "_target_"})
     assert sum(one.numel() for one in model.parameters()) == parameters

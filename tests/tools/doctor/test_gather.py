@@ -195,7 +195,7 @@ def test_without_nvml_nothing_is_known_of_gpus(monkeypatch: pytest.MonkeyPatch) 
 
 def test_healthy_gpus_have_no_errors(nvml: Nvml) -> None:
     found, count, driver = read_gpus(["0", "GPU-1"])
-    assert (count, driver) == (2, "570.1") and found is not None
+    assert (count, driver) == (2, "570.1")
     assert [(gpu.name, gpu.total_mb, gpu.used_mb, gpu.errors, gpu.warnings) for gpu in found] == [
         ("0", 81920, 0, [], []),
         ("GPU-1", 81920, 0, [], []),

@@ -118,7 +118,6 @@ def run_with(folder: Path, *step_times_s: float) -> RunDirectory:
 
 def test_the_speed_is_that_of_the_step_however_few_lines_there_are(tmp_path: Path) -> None:
     found = measure(run_with(tmp_path, 0.1, 0.3), POINT)
-    assert found is not None
     assert (found.step_s, found.per_s) == (pytest.approx(0.2), pytest.approx(8 / 0.2))
     assert (found.comm_s, found.uneven_s) == (pytest.approx(0.1), pytest.approx(0.05))
     assert (found.compute_s, found.data_s) == (pytest.approx(0.2), pytest.approx(0.05))
@@ -145,16 +144,15 @@ def over(*nodes: int, **facts: float) -> list[Measured]:
 )
 def test_latency_and_bandwidth_are_found_again(points: list[Measured], alpha_s: float, bytes_per_s: float) -> None:
     model = fit(points)
-    assert model is not None
     assert (model.alpha_s, model.bytes_per_s) == (pytest.approx(alpha_s, abs=1e-9), pytest.approx(bytes_per_s))
     assert model.comm_s(points[-1], ranks=points[-1].size.ranks) == pytest.approx(points[-1].comm_s)
 
 
 def test_times_that_fall_with_the_number_of_ranks_fit_no_model_and_no_part_is_negative() -> None:
     model = fit([*over(2, bytes_per_s=1e6), *over(8, bytes_per_s=4e6)])
-    assert model is not None and model.alpha_s >= 0 and model.bytes_per_s > 0
+    assert model.alpha_s >= 0 and model.bytes_per_s > 0
     latency = fit(over(2, 4, 8, alpha_s=0.01, bytes_per_s=math.inf))
-    assert latency is not None and latency.alpha_s == pytest.approx(0.01)
+    assert latency.alpha_s == pytest.approx(0.01)
     assert fit([measured(1, 1)]) is None and fit([]) is None
 
 

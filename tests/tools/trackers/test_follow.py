@@ -215,4 +215,4 @@ def test_a_call_that_hangs_ends_the_process_even_where_it_holds_the_interpreter(
     )
     assert done.returncode == -signal.SIGALRM, done.stderr.decode()
     state = read_state(run, "kept")
-    assert state is not None and state.tracker_id == "theirs" and state.sure_bytes == 0
+    assert state.tracker_id == "theirs" and state.sure_bytes == 0
