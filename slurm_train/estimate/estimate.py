@@ -373,15 +373,12 @@ def worst_loss(
     settings, measured = plan.config.checkpoint, read_measured(plan.run)
     # What is on a node's own disk is lost with the node.
     reach, every = settings.copy_every if settings.local_dir else 1, settings.every_steps
-    notice_s = None
-    if preemption is not None and preemption.outcome in ("requeued", "cancelled") and preemption.grace_s is not None:
-        notice_s = preemption.grace_s + (preemption.kill_wait_s or 0.0)
     limit_s = None if limit_min is None else 60.0 * limit_min
     return WorstLoss(
         interval_steps=min(every * reach, plan.max_steps or every * reach) if isinstance(every, int) else None,
         step_s=step_s,
         save_s=None if measured is None else measured.longest_save_s,
-        notice_s=notice_s,
+        notice_s=None if preemption is None else preemption.notice_s,
         preemption="" if preemption is None else preemption.outcome,
         warning_s=warning_lead_s(plan.config.requeue.warn_before_limit_s, plan.run, limit_s=limit_s),
         rhythm="what was done since the last checkpoint" if every == "auto" else "everything since the start",

@@ -249,6 +249,13 @@ class Preemption:
         return "suspended" if "SUSPEND" in self.mode and "REQUEUE" not in self.mode else "requeued"
 
     @property
+    def notice_s(self) -> float | None:
+        """From the first TERM to KILL; None where no signal is sent, or the grace is not known."""
+        if self.grace_s is None or self.outcome not in ("requeued", "cancelled"):
+            return None
+        return self.grace_s + (self.kill_wait_s or 0.0)
+
+    @property
     def in_words(self) -> str:
         """How a run comes back from it, e.g. "preemption requeues here: 15 s grace, then 5 s to end in"."""
         wait = "" if self.kill_wait_s is None else f"{self.kill_wait_s:g} s to end in"

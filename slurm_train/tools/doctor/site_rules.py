@@ -113,15 +113,16 @@ def _time_to_save(view: SiteView) -> Iterator[Finding]:
         preemption, where = view.preemption(part), f"partition {part.name}"
         if preemption is None or preemption.outcome == "never":
             continue
-        grace_s, wait_s = preemption.grace_s, preemption.kill_wait_s or 0.0
+        grace_s, notice_s = preemption.grace_s, preemption.notice_s
         if preemption.outcome == "suspended":
             yield note("SUSPENDS", f"{where} suspends preempted jobs: they keep their memory and go on later")
-        elif grace_s is None:
+        elif grace_s is None or notice_s is None:
             yield note("SHORT_GRACE", f"{where}: how much grace a preempted job has is not known")
         elif not grace_s:
-            seen = f"{where}: a preempted job has no grace, and {wait_s:g} s from TERM to KILL"
+            seen = f"{where}: a preempted job has no grace, and {notice_s:g} s from TERM to KILL"
             yield warning("NO_GRACE", "", seen)
-        elif grace_s + wait_s < _SHORT_S:
+        elif notice_s < _SHORT_S:
+            wait_s = notice_s - grace_s
             seen = f"{where}: a preempted job has {grace_s:g} s of grace and {wait_s:g} s of KillWait to save in"
             yield note("SHORT_GRACE", seen)
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Literal
 
+import numpy as np
+
 from slurm_train.config.batch import recut_batch
 from slurm_train.formatting import byte_size, duration
 from slurm_train.frozen_class import frozen, frozen_positional
@@ -60,12 +62,6 @@ class Point:
         return f"{self.size}, {self.local_size} x {self.accumulation} samples per rank, {self.comm}"
 
 
-def plan_sizes(largest: Size) -> list[Size]:
-    """Returns one rank, one node, two nodes, four, ... up to all."""
-    counts = [2**power for power in range(20) if 2**power < largest.nodes]
-    return list(dict.fromkeys([Size(1, 1), *(Size(count, largest.per_node) for count in (*counts, largest.nodes))]))
-
-
 def plan_points(largest: Size, *, local_size: int, comms: Sequence[str]) -> list[Point]:
     """Returns the runs in the order in which they are made.
 
@@ -77,13 +73,15 @@ def plan_points(largest: Size, *, local_size: int, comms: Sequence[str]) -> list
         local_size: samples per rank and micro-batch at the largest size.
         comms: values of `ddp.comm`.
     """
-    sizes = plan_sizes(largest)
+    # One rank, one node, two nodes, four, ... up to all.
+    counts = [2**power for power in range(20) if 2**power < largest.nodes]
+    sizes = [Size(1, 1), *(Size(count, largest.per_node) for count in (*counts, largest.nodes))]
     whole = local_size * largest.ranks
     modes: dict[tuple[Size, int, int, str], tuple[Mode, ...]] = {}
     for size in sizes:
         modes[size, local_size, 1, comms[0]] = ("local",)
     # Three nodes of four do not share every batch.
-    for size in (one for one in sizes if whole % one.ranks == 0):
+    for size in dict.fromkeys(one for one in sizes if whole % one.ranks == 0):
         cut = recut_batch(whole, ranks=size.ranks, local_size=local_size)
         key = (size, cut.local_size, cut.accumulation, comms[0])
         modes[key] = (*modes.get(key, ()), "global")
@@ -191,20 +189,18 @@ def fit(points: Sequence[Measured]) -> Model | None:
 
 def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Returns the two non-negative factors that miss the times least, relative to the times."""
-    scaled = [(a / max(t, 1e-9), b / max(t, 1e-9)) for a, b, t in rows]
-    aa, ab, bb = sum(a * a for a, _ in scaled), sum(a * b for a, b in scaled), sum(b * b for _, b in scaled)
-    a1, b1 = sum(a for a, _ in scaled), sum(b for _, b in scaled)
-    determinant = aa * bb - ab * ab
-    found = [(0.0, b1 / bb if bb else 0.0), (a1 / aa if aa else 0.0, 0.0)]
-    # Of one size, or of sizes that are alike, the two cannot be told apart: then it is the bytes.
-    if len(rows) > 1 and determinant > 1e-9 * aa * bb:
-        found.append(((a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant))
-
-    def missed(factors: tuple[float, float]) -> float:
-        # Rounded, so that of two that fit equally well it is the bytes.
-        return round(sum((a * factors[0] + b * factors[1] - 1.0) ** 2 for a, b in scaled), 12)
-
-    return min((factors for factors in found if min(factors) >= 0), key=missed)
+    table = np.array(rows)
+    scaled = table[:, :2] / np.maximum(table[:, 2:], 1e-9)
+    norms = np.linalg.norm(scaled, axis=0)
+    found = []
+    # Of one size, or of sizes that are alike, the two cannot be told apart: of equal fits the first counts, the bytes.
+    for used in ([1], [0], [0, 1]):
+        factors = np.zeros(2)
+        factors[used] = np.linalg.lstsq(scaled[:, used] / norms[used], np.ones(len(rows)), rcond=None)[0] / norms[used]
+        if min(factors) >= 0:
+            found.append((round(sum((scaled @ factors - 1.0) ** 2), 12), *map(float, factors)))
+    _, alpha, per_byte = min(found, key=lambda one: one[0])
+    return alpha, per_byte
 
 
 # Throughput per node of twice the nodes, over that of one node.

@@ -11,11 +11,13 @@ package is imported there alone. To add one:
 
 from __future__ import annotations
 
+import contextlib
 import math
+import netrc
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice, pairwise
-from pathlib import Path
+from itertools import islice
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from slurm_train.config.schema import TrackSection, WandbSection, flat
 from slurm_train.config.secrets import redact
@@ -199,13 +201,12 @@ def wandb_mode(settings: WandbSection, env: Mapping[str, str]) -> str:
     """Returns W&B's mode: what was asked for, else WANDB_MODE, else online where there is a key, else offline."""
     if settings.mode != "auto" or env.get("WANDB_MODE"):
         return settings.mode if settings.mode != "auto" else env["WANDB_MODE"]
-    host = env.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("//")[2].partition("/")[0].partition(":")[0]
-    path = Path(env.get("NETRC") or Path(env.get("HOME", "/"), ".netrc"))
-    try:
-        words = path.read_text(encoding="utf-8", errors="replace").split()
-    except OSError:
-        words = []
-    return "online" if env.get("WANDB_API_KEY") or ("machine", host) in pairwise(words) else "offline"
+    host = urlsplit(env.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    path = env.get("NETRC") or f"{env.get('HOME', '')}/.netrc"
+    has_key = bool(env.get("WANDB_API_KEY"))
+    with contextlib.suppress(OSError, ValueError, netrc.NetrcParseError):
+        has_key = has_key or netrc.netrc(path).authenticators(host) is not None
+    return "online" if has_key else "offline"
 
 
 class MlflowTracker(Tracker):

@@ -22,7 +22,6 @@ from slurm_train.tools.scaling.study import (
     fit,
     measure,
     plan_points,
-    plan_sizes,
     shares,
     sort_study,
     verdict,
@@ -65,7 +64,8 @@ def measured(
 def test_sizes_go_from_one_rank_over_one_node_to_all() -> None:
     for sizes in ("1x1 1x8 2x8 4x8", "1x1 2x1 4x1", "1x1 1x2 2x2 4x2 6x2", "1x1 1x4"):
         nodes, per_node = map(int, sizes.split()[-1].split("x"))
-        assert " ".join(map(str, plan_sizes(Size(nodes, per_node)))) == sizes
+        points = plan_points(Size(nodes, per_node), local_size=1, comms=["none"])
+        assert " ".join(str(one.size) for one in points if "local" in one.modes) == sizes
 
 
 def test_the_largest_size_is_one_run_for_both_series() -> None:
