@@ -5,23 +5,21 @@ The script completes `slurm-train`, and `python -m slurm_train` as well; what el
 complete bash LINE BREAKS      the line up to the cursor, and where the shell cuts words
 complete zsh|fish WORD...      the words after the program; the last one is at the cursor
 
-A TAB has a tenth of a second. So flags and words come from the table of verbs, keys and values of settings from a file
-in the user's cache, which is written again when the installation has changed, and nothing slow is imported (pathlib and
-typing take 10 ms each). Whatever goes wrong gives no answer rather than an error in the middle of somebody's line.
+A TAB has a tenth of a second. So flags and words come from the table of verbs, keys and values of settings from
+completion.json, which `.ci/write_configuration_page.py` writes, and nothing slow is imported (pathlib and typing take
+10 ms each). Whatever goes wrong gives no answer rather than an error in the middle of somebody's line.
 """
 
 # No pathlib, see above.
-# ruff: noqa: PTH100, PTH103, PTH105, PTH111, PTH120, PTH123
+# ruff: noqa: PTH100, PTH111, PTH120, PTH123
 
 from __future__ import annotations
 
 import os
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
-from slurm_train import __version__
 from slurm_train.verbs import PUBLIC_VERBS, VERBS, Argument, Verb, parse
 
 _BASH = """\
@@ -138,31 +136,12 @@ _ADDED_GROUPS = ("cluster", "experiment", "site", "container")
 _DEFAULTS = {"model": "gpt", "data": "stdlib", "optim": "adamw"}
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LONGEST_TEXT = 60
-# What flags of settings take, by their target.
-_TAKES = {"config_dir": "path", "config_path": "path", "config_name": "primary file", "accept": "changes"}
-# Keys that hold a path, which the schema calls a text.
-_PATH_KEYS = ("run.root", "checkpoint.local_dir", "data.path", "cluster.python")
-# The schema has no text for these.
-_ROOT_MEANINGS = {
-    "seed": "Seed of everything random: weights, order of the samples, dropout",
-    "launch": "slurm: as a job; interactive: in an salloc; local: here",
-    "site": "site=NAME: a file with the values of your cluster",
-    "task": "task._target_=my_package.main: your function on every rank",
-    "script": "script=[train.py,--flag]: your script on every rank",
-}
-_HYDRA = {
-    "hydra.run.dir": "path",
-    **dict.fromkeys(("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.name"), ""),
-    "hydra.mode": "RUN|MULTIRUN",
-    "hydra.searchpath": "",
-    "hydra/launcher": "basic",
-    "hydra/sweeper": "basic",
-}
+_FOLDERS = (f"{_PACKAGE}/conf", f"{os.path.dirname(_PACKAGE)}/conf", "~/.config/slurm_train")
 
 Table = dict[str, dict[str, tuple[str, str]]]
-"""Parts: "keys" of the configuration, "flags" of settings, "folders" of configurations, "states", "trackers". An entry
-has a name, what it takes and what it means. Takes: "-" no value, "a|b" one of these, "a,b" a list of these, a key of
-`_READERS`, "open" a mapping with any keys, "" anything."""
+"""Parts: "keys" of the configuration, "flags" of settings, "lists". An entry has a name, what it takes and what it
+means. Takes: "-" no value, "a|b" one of these, "a,b" a list of these, a key of `_READERS` or a name of "lists", "open"
+a mapping with any keys, "" anything."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -185,7 +164,7 @@ def complete(words: Sequence[str]) -> int:
         lines = _bash_lines(*rest)
     else:
         found = _plain_candidates(rest[:-1], rest[-1])
-        lines = [f"{text}\t{' '.join(about.split())}" for text, about in found]
+        lines = [f"{text}\t{_short(about)}" for text, about in found]
         if shell == "zsh":
             kinds = ("more" if text.endswith(_UNFINISHED) else "done" for text, _ in found)
             lines = [f"{kind}\t{line}" for kind, line in zip(kinds, lines, strict=True)]
@@ -276,7 +255,7 @@ class _Line:
         elif flag.startswith("--") and equals and flag in self.flags:
             yield from _prefixed(f"{flag}=", self._of_kind(self.flags[flag][0], value))
         elif current.startswith("-"):
-            yield from ((name, _short(about)) for name, (_, about) in self.flags.items())
+            yield from ((name, about) for name, (_, about) in self.flags.items())
         elif self.has_settings:
             if not self.words:
                 yield from ((name, verb.about) for name, verb in PUBLIC_VERBS.items())
@@ -300,8 +279,7 @@ class _Line:
         """Returns what a flag, a word or a key may be given."""
         if kind in _READERS:
             return _READERS[kind](self, current)
-        if kind in ("states", "trackers"):
-            return _in_list(current, self.table[kind])
+        kind, _ = self.table["lists"].get(kind, (kind, ""))
         if "," in kind:
             return _in_list(current, kind.split(","))
         return _named(choice for choice in kind.split("|") if choice not in ("", "-", "open"))
@@ -350,7 +328,7 @@ class _Line:
     def folders(self) -> list[str]:
         """Returns the folders of configurations, those of the line first."""
         own = (self.value_of("--config-dir", "-cd"), self.value_of("--config-path", "-cp"))
-        return [os.path.expanduser(folder) for folder in (*own, *self.table["folders"]) if folder]
+        return [os.path.expanduser(folder) for folder in (*own, *_FOLDERS) if folder]
 
     def _groups(self) -> set[str]:
         return {*_GROUPS, *(name for folder in self.folders() for name, is_folder in _list(folder) if is_folder)}
@@ -443,104 +421,14 @@ _READERS: dict[str, Callable[[_Line, str], Iterator[Candidate]]] = {
 
 
 def read_table() -> Table:
-    """Returns what there is to complete in settings, from the cache or, after a change of the installation, anew."""
+    """Returns what there is to complete in settings."""
     import json
 
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = f"{cache}/slurm_train/completion-{zlib.crc32(_PACKAGE.encode()):08x}.json"
-    entries = [entry for room in ("config", "status", "tools/trackers") for entry in os.scandir(f"{_PACKAGE}/{room}")]
-    changes_ns = [entry.stat().st_mtime_ns for entry in entries if entry.name.endswith(".py")]
-    stamp = f"{__version__} {len(changes_ns)} {max(changes_ns)} {_PACKAGE}"
-    try:
-        with open(path, encoding="utf-8") as file:
-            kept = json.load(file)
-        if kept["stamp"] == stamp:
-            table: Table = kept["table"]
-            return table
-    except (OSError, ValueError, TypeError, KeyError):
-        # There is none yet, or it is damaged.
-        pass
-    table, temporary = build_table(), f"{path}.{os.getpid()}"
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"stamp": stamp, "table": table}, file)
-        os.replace(temporary, path)
-    except OSError:
-        # A full or read-only home: it is built again at the next TAB.
-        pass
+    with open(f"{_PACKAGE}/tools/completion.json", encoding="utf-8") as file:
+        table: Table = json.load(file)
     return table
-
-
-def build_table() -> Table:
-    """Returns the table: by part and name, what each takes and what it means.
-
-    Importing the schema takes a fifth of a second, so it is done once for an installation.
-    """
-    import importlib
-
-    from slurm_train.assets import asset_dir
-    from slurm_train.config import words
-    from slurm_train.config.schema import RunConfig, all_keys
-    from slurm_train.status.run_status import RunState
-
-    def named(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-        return dict.fromkeys(names, ("", ""))
-
-    takes = {
-        flag: "|".join(words.FLAG_CHOICES.get(flag, ())) or _TAKES.get(one.name, "")
-        for flag, one in words.FLAGS.items()
-    }
-    takes |= {flag: "-" for flag, one in words.FLAGS.items() if one.default is False}
-    kinds, meanings = all_keys(RunConfig), _ROOT_MEANINGS | _read_meanings()
-    keys = {
-        name: (_takes_key(name, kind), _short(meanings.get(name, "")))
-        for name, kind in kinds.items()
-        if not any(other.startswith(f"{name}.") for other in kinds)
-    }
-    return {
-        "folders": named([str(asset_dir("conf")), "~/.config/slurm_train"]),
-        "states": named([*(state.value for state in RunState), "missing"]),
-        "trackers": named(importlib.import_module("slurm_train.tools.trackers").NAMES),  # a tool of its own
-        "flags": {flag: (its_takes, "") for flag, its_takes in sorted(takes.items())},
-        "keys": keys | {name: (takes, "a setting of Hydra's") for name, takes in _HYDRA.items()},
-    }
 
 
 def _short(text: str) -> str:
     first = " ".join(text.split()).partition(";")[0]
     return first if len(first) <= _LONGEST_TEXT else f"{first[: _LONGEST_TEXT - 3].rstrip()}..."
-
-
-def _takes_key(name: str, kind: object) -> str:
-    from typing import Literal, get_args, get_origin
-
-    if name in _PATH_KEYS:
-        return "path"
-    options = [kind, *get_args(kind)]
-    literals = [str(value) for option in options if get_origin(option) is Literal for value in get_args(option)]
-    if not literals and any(get_origin(option) is dict for option in options):
-        return "open"
-    if bool in options:
-        return "true|false"
-    return "|".join([*literals, "null"] if literals and type(None) in options else literals)
-
-
-def _read_meanings() -> dict[str, str]:
-    """Returns the text under each field of the schema by its key, e.g. {"optim.lr": "Peak learning rate ..."}."""
-    import ast
-
-    with open(f"{_PACKAGE}/config/schema.py", encoding="utf-8") as file:
-        tree = ast.parse(file.read())
-    classes = {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
-
-    def read(owner: str, prefix: str) -> Iterator[tuple[str, str]]:
-        for field, below in zip(classes[owner], [*classes[owner][1:], None], strict=True):
-            if isinstance(field, ast.AnnAssign):
-                name, kind = prefix + ast.unparse(field.target), ast.unparse(field.annotation).removesuffix(" | None")
-                if kind in classes:
-                    yield from read(kind, f"{name}.")
-                elif isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                    yield name, str(below.value.value)
-
-    return dict(read("RunConfig", ""))

@@ -17,19 +17,9 @@ from typing import Any
 
 import pytest
 
-from slurm_train.tools.completion import candidates, read_table
+from slurm_train.tools.completion import candidates
 from slurm_train.verbs import PUBLIC_VERBS
 from tests.support.command_line import Person, write
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def _keep_the_table(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 @pytest.fixture
@@ -132,21 +122,6 @@ def test_what_is_offered_is_accepted(shell: Any) -> None:
     assert len(keys) > 80
 
 
-def test_the_table_is_built_once_for_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert offered("comp") == ["completion"]
-    (path,) = (tmp_path / "cache" / "slurm_train").iterdir()
-    built = path.read_text()
-    path.write_text(built.replace("optim.lr_retune", "optim.from_the_cache"))
-    assert offered("optim.f") == ["optim.from_the_cache="]
-    for text in (built.replace('"stamp": "', '"stamp": "0.0'), "damaged\n", "[]", "{}"):
-        path.write_text(text)
-        assert offered("optim.lr_r") == ["optim.lr_retune="]
-        assert path.read_text() == built
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    assert offered("optim.lr_r") == ["optim.lr_retune="], "where it cannot be kept"
-
-
 MEASURE = """
 import json, resource, sys
 from slurm_train.verbs import run
@@ -159,7 +134,6 @@ print(json.dumps({"user_s": user_s, "heavy": heavy}), file=sys.stderr)
 
 @pytest.mark.parametrize("words", [["status", ""], ["optim.l"], ["+cluster="], ["model=cnn", "model."]])
 def test_an_answer_is_quick_and_imports_nothing_heavy(words: list[str], project: Path) -> None:
-    read_table()
     done = Person(project).runs(sys.executable, "-c", MEASURE, *words)
     facts = json.loads(done.err)
     assert facts["heavy"] == [] and facts["user_s"] < 0.15 and done.out
