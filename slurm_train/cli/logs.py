@@ -10,13 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.terminal import BOLD_RED, Painter, note, painted, takes_escapes
 from slurm_train.errors import RunError
 from slurm_train.frozen_class import frozen_positional
-from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.attempts import ledger_entry
 from slurm_train.rundir.files import change_times, size_of
 from slurm_train.rundir.jobs import has_ended, read_job
 from slurm_train.rundir.lookup import find_run
@@ -47,8 +46,8 @@ def main(words: Sequence[str]) -> int:
     elif log is not None:
         printer.print_all(log)
     elif not printer.print_end(newest := max(existing_attempts(run), default=0) if attempt is None else attempt):
-        if _entry(run, newest).get("action") == "finish":
-            note(f"attempt {newest}: {_entry(run, newest).get('note', '')}; its rank 0 wrote to the terminal")
+        if ledger_entry(run, newest).get("action") == "finish":
+            note(f"attempt {newest}: {ledger_entry(run, newest).get('note', '')}; its rank 0 wrote to the terminal")
             return 0
         raise RunError(
             f"{run.path} has no log yet",
@@ -87,7 +86,7 @@ def choose_log(run: RunDirectory, *, attempt: int | None, rank: int, after: int 
     wanted = [run.rank_log(number, rank)] if rank >= 0 else []
     wanted.append(run.attempt_logs(number) / "batch.log")
     # What the batch script said before an attempt that ran elsewhere is about others.
-    begin_unix_s = float(_entry(run, number).get("time_unix_s", 0.0))
+    begin_unix_s = float(ledger_entry(run, number).get("time_unix_s", 0.0))
     if after is None and change_times([run.logs / "batch.log"]).get(run.logs / "batch.log", 0.0) >= begin_unix_s:
         wanted.append(run.logs / "batch.log")
     found = next((path for path in wanted if size_of(path)), None)
@@ -119,14 +118,9 @@ def wait_for_log(run: RunDirectory, view: QueueView, *, rank: int) -> None:
         time.sleep(max(_POLL_S, min(look.is_due_in_s, 5.0)))
 
 
-def _entry(run: RunDirectory, attempt: int) -> Mapping[str, Any]:
-    """Returns what the ledger has about an attempt."""
-    return next((one for one in read_ledger(run) if one["attempt"] == attempt), {})
-
-
 def _is_closed(run: RunDirectory, attempt: int) -> bool:
     """Returns whether the ledger says how an attempt ended."""
-    return "end_time_unix_s" in _entry(run, attempt)
+    return "end_time_unix_s" in ledger_entry(run, attempt)
 
 
 class LogPrinter:
@@ -159,7 +153,7 @@ class LogPrinter:
         """Prints how an attempt failed, or why it comes back; returns whether it did one of them."""
         failure = find_failure(self._run, attempt)
         if failure is None:
-            entry = _entry(self._run, attempt)
+            entry = ledger_entry(self._run, attempt)
             comes_back = entry.get("action") in ("requeue", "leave", "relaunch")
             if comes_back:
                 note(f"attempt {attempt}: {entry.get('note', '')}")

@@ -34,14 +34,9 @@ class Series:
 
     def points(self, key: str) -> tuple[Column[float], Column[float]]:
         """Returns the steps and the values of a key, without the lines that lack one of them."""
-        if key not in self.columns:
-            return array("d"), array("d")
-        pairs = [
-            pair
-            for pair in zip(self.columns["step"], self.columns[key], strict=True)
-            if abs(pair[0]) < _HUGE and abs(pair[1]) < _HUGE
-        ]
-        return array("d", (x for x, _ in pairs)), array("d", (y for _, y in pairs))
+        pairs = zip(self.columns["step"], self.columns[key], strict=True) if key in self.columns else ()
+        finite = [pair for pair in pairs if abs(pair[0]) < _HUGE and abs(pair[1]) < _HUGE]
+        return array("d", (x for x, _ in finite)), array("d", (y for _, y in finite))
 
     def last(self, key: str) -> float | None:
         """Returns the newest value of a key, None where there is none."""

@@ -222,6 +222,11 @@ def read_ledger(run: RunDirectory) -> list[dict[str, Any]]:
     return [merged[number] for number in sorted(merged)]
 
 
+def ledger_entry(run: RunDirectory, attempt: int) -> dict[str, Any]:
+    """Returns what the ledger has about an attempt, {} where it has nothing."""
+    return next((one for one in read_ledger(run) if one["attempt"] == attempt), {})
+
+
 # A checkpoint gets its name, its marker and a last look at the fence in one piece, or the process ends before it.
 # Threads end a process on their own (a newer attempt, a failed collective); an end in between would leave a commit of
 # an old attempt beside the new one (seen once in 50 trials). An RLock, since what a fence does may publish, too.

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from slurm_train.frozen_class import frozen
-from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.attempts import ledger_entry
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import change_times, listed, read_tail
 from slurm_train.rundir.paths import RunDirectory
@@ -82,7 +82,7 @@ class Failure:
 
 def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
     """Returns how an attempt failed, None for one that did not, or that still runs."""
-    entry = next((one for one in read_ledger(run) if one["attempt"] == attempt), {})
+    entry = ledger_entry(run, attempt)
     if entry.get("reason") != "failed":
         return None
     note = str(entry.get("note", ""))
@@ -103,8 +103,7 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
 
 def first_failed_rank(run: RunDirectory, attempt: int) -> int | None:
     """Returns the rank that failed first as far as is known now, also of an attempt that has not ended yet."""
-    entry = next((one for one in read_ledger(run) if one["attempt"] == attempt), {})
-    return _first_failed(run, attempt, str(entry.get("note", "")))[0]
+    return _first_failed(run, attempt, str(ledger_entry(run, attempt).get("note", "")))[0]
 
 
 def _first_failed(run: RunDirectory, attempt: int, note: str) -> tuple[int | None, str, str]:

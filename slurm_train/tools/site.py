@@ -340,7 +340,16 @@ def try_site(site: SiteFile, partitions: Mapping[str, Partition], ask: Ask) -> t
     """
     found, problems, own_flag = dict(site.partitions), [], site.cluster.get("gpu_flag")
     for name, partition in site.partitions.items():
-        changes, reason = _first_accepted(site, name, partitions.get(name), ask)
+        changes, reason = None, ""
+        for variant in _variants(site, name, partitions.get(name)):
+            verdict = ask(trial_script(site, name, variant))
+            if verdict.is_accepted:
+                changes = variant
+                break
+            # The values as they are come first: their refusal is the one to tell.
+            reason = reason or verdict.message
+            if verdict.refusal not in _ABOUT_RESOURCES:
+                break
         if changes is None:
             problems.append(f"partition {name}: Slurm would not take a run there: {reason}")
             continue
@@ -354,21 +363,6 @@ def try_site(site: SiteFile, partitions: Mapping[str, Partition], ask: Ask) -> t
             found[name] = replace(one, cluster={key: one.cluster[key] for key in one.cluster if key != "gpu_flag"})
         site = replace(site, cluster={**site.cluster, "gpu_flag": flags.pop()})
     return replace(site, partitions=found), problems
-
-
-def _first_accepted(
-    site: SiteFile, name: str, partition: Partition | None, ask: Ask
-) -> tuple[dict[str, Any] | None, str]:
-    """Returns the first changes that Slurm takes, or None and why it does not take the values as they are."""
-    reason = ""
-    for changes in _variants(site, name, partition):
-        verdict = ask(trial_script(site, name, changes))
-        if verdict.is_accepted:
-            return changes, ""
-        reason = reason or verdict.message
-        if verdict.refusal not in _ABOUT_RESOURCES:
-            break
-    return None, reason
 
 
 def _variants(site: SiteFile, name: str, partition: Partition | None) -> Iterator[dict[str, Any]]:

@@ -383,9 +383,7 @@ class Preflight:
             )
             for node in nodes
         ]
-        peers = {
-            node.node: [all_peers[other] for other in peers_of(index, len(nodes))] for index, node in enumerate(nodes)
-        }
+        peers = {one.node: [all_peers[other] for other in peers_of(at, len(nodes))] for at, one in enumerate(nodes)}
         leaders = {rank.rank: rank.node for rank in job.ranks if rank.local_rank == 0 and rank.node in peers}
 
         def ask(question: str, names: Mapping[int, str], *, more_s: float = 0.0) -> Iterator[Any]:
