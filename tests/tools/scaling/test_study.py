@@ -12,7 +12,6 @@ import pytest
 
 from slurm_train.rundir.heartbeat import Heartbeat, Pace
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.tools.scaling.page import render_page, render_text
 from slurm_train.tools.scaling.study import (
     WARM_UP_LINES,
     Measured,
@@ -22,6 +21,8 @@ from slurm_train.tools.scaling.study import (
     fit,
     measure,
     plan_points,
+    render_page,
+    render_text,
     shares,
     sort_study,
     verdict,
