@@ -374,7 +374,7 @@ def test_the_wheel_holds_nothing_else(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
     assert tops - {PACKAGE} == {name for name in tops if name.endswith(".dist-info")}
     endings = {Path(name).suffix for name in wheel if name.startswith(f"{PACKAGE}/")}
-    assert endings <= {".py", ".yaml", ".sh", ".typed", ".html", ".css", ".js", ".txt"}
+    assert endings <= {".py", ".yaml", ".json", ".sh", ".typed", ".html", ".css", ".js", ".txt"}
     assert not [name for name in wheel if "test" in name.lower() or "__pycache__" in name]
 
 

@@ -1,4 +1,4 @@
-"""A scaling study: which runs to time, what each shows, the model of an exchange, what limits, and the report. No torch.
+"""A scaling study: which runs to time, what each shows, the model of an exchange, what limits, and the report.
 
 The model of a step: t(n) = compute + alpha log2(n) + 2 (n - 1) / n x bytes / bandwidth. The last term is what a ring
 sends for n ranks, the one before it what each doubling of the ranks costs whatever the bytes. Fitted is the time that
