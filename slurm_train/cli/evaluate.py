@@ -114,11 +114,12 @@ def generate(words: Sequence[str]) -> int:
     import torch
 
     from slurm_train.checkpoint.load import read_model, require_fit
+    from slurm_train.models.first_weights import fill, first_values
     from slurm_train.train.build import build_model
     from slurm_train.train.metrics import sample_text
 
     config = load_config(run.config)
-    model = build_model(config, device=torch.device("cpu"))
+    model = build_model(config)
     if not hasattr(model, "generate"):
         raise ConfigError(
             f"{type(model).__name__} cannot generate text",
@@ -128,6 +129,7 @@ def generate(words: Sequence[str]) -> int:
     encoding = _encoding(config, arguments.tokenizer)
     require_fit(checkpoint, model.state_dict())
     _, tensors = read_model(checkpoint)
+    fill([model], first_values(model), device=torch.device("cpu"))
     model.load_state_dict(tensors)
     prompt = arguments.prompt or ""
     text = sample_text(

@@ -71,7 +71,7 @@ def parallelize(
     """Makes a whole model, equal on all ranks, this rank's part of it, in place. Collective over all ranks.
 
     Args:
-        model: with its first weights.
+        model: its parameters may have no memory yet.
         layout: the degrees.
         mesh: what `build_mesh` gave.
         roots: what is called: the model itself, or its stages.
@@ -91,8 +91,6 @@ def parallelize(
     prepare_blocks(model, settings=settings, compiles=compiles)
     if layout.reducing_size > 1:
         shard(model, layout=layout, mesh=mesh, roots=roots, settings=settings)
-    else:
-        model.to(mesh.device_type)
 
 
 def cut_matrices(

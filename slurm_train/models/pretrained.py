@@ -7,9 +7,7 @@ that it expects, or nothing is written. What is read is compared with the model 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +24,12 @@ from slurm_train.models.causal_lm import (
     require_transformers,
     with_adapters,
 )
+from slurm_train.models.first_weights import Index, Read, Stored, begin_with, stored_tensors
 from slurm_train.models.gpt import GPT
 from slurm_train.models.pretrained_names import Architecture, Place, gpt_form
 
 _GPT = f"{GPT.__module__}.{GPT.__qualname__}"
 _CAUSAL_LM = f"{causal_lm.__module__}.{causal_lm.__qualname__}"
-_INDEX_FILE, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # Dropout and the ids of special tokens change no weight; rotary positions are computed as far as they are needed.
 _NOT_COMPARED = ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout", "bos_token_id", "eos_token_id")
 _NUM_NAMED = 5
@@ -82,7 +80,7 @@ def load_pretrained(model: nn.Module, path: Path, *, settings: Mapping[str, Any]
     whose names are translated.
 
     Args:
-        model: whole, on any device.
+        model: whole; on any device, or without memory: then each rank reads what it holds when it is filled.
         path: the file or the directory.
         settings: the `model` part of the configuration.
 
@@ -102,39 +100,50 @@ def load_pretrained(model: nn.Module, path: Path, *, settings: Mapping[str, Any]
         architecture = _require_same_config(path, settings)
         places = {name: architecture.place(name) for name in places}
         tied, ignored = {"lm_head.weight"}, architecture.ignored
-    with ExitStack() as files, torch.no_grad():
-        holders = _open_all(path, files)
-        stored = {}
-        for place in places.values():
-            # Some published files leave the first word of each name out.
-            short = place.name.partition(".")[2]
-            is_short = is_theirs and place.name not in holders and short in holders
-            stored[place.name] = short if is_short else place.name
-        missing = sorted(name for name, found in stored.items() if found not in holders)
-        others = holders.keys() - stored.values() - tied
-        unknown = sorted(name for name in others if not name.endswith(ignored))
-        if missing or unknown:
-            parts = [
-                f"{word} {', '.join(found[:_NUM_NAMED])}" + (" ..." if len(found) > _NUM_NAMED else "")
-                for word, found in (("lacks", missing), ("has besides", unknown))
-                if found
-            ]
+    holders = stored_tensors(path)
+    stored = {}
+    for place in places.values():
+        # Some published files leave the first word of each name out.
+        short = place.name.partition(".")[2]
+        is_short = is_theirs and place.name not in holders and short in holders
+        stored[place.name] = short if is_short else place.name
+    missing = sorted(name for name, found in stored.items() if found not in holders)
+    others = holders.keys() - stored.values() - tied
+    unknown = sorted(name for name in others if not name.endswith(ignored))
+    if missing or unknown:
+        parts = [
+            f"{word} {', '.join(found[:_NUM_NAMED])}" + (" ..." if len(found) > _NUM_NAMED else "")
+            for word, found in (("lacks", missing), ("has besides", unknown))
+            if found
+        ]
+        raise ConfigError(
+            f"{path} does not hold this model's weights: it {' and '.join(parts)}",
+            hint="configure the model with the same shape, or start from other weights",
+        )
+    for name, parameter in model.named_parameters():
+        read, shape = _placed(holders[stored[places[name].name]], places[name])
+        if parameter.shape != shape:
             raise ConfigError(
-                f"{path} does not hold this model's weights: it {' and '.join(parts)}",
+                f"{name} is {shape} in {path}, and {tuple(parameter.shape)} in the model",
                 hint="configure the model with the same shape, or start from other weights",
             )
-        for name, parameter in model.named_parameters():
-            place, found = places[name], stored[places[name].name]
-            tensor: Tensor = holders[found].get_tensor(found)
-            if place.third is not None:
-                tensor = tensor.chunk(3, dim=-1)[place.third]
-            tensor = tensor.T if place.is_transposed else tensor
-            if parameter.shape != tensor.shape:
-                raise ConfigError(
-                    f"{name} is {tuple(tensor.shape)} in {path}, and {tuple(parameter.shape)} in the model",
-                    hint="configure the model with the same shape, or start from other weights",
-                )
-            parameter.copy_(tensor)
+        begin_with(parameter, read)
+
+
+def _placed(tensor: Stored, place: Place) -> tuple[Read, tuple[int, ...]]:
+    """Returns what reads a parameter from the tensor that it is a part of, and its shape."""
+    if place.third is None and not place.is_transposed:
+        return tensor, tensor.shape
+    *rows, last = tensor.shape
+    start, size = (0, last) if place.third is None else (place.third * (last // 3), last // 3)
+
+    def read(index: Index) -> Tensor:
+        *before, own = reversed(index) if place.is_transposed else index
+        found = tensor((*before, slice(start + own.start, start + own.stop)))
+        return found.T if place.is_transposed else found
+
+    shape = (*rows, size)
+    return read, shape[::-1] if place.is_transposed else shape
 
 
 def _in_their_layout(model: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
@@ -188,22 +197,3 @@ def _require_same_config(path: Path, settings: Mapping[str, Any]) -> Architectur
             hint="set the model's keys as the directory's config.json has them (docs/models.md)",
         )
     return architecture
-
-
-def _open_all(path: Path, files: ExitStack) -> dict[str, Any]:
-    """Returns for each tensor of a file or a directory the library's handle, which has no types and is no mapping."""
-    from safetensors import SafetensorError, safe_open
-
-    names = [_SINGLE_FILE]
-    if (path / _INDEX_FILE).is_file():
-        names = sorted(set(json.loads((path / _INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values()))
-    holders: dict[str, Any] = {}
-    for file in [path / name for name in names] if path.is_dir() else [path]:
-        try:
-            handle: Any = files.enter_context(safe_open(file, framework="pt"))
-        except (OSError, SafetensorError) as err:
-            raise ConfigError(
-                f"cannot read weights from {file}: {err}", hint="name a safetensors file, or a directory that has one"
-            ) from err
-        holders |= dict.fromkeys(handle.keys(), handle)
-    return holders

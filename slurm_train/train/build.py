@@ -45,6 +45,7 @@ from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DataError
 from slurm_train.metrics.progress import Display, open_display
+from slurm_train.models.first_weights import build_without_memory, fill, first_values
 from slurm_train.models.head import Head
 from slurm_train.models.objective import Objective, default_loss
 from slurm_train.rundir.attempts import check_fence
@@ -163,8 +164,8 @@ def build_parts(rank: Rank) -> Parts:
         raise ConfigError(
             "no data set is configured", hint="choose one: data=stdlib, or data._target_=my_package.MyData"
         )
-    # What is cut first need not fit on the device as a whole.
-    model = build_model(config, device=rank.device if rank.layout.is_replicated else torch.device("cpu"))
+    says = rank.place.is_first and not rank.layout.is_replicated
+    model = build_model(config, note=partial(print, file=sys.stderr) if says else lambda _text: None)
     load_start_weights(model, config, run=rank.run)
     require_rules_fit(model, optim=config.optim)
     part = rank.layout.data_parallel_index(rank.place.rank), rank.layout.data_parallel_size
@@ -197,26 +198,43 @@ def _refuse_for_streams(config: RunConfig) -> None:
             )
 
 
-def build_model(config: RunConfig, *, device: torch.device) -> nn.Module:
-    """Returns the model with its first weights, the same on every rank.
+def build_model(config: RunConfig, *, note: Callable[[str], None] = lambda _text: None) -> nn.Module:
+    """Returns the whole model, the same on every rank; its parameters have no memory until `fill` gives it to them.
+
+    A model whose constructor cannot be recorded has all its weights in host memory at once.
+
+    Args:
+        config: the run's.
+        note: gets the reason in that case.
 
     Raises:
         ConfigError: no model is configured, or its target does not give an nn.Module.
     """
     if not config.model:
         raise ConfigError("no model is configured", hint="choose one: model=gpt, or model._target_=my_package.MyModel")
-    torch.manual_seed(config.seed)
-    model = instantiate(config.model)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model.{TARGET}={config.model[TARGET]} gave a {type(model).__name__}, not a torch.nn.Module",
-            hint="name a class that derives from torch.nn.Module",
-        )
-    return model.to(device)
+    settings = config.model
+
+    def build() -> nn.Module:
+        torch.manual_seed(config.seed)
+        model = instantiate(settings)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model.{TARGET}={settings[TARGET]} gave a {type(model).__name__}, not a torch.nn.Module",
+                hint="name a class that derives from torch.nn.Module",
+            )
+        return model
+
+    try:
+        return build_without_memory(build, seed=config.seed)
+    except ConfigError:
+        raise
+    except Exception as err:  # a constructor that looks at values fails in many ways
+        note(f"each rank builds all of {settings[TARGET]} in host memory: {type(err).__name__}: {err}")
+        return build()
 
 
 def load_start_weights(model: nn.Module, config: RunConfig, *, run: RunDirectory) -> None:
-    """Gives a model the weights of `train.init_from`, if it is set and no checkpoint has later ones.
+    """Lets a model begin with the weights of `train.init_from`, if it is set and no checkpoint has later ones.
 
     Raises:
         ConfigError: there are none, or they are another model's.
@@ -229,9 +247,9 @@ def load_start_weights(model: nn.Module, config: RunConfig, *, run: RunDirectory
 
 
 def apply_parallelism(parts: Parts) -> None:
-    """Leaves this rank's part of the model, and an optimizer of it. Collective over all ranks.
+    """Leaves this rank's part of the model with its first weights, and an optimizer of it. Collective over all ranks.
 
-    Of whole replicas only the blocks change, where activation checkpointing is asked for.
+    Whole replicas get their weights, and their blocks change where activation checkpointing is asked for.
 
     Raises:
         ConfigError: the model does not say how it can be cut.
@@ -245,8 +263,13 @@ def apply_parallelism(parts: Parts) -> None:
     )
 
     rank, model, config = parts.rank, parts.model, parts.rank.config
-    layout, settings = rank.layout, config.parallel
+    layout, settings, values = rank.layout, config.parallel, first_values(model)
+    # Each weight is progress: the supervisor's watchdog waits for what it knows of.
+    fill_in = partial(fill, values=values, device=rank.device, progress=partial(rank.heartbeat.mark, "start"))
     if layout.is_replicated:
+        fill_in([model])
+        # What is fused depends on the device.
+        parts.optimizer = build_optimizer(model, optim=config.optim)
         if settings.activation_checkpointing != "none":
             prepare_blocks(model, settings=settings, compiles=False)
         if config.ddp.find_unused_parameters:
@@ -273,6 +296,7 @@ def apply_parallelism(parts: Parts) -> None:
         group = mesh["pp"].get_group()
         parts.pipeline = Pipeline(parts=roots, place=place, num_ranks=layout.pp, device=rank.device, group=group)
     parallelize(model, layout=layout, mesh=mesh, roots=roots, settings=settings, compiles=rank.compiles)
+    fill_in([model, *roots], shards_device=torch.device("cpu") if settings.cpu_offload else None)
     use_timeout(rank.collective_timeout_s(config.train.start_timeout_s))
     # The parameters are other objects now.
     parts.optimizer = build_optimizer(model, optim=config.optim)

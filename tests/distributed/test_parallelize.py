@@ -123,6 +123,48 @@ def test_ends_are_gathered_apart_and_angles_and_own_losses_stay_precise() -> Non
     assert done.stdout == "right\n", done.stderr
 
 
+LARGE = """
+import json, resource, sys
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from slurm_train.config.batch import solve_batch
+from slurm_train.config.compose import compose
+from slurm_train.config.parallel import solve_layout
+from slurm_train.config.words import read_words
+from slurm_train.distributed.parallelize import build_mesh, parallelize
+from slurm_train.estimate.memory import facts_of, rank_memory
+from slurm_train.train.build import build_model
+
+words = ["model=llama3-70b", "parallel.dp_replicate=1", "parallel.dp_shard=-1", *sys.argv[1:]]
+config = compose(read_words(words)).config
+layout = solve_layout(config.parallel, world_size=64)
+plan = solve_batch(config.batch, ranks=layout.data_parallel_size, stages=layout.pp)
+memory = rank_memory(facts_of(config, layout, plan, half=True), stage=0)
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+model = build_model(config)
+mesh = build_mesh(layout, device=torch.device("cpu"))
+parallelize(model, layout=layout, mesh=mesh, roots=[model], settings=config.parallel, compiles=False)
+print(json.dumps({
+    "parameters": sum(one.numel() for one in model.parameters()),
+    "own_bytes": sum(one.to_local().nbytes for one in model.parameters()),
+    "planned_bytes": memory.weight_bytes,
+    "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+}))
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("words", [[], ["parallel.tp=8"]])
+def test_70b_is_planned_and_cut_for_64_ranks_in_little_memory(words: list[str]) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", LARGE, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["parameters"] == 70_553_706_496
+    assert found["own_bytes"] == pytest.approx(found["planned_bytes"], rel=0.001)
+    assert found["peak_gib"] < 2
+
+
 SHARDS, REPLICAS = ParallelLayout(dp_shard=2), ParallelLayout(dp_replicate=2)
 
 

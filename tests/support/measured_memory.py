@@ -155,7 +155,7 @@ def build_case(rank: Any) -> tuple[Any, Any, Any]:
     from slurm_train.train.step import Exchange
 
     config, plan = rank.config, rank.plan
-    model, unused = build_model(config, device=rank.device), cast("Any", None)
+    model, unused = build_model(config), cast("Any", None)
     optimizer = build_optimizer(model, optim=config.optim)
     parts = Parts(
         rank=rank, model=model, optimizer=optimizer, train_data=unused, heldout=None, flops_per_token=(0.0, 0.0)

@@ -127,6 +127,14 @@ class DoubleGPT(GPT):
         return given * float("nan") if self.training and self.passes == self.bad_at else given
 
 
+class LooksAtWeights(GPT):
+    """The shipped transformer with a constructor that needs values, so every rank builds it whole."""
+
+    def __init__(self, **shape: Any) -> None:
+        super().__init__(**shape)
+        assert self.head.weight.abs().max().item() > 0
+
+
 def double_llama() -> nn.Module:
     """Transformers' Llama in double precision, as small as `TINY`; its norms compute in float32 all the same."""
     from slurm_train.models.causal_lm import causal_lm
