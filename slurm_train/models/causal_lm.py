@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from slurm_train.errors import ConfigError
+from slurm_train.models.first_weights import NeedsMemoryError, begin_with, is_recording, stored_tensors
 from slurm_train.models.pretrained_names import CONFIG_FILE, require_source
 from slurm_train.models.sampling import sample
 
@@ -144,10 +145,31 @@ def causal_lm(
             f"model.path={path} holds no model.safetensors",
             hint=f"for weights drawn at random name the file: model.path={Path(path) / CONFIG_FILE}",
         )
-    network = library.AutoModelForCausalLM.from_pretrained(
-        path, config=settings, dtype=torch.float32, local_files_only=True, use_safetensors=True
-    )
+    if is_recording():
+        network = build_network(settings)
+        _begin_with_files(network, Path(path))
+    else:
+        network = library.AutoModelForCausalLM.from_pretrained(
+            path, config=settings, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        )
     return CausalLM(with_adapters(network, lora).train())
+
+
+def _begin_with_files(network: Any, path: Path) -> None:
+    """Lets each rank read its part of the files, where they have the network's own names.
+
+    Raises:
+        NeedsMemoryError: transformers would rename, merge or unpack what is in the files.
+    """
+    stored, parameters = stored_tensors(path), dict(network.named_parameters())
+    known = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    has_same_names = parameters.keys() <= stored.keys() <= known and known == network.state_dict().keys()
+    if not has_same_names or getattr(network.config, "quantization_config", None) is not None:
+        raise NeedsMemoryError(f"transformers converts what is in {path}")
+    for name, parameter in parameters.items():
+        if parameter.shape != stored[name].shape:
+            raise NeedsMemoryError(f"{name} has another shape in {path}")
+        begin_with(parameter, stored[name])
 
 
 def with_adapters(network: nn.Module, lora: Mapping[str, Any] | None) -> Any:

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slurm_train.errors import ConfigError
@@ -75,13 +75,19 @@ def build_without_memory(build: Callable[[], nn.Module], *, seed: int) -> nn.Mod
     # Of tied parameters the first name counts.
     names = {view.storage: name for name, view in reversed(views.items())}
     for name, tensor in empty.items():
-        setattr(tensor, _READ, _Record(views[name], names=names, seed=seed))
+        if not hasattr(tensor, _READ):
+            setattr(tensor, _READ, _Record(views[name], names=names, seed=seed))
     return model
+
+
+def is_recording() -> bool:
+    """Returns whether the constructor of a model is being recorded, so that its parameters have no memory."""
+    return any(isinstance(mode, _Recorder) for mode in _get_current_dispatch_mode_stack())
 
 
 def begin_with(parameter: Tensor, read: Read) -> None:
     """Gives a parameter other first values: at once, or if it has no memory yet when it is filled."""
-    if parameter.is_meta:
+    if parameter.is_meta or is_recording():
         setattr(parameter, _READ, read)
     else:
         with torch.no_grad():

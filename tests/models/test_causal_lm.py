@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.models.causal_lm import causal_lm
+from slurm_train.models.first_weights import build_without_memory, fill, first_values
 from slurm_train.models.objective import Objective
+from slurm_train.train.build import build_model
 from tests.support.extras import NEEDS_PEFT, NEEDS_TRANSFORMERS
 
 SHAPE = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -97,6 +101,47 @@ def test_a_directory_gives_its_weights_and_its_configuration_alone_gives_others(
     (tmp_path / "out" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"holds no model\.safetensors\nhint: for weights drawn at random name the f"):
         causal_lm(path=str(tmp_path / "out"))
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.parametrize("words", [LLAMA, GPT2])
+def test_without_memory_the_files_are_read_by_parts(tmp_path: Path, words: dict[str, Any]) -> None:
+    causal_lm(**words).network.to(torch.bfloat16).save_pretrained(tmp_path)
+    expected = causal_lm(path=str(tmp_path)).state_dict()
+    model = build_without_memory(lambda: causal_lm(path=str(tmp_path)), seed=0)
+    reads = first_values(model)
+    first = next(name for name, tensor in expected.items() if tensor.dim() == 2)
+    part = (slice(1, 3), slice(2, 7))
+    assert reads[first](part).float().equal(expected[first][part])
+    fill([model], reads, device=torch.device("cpu"))
+    assert all(tensor.equal(expected[name]) for name, tensor in model.state_dict().items())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@NEEDS_PEFT
+def test_adapters_without_memory_begin_on_what_the_files_have(tmp_path: Path) -> None:
+    causal_lm(**LLAMA).network.save_pretrained(tmp_path)
+    lora = {"r": 2, "target_modules": "all-linear"}
+    model = build_without_memory(lambda: causal_lm(path=str(tmp_path), lora=lora), seed=0)
+    fill([model], first_values(model), device=torch.device("cpu"))
+    with torch.no_grad():
+        assert model(TOKENS).equal(causal_lm(path=str(tmp_path))(TOKENS))
+
+
+@NEEDS_TRANSFORMERS
+def test_files_that_the_library_converts_are_read_by_the_library(tmp_path: Path) -> None:
+    network = causal_lm(**LLAMA).network
+    network.save_pretrained(tmp_path)
+    # A base model's names have no first word.
+    tensors = {
+        name.removeprefix("model."): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = RunConfig(model={"_target_": "slurm_train.models.causal_lm.causal_lm", "path": str(tmp_path)})
+    notes: list[str] = []
+    model = build_model(config, note=notes.append)
+    assert len(notes) == 1 and f"transformers converts what is in {tmp_path}" in notes[0]
+    assert all(tensor.equal(model.state_dict()[f"network.{name}"]) for name, tensor in network.state_dict().items())
 
 
 @NEEDS_PEFT
