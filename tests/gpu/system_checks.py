@@ -35,9 +35,9 @@ def cli_end_to_end(stage: Stage) -> dict[str, Any]:
     env = {**os.environ, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(stage.folder / "nccl.%p")}
     process = subprocess.Popen([sys.executable, "-m", "slurm_train", *words], env=env, cwd=stage.folder)
     try:
-        run = _await_steps(process, root, count=5)
+        run = _await_steps(process, root, count=5, within_s=stage.size(60, 400))
         (run / "STOP").touch()
-        code = process.wait(timeout=90)
+        code = process.wait(timeout=stage.size(60, 400))
     finally:
         process.kill()
     require(code == _STOPPED, f"the run was asked to stop and ended with exit code {code}")
@@ -59,16 +59,16 @@ def cli_end_to_end(stage: Stage) -> dict[str, Any]:
     return {**figures, "steps_per_s": 1 / lines[-1]["step_time_s"]}
 
 
-def _await_steps(process: subprocess.Popen[bytes], root: Path, *, count: int) -> Path:
+def _await_steps(process: subprocess.Popen[bytes], root: Path, *, count: int, within_s: float) -> Path:
     """Returns the run directory as soon as so many steps are logged."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         for metrics in root.glob("*/*/metrics.jsonl"):
             if any(line["step"] >= count for line in read_metrics(metrics)):
                 return metrics.parent
         require(process.poll() is None, f"the run ended with exit code {process.returncode} before step {count}")
         time.sleep(0.05)
-    raise TimeoutError(f"no step {count} within 60 s")
+    raise TimeoutError(f"no step {count} within {within_s:.0f} s")
 
 
 def flight_is_nccl(stage: Stage) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _PRECISE = {"precision": "float32"}
 
 def two_ranks(stage: Stage) -> dict[str, Any]:
     """DDP over two ranks equals accumulation on one; stops are agreed on; a flipped bit is seen; less can be sent."""
-    first, second = run_two_ranks("all_of_two", stage.folder, timeout_s=110)
+    first, second = run_two_ranks("all_of_two", stage.folder, timeout_s=stage.size(110, 600))
     for rank in (first, second):
         require("error" not in rank, rank.get("error", ""))
     alone = training_of(sections_of(local_size=4, batch={"accumulation": 2}, train=_PRECISE), stage.folder / "alone")
@@ -101,7 +101,7 @@ def hang_sentence(stage: Stage) -> dict[str, Any]:
     """A rank whose GPU does not come to an end is named, by heartbeats, stacks and flight records alone."""
     run = RunDirectory(stage.folder / "run")
     processes = start_two_ranks("hang", stage.folder)
-    observer, deadline = Observer(_LIMITS, world_size=2), time.monotonic() + 75
+    observer, deadline = Observer(_LIMITS, world_size=2), time.monotonic() + stage.size(75, 400)
     try:
         while not observer.is_hung() or len(_records(run)[0]) < 2:
             require(time.monotonic() < deadline, f"no hang was seen; heartbeats: {read_beats(run, 0)}")
