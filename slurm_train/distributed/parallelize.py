@@ -125,6 +125,9 @@ def cut_matrices(
                 passed = {name: style for name, style in found.items() if isinstance(parts.get(name), PassThrough)}
                 parallelize_module(root, mesh["tp"], passed)
     parallelize_module(model, mesh["tp"], found)
+    for module in model.modules():
+        if hasattr(module, "score_group"):
+            setattr(module, "score_group", mesh["tp"].get_group().group_name)  # noqa: B010  # no tensor, no module
 
 
 def _position_styles(model: nn.Module, cut: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
@@ -331,8 +334,15 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
 
 
 def _kept_operations() -> list[Any]:
-    """Returns the operations whose results are dear to compute again: matrix products and attention."""
-    aten = torch.ops.aten
+    """Returns the operations whose results are dear to compute again: matrix products, attention, exchanges of sums."""
+    aten, exchanges = torch.ops.aten, torch.ops._c10d_functional
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-    packets = [aten.mm, aten.bmm, aten.addmm, *(getattr(aten, f"_scaled_dot_product_{name}", None) for name in names)]
+    sums = [exchanges.all_reduce, exchanges.reduce_scatter_tensor]
+    packets = [
+        aten.mm,
+        aten.bmm,
+        aten.addmm,
+        *sums,
+        *(getattr(aten, f"_scaled_dot_product_{name}", None) for name in names),
+    ]
     return [packet.default for packet in packets if packet is not None]

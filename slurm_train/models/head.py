@@ -8,15 +8,19 @@ Small products go the plain way, whose bits are those of torch's `linear` and `c
 On a GPU the vocabulary is padded to a multiple of 64 inside, so that the products are aligned. A padded id has a weight
 of zeros and is left out of the sums: it has no probability and no gradient, and no tensor outside knows of it.
 
+With tensor parallelism each rank computes the scores of a part of the ids; the ranks exchange two numbers per token
+and the gradients.
+
 torch 2.13 has `torch.nn.functional.linear_cross_entropy`, which warns and stays eager under torch.compile, and knows no
 part of a vocabulary.
 
-Shapes: N tokens, C width, V ids whose weights are here, P the same padded.
+Shapes: N tokens, n of a chunk; C width; V ids, all or this rank's; P this rank's, padded.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +45,8 @@ class Head(nn.Linear):
 
     def __init__(self, width: int, vocab_size: int) -> None:
         super().__init__(width, vocab_size, bias=False)
+        self.score_group = ""
+        """Name of the process group whose ranks share the work on scores; all have the same input and weight."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Returns scores (..., V); with targets what `linear_cross_entropy` gives.
@@ -51,7 +57,7 @@ class Head(nn.Linear):
         """
         if targets is None:
             return super().forward(x)
-        return linear_cross_entropy(x, self.weight, targets, counts=not self.training)
+        return linear_cross_entropy(x, self.weight, targets, counts=not self.training, group=self.score_group)
 
 
 def linear_cross_entropy(
@@ -60,8 +66,6 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     counts: bool,
-    first: int = 0,
-    num_classes: int = 0,
     group: str = "",
 ) -> Tensor:
     """Returns (1,), the sum of the cross entropy, or (2,), also how many targets have the highest score.
@@ -69,13 +73,12 @@ def linear_cross_entropy(
     It is float32, or float64 where the input is.
 
     Args:
-        x: (..., C), the same on all ranks of the group.
-        weight_VC: those rows of the layer that this rank has.
-        targets: whole numbers (...) over the whole vocabulary, -100 where an item does not count.
+        x: (..., C).
+        weight_VC: of the layer.
+        targets: whole numbers (...), -100 where an item does not count.
         counts: whether the second number is asked; it has no gradient.
-        first: id of the first row.
-        num_classes: rows on all ranks of the group; 0 without a group.
-        group: name of the process group whose ranks have the other rows, "" if all are here. Collective along it.
+        group: name of a process group whose ranks have the same arguments and take a part of the ids each; "" for one
+            rank. Collective along it.
 
     Raises:
         ConfigError: there is not one whole-number target for each vector.
@@ -85,7 +88,7 @@ def linear_cross_entropy(
             f"the last layer got {tuple(x.shape)} and targets of {tuple(targets.shape)}, {targets.dtype}",
             hint="give one token id per position as a target, or define training_loss(batch) on the model",
         )
-    if not group and targets.numel() * len(weight_VC) <= _PLAIN_SCORES:
+    if targets.numel() * len(weight_VC) <= _PLAIN_SCORES:
         scores = functional.linear(x, weight_VC)
         if not counts:
             return default_loss(scores, targets)[0].reshape(1)
@@ -98,8 +101,6 @@ def linear_cross_entropy(
         weight_VC,
         targets.flatten().long(),
         torch.get_autocast_dtype(kind) if is_lowered else x.dtype,
-        first,
-        num_classes or len(weight_VC),
         group,
         counts,
         torch.is_grad_enabled(),
@@ -112,16 +113,14 @@ def linear_cross_entropy(
 @torch.library.custom_op(
     "slurm_train::linear_cross_entropy",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor targets, ScalarType dtype, int first, int num_classes, str group, "
-    "bool counts, bool differentiates, bool compiles) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor weight, Tensor targets, ScalarType dtype, str group, bool counts, bool differentiates, "
+    "bool compiles) -> (Tensor, Tensor, Tensor)",
 )
 def _sums_and_gradients(
     x_NC: Tensor,
     weight_VC: Tensor,
     targets_N: Tensor,
     dtype: torch.dtype,
-    first: int,
-    num_classes: int,
     group: str,
     counts: bool,
     differentiates: bool,
@@ -131,21 +130,21 @@ def _sums_and_gradients(
 
     Args:
         x_NC: what goes into the layer.
-        weight_VC: this rank's rows of it.
+        weight_VC: of it.
         targets_N: int64.
         dtype: of the products.
-        first: as for `linear_cross_entropy`.
-        num_classes: rows on all ranks.
         group: as for `linear_cross_entropy`.
         counts: as for `linear_cross_entropy`.
         differentiates: whether gradients are computed; else they are empty.
         compiles: whether what is done to a chunk of scores is compiled.
     """
     is_counted_N = targets_N != IGNORED
-    known = ~is_counted_N | ((targets_N >= 0) & (targets_N < num_classes))
+    known = ~is_counted_N | ((targets_N >= 0) & (targets_N < len(weight_VC)))
     torch._assert_async(known.all(), "a target is no id of the vocabulary")
     precise = torch.promote_types(dtype, torch.float32)
-    weight_PC = _padded(weight_VC, dtype)
+    bounds, rank = _bounds(len(weight_VC), group)
+    first, own_VC = bounds[rank], weight_VC[bounds[rank] : bounds[rank + 1]]
+    weight_PC = _padded(own_VC, dtype)
     sums = x_NC.new_zeros(1 + counts, dtype=precise)
     grad_x_NC = x_NC.new_empty(x_NC.shape if differentiates else 0, dtype=dtype)
     grad_PC = x_NC.new_zeros(weight_PC.shape if differentiates else 0, dtype=precise)
@@ -154,9 +153,9 @@ def _sums_and_gradients(
         for part in _chunks(len(x_NC), num_ids=len(weight_PC), kind=x_NC.device.type):
             x_nC, is_counted_n = x_NC[part].to(dtype), is_counted_N[part]
             scores_nP = x_nC @ weight_PC.T
-            scores_nV = scores_nP[:, : len(weight_VC)]
+            scores_nV = scores_nP[:, : len(own_VC)]
             own_n = targets_N[part] - first
-            is_here_n = (own_n >= 0) & (own_n < len(weight_VC))
+            is_here_n = (own_n >= 0) & (own_n < len(own_VC))
             own_n1 = own_n.where(is_here_n, 0).unsqueeze(1)
             score_n = scores_nV.gather(1, own_n1).squeeze(1).to(precise) * is_here_n
             best = list(scores_nV.max(dim=1)) if counts else []
@@ -178,9 +177,14 @@ def _sums_and_gradients(
                 grad_PC.addmm_(scores_nP.T, x_nC)
             else:
                 grad_PC += scores_nP.T @ x_nC
+    grad_VC = grad_PC[: len(own_VC)].to(weight_VC.dtype)
     if group and differentiates:
         dist.all_reduce(grad_x_NC, group=_resolved(group))
-    return sums, grad_x_NC, grad_PC[: len(weight_VC)].to(weight_VC.dtype)
+        sizes = [after - before for before, after in itertools.pairwise(bounds)]
+        # Ranks with one row fewer send one that nobody uses.
+        parts = _gathered(functional.pad(grad_VC, (0, 0, 0, max(sizes) - len(own_VC))), group)
+        grad_VC = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+    return sums, grad_x_NC, grad_VC
 
 
 @_sums_and_gradients.register_fake
@@ -189,8 +193,6 @@ def _shapes(
     weight_VC: Tensor,
     _targets_N: Tensor,
     dtype: torch.dtype,
-    _first: int,
-    _num_classes: int,
     _group: str,
     counts: bool,
     differentiates: bool,
@@ -211,7 +213,7 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _multiply(ctx: Any, factors: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     grad_x_NC, grad_VC = ctx.saved_tensors
-    return grad_x_NC.to(ctx.x_dtype) * factors[0], grad_VC * factors[0], *[None] * 8
+    return grad_x_NC.to(ctx.x_dtype) * factors[0], grad_VC * factors[0], *[None] * 6
 
 
 _sums_and_gradients.register_autograd(_multiply, setup_context=_keep_gradients)
@@ -268,11 +270,26 @@ def _joined(group: str, log_n: Tensor, score_n: Tensor, *best: Tensor, first: in
     # float64 holds every id.
     own = torch.stack([fact.double() for fact in (log_n, score_n, *best)])
     own[3:] += first
-    found = own.new_empty((dist.get_world_size(_resolved(group)), *own.shape))
-    dist.all_gather_into_tensor(found, own, group=_resolved(group))
-    logs, scores, *highest = found.unbind(1)
+    logs, scores, *highest = torch.stack(_gathered(own, group)).unbind(1)
     ids = [highest[1].gather(0, highest[0].argmax(dim=0, keepdim=True)).squeeze(0)] if highest else []
     return logs.logsumexp(dim=0).to(log_n.dtype), scores.sum(dim=0).to(log_n.dtype), *ids
+
+
+def _bounds(num_ids: int, group: str) -> tuple[list[int], int]:
+    """Returns where each rank's ids begin, and the end, and this rank's place in the group."""
+    if not group:
+        return [0, num_ids], 0
+    found = _resolved(group)
+    world = dist.get_world_size(found)
+    return [num_ids * place // world for place in range(world + 1)], dist.get_rank(found)
+
+
+def _gathered(own: Tensor, group: str) -> list[Tensor]:
+    """Returns the tensors of all ranks, in order."""
+    found = _resolved(group)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(found))]
+    dist.all_gather(parts, own, group=found)
+    return parts
 
 
 def _resolved(group: str) -> dist.ProcessGroup:

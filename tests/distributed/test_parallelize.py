@@ -205,3 +205,43 @@ def test_blocks_are_compiled_whatever_they_compute_again(kind: str) -> None:
     prepare_blocks(model, settings=ParallelSection(activation_checkpointing=kind), compiles=True)  # type: ignore[arg-type]
     model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
     assert counters["stats"]["unique_graphs"] == 1, "one graph that all blocks share"
+
+
+SELECTIVE = """
+import torch, torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from slurm_train.config.parallel import ParallelLayout
+from slurm_train.config.schema import ParallelSection
+from slurm_train.distributed.parallelize import build_mesh, parallelize
+from slurm_train.models.gpt import GPT
+
+class Sums(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "_c10d_functional" and "reduce" in str(func)
+        return func(*args, **(kwargs or {}))
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+layout = ParallelLayout(tp=2)
+mesh = build_mesh(layout, device=torch.device("cpu"))
+for by_positions in (False, True):
+    sums = {}
+    for kind in ("none", "selective", "full"):
+        model = GPT(num_layers=2, width=32, num_heads=2)
+        settings = ParallelSection(tp=2, sequence_parallel=by_positions, activation_checkpointing=kind)
+        parallelize(model, layout=layout, mesh=mesh, roots=[model], settings=settings, compiles=False)
+        with Sums() as seen:
+            model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+        sums[kind] = seen.count
+    assert sums["none"] == sums["selective"] < sums["full"], sums
+print("right")
+"""
+
+
+def test_selective_checkpointing_repeats_no_exchange_of_sums() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SELECTIVE], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "right\n", done.stderr

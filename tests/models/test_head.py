@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,3 +184,51 @@ def test_a_graph_has_the_work_on_a_chunk_compiled(monkeypatch: pytest.MonkeyPatc
     layer.compile(backend="eager", fullgraph=True)
     torch.testing.assert_close(layer(*batch), expected)
     assert asked
+
+
+PARTS = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.nn import functional
+from slurm_train.models import head
+from slurm_train.models.head import Head
+
+rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+head._PLAIN_SCORES, head._CHUNK_SCORES_ON_CPU, head._ALIGNMENT_ON_CPU = 0, 300, 8
+torch.manual_seed(0)
+layer, x = Head(16, 101).double(), torch.randn(37, 16, dtype=torch.float64, requires_grad=True)
+targets = torch.randint(0, 101, (37,))
+targets[3:6], targets[0], targets[-1] = -100, 0, 100
+scores = layer(x)
+targets[10:20] = torch.where(targets[10:20] < 0, targets[10:20], scores[10:20].argmax(-1))
+layer.score_group = dist.group.WORLD.group_name
+with torch.no_grad():
+    correct = layer.eval()(x, targets)[1]
+assert correct == (scores.argmax(-1) == targets).sum() >= 10, correct
+loss = layer.train()(x, targets)[0]
+expected = functional.cross_entropy(scores, targets, reduction="sum")
+for ours, theirs in zip(
+    (loss, *torch.autograd.grad(loss, (x, layer.weight))),
+    (expected, *torch.autograd.grad(functional.cross_entropy(layer(x), targets, reduction="sum"), (x, layer.weight))),
+):
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+print("alike", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.distributed
+def test_ranks_that_have_a_part_of_the_ids_each_get_loss_and_gradients_of_all(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", PARTS, str(rank), "3", str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=300)
+        assert out == "alike\n", err

@@ -129,6 +129,8 @@ IN_CHUNKS: dict[str, Parallel] = {
     "CP2": {"cp": 2},
     "PP2": {"pp": 2},
     "PP2 x DP2, two stages each": {"dp_shard": 2, "pp": 2, "stages_per_rank": 2},
+    "TP2 by positions, recomputed in part": {**BY_POSITIONS, "activation_checkpointing": "selective"},
+    "FSDP2 x TP2": SHARDS_OF_MATRICES,
 }
 
 
