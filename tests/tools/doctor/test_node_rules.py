@@ -13,6 +13,8 @@ from slurm_train.rundir.files import to_records
 from slurm_train.tools.doctor.facts import (
     DiskFacts,
     GpuFacts,
+    GpuSpeed,
+    GpuSpeeds,
     Job,
     NodeFacts,
     ProbeFacts,
@@ -144,6 +146,15 @@ def speeds(*rows: tuple[float, float, float]) -> Fault:
     )
 
 
+def gpu_speeds(**tflops_by_node: float) -> Fault:
+    return job(
+        gpu_speeds=[
+            GpuSpeeds(node=name, gpus=[GpuSpeed(name="0", kind="H200", tflops=tflops, copy_gb_per_s=4000.0)])
+            for name, tflops in tflops_by_node.items()
+        ]
+    )
+
+
 def both(first: Fault, second: Fault) -> Fault:
     return lambda job: second(first(job))
 
@@ -263,6 +274,8 @@ ROWS: list[tuple[str, tuple[str, bool], str, Fault, str]] = [
      "12 MB/s at best, the other nodes 900"),
     ("SLOW_LINK", WARNING, "node2", speeds((30, 900, 50), (30, 900, 4000), (30, 900, 50)),
      "4000 us to the nearest node, the other nodes 50"),
+    ("SLOW_GPU", WARNING, "node2", gpu_speeds(node1=781, node2=512, node3=781),
+     "GPU 0 (H200) computes 512 TFLOP/s in bfloat16, the others 781"),
 ]  # fmt: skip
 
 
