@@ -265,8 +265,11 @@ def _import_from_copy(run: RunDirectory, place: RankPlace, env: Mapping[str, str
         print(line, file=sys.stderr, flush=True)
     if not child_path:
         return env
-    os.environ["PYTHONPATH"] = child_path
-    return {**env, "PYTHONPATH": child_path}
+    # Only root can write into the copy, and would leave bytecode there that others may read.
+    sys.dont_write_bytecode = True
+    changes = {"PYTHONPATH": child_path, "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ.update(changes)
+    return {**env, **changes}
 
 
 def _batch_plan(config: RunConfig, plan: Mapping[str, Any], place: RankPlace) -> BatchPlan:

@@ -309,7 +309,7 @@ class PreflightSection:
     collective_timeout_s: Positive = 60.0
     """Seconds that the first all_reduce of the ranks may take."""
     bandwidth: bool = False
-    """Also measures and compares compute speed and network speed of nodes; about a second per node."""
+    """Also measures and compares compute speed and network speed of nodes: about a second, with GPUs up to a minute."""
     only: bool = False
     """Ends after the checks; `doctor +cluster=NxG` sets it."""
     exclude_bad_nodes_h: Annotated[float, Bound(0)] = 4.0

@@ -29,6 +29,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Person, RunDirect
     return person, RunDirectory(path)
 
 
+def test_no_bytecode_is_left_in_the_copy_of_the_code(trained: tuple[Person, RunDirectory]) -> None:
+    """Root may write into the copy, and others could read what Python leaves there."""
+    _, run = trained
+    assert [path.name for path in run.code.glob("t*")] == ["tiny.py"] and not [*run.code.rglob("__pycache__")]
+
+
 def test_a_run_goes_on_with_what_was_accepted_and_its_checkpoints_say_so(trained: tuple[Person, RunDirectory]) -> None:
     person, run = trained
     before = read_manifest(checkpoint_of(run.checkpoints, 12)).config_hash

@@ -135,8 +135,7 @@ def _peak_of(stage: Stage, size: str, parallel: dict[str, Any]) -> tuple[int, in
     if stage.on_gpu:
         torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated() if stage.on_gpu else 0
-    with stage.device:  # drawing billions of numbers takes a minute on the host
-        parts = build_parts(rank)
+    parts = build_parts(rank)
     apply_parallelism(parts)
     stepper = build_stepper(parts, Objective(parts.model), exchange=Exchange(), before_change=lambda: None)
     batch = next(iter(_batches(parts)))
