@@ -39,6 +39,9 @@ _SETTINGS = {
     "batch.accumulation={4}": (
         "gradient_accumulation_steps accumulate_grad_batches gradient_accumulation grad_accum grad_accum_steps"
     ),
+    "batch.growth='{1000: 2}', counted in steps": (
+        "GradientAccumulationScheduler gradient_accumulation_scheduler accumulation_schedule"
+    ),
     # --- the loop ---
     "train.max_steps={10000}": "max_steps max_iters num_steps total_steps training.steps train_steps",
     "train.max_epochs={3}": "max_epochs num_train_epochs epochs num_epochs",

@@ -35,6 +35,14 @@ def nvmlDeviceGetRemappedRows(handle): return (0, 0, 0, 0)
 def nvmlDeviceGetCurrentClocksThrottleReasons(handle): return FACTS["throttle"]
 def nvmlDeviceGetRetiredPagesPendingStatus(handle): return 0
 """
+_SPEEDS = """
+import json, os, sys
+if "slurm_train.tools.doctor.gpu_speed" in sys.orig_argv:
+    gpu = {{"kind": "H200", "tflops": {tflops}, "copy_gb_per_s": 4000.0}}
+    gpus = [{{"name": str(number), **gpu}} for number in range(2)]
+    print(json.dumps({{"gpus": gpus, "all_reduce_gb_per_s": 360.0, "diagnosis": ""}}), flush=True)
+    os._exit(0)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +87,13 @@ def _prolog(node: str, *lines: str) -> Callable[[Path], tuple[str, ...]]:
     return lambda scratch: (broken.task_prolog(scratch, node, *lines),)
 
 
-def _nvml(**facts: int) -> Callable[[Path], tuple[str, ...]]:
-    """A GPU cannot be made sick on purpose: a stand-in for NVML says so on node2, and that all is well elsewhere."""
+def _nvml(*, tflops: float = 781.0, **facts: int) -> Callable[[Path], tuple[str, ...]]:
+    """A GPU cannot be made sick or slow on purpose: stand-ins for NVML and for the measurement say so on node2."""
 
     def words(scratch: Path) -> tuple[str, ...]:
-        for name, its in (("well", {}), ("ill", facts)):
+        for name, its, speed in (("well", {}, 781.0), ("ill", facts, tflops)):
             (scratch / name).mkdir()
+            (scratch / name / "sitecustomize.py").write_text(_SPEEDS.format(tflops=speed))
             text = json.dumps({"used": 0, "ecc": 0, "throttle": 0} | its)
             (scratch / name / "pynvml.py").write_text(_NVML.format(facts=text))
         ill, well = (f'echo "export PYTHONPATH={scratch}/{name}:$PYTHONPATH"' for name in ("ill", "well"))
@@ -296,6 +305,14 @@ FAULTS: tuple[Fault, ...] = (
         "node2: GPU 0: slowed down by heat",
         is_error=False,
         prepared=_nvml(throttle=0x40),
+    ),
+    Fault(
+        "SLOW_GPU",
+        "stand-ins for NVML and for the measurement on node2 say that its GPUs are slow",
+        "node2: GPU 0 (H200) computes 512 TFLOP/s in bfloat16, the others 781",
+        is_error=False,
+        prepared=_nvml(tflops=512.0),
+        words=_MEASURED,
     ),
     Fault(
         "CODE_DRIFT",
