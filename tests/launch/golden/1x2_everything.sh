@@ -1,7 +1,7 @@
 #!/bin/bash
-# my-run_1.0/cdb57e69f8ac: global batch 64 = 32 local x 2 ranks x 1 accumulation
+# my-run_1.0/3cdb22f4d308: global batch 64 = 32 local x 2 ranks x 1 accumulation
 # Works by hand as well: `sbatch submit.sh`, or `bash submit.sh` inside an salloc.
-#SBATCH --job-name=my-run_1.0-cdb57e69f8ac
+#SBATCH --job-name=my-run_1.0-3cdb22f4d308
 #SBATCH --nodes=1
 #SBATCH --ntasks=2
 #SBATCH --ntasks-per-node=2
@@ -15,7 +15,7 @@
 #SBATCH --nodelist='node[1-2],node5'
 #SBATCH --exclude='node[7-8]'
 #SBATCH --constraint='h100&ib'
-#SBATCH --output='/scratch/it'"'"'s mine/runs/my-run_1.0/cdb57e69f8ac/logs/batch.log'
+#SBATCH --output='/scratch/it'"'"'s mine/runs/my-run_1.0/3cdb22f4d308/logs/batch.log'
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
 #SBATCH --signal=USR2@300
@@ -34,6 +34,6 @@ module load cuda/12.4
 source /opt/venv/bin/activate
 export EXTRA="$HOME/x y"
 cd /
-exec '/opt/my env/bin/python' -m slurm_train supervise '/scratch/it'"'"'s mine/runs/my-run_1.0/cdb57e69f8ac' -- \
-  srun --nodes=1 --ntasks=2 --ntasks-per-node=2 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/scratch/it'"'"'s mine/runs/my-run_1.0/cdb57e69f8ac/logs/attempt_{attempt}/rank_%t.log' --cpus-per-task=6 --mpi=none --label \
-  '/opt/my env/bin/python' -m slurm_train worker '/scratch/it'"'"'s mine/runs/my-run_1.0/cdb57e69f8ac'
+exec '/opt/my env/bin/python' -m slurm_train supervise '/scratch/it'"'"'s mine/runs/my-run_1.0/3cdb22f4d308' -- \
+  srun --nodes=1 --ntasks=2 --ntasks-per-node=2 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/scratch/it'"'"'s mine/runs/my-run_1.0/3cdb22f4d308/logs/attempt_{attempt}/rank_%t.log' --cpus-per-task=6 --mpi=none --label \
+  '/opt/my env/bin/python' -m slurm_train worker '/scratch/it'"'"'s mine/runs/my-run_1.0/3cdb22f4d308'

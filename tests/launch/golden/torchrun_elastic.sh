@@ -1,12 +1,12 @@
 #!/bin/bash
-# gpt-stdlib/898e0f5f5ec1: global batch 48 = 6 local x 8 ranks x 1 accumulation
+# gpt-stdlib/c62a1f226dab: global batch 48 = 6 local x 8 ranks x 1 accumulation
 # Works by hand as well: `sbatch submit.sh`, or `bash submit.sh` inside an salloc.
-#SBATCH --job-name=gpt-stdlib-898e0f5f5ec1
+#SBATCH --job-name=gpt-stdlib-c62a1f226dab
 #SBATCH --nodes=2-4
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=2
 #SBATCH --cpus-per-task=2
-#SBATCH --output=/home/user/project/runs/gpt-stdlib/898e0f5f5ec1/logs/batch.log
+#SBATCH --output=/home/user/project/runs/gpt-stdlib/c62a1f226dab/logs/batch.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=USR2@120
@@ -15,6 +15,6 @@ set -e
 export PYTHONUNBUFFERED=1
 
 cd /
-exec /usr/bin/python3 -m slurm_train supervise /home/user/project/runs/gpt-stdlib/898e0f5f5ec1 -- \
-  srun --nodes='{nodes}' --ntasks='{nodes}' --ntasks-per-node=1 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/home/user/project/runs/gpt-stdlib/898e0f5f5ec1/logs/attempt_{attempt}/node_%t.log' --cpus-per-task=2 \
-  /usr/bin/python3 -m slurm_train torchrun /home/user/project/runs/gpt-stdlib/898e0f5f5ec1
+exec /usr/bin/python3 -m slurm_train supervise /home/user/project/runs/gpt-stdlib/c62a1f226dab -- \
+  srun --nodes='{nodes}' --ntasks='{nodes}' --ntasks-per-node=1 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/home/user/project/runs/gpt-stdlib/c62a1f226dab/logs/attempt_{attempt}/node_%t.log' --cpus-per-task=2 \
+  /usr/bin/python3 -m slurm_train torchrun /home/user/project/runs/gpt-stdlib/c62a1f226dab

@@ -1,7 +1,7 @@
 #!/bin/bash
-# gpt-stdlib/2710c5882c2a: global batch 32 = 4 local x 8 ranks x 1 accumulation
+# gpt-stdlib/d01a2cab638c: global batch 32 = 4 local x 8 ranks x 1 accumulation
 # Works by hand as well: `sbatch submit.sh`, or `bash submit.sh` inside an salloc.
-#SBATCH --job-name=gpt-stdlib-2710c5882c2a
+#SBATCH --job-name=gpt-stdlib-d01a2cab638c
 #SBATCH --nodes=1
 #SBATCH --ntasks=4
 #SBATCH --ntasks-per-node=4
@@ -15,7 +15,7 @@
 #SBATCH --nodelist=node3
 #SBATCH --exclude='node[7-8]'
 #SBATCH --constraint='h100&ib'
-#SBATCH --output=/home/user/project/runs/gpt-stdlib/2710c5882c2a/logs/batch.log
+#SBATCH --output=/home/user/project/runs/gpt-stdlib/d01a2cab638c/logs/batch.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=USR2@120
@@ -53,6 +53,6 @@ module load cuda/12.4
 source /opt/venv/bin/activate
 export EXTRA="$HOME/x y"
 cd /
-exec '/opt/my env/bin/python' -m slurm_train supervise /home/user/project/runs/gpt-stdlib/2710c5882c2a -- \
-  srun --het-group=0,1 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/home/user/project/runs/gpt-stdlib/2710c5882c2a/logs/attempt_{attempt}/task_%t.log' --cpus-per-task=6 --mpi=none --label \
-  '/opt/my env/bin/python' -m slurm_train worker /home/user/project/runs/gpt-stdlib/2710c5882c2a
+exec '/opt/my env/bin/python' -m slurm_train supervise /home/user/project/runs/gpt-stdlib/d01a2cab638c -- \
+  srun --het-group=0,1 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/home/user/project/runs/gpt-stdlib/d01a2cab638c/logs/attempt_{attempt}/task_%t.log' --cpus-per-task=6 --mpi=none --label \
+  '/opt/my env/bin/python' -m slurm_train worker /home/user/project/runs/gpt-stdlib/d01a2cab638c
