@@ -12,6 +12,7 @@ numbers differ, since this model is another one (rotary positions, attention tha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import field, fields
 from typing import Any, NamedTuple
@@ -98,27 +99,13 @@ class GptShape:
         """Bytes of the tables that positions are looked up in."""
         return self.context * (INDEX if self.positions == "learned" else 2 * FLOAT * (self.width // self.num_heads))
 
-    def block_parts(self, *, tp: int) -> list[Part]:
-        """The parameters of one block, of which a rank holds its part of the matrices and the whole of the norms."""
-        width, hidden = self.width, self.hidden_width
-        by_outputs = {"attention.q": width, "attention.k": self.keys_width, "attention.v": self.keys_width}
-        by_outputs |= {"feed_forward.gate": hidden} if self.activation == "swiglu" else {}
-        by_outputs |= {"feed_forward.up": hidden}
-        by_inputs = {"attention.out": width, "feed_forward.out": hidden}
-        parts = [Part(f"{name}.weight", 2, width * size // tp) for name, size in (by_outputs | by_inputs).items()]
-        if self.bias:
-            parts += [Part(f"{name}.bias", 1, size // tp) for name, size in by_outputs.items()]
-            parts += [Part(f"{name}.bias", 1, width) for name in by_inputs]
-        parts += [Part(f"{name}_norm.weight", 1, self.norm_parameters) for name in ("attention", "feed_forward")]
-        return [Part(f"blocks.0.{name}", dims, numbers) for name, dims, numbers in parts]
-
     def block_parameters(self, *, tp: int) -> int:
         """Numbers in one block."""
-        return sum(part.numbers for part in self.block_parts(tp=tp))
+        return sum(part.numbers for part in block_parts(self, tp))
 
     def matrices_in_block(self, *, tp: int) -> int:
         """Numbers in one block's matrices that a rank holds."""
-        return sum(part.numbers for part in self.block_parts(tp=tp) if part.dims == 2)
+        return sum(part.numbers for part in block_parts(self, tp) if part.dims == 2)
 
     def end_parts(self, *, is_first: bool, is_last: bool) -> list[Part]:
         """What a stage holds of the embeddings (first stage), and of the last norm and the head (last)."""
@@ -134,6 +121,22 @@ class GptShape:
     def end_parameters(self, *, is_first: bool, is_last: bool) -> int:
         """Numbers in them."""
         return sum(part.numbers for part in self.end_parts(is_first=is_first, is_last=is_last))
+
+
+@functools.cache  # asked for each of thousands of layouts
+def block_parts(shape: GptShape, tp: int) -> tuple[Part, ...]:
+    """The parameters of one block, of which a rank holds its part of the matrices and the whole of the norms."""
+    width, hidden = shape.width, shape.hidden_width
+    by_outputs = {"attention.q": width, "attention.k": shape.keys_width, "attention.v": shape.keys_width}
+    by_outputs |= {"feed_forward.gate": hidden} if shape.activation == "swiglu" else {}
+    by_outputs |= {"feed_forward.up": hidden}
+    by_inputs = {"attention.out": width, "feed_forward.out": hidden}
+    parts = [Part(f"{name}.weight", 2, width * size // tp) for name, size in (by_outputs | by_inputs).items()]
+    if shape.bias:
+        parts += [Part(f"{name}.bias", 1, size // tp) for name, size in by_outputs.items()]
+        parts += [Part(f"{name}.bias", 1, width) for name in by_inputs]
+    parts += [Part(f"{name}_norm.weight", 1, shape.norm_parameters) for name in ("attention", "feed_forward")]
+    return tuple(Part(f"blocks.0.{name}", dims, numbers) for name, dims, numbers in parts)
 
 
 @frozen
@@ -186,7 +189,7 @@ class LayoutFacts:
     def kept_by_optimizer(self, stage: int) -> int:
         """Numbers that the optimizer of such a rank would keep without sharding."""
         ends = self.shape.end_parts(is_first=stage == 0, is_last=stage == self.layout.pp - 1)
-        parts = [(self.blocks(stage), part) for part in self.shape.block_parts(tp=self.layout.tp)]
+        parts = [(self.blocks(stage), part) for part in block_parts(self.shape, self.layout.tp)]
         parts += [(1, part) for part in ends]
         return sum(many * part.numbers * self.optim.num_kept(part.name, dims=part.dims) for many, part in parts)
 

@@ -163,9 +163,10 @@ class Objective(nn.Module):
             if self._repeats is None:
                 self.look_at(batch)
             labels = batch[_LABELS]
-            outputs = self.model(**{name: one for name, one in batch.items() if name != _LABELS or self._takes_labels})
+            named = {name: one for name, one in batch.items() if name != _LABELS or self._takes_labels}
             if self._repeats is not False and labels.dim() > 1:
                 labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            outputs = self.model(**named, targets=labels) if self.takes_targets else self.model(**named)
             return getattr(outputs, "logits", outputs), labels
         if len(batch) != 2:
             raise ConfigError(

