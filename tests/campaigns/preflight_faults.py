@@ -38,8 +38,8 @@ def nvmlDeviceGetRetiredPagesPendingStatus(handle): return 0
 _SPEEDS = """
 import json, os, sys
 if "slurm_train.tools.doctor.gpu_speed" in sys.orig_argv:
-    gpu = {{"kind": "H200", "tflops": {tflops}, "copy_gb_per_s": 4000.0}}
-    gpus = [{{"name": str(number), **gpu}} for number in range(2)]
+    gpu = {{"kind": "H200", "copy_gb_per_s": 4000.0}}
+    gpus = [{{"name": str(number), "tflops": tflops, **gpu}} for number, tflops in enumerate(({tflops}, 781.0))]
     print(json.dumps({{"gpus": gpus, "all_reduce_gb_per_s": 360.0, "diagnosis": ""}}), flush=True)
     os._exit(0)
 """
@@ -308,7 +308,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "SLOW_GPU",
-        "stand-ins for NVML and for the measurement on node2 say that its GPUs are slow",
+        "stand-ins for NVML and for the measurement on node2 say that GPU 0 is slow",
         "node2: GPU 0 (H200) computes 512 TFLOP/s in bfloat16, the others 781",
         is_error=False,
         prepared=_nvml(tflops=512.0),
