@@ -114,7 +114,7 @@ def test_sixteen_thousand_ranks_are_looked_through_in_seconds() -> None:
     start = time.process_time()
     world = World((8,) * 2048)
     num_legal, found = suggest_layouts(config_of(published("llama3-70b")), world, memory_bytes=80 * GIB)
-    assert num_legal > 1000 and time.process_time() - start < 25
+    assert num_legal > 1000 and time.process_time() - start < 10
     # No more than sixteen million tokens in a step, however many ranks there are.
     assert {one.facts.batch.global_size for one in found} == {2048}
 

@@ -164,7 +164,7 @@ def test_the_loss_scale_of_float16_changes_no_bit_and_is_restored(tmp_path: Path
     text = train(tmp_path / "whole", parallel, **half)
     assert "is not applied: its float16 gradients overflow" in text
     losses = [line["loss"] for line in steps_of(tmp_path / "whole")]
-    assert 1 <= losses.count(None) <= len(losses) // 4
+    assert 1 <= losses.count(None) <= 3
     assert any(losses[losses.index(None) :]), "training goes on with a smaller scale"
     half |= {"signal_at": 7, "only_in": str(tmp_path / "sent")}
     train(tmp_path / "cut", parallel, code=75, **half)
