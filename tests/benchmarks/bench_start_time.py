@@ -10,6 +10,7 @@ others by handshake, looks for checkpoints, builds everything, logs.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import shutil
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
@@ -93,7 +95,7 @@ def measure(size: str, rounds: int) -> None:
 def bare(person: Person, number: int) -> float:
     """Returns the seconds from srun to the bare script's first step."""
     out = person.folder / f"bare{number}.txt"
-    env = person.environment() | {"MASTER_ADDR": master(), "MASTER_PORT": str(15000 + number)}
+    env = person.environment() | {"MASTER_ADDR": hosts()[0], "MASTER_PORT": str(15000 + number)}
     started = time.time()
     subprocess.run(
         ["srun", "--kill-on-bad-exit=1", sys.executable, "bare.py", str(out)], cwd=person.folder, env=env, check=True
@@ -118,7 +120,10 @@ def srun_line(person: Person, size: str, *words: str) -> tuple[RunDirectory, lis
         words: of the run.
     """
     run = person.prepares(f"+cluster={size}", *words)
-    run.attempt_logs(0).mkdir(parents=True)
+    # A rank waits for the secret of its attempt, which the supervisor makes elsewhere.
+    nodes, ranks = hosts(), math.prod(map(int, size.split("x")))
+    job_id = os.environ["SLURM_JOB_ID"]
+    open_attempt(run, AttemptStart(job_id=job_id, restart_count=0, nodes=tuple(nodes), world_size=ranks))
     script = run.submit_script.read_text().replace("\\\n", " ")
     line = next(line for line in script.splitlines() if "supervise" in line)
     return run, [word.replace("{attempt}", "0") for word in shlex.split(line.partition(" -- ")[2])]
@@ -133,18 +138,16 @@ def run_step(person: Person, run: RunDirectory, command: Sequence[str], **more: 
         command: likewise.
         more: of the ranks' environment.
     """
-    env = person.environment() | {"SLURM_TRAIN_ATTEMPT": "0", "MASTER_ADDR": master(), "PYTHONUNBUFFERED": "1"}
+    env = person.environment() | {"SLURM_TRAIN_ATTEMPT": "0", "MASTER_ADDR": hosts()[0], "PYTHONUNBUFFERED": "1"}
     started = time.time()
     subprocess.run(command, cwd=run.code, env=env | more, check=True)
     return started
 
 
-def master() -> str:
-    """Returns the allocation's first node."""
-    text = subprocess.run(
-        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
-    ).stdout
-    return text.split()[0]
+def hosts() -> list[str]:
+    """Returns the allocation's nodes."""
+    words = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
 
 
 if __name__ == "__main__":
