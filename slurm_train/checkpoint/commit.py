@@ -34,7 +34,7 @@ from slurm_train.checkpoint.verify import Search, check_sizes, kept_paths, newes
 from slurm_train.errors import CheckpointError
 from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import publishing
-from slurm_train.rundir.files import fsync_directory, make_folder
+from slurm_train.rundir.files import fsync_directory, make_folder, rename
 from slurm_train.rundir.paths import CheckpointName, list_checkpoints, name_of, parse_name
 
 TRASH_PREFIX = ".trash-"
@@ -124,10 +124,16 @@ class Place:
         if not self.root.exists():
             self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             fsync_directory(self.root.parent)
-        staging = self.root / f"{CheckpointName(step, self.attempt, secrets.token_hex(4))}{STAGING_SUFFIX}"
-        staging.mkdir(mode=DIRECTORY_MODE)
-        make_folder(staging)
-        return staging
+        while True:
+            staging = self.root / f"{CheckpointName(step, self.attempt, secrets.token_hex(4))}{STAGING_SUFFIX}"
+            try:
+                staging.mkdir(mode=DIRECTORY_MODE)
+            except FileExistsError:  # on NFS a repeated request says so of what the first one has made
+                with contextlib.suppress(OSError):
+                    staging.rmdir()
+                continue
+            make_folder(staging)
+            return staging
 
     def commit(self, staging: Path, manifest: Manifest, *, here: Collection[str] | None = None) -> Path:
         """Turns a staging directory, whose files are durable, into a checkpoint and returns its path.
@@ -152,7 +158,7 @@ class Place:
         fsync_directory(staging)
         with publishing():
             self.fence()
-            _rename(staging, final)
+            rename(staging, final)
             fsync_directory(final.parent)
         return final
 
@@ -316,16 +322,7 @@ def _is_moved(source: Path, target: Path, fence: Fence) -> bool:
     """Renames, and returns whether the source was still there."""
     fence()
     try:
-        _rename(source, target)
+        rename(source, target)
     except FileNotFoundError:
         return False
     return True
-
-
-def _rename(source: Path, target: Path) -> None:
-    """Renames; on NFS a repeated request may report "no such file" for a rename that was carried out."""
-    try:
-        source.rename(target)
-    except FileNotFoundError:
-        if source.exists() or not target.exists():
-            raise

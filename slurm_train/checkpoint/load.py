@@ -30,7 +30,7 @@ from slurm_train.checkpoint.manifest import COMPLETE_FILE, Manifest, check_hash
 from slurm_train.checkpoint.save import rank_file
 from slurm_train.checkpoint.verify import PassedOver, check_sizes, verify, wait_until_visible
 from slurm_train.errors import CheckpointError, RunError
-from slurm_train.rundir.files import fsync_directory, fsync_file
+from slurm_train.rundir.files import fsync_directory, fsync_file, rename
 
 MODEL = "model."
 _AVERAGE = re.compile(r"callbacks\.\d+ \S+?\.average\.(.+)")
@@ -259,7 +259,7 @@ def export_to(target: Path, write: Callable[[Path], int]) -> int:
             for path in temporary.iterdir():
                 fsync_file(path)
         fsync_file(temporary)
-        temporary.rename(target)
+        rename(temporary, target)
         fsync_directory(target.parent)
     except OSError as err:
         raise CheckpointError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -28,6 +29,7 @@ from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.state import require_loadable
 from slurm_train.checkpoint.verify import wait_until_visible
 from slurm_train.errors import CheckpointError
+from slurm_train.rundir.files import rename
 
 
 def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None) -> None:
@@ -38,6 +40,7 @@ def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | 
     """
     with _agreed_errors(f"cannot write {path}", is_alone=group is None):
         writer = _Writer(path, overwrite=False)
+        writer.fs = _Files()
         save(tensors, storage_writer=writer, planner=_SavePlanner(), process_group=group, no_dist=group is None)
 
 
@@ -57,6 +60,13 @@ def tensor_shapes(path: Path) -> dict[str, Tensor]:
     found = read_metadata(path).state_dict_metadata
     tensors = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
     return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
+
+
+class _Files(FileSystem):
+    """Renames as the rest does; torch's own fails where NFS repeats a request."""
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        rename(Path(path), Path(new_path))
 
 
 class _Writer(FileSystemWriter):

@@ -8,7 +8,7 @@ what it goes on from (see `commit`), so a reader looks for a vanished one under 
 from __future__ import annotations
 
 import contextlib
-import os
+import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +27,12 @@ from slurm_train.checkpoint.manifest import (
 )
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata
 from slurm_train.errors import CheckpointError
+from slurm_train.rundir.files import ask_server
 from slurm_train.rundir.paths import list_checkpoints, name_of, parse_name
 
 VISIBLE_TIMEOUT_S = 120.0
 _NUM_HASHING_THREADS = 4
+_LOOKS_AT_STALE = 4
 
 
 class PassedOver(NamedTuple):
@@ -68,6 +70,7 @@ def survey(root: Path, check: Callable[[Path], Manifest]) -> Iterator[tuple[Path
     """
     for listed in list_checkpoints(root):
         path: Path | None = listed
+        looks = 0
         while path is not None:
             try:
                 yield path, check(path)
@@ -75,10 +78,18 @@ def survey(root: Path, check: Callable[[Path], Manifest]) -> Iterator[tuple[Path
             except CheckpointError as err:
                 save_id = name_of(path).save_id
                 now = next((other for other in list_checkpoints(root) if name_of(other).save_id == save_id), None)
-                if now == path:
+                looks += 1
+                if now == path and not (_is_stale(err) and looks < _LOOKS_AT_STALE):
                     yield path, err
                     break
                 path = now
+
+
+def _is_stale(err: BaseException | None) -> bool:
+    """Returns whether an error goes back to ESTALE: a server that is back, or a change by another client."""
+    while err is not None and getattr(err, "errno", None) != errno.ESTALE:
+        err = err.__cause__
+    return err is not None
 
 
 def newest_verified(root: Path) -> Search:
@@ -183,8 +194,7 @@ def wait_until_visible(path: Path) -> None:
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 1.0)
-        if path.parent.is_dir():
-            os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
+        ask_server(path.parent)
 
 
 def _read_small(path: Path) -> bytes:

@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from slurm_train.cli.terminal import note
@@ -24,7 +25,14 @@ from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.site import gather_facts, login_name
-from slurm_train.tools.doctor.site_rules import SiteView, find_site_facts, in_words, site_table
+from slurm_train.tools.doctor.site_rules import (
+    Mount,
+    SiteView,
+    find_site_facts,
+    in_words,
+    mount_of,
+    site_table,
+)
 from slurm_train.verbs import parse
 
 _RUNTIMES = ("apptainer", "singularity", "enroot", "podman", "docker", "shifter", "sarus")
@@ -45,7 +53,7 @@ def main(words: Sequence[str]) -> int:
             view = SiteView(facts=gather_facts(commands, user=login_name()), runtimes=runtimes)
         except ClusterError as err:
             view = SiteView(away=err.message)
-    findings = find_site_facts(view)
+    findings = find_site_facts(replace(view, mount=_mount_here()))
     table, sentences = (site_table(view), in_words(view)) if view.settings else ({}, [])
     if arguments.json:
         facts = {"site": table, "in_words": sentences} if table else {}
@@ -61,6 +69,14 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.flush()
         note("the nodes themselves: python -m slurm_train doctor +cluster=NxG")
     return EXIT_FAILURE if any(finding.level == "error" for finding in findings) else EXIT_DONE
+
+
+def _mount_here() -> Mount | None:
+    # Runs lie below the folder that they are submitted from, unless run.root names another.
+    with contextlib.suppress(OSError):
+        mountinfo = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+        return mount_of(Path.cwd().resolve(), mountinfo)
+    return None
 
 
 def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bool) -> int:

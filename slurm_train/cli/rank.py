@@ -42,7 +42,7 @@ from slurm_train.rundir.attempts import (
     rendezvous_secret,
 )
 from slurm_train.rundir.events import FailureMark, leave_mark
-from slurm_train.rundir.files import open_file, read_json
+from slurm_train.rundir.files import is_there, open_file, read_json
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.timing import last_step
@@ -326,9 +326,9 @@ def _begin(
             raise RunError(f"{run.path} is being run by {holder}", hint="wait for it, or `cancel` it first")
         require_private(run)
         require_sealed(run)
-        if run.result.exists():
+        if is_there(run.result):
             return _NOTHING_TO_DO
-        if run.stop_file.exists():
+        if is_there(run.stop_file):
             # Ranks that were started again while the others stopped have nothing to do either.
             raise RunError(f"{run.stop_file} is there, so nothing is started", hint=f"remove it: rm {run.stop_file}")
     start = AttemptStart(

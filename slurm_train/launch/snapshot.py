@@ -30,7 +30,7 @@ from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
 from slurm_train.frozen_class import frozen_positional
 from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, own_paths
-from slurm_train.rundir.files import is_shared, read_json, share_folder, write_atomic
+from slurm_train.rundir.files import is_shared, read_json, rename, share_folder, write_atomic
 from slurm_train.rundir.paths import RunDirectory
 
 # --- what git knows about a folder ---
@@ -431,9 +431,9 @@ def write_snapshot(source: Source, target: Path, *, index: Path, keep: Path | No
         share_folder(Path(folder))
     # The old snapshot of a sweep is shared, and stays where it is.
     if keep is not None and target.exists() and not target.is_symlink() and not keep.exists():
-        target.rename(keep)
+        rename(target, keep)
     _remove(target)
-    fresh.rename(target)
+    rename(fresh, target)
     folders = {place: str(folder) for place, folder in source.folders.items()}
     files = index_code(target.joinpath, source.files)
     facts = {"folders": folders, "roots": list(source.roots), "files": files}
@@ -447,7 +447,7 @@ def link_snapshot(target: Path, snapshot: Path) -> None:
     link.symlink_to(os.path.relpath(snapshot, target.parent))
     if not target.is_symlink():
         _remove(target)
-    link.replace(target)
+    rename(link, target)
 
 
 def _remove(target: Path) -> None:

@@ -29,11 +29,14 @@ from slurm_train.frozen_class import frozen
 from slurm_train.rundir.events import first_mark, read_changes
 from slurm_train.rundir.files import (
     append_line,
+    ask_server,
     fsync_directory,
+    is_there,
     make_folder,
     read_json,
     read_lines,
     read_record,
+    rename,
     write_durable,
 )
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, numbered_epochs
@@ -126,11 +129,13 @@ def rendezvous_secret(run: RunDirectory, *, is_first: bool, wait_s: float) -> st
 
 
 def _await_secret(path: Path, wait_s: float) -> str | None:
-    deadline = time.monotonic() + wait_s
+    deadline, pause_s = time.monotonic() + wait_s, 0.05
     while (facts := read_json(path)) is None:
         if time.monotonic() > deadline:
             return None
-        time.sleep(0.05)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 1.0)
+        ask_server(path.parent)
     return str(facts.get("secret", ""))
 
 
@@ -157,12 +162,10 @@ def publish_result(run: RunDirectory, attempt: int, values: Mapping[str, Any]) -
     write_durable(prepared, json.dumps(values, indent=1) + "\n")
     check_fence(run, attempt)
     try:
-        prepared.rename(run.result)
+        rename(prepared, run.result)
     except FileNotFoundError:
         check_fence(run, attempt)
-        # On NFS a repeated request may report "no such file" for a rename that was carried out.
-        if (read_json(run.result) or {}).get("attempt") != attempt:
-            raise
+        raise
     fsync_directory(run.path)
 
 
@@ -176,8 +179,8 @@ def withdraw_result(run: RunDirectory, keep: Path) -> None:
             write_durable(run.epochs / f"closed_{attempts[-1]}", "")
         fsync_directory(run.epochs)
         _discard_prepared_results(run, below=attempts[-1] + 1)
-    if run.result.exists():
-        run.result.rename(keep)
+    if is_there(run.result):
+        rename(run.result, keep)
 
 
 def _discard_prepared_results(run: RunDirectory, *, below: int) -> None:

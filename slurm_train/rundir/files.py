@@ -46,6 +46,40 @@ def fsync_file(path: Path) -> None:
         os.close(descriptor)
 
 
+def rename(source: Path, target: Path) -> None:
+    """Renames as one step; on NFS a repeated request may report "no such file" for a rename that was carried out.
+
+    Raises:
+        OSError: the file system refuses, or the source is not there.
+    """
+    moved = source.lstat()
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        ask_server(target.parent)
+        try:
+            is_done = os.path.samestat(moved, target.lstat())
+        except OSError:
+            is_done = False
+        if not is_done:
+            raise
+
+
+def ask_server(folder: Path) -> None:
+    """Has an NFS client ask the server for the names in a folder; it keeps them, absent ones too, for up to a minute.
+
+    Opening the folder is what makes it ask (close-to-open); with `nocto` nothing does.
+    """
+    with contextlib.suppress(OSError):
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def is_there(path: Path) -> bool:
+    """Returns whether a file is there now, also where another node has just made or removed it."""
+    ask_server(path.parent)
+    return path.exists()
+
+
 def is_shared(folder: Path) -> bool:
     """Returns whether a folder is one that `share_folder` has prepared: for its group to read, for nobody else."""
     return folder.stat().st_mode & 0o2077 == 0o2050
@@ -91,7 +125,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = True, mode: int = 0o6
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        temporary.replace(path)
+        rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -29,9 +29,11 @@ from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import (
     change_times,
+    is_there,
     make_folder,
     read_json,
     read_record,
+    rename,
     write_atomic,
     write_durable,
     write_record,
@@ -137,7 +139,7 @@ def obey_stop(
         continues: the job that it takes over from.
         newest_job: see `complete_stop`.
     """
-    if not run.stop_file.exists():
+    if not is_there(run.stop_file):
         return ""
     asked = read_json(run.stop_file)
     if asked is not None and job_id is not None and number_of(continues or job_id) > int(asked.get("newest_job", 0)):
@@ -289,7 +291,7 @@ def _take_away(path: Path, expected: Holder | None) -> None:
     """Removes a lock; one that is another's by now is put back."""
     aside = path.with_name(f".{path.stem}.stale.{socket.gethostname()}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
-        path.rename(aside)
+        rename(path, aside)
         if read_holder(aside) != expected:
             _link(aside, path)
         aside.unlink()

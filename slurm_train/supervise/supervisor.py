@@ -43,7 +43,7 @@ from slurm_train.rundir.events import (
     read_marks,
     read_preflight,
 )
-from slurm_train.rundir.files import change_times, listed
+from slurm_train.rundir.files import change_times, is_there, listed
 from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, release_lock, take_lock
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.timing import last_step, read_account
@@ -146,7 +146,7 @@ class Supervisor:
             if job_id is not None:
                 record_job(run, job_id, continues=scheduler.continues)
             close_lost(run, start, past_ends=scheduler.past_ends, last_step=last_step(run))
-            if run.result.exists():
+            if is_there(run.result):
                 say(f"{run.path} is finished already; see {run.result}")
                 return EXIT_DONE
             if refusal := obey_stop(run, job_id, continues=scheduler.continues, newest_job=scheduler.newest_job):
@@ -261,12 +261,12 @@ class Supervisor:
         newest = known("the attempts", lambda: max(existing_attempts(run)), attempt)
         if newest > attempt:
             raise overtaken(run, attempt, newest)
-        is_done = known("the result", run.result.exists, False)
+        is_done = known("the result", lambda: is_there(run.result), False)
         # srun ends with 0 after a node failure, too; the job's state tells the two apart.
         if self._is_own_code and exit_code == EXIT_DONE and (job is None or job.get("JobState") == "RUNNING"):
             is_done, result = True, {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
             known("the result", lambda: publish_result(run, attempt, result), None)
-        stop_asked = known("the STOP file", run.stop_file.exists, False)
+        stop_asked = known("the STOP file", lambda: is_there(run.stop_file), False)
 
         # How far it came, and where the time went.
         start_unix_s, end_unix_s, step_before = begun.start_unix_s, time.time(), begun.first_step

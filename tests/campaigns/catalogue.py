@@ -72,6 +72,19 @@ CAMPAIGNS: dict[str, Campaign] = {
         1,
         needs_cluster=False,
     ),
+    "nfs-kills": Campaign(
+        "on NFS (a FUSE client) with lost replies and a server that is slow, away, and away for a minute: any rank "
+        "killed at any moment, and no committed step is lost",
+        "nfs:kills",
+        100,
+        needs_cluster=False,
+    ),
+    "nfs": Campaign(
+        "on NFS (a FUSE client per node) with lost replies, a server that is slow or away for a minute, no "
+        "close-to-open and a clock 30 s ahead: of six trials five preemptions and a lost node, nothing is lost",
+        "nfs:run",
+        24,
+    ),
     "thawed-writer": Campaign(
         "a writer stopped at every file-system call of a commit, prune, rollback, claim, local save or result, "
         "and released when its successor has begun, claimed or committed the same step: no verified checkpoint and no "

@@ -255,7 +255,7 @@ def run(
     is_short = trials <= KILLS_PER_RUN
     lanes = 1 if is_short else LANES
     own = folder / "modules"
-    own.mkdir(parents=True)
+    own.mkdir(parents=True, exist_ok=True)
     for path in modules:
         shutil.copy(path, own)
     with (folder / "supervisors.log").open("a") as log, redirect_stderr(log):
@@ -307,14 +307,14 @@ def _kill_on(
         done += len(life.faults)
         lives.append(life)
         if not problems:
-            shutil.rmtree(life.run.path.parent)
+            shutil.rmtree(life.run.path.parent, ignore_errors=True)
     return lives
 
 
 def train_golden(folder: Path, world_size: int, *, steps: int) -> tuple[RunDirectory, History]:
     """Trains the run that nobody disturbs, as a person would."""
     project = folder / f"golden_{world_size}"
-    project.mkdir()
+    project.mkdir(exist_ok=True)  # on NFS a repeated request fails
     shutil.copy(COUNTED_MODULE, project)
     person = Person(project)
     done = person.types(
@@ -328,7 +328,7 @@ def train_golden(folder: Path, world_size: int, *, steps: int) -> tuple[RunDirec
 def copy_of(golden: RunDirectory, folder: Path) -> RunDirectory:
     """Returns a run that has not begun, with what the golden one was given."""
     copy = RunDirectory(folder / golden.path.name)
-    copy.path.mkdir(mode=0o700, parents=True)
+    copy.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in (golden.config, golden.plan):
         shutil.copy(path, copy.path)
     return copy

@@ -170,14 +170,14 @@ def test_sweep_takes_leftovers_of_earlier_attempts_only(root, place):
 
 def test_one_that_cannot_be_removed_is_reported_and_does_not_keep_the_others(root, place, monkeypatch):
     paths = [make_checkpoint(root, step) for step in (1, 2, 3)]
-    rename = commit_module._rename
+    rename = commit_module.rename
 
     def refuse(source, target):
         if source == paths[1]:
             raise OSError(5, "Input/output error")
         rename(source, target)
 
-    monkeypatch.setattr(commit_module, "_rename", refuse)
+    monkeypatch.setattr(commit_module, "rename", refuse)
     pruned = place().prune(paths[2])
     assert pruned.removed == [paths[0]]
     assert pruned.problems == [f"cannot remove {paths[1]}: [Errno 5] Input/output error"]

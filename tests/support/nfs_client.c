@@ -77,6 +77,7 @@ struct node {
     struct name *names;              /* of a folder: those the kernel may have cached */
     unsigned num_names;
     struct listing *listing;         /* of a folder */
+    struct version known;            /* of a folder, when the kernel's names and the listing were last compared */
     double listed_at;
     struct file_handle *silly_parent; /* where it lies under a name .nfs... */
     char silly_name[32];
@@ -315,15 +316,9 @@ static void drop_listing(struct node *folder) {
 }
 
 static void own_change(struct node *folder) {
-    struct stat st;
     pthread_mutex_lock(&folder->mutex);
     drop_listing(folder);
     pthread_mutex_unlock(&folder->mutex);
-    if (!stat_node(folder, &st)) {
-        pthread_mutex_lock(&folder->mutex);
-        folder->seen = version_of(&st);
-        pthread_mutex_unlock(&folder->mutex);
-    }
 }
 
 /* Has the kernel ask again for the names of a folder, which somebody else has changed. */
@@ -872,11 +867,11 @@ static void op_opendir(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi
     if (err) FAIL(err);
     pthread_mutex_lock(&folder->mutex);
     struct version version = version_of(&st);
-    bool changed = memcmp(&version, &folder->seen, sizeof version);
+    bool changed = memcmp(&version, &folder->known, sizeof version);
     bool ask = SET(CTO) > 0 ? changed : now_s() - folder->listed_at > SET(ACDIRMIN);
     if (ask) {
         drop_listing(folder);
-        folder->seen = version;
+        folder->known = version;
     }
     pthread_mutex_unlock(&folder->mutex);
     if (ask) {

@@ -87,7 +87,8 @@ class Client:
         words = [str(program()), str(self.export), str(self.path), str(self.control), self.locks]
         if self.namespace is not None:
             words = ["nsenter", f"--target={self.namespace}", "--mount", "--wd=/", *words]
-        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
         wait_for(self.is_mounted, within_s=20.0, what=f"the mount of {self.path}", poll_s=0.02)
         return self
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
+from pathlib import PurePath
 
 from slurm_train.formatting import duration, shorten
 from slurm_train.frozen_class import frozen
@@ -23,7 +24,46 @@ from slurm_train.tools.doctor.facts import error, merge, note, warning
 _OLDEST = (21, 8)
 _SHORT_S = 60.0
 _DEFAULT_DELAY_S = 120.0
+_OCTAL = re.compile(r"\\([0-7]{3})")
+_CACHED_S = 60.0
 _CRED_EXPIRE = re.compile(r"(?:^|,)cred_expire=(\d+)")
+
+
+@frozen
+class Mount:
+    """The file system that a folder lies on, as this machine has mounted it."""
+
+    folder: str
+    """Where it is mounted."""
+    kind: str
+    """Its type, e.g. "nfs4"."""
+    options: tuple[str, ...] = ()
+    """Of the mount and of the file system, e.g. ("rw", "vers=4.1", "soft")."""
+
+    def option(self, name: str) -> str | None:
+        """Returns the value of an option, "" for one without, None where it is not set."""
+        found = [one.partition("=")[2] for one in self.options if one.partition("=")[0] == name]
+        return found[-1] if found else None
+
+
+def mount_of(path: PurePath, mountinfo: str) -> Mount | None:
+    """Returns the mount that a path lies on; None where that is not to be seen.
+
+    Args:
+        path: absolute, without links.
+        mountinfo: /proc/self/mountinfo.
+    """
+    found = None
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        words, kind = before.split(), after.split()
+        if len(words) < 6 or len(kind) < 3:
+            continue
+        folder = _OCTAL.sub(lambda match: chr(int(match[1], 8)), words[4])
+        # Of two mounts on one folder the later one is seen.
+        if path.is_relative_to(folder) and (found is None or len(folder) >= len(found.folder)):
+            found = Mount(folder=folder, kind=kind[0], options=(*words[5].split(","), *kind[2].split(",")))
+    return found
 
 
 @frozen
@@ -36,6 +76,8 @@ class SiteView:
     facts: SiteFacts = field(default_factory=SiteFacts)
     runtimes: Sequence[str] = ()
     """Container runtimes on the PATH."""
+    mount: Mount | None = None
+    """The file system of the folder that runs are submitted from."""
 
     @property
     def settings(self) -> Mapping[str, str]:
@@ -77,6 +119,11 @@ HINTS = {
     "REQUEUE_DELAY": "nothing; failed ranks are started again without leaving the job",
     "NO_ACCOUNTING": "nothing: `status` reads the run's own files; how a job was preempted may stay unknown",
     "ARRAY_SIZE": "nothing: larger sweeps are several arrays, and without arrays runs are submitted one by one",
+    "NFS_SOFT": "ask for `hard`, or name another file system with run.root=DIR",
+    "NFS_NOCTO": "ask for a mount without `nocto`, or name another file system with run.root=DIR",
+    "NFS_NOLOCK": "start a run from one machine at a time, where several people or nodes may do so at once",
+    "NFS_CACHE": "ask for acregmax and acdirmax of 60 at most",
+    "NFS_OLD": "ask for vers=4.1 or newer",
     "CONTAINERS": "the batch script has to run outside the container, where scontrol is: wrap the ranks, not submit.sh",
 }
 """Each code, and what to do about it; docs/troubleshooting.md has a section for each."""
@@ -175,7 +222,30 @@ def _settings(view: SiteView) -> Iterator[Finding]:
         yield note("CONTAINERS", f"container runtimes here: {shorten(view.runtimes)}")
 
 
-_RULES = (_no_answers, _time_to_save, _partitions, _settings)
+def _file_system(view: SiteView) -> Iterator[Finding]:
+    """Options of an NFS mount that take away what the files of a run rely on."""
+    mount = view.mount
+    if mount is None or mount.kind not in ("nfs", "nfs4"):
+        return
+    where = f"{mount.folder} ({mount.kind})"
+    if mount.option("soft") is not None or mount.option("softerr") is not None:
+        yield warning("NFS_SOFT", "", f"{where} is mounted `soft`: while the server is away, reads and writes fail")
+    if mount.option("nocto") is not None:
+        seen = f"{where} is mounted `nocto`: a node may see old files for as long as it likes, and start from them"
+        yield warning("NFS_NOCTO", "", seen)
+    if mount.option("nolock") is not None or mount.option("local_lock") not in (None, "none"):
+        yield note("NFS_NOLOCK", f"{where} has locks within one node only")
+    long = {name: value for name in ("acregmax", "acdirmax") if float(value := mount.option(name) or 0) > _CACHED_S}
+    if long:
+        times = ", ".join(f"{name}={value}" for name, value in long.items())
+        yield warning("NFS_CACHE", "", f"{where} has {times} (s): nodes see each other's files so much later")
+    version = mount.option("vers") or mount.option("nfsvers") or ""
+    if re.match(r"[23]|4(\.0)?$", version):
+        seen = f"{where} has vers={version}, which repeats requests whose reply is lost; that is recognised"
+        yield note("NFS_OLD", seen)
+
+
+_RULES = (_no_answers, _time_to_save, _partitions, _settings, _file_system)
 
 
 def requeue_delay_s(settings: Mapping[str, str]) -> float:

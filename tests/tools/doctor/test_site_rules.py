@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import PurePath
 
 import pytest
 
 from slurm_train.slurm.site import SiteFacts
-from slurm_train.tools.doctor.site_rules import HINTS, SiteView, find_site_facts, in_words, requeue_delay_s, site_table
+from slurm_train.tools.doctor.site_rules import (
+    HINTS,
+    Mount,
+    SiteView,
+    find_site_facts,
+    in_words,
+    mount_of,
+    requeue_delay_s,
+    site_table,
+)
 from tests.tools.site.sites import SITES, facts_of
 
 
@@ -121,3 +131,40 @@ def test_container_runtimes_are_named() -> None:
 )
 def test_the_delay_of_a_requeue_is_the_life_of_a_credential(text: str, seconds: float) -> None:
     assert requeue_delay_s({"AuthInfo": text}) == seconds
+
+
+_MOUNTS = """\
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+40 22 0:35 / /home rw,relatime shared:2 - nfs4 server:/home rw,vers=4.2,hard,local_lock=none
+41 22 0:36 / /work\\040two rw shared:3 - nfs server:/w rw,vers=3,soft,nolock,nocto,acdirmax=300,acregmax=60
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "expected"),
+    [
+        ("/home/me/project", "nfs4", {}),
+        ("/homes", "ext4", {}),
+        (
+            "/work two/me",
+            "nfs",
+            {
+                "NFS_SOFT": "warning",
+                "NFS_NOCTO": "warning",
+                "NFS_CACHE": "warning",
+                "NFS_NOLOCK": "note",
+                "NFS_OLD": "note",
+            },
+        ),
+    ],
+)
+def test_risky_options_of_nfs_are_named(path: str, kind: str, expected: dict[str, str]) -> None:
+    mount = mount_of(PurePath(path), _MOUNTS)
+    assert mount is not None and mount.kind == kind
+    assert codes(SiteView(mount=mount)) == expected
+
+
+def test_the_later_mount_on_a_folder_counts() -> None:
+    lines = _MOUNTS + "42 40 0:37 / /home rw - tmpfs none rw\n"
+    assert mount_of(PurePath("/home/me"), lines) == Mount(folder="/home", kind="tmpfs", options=("rw", "rw"))
+    assert mount_of(PurePath("/home"), "nonsense\n") is None
