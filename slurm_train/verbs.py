@@ -313,21 +313,24 @@ The same command again starts what is missing, waits for what runs, and prints t
     ),
     "generate": Verb(
         "cli.evaluate:generate",
-        "let a language model continue a text, on this machine",
+        "let a language model continue a text; with +cluster=NxG on Slurm",
         [
             Argument("run RUN|CHECKPOINT", _CHECKPOINT, takes="run"),
-            Argument("--prompt TEXT", "what to continue; default: nothing"),
+            Argument("--prompt TEXT", "what to continue, also several times; default: nothing", action="append"),
             _ROOT,
+            Argument("--config-dir DIR", "YAML files of your own, for cluster=NAME"),
             Argument("--max-new-tokens N", "tokens to add at most (default: 200)", type=int, default=200),
             Argument("--temperature T", "0: always the most likely token (default: 0.8)", type=float, default=0.8),
             Argument("--top-k K", "draw from the K most likely tokens (default: all)", type=int),
             Argument("--seed S", "of the draws (default: 0)", type=int, default=0),
             Argument("--tokenizer JSON", "tokenizer.json; default: that of the data, else of model.path"),
         ],
+        settings="after",
         examples="""\
   python -m slurm_train generate gpt-stdlib --prompt "def main"
   python -m slurm_train generate 3f9a1c07@200 --prompt "Once" --temperature 0 --max-new-tokens 50
-  srun --gpus=1 python -m slurm_train generate 3f9a1c07 --prompt "Once"       on a node with a GPU
+  python -m slurm_train generate 3f9a1c07 --prompt "Once" --prompt "Then" +cluster=1x2
+  python -m slurm_train generate 3f9a1c07 --prompt "Once" +cluster=1x8 parallel.dp_shard=8
 """,
     ),
     "checkpoint": Verb(

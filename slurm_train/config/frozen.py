@@ -64,7 +64,7 @@ _UNUSED: Mapping[str, Mapping[str, Any]] = {
     "batch": {"by_length": False, "pool": 64, "growth": {}},
     "optim": {"_target_": "torch.optim.AdamW", "groups": [], "decay_samples": None},
     "ddp": {"comm": "none", "comm_start_step": 100, "powersgd_rank": 2, "average_every_steps": 8},
-    "train": {"max_epochs": None, "evaluate_from": None},
+    "train": {"max_epochs": None, "evaluate_from": None, "generate": None},
 }
 
 ID_DIGITS = 12

@@ -220,7 +220,9 @@ class TrainSection:
     """Initial weights: a directory in the format of transformers (for the included GPT in Llama's or GPT-2's form), or
     a safetensors file with the model's own parameter names; null: random weights from `seed`."""
     evaluate_from: str | None = None
-    """Path of a checkpoint that is evaluated, and nothing is trained; `evaluate` sets it."""
+    """Path of a checkpoint that is evaluated, and nothing is trained; `evaluate` and `generate` set it."""
+    generate: dict[str, Any] | None = None
+    """Texts that `evaluate_from` continues, and how, in place of the evaluation; `generate` sets it."""
     sample_tokens: int = 0
     """Length of the text that is generated at the end of a run, if the model can generate; 0: none."""
 

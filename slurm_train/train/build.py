@@ -54,7 +54,7 @@ from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import Spent, StepTimes
 from slurm_train.train.callbacks import build_callbacks
 from slurm_train.train.context import Parts, Rank
-from slurm_train.train.evaluate import Evaluator
+from slurm_train.train.evaluate import Evaluator, continue_texts
 from slurm_train.train.health import Health, position_after_rollbacks
 from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.metrics import (
@@ -126,9 +126,10 @@ def train(rank: Rank) -> int:
 
 
 def evaluate_checkpoint(parts: Parts, path: Path) -> int:
-    """Measures the weights of a checkpoint and writes the result; returns the exit code. Collective over all ranks.
+    """Measures or uses the weights of a checkpoint and writes the result; returns the exit code. Collective.
 
     Raises:
+        ConfigError: texts are asked of a model that writes none, or their encoding is not known.
         DataError: there are no held-out samples.
         CheckpointError: the checkpoint does not verify, or is somebody else's.
         RunError: its weights do not fit the model.
@@ -136,19 +137,25 @@ def evaluate_checkpoint(parts: Parts, path: Path) -> int:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     rank, group = parts.rank, dist.group.WORLD
-    if parts.heldout is None:
+    asked = rank.config.train.generate
+    if asked is None and parts.heldout is None:
         raise DataError("the data have no held-out samples to evaluate", hint="set data.heldout, or take a `split`")
     manifest = on_rank_zero(group, lambda: verify(path))
     on_every_rank(group, lambda: check_owners(path, manifest))
     state = get_model_state_dict(parts.model)
     require_fit(path, state, is_stage=parts.pipeline is not None)
     load_tensors(path, {"model": state}, group=group)
-    objective = Objective(parts.model)
-    found = Evaluator(rank=rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline).evaluate()
+    if asked is not None:
+        found: dict[str, Any] | None = {"texts": continue_texts(rank, parts.model, **asked)}
+    else:
+        assert parts.heldout is not None
+        objective = Objective(parts.model)
+        found = Evaluator(rank=rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline).evaluate()
     if found is not None and rank.place.is_first:
         facts = {"step": manifest.step, "samples": manifest.samples, **found, "checkpoint": str(path)}
         write_result(rank, facts)
-        print(f"step {manifest.step}: {format_measures(found)}", file=sys.stderr, flush=True)
+        said = format_measures(found) if asked is None else f"{len(found['texts'])} texts"
+        print(f"step {manifest.step}: {said}", file=sys.stderr, flush=True)
     shutdown()
     return EXIT_REQUEUE if found is None else EXIT_DONE
 

@@ -1,4 +1,4 @@
-"""Evaluation over the held-out samples: sums and counts on each rank, put together once.
+"""Evaluation over the held-out samples: sums and counts on each rank, put together once. At the end: texts.
 
 No sample is padded and none counts twice, so the number depends neither on how many ranks measured it nor on the
 layout. With whole replicas a rank may have more batches than another, or none: the only exchange is at the end, where a
@@ -9,22 +9,30 @@ equally many, the last ones with a batch that does not count, and a stop is agre
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slurm_train.config.schema import RunConfig
 from slurm_train.data.batches import evaluation_batches
+from slurm_train.data.build import build_source
 from slurm_train.data.source import SampleSource, lengths_of
 from slurm_train.distributed.pipeline import Pipeline
+from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen
 from slurm_train.models.objective import Objective
 from slurm_train.train.context import Rank, gather
+from slurm_train.train.metrics import sample_text
 from slurm_train.train.signals import StopFlag
 from slurm_train.train.step import in_precision, to_device
+
+if TYPE_CHECKING:
+    from slurm_train.data.prepare import Encoding
 
 
 @frozen
@@ -138,3 +146,68 @@ def _any_asks(stop: StopFlag) -> bool:
     asked = torch.tensor(int(bool(stop.requested)), dtype=torch.int64)
     dist.all_reduce(asked, op=dist.ReduceOp.MAX)
     return bool(asked.item())
+
+
+# --- texts ---
+
+
+def continue_texts(
+    rank: Rank, model: nn.Module, *, prompts: Sequence[str], tokenizer: str | None, **how: Any
+) -> list[str]:
+    """Returns what a model writes after each prompt. Collective over all ranks.
+
+    Replicas take turns with the prompts. Ranks that hold parts of the weights compute each text together.
+
+    Raises:
+        ConfigError: as for `require_generates` and `encoding_of`.
+    """
+    require_generates(model)
+    encoding, layout = encoding_of(rank.config, tokenizer), rank.layout
+    turns = layout.world_size if layout.is_replicated else 1
+    mine = range(rank.place.rank % turns, len(prompts), turns)
+    own = {number: continue_text(model, encoding, prompts[number], **how) for number in mine}
+    found: dict[int, str] = {}
+    for others in gather(own):
+        found |= others
+    return [found[number] for number in range(len(prompts))]
+
+
+def continue_text(model: nn.Module, encoding: Encoding, prompt: str, **how: Any) -> str:
+    """Returns what a model writes after a prompt, up to the end of the document; see `sample_text`."""
+    return sample_text(model, encoding, prompt, end=encoding.end_of_document, **how).removesuffix("\n\n")
+
+
+def require_generates(model: nn.Module) -> None:
+    """Checks that a model can continue a text.
+
+    Raises:
+        ConfigError: it has no `generate`.
+    """
+    if not hasattr(model, "generate"):
+        raise ConfigError(
+            f"{type(model).__name__} cannot generate text",
+            hint="the shipped GPT and model=hf can; a model of your own needs generate(tokens_BT, num_tokens=..., "
+            "**how), as slurm_train.models.sampling.sample",
+        )
+
+
+def encoding_of(config: RunConfig, tokenizer: str | None) -> Encoding:
+    """Returns the encoding of a tokenizer's file, else that of the data, else that in the model's directory.
+
+    Raises:
+        ConfigError: none of them has one.
+    """
+    from slurm_train.data.prepare import FileEncoding, tokenizer_file
+
+    if tokenizer is None:
+        source = build_source(config.data or {}, split="train", seed=config.seed)
+        if hasattr(source, "encoding"):
+            found: Encoding = source.encoding()  # type: ignore[union-attr]  # it has one
+            return found
+        tokenizer = (config.model or {}).get("path")
+        if tokenizer is None or not tokenizer_file(Path(tokenizer)).is_file():
+            raise ConfigError(
+                f"no tokenizer is known: data._target_={(config.data or {}).get('_target_')} is not prepared text",
+                hint="name one: --tokenizer tokenizer.json",
+            )
+    return FileEncoding(tokenizer_file(Path(tokenizer)))
