@@ -27,6 +27,7 @@ from slurm_train.cli.terminal import note, outlive_terminal
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
+from slurm_train.formatting import count
 from slurm_train.launch.batch_script import RankCommand
 from slurm_train.launch.plan import describe
 from slurm_train.rundir.attempts import AttemptStart
@@ -171,7 +172,8 @@ def train_each(sweep: SweepDirectory, elements: Sequence[Element], *, num_parall
             ended = [run for run, process in at_work.items() if process.poll() is not None]
             unfinished = sum(not run.result.exists() for run in ended)
             if asked or not at_work:
-                note(f"stopped; {len(waiting) + unfinished} runs are not finished, and the same command continues them")
+                num_left = len(waiting) + unfinished
+                note(f"stopped; without a result: {count(num_left, 'run')}; the same command continues")
                 return EXIT_REQUEUE
             num_failed += unfinished
             for run in ended:

@@ -218,9 +218,9 @@ def install_words(suite: str, *, target: Path, libc: tuple[int, ...]) -> list[st
     later = list(SUITES)[list(SUITES).index(suite) :]
     base = next((one for one in later if SUITES[one][1] >= libc), later[-1])
     pins = {"slurm* libslurm*": suite} if base != suite else {}
-    if base == "sid":
-        # slurmdbd ends at the first answer of MariaDB's client library 11.8.9.
-        pins["mariadb* libmariadb*"] = "trixie"
+    if base in ("trixie", "sid"):
+        # slurmdbd ends at the first answer of MariaDB's client library 11.8.9, which both have since November 2026.
+        pins["mariadb* libmariadb*"] = "bookworm"
     options = ["--variant=minbase", f"--include={','.join([*PACKAGES.values(), *_FURTHER_PACKAGES])}"]
     if pins:
         preferences = "".join(_PIN.format(*one) for one in pins.items())

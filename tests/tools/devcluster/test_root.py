@@ -44,7 +44,7 @@ def test_an_unknown_slurm_is_refused_with_those_that_there_are():
 )
 def test_this_python_finds_a_libc_that_is_new_enough(suite, libc, base):
     words = install_words(suite, target=Path("/target"), libc=libc)
-    suites = dict.fromkeys((base, "trixie" if base == "sid" else suite))
+    suites = dict.fromkeys((base, suite, *(["bookworm"] if base in ("trixie", "sid") else [])))
     sources = [f"deb http://deb.debian.org/debian {one} main" for one in suites]
     assert words[words.index("/target") - 1 :] == [base, "/target", *sources]
     pinned = [word for word in words if f"Package: slurm* libslurm*\\nPin: release n={suite}\\n" in word]
