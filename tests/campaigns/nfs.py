@@ -37,7 +37,7 @@ _FAULTS: dict[str, Mapping[str, float]] = {
 }
 _HERE = ("none", "replies lost", "server away", "server slow")
 _NODES = ("node[1-2]", "node[3-4]")
-_WORDS = ("+cluster=2x1", "train.max_steps=450", "checkpoint.every_steps=5", "cluster.sbatch.exclusive=true")
+_WORDS = ("+cluster=2x1", "checkpoint.every_steps=5", "cluster.sbatch.exclusive=true")
 
 
 # Kills on this machine
@@ -120,6 +120,8 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
     """Interrupts two runs so many times together: one time of six a node is lost, else they are preempted."""
     planned = ["node lost" if number % 6 == 5 else "preempted" for number in range(trials)]
     random.Random(seed).shuffle(planned)
+    # Some thirty steps go by between an interruption and the next.
+    words = (*_WORDS, f"train.max_steps={100 + 30 * trials}")
     seen: Counter[str] = Counter()
     site = Site(folder / "site")
     with ExitStack() as undo:
@@ -127,7 +129,7 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
         for node in ("node1", "node2", "node3", "node4"):
             site.mount_on(node)
         person = undo.enter_context(at_work(site.login.path))
-        golden = golden_run(person, "golden", *_WORDS, f"cluster.nodelist={_NODES[0]}")
+        golden = golden_run(person, "golden", *words, f"cluster.nodelist={_NODES[0]}")
 
         def interrupt(place: int) -> list[History]:
             return _interrupt(
@@ -135,7 +137,7 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
                     person,
                     random.Random(f"{seed} {place}"),
                     f"run-{place}",
-                    *_WORDS,
+                    *words,
                     "model.step_s=0.25",
                     f"cluster.nodelist={_NODES[place]}",
                 ),
